@@ -1,0 +1,156 @@
+"""The all-reduce algorithms by name: each says which copy trees the packs travel along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from tfcdo.plan import schedule as schedule_lib
+from tfcdo.plan import topology as topology_lib
+from tfcdo.plan import tree as tree_lib
+
+
+def one_device(num_devices: int) -> tuple[tree_lib.CopyTree, ...]:
+    """Reduction to one device: everything is summed on device 0.
+
+    Args:
+      num_devices: how many devices there are.
+
+    Returns:
+      One star, so one pack.
+
+    Example:
+      >>> one_device(3)
+      (CopyTree(parents=(None, 0, 0)),)
+    """
+    return (tree_lib.star(num_devices, 0),)
+
+
+def ring(num_devices: int) -> tuple[tree_lib.CopyTree, ...]:
+    """Ring all-reduce: pack `i` is summed along the ring up to device `i`, and copied back.
+
+    Args:
+      num_devices: how many devices there are.
+
+    Returns:
+      One chain for each device, each beginning one device further.
+
+    References:
+      Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations",
+      2009.
+
+    Example:
+      >>> [tree.parents for tree in ring(3)]
+      [(None, 0, 1), (2, None, 1), (2, 0, None)]
+    """
+    return tuple(tree_lib.chain(num_devices, root) for root in range(num_devices))
+
+
+def shuffle(num_devices: int) -> tuple[tree_lib.CopyTree, ...]:
+    """Shuffle all-reduce: each device sums one pack of everybody and sends it to everybody.
+
+    Args:
+      num_devices: how many devices there are.
+
+    Returns:
+      One star for each device.
+
+    References:
+      Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+      MPICH", 2005 (pairwise exchange).
+
+    Example:
+      >>> [tree.parents for tree in shuffle(3)]
+      [(None, 0, 0), (1, None, 1), (2, 2, None)]
+    """
+    return tuple(tree_lib.star(num_devices, root) for root in range(num_devices))
+
+
+def halving_doubling(num_devices: int) -> tuple[tree_lib.CopyTree, ...]:
+    """Recursive halving and doubling: pack `i` is summed along the binomial tree of device `i`.
+
+    In a power of two devices, rounds pair devices at distance 1, 2, 4, ...; any other number works
+    too, with trees that lack some leaves.
+
+    Args:
+      num_devices: how many devices there are.
+
+    Returns:
+      One binomial tree for each device.
+
+    References:
+      Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+      MPICH", 2005.
+
+    Example:
+      >>> [tree.parents for tree in halving_doubling(3)]
+      [(None, 0, 0), (1, None, 1), (2, 2, None)]
+    """
+    return tuple(tree_lib.binomial(num_devices, root) for root in range(num_devices))
+
+
+def hierarchical_copy(num_devices: int) -> tuple[tree_lib.CopyTree, ...]:
+    """Hierarchical copy: two groups, a star in each, one edge between the stars' centres.
+
+    Pack `i` is rooted on device `i`; on 8 devices these are the trees made for a DGX-1.
+
+    Args:
+      num_devices: how many devices there are.
+
+    Returns:
+      One two-level tree for each device.
+
+    References:
+      TensorFlow API reference, `tf.distribute.HierarchicalCopyAllReduce`.
+
+    Example:
+      >>> hierarchical_copy(8)[0].parents
+      (None, 0, 0, 0, 0, 4, 4, 4)
+    """
+    return tuple(tree_lib.two_level(num_devices, root) for root in range(num_devices))
+
+
+CLASSICS: Mapping[str, Callable[[int], tuple[tree_lib.CopyTree, ...]]] = {
+    "one_device": one_device,
+    "ring": ring,
+    "shuffle": shuffle,
+    "halving_doubling": halving_doubling,
+    "hierarchical_copy": hierarchical_copy,
+}
+ALGORITHMS: tuple[str, ...] = tuple(CLASSICS)
+
+
+def make_schedule(
+    algorithm: str,
+    topology: topology_lib.Topology,
+    num_bytes: int,
+    num_packs: int | None = None,
+) -> schedule_lib.Schedule:
+    """The schedule by which an algorithm all-reduces some data on a machine.
+
+    Args:
+      algorithm: one of `ALGORITHMS`.
+      topology: the machine.
+      num_bytes: how many bytes each device holds; 0 gives a schedule without packs.
+      num_packs: cut the data into this many packs whose sizes differ by at most one byte, and give
+        them the algorithm's trees in turn; by default the number that the algorithm asks for.
+
+    Returns:
+      A schedule in bytes over the topology's devices. The same arguments give the same schedule.
+
+    Raises:
+      ValueError: if the algorithm is unknown, `num_bytes` is negative or `num_packs` is below 1.
+
+    Example:
+      >>> schedule = make_schedule("ring", topology_lib.preset("dgx1"), 800)
+      >>> len(schedule.packs), schedule.packs[3].size, schedule.packs[3].tree.root
+      (8, 100, 3)
+    """
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"unknown algorithm {algorithm!r}; known are {', '.join(ALGORITHMS)}")
+    if num_bytes < 0:
+        raise ValueError(f"num_bytes must be at least 0; got {num_bytes}")
+    if num_packs is not None and num_packs < 1:
+        raise ValueError(f"num_packs must be at least 1; got {num_packs}")
+    trees = CLASSICS[algorithm](topology.num_devices)
+    ranges = schedule_lib.cut(num_bytes, len(trees) if num_packs is None else num_packs)
+    return schedule_lib.assign(num_bytes, ranges, trees)

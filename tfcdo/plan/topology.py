@@ -1,0 +1,401 @@
+"""Topologies: what joins the devices of a machine, how fast, and what those joints share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import networkx as nx
+
+# The simulator's reference times use 10 us for every copy: about what an op launch and a
+# peer-to-peer copy of a few bytes take.
+LATENCY = 10e-6
+NVLINK_V100 = 25e9
+NVLINK_P100 = 20e9
+HOST = 10e9
+PCIE = 12e9
+# One core adds two float streams in memory at about this rate.
+CPU_ADDITION = 10e9
+
+_DGX1_LINKS = {
+    (0, 1): 2, (0, 2): 1, (0, 3): 1, (0, 4): 2, (1, 2): 1, (1, 3): 2, (1, 5): 1, (2, 3): 2,
+    (2, 6): 2, (3, 7): 1, (4, 5): 2, (4, 6): 1, (4, 7): 1, (5, 6): 1, (5, 7): 2, (6, 7): 2,
+}  # fmt: skip
+_DGX1_P100_LINKS = {
+    (0, 1): 1, (0, 2): 1, (0, 3): 1, (1, 2): 1, (1, 3): 1, (2, 3): 1,
+    (4, 5): 1, (4, 6): 1, (4, 7): 1, (5, 6): 1, (5, 7): 1, (6, 7): 1,
+    (0, 4): 1, (1, 5): 1, (2, 6): 1, (3, 7): 1,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Resource:
+    """Something that carries one transfer at a time: a wire, a switch port, a host bridge.
+
+    Attributes:
+      name: how reports and drawings call it.
+      bandwidth: bytes per second; `math.inf` if it is never the slowest part.
+    """
+
+    name: str
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise ValueError(
+                f"bandwidth of {self.name!r} must be above 0 B/s; got {self.bandwidth}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The way from one device to another.
+
+    Attributes:
+      source: the sending device.
+      target: the receiving device.
+      latency: seconds that a transfer takes on top of its bytes.
+      resources: indices of the topology's resources on the way, in the order of travel; a transfer
+        holds all of them for its whole time, at the speed of the slowest.
+      detour: whether this is a way through the host that stands in for a missing direct one. The
+        bandwidth bound is that of the other links, as long as they join all devices.
+    """
+
+    source: int
+    target: int
+    latency: float
+    resources: tuple[int, ...]
+    detour: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices, and the directed links between every two of them.
+
+    A topology is a plain, hashable value: two that compare equal cost the same, so it serves as
+    the key of a cache.
+
+    Attributes:
+      name: how reports call it.
+      num_devices: how many devices there are.
+      resources: what the links are made of.
+      links: one link for each ordered pair of devices.
+      addition_bandwidth: bytes of one operand that a device adds per second; `math.inf` if
+        additions cost nothing next to the copies.
+
+    Raises:
+      ValueError: if a pair of devices has no link or several, or a link names a device or a
+        resource that does not exist.
+
+    Example:
+      >>> machine = preset("dgx1")
+      >>> machine.bandwidth(0, 1), machine.bandwidth(0, 2), machine.bandwidth(0, 5)
+      (50000000000.0, 25000000000.0, 10000000000.0)
+    """
+
+    name: str
+    num_devices: int
+    resources: tuple[Resource, ...]
+    links: tuple[Link, ...]
+    addition_bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1:
+            raise ValueError(f"num_devices must be at least 1; got {self.num_devices}")
+        if not self.addition_bandwidth > 0:
+            raise ValueError(
+                f"addition_bandwidth must be above 0 B/s; got {self.addition_bandwidth}"
+            )
+        for link in self.links:
+            if not link.latency >= 0:
+                raise ValueError(f"latency of {link} must be at least 0 s")
+            if not link.resources or not all(
+                0 <= index < len(self.resources) for index in link.resources
+            ):
+                raise ValueError(
+                    f"resources of {link} must be indices from 0 to {len(self.resources) - 1}"
+                )
+        pairs = sorted((link.source, link.target) for link in self.links)
+        wanted = [
+            (a, b) for a in range(self.num_devices) for b in range(self.num_devices) if a != b
+        ]
+        if pairs != wanted:
+            wrong = sorted(set(pairs) ^ set(wanted)) or "a pair that is listed twice"
+            raise ValueError(
+                f"links must hold each ordered pair of the {self.num_devices} devices once; "
+                f"missing or too many: {wrong}"
+            )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # A topology is looked up once for each all-reduce; hashing its links is worth doing once.
+        return hash((self.num_devices, self.resources, self.links, self.addition_bandwidth))
+
+    @functools.cached_property
+    def routes(self) -> Mapping[tuple[int, int], Link]:
+        """The link of each ordered pair of devices."""
+        return {(link.source, link.target): link for link in self.links}
+
+    def bandwidth(self, source: int, target: int) -> float:
+        """The bytes per second of a transfer from `source` to `target` that has the way alone."""
+        link = self.routes[source, target]
+        return min(self.resources[index].bandwidth for index in link.resources)
+
+    def latency(self, source: int, target: int) -> float:
+        """The seconds that a transfer from `source` to `target` takes on top of its bytes."""
+        return self.routes[source, target].latency
+
+    @functools.cached_property
+    def direct_links(self) -> tuple[Link, ...]:
+        """The links that are no detours; all links where detours are needed to reach a device."""
+        direct = tuple(link for link in self.links if not link.detour)
+        graph = nx.DiGraph((link.source, link.target) for link in direct)
+        graph.add_nodes_from(range(self.num_devices))
+        return direct if nx.is_strongly_connected(graph) else self.links
+
+    def subset(self, devices: Sequence[int]) -> Topology:
+        """The part of the machine that some of its devices see.
+
+        Args:
+          devices: the devices to keep; the i-th of them becomes device i.
+
+        Returns:
+          A topology over `len(devices)` devices.
+
+        Raises:
+          ValueError: if `devices` is empty, names a device twice or one that does not exist.
+
+        Example:
+          >>> preset("dgx1").subset([0, 4, 5]).bandwidth(0, 1)
+          50000000000.0
+        """
+        devices = tuple(devices)
+        known = range(self.num_devices)
+        if not devices or len(set(devices)) != len(devices) or not set(devices) <= set(known):
+            raise ValueError(
+                f"devices must be different devices of {self.name!r}, which has 0 to "
+                f"{self.num_devices - 1}; got {list(devices)}"
+            )
+        if devices == tuple(known):
+            return self
+        kept = [
+            self.routes[source, target]
+            for source in devices
+            for target in devices
+            if source != target
+        ]
+        used = sorted({index for link in kept for index in link.resources})
+        return Topology(
+            name=f"{self.name}{{{','.join(map(str, devices))}}}",
+            num_devices=len(devices),
+            resources=tuple(self.resources[index] for index in used),
+            links=tuple(
+                dataclasses.replace(
+                    link,
+                    source=devices.index(link.source),
+                    target=devices.index(link.target),
+                    resources=tuple(used.index(index) for index in link.resources),
+                )
+                for link in kept
+            ),
+            addition_bandwidth=self.addition_bandwidth,
+        )
+
+
+class _Builder:
+    """Collects resources by name and links by device, and numbers them."""
+
+    def __init__(self) -> None:
+        self._resources: dict[str, Resource] = {}
+        self._links: list[tuple[int, int, Sequence[str], bool]] = []
+
+    def link(
+        self, source: int, target: int, way: Iterable[tuple[str, float]], *, detour: bool = False
+    ) -> None:
+        names = []
+        for name, bandwidth in way:
+            self._resources.setdefault(name, Resource(name, bandwidth))
+            names.append(name)
+        self._links.append((source, target, names, detour))
+
+    def build(
+        self,
+        name: str,
+        num_devices: int,
+        *,
+        latency: float = LATENCY,
+        addition_bandwidth: float = math.inf,
+    ) -> Topology:
+        index = {resource: position for position, resource in enumerate(self._resources)}
+        return Topology(
+            name,
+            num_devices,
+            tuple(self._resources.values()),
+            tuple(
+                Link(source, target, latency, tuple(index[name] for name in names), detour)
+                for source, target, names, detour in sorted(self._links)
+            ),
+            addition_bandwidth,
+        )
+
+
+def _pairs(num_devices: int) -> Iterable[tuple[int, int]]:
+    return ((a, b) for a in range(num_devices) for b in range(num_devices) if a != b)
+
+
+def _link_name(source: int, target: int) -> str:
+    return f"{source}→{target}"
+
+
+def _nvlinks_and_host(
+    name: str, num_devices: int, nvlinks: Mapping[tuple[int, int], float], socket: Sequence[int]
+) -> Topology:
+    """A machine of point-to-point links, whose other pairs meet in the host.
+
+    Args:
+      name: the topology's name.
+      num_devices: how many devices there are.
+      nvlinks: bytes per second, each way, of each joined pair `(a, b)` with `a < b`.
+      socket: the socket of each device; one resource carries all host traffic from one socket to
+        the same socket or another.
+    """
+    builder = _Builder()
+    for source, target in _pairs(num_devices):
+        bandwidth = nvlinks.get((min(source, target), max(source, target)))
+        if bandwidth:
+            builder.link(source, target, [(_link_name(source, target), bandwidth)])
+        else:
+            bridge = f"host {_link_name(socket[source], socket[target])}"
+            builder.link(source, target, [(bridge, HOST)], detour=True)
+    return builder.build(name, num_devices)
+
+
+def dgx1() -> Topology:
+    """NVIDIA DGX-1 with V100: 8 GPUs, 6 NVLinks of 25 GB/s each, a hybrid cube mesh.
+
+    A pair with two NVLinks is one link of 50 GB/s. A pair without goes through the host at 10 GB/s,
+    which all transfers from one socket (0-3, 4-7) to the same or the other share.
+
+    References:
+      NVIDIA, "NVIDIA DGX-1 With Tesla V100 System Architecture", 2017.
+    """
+    links = {pair: count * NVLINK_V100 for pair, count in _DGX1_LINKS.items()}
+    return _nvlinks_and_host("dgx1", 8, links, socket=(0, 0, 0, 0, 1, 1, 1, 1))
+
+
+def dgx1_p100() -> Topology:
+    """NVIDIA DGX-1 with P100: 8 GPUs, 4 NVLinks of 20 GB/s each.
+
+    Two fully joined groups of four, and one link between each device and its partner, four further.
+
+    References:
+      NVIDIA, "NVIDIA DGX-1 With Tesla V100 System Architecture", 2017.
+    """
+    links = {pair: count * NVLINK_P100 for pair, count in _DGX1_P100_LINKS.items()}
+    return _nvlinks_and_host("dgx1_p100", 8, links, socket=(0, 0, 0, 0, 1, 1, 1, 1))
+
+
+def nvswitch(num_devices: int = 8) -> Topology:
+    """Devices on a full crossbar: each has one port in and one out, of 12 x 25 GB/s.
+
+    Args:
+      num_devices: how many devices there are.
+    """
+    builder = _Builder()
+    port = 12 * NVLINK_V100
+    for source, target in _pairs(num_devices):
+        builder.link(source, target, [(f"{source} out", port), (f"{target} in", port)])
+    return builder.build("nvswitch", num_devices)
+
+
+def pcie(num_devices: int = 4) -> Topology:
+    """Devices in pairs, each pair under a PCIe switch, the switches joined by the host bridge.
+
+    A device's port carries 12 GB/s each way; a transfer to another pair also holds its own switch's
+    way up and the other's way down, 10 GB/s each.
+
+    Args:
+      num_devices: how many devices there are; an odd one is alone under its switch.
+    """
+    builder = _Builder()
+    for source, target in _pairs(num_devices):
+        way = [(f"{source} out", PCIE)]
+        if source // 2 != target // 2:
+            way += [(f"switch {source // 2} up", HOST), (f"switch {target // 2} down", HOST)]
+        builder.link(source, target, [*way, (f"{target} in", PCIE)])
+    return builder.build("pcie", num_devices)
+
+
+def shared_memory(num_devices: int = 8) -> Topology:
+    """Virtual CPU devices of one host: copies cost nothing, additions cost memory bandwidth.
+
+    Args:
+      num_devices: how many devices there are.
+    """
+    builder = _Builder()
+    for source, target in _pairs(num_devices):
+        builder.link(source, target, [(_link_name(source, target), math.inf)])
+    return builder.build("shared_memory", num_devices, latency=0.0, addition_bandwidth=CPU_ADDITION)
+
+
+def fully_connected(num_devices: int = 8) -> Topology:
+    """Every pair has a link of its own, of 25 GB/s each way: what to assume of unknown devices.
+
+    Args:
+      num_devices: how many devices there are.
+    """
+    builder = _Builder()
+    for source, target in _pairs(num_devices):
+        builder.link(source, target, [(_link_name(source, target), NVLINK_V100)])
+    return builder.build("fully_connected", num_devices)
+
+
+_FIXED: Mapping[str, Callable[[], Topology]] = {"dgx1": dgx1, "dgx1_p100": dgx1_p100}
+_SCALABLE: Mapping[str, Callable[..., Topology]] = {
+    "nvswitch": nvswitch,
+    "pcie": pcie,
+    "shared_memory": shared_memory,
+    "fully_connected": fully_connected,
+}
+PRESETS: tuple[str, ...] = (*_FIXED, *_SCALABLE)
+
+
+@functools.lru_cache(maxsize=64)
+def preset(name: str, num_devices: int | None = None) -> Topology:
+    """A known machine.
+
+    Args:
+      name: one of `PRESETS`.
+      num_devices: how many devices; the machine's usual number by default. Of a machine of fixed
+        size, the first ones.
+
+    Returns:
+      The topology.
+
+    Raises:
+      ValueError: if there is no such preset or it does not have that many devices.
+
+    Example:
+      >>> preset("nvswitch", 16).num_devices
+      16
+    """
+    if num_devices is not None and num_devices < 1:
+        raise ValueError(f"num_devices must be at least 1; got {num_devices}")
+    if name in _SCALABLE:
+        make = _SCALABLE[name]
+        return make() if num_devices is None else make(num_devices)
+    if name not in _FIXED:
+        raise ValueError(f"unknown topology {name!r}; known are {', '.join(PRESETS)}")
+    machine = _FIXED[name]()
+    if num_devices is None:
+        return machine
+    if num_devices > machine.num_devices:
+        raise ValueError(
+            f"num_devices of {name!r} must be at most {machine.num_devices}; got {num_devices}"
+        )
+    return machine.subset(range(num_devices))
