@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 from tfcdo.plan import algorithms
 from tfcdo.plan import schedule as schedule_lib
 from tfcdo.plan import topology as topology_lib
 from tfcdo.plan import tree as tree_lib
+
+# What an op costs on top of its work, roughly, on a CPU: 64 KiB at 10 GB/s.
+_SECONDS_PER_OP = 6.5e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +29,10 @@ class ValueSpec:
     dtype: str
     itemsize: int
     size: int | None
+
+
+# Stands for a value about whose elements a plan can say nothing, such as slices of a table.
+UNKNOWN = ValueSpec("unknown", 1, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,15 +142,144 @@ def plan_batch(
       >>> [[(p.value, p.start, p.stop) for b in pack.bundles for p in b] for pack in plan.packs]
       [[(0, 0, 4)], [(0, 4, 6), (1, 0, 2)]]
     """
-    contents = [
-        content
-        for own in _by_dtype(values)
-        for content in _contents(values, own, packing, algorithm, topology)
-    ]
+    contents = _contents(values, packing)
     trees = _trees(algorithm, topology, values, len(contents))
-    limit = topology.concat_limit_bytes
+    limit = _concat_limit(topology)
     packs = (
         PackPlan(trees[index % len(trees)], _bundles(content, values, limit))
         for index, content in enumerate(contents)
     )
     return BatchPlan(tuple(packs), len(values))
+
+
+def _by_dtype(values: Sequence[ValueSpec]) -> list[list[int]]:
+    """The values of known, positive size, by dtype in the order of their first appearance."""
+    groups: dict[str, list[int]] = {}
+    for index, value in enumerate(values):
+        if value.size:
+            groups.setdefault(value.dtype, []).append(index)
+    return list(groups.values())
+
+
+def _contents(values: Sequence[ValueSpec], packing: Packing) -> list[tuple[Piece, ...]]:
+    """What each pack holds, for all values."""
+    contents = [
+        content for own in _by_dtype(values) for content in _contents_of_dtype(values, own, packing)
+    ]
+    # An empty value has nothing to share a pack, and of a value whose size is not known nobody can
+    # say where its parts would lie in one: both travel alone, as they are.
+    return contents + [
+        (Piece(index, 0, value.size, whole=True),)
+        for index, value in enumerate(values)
+        if not value.size
+    ]
+
+
+def _contents_of_dtype(
+    values: Sequence[ValueSpec], own: Sequence[int], packing: Packing
+) -> list[tuple[Piece, ...]]:
+    """What each pack holds, for the values of one dtype: cut, then capped, then found again."""
+    order, stops = _order_and_stops(values, own, packing)
+    itemsize = values[own[0]].itemsize
+    if packing.bytes_per_pack:
+        stops = _capped(stops, max(1, packing.bytes_per_pack // itemsize))
+    return _pieces_between([(index, _size(values[index])) for index in order], stops)
+
+
+def _order_and_stops(
+    values: Sequence[ValueSpec], own: Sequence[int], packing: Packing
+) -> tuple[list[int], list[int]]:
+    """The order in which values are laid end to end, and the ends of the packs in that line."""
+    if packing.num_packs:
+        total = sum(_size(values[index]) for index in own)
+        return list(own), [stop for _, stop in schedule_lib.cut(total, packing.num_packs)]
+    small = [
+        index
+        for index in own
+        if packing.small_group and _size(values[index]) * values[index].itemsize < packing.small_bytes
+    ]
+    order = small + [index for index in own if index not in set(small)]
+    ends = list(itertools.accumulate(_size(values[index]) for index in order))
+    grouped = ends[: len(small)]
+    full = grouped[packing.small_group - 1 :: packing.small_group] if small else []
+    rest = grouped[-1:] if grouped[-1:] != full[-1:] else []
+    return order, full + rest + ends[len(small) :]
+
+
+def _capped(stops: Sequence[int], limit: int) -> list[int]:
+    """Further ends, so that no pack has more than `limit` elements."""
+    return [
+        start + end
+        for start, stop in zip([0, *stops], stops)
+        for _, end in schedule_lib.cut(stop - start, -(-(stop - start) // limit))
+    ]
+
+
+def _pieces_between(
+    sizes: Sequence[tuple[int, int]], stops: Sequence[int]
+) -> list[tuple[Piece, ...]]:
+    """Cuts values that lie end to end where packs end.
+
+    Args:
+      sizes: `(value, size)` of each value, in the order in which they lie.
+      stops: where each pack ends, in elements from the first value's start.
+
+    Returns:
+      The pieces of each pack.
+    """
+    packs = []
+    remaining = iter(sizes)
+    value, size, begin = -1, 0, 0  # `begin` is where `value` begins in the line.
+    position = 0
+    for stop in stops:
+        pieces = []
+        while position < stop:
+            if position == begin + size:
+                begin += size
+                value, size = next(remaining)
+            start, end = position - begin, min(stop - begin, size)
+            pieces.append(Piece(value, start, end, whole=(start, end) == (0, size)))
+            position = begin + end
+        packs.append(tuple(pieces))
+    return packs
+
+
+def _trees(
+    algorithm: str, topology: topology_lib.Topology, values: Sequence[ValueSpec], num_packs: int
+) -> tuple[tree_lib.CopyTree, ...]:
+    """The trees to deal out to `num_packs` packs."""
+    num_bytes = sum((value.size or 0) * value.itemsize for value in values)
+    # Tiny batches may have fewer bytes than packs (of values of unknown size): the trees stay.
+    schedule = algorithms.make_schedule(
+        algorithm, topology, max(num_bytes, num_packs), max(num_packs, 1)
+    )
+    return tuple(pack.tree for pack in schedule.packs)
+
+
+def _concat_limit(topology: topology_lib.Topology) -> float:
+    """The bytes up to which a piece is concatenated with others rather than sent on its own.
+
+    Concatenating costs a pass over the piece, sending it on its own costs an op's overhead: up to
+    the bytes that are passed over in that time it pays to concatenate. Where memory is much faster
+    than the links (`addition_bandwidth` is infinite) it always does.
+    """
+    return _SECONDS_PER_OP * topology.addition_bandwidth
+
+
+def _bundles(
+    content: Sequence[Piece], values: Sequence[ValueSpec], limit: float
+) -> tuple[tuple[Piece, ...], ...]:
+    """The content of a pack, split into what is concatenated and what travels alone."""
+    together: list[Piece] = []
+    alone: list[tuple[Piece, ...]] = []
+    for piece in content:
+        if piece.stop is not None and piece.size * values[piece.value].itemsize <= limit:
+            together.append(piece)
+        else:
+            alone.append((piece,))
+    return tuple([tuple(together)] if together else []) + tuple(alone)
+
+
+def _size(value: ValueSpec) -> int:
+    assert value.size is not None  # Values of unknown size are never laid end to end.
+    return value.size

@@ -1,0 +1,331 @@
+"""The classes to pass to `tf.distribute.MirroredStrategy(cross_device_ops=...)`.
+
+Each is a choice of how to all-reduce; the work is done by `tfcdo.plan`, which decides what travels
+where, and `tfcdo.execute`, which turns that into ops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import log
+from tfcdo import nccl
+from tfcdo import tf_internals
+from tfcdo import validation
+from tfcdo.execute import arithmetic
+from tfcdo.execute import batch
+from tfcdo.execute import gather
+from tfcdo.execute import one_device
+from tfcdo.plan import algorithms
+from tfcdo.plan import packing
+from tfcdo.plan import topology as topology_lib
+
+ReduceOp = tf.distribute.ReduceOp
+
+
+class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
+    """Copies all values to one device, accumulates them there, and copies the result back.
+
+    Args:
+      reduce_to_device: the device to reduce on, in any spelling that TensorFlow reads; None for the
+        first destination of each reduction.
+      accumulation_fn: called with the list of the replicas' tensors, in the order of the replicas,
+        on that device; returns their sum, or whatever else the caller wants of them. None for
+        `tf.math.add_n`, in 32 bits for 16-bit floats. `tf.IndexedSlices` are always joined.
+
+    Raises:
+      ValueError: if `reduce_to_device` is no device.
+      TypeError: if `accumulation_fn` cannot be called.
+
+    Example:
+      >>> strategy = tf.distribute.MirroredStrategy(
+      ...     ["/cpu:0"], cross_device_ops=ReductionToOneDevice(reduce_to_device="/cpu:0"))
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: str | None = None,
+        accumulation_fn: Callable[[list[tf.Tensor]], tf.Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        if reduce_to_device is not None:
+            validation.check_device("reduce_to_device", reduce_to_device)
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise TypeError(
+                "accumulation_fn must be a callable from a list of tensors to a tensor, or None; "
+                f"got {accumulation_fn!r}"
+            )
+        self.reduce_to_device = reduce_to_device
+        self.accumulation_fn = accumulation_fn
+
+    def reduce(
+        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: Any = None
+    ) -> Any:
+        """See `AllReduceCrossDeviceOps.reduce`."""
+        return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: Any = None,
+    ) -> list[Any]:
+        """See `AllReduceCrossDeviceOps.batch_reduce`."""
+        return self.batch_reduce_implementation(reduce_op, value_destination_pairs, options)
+
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: Any
+    ) -> Any:
+        """Reduces one value; see `reduce`."""
+        validation.check_reduce_op(reduce_op)
+        return self._reduce(reduce_op, validation.check_pair(per_replica_value, destinations))
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: Any,
+    ) -> list[Any]:
+        """Reduces values one by one; see `batch_reduce`."""
+        validation.check_reduce_op(reduce_op)
+        reductions = validation.check_pairs(value_destination_pairs)
+        return [self._reduce(reduce_op, reduction) for reduction in reductions]
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+        """Copies a tensor to each destination; see `broadcast`."""
+        return _broadcast(tensor, destinations)
+
+    def _gather_implementation(
+        self, per_replica_value: Any, destinations: Any, axis: int, options: Any
+    ) -> Any:
+        return _gather_on_one_device(
+            validation.check_gather(per_replica_value, destinations), axis, self.reduce_to_device
+        )
+
+    def _reduce(self, reduce_op: ReduceOp, reduction: validation.Reduction) -> Any:
+        accumulate = self.accumulation_fn or arithmetic.add
+        if self.accumulation_fn is None:
+            validation.check_numeric(reduction)
+        if reduction.all_reduce and len(reduction.values) == 1:
+            return reduction.values[0]
+        return batch.reduce_to_one_device(
+            reduction,
+            self.reduce_to_device or reduction.destinations[0],
+            accumulate,
+            batch.finish_for(reduce_op, reduction),
+        )
+
+
+class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
+    """All-reduces batches of values, packed, along copy trees or with NCCL.
+
+    Before the all-reduce, values are repacked:
+      1. if `num_packs` > 0, all values of one dtype are laid end to end and cut into that many
+         packs;
+      2. otherwise, if `agg_small_grads_max_bytes` > 0 and `agg_small_grads_max_group` > 0, values
+         smaller than that many bytes are put together in groups of at most that many values;
+      3. otherwise each value is a pack of its own.
+    `options.bytes_per_pack`, when positive, caps the size of a pack. Reductions that are not
+    all-reduces (the result goes elsewhere than to the values' own devices) go to one device and are
+    copied from there.
+
+    Args:
+      all_reduce_alg: "nccl", or the algorithm that gives the copy trees: "hierarchical_copy" or
+        another of `tfcdo.plan.algorithms.ALGORITHMS`. Where NCCL cannot run, "nccl" says why, once,
+        and uses "hierarchical_copy".
+      num_packs: see above; 0 for no such packing.
+      agg_small_grads_max_bytes: see above.
+      agg_small_grads_max_group: see above.
+      topology: the machine that the devices are part of; None to find out.
+
+    Raises:
+      ValueError: if a number is negative or the algorithm is unknown.
+      TypeError: if a number is not an int or `topology` is not a topology.
+
+    Example:
+      >>> ops = AllReduceCrossDeviceOps("ring", num_packs=4)
+      >>> strategy = tf.distribute.MirroredStrategy(["/cpu:0"], cross_device_ops=ops)
+    """
+
+    def __init__(
+        self,
+        all_reduce_alg: str = "nccl",
+        num_packs: int = 1,
+        agg_small_grads_max_bytes: int = 0,
+        agg_small_grads_max_group: int = 10,
+        *,
+        topology: topology_lib.Topology | None = None,
+    ) -> None:
+        super().__init__()
+        validation.check_choice("all_reduce_alg", all_reduce_alg, ("nccl", *algorithms.ALGORITHMS))
+        validation.check_count("num_packs", num_packs)
+        validation.check_count("agg_small_grads_max_bytes", agg_small_grads_max_bytes)
+        validation.check_count("agg_small_grads_max_group", agg_small_grads_max_group)
+        if topology is not None and not isinstance(topology, topology_lib.Topology):
+            raise TypeError(f"topology must be a tfcdo.topology.Topology or None; got {topology!r}")
+        self._nccl = all_reduce_alg == "nccl"
+        self._method = batch.Method(
+            algorithm="hierarchical_copy" if self._nccl else all_reduce_alg,
+            packing=packing.Packing(num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group),
+            topology=topology,
+        )
+
+    def reduce(
+        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: Any = None
+    ) -> Any:
+        """Reduces one value to its destinations.
+
+        Args:
+          reduce_op: `tf.distribute.ReduceOp.SUM` or `MEAN`.
+          per_replica_value: a `tf.distribute.DistributedValues`, or a tensor.
+          destinations: a `tf.distribute.DistributedValues`, variable, tensor or device name; the
+            result goes to its devices. Give the value itself to all-reduce. A variable is not
+            updated.
+          options: a `tf.distribute.experimental.CommunicationOptions`; `bytes_per_pack` is used.
+
+        Returns:
+          A `Mirrored` with one component per destination device, or a tensor for one device; dtype
+          and shape as given, but for the MEAN of integers, which is a float.
+
+        Raises:
+          ValueError: if `reduce_op` is no `ReduceOp`, the replicas differ in dtype or static shape,
+            or a destination is none.
+        """
+        return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: Any = None,
+    ) -> list[Any]:
+        """Reduces several values to their destinations.
+
+        Args:
+          reduce_op: `tf.distribute.ReduceOp.SUM` or `MEAN`.
+          value_destination_pairs: `(value, destinations)` tuples; each as for `reduce`.
+          options: as for `reduce`.
+
+        Returns:
+          One result per pair, in order.
+
+        Raises:
+          ValueError: as for `reduce`, and if a pair is no 2-tuple; the message names the pair.
+        """
+        return self.batch_reduce_implementation(reduce_op, value_destination_pairs, options)
+
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: Any
+    ) -> Any:
+        """Reduces one value; see `reduce`."""
+        validation.check_reduce_op(reduce_op)
+        reduction = validation.check_pair(per_replica_value, destinations)
+        return self._reduce(reduce_op, [reduction], options)[0]
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: Any,
+    ) -> list[Any]:
+        """Reduces several values together; see `batch_reduce`."""
+        validation.check_reduce_op(reduce_op)
+        return self._reduce(reduce_op, validation.check_pairs(value_destination_pairs), options)
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+        """Copies a tensor to each destination; see `broadcast`."""
+        return _broadcast(tensor, destinations)
+
+    def _gather_implementation(
+        self, per_replica_value: Any, destinations: Any, axis: int, options: Any
+    ) -> Any:
+        reduction = validation.check_gather(per_replica_value, destinations)
+        if not reduction.all_reduce:
+            return _gather_on_one_device(reduction, axis)
+        tree = self._method.plan([packing.UNKNOWN], reduction.devices).packs[0].tree
+        gathered = gather.all_gather(tree, reduction.values, reduction.devices, axis)
+        return batch.in_destination_order(gathered, reduction)
+
+    def _reduce(
+        self, reduce_op: ReduceOp, reductions: list[validation.Reduction], options: Any
+    ) -> list[Any]:
+        for reduction in reductions:
+            validation.check_numeric(reduction)
+        if self._nccl and any(len(reduction.values) > 1 for reduction in reductions):
+            status = nccl.nccl_status(reductions[0].devices)
+            if not status.can_run:
+                log.warn_once(f"NCCL is asked for but copy trees are used, as {status}")
+        method = self._method
+        if options is not None and options.bytes_per_pack:
+            packs = dataclasses.replace(method.packing, bytes_per_pack=options.bytes_per_pack)
+            method = dataclasses.replace(method, packing=packs)
+        return batch.reduce(reduce_op, reductions, method)
+
+
+class NcclAllReduce(AllReduceCrossDeviceOps):
+    """All-reduces with NCCL, NVIDIA's library for its GPUs.
+
+    Where NCCL cannot run (see `tfcdo.nccl_status`), the reason is logged once and the values go
+    along the copy trees of `HierarchicalCopyAllReduce`.
+
+    Args:
+      num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value.
+      topology: the machine that the devices are part of; None to find out. Only the copy trees use
+        it.
+
+    Raises:
+      ValueError: if `num_packs` is negative.
+      TypeError: if `num_packs` is not an int.
+
+    Example:
+      >>> strategy = tf.distribute.MirroredStrategy(["/cpu:0"], cross_device_ops=NcclAllReduce())
+    """
+
+    def __init__(
+        self, num_packs: int = 1, *, topology: topology_lib.Topology | None = None
+    ) -> None:
+        super().__init__("nccl", num_packs, topology=topology)
+
+
+class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
+    """Reduces to one device along the edges of a hierarchy, and copies back along the same path.
+
+    Each pack has a copy tree of two levels: the devices are in two groups, each group is summed on
+    one of its devices, and one edge joins the two. The roots of the packs are spread over the
+    devices. On 8 devices these are the trees that fit a DGX-1; on any other number, odd ones too,
+    they are of the same kind and leave no device out.
+
+    Args:
+      num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value.
+      topology: the machine that the devices are part of; None to find out.
+
+    Raises:
+      ValueError: if `num_packs` is negative.
+      TypeError: if `num_packs` is not an int.
+
+    Example:
+      >>> strategy = tf.distribute.MirroredStrategy(
+      ...     ["/cpu:0"], cross_device_ops=HierarchicalCopyAllReduce(num_packs=2))
+    """
+
+    def __init__(
+        self, num_packs: int = 1, *, topology: topology_lib.Topology | None = None
+    ) -> None:
+        super().__init__("hierarchical_copy", num_packs, topology=topology)
+
+
+def _broadcast(tensor: Any, destinations: Any) -> Any:
+    value = validation.check_broadcast(tensor)
+    return tf_internals.mirrored(one_device.copy_to(value, validation.devices_of(destinations)))
+
+
+def _gather_on_one_device(
+    reduction: validation.Reduction, axis: int, device: str | None = None
+) -> Any:
+    with tf.device(device or reduction.destinations[0]):
+        gathered = tf.concat(list(reduction.values), axis)
+    return tf_internals.mirrored(one_device.copy_to(gathered, reduction.destinations))

@@ -1,0 +1,1 @@
+"""Execution: turning a plan into TensorFlow ops under `tf.device`."""

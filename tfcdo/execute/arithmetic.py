@@ -1,0 +1,52 @@
+"""What happens to values where they meet: adding them, and finishing the sum at the root."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+# Adding K values in 16 bits rounds K - 1 times, and a large sum swallows small terms. Partial sums
+# are therefore kept in 32 bits; only the root rounds, once.
+_WIDER = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
+
+
+def add(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Adds tensors of one shape on the current device, 16-bit floats in 32 bits.
+
+    Args:
+      values: tensors of equal shapes; each either of the values' dtype or already a partial sum.
+
+    Returns:
+      The (partial) sum; float32 for 16-bit floats, otherwise of the values' dtype.
+    """
+    if len(values) == 1:
+        return values[0]
+    return tf.add_n([tf.cast(value, _WIDER.get(value.dtype, value.dtype)) for value in values])
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """What the root does to a sum before it is copied to all devices.
+
+    Attributes:
+      divisor: how many replicas to average over; 1 leaves the sum as it is.
+    """
+
+    divisor: int = 1
+
+    def __call__(self, total: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """Divides, and rounds back to the values' dtype.
+
+        Args:
+          total: the sum of all replicas.
+          dtype: the dtype of the replicas' values.
+
+        Returns:
+          The result; of `dtype`, but for the mean of integers, which is a float as in TensorFlow
+          (float64 for 32 and 64 bits).
+        """
+        if self.divisor > 1:
+            total = total / tf.cast(self.divisor, total.dtype)
+        return tf.cast(total, dtype) if dtype in _WIDER else total

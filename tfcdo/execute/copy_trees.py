@@ -1,0 +1,116 @@
+"""The interpreter: runs a batch plan by adding up and copying down its copy trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import tensorflow as tf
+
+from tfcdo.execute import arithmetic
+from tfcdo.execute import packs as packs_lib
+from tfcdo.plan import packing
+from tfcdo.plan import tree as tree_lib
+
+T = TypeVar("T")
+
+
+def all_reduce(
+    plan: packing.BatchPlan,
+    values: Sequence[Sequence[tf.Tensor]],
+    devices: Sequence[str],
+    finish: arithmetic.Finish,
+) -> list[list[tf.Tensor]]:
+    """All-reduces a batch of values along the copy trees of a plan.
+
+    Args:
+      plan: the packs and their trees, over `len(devices)` devices.
+      values: `values[d][v]` is value `v` as device `d` holds it.
+      devices: the device names.
+      finish: applied to each sum on the root of its tree.
+
+    Returns:
+      The results, indexed like `values`. All devices hold the same bits, because every element is
+      summed and finished on one device and then copied.
+    """
+    loaded = [
+        packs_lib.load(plan, own, device) for own, device in zip(values, devices, strict=True)
+    ]
+    reduced = [
+        _all_reduce_pack(pack.tree, [own[index] for own in loaded], devices, finish)
+        for index, pack in enumerate(plan.packs)
+    ]
+    return [
+        packs_lib.unload(plan, [pack[rank] for pack in reduced], values[rank], device)
+        for rank, device in enumerate(devices)
+    ]
+
+
+def _all_reduce_pack(
+    tree: tree_lib.CopyTree,
+    held: Sequence[Sequence[tf.Tensor]],
+    devices: Sequence[str],
+    finish: arithmetic.Finish,
+) -> list[list[tf.Tensor]]:
+    """All-reduces one pack; `held[d]` are the tensors, one a bundle, that device `d` puts in."""
+    totals = reduce_up(
+        tree, held, devices, lambda parts: [arithmetic.add(bundle) for bundle in zip(*parts)]
+    )
+    with tf.device(devices[tree.root]):
+        results = [finish(total, own.dtype) for total, own in zip(totals, held[tree.root])]
+    return broadcast_down(tree, results, devices)
+
+
+def reduce_up(
+    tree: tree_lib.CopyTree,
+    held: Sequence[T],
+    devices: Sequence[str],
+    combine: Callable[[Sequence[T]], T],
+) -> T:
+    """Combines what the devices hold, from the leaves of a tree to its root.
+
+    Args:
+      tree: the copy tree.
+      held: what each device holds.
+      devices: the device names.
+      combine: called under `tf.device` on each device that has children, with what the device
+        holds and then what its children sent, in ascending order of the children.
+
+    Returns:
+      What the root ends up with.
+    """
+    partial = list(held)
+    for device in tree.bottom_up:
+        if tree.children[device]:
+            with tf.device(devices[device]):
+                partial[device] = combine(
+                    [partial[device], *(partial[child] for child in tree.children[device])]
+                )
+    return partial[tree.root]
+
+
+def broadcast_down(
+    tree: tree_lib.CopyTree, tensors: Sequence[tf.Tensor], devices: Sequence[str]
+) -> list[list[tf.Tensor]]:
+    """Copies tensors from the root of a tree to all devices, along its edges.
+
+    Args:
+      tree: the copy tree.
+      tensors: what the root holds.
+      devices: the device names.
+
+    Returns:
+      The tensors as each device holds them.
+    """
+    held: list[list[tf.Tensor]] = [list(tensors)] * tree.num_devices
+    for child, parent in tree.edges:
+        held[child] = copy(held[parent], devices[child])
+    return held
+
+
+def copy(tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
+    """Copies tensors to a device, with one op for all of them."""
+    with tf.device(device):
+        if len(tensors) == 1:
+            return [tf.identity(tensors[0])]
+        return list(tf.raw_ops.IdentityN(input=list(tensors))) if tensors else []

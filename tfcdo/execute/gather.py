@@ -1,0 +1,101 @@
+"""Gathering along copy trees: what cannot be added, or need not be, is collected and concatenated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfcdo.execute import arithmetic
+from tfcdo.execute import copy_trees
+from tfcdo.plan import tree as tree_lib
+
+# What one device holds of every replica that has reached it so far: (rank, tensors) pairs.
+_Held = list[tuple[int, list[tf.Tensor]]]
+
+
+def all_gather(
+    tree: tree_lib.CopyTree, values: Sequence[tf.Tensor], devices: Sequence[str], axis: int
+) -> list[tf.Tensor]:
+    """Concatenates the devices' tensors, in the order of the devices, on all devices.
+
+    Args:
+      tree: the copy tree; tensors are collected up to its root, the result is copied down.
+      values: one tensor per device; their shapes may differ along `axis`.
+      devices: the device names.
+      axis: the axis to concatenate along.
+
+    Returns:
+      The concatenation, on each device.
+    """
+    collected = _collect(tree, [[value] for value in values], devices)
+    with tf.device(devices[tree.root]):
+        gathered = tf.concat([value for (value,) in collected], axis)
+    return [value for (value,) in copy_trees.broadcast_down(tree, [gathered], devices)]
+
+
+def all_reduce_slices(
+    tree: tree_lib.CopyTree,
+    slices: Sequence[tf.IndexedSlices],
+    devices: Sequence[str],
+    finish: arithmetic.Finish,
+) -> list[tf.IndexedSlices]:
+    """All-reduces `tf.IndexedSlices`: the rows of all devices together are the sum.
+
+    Rows of equal index are not added up: whoever applies the slices does, so only rows travel, never
+    the table that they are rows of.
+
+    Args:
+      tree: the copy tree.
+      slices: one per device; the number of rows may differ.
+      devices: the device names.
+      finish: applied to the rows on the root.
+
+    Returns:
+      Equal slices on each device, with the rows in the order of the devices.
+    """
+    collected = _collect(tree, [[own.values, own.indices] for own in slices], devices)
+    with tf.device(devices[tree.root]):
+        joined = concat_slices(
+            [tf.IndexedSlices(values, indices) for values, indices in collected], finish
+        )
+    copies = copy_trees.broadcast_down(tree, [joined.values, joined.indices], devices)
+    return [
+        tf.IndexedSlices(values, indices, own.dense_shape)
+        for (values, indices), own in zip(copies, slices)
+    ]
+
+
+def concat_slices(
+    slices: Sequence[tf.IndexedSlices], finish: arithmetic.Finish
+) -> tf.IndexedSlices:
+    """Joins the rows of several slices on the current device.
+
+    Args:
+      slices: slices of one table.
+      finish: applied to the rows.
+
+    Returns:
+      The slices whose dense form is the finished sum of the dense forms.
+    """
+    values = tf.concat([own.values for own in slices], axis=0)
+    indices = tf.concat([own.indices for own in slices], axis=0)
+    return tf.IndexedSlices(finish(values, values.dtype), indices, slices[0].dense_shape)
+
+
+def _collect(
+    tree: tree_lib.CopyTree, tensors: Sequence[Sequence[tf.Tensor]], devices: Sequence[str]
+) -> list[list[tf.Tensor]]:
+    """Brings every device's tensors to the root of a tree, in the order of the devices."""
+    width = len(tensors[0])
+    held: list[_Held] = [[(rank, list(own))] for rank, own in enumerate(tensors)]
+    for device in tree.bottom_up:
+        parent = tree.parents[device]
+        if parent is not None:
+            # The copy makes a device between the leaf and the root a stop on the way; without it
+            # TensorFlow would send from the leaf to the root directly.
+            flat = copy_trees.copy([t for _, own in held[device] for t in own], devices[parent])
+            held[parent] += [
+                (rank, flat[i * width : (i + 1) * width]) for i, (rank, _) in enumerate(held[device])
+            ]
+    return [own for _, own in sorted(held[tree.root], key=lambda item: item[0])]

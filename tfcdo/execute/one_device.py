@@ -1,0 +1,54 @@
+"""Reduction to one device, for results that go elsewhere than to the values' own devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo.execute import arithmetic
+from tfcdo.execute import gather
+
+Accumulate = Callable[[list[tf.Tensor]], tf.Tensor]
+
+
+def reduce_on(
+    values: Sequence[Any], device: str, accumulate: Accumulate, finish: arithmetic.Finish
+) -> Any:
+    """Copies all values to one device and reduces them there.
+
+    Args:
+      values: one tensor or `tf.IndexedSlices` per replica.
+      device: where to reduce.
+      accumulate: adds up a list of tensors; slices are joined instead.
+      finish: applied to the sum.
+
+    Returns:
+      The result, on `device`.
+    """
+    with tf.device(device):
+        if isinstance(values[0], tf.IndexedSlices):
+            return gather.concat_slices(values, finish)
+        return finish(accumulate(list(values)), values[0].dtype)
+
+
+def copy_to(value: Any, devices: Sequence[str]) -> list[Any]:
+    """Copies a value to each of some devices.
+
+    Args:
+      value: a tensor or `tf.IndexedSlices`.
+      devices: where to.
+
+    Returns:
+      One copy per device.
+    """
+    return [_copy(value, device) for device in devices]
+
+
+def _copy(value: Any, device: str) -> Any:
+    with tf.device(device):
+        if not isinstance(value, tf.IndexedSlices):
+            return tf.identity(value)
+        shape = None if value.dense_shape is None else tf.identity(value.dense_shape)
+        return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), shape)

@@ -1,0 +1,92 @@
+"""Loading a device's values into its packs, and unloading the results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfcdo.plan import packing
+
+
+def load(
+    plan: packing.BatchPlan, values: Sequence[tf.Tensor], device: str
+) -> list[list[tf.Tensor]]:
+    """Gathers one device's values into the tensors that travel.
+
+    Args:
+      plan: says which pieces of which values are in which bundle of which pack.
+      values: the device's values.
+      device: the device's name.
+
+    Returns:
+      `[p][b]`: the tensor of bundle `b` of pack `p`. A whole value that travels alone is that value
+      as it is; anything else is flat.
+    """
+    with tf.device(device):
+        parts = {}
+        for value, pieces in zip(values, plan.pieces_of, strict=True):
+            parts.update(zip(pieces, _cut(value, pieces)))
+        return [
+            [_bundle(bundle, [parts[piece] for piece in bundle]) for bundle in pack.bundles]
+            for pack in plan.packs
+        ]
+
+
+def unload(
+    plan: packing.BatchPlan,
+    packs: Sequence[Sequence[tf.Tensor]],
+    values: Sequence[tf.Tensor],
+    device: str,
+) -> list[tf.Tensor]:
+    """Takes the results out of the tensors that travelled.
+
+    Args:
+      plan: the plan that the tensors were loaded with.
+      packs: `[p][b]`: the result for bundle `b` of pack `p` on this device.
+      values: the device's values, for their shapes.
+      device: the device's name.
+
+    Returns:
+      One result per value, of the value's shape.
+    """
+    with tf.device(device):
+        parts = {}
+        for pack, tensors in zip(plan.packs, packs, strict=True):
+            for bundle, tensor in zip(pack.bundles, tensors, strict=True):
+                parts.update(zip(bundle, _unbundle(bundle, tensor)))
+        return [
+            _join([parts[piece] for piece in pieces], value.shape)
+            for value, pieces in zip(values, plan.pieces_of, strict=True)
+        ]
+
+
+def _cut(value: tf.Tensor, pieces: Sequence[packing.Piece]) -> list[tf.Tensor]:
+    if len(pieces) == 1:
+        return [value]
+    return tf.split(_flat(value), [piece.size for piece in pieces])
+
+
+def _bundle(pieces: Sequence[packing.Piece], parts: Sequence[tf.Tensor]) -> tf.Tensor:
+    if len(pieces) == 1:
+        return parts[0]
+    return tf.concat([_flat(part) for part in parts], axis=0)
+
+
+def _unbundle(pieces: Sequence[packing.Piece], tensor: tf.Tensor) -> list[tf.Tensor]:
+    if len(pieces) == 1:
+        return [tensor]
+    return tf.split(tensor, [piece.size for piece in pieces])
+
+
+def _join(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:
+    joined = parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)
+    # What has the shape already needs no op: flat values, and those that travelled as they are,
+    # among them all whose shape nobody knows yet.
+    if not shape.is_fully_defined() or joined.shape == shape:
+        return joined
+    return tf.reshape(joined, shape)
+
+
+def _flat(tensor: tf.Tensor) -> tf.Tensor:
+    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1])

@@ -1,0 +1,116 @@
+"""The one door to TensorFlow's private modules.
+
+Everything that tfcdo needs from `tensorflow.python` is imported here and given a name of ours, so a
+new TensorFlow version is the work of one file. Nothing here reduces anything: these are the value
+classes that `tf.distribute.MirroredStrategy` hands over, the spelling of device names, and the
+registry of kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import device_util as _device_util
+from tensorflow.python.distribute import values as _values
+from tensorflow.python.framework import kernels as _kernels
+from tensorflow.python.framework import op_def_registry as _op_def_registry
+from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
+
+DistributedValues = _values.DistributedValues
+
+
+def per_replica(values: Sequence[Any]) -> Any:
+    """Wraps one value per replica as `MirroredStrategy` does for values that may differ.
+
+    Args:
+      values: one tensor or `tf.IndexedSlices` per replica, each on its replica's device.
+
+    Returns:
+      A `PerReplica`.
+    """
+    return _values.PerReplica(tuple(values))
+
+
+def mirrored(values: Sequence[Any]) -> Any:
+    """Wraps equal values, one per device, as the strategy's own reductions return them.
+
+    Args:
+      values: one tensor or `tf.IndexedSlices` per device.
+
+    Returns:
+      A `Mirrored`; a single value stays as it is, which is how TensorFlow returns a result for one
+      device.
+    """
+    return values[0] if len(values) == 1 else _values.Mirrored(tuple(values))
+
+
+def canonical_device(device: str) -> str:
+    """Spells a device name in full, missing parts filled in from the current device scope.
+
+    Args:
+      device: a device name in any form that TensorFlow reads, such as `/cpu:1` or `GPU:0`.
+
+    Returns:
+      The full name, such as `/job:localhost/replica:0/task:0/device:CPU:1`.
+
+    Raises:
+      ValueError: if `device` is not a device name.
+    """
+    return _device_util.resolve(device)
+
+
+def is_variable(value: Any) -> bool:
+    """Whether `value` is a variable that lives on one device."""
+    return _resource_variable_ops.is_resource_variable(value)
+
+
+def devices_of_values(value: DistributedValues) -> tuple[str, ...]:
+    """The device of each component, in the order of the replicas.
+
+    Args:
+      value: a `PerReplica`, `Mirrored` or distributed variable.
+
+    Returns:
+      The device names; `""` for a component whose device is not known, as inside a `tf.function`
+      that takes the value as an argument, where TensorFlow's placer decides later.
+    """
+    return tuple(getattr(component, "device", None) or "" for component in value.values)
+
+
+def device_types_with_kernel(op_name: str) -> frozenset[str]:
+    """The device types for which a kernel of an op is registered in this process.
+
+    Args:
+      op_name: the op's registered name, such as `NcclAllReduce`.
+
+    Returns:
+      Device types such as `{"GPU"}`; empty if the op has no kernel.
+    """
+    kernel_list = _kernels.get_registered_kernels_for_op(op_name)
+    return frozenset(kernel.device_type for kernel in kernel_list.kernel)
+
+
+def default_options() -> Any:
+    """The `CommunicationOptions` of a caller that passes none."""
+    return tf.distribute.experimental.CommunicationOptions()
+
+
+def dtypes_of_op(op_name: str, attribute: str) -> frozenset[tf.DType]:
+    """The dtypes that an op's definition allows for one of its attributes.
+
+    Args:
+      op_name: the op's registered name.
+      attribute: the attribute's name, such as `T`.
+
+    Returns:
+      The dtypes; empty if the op or the attribute is not known or takes any dtype.
+    """
+    definition = _op_def_registry.get(op_name)
+    return frozenset(
+        tf.as_dtype(number)
+        for known in (definition.attr if definition else ())
+        if known.name == attribute
+        for number in known.allowed_values.list.type
+    )

@@ -1,0 +1,268 @@
+"""From what a caller passes to what tfcdo works on: checked, before any op is created."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import tf_internals
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """One (value, destinations) pair of a batch, checked.
+
+    Attributes:
+      values: one tensor or `tf.IndexedSlices` per replica.
+      devices: the device of each value; `""` where it is not known at trace time.
+      destinations: the devices that get the result.
+    """
+
+    values: tuple[Any, ...]
+    devices: tuple[str, ...]
+    destinations: tuple[str, ...]
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the values are `tf.IndexedSlices`."""
+        return isinstance(self.values[0], tf.IndexedSlices)
+
+    @property
+    def all_reduce(self) -> bool:
+        """Whether the result goes to exactly the devices that the values are on."""
+        if self.devices == self.destinations:
+            return True
+        distinct = len(set(self.devices)) == len(self.devices)
+        return distinct and sorted(self.devices) == sorted(self.destinations)
+
+
+def check_reduce_op(reduce_op: Any) -> None:
+    """Raises `ValueError` unless `reduce_op` is `tf.distribute.ReduceOp.SUM` or `MEAN`."""
+    if not isinstance(reduce_op, tf.distribute.ReduceOp):
+        raise ValueError(
+            "reduce_op must be tf.distribute.ReduceOp.SUM or tf.distribute.ReduceOp.MEAN; "
+            f"got {reduce_op!r}"
+        )
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raises unless the argument `name` is a whole number of at least 0.
+
+    Raises:
+      TypeError: if it is no int; a bool is none either.
+      ValueError: if it is negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int; got {value!r} of type {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0; got {value}")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises `ValueError` unless the argument `name` is one of some strings."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+def check_device(name: str, value: Any) -> None:
+    """Raises `ValueError` unless the argument `name` spells a device."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} must be a device name; got {value!r}")
+    _canonical(name, value)
+
+
+def check_numeric(reduction: Reduction) -> None:
+    """Raises `ValueError` unless the values can be added up."""
+    dtype = reduction.values[0].dtype
+    if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
+        raise ValueError(f"value must be numeric to be reduced; got dtype {dtype.name}")
+
+
+def check_pairs(value_destination_pairs: Any) -> list[Reduction]:
+    """Checks the pairs that a `batch_reduce` is called with.
+
+    Args:
+      value_destination_pairs: an iterable of `(value, destinations)` tuples.
+
+    Returns:
+      One `Reduction` per pair, in order.
+
+    Raises:
+      ValueError: if it is no iterable of 2-tuples, a destination is empty or no device, or the
+        replicas of a value differ in dtype, static shape or kind.
+    """
+    expected = "value_destination_pairs must be a list of (value, destinations) tuples"
+    if not isinstance(value_destination_pairs, Iterable) or tf.is_tensor(value_destination_pairs):
+        raise ValueError(f"{expected}; got {type(value_destination_pairs).__name__}")
+    pairs = list(value_destination_pairs)
+    for index, pair in enumerate(pairs):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(f"{expected}; element {index} is {_brief(pair)}")
+    return [check_pair(*pair, name=f"pair {index}: ") for index, pair in enumerate(pairs)]
+
+
+def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
+    """Checks one value and its destinations.
+
+    Args:
+      value: a `tf.distribute.DistributedValues`, or anything `tf.convert_to_tensor` takes.
+      destinations: see `devices_of`.
+      name: put before an error message, to say which pair it is about.
+
+    Returns:
+      The checked pair.
+
+    Raises:
+      ValueError: as for `check_pairs`.
+    """
+    try:
+        reduction = _reduction(value, destinations)
+        _check_replicas_agree(reduction)
+    except ValueError as error:
+        raise ValueError(f"{name}{error}") from error
+    return reduction
+
+
+def check_gather(value: Any, destinations: Any) -> Reduction:
+    """Checks a value whose replicas are to be concatenated; their shapes may differ.
+
+    Raises:
+      ValueError: if the replicas differ in dtype, are slices, or a destination is none.
+    """
+    reduction = _reduction(value, destinations)
+    if any(isinstance(component, tf.IndexedSlices) for component in reduction.values):
+        raise ValueError("value must be a dense tensor to be gathered; got IndexedSlices")
+    _check_same(reduction, "dtype", [component.dtype.name for component in reduction.values])
+    return reduction
+
+
+def check_broadcast(tensor: Any) -> Any:
+    """The tensor or `tf.IndexedSlices` to broadcast.
+
+    Raises:
+      ValueError: if it is none.
+    """
+    if isinstance(tensor, tf_internals.DistributedValues):
+        raise ValueError(f"tensor must be one tensor to broadcast; got {_brief(tensor)}")
+    return _as_tensor(tensor, "")
+
+
+def devices_of(destinations: Any) -> tuple[str, ...]:
+    """The devices that an argument `destinations` names.
+
+    Args:
+      destinations: a `tf.distribute.DistributedValues` (also a distributed variable), a
+        `tf.Variable`, a tensor or `tf.IndexedSlices` with a device, or a device name.
+
+    Returns:
+      Full device names, at least one.
+
+    Raises:
+      ValueError: if it is anything else, is empty, or names a device that TensorFlow cannot use.
+    """
+    if isinstance(destinations, tf_internals.DistributedValues):
+        return tf_internals.devices_of_values(destinations)
+    if isinstance(destinations, str):
+        device = destinations
+    elif tf.is_tensor(destinations) or tf_internals.is_variable(destinations):
+        device = getattr(destinations, "device", None) or ""
+    else:
+        raise ValueError(
+            "destinations must be a tf.distribute.DistributedValues, a tf.Variable, a tensor or a "
+            f"device name; got {_brief(destinations)}"
+        )
+    if not device:
+        raise ValueError(
+            f"destinations must name at least one device; got {_brief(destinations)}, "
+            "which has none"
+        )
+    return (_existing_device(device),)
+
+
+def _reduction(value: Any, destinations: Any) -> Reduction:
+    if isinstance(value, tf_internals.DistributedValues):
+        if not value.values:
+            raise ValueError("value must hold at least one replica's value; it is empty")
+        devices = tf_internals.devices_of_values(value)
+        components = tuple(map(_as_tensor, value.values, devices))
+    else:
+        tensor = _as_tensor(value, "")
+        devices, components = (tensor.device or "",), (tensor,)
+    return Reduction(components, devices, devices_of(destinations))
+
+
+def _as_tensor(value: Any, device: str) -> Any:
+    """The value as something that can be added; a variable is read on its own device."""
+    if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
+        raise ValueError(
+            f"value must be a dense tensor or tf.IndexedSlices; got {type(value).__name__}"
+        )
+    if isinstance(value, tf.IndexedSlices):
+        return value
+    if not tf.is_tensor(value) or tf_internals.is_variable(value):
+        with tf.device(device or None):
+            value = tf.convert_to_tensor(value)
+    return value
+
+
+def _check_replicas_agree(reduction: Reduction) -> None:
+    values = reduction.values
+    _check_same(reduction, "kind", ["IndexedSlices" if isinstance(value, tf.IndexedSlices) else "tensor" for value in values])
+    _check_same(reduction, "dtype", [value.dtype.name for value in values])
+    first = _shape(values[0])
+    for replica, value in enumerate(values):
+        if not _shape(value).is_compatible_with(first):
+            raise _disagreement(reduction, "shape", replica, first, _shape(value))
+
+
+def _check_same(reduction: Reduction, what: str, traits: Sequence[Any]) -> None:
+    for replica, trait in enumerate(traits):
+        if trait != traits[0]:
+            raise _disagreement(reduction, what, replica, traits[0], trait)
+
+
+def _disagreement(
+    reduction: Reduction, what: str, replica: int, first: Any, other: Any
+) -> ValueError:
+    def place(rank: int) -> str:
+        return reduction.devices[rank] or f"replica {rank}"
+
+    return ValueError(
+        f"the replicas' values must have the same {what}; got {first} on {place(0)} and {other} "
+        f"on {place(replica)}"
+    )
+
+
+def _shape(value: Any) -> tf.TensorShape:
+    """The static shape that replicas must share: of slices, that of one row."""
+    if not isinstance(value, tf.IndexedSlices):
+        return value.shape
+    return value.values.shape[1:]
+
+
+def _existing_device(device: str) -> str:
+    name = _canonical("destinations", device)
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        known = [
+            tf_internals.canonical_device(known.name) for known in tf.config.list_logical_devices()
+        ]
+        if name not in known:
+            raise ValueError(
+                f"destinations must name a device that exists; got {device!r}, there are {known}"
+            )
+    return name
+
+
+def _canonical(name: str, device: str) -> str:
+    try:
+        return tf_internals.canonical_device(device)
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"{name} must name a device; got {device!r}: {error}") from error
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
