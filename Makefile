@@ -1,0 +1,68 @@
+# Everything runs in .venv, which the first target that needs it makes: no need to activate it.
+# Another Python: make PYTHON=python3.12 demo
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# 2: TensorFlow's C++ half logs errors only.
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
+.PHONY: help demo test lint wheel check-wheel coverage clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
+
+demo: $(VENV)/.installed-demo ## Train a real model on 4 virtual devices and check the result
+	@$(BIN)/tfcdo demo
+
+test: $(VENV)/.installed-dev ## Run all tests
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev ## Check style and types
+	@$(BIN)/ruff check
+	@$(BIN)/mypy
+
+wheel: $(VENV)/.installed-dev ## Build dist/tfcdo-*.whl
+	@$(BIN)/python pip_package/build_wheel.py --output dist
+
+check-wheel: wheel ## Install the wheel in an empty environment and use it there
+	@$(BIN)/python pip_package/check_wheel.py dist/tfcdo-*.whl
+
+coverage: $(VENV)/.installed-dev ## Run all tests and show which branches of tfcdo/ they miss
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest -q
+	@$(BIN)/coverage combine -q
+	@$(BIN)/coverage report
+
+clean: ## Remove .venv and all that the other targets made
+	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find tfcdo tests pip_package -name __pycache__ -prune -exec rm -rf {} +
+
+# The environment. A stamp names the extra that is installed and is as old as the pyproject.toml
+# it was read from, so a second run of a target has nothing to install.
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "No $(PYTHON) here: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "tfcdo needs Python 3.10 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "Making $(VENV) with $$($(PYTHON) -V)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# pip's own output is hundreds of lines, or none at all with -q: one word a package is enough.
+$(VENV)/.installed-%: pyproject.toml | $(BIN)/python
+	@echo "Installing tfcdo[$*] in $(VENV) (once; TensorFlow alone is about 600 MB):"
+	@$(BIN)/pip install --disable-pip-version-check --progress-bar off --editable '.[$*]' \
+	  | while read -r verb what _; do \
+	      case "$$verb $$what" in \
+	        "Downloading "*.whl | "Using cached "*) name=$${what##*/}; printf ' %s' "$${name%%-*}" ;; \
+	        "Installing collected") printf '\n... unpacking' ;; \
+	      esac; \
+	    done
+	@echo " done"
+	@touch $@
+	@[ $* != dev ] || touch $(VENV)/.installed-demo

@@ -1,0 +1,65 @@
+"""Builds the wheel: `python pip_package/build_wheel.py --output dist`.
+
+It builds from a copy that holds just what belongs in the wheel, so that neither leftovers of an
+earlier build nor anything else that lies in the checkout gets in, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# Not resolve(): Bazel lays the files out as links, and only the layout has all of them.
+_PROJECT = Path(__file__).absolute().parents[1]
+_METADATA = ("LICENSE", "README.md", "pyproject.toml")
+
+
+def build_wheel(output: Path) -> Path:
+    """Builds the wheel with the setuptools of the running Python.
+
+    Args:
+      output: The folder for it; made if it is not there. Other versions' wheels in it are removed.
+
+    Returns:
+      The wheel's path.
+
+    Raises:
+      subprocess.CalledProcessError: If the build fails; its log is on standard error.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    for stale in output.glob("tfcdo-*.whl"):
+        stale.unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder)
+        for name in _METADATA:
+            shutil.copy(_PROJECT / name, source)
+        shutil.copytree(
+            _PROJECT / "tfcdo", source / "tfcdo", ignore=shutil.ignore_patterns("__pycache__")
+        )
+        log = subprocess.run(
+            [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+            + ["--outdir", str(output.absolute()), str(source)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    if log.returncode != 0:
+        sys.stderr.write(log.stdout)
+        log.check_returncode()
+    (wheel,) = output.glob("tfcdo-*.whl")
+    return wheel
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Builds tfcdo's wheel.")
+    parser.add_argument("--output", type=Path, default=Path("dist"), metavar="FOLDER")
+    print(build_wheel(parser.parse_args().output))
+
+
+if __name__ == "__main__":
+    main()

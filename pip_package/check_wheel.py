@@ -1,0 +1,115 @@
+"""Installs a wheel in an empty environment and uses it: `python pip_package/check_wheel.py WHEEL`.
+
+With `--borrow-dependencies` the environment is empty but for what the running Python already has
+(tfcdo itself excepted): no download, a few seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+
+# What a new user would type.
+SCRIPT = """\
+import tensorflow as tf
+import tfcdo, tfcdo.virtual_devices
+strategy = tf.distribute.MirroredStrategy(tfcdo.virtual_devices.configure_virtual_cpus(3), cross_device_ops=tfcdo.HierarchicalCopyAllReduce())
+values = strategy.experimental_distribute_values_from_function(lambda context: tf.constant(context.replica_id_in_sync_group + 1.0))
+(total,) = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, [(values, values)])
+print(*(component.numpy() for component in strategy.experimental_local_results(total)))
+"""  # noqa: E501
+EXPECTED = "6.0 6.0 6.0"
+
+# Where the package came from, and what it says of itself.
+_REPORT = """\
+import importlib.metadata, tfcdo
+print(tfcdo.__file__)
+print(tfcdo.__version__, importlib.metadata.version("tfcdo"))
+"""
+
+
+class CheckFailed(Exception):
+    """The installed wheel is not what it should be."""
+
+
+def check_wheel(wheel: Path, environment: Path, borrow_dependencies: bool = False) -> str:
+    """Installs `wheel` in a new virtual environment and runs `SCRIPT` there.
+
+    Args:
+      wheel: The wheel's path.
+      environment: The folder of the new environment.
+      borrow_dependencies: Whether tfcdo's dependencies are those of the running Python instead of
+        being downloaded and installed.
+
+    Returns:
+      What `SCRIPT` printed.
+
+    Raises:
+      CheckFailed: If tfcdo is not imported from the new environment, its versions differ, or
+        `SCRIPT` prints something else than `EXPECTED`.
+      subprocess.CalledProcessError: If installing or a script fails.
+    """
+    venv.create(environment, symlinks=True)
+    python = environment / "bin" / "python"
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+    if borrow_dependencies:
+        # A folder named in a .pth file comes after the environment's own, and the .pth files in it
+        # are not read: an editable tfcdo there stays out of sight.
+        borrowed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+        (packages / "borrowed.pth").write_text("\n".join(sorted(borrowed)) + "\n")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", str(python)]
+        + ["install", "--quiet", "--disable-pip-version-check"]
+        + (["--no-deps", "--no-index"] if borrow_dependencies else [])
+        + [str(wheel)],
+        check=True,
+    )
+    imported_from, versions = _run(python, _REPORT).splitlines()
+    if not Path(imported_from).is_relative_to(packages):
+        raise CheckFailed(f"tfcdo was imported from {imported_from}, not from {packages}")
+    if len(set(versions.split())) != 1:
+        raise CheckFailed(f"tfcdo.__version__ and the wheel's metadata differ: {versions}")
+    printed = _run(python, SCRIPT).strip()
+    if printed != EXPECTED:
+        raise CheckFailed(f"the script printed {printed!r} instead of {EXPECTED!r}")
+    return printed
+
+
+def _run(python: Path, script: str) -> str:
+    """Runs a script in the new environment alone: from another folder, without PYTHONPATH."""
+    surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [str(python), "-c", script],
+        cwd=python.parent,
+        env=surroundings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if result.returncode != 0:
+        sys.stderr.write(result.stderr)
+        result.check_returncode()
+    return result.stdout
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Installs and uses tfcdo's wheel.")
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--borrow-dependencies", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        printed = check_wheel(
+            arguments.wheel, Path(folder) / "environment", arguments.borrow_dependencies
+        )
+    print(f"{arguments.wheel} in an empty environment: {printed}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The `tfcdo` command: click, rich and the like are imported here and nowhere else."""

@@ -1,0 +1,63 @@
+"""The `tfcdo` command's sub-commands by name; the module of one is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+import click
+
+from tfcdo.version import __version__
+
+# Name: where the click command is, as "module:attribute".
+COMMANDS = {
+    "demo": "tfcdo.cli.demo:demo",
+}
+
+
+class LazyGroup(click.Group):
+    """A click group that imports a sub-command's module when the sub-command is needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names the sub-commands, in the order of `COMMANDS`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports one sub-command; None if there is none of that name."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+
+@click.group(
+    cls=LazyGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(__version__, prog_name="tfcdo", message="%(prog)s %(version)s")
+@click.pass_context
+def tfcdo(context: click.Context) -> None:
+    """All-reduce for tf.distribute: right on every device count, fast, and readable."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs `tfcdo` with these arguments.
+
+    Args:
+      arguments: What follows `tfcdo` on the command line.
+
+    Returns:
+      The exit status: 0, or 2 where the arguments are wrong, or what the sub-command chose.
+    """
+    try:
+        # Not click's standalone mode, which prints three lines where one says it all.
+        return tfcdo.main(list(arguments), prog_name="tfcdo", standalone_mode=False) or 0
+    except click.ClickException as error:
+        click.echo(f"tfcdo: {error.format_message()}", err=True)
+        return error.exit_code
+    except click.Abort:
+        click.echo("tfcdo: interrupted", err=True)
+        return 130

@@ -1,0 +1,38 @@
+"""Starting TensorFlow without a screenful of its log in front of a command's own output."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def quiet_start() -> Iterator[None]:
+    """Holds back what is written to standard error while TensorFlow is imported and started.
+
+    `TF_CPP_MIN_LOG_LEVEL` alone does not do it: since 2.17 the C++ half also logs before it has read
+    that variable, directly to file descriptor 2. If the block raises, what was held back is shown.
+
+    Example:
+      >>> with quiet_start():
+      ...     import tensorflow as tf
+      ...     devices = tf.config.list_logical_devices()
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.stderr.flush()
+    shown = os.dup(2)
+    with tempfile.TemporaryFile() as held_back:
+        os.dup2(held_back.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held_back.seek(0)
+            os.write(shown, held_back.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(shown, 2)
+            os.close(shown)
