@@ -37,6 +37,9 @@ class Schedule:
       num_devices: how many devices take part.
       size: the number of units that each device holds.
       packs: the packs, in the order of the data.
+      order: the copies `(pack, source, target)` of all packs in the order in which links serve
+        them: of two copies that wait for one link, the earlier in `order` goes first. None for
+        first come, first served.
 
     Example:
       >>> ranges = cut(10, 2)
@@ -49,6 +52,7 @@ class Schedule:
     num_devices: int
     size: int
     packs: tuple[Pack, ...]
+    order: tuple[tuple[int, int, int], ...] | None = None
 
     def resized(self, size: int) -> Schedule:
         """The same trees with the same shares of another amount of data.
@@ -59,27 +63,37 @@ class Schedule:
         Returns:
           A schedule whose packs tile `size` units; packs that become empty are left out.
         """
-        scale = [(pack.stop * size + self.size // 2) // max(self.size, 1) for pack in self.packs]
-        starts = [0, *scale[:-1]]
-        resized = (
-            Pack(start, stop, pack.tree)
-            for start, stop, pack in zip(starts, scale, self.packs, strict=True)
+        stops = [(pack.stop * size + self.size // 2) // max(self.size, 1) for pack in self.packs]
+        starts = [0, *stops[:-1]]
+        kept = [
+            i for i, (start, stop) in enumerate(zip(starts, stops, strict=True)) if stop > start
+        ]
+        packs = tuple(Pack(starts[i], stops[i], self.packs[i].tree) for i in kept)
+        if self.order is None:
+            return Schedule(self.num_devices, size, packs)
+        new_index = {old: new for new, old in enumerate(kept)}
+        order = tuple(
+            (new_index[pack], source, target)
+            for pack, source, target in self.order
+            if pack in new_index
         )
-        return Schedule(self.num_devices, size, tuple(pack for pack in resized if pack.size))
+        return Schedule(self.num_devices, size, packs, order)
 
 
 def verify(schedule: Schedule) -> None:
     """Checks that a schedule all-reduces exactly its data over exactly its devices.
 
     A `CopyTree` cannot be built unless it is a spanning tree, so it remains to check that every
-    tree spans this schedule's devices, and that the packs tile the data.
+    tree spans this schedule's devices, that the packs tile the data, and that the order of the
+    copies, if the schedule gives one, can be kept.
 
     Args:
       schedule: the schedule to check.
 
     Raises:
       ValueError: if a tree spans another number of devices, or the packs leave a gap, overlap, are
-        empty, or do not end where the data ends.
+        empty, or do not end where the data ends, or the order does not hold each copy once, after
+        all copies whose data it needs.
     """
     position = 0
     for index, pack in enumerate(schedule.packs):
@@ -96,6 +110,58 @@ def verify(schedule: Schedule) -> None:
         position = pack.stop
     if position != schedule.size:
         raise ValueError(f"the packs end at {position}, the data at {schedule.size}")
+    if schedule.order is not None:
+        _verify_order(schedule.packs, schedule.order)
+
+
+def _verify_order(packs: Sequence[Pack], order: Sequence[tuple[int, int, int]]) -> None:
+    wanted = {
+        (index, source, target)
+        for index, pack in enumerate(packs)
+        for child, parent in pack.tree.edges
+        for source, target in ((child, parent), (parent, child))
+    }
+    if len(order) != len(wanted) or set(order) != wanted:
+        raise ValueError(
+            f"order must hold each of the {len(wanted)} copies once; it has {len(order)} entries, "
+            f"{len(wanted & set(order))} of the right ones"
+        )
+    done = set()
+    for pack, source, target in order:
+        missing = [
+            copy
+            for copy in needed_copies(packs[pack].tree, source, target)
+            if (pack, *copy) not in done
+        ]
+        if missing:
+            raise ValueError(
+                f"order: pack {pack} goes from {source} to {target} before {missing[0]}, "
+                "whose data it needs"
+            )
+        done.add((pack, source, target))
+
+
+def needed_copies(tree: tree_lib.CopyTree, source: int, target: int) -> tuple[tuple[int, int], ...]:
+    """The copies that must have arrived before one copy of the same pack can begin.
+
+    Args:
+      tree: the pack's copy tree.
+      source: the device that sends.
+      target: the device that receives, `source`'s neighbour in the tree.
+
+    Returns:
+      The `(source, target)` of the copies to `source` that make up what it sends: those of all its
+      children on the way up and at the root, that of its parent on the way down.
+
+    Example:
+      >>> chain = tree_lib.chain(3)
+      >>> needed_copies(chain, 1, 0), needed_copies(chain, 0, 1), needed_copies(chain, 1, 2)
+      (((2, 1),), ((1, 0),), ((0, 1),))
+    """
+    parent = tree.parents[source]
+    if parent is None or parent == target:
+        return tuple((child, source) for child in tree.children[source])
+    return ((parent, source),)
 
 
 def cut(size: int, num_packs: int) -> tuple[tuple[int, int], ...]:
