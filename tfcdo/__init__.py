@@ -1,6 +1,6 @@
 """tfcdo: cross-device ops for TensorFlow, right on any machine.
 
-    strategy = tf.distribute.MirroredStrategy(cross_device_ops=tfcdo.HierarchicalCopyAllReduce())
+strategy = tf.distribute.MirroredStrategy(cross_device_ops=tfcdo.HierarchicalCopyAllReduce())
 """
 
 from tfcdo import topology

@@ -12,8 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import log
-from tfcdo import nccl
 from tfcdo import tf_internals
 from tfcdo import validation
 from tfcdo.execute import arithmetic
@@ -23,8 +21,6 @@ from tfcdo.execute import one_device
 from tfcdo.plan import algorithms
 from tfcdo.plan import packing
 from tfcdo.plan import topology as topology_lib
-
-ReduceOp = tf.distribute.ReduceOp
 
 
 class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
@@ -63,14 +59,18 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
         self.accumulation_fn = accumulation_fn
 
     def reduce(
-        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: Any = None
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        per_replica_value: Any,
+        destinations: Any,
+        options: Any = None,
     ) -> Any:
         """See `AllReduceCrossDeviceOps.reduce`."""
         return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
 
     def batch_reduce(
         self,
-        reduce_op: ReduceOp,
+        reduce_op: tf.distribute.ReduceOp,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: Any = None,
     ) -> list[Any]:
@@ -78,7 +78,11 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
         return self.batch_reduce_implementation(reduce_op, value_destination_pairs, options)
 
     def reduce_implementation(
-        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: Any
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        per_replica_value: Any,
+        destinations: Any,
+        options: Any,
     ) -> Any:
         """Reduces one value; see `reduce`."""
         validation.check_reduce_op(reduce_op)
@@ -86,7 +90,7 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
 
     def batch_reduce_implementation(
         self,
-        reduce_op: ReduceOp,
+        reduce_op: tf.distribute.ReduceOp,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: Any,
     ) -> list[Any]:
@@ -106,7 +110,7 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
             validation.check_gather(per_replica_value, destinations), axis, self.reduce_to_device
         )
 
-    def _reduce(self, reduce_op: ReduceOp, reduction: validation.Reduction) -> Any:
+    def _reduce(self, reduce_op: tf.distribute.ReduceOp, reduction: validation.Reduction) -> Any:
         accumulate = self.accumulation_fn or arithmetic.add
         if self.accumulation_fn is None:
             validation.check_numeric(reduction)
@@ -141,10 +145,12 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
       agg_small_grads_max_bytes: see above.
       agg_small_grads_max_group: see above.
       topology: the machine that the devices are part of; None to find out.
+      strict: raise `RuntimeError` where "nccl" is asked for and NCCL cannot sum some values, rather
+        than use copy trees. `tf.IndexedSlices` are never summed, so this is not about them.
 
     Raises:
       ValueError: if a number is negative or the algorithm is unknown.
-      TypeError: if a number is not an int or `topology` is not a topology.
+      TypeError: if a number is not an int, `topology` not a topology or `strict` not a bool.
 
     Example:
       >>> ops = AllReduceCrossDeviceOps("ring", num_packs=4)
@@ -159,6 +165,7 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
         agg_small_grads_max_group: int = 10,
         *,
         topology: topology_lib.Topology | None = None,
+        strict: bool = False,
     ) -> None:
         super().__init__()
         validation.check_choice("all_reduce_alg", all_reduce_alg, ("nccl", *algorithms.ALGORITHMS))
@@ -167,15 +174,25 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
         validation.check_count("agg_small_grads_max_group", agg_small_grads_max_group)
         if topology is not None and not isinstance(topology, topology_lib.Topology):
             raise TypeError(f"topology must be a tfcdo.topology.Topology or None; got {topology!r}")
-        self._nccl = all_reduce_alg == "nccl"
+        if not isinstance(strict, bool):
+            raise TypeError(f"strict must be True or False; got {strict!r}")
+        nccl = all_reduce_alg == "nccl"
         self._method = batch.Method(
-            algorithm="hierarchical_copy" if self._nccl else all_reduce_alg,
-            packing=packing.Packing(num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group),
+            algorithm="hierarchical_copy" if nccl else all_reduce_alg,
+            packing=packing.Packing(
+                num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group
+            ),
             topology=topology,
+            nccl=nccl,
+            strict=strict,
         )
 
     def reduce(
-        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: Any = None
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        per_replica_value: Any,
+        destinations: Any,
+        options: Any = None,
     ) -> Any:
         """Reduces one value to its destinations.
 
@@ -199,7 +216,7 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
 
     def batch_reduce(
         self,
-        reduce_op: ReduceOp,
+        reduce_op: tf.distribute.ReduceOp,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: Any = None,
     ) -> list[Any]:
@@ -219,7 +236,11 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
         return self.batch_reduce_implementation(reduce_op, value_destination_pairs, options)
 
     def reduce_implementation(
-        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: Any
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        per_replica_value: Any,
+        destinations: Any,
+        options: Any,
     ) -> Any:
         """Reduces one value; see `reduce`."""
         validation.check_reduce_op(reduce_op)
@@ -228,7 +249,7 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
 
     def batch_reduce_implementation(
         self,
-        reduce_op: ReduceOp,
+        reduce_op: tf.distribute.ReduceOp,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: Any,
     ) -> list[Any]:
@@ -251,14 +272,13 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
         return batch.in_destination_order(gathered, reduction)
 
     def _reduce(
-        self, reduce_op: ReduceOp, reductions: list[validation.Reduction], options: Any
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        reductions: list[validation.Reduction],
+        options: Any,
     ) -> list[Any]:
         for reduction in reductions:
             validation.check_numeric(reduction)
-        if self._nccl and any(len(reduction.values) > 1 for reduction in reductions):
-            status = nccl.nccl_status(reductions[0].devices)
-            if not status.can_run:
-                log.warn_once(f"NCCL is asked for but copy trees are used, as {status}")
         method = self._method
         if options is not None and options.bytes_per_pack:
             packs = dataclasses.replace(method.packing, bytes_per_pack=options.bytes_per_pack)
@@ -276,19 +296,24 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
       num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value.
       topology: the machine that the devices are part of; None to find out. Only the copy trees use
         it.
+      strict: raise `RuntimeError`, when values are reduced, instead of using copy trees.
 
     Raises:
       ValueError: if `num_packs` is negative.
-      TypeError: if `num_packs` is not an int.
+      TypeError: if `num_packs` is not an int, `topology` not a topology or `strict` not a bool.
 
     Example:
       >>> strategy = tf.distribute.MirroredStrategy(["/cpu:0"], cross_device_ops=NcclAllReduce())
     """
 
     def __init__(
-        self, num_packs: int = 1, *, topology: topology_lib.Topology | None = None
+        self,
+        num_packs: int = 1,
+        *,
+        topology: topology_lib.Topology | None = None,
+        strict: bool = False,
     ) -> None:
-        super().__init__("nccl", num_packs, topology=topology)
+        super().__init__("nccl", num_packs, topology=topology, strict=strict)
 
 
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -21,29 +22,29 @@ class NcclStatus:
       can_run: whether it can.
       reason: why, or why not.
       remedy: what to do if it cannot; empty if it can.
-      dtypes: the names of the dtypes that the op takes; values of others go by copy trees.
     """
 
     can_run: bool
     reason: str
     remedy: str
-    dtypes: frozenset[str]
 
     def __str__(self) -> str:
         return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
 
 
-def nccl_status(devices: Sequence[str]) -> NcclStatus:
+def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
     """Says whether `tf.raw_ops.NcclAllReduce` can run over some devices, and why not.
 
     Args:
       devices: TensorFlow device names, one per replica.
+      dtype: the dtype of the values; anything `tf.as_dtype` takes.
 
     Returns:
       The status.
 
     Raises:
       ValueError: if `devices` is empty or holds something that is no device name.
+      TypeError: if `dtype` is no dtype.
 
     Example:
       >>> nccl_status(["/cpu:0", "/cpu:1"]).can_run
@@ -51,14 +52,13 @@ def nccl_status(devices: Sequence[str]) -> NcclStatus:
     """
     if isinstance(devices, str) or not devices:
         raise ValueError(f"devices must be a list of at least one device name; got {devices!r}")
-    dtypes = frozenset(dtype.name for dtype in tf_internals.dtypes_of_op(OP, "T"))
-    problem = _problem(devices)
+    problem = _problem_of_devices(devices) or _problem_of_dtype(tf.as_dtype(dtype))
     if problem is None:
-        return NcclStatus(True, f"an {OP} kernel is registered for these devices", "", dtypes)
-    return NcclStatus(False, *problem, dtypes)
+        return NcclStatus(True, f"an {OP} kernel is registered for these devices", "")
+    return NcclStatus(False, *problem)
 
 
-def _problem(devices: Sequence[str]) -> tuple[str, str] | None:
+def _problem_of_devices(devices: Sequence[str]) -> tuple[str, str] | None:
     """The reason why NCCL cannot run and what to do about it, or None if it can."""
     if not all(devices):
         return (
@@ -85,6 +85,14 @@ def _problem(devices: Sequence[str]) -> tuple[str, str] | None:
             "use tfcdo.HierarchicalCopyAllReduce() here, or GPUs and a TensorFlow built with NCCL",
         )
     return _shared_card(specs) if types[0] == "GPU" else None
+
+
+def _problem_of_dtype(dtype: tf.DType) -> tuple[str, str] | None:
+    taken = tf_internals.dtypes_of_op(OP, "T")
+    if dtype in taken:
+        return None
+    names = ", ".join(sorted(known.name for known in taken))
+    return (f"{OP} does not take {dtype.name} but {names}", "cast the values to one of these")
 
 
 def _shared_card(specs: Sequence[tf.DeviceSpec]) -> tuple[str, str] | None:

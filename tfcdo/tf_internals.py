@@ -66,7 +66,7 @@ def is_variable(value: Any) -> bool:
     return _resource_variable_ops.is_resource_variable(value)
 
 
-def devices_of_values(value: DistributedValues) -> tuple[str, ...]:
+def devices_of_values(value: Any) -> tuple[str, ...]:
     """The device of each component, in the order of the replicas.
 
     Args:

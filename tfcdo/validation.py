@@ -101,7 +101,10 @@ def check_pairs(value_destination_pairs: Any) -> list[Reduction]:
     for index, pair in enumerate(pairs):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(f"{expected}; element {index} is {_brief(pair)}")
-    return [check_pair(*pair, name=f"pair {index}: ") for index, pair in enumerate(pairs)]
+    return [
+        check_pair(value, destinations, name=f"pair {index}: ")
+        for index, (value, destinations) in enumerate(pairs)
+    ]
 
 
 def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
@@ -210,7 +213,8 @@ def _as_tensor(value: Any, device: str) -> Any:
 
 def _check_replicas_agree(reduction: Reduction) -> None:
     values = reduction.values
-    _check_same(reduction, "kind", ["IndexedSlices" if isinstance(value, tf.IndexedSlices) else "tensor" for value in values])
+    sparse = [isinstance(value, tf.IndexedSlices) for value in values]
+    _check_same(reduction, "kind", ["IndexedSlices" if one else "tensor" for one in sparse])
     _check_same(reduction, "dtype", [value.dtype.name for value in values])
     first = _shape(values[0])
     for replica, value in enumerate(values):

@@ -12,6 +12,11 @@ import tensorflow as tf
 _WIDER = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 
 
+def widened(value: tf.Tensor) -> tf.Tensor:
+    """The value in the dtype that sums are formed in: float32 for 16-bit floats, else its own."""
+    return tf.cast(value, _WIDER.get(value.dtype, value.dtype))
+
+
 def add(values: Sequence[tf.Tensor]) -> tf.Tensor:
     """Adds tensors of one shape on the current device, 16-bit floats in 32 bits.
 
@@ -23,7 +28,7 @@ def add(values: Sequence[tf.Tensor]) -> tf.Tensor:
     """
     if len(values) == 1:
         return values[0]
-    return tf.add_n([tf.cast(value, _WIDER.get(value.dtype, value.dtype)) for value in values])
+    return tf.add_n([widened(value) for value in values])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfcdo import log
+from tfcdo import nccl
 from tfcdo import tf_internals
 from tfcdo import topology as topology_detection
 from tfcdo import validation
 from tfcdo.execute import arithmetic
 from tfcdo.execute import copy_trees
 from tfcdo.execute import gather
+from tfcdo.execute import nccl_ops
 from tfcdo.execute import one_device
-from tfcdo.plan import packing
+from tfcdo.execute import packs
+from tfcdo.plan import packing as packing_lib
 from tfcdo.plan import topology as topology_lib
+
+# Reduces values that are on the same devices; returns one wrapped result per value.
+Way = Callable[[Sequence[validation.Reduction], arithmetic.Finish, "Method"], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +34,19 @@ class Method:
       algorithm: the name of the algorithm that gives the copy trees.
       packing: how values are packed.
       topology: the machine; None to find out.
+      nccl: whether to use NCCL where it can run.
+      strict: whether to raise where NCCL is asked for and cannot run.
     """
 
     algorithm: str
-    packing: packing.Packing
+    packing: packing_lib.Packing
     topology: topology_lib.Topology | None
+    nccl: bool = False
+    strict: bool = False
 
     def plan(
-        self, specs: Sequence[packing.ValueSpec], devices: Sequence[str]
-    ) -> packing.BatchPlan:
+        self, specs: Sequence[packing_lib.ValueSpec], devices: Sequence[str]
+    ) -> packing_lib.BatchPlan:
         """The plan for values on some devices; remembered for as long as nothing differs."""
         topology = self.topology or topology_detection.detect(tuple(devices))
         if topology.num_devices != len(devices):
@@ -43,7 +54,23 @@ class Method:
                 f"topology must have as many devices as the values have replicas, {len(devices)}; "
                 f"{topology.name!r} has {topology.num_devices}"
             )
-        return packing.plan_batch(tuple(specs), self.packing, self.algorithm, topology)
+        return packing_lib.plan_batch(tuple(specs), self.packing, self.algorithm, topology)
+
+    def with_nccl(self, devices: Sequence[str], dtype: tf.DType) -> bool:
+        """Whether values are summed with NCCL; if not but asked for, says why, or raises.
+
+        Raises:
+          RuntimeError: if `strict` and NCCL cannot run.
+        """
+        if not self.nccl or len(devices) == 1:
+            return False
+        status = nccl.nccl_status(devices, dtype)
+        if status.can_run:
+            return True
+        if self.strict:
+            raise RuntimeError(f"NCCL cannot run (strict=True): {status}")
+        log.warn_once(f"NCCL is asked for but copy trees are used: {status}")
+        return False
 
 
 def reduce(
@@ -63,10 +90,10 @@ def reduce(
       One result per reduction, in order.
     """
     results: list[Any] = [None] * len(reductions)
-    for indices in _groups(reductions):
+    for (way, _), indices in _groups(reductions, method).items():
         group = [reductions[index] for index in indices]
         finish = finish_for(reduce_op, group[0])
-        for index, result in zip(indices, _reduce_group(group, finish, method), strict=True):
+        for index, result in zip(indices, way(group, finish, method), strict=True):
             results[index] = result
     return results
 
@@ -79,26 +106,79 @@ def finish_for(
     return arithmetic.Finish(len(reduction.values) if mean else 1)
 
 
-def _groups(reductions: Sequence[validation.Reduction]) -> list[list[int]]:
-    """The indices of the reductions that can be done together."""
-    groups: dict[Any, list[int]] = {}
+def _groups(
+    reductions: Sequence[validation.Reduction], method: Method
+) -> dict[tuple[Way, tuple[str, ...]], list[int]]:
+    """The indices of the reductions that are done together: one way, on the same devices."""
+    groups: dict[tuple[Way, tuple[str, ...]], list[int]] = {}
     for index, reduction in enumerate(reductions):
-        kind = reduction.devices, reduction.sparse, reduction.all_reduce
-        groups.setdefault(kind, []).append(index)
-    return list(groups.values())
+        groups.setdefault((_way(reduction, method), reduction.devices), []).append(index)
+    return groups
 
 
-def _reduce_group(
+def _way(reduction: validation.Reduction, method: Method) -> Way:
+    if not reduction.all_reduce:
+        return _on_first_destination
+    if reduction.sparse:
+        return _all_reduce_slices
+    if method.with_nccl(reduction.devices, reduction.values[0].dtype):
+        return _all_reduce_with_nccl
+    return _all_reduce_along_trees
+
+
+def _on_first_destination(
     group: Sequence[validation.Reduction], finish: arithmetic.Finish, method: Method
 ) -> list[Any]:
-    if not group[0].all_reduce:
-        return [
-            reduce_to_one_device(one, one.destinations[0], arithmetic.add, finish) for one in group
-        ]
-    columns = _all_reduce_slices if group[0].sparse else _all_reduce_dense
+    del method  # These are no all-reduces.
+    return [reduce_to_one_device(one, one.destinations[0], arithmetic.add, finish) for one in group]
+
+
+def _all_reduce_along_trees(
+    group: Sequence[validation.Reduction], finish: arithmetic.Finish, method: Method
+) -> list[Any]:
+    devices = group[0].devices
+    plan = method.plan([_value_spec(one) for one in group], devices)
+    held = packs.all_reduce(
+        plan,
+        _by_device(group),
+        devices,
+        lambda pack, tensors: copy_trees.reduce_pack(pack.tree, tensors, devices, finish),
+    )
+    return _by_value(held, group)
+
+
+def _all_reduce_with_nccl(
+    group: Sequence[validation.Reduction], finish: arithmetic.Finish, method: Method
+) -> list[Any]:
+    devices = group[0].devices
+    # NCCL knows the machine itself; every pack is to be one tensor, whatever the topology.
+    method = dataclasses.replace(method, topology=topology_lib.preset("nvswitch", len(devices)))
+    plan = method.plan([_value_spec(one) for one in group], devices)
+    return _by_value(nccl_ops.all_reduce(plan, _by_device(group), devices, finish), group)
+
+
+def _all_reduce_slices(
+    group: Sequence[validation.Reduction], finish: arithmetic.Finish, method: Method
+) -> list[Any]:
+    devices = group[0].devices
+    # The number of rows differs between devices and steps, so each value is a pack of its own.
+    plan = method.plan([packing_lib.UNKNOWN] * len(group), devices)
     return [
-        in_destination_order(result, one)
-        for result, one in zip(columns(group, finish, method), group, strict=True)
+        in_destination_order(gather.all_reduce_slices(pack.tree, one.values, devices, finish), one)
+        for pack, one in zip(plan.packs, group, strict=True)
+    ]
+
+
+def _by_device(group: Sequence[validation.Reduction]) -> list[tuple[tf.Tensor, ...]]:
+    return list(zip(*(one.values for one in group), strict=True))
+
+
+def _by_value(
+    held: Sequence[Sequence[tf.Tensor]], group: Sequence[validation.Reduction]
+) -> list[Any]:
+    return [
+        in_destination_order(results, one)
+        for results, one in zip(zip(*held, strict=True), group, strict=True)
     ]
 
 
@@ -121,31 +201,10 @@ def in_destination_order(results: Sequence[Any], reduction: validation.Reduction
     return tf_internals.mirrored([by_device[device] for device in reduction.destinations])
 
 
-def _all_reduce_dense(
-    group: Sequence[validation.Reduction], finish: arithmetic.Finish, method: Method
-) -> list[list[tf.Tensor]]:
-    """All-reduces dense values; the results of each value, one per device."""
-    devices = group[0].devices
-    plan = method.plan([_value_spec(one) for one in group], devices)
-    held = list(zip(*(one.values for one in group)))
-    return [list(own) for own in zip(*copy_trees.all_reduce(plan, held, devices, finish))]
-
-
-def _all_reduce_slices(
-    group: Sequence[validation.Reduction], finish: arithmetic.Finish, method: Method
-) -> list[list[tf.IndexedSlices]]:
-    """All-reduces slices, each along one tree; the results of each value, one per device."""
-    devices = group[0].devices
-    # The number of rows differs between devices and steps, so each value is a pack of its own.
-    plan = method.plan([packing.UNKNOWN] * len(group), devices)
-    return [
-        gather.all_reduce_slices(pack.tree, one.values, devices, finish)
-        for pack, one in zip(plan.packs, group, strict=True)
-    ]
-
-
-def _value_spec(reduction: validation.Reduction) -> packing.ValueSpec:
+def _value_spec(reduction: validation.Reduction) -> packing_lib.ValueSpec:
     shapes = [value.shape for value in reduction.values]
     known = all(shape.is_fully_defined() for shape in shapes)
     dtype = reduction.values[0].dtype
-    return packing.ValueSpec(dtype.name, dtype.size, shapes[0].num_elements() if known else None)
+    return packing_lib.ValueSpec(
+        dtype.name, dtype.size, shapes[0].num_elements() if known else None
+    )

@@ -1,4 +1,4 @@
-"""The interpreter: runs a batch plan by adding up and copying down its copy trees."""
+"""The interpreter of copy trees: adds up from the leaves, copies down from the root."""
 
 from __future__ import annotations
 
@@ -8,51 +8,29 @@ from typing import TypeVar
 import tensorflow as tf
 
 from tfcdo.execute import arithmetic
-from tfcdo.execute import packs as packs_lib
-from tfcdo.plan import packing
 from tfcdo.plan import tree as tree_lib
 
 T = TypeVar("T")
 
 
-def all_reduce(
-    plan: packing.BatchPlan,
-    values: Sequence[Sequence[tf.Tensor]],
-    devices: Sequence[str],
-    finish: arithmetic.Finish,
-) -> list[list[tf.Tensor]]:
-    """All-reduces a batch of values along the copy trees of a plan.
-
-    Args:
-      plan: the packs and their trees, over `len(devices)` devices.
-      values: `values[d][v]` is value `v` as device `d` holds it.
-      devices: the device names.
-      finish: applied to each sum on the root of its tree.
-
-    Returns:
-      The results, indexed like `values`. All devices hold the same bits, because every element is
-      summed and finished on one device and then copied.
-    """
-    loaded = [
-        packs_lib.load(plan, own, device) for own, device in zip(values, devices, strict=True)
-    ]
-    reduced = [
-        _all_reduce_pack(pack.tree, [own[index] for own in loaded], devices, finish)
-        for index, pack in enumerate(plan.packs)
-    ]
-    return [
-        packs_lib.unload(plan, [pack[rank] for pack in reduced], values[rank], device)
-        for rank, device in enumerate(devices)
-    ]
-
-
-def _all_reduce_pack(
+def reduce_pack(
     tree: tree_lib.CopyTree,
     held: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str],
     finish: arithmetic.Finish,
 ) -> list[list[tf.Tensor]]:
-    """All-reduces one pack; `held[d]` are the tensors, one a bundle, that device `d` puts in."""
+    """All-reduces one pack along its copy tree.
+
+    Args:
+      tree: the copy tree.
+      held: `held[d]` are the tensors, one a bundle, that device `d` puts in.
+      devices: the device names.
+      finish: applied to each sum on the root of the tree.
+
+    Returns:
+      The results, indexed like `held`. All devices hold the same bits, because every element is
+      summed and finished on one device and then copied.
+    """
     totals = reduce_up(
         tree, held, devices, lambda parts: [arithmetic.add(bundle) for bundle in zip(*parts)]
     )

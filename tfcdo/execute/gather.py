@@ -1,4 +1,4 @@
-"""Gathering along copy trees: what cannot be added, or need not be, is collected and concatenated."""
+"""Gathering along copy trees, for what is concatenated rather than added."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def all_reduce_slices(
 ) -> list[tf.IndexedSlices]:
     """All-reduces `tf.IndexedSlices`: the rows of all devices together are the sum.
 
-    Rows of equal index are not added up: whoever applies the slices does, so only rows travel, never
-    the table that they are rows of.
+    Rows of equal index are not added up, as whoever applies the slices does that: only rows travel,
+    never the table that they are rows of.
 
     Args:
       tree: the copy tree.
@@ -96,6 +96,7 @@ def _collect(
             # TensorFlow would send from the leaf to the root directly.
             flat = copy_trees.copy([t for _, own in held[device] for t in own], devices[parent])
             held[parent] += [
-                (rank, flat[i * width : (i + 1) * width]) for i, (rank, _) in enumerate(held[device])
+                (rank, flat[i * width : (i + 1) * width])
+                for i, (rank, _) in enumerate(held[device])
             ]
     return [own for _, own in sorted(held[tree.root], key=lambda item: item[0])]

@@ -1,12 +1,43 @@
-"""Loading a device's values into its packs, and unloading the results."""
+"""Running a batch plan: load the packs, reduce each, unload the results."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from tfcdo.plan import packing
+
+# Reduces one pack: given `[d][b]`, the tensor of bundle `b` on device `d`, returns the same of the
+# results.
+ReducePack = Callable[[packing.PackPlan, Sequence[Sequence[tf.Tensor]]], list[list[tf.Tensor]]]
+
+
+def all_reduce(
+    plan: packing.BatchPlan,
+    values: Sequence[Sequence[tf.Tensor]],
+    devices: Sequence[str],
+    reduce_pack: ReducePack,
+) -> list[list[tf.Tensor]]:
+    """All-reduces a batch of values as a plan says.
+
+    Args:
+      plan: the packs, over `len(devices)` devices.
+      values: `values[d][v]` is value `v` as device `d` holds it.
+      devices: the device names.
+      reduce_pack: how one pack is reduced.
+
+    Returns:
+      The results, indexed like `values`.
+    """
+    loaded = [load(plan, own, device) for own, device in zip(values, devices, strict=True)]
+    reduced = [
+        reduce_pack(pack, [own[index] for own in loaded]) for index, pack in enumerate(plan.packs)
+    ]
+    return [
+        unload(plan, [pack[rank] for pack in reduced], values[rank], device)
+        for rank, device in enumerate(devices)
+    ]
 
 
 def load(
@@ -24,7 +55,7 @@ def load(
       as it is; anything else is flat.
     """
     with tf.device(device):
-        parts = {}
+        parts: dict[packing.Piece, tf.Tensor] = {}
         for value, pieces in zip(values, plan.pieces_of, strict=True):
             parts.update(zip(pieces, _cut(value, pieces)))
         return [
@@ -51,7 +82,7 @@ def unload(
       One result per value, of the value's shape.
     """
     with tf.device(device):
-        parts = {}
+        parts: dict[packing.Piece, tf.Tensor] = {}
         for pack, tensors in zip(plan.packs, packs, strict=True):
             for bundle, tensor in zip(pack.bundles, tensors, strict=True):
                 parts.update(zip(bundle, _unbundle(bundle, tensor)))

@@ -90,7 +90,9 @@ class PackPlan:
     bundles: tuple[tuple[Piece, ...], ...]
 
 
-@dataclasses.dataclass(frozen=True)
+# Compared and hashed by identity: `plan_batch` gives the same object for the same question, and a
+# plan of many pieces as a key should cost no more than that.
+@dataclasses.dataclass(frozen=True, eq=False)
 class BatchPlan:
     """The whole all-reduce of a batch of values.
 
@@ -193,12 +195,10 @@ def _order_and_stops(
     if packing.num_packs:
         total = sum(_size(values[index]) for index in own)
         return list(own), [stop for _, stop in schedule_lib.cut(total, packing.num_packs)]
-    small = [
-        index
-        for index in own
-        if packing.small_group and _size(values[index]) * values[index].itemsize < packing.small_bytes
-    ]
-    order = small + [index for index in own if index not in set(small)]
+    # Values of one dtype, so one limit in elements stands for the limit in bytes.
+    limit = packing.small_bytes / values[own[0]].itemsize if packing.small_group else 0
+    small = [index for index in own if _size(values[index]) < limit]
+    order = small + [index for index in own if _size(values[index]) >= limit]
     ends = list(itertools.accumulate(_size(values[index]) for index in order))
     grouped = ends[: len(small)]
     full = grouped[packing.small_group - 1 :: packing.small_group] if small else []

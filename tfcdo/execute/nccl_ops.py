@@ -1,0 +1,151 @@
+"""The NCCL executor: one `tf.raw_ops.NcclAllReduce` per device and pack."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo.execute import arithmetic
+from tfcdo.execute import packs as packs_lib
+from tfcdo.plan import packing
+
+# The kernels of one pack find each other by this name: never used twice in a process, and not in
+# another one either, as graphs may be saved and loaded there. `next` on it is atomic.
+_numbers = itertools.count()
+_PROCESS = uuid.uuid4().hex[:12]
+_HOST = "/cpu:0"
+
+
+def all_reduce(
+    plan: packing.BatchPlan,
+    values: Sequence[Sequence[tf.Tensor]],
+    devices: Sequence[str],
+    finish: arithmetic.Finish,
+) -> list[list[tf.Tensor]]:
+    """All-reduces a batch of values with NCCL.
+
+    Args:
+      plan: the packs; NCCL runs a schedule of its own, so their copy trees are not used.
+      values: `values[d][v]` is value `v` as device `d` holds it.
+      devices: the device names.
+      finish: applied to each sum, on every device.
+
+    Returns:
+      The results, indexed like `values`.
+    """
+    if tf.executing_eagerly():
+        # The kernels wait for each other, so they must run at the same time, not one by one.
+        return _function(plan, tuple(devices), finish)([list(own) for own in values])
+    return packs_lib.all_reduce(
+        plan, values, devices, lambda _, held: reduce_pack(held, devices, finish)
+    )
+
+
+# Tracing costs much more than running; the bound keeps a process that draws ever new shapes small.
+@functools.lru_cache(maxsize=64)
+def _function(plan: packing.BatchPlan, devices: Sequence[str], finish: arithmetic.Finish) -> Any:
+    return tf.function(lambda values: all_reduce(plan, values, devices, finish), autograph=False)
+
+
+def reduce_pack(
+    held: Sequence[Sequence[tf.Tensor]], devices: Sequence[str], finish: arithmetic.Finish
+) -> list[list[tf.Tensor]]:
+    """All-reduces the tensors of one pack.
+
+    Args:
+      held: `held[d]` are the tensors, one a bundle, that device `d` puts in.
+      devices: the device names.
+      finish: applied to each sum.
+
+    Returns:
+      The results, indexed like `held`.
+    """
+    bundles = []
+    for tensors in zip(*held, strict=True):
+        wide = []
+        for tensor, device in zip(tensors, devices, strict=True):
+            with tf.device(device):
+                wide.append(arithmetic.widened(tensor))
+        totals = differentiable_sum(devices)(*wide)
+        results = []
+        for total, tensor, device in zip(totals, tensors, devices, strict=True):
+            with tf.device(device):
+                results.append(finish(total, tensor.dtype))
+        bundles.append(results)
+    return [list(own) for own in zip(*bundles, strict=True)]
+
+
+def differentiable_sum(devices: Sequence[str]) -> Any:
+    """The function that sums one tensor per device with NCCL, and can be differentiated.
+
+    Each result is the sum of all inputs, so the gradient of each input is the sum of the gradients
+    of all results: an all-reduce again, of any order.
+
+    Args:
+      devices: the device names.
+
+    Returns:
+      A function from one tensor per device to their sum on each device.
+    """
+
+    @tf.custom_gradient
+    def nccl_sum(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
+        return _emit(tensors, devices), lambda *upstream: nccl_sum(*upstream)
+
+    return nccl_sum
+
+
+def _emit(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
+    shared_name = f"tfcdo_{_PROCESS}_{next(_numbers)}"
+    sums = []
+    for tensor, device in zip(tensors, devices, strict=True):
+        with tf.device(device):
+            sums.append(
+                tf.raw_ops.NcclAllReduce(
+                    input=tensor,
+                    reduction="sum",
+                    num_devices=len(devices),
+                    shared_name=shared_name,
+                )
+            )
+    # Each kernel waits for all others, but TensorFlow does not know: it prunes those whose results
+    # nobody asks for, and the rest would wait for ever. So each result depends on all of them.
+    results = []
+    with tf.control_dependencies([*sums, *_take_turn(sums)]):
+        for total, device in zip(sums, devices, strict=True):
+            with tf.device(device):
+                results.append(tf.identity(total))
+    return results
+
+
+def _take_turn(sums: Sequence[tf.Tensor]) -> list[tf.Operation]:
+    """Makes repeated calls of the `tf.function` that is being traced wait for each other.
+
+    A function that is called twice in one step is there twice with the same shared names, and
+    kernels of the one call would meet kernels of the other. TensorFlow runs the calls in turn if they
+    write to the same resource; nothing else tells it that they must.
+
+    Args:
+      sums: what the kernels of a pack give.
+
+    Returns:
+      The ops that write; none in a graph of TensorFlow 1, which has no such calls.
+    """
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        return []
+    with tf.control_dependencies(sums), tf.device(_HOST):
+        return [tf.raw_ops.AssignAddVariableOp(resource=_turn(), value=1)]
+
+
+@functools.lru_cache(maxsize=1)
+def _turn() -> tf.Tensor:
+    """A counter that nobody reads; a bare handle, because a strategy would mirror a variable."""
+    with tf.init_scope(), tf.device(_HOST):
+        handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"tfcdo_{_PROCESS}")
+        tf.raw_ops.AssignVariableOp(resource=handle, value=0)
+        return handle
