@@ -206,5 +206,5 @@ def _value_spec(reduction: validation.Reduction) -> packing_lib.ValueSpec:
     known = all(shape.is_fully_defined() for shape in shapes)
     dtype = reduction.values[0].dtype
     return packing_lib.ValueSpec(
-        dtype.name, dtype.size, shapes[0].num_elements() if known else None
+        dtype.name, dtype.size, tuple(shapes[0].as_list()) if known else None
     )

@@ -59,7 +59,7 @@ def load(
         for value, pieces in zip(values, plan.pieces_of, strict=True):
             parts.update(zip(pieces, _cut(value, pieces)))
         return [
-            [_bundle(bundle, [parts[piece] for piece in bundle]) for bundle in pack.bundles]
+            [_bundle(bundle, [parts[piece] for piece in bundle.pieces]) for bundle in pack.bundles]
             for pack in plan.packs
         ]
 
@@ -85,7 +85,7 @@ def unload(
         parts: dict[packing.Piece, tf.Tensor] = {}
         for pack, tensors in zip(plan.packs, packs, strict=True):
             for bundle, tensor in zip(pack.bundles, tensors, strict=True):
-                parts.update(zip(bundle, _unbundle(bundle, tensor)))
+                parts.update(zip(bundle.pieces, _unbundle(bundle, tensor)))
         return [
             _join([parts[piece] for piece in pieces], value.shape)
             for value, pieces in zip(values, plan.pieces_of, strict=True)
@@ -98,16 +98,20 @@ def _cut(value: tf.Tensor, pieces: Sequence[packing.Piece]) -> list[tf.Tensor]:
     return tf.split(_flat(value), [piece.size for piece in pieces])
 
 
-def _bundle(pieces: Sequence[packing.Piece], parts: Sequence[tf.Tensor]) -> tf.Tensor:
-    if len(pieces) == 1:
+def _bundle(bundle: packing.Bundle, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+    if len(parts) == 1:
         return parts[0]
+    if bundle.stacked:
+        return tf.stack(parts)
     return tf.concat([_flat(part) for part in parts], axis=0)
 
 
-def _unbundle(pieces: Sequence[packing.Piece], tensor: tf.Tensor) -> list[tf.Tensor]:
-    if len(pieces) == 1:
+def _unbundle(bundle: packing.Bundle, tensor: tf.Tensor) -> list[tf.Tensor]:
+    if len(bundle.pieces) == 1:
         return [tensor]
-    return tf.split(tensor, [piece.size for piece in pieces])
+    if bundle.stacked:
+        return tf.unstack(tensor, len(bundle.pieces))
+    return tf.split(tensor, [piece.size for piece in bundle.pieces])
 
 
 def _join(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:

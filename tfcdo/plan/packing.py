@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 
 from tfcdo.plan import algorithms
@@ -23,12 +24,17 @@ class ValueSpec:
     Attributes:
       dtype: the name of its dtype; values of different dtypes never share a pack.
       itemsize: bytes per element.
-      size: the number of elements; None if it is not known until the step runs.
+      shape: its dimensions; None if they are not all known until the step runs.
     """
 
     dtype: str
     itemsize: int
-    size: int | None
+    shape: tuple[int, ...] | None
+
+    @functools.cached_property
+    def size(self) -> int | None:
+        """The number of elements; None if it is not known until the step runs."""
+        return None if self.shape is None else math.prod(self.shape)
 
 
 # Stands for a value about whose elements a plan can say nothing, such as slices of a table.
@@ -78,16 +84,30 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
+class Bundle:
+    """Pieces that travel as one tensor.
+
+    Attributes:
+      pieces: the pieces; one alone travels as it is.
+      stacked: several pieces are whole values of one shape, stacked along a new first axis; if not,
+        they are flattened and concatenated.
+    """
+
+    pieces: tuple[Piece, ...]
+    stacked: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class PackPlan:
     """One pack: its copy tree and what travels along it.
 
     Attributes:
       tree: the copy tree.
-      bundles: the pack's pieces, in tuples that are concatenated and travel as one tensor.
+      bundles: the pack's content.
     """
 
     tree: tree_lib.CopyTree
-    bundles: tuple[tuple[Piece, ...], ...]
+    bundles: tuple[Bundle, ...]
 
 
 # Compared and hashed by identity: `plan_batch` gives the same object for the same question, and a
@@ -110,7 +130,7 @@ class BatchPlan:
         pieces: list[list[Piece]] = [[] for _ in range(self.num_values)]
         for pack in self.packs:
             for bundle in pack.bundles:
-                for piece in bundle:
+                for piece in bundle.pieces:
                     pieces[piece.value].append(piece)
         return tuple(tuple(sorted(own, key=lambda piece: piece.start)) for own in pieces)
 
@@ -139,19 +159,63 @@ def plan_batch(
       ValueError: if `algorithm` is not known.
 
     Example:
-      >>> specs = (ValueSpec("float32", 4, 6), ValueSpec("float32", 4, 2))
-      >>> plan = plan_batch(specs, Packing(2), "one_device", topology_lib.shared_memory(3))
-      >>> [[(p.value, p.start, p.stop) for b in pack.bundles for p in b] for pack in plan.packs]
+      >>> specs = (ValueSpec("float32", 4, (3, 2)), ValueSpec("float32", 4, (2,)))
+      >>> plan = plan_batch(specs, Packing(2), "one_device", topology_lib.nvswitch(3))
+      >>> [[(p.value, p.start, p.stop) for p in pack.bundles[0].pieces] for pack in plan.packs]
       [[(0, 0, 4)], [(0, 4, 6), (1, 0, 2)]]
     """
-    contents = _contents(values, packing)
+    contents = [
+        content
+        for own in _by_dtype(values)
+        for content in _contents(values, own, packing, algorithm, topology)
+    ]
+    # An empty value has nothing to share a pack, and of a value whose size is not known nobody can
+    # say where its parts would lie in one: both travel alone, as they are.
+    contents += [
+        _Content((Piece(index, 0, value.size, whole=True),))
+        for index, value in enumerate(values)
+        if not value.size
+    ]
     trees = _trees(algorithm, topology, values, len(contents))
     limit = _concat_limit(topology)
-    packs = (
-        PackPlan(trees[index % len(trees)], _bundles(content, values, limit))
+    packs = tuple(
+        PackPlan(content.tree or trees[index % len(trees)], _bundles(content.pieces, values, limit))
         for index, content in enumerate(contents)
     )
-    return BatchPlan(tuple(packs), len(values))
+    plan = BatchPlan(packs, len(values))
+    verify(plan, values, topology.num_devices)
+    return plan
+
+
+def verify(plan: BatchPlan, values: Sequence[ValueSpec], num_devices: int) -> None:
+    """Checks that a plan all-reduces exactly its values over exactly its devices.
+
+    Args:
+      plan: the plan to check.
+      values: the values that it is for.
+      num_devices: the number of devices that it is for.
+
+    Raises:
+      ValueError: if a tree spans another number of devices, or the pieces of a value leave a gap,
+        overlap or do not end where the value ends.
+    """
+    for index, pack in enumerate(plan.packs):
+        if pack.tree.num_devices != num_devices:
+            raise ValueError(
+                f"pack {index}: its tree spans {pack.tree.num_devices} devices, not {num_devices}"
+            )
+    for index, (value, pieces) in enumerate(zip(values, plan.pieces_of, strict=True)):
+        stops: list[int | None] = [0, *(piece.stop for piece in pieces)]
+        if [piece.start for piece in pieces] != stops[:-1] or stops[-1] != value.size:
+            raise ValueError(f"value {index} of size {value.size} is cut at {stops}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Content:
+    """What one pack holds, and its tree if that is not just the next in turn."""
+
+    pieces: tuple[Piece, ...]
+    tree: tree_lib.CopyTree | None = None
 
 
 def _by_dtype(values: Sequence[ValueSpec]) -> list[list[int]]:
@@ -163,55 +227,69 @@ def _by_dtype(values: Sequence[ValueSpec]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _contents(values: Sequence[ValueSpec], packing: Packing) -> list[tuple[Piece, ...]]:
-    """What each pack holds, for all values."""
-    contents = [
-        content for own in _by_dtype(values) for content in _contents_of_dtype(values, own, packing)
-    ]
-    # An empty value has nothing to share a pack, and of a value whose size is not known nobody can
-    # say where its parts would lie in one: both travel alone, as they are.
-    return contents + [
-        (Piece(index, 0, value.size, whole=True),)
-        for index, value in enumerate(values)
-        if not value.size
-    ]
+def _contents(
+    values: Sequence[ValueSpec],
+    own: Sequence[int],
+    packing: Packing,
+    algorithm: str,
+    topology: topology_lib.Topology,
+) -> list[_Content]:
+    """What each pack holds, for the values of one dtype.
 
-
-def _contents_of_dtype(
-    values: Sequence[ValueSpec], own: Sequence[int], packing: Packing
-) -> list[tuple[Piece, ...]]:
-    """What each pack holds, for the values of one dtype: cut, then capped, then found again."""
-    order, stops = _order_and_stops(values, own, packing)
+    The values are laid end to end, the line is cut into ranges, and these are found again in the
+    values.
+    """
     itemsize = values[own[0]].itemsize
-    if packing.bytes_per_pack:
-        stops = _capped(stops, max(1, packing.bytes_per_pack // itemsize))
-    return _pieces_between([(index, _size(values[index])) for index in order], stops)
+    total = sum(_size(values[index]) for index in own)
+    order = list(own)
+    trees: list[tree_lib.CopyTree | None]
+    if packing.num_packs is None:
+        schedule = algorithms.make_schedule(algorithm, topology, total * itemsize).resized(total)
+        stops, trees = _ends_and_trees(schedule)
+    elif packing.num_packs:
+        stops = [stop for _, stop in schedule_lib.cut(total, packing.num_packs)]
+        trees = [None] * len(stops)
+    else:
+        order, stops = _small_first(values, own, packing)
+        trees = [None] * len(stops)
+    limit = max(1, packing.bytes_per_pack // itemsize) if packing.bytes_per_pack else total
+    counts = [-(-(stop - start) // limit) for start, stop in zip([0, *stops], stops)]
+    stops = _capped(stops, counts)
+    trees = [tree for tree, count in zip(trees, counts, strict=True) for _ in range(count)]
+    pieces = _pieces_between([(index, _size(values[index])) for index in order], stops)
+    return [_Content(*content) for content in zip(pieces, trees, strict=True)]
 
 
-def _order_and_stops(
+def _ends_and_trees(
+    schedule: schedule_lib.Schedule,
+) -> tuple[list[int], list[tree_lib.CopyTree | None]]:
+    return [pack.stop for pack in schedule.packs], [pack.tree for pack in schedule.packs]
+
+
+def _small_first(
     values: Sequence[ValueSpec], own: Sequence[int], packing: Packing
 ) -> tuple[list[int], list[int]]:
-    """The order in which values are laid end to end, and the ends of the packs in that line."""
-    if packing.num_packs:
-        total = sum(_size(values[index]) for index in own)
-        return list(own), [stop for _, stop in schedule_lib.cut(total, packing.num_packs)]
+    """The order in which values are laid end to end, and the ends of the packs in that line.
+
+    Small values come first, in groups; each other value is a pack of its own.
+    """
     # Values of one dtype, so one limit in elements stands for the limit in bytes.
     limit = packing.small_bytes / values[own[0]].itemsize if packing.small_group else 0
     small = [index for index in own if _size(values[index]) < limit]
     order = small + [index for index in own if _size(values[index]) >= limit]
     ends = list(itertools.accumulate(_size(values[index]) for index in order))
-    grouped = ends[: len(small)]
-    full = grouped[packing.small_group - 1 :: packing.small_group] if small else []
-    rest = grouped[-1:] if grouped[-1:] != full[-1:] else []
-    return order, full + rest + ends[len(small) :]
+    groups = ends[: len(small)][packing.small_group - 1 :: packing.small_group] if small else []
+    if small and groups[-1:] != [ends[len(small) - 1]]:
+        groups.append(ends[len(small) - 1])
+    return order, groups + ends[len(small) :]
 
 
-def _capped(stops: Sequence[int], limit: int) -> list[int]:
-    """Further ends, so that no pack has more than `limit` elements."""
+def _capped(stops: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """Cuts each range between two stops into a number of ranges of nearly the same size."""
     return [
         start + end
-        for start, stop in zip([0, *stops], stops)
-        for _, end in schedule_lib.cut(stop - start, -(-(stop - start) // limit))
+        for start, stop, count in zip([0, *stops], stops, counts)
+        for _, end in schedule_lib.cut(stop - start, count)
     ]
 
 
@@ -268,16 +346,27 @@ def _concat_limit(topology: topology_lib.Topology) -> float:
 
 def _bundles(
     content: Sequence[Piece], values: Sequence[ValueSpec], limit: float
-) -> tuple[tuple[Piece, ...], ...]:
-    """The content of a pack, split into what is concatenated and what travels alone."""
-    together: list[Piece] = []
-    alone: list[tuple[Piece, ...]] = []
-    for piece in content:
-        if piece.stop is not None and piece.size * values[piece.value].itemsize <= limit:
-            together.append(piece)
-        else:
-            alone.append((piece,))
-    return tuple([tuple(together)] if together else []) + tuple(alone)
+) -> tuple[Bundle, ...]:
+    """The content of a pack, split into what travels as one tensor."""
+
+    def large(piece: Piece) -> bool:
+        return piece.stop is None or piece.size * values[piece.value].itemsize > limit
+
+    bundles = [Bundle((piece,)) for piece in content if large(piece)]
+    small = [piece for piece in content if not large(piece)]
+    if not math.isfinite(limit):
+        # Each tensor that travels costs a link's latency, so there is to be one.
+        return (Bundle(tuple(small)), *bundles) if small else tuple(bundles)
+    # Each tensor that travels only costs an op, and values of one shape are stacked without being
+    # flattened first, and unstacked without a copy.
+    shapes: dict[tuple[int, ...] | None, list[Piece]] = {}
+    for piece in small:
+        shapes.setdefault(values[piece.value].shape if piece.whole else None, []).append(piece)
+    alike = [own for shape, own in shapes.items() if shape is not None and len(own) > 1]
+    rest = [own for shape, own in shapes.items() if shape is None or len(own) == 1]
+    odd = tuple(piece for own in rest for piece in own)
+    stacks = [Bundle(tuple(own), stacked=True) for own in alike]
+    return (*stacks, *([Bundle(odd)] if odd else []), *bundles)
 
 
 def _size(value: ValueSpec) -> int:
