@@ -7,14 +7,13 @@ where, and `tfcdo.execute`, which turns that into ops.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo import validation
-from tfcdo.execute import arithmetic
 from tfcdo.execute import batch
 from tfcdo.execute import gather
 from tfcdo.execute import one_device
@@ -86,7 +85,7 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
     ) -> Any:
         """Reduces one value; see `reduce`."""
         validation.check_reduce_op(reduce_op)
-        return self._reduce(reduce_op, validation.check_pair(per_replica_value, destinations))
+        return self._reduce(reduce_op, [validation.check_pair(per_replica_value, destinations)])[0]
 
     def batch_reduce_implementation(
         self,
@@ -94,10 +93,9 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: Any,
     ) -> list[Any]:
-        """Reduces values one by one; see `batch_reduce`."""
+        """Reduces several values; see `batch_reduce`."""
         validation.check_reduce_op(reduce_op)
-        reductions = validation.check_pairs(value_destination_pairs)
-        return [self._reduce(reduce_op, reduction) for reduction in reductions]
+        return self._reduce(reduce_op, validation.check_pairs(value_destination_pairs))
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to each destination; see `broadcast`."""
@@ -106,22 +104,27 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
     def _gather_implementation(
         self, per_replica_value: Any, destinations: Any, axis: int, options: Any
     ) -> Any:
-        return _gather_on_one_device(
-            validation.check_gather(per_replica_value, destinations), axis, self.reduce_to_device
-        )
+        reduction = validation.check_gather(per_replica_value, destinations)
+        return _gather_on_one_device(reduction, axis, self._root(reduction))
 
-    def _reduce(self, reduce_op: tf.distribute.ReduceOp, reduction: validation.Reduction) -> Any:
-        accumulate = self.accumulation_fn or arithmetic.add
+    def _reduce(
+        self, reduce_op: tf.distribute.ReduceOp, reductions: Sequence[validation.Reduction]
+    ) -> list[Any]:
         if self.accumulation_fn is None:
-            validation.check_numeric(reduction)
-        if reduction.all_reduce and len(reduction.values) == 1:
-            return reduction.values[0]
-        return batch.reduce_to_one_device(
-            reduction,
-            self.reduce_to_device or reduction.destinations[0],
-            accumulate,
-            batch.finish_for(reduce_op, reduction),
-        )
+            validation.check_numeric(reductions)
+            return batch.reduce_on_roots(reduce_op, reductions, self._root)
+        return [
+            batch.reduce_on_one_device(
+                one, self._root(one), self.accumulation_fn, batch.finish_for(reduce_op, one)
+            )
+            for one in reductions
+        ]
+
+    def _root(self, reduction: validation.Reduction) -> str:
+        """The device that a value is reduced on."""
+        if self.reduce_to_device is None:
+            return reduction.destinations[0]
+        return tf_internals.canonical_device(self.reduce_to_device)
 
 
 class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
@@ -266,7 +269,7 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
     ) -> Any:
         reduction = validation.check_gather(per_replica_value, destinations)
         if not reduction.all_reduce:
-            return _gather_on_one_device(reduction, axis)
+            return _gather_on_one_device(reduction, axis, reduction.destinations[0])
         tree = self._method.plan([packing.UNKNOWN], reduction.devices).packs[0].tree
         gathered = gather.all_gather(tree, reduction.values, reduction.devices, axis)
         return batch.in_destination_order(gathered, reduction)
@@ -277,11 +280,11 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
         reductions: list[validation.Reduction],
         options: Any,
     ) -> list[Any]:
-        for reduction in reductions:
-            validation.check_numeric(reduction)
+        validation.check_numeric(reductions)
         method = self._method
-        if options is not None and options.bytes_per_pack:
-            packs = dataclasses.replace(method.packing, bytes_per_pack=options.bytes_per_pack)
+        bytes_per_pack = validation.bytes_per_pack(options)
+        if bytes_per_pack:
+            packs = dataclasses.replace(method.packing, bytes_per_pack=bytes_per_pack)
             method = dataclasses.replace(method, packing=packs)
         return batch.reduce(reduce_op, reductions, method)
 
@@ -348,9 +351,7 @@ def _broadcast(tensor: Any, destinations: Any) -> Any:
     return tf_internals.mirrored(one_device.copy_to(value, validation.devices_of(destinations)))
 
 
-def _gather_on_one_device(
-    reduction: validation.Reduction, axis: int, device: str | None = None
-) -> Any:
-    with tf.device(device or reduction.destinations[0]):
+def _gather_on_one_device(reduction: validation.Reduction, axis: int, device: str) -> Any:
+    with tf.device(device):
         gathered = tf.concat(list(reduction.values), axis)
     return tf_internals.mirrored(one_device.copy_to(gathered, reduction.destinations))

@@ -74,11 +74,30 @@ def check_device(name: str, value: Any) -> None:
     _canonical(name, value)
 
 
-def check_numeric(reduction: Reduction) -> None:
-    """Raises `ValueError` unless the values can be added up."""
-    dtype = reduction.values[0].dtype
-    if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
-        raise ValueError(f"value must be numeric to be reduced; got dtype {dtype.name}")
+def bytes_per_pack(options: Any) -> int:
+    """The cap on the size of a pack, in bytes, that communication options ask for; 0 for none.
+
+    Raises:
+      TypeError: if `options` is neither None nor a `CommunicationOptions`.
+    """
+    if options is None:
+        return 0
+    if not isinstance(options, type(tf_internals.default_options())):
+        raise TypeError(
+            "options must be a tf.distribute.experimental.CommunicationOptions or None; "
+            f"got {_brief(options)}"
+        )
+    return options.bytes_per_pack
+
+
+def check_numeric(reductions: Sequence[Reduction]) -> None:
+    """Raises `ValueError` unless all values can be added up."""
+    for index, reduction in enumerate(reductions):
+        dtype = reduction.values[0].dtype
+        if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
+            raise ValueError(
+                f"pair {index}: the values must be numeric to be reduced; got dtype {dtype.name}"
+            )
 
 
 def check_pairs(value_destination_pairs: Any) -> list[Reduction]:

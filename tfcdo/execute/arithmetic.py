@@ -36,10 +36,10 @@ class Finish:
     """What the root does to a sum before it is copied to all devices.
 
     Attributes:
-      divisor: how many replicas to average over; 1 leaves the sum as it is.
+      divisor: how many replicas to average over; None leaves the sum as it is.
     """
 
-    divisor: int = 1
+    divisor: int | None = None
 
     def __call__(self, total: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         """Divides, and rounds back to the values' dtype.
@@ -52,6 +52,6 @@ class Finish:
           The result; of `dtype`, but for the mean of integers, which is a float as in TensorFlow
           (float64 for 32 and 64 bits).
         """
-        if self.divisor > 1:
+        if self.divisor is not None:
             total = total / tf.cast(self.divisor, total.dtype)
         return tf.cast(total, dtype) if dtype in _WIDER else total

@@ -21,6 +21,7 @@ from tfcdo.execute import one_device
 from tfcdo.execute import packs
 from tfcdo.plan import packing as packing_lib
 from tfcdo.plan import topology as topology_lib
+from tfcdo.plan import tree as tree_lib
 
 # Reduces values that are on the same devices; returns one wrapped result per value.
 Way = Callable[[Sequence[validation.Reduction], arithmetic.Finish, "Method"], list[Any]]
@@ -31,14 +32,14 @@ class Method:
     """How an all-reduce is to be done.
 
     Attributes:
-      algorithm: the name of the algorithm that gives the copy trees.
+      algorithm: the name of the algorithm that gives the copy trees, or the trees themselves.
       packing: how values are packed.
       topology: the machine; None to find out.
       nccl: whether to use NCCL where it can run.
       strict: whether to raise where NCCL is asked for and cannot run.
     """
 
-    algorithm: str
+    algorithm: str | tuple[tree_lib.CopyTree, ...]
     packing: packing_lib.Packing
     topology: topology_lib.Topology | None
     nccl: bool = False
@@ -98,12 +99,48 @@ def reduce(
     return results
 
 
+def reduce_on_roots(
+    reduce_op: tf.distribute.ReduceOp,
+    reductions: Sequence[validation.Reduction],
+    root_of: Callable[[validation.Reduction], str],
+) -> list[Any]:
+    """Reduces each value of a batch on one device.
+
+    Args:
+      reduce_op: SUM or MEAN.
+      reductions: the checked pairs.
+      root_of: the device that a value is reduced on.
+
+    Returns:
+      One result per reduction, in order.
+    """
+    groups: dict[Any, list[int]] = {}
+    for index, one in enumerate(reductions):
+        groups.setdefault((one.devices, one.all_reduce, root_of(one)), []).append(index)
+    results: list[Any] = [None] * len(reductions)
+    for (devices, all_reduce, root), indices in groups.items():
+        group = [reductions[index] for index in indices]
+        finish = finish_for(reduce_op, group[0])
+        if all_reduce and root in devices:
+            # One device is the simplest copy tree: a star, whose centre is that device.
+            star = tree_lib.star(len(devices), devices.index(root))
+            method = Method((star,), packing_lib.Packing(1), None)
+            reduced = reduce(reduce_op, group, method)
+        else:
+            reduced = [reduce_on_one_device(one, root, arithmetic.add, finish) for one in group]
+        for index, result in zip(indices, reduced, strict=True):
+            results[index] = result
+    return results
+
+
 def finish_for(
     reduce_op: tf.distribute.ReduceOp, reduction: validation.Reduction
 ) -> arithmetic.Finish:
     """What is done to a sum of this reduction's values where it was formed."""
-    mean = reduce_op == tf.distribute.ReduceOp.MEAN
-    return arithmetic.Finish(len(reduction.values) if mean else 1)
+    count = len(reduction.values)
+    # One replica that keeps its value keeps its dtype too; any other mean of integers is a float.
+    mean = reduce_op == tf.distribute.ReduceOp.MEAN and not (count == 1 and reduction.all_reduce)
+    return arithmetic.Finish(count if mean else None)
 
 
 def _groups(
@@ -130,7 +167,7 @@ def _on_first_destination(
     group: Sequence[validation.Reduction], finish: arithmetic.Finish, method: Method
 ) -> list[Any]:
     del method  # These are no all-reduces.
-    return [reduce_to_one_device(one, one.destinations[0], arithmetic.add, finish) for one in group]
+    return [reduce_on_one_device(one, one.destinations[0], arithmetic.add, finish) for one in group]
 
 
 def _all_reduce_along_trees(
@@ -182,13 +219,13 @@ def _by_value(
     ]
 
 
-def reduce_to_one_device(
+def reduce_on_one_device(
     reduction: validation.Reduction,
     device: str,
     accumulate: one_device.Accumulate,
     finish: arithmetic.Finish,
 ) -> Any:
-    """Reduces one value on one device and copies the result to its destinations."""
+    """Reduces one value on any device and copies the result to its destinations."""
     result = one_device.reduce_on(reduction.values, device, accumulate, finish)
     return tf_internals.mirrored(one_device.copy_to(result, reduction.destinations))
 

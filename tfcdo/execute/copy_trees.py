@@ -51,8 +51,8 @@ def reduce_up(
       tree: the copy tree.
       held: what each device holds.
       devices: the device names.
-      combine: called under `tf.device` on each device that has children, with what the device
-        holds and then what its children sent, in ascending order of the children.
+      combine: called under `tf.device` on each device that has children, with what it holds and
+        what its children sent, in the order of the devices: on a star, that of the replicas.
 
     Returns:
       What the root ends up with.
@@ -61,9 +61,8 @@ def reduce_up(
     for device in tree.bottom_up:
         if tree.children[device]:
             with tf.device(devices[device]):
-                partial[device] = combine(
-                    [partial[device], *(partial[child] for child in tree.children[device])]
-                )
+                meeting = sorted([device, *tree.children[device]])
+                partial[device] = combine([partial[rank] for rank in meeting])
     return partial[tree.root]
 
 

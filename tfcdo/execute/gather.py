@@ -79,7 +79,10 @@ def concat_slices(
       The slices whose dense form is the finished sum of the dense forms.
     """
     values = tf.concat([own.values for own in slices], axis=0)
-    indices = tf.concat([own.indices for own in slices], axis=0)
+    wide = len({own.indices.dtype for own in slices}) > 1  # int32 and int64 do not concatenate.
+    indices = tf.concat(
+        [tf.cast(own.indices, tf.int64) if wide else own.indices for own in slices], axis=0
+    )
     return tf.IndexedSlices(finish(values, values.dtype), indices, slices[0].dense_shape)
 
 

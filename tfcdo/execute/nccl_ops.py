@@ -127,8 +127,8 @@ def _take_turn(sums: Sequence[tf.Tensor]) -> list[tf.Operation]:
     """Makes repeated calls of the `tf.function` that is being traced wait for each other.
 
     A function that is called twice in one step is there twice with the same shared names, and
-    kernels of the one call would meet kernels of the other. TensorFlow runs the calls in turn if they
-    write to the same resource; nothing else tells it that they must.
+    kernels of the one call would meet kernels of the other. TensorFlow runs the calls in turn if
+    they write to the same resource; nothing else tells it that they must.
 
     Args:
       sums: what the kernels of a pack give.

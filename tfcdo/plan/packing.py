@@ -140,7 +140,7 @@ class BatchPlan:
 def plan_batch(
     values: tuple[ValueSpec, ...],
     packing: Packing,
-    algorithm: str,
+    algorithm: str | tuple[tree_lib.CopyTree, ...],
     topology: topology_lib.Topology,
 ) -> BatchPlan:
     """Plans the all-reduce of a batch of values.
@@ -148,8 +148,8 @@ def plan_batch(
     Args:
       values: what is known of each value.
       packing: how to pack them.
-      algorithm: the name of the algorithm that gives the copy trees; see
-        `tfcdo.plan.algorithms.ALGORITHMS`.
+      algorithm: the name of the algorithm that gives the copy trees, see
+        `tfcdo.plan.algorithms.ALGORITHMS`; or the trees themselves, to be dealt out in turn.
       topology: the devices and their links.
 
     Returns:
@@ -231,7 +231,7 @@ def _contents(
     values: Sequence[ValueSpec],
     own: Sequence[int],
     packing: Packing,
-    algorithm: str,
+    algorithm: str | tuple[tree_lib.CopyTree, ...],
     topology: topology_lib.Topology,
 ) -> list[_Content]:
     """What each pack holds, for the values of one dtype.
@@ -243,7 +243,7 @@ def _contents(
     total = sum(_size(values[index]) for index in own)
     order = list(own)
     trees: list[tree_lib.CopyTree | None]
-    if packing.num_packs is None:
+    if packing.num_packs is None and isinstance(algorithm, str):
         schedule = algorithms.make_schedule(algorithm, topology, total * itemsize).resized(total)
         stops, trees = _ends_and_trees(schedule)
     elif packing.num_packs:
@@ -323,9 +323,14 @@ def _pieces_between(
 
 
 def _trees(
-    algorithm: str, topology: topology_lib.Topology, values: Sequence[ValueSpec], num_packs: int
+    algorithm: str | tuple[tree_lib.CopyTree, ...],
+    topology: topology_lib.Topology,
+    values: Sequence[ValueSpec],
+    num_packs: int,
 ) -> tuple[tree_lib.CopyTree, ...]:
     """The trees to deal out to `num_packs` packs."""
+    if not isinstance(algorithm, str):
+        return algorithm
     num_bytes = sum((value.size or 0) * value.itemsize for value in values)
     # Tiny batches may have fewer bytes than packs (of values of unknown size): the trees stay.
     schedule = algorithms.make_schedule(
