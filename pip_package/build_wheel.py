@@ -40,9 +40,9 @@ def build_wheel(output: Path) -> Path:
         shutil.copytree(
             _PROJECT / "tfcdo", source / "tfcdo", ignore=shutil.ignore_patterns("__pycache__")
         )
+        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
         log = subprocess.run(
-            [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
-            + ["--outdir", str(output.absolute()), str(source)],
+            [*command, "--outdir", str(output.absolute()), str(source)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

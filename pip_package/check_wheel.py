@@ -34,7 +34,7 @@ print(tfcdo.__version__, importlib.metadata.version("tfcdo"))
 """
 
 
-class CheckFailed(Exception):
+class WheelError(Exception):
     """The installed wheel is not what it should be."""
 
 
@@ -51,7 +51,7 @@ def check_wheel(wheel: Path, environment: Path, borrow_dependencies: bool = Fals
       What `SCRIPT` printed.
 
     Raises:
-      CheckFailed: If tfcdo is not imported from the new environment, its versions differ, or
+      WheelError: If tfcdo is not imported from the new environment, its versions differ, or
         `SCRIPT` prints something else than `EXPECTED`.
       subprocess.CalledProcessError: If installing or a script fails.
     """
@@ -63,21 +63,17 @@ def check_wheel(wheel: Path, environment: Path, borrow_dependencies: bool = Fals
         # are not read: an editable tfcdo there stays out of sight.
         borrowed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
         (packages / "borrowed.pth").write_text("\n".join(sorted(borrowed)) + "\n")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "--python", str(python)]
-        + ["install", "--quiet", "--disable-pip-version-check"]
-        + (["--no-deps", "--no-index"] if borrow_dependencies else [])
-        + [str(wheel)],
-        check=True,
-    )
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
+    options = ["--no-deps", "--no-index"] if borrow_dependencies else []
+    subprocess.run([*pip, "install", "--quiet", *options, str(wheel)], check=True)
     imported_from, versions = _run(python, _REPORT).splitlines()
     if not Path(imported_from).is_relative_to(packages):
-        raise CheckFailed(f"tfcdo was imported from {imported_from}, not from {packages}")
+        raise WheelError(f"tfcdo was imported from {imported_from}, not from {packages}")
     if len(set(versions.split())) != 1:
-        raise CheckFailed(f"tfcdo.__version__ and the wheel's metadata differ: {versions}")
+        raise WheelError(f"tfcdo.__version__ and the wheel's metadata differ: {versions}")
     printed = _run(python, SCRIPT).strip()
     if printed != EXPECTED:
-        raise CheckFailed(f"the script printed {printed!r} instead of {EXPECTED!r}")
+        raise WheelError(f"the script printed {printed!r} instead of {EXPECTED!r}")
     return printed
 
 
@@ -88,8 +84,7 @@ def _run(python: Path, script: str) -> str:
         [str(python), "-c", script],
         cwd=python.parent,
         env=surroundings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
     )
     if result.returncode != 0:

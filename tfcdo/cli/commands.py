@@ -1,4 +1,4 @@
-"""The `tfcdo` command's sub-commands by name; the module of one is imported when it is asked for."""
+"""The sub-commands of `tfcdo` by name; the module of one is imported when it is asked for."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 def quiet_start() -> Iterator[None]:
     """Holds back what is written to standard error while TensorFlow is imported and started.
 
-    `TF_CPP_MIN_LOG_LEVEL` alone does not do it: since 2.17 the C++ half also logs before it has read
-    that variable, directly to file descriptor 2. If the block raises, what was held back is shown.
+    `TF_CPP_MIN_LOG_LEVEL` alone does not do it: the C++ half of recent versions also logs before
+    it has read that variable, straight to file descriptor 2. If the block raises, what was held
+    back is shown.
 
     Example:
       >>> with quiet_start():

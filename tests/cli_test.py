@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+import tfcdo.version
+from tfcdo.cli import commands
+from tfcdo.cli.quiet_start import quiet_start
+
+# Runs the command as its console script does, then says on standard error whether TensorFlow is
+# there; modules named first are made to look as if they were not installed.
+_ENTRY = """
+import sys
+hidden, sys.argv = sys.argv[1].split(), ["tfcdo", *sys.argv[2:]]
+sys.modules.update(dict.fromkeys(hidden))
+from tfcdo.cli.main import main
+try:
+    main()
+finally:
+    if "tensorflow" in sys.modules:
+        print("TensorFlow was imported", file=sys.stderr)
+"""
+
+
+def _tfcdo(*arguments: str, hidden: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", _ENTRY, hidden, *arguments], capture_output=True, text=True
+    )
+
+
+class CommandTest(parameterized.TestCase):
+    def test_version_does_not_wait_for_tensorflow(self):
+        result = _tfcdo("--version")
+        self.assertEqual(result.stdout, f"tfcdo {tfcdo.version.__version__}\n")
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+
+    @parameterized.parameters(((),), (("--help",),))
+    def test_help_names_every_sub_command_without_tensorflow(self, arguments: tuple[str, ...]):
+        result = _tfcdo(*arguments)
+        listed = [line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")]
+        self.assertContainsSubset(list(commands.COMMANDS), listed)
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+
+    @parameterized.parameters(*commands.COMMANDS)
+    def test_a_sub_command_explains_itself_without_tensorflow(self, name: str):
+        result = _tfcdo(name, "--help")
+        self.assertStartsWith(result.stdout, f"Usage: tfcdo {name} [OPTIONS]")
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+
+    @parameterized.parameters(
+        (("no-such-command",), "no-such-command"),
+        (("--no-such-option",), "--no-such-option"),
+        (("demo", "--devices", "0"), "--devices"),
+        (("demo", "--devices", "many"), "--devices"),
+        (("demo", "--epochs", "-1"), "--epochs"),
+    )
+    def test_a_wrong_argument_gets_one_line(self, arguments: tuple[str, ...], named: str):
+        result = _tfcdo(*arguments)
+        self.assertEqual(result.returncode, 2)
+        self.assertEqual(result.stdout, "")
+        (line,) = result.stderr.splitlines()
+        self.assertStartsWith(line, "tfcdo: ")
+        self.assertIn(named, line)
+
+    @parameterized.parameters(
+        ("click", "click", "cli"), ("rich", "rich", "cli"), ("sklearn", "scikit-learn", "demo")
+    )
+    def test_a_missing_package_gets_one_line_with_the_remedy(
+        self, module: str, package: str, extra: str
+    ):
+        result = _tfcdo("demo", hidden=module)
+        self.assertEqual(result.returncode, 1)
+        self.assertEqual(
+            result.stderr, f"tfcdo: {package} is not installed: pip install 'tfcdo[{extra}]'\n"
+        )
+
+    def test_a_missing_module_that_no_extra_brings_is_not_hidden(self):
+        result = _tfcdo("--version", hidden="tfcdo.version")
+        self.assertIn("ModuleNotFoundError", result.stderr)
+
+
+class QuietStartTest(absltest.TestCase):
+    def test_holds_back_what_is_written_to_the_file_descriptor(self):
+        script = (
+            "import os, sys\n"
+            "from tfcdo.cli.quiet_start import quiet_start\n"
+            "with quiet_start(): os.write(2, b'noise'); print('noise', file=sys.stderr)\n"
+            "os.write(2, b'news')"
+        )
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        self.assertEqual(result.stderr, "news")
+
+    def test_shows_it_when_the_start_fails(self):
+        script = (
+            "import os\n"
+            "from tfcdo.cli.quiet_start import quiet_start\n"
+            "with quiet_start(): os.write(2, b'the reason'); raise SystemExit(3)"
+        )
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        self.assertEqual((result.returncode, result.stderr), (3, "the reason"))
+
+    def test_passes_an_error_on(self):
+        with self.assertRaises(KeyError), quiet_start():
+            raise KeyError
+
+
+if __name__ == "__main__":
+    absltest.main()

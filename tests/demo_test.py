@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+
+def _demo(*arguments: str) -> tuple[int, dict[str, tuple[str, ...]], str]:
+    """Runs the demo; returns its exit status, its table by the first column, and all it wrote."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tfcdo.cli.main", "demo", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    rows = [
+        tuple(cell.strip() for cell in line.strip("│").split("│"))
+        for line in result.stdout.splitlines()
+        if line.startswith("│")
+    ]
+    return result.returncode, {row[0]: row[1:] for row in rows}, result.stdout
+
+
+class DemoTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("2", "hierarchicalcopyallreduce", "HierarchicalCopyAllReduce"),
+        ("3", "ReductionToOneDevice", "ReductionToOneDevice"),
+    )
+    def test_training_passes_every_check(self, devices: str, given: str, name: str):
+        status, table, output = _demo(
+            "--devices", devices, "--cross-device-ops", given, "--epochs", "5"
+        )
+        self.assertEqual(status, 0, output)
+        self.assertNotIn("Traceback", output)
+        self.assertIn(f"Training on {devices} virtual CPU devices with tfcdo.{name}", output)
+        self.assertEqual(
+            table[f"Weights on {devices} virtual CPU devices"],
+            ("bitwise equal", "bitwise equal", "ok"),
+        )
+        accuracy = table["Accuracy on 360 test images"][0]
+        self.assertGreater(float(accuracy.rstrip("%")), 95)
+        difference = table["Largest weight difference from one-device training"][0]
+        self.assertLess(float(difference), 1e-5)
+        self.assertEqual(table[f"1 + 2 + 3 by tfcdo.{name}"], ("6 6 6", "6 6 6", "ok"))
+        self.assertIn("1 + 2 + 3 by tf.distribute.HierarchicalCopyAllReduce", table)
+
+    def test_too_little_training_fails(self):
+        status, table, output = _demo("--devices", "1", "--epochs", "1")
+        self.assertEqual(status, 1, output)
+        self.assertEqual(table["Accuracy on 360 test images"][1:], ("over 95%", "not ok"))
+        self.assertIn("Not as wanted: Accuracy on 360 test images", output)
+
+    def test_an_unknown_class_gets_one_line_with_the_known_ones(self):
+        status, _, output = _demo("--cross-device-ops", "Ring")
+        self.assertEqual(status, 2)
+        (line,) = output.splitlines()
+        self.assertStartsWith(line, "tfcdo: --cross-device-ops: no class 'Ring' in tfcdo")
+        for name in ("HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice"):
+            self.assertIn(name, line)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tfcdo.virtual_devices import configure_virtual_cpus
+
+# TensorFlow starts once in a process, so each story has a process of its own.
+_PREAMBLE = """
+import json
+import tensorflow as tf
+from tfcdo.virtual_devices import configure_virtual_cpus
+def names(): return [device.name for device in tf.config.list_logical_devices("CPU")]
+def refusal(count):
+    try: configure_virtual_cpus(count)
+    except RuntimeError as error: return str(error)
+"""
+_GROWING = """
+returned = {count: configure_virtual_cpus(count) for count in (2, 3, 1)}
+seen = names()
+print(json.dumps([returned, seen, configure_virtual_cpus(3), refusal(4)]))
+"""
+_STARTED = """
+tf.zeros(1)
+print(json.dumps([configure_virtual_cpus(1), refusal(2), names()]))
+"""
+
+
+def _told(story: str) -> Any:
+    result = subprocess.run(
+        [sys.executable, "-c", _PREAMBLE + story], check=True, capture_output=True, text=True
+    )
+    return json.loads(result.stdout)
+
+
+class ConfigureVirtualCpusTest(parameterized.TestCase):
+    def test_the_largest_number_before_the_start_counts(self):
+        returned, seen, after_start, refused = _told(_GROWING)
+        self.assertEqual(
+            returned, {"1": ["CPU:0"], "2": ["CPU:0", "CPU:1"], "3": ["CPU:0", "CPU:1", "CPU:2"]}
+        )
+        self.assertEqual(seen, ["/device:CPU:0", "/device:CPU:1", "/device:CPU:2"])
+        self.assertEqual(after_start, ["CPU:0", "CPU:1", "CPU:2"])
+        self.assertStartsWith(
+            refused, "4 virtual CPU devices are needed, but TensorFlow has already started with 3:"
+        )
+
+    def test_after_a_start_without_it_there_is_one_device(self):
+        returned, refused, seen = _told(_STARTED)
+        self.assertEqual(returned, ["CPU:0"])
+        self.assertIn("already started with 1: call configure_virtual_cpus(2) before", refused)
+        self.assertEqual(seen, ["/device:CPU:0"])
+
+    @parameterized.parameters(0, -1)
+    def test_rejects_numbers_below_one(self, count: int):
+        with self.assertRaisesRegex(ValueError, f"count must be at least 1, got {count}"):
+            configure_virtual_cpus(count)
+
+    @parameterized.parameters(True, 2.0, "2", None)
+    def test_rejects_what_is_not_an_int(self, count: Any):
+        with self.assertRaisesRegex(TypeError, "count must be an int, got"):
+            configure_virtual_cpus(count)
+
+
+if __name__ == "__main__":
+    absltest.main()
