@@ -1,0 +1,299 @@
+// A CPU kernel for TensorFlow's op NcclAllReduce, for tests only.
+//
+// TensorFlow declares NcclAllReduce on every machine but ships a kernel for GPUs alone. With this
+// one a test runs the very ops that a GPU would run, on virtual CPU devices, and meets the same
+// demand: each device of a pack has to run its op, and none gets its result before all have come.
+//
+//   ComputeAsync -> Rendezvous::Join -> (the last one to come) Reduce -> Finish
+//                          |
+//        a disagreement, a cancelled step or the watchdog -> Finish with an error
+//
+// Where NCCL would hang or mix up memory, this kernel fails, and says why.
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "tensorflow/core/framework/cancellation.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/util/device_name_utils.h"
+
+namespace tfcdo {
+namespace {
+
+namespace tf = ::tensorflow;
+using Clock = std::chrono::steady_clock;
+using Device = tf::DeviceNameUtils::ParsedName;  // Ordered by number: CPU:2 before CPU:10.
+
+constexpr char kTimeoutVariable[] = "TFCDO_NCCL_CPU_TIMEOUT_S";
+constexpr double kDefaultTimeoutSeconds = 30;
+constexpr std::chrono::milliseconds kWatchdogPeriod(20);
+
+// Which ops belong together: step, loop frame, iteration, shared_name. A step is one Session.run or
+// one call from Python of a function, with all functions it calls; iterations of a loop overlap.
+using Key = std::tuple<int64_t, uint64_t, int64_t, std::string>;
+
+// One op that runs now. `ctx` and its cancellation manager live until `done` is called.
+struct Participant {
+  tf::OpKernelContext* ctx;
+  tf::AsyncOpKernel::DoneCallback done;
+  tf::Tensor* output;
+  tf::CancellationToken token = tf::CancellationManager::kInvalidToken;
+
+  const Device& device() const { return ctx->device()->parsed_name(); }
+};
+
+// The participants of one key that have come so far. A map, so that they are reduced in the order
+// of the devices, not in that in which the threads happened to come: results repeat bit for bit.
+struct Gathering {
+  int64_t serial;       // Never used twice, whereas a key is: by a second call in the same step.
+  std::string title;    // How error messages begin.
+  std::string request;  // What is asked for, in words; all participants have to ask for the same.
+  int num_devices;
+  std::chrono::duration<double> timeout;
+  Clock::time_point deadline;
+  std::map<Device, Participant> participants;
+
+  bool IsComplete() const { return static_cast<int>(participants.size()) == num_devices; }
+
+  std::string WhoCame() const {
+    std::string names;
+    for (const auto& [device, participant] : participants) {
+      absl::StrAppend(&names, names.empty() ? "" : ", ", device.type, ":", device.id);
+    }
+    return absl::StrCat(participants.size(), " of ", num_devices, " devices came: ", names);
+  }
+};
+
+void Finish(Participant& participant, const absl::Status& status) {
+  // Do not wait for a callback that already runs (a deadlock, if this is called from one): it will
+  // not find its gathering among the pending ones, and do nothing.
+  if (participant.token != tf::CancellationManager::kInvalidToken) {
+    participant.ctx->cancellation_manager()->TryDeregisterCallback(participant.token);
+  }
+  if (!status.ok()) participant.ctx->SetStatus(status);
+  const auto done = std::move(participant.done);
+  done();  // From here on `participant.ctx` may be gone.
+}
+
+void FinishAll(Gathering& gathering, const absl::Status& status) {
+  for (auto& [device, participant] : gathering.participants) Finish(participant, status);
+}
+
+// Brings the participants of each key together. Whoever takes a gathering out of `pending_` owns it
+// and alone finishes it; nothing of it stays behind, so that a later step starts afresh.
+class Rendezvous {
+ public:
+  static Rendezvous& Get() {
+    static auto* rendezvous = new Rendezvous;  // Never destroyed: its thread has no end.
+    return *rendezvous;
+  }
+
+  // Adds a participant to the gathering of its key (`fresh` if there is none) and returns at once:
+  // with the whole gathering if it was the last to come, else with nothing. It then waits, which
+  // takes no thread, or has been told of an error.
+  std::unique_ptr<Gathering> Join(const Key& key, Gathering fresh, Participant newcomer) {
+    std::unique_ptr<Gathering> taken;
+    absl::Status status;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto entry = pending_.find(key);
+      const std::string request = fresh.request;
+      if (entry == pending_.end()) {
+        fresh.serial = next_serial_++;
+        fresh.deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(fresh.timeout);
+        entry = pending_.emplace(key, std::make_unique<Gathering>(std::move(fresh))).first;
+      }
+      Gathering& gathering = *entry->second;
+      status = Admit(key, gathering, request, newcomer);
+      if (status.ok()) gathering.participants.emplace(newcomer.device(), std::move(newcomer));
+      if (!status.ok() || gathering.IsComplete()) taken = Take(entry);
+    }
+    if (status.ok()) return taken;
+    FinishAll(*taken, status);
+    Finish(newcomer, status);
+    return nullptr;
+  }
+
+ private:
+  using Pending = std::map<Key, std::unique_ptr<Gathering>>;
+
+  Rendezvous() { std::thread([this] { Watch(); }).detach(); }
+
+  // Whether the newcomer fits those who are there; if it does, it can be cancelled from now on.
+  absl::Status Admit(const Key& key, const Gathering& gathering, const std::string& request,
+                     Participant& newcomer) {
+    const Device& device = newcomer.device();
+    const std::string who = absl::StrCat(gathering.title, device.type, ":", device.id);
+    if (request != gathering.request) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          who, " asks for the ", request, ", the others for the ", gathering.request, "; ",
+          gathering.WhoCame(), "."));
+    }
+    if (gathering.participants.count(device) > 0) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          who, " came twice; ", gathering.WhoCame(), ". Does another op or a second call of this ",
+          "function in the same step have the same shared_name?"));
+    }
+    tf::CancellationManager* const manager = newcomer.ctx->cancellation_manager();
+    if (manager == nullptr) return absl::OkStatus();
+    newcomer.token = manager->get_cancellation_token();
+    const auto cancel = [this, key, serial = gathering.serial] { Cancel(key, serial); };
+    if (manager->RegisterCallback(newcomer.token, cancel)) return absl::OkStatus();
+    return absl::CancelledError(absl::StrCat(who, " came after its step was cancelled."));
+  }
+
+  std::unique_ptr<Gathering> Take(Pending::iterator entry) {
+    std::unique_ptr<Gathering> taken = std::move(entry->second);
+    pending_.erase(entry);
+    return taken;
+  }
+
+  void Cancel(const Key& key, int64_t serial) {
+    std::unique_ptr<Gathering> taken;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const auto entry = pending_.find(key);
+      if (entry == pending_.end() || entry->second->serial != serial) return;
+      taken = Take(entry);
+    }
+    FinishAll(*taken, absl::CancelledError(absl::StrCat(
+                          taken->title, "the step was cancelled when ", taken->WhoCame(), ".")));
+  }
+
+  // The watchdog: one thread that fails each gathering that is not complete at its deadline.
+  void Watch() {
+    while (true) {
+      std::this_thread::sleep_for(kWatchdogPeriod);
+      while (const std::unique_ptr<Gathering> late = TakeLate()) {
+        FinishAll(*late, absl::DeadlineExceededError(absl::StrCat(
+                             late->title, "within ", late->timeout.count(), " s ", late->WhoCame(),
+                             ". Every device has to run its op in the same step; ",
+                             kTimeoutVariable, " sets how long they wait.")));
+      }
+    }
+  }
+
+  std::unique_ptr<Gathering> TakeLate() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto entry = pending_.begin(); entry != pending_.end(); ++entry) {
+      if (entry->second->deadline <= Clock::now()) return Take(entry);
+    }
+    return nullptr;
+  }
+
+  std::mutex mutex_;  // Guards what follows; never held while a `done` runs.
+  Pending pending_;
+  int64_t next_serial_ = 0;
+};
+
+// 16-bit floats are reduced in 32 bits and rounded once.
+template <typename T>
+using Accumulator = std::conditional_t<std::is_same_v<T, Eigen::half>, float, T>;
+
+template <typename T, typename Combine>
+void ReduceWith(Combine combine, const Gathering& gathering) {
+  std::vector<const T*> inputs;
+  std::vector<T*> outputs;
+  for (const auto& [device, participant] : gathering.participants) {
+    inputs.push_back(participant.ctx->input(0).template flat<T>().data());
+    outputs.push_back(participant.output->template flat<T>().data());
+  }
+  const int64_t size = gathering.participants.begin()->second.output->NumElements();
+  for (int64_t i = 0; i < size; ++i) {
+    auto total = static_cast<Accumulator<T>>(inputs[0][i]);
+    for (size_t d = 1; d < inputs.size(); ++d) {
+      total = combine(total, static_cast<Accumulator<T>>(inputs[d][i]));
+    }
+    outputs[0][i] = static_cast<T>(total);
+  }
+  for (size_t d = 1; d < outputs.size(); ++d) std::copy_n(outputs[0], size, outputs[d]);
+}
+
+// Integers wrap around (-fwrapv). The minimum or maximum of anything and NaN is NaN, as in numpy.
+template <typename T>
+void Reduce(const std::string& reduction, const Gathering& gathering) {
+  using A = Accumulator<T>;
+  const auto min = [](A a, A b) { return a < b || a != a ? a : b; };
+  const auto max = [](A a, A b) { return a > b || a != a ? a : b; };
+  if (reduction == "sum") return ReduceWith<T>(std::plus<A>(), gathering);
+  if (reduction == "prod") return ReduceWith<T>(std::multiplies<A>(), gathering);
+  if (reduction == "min") return ReduceWith<T>(min, gathering);
+  return ReduceWith<T>(max, gathering);  // The op's definition allows no other.
+}
+
+absl::StatusOr<double> ReadTimeoutSeconds() {
+  const char* const text = std::getenv(kTimeoutVariable);
+  if (text == nullptr) return kDefaultTimeoutSeconds;
+  char* end = nullptr;
+  const double seconds = std::strtod(text, &end);
+  if (end != text && *end == '\0' && seconds > 0 && seconds <= 1e6) return seconds;
+  return absl::InvalidArgumentError(absl::StrCat(
+      kTimeoutVariable, " is '", text, "'; accepted are seconds above 0 and up to 1e6."));
+}
+
+template <typename T>
+class NcclAllReduceCpuKernel : public tf::AsyncOpKernel {
+ public:
+  explicit NcclAllReduceCpuKernel(tf::OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("reduction", &reduction_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("num_devices", &num_devices_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("shared_name", &shared_name_));
+    OP_REQUIRES(ctx, num_devices_ >= 1,
+                absl::InvalidArgumentError(
+                    absl::StrCat("num_devices is ", num_devices_, "; accepted is 1 or more.")));
+  }
+
+  void ComputeAsync(tf::OpKernelContext* ctx, DoneCallback done) override {
+    const tf::Tensor& input = ctx->input(0);
+    tf::Tensor* output = nullptr;
+    OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output(0, input.shape(), &output), done);
+    const absl::StatusOr<double> timeout_seconds = ReadTimeoutSeconds();
+    OP_REQUIRES_OK_ASYNC(ctx, timeout_seconds.status(), done);
+    const tf::FrameAndIter loop = ctx->frame_iter();
+    const Key key(ctx->step_id(), loop.frame_id, loop.iter_id, shared_name_);
+    Gathering fresh;
+    fresh.title = absl::StrCat("NcclAllReduce '", shared_name_, "': ");
+    fresh.request = absl::StrCat(reduction_, " of ", tf::DataTypeString(input.dtype()),
+                                 input.shape().DebugString(), " over ", num_devices_, " devices");
+    fresh.num_devices = num_devices_;
+    fresh.timeout = std::chrono::duration<double>(*timeout_seconds);
+    const std::unique_ptr<Gathering> complete = Rendezvous::Get().Join(
+        key, std::move(fresh), Participant{ctx, std::move(done), output});
+    if (complete == nullptr) return;  // `ctx` and `this` may be gone.
+    Reduce<T>(reduction_, *complete);
+    FinishAll(*complete, absl::OkStatus());
+  }
+
+ private:
+  std::string reduction_;
+  int num_devices_;
+  std::string shared_name_;
+};
+
+// All types that the op's definition allows; bfloat16 is not among them.
+#define TFCDO_REGISTER(T)                                                  \
+  REGISTER_KERNEL_BUILDER(                                                 \
+      Name("NcclAllReduce").Device(tf::DEVICE_CPU).TypeConstraint<T>("T"), \
+      NcclAllReduceCpuKernel<T>)
+TFCDO_REGISTER(Eigen::half);
+TFCDO_REGISTER(float);
+TFCDO_REGISTER(double);
+TFCDO_REGISTER(int32_t);
+TFCDO_REGISTER(int64_t);
+
+}  // namespace
+}  // namespace tfcdo
