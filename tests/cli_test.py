@@ -44,14 +44,14 @@ class CommandTest(parameterized.TestCase):
         self.assertContainsSubset(list(commands.COMMANDS), listed)
         self.assertEqual((result.returncode, result.stderr), (0, ""))
 
-    @parameterized.parameters(*commands.COMMANDS)
+    @parameterized.parameters([(name,) for name in commands.COMMANDS])
     def test_a_sub_command_explains_itself_without_tensorflow(self, name: str):
         result = _tfcdo(name, "--help")
         self.assertStartsWith(result.stdout, f"Usage: tfcdo {name} [OPTIONS]")
         self.assertEqual((result.returncode, result.stderr), (0, ""))
 
     @parameterized.parameters(
-        (("no-such-command",), "no-such-command"),
+        (("no-such-command",), "'no-such-command': there are demo"),
         (("--no-such-option",), "--no-such-option"),
         (("demo", "--devices", "0"), "--devices"),
         (("demo", "--devices", "many"), "--devices"),

@@ -22,10 +22,10 @@ class LazyGroup(click.Group):
         """Names the sub-commands, in the order of `COMMANDS`."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports one sub-command; None if there is none of that name."""
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
+        """Imports one sub-command."""
         if cmd_name not in COMMANDS:
-            return None
+            raise click.UsageError(f"no command {cmd_name!r}: there are {', '.join(COMMANDS)}")
         module, _, attribute = COMMANDS[cmd_name].partition(":")
         return getattr(importlib.import_module(module), attribute)
 

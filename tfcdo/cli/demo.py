@@ -73,10 +73,11 @@ class Check:
     help="How often to go through the training images.",
 )
 def demo(devices: int, ops_name: str, epochs: int) -> int:
-    """Train a small convolutional network on handwritten digits and check the result.
+    """Train a model on several devices and check the result.
 
-    The training runs on virtual CPU devices under tf.distribute.MirroredStrategy, and once more on
-    one device. The exit status is 1 if a check fails.
+    A small convolutional network learns handwritten digits on virtual CPU devices, under
+    tf.distribute.MirroredStrategy, and once more on one device. The exit status is 1 if a check
+    fails.
     """
     from sklearn import datasets
 

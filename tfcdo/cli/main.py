@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-# What pip calls the module that is missing, and the extra that brings it.
+# A module that may be missing: what pip calls it, and the extra that brings it.
 _EXTRAS = {
     "click": ("click", "cli"),
     "rich": ("rich", "cli"),
@@ -20,9 +20,10 @@ def main() -> None:
 
         sys.exit(commands.run(sys.argv[1:]))
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRAS:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _EXTRAS:
             raise
-        package, extra = _EXTRAS[error.name]
+        package, extra = _EXTRAS[missing]
         sys.exit(f"tfcdo: {package} is not installed: pip install 'tfcdo[{extra}]'")
 
 
