@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from tfcdo.plan import packing
 _numbers = itertools.count()
 _PROCESS = uuid.uuid4().hex[:12]
 _HOST = "/cpu:0"
+_turn_lock = threading.Lock()
 
 
 def all_reduce(
@@ -39,8 +41,10 @@ def all_reduce(
       The results, indexed like `values`.
     """
     if tf.executing_eagerly():
-        # The kernels wait for each other, so they must run at the same time, not one by one.
-        return _function(plan, tuple(devices), finish)([list(own) for own in values])
+        # The kernels wait for each other, so they must run at the same time, not one by one. A
+        # concrete function is a function even where tf.config.run_functions_eagerly(True) rules.
+        held = [list(own) for own in values]
+        return _function(plan, tuple(devices), finish).get_concrete_function(held)(held)
     return packs_lib.all_reduce(
         plan, values, devices, lambda _, held: reduce_pack(held, devices, finish)
     )
@@ -93,11 +97,29 @@ def differentiable_sum(devices: Sequence[str]) -> Any:
       A function from one tensor per device to their sum on each device.
     """
 
+    def nccl_sum(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        sums = _emit(tensors, devices)
+        results = []
+        for total, tensor, device in zip(sums, differentiated(*tensors), devices, strict=True):
+            with tf.device(device):
+                results.append(_with_gradient_of(total, tensor))
+        return results
+
+    # A gradient of all tensors together needs an op that all pass through, and TensorFlow's is on
+    # one device. So the inputs go there, not the sums: whoever differentiates sees that op, but it
+    # is pruned before the step runs, as nothing uses the values that it gives.
     @tf.custom_gradient
-    def nccl_sum(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-        return _emit(tensors, devices), lambda *upstream: nccl_sum(*upstream)
+    def differentiated(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
+        return list(tensors), lambda *upstream: nccl_sum(*upstream)
 
     return nccl_sum
+
+
+@tf.custom_gradient
+def _with_gradient_of(total: tf.Tensor, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+    """The value of `total`, which hands the gradient that comes to it on to `tensor`."""
+    del tensor
+    return tf.identity(total), lambda upstream: (None, upstream)
 
 
 def _emit(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
@@ -107,7 +129,7 @@ def _emit(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tenso
         with tf.device(device):
             sums.append(
                 tf.raw_ops.NcclAllReduce(
-                    input=tensor,
+                    input=tf.stop_gradient(tensor),  # See `differentiable_sum`.
                     reduction="sum",
                     num_devices=len(devices),
                     shared_name=shared_name,
@@ -142,9 +164,15 @@ def _take_turn(sums: Sequence[tf.Tensor]) -> list[tf.Operation]:
         return [tf.raw_ops.AssignAddVariableOp(resource=_turn(), value=1)]
 
 
-@functools.lru_cache(maxsize=1)
 def _turn() -> tf.Tensor:
-    """A counter that nobody reads; a bare handle, because a strategy would mirror a variable."""
+    """A counter that nobody reads; the same tensor in every thread that traces."""
+    with _turn_lock:
+        return _make_turn()
+
+
+@functools.lru_cache(maxsize=1)
+def _make_turn() -> tf.Tensor:
+    # A bare handle, because a strategy would mirror a variable.
     with tf.init_scope(), tf.device(_HOST):
         handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"tfcdo_{_PROCESS}")
         tf.raw_ops.AssignVariableOp(resource=handle, value=0)
