@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import tf_internals
+from tfcdo import validation
 
 OP = "NcclAllReduce"
 
@@ -36,7 +37,7 @@ def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
     """Says whether `tf.raw_ops.NcclAllReduce` can run over some devices, and why not.
 
     Args:
-      devices: TensorFlow device names, one per replica.
+      devices: TensorFlow device names, one per replica; `""` for one that is not known.
       dtype: the dtype of the values; anything `tf.as_dtype` takes.
 
     Returns:
@@ -52,6 +53,9 @@ def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
     """
     if isinstance(devices, str) or not devices:
         raise ValueError(f"devices must be a list of at least one device name; got {devices!r}")
+    for name in devices:
+        if name != "":
+            validation.check_device("each of devices", name)
     problem = _problem_of_devices(devices) or _problem_of_dtype(tf.as_dtype(dtype))
     if problem is None:
         return NcclStatus(True, f"an {OP} kernel is registered for these devices", "")
@@ -84,7 +88,7 @@ def _problem_of_devices(devices: Sequence[str]) -> tuple[str, str] | None:
             f"no {OP} kernel is registered for {types[0]} devices in this TensorFlow",
             "use tfcdo.HierarchicalCopyAllReduce() here, or GPUs and a TensorFlow built with NCCL",
         )
-    return _shared_card(specs) if types[0] == "GPU" else None
+    return _problem_of_cards([spec.device_index for spec in specs], types[0])
 
 
 def _problem_of_dtype(dtype: tf.DType) -> tuple[str, str] | None:
@@ -95,22 +99,34 @@ def _problem_of_dtype(dtype: tf.DType) -> tuple[str, str] | None:
     return (f"{OP} does not take {dtype.name} but {names}", "cast the values to one of these")
 
 
-def _shared_card(specs: Sequence[tf.DeviceSpec]) -> tuple[str, str] | None:
-    """The problem of several logical devices on one physical GPU, if there is one."""
-    card_of_logical: list[str] = []
-    for card in tf.config.list_physical_devices("GPU"):
-        parts = tf.config.get_logical_device_configuration(card) or [None]
-        card_of_logical += [card.name] * len(parts)
-    cards = collections.Counter(
-        card_of_logical[spec.device_index]
-        for spec in specs
-        if spec.device_index < len(card_of_logical)
-    )
-    shared = sorted(card for card, count in cards.items() if count > 1)
-    if not shared:
+def _problem_of_cards(indices: Sequence[int], device_type: str) -> tuple[str, str] | None:
+    """The problem of devices that do not exist or share a physical one, if there is one."""
+    cards = _card_of_each_device(device_type)
+    missing = sorted(index for index in indices if index >= len(cards))
+    if missing:
+        return (
+            f"there is no {device_type}:{missing[0]}; TensorFlow sees {len(cards)} {device_type} "
+            "devices",
+            "use devices that tf.config.list_logical_devices() lists",
+        )
+    if len(set(indices)) < len(indices):
+        return "several of the values are on one device", "give each replica a device of its own"
+    uses = collections.Counter(cards[index] for index in indices)
+    shared = sorted(card for card, count in uses.items() if count > 1)
+    if device_type != "GPU" or not shared:
         return None
     return (
         f"several of the devices are logical devices of one card, {', '.join(shared)}, "
         "and NCCL takes each card once",
         "use tfcdo.HierarchicalCopyAllReduce() on logical devices",
     )
+
+
+def _card_of_each_device(device_type: str) -> list[str]:
+    """The physical device that each logical device is a part of, in the order of their numbers."""
+    cards: list[str] = []
+    for card in tf.config.get_visible_devices(device_type):
+        # TensorFlow reports None for a card that nobody has divided: one logical device.
+        parts = tf.config.get_logical_device_configuration(card) or [None]
+        cards += [card.name] * len(parts)
+    return cards
