@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
 import sys
+from unittest import mock
 
+import click
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -78,8 +82,20 @@ class CommandTest(parameterized.TestCase):
         )
 
     def test_a_missing_module_that_no_extra_brings_is_not_hidden(self):
-        result = _tfcdo("--version", hidden="tfcdo.version")
+        result = _tfcdo("--version", hidden="tfcdo.cli.commands")
         self.assertIn("ModuleNotFoundError", result.stderr)
+
+    def test_an_interrupt_gets_one_line(self):
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        command = click.Command("interrupted", callback=interrupted)
+        with (
+            mock.patch.object(commands.LazyGroup, "get_command", return_value=command),
+            contextlib.redirect_stderr(io.StringIO()) as told,
+        ):
+            self.assertEqual(commands.run(["interrupted"]), 130)
+        self.assertEqual(told.getvalue().strip(), "tfcdo: interrupted")
 
 
 class QuietStartTest(absltest.TestCase):

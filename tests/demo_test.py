@@ -3,8 +3,16 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import keras
+import tensorflow as tf
 from absl.testing import absltest
 from absl.testing import parameterized
+
+import tfcdo
+from tfcdo.cli import demo
+from tfcdo.virtual_devices import configure_virtual_cpus
+
+_DEVICES = configure_virtual_cpus(3)
 
 
 def _demo(*arguments: str) -> tuple[int, dict[str, tuple[str, ...]], str]:
@@ -59,6 +67,42 @@ class DemoTest(parameterized.TestCase):
         self.assertStartsWith(line, "tfcdo: --cross-device-ops: no class 'Ring' in tfcdo")
         for name in ("HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice"):
             self.assertIn(name, line)
+
+
+class LeavesOneOut(tfcdo.ReductionToOneDevice):
+    """Wrong on purpose."""
+
+    def __init__(self):
+        super().__init__(accumulation_fn=lambda values: tf.add_n(values[1:]))
+
+
+class CheckTest(absltest.TestCase):
+    """Each check of the demo fails where it should."""
+
+    def test_replicas_that_differ(self):
+        strategy = tf.distribute.MirroredStrategy(_DEVICES)
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(2)])
+        self.assertTrue(demo._check_replicas(strategy, model).passed)
+        copies = strategy.experimental_local_results(model.weights[0].value)
+        copies[2].assign_add(tf.fill((2, 2), 1e-6))
+        check = demo._check_replicas(strategy, model)
+        self.assertEqual((check.result, check.passed), ("2 different copies", False))
+
+    def test_weights_that_differ(self):
+        model, alone = (
+            keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(2)]) for _ in range(2)
+        )
+        alone.set_weights(model.get_weights())
+        self.assertTrue(demo._check_weights(model, alone).passed)
+        alone.weights[1].assign([0.0, 0.5])
+        check = demo._check_weights(model, alone)
+        self.assertEqual((check.result, check.passed), ("5.0e-01", False))
+
+    def test_sums_that_are_wrong(self):
+        check = demo._check_sums(_DEVICES, LeavesOneOut)[-1]
+        self.assertEqual((check.result, check.wanted), ("5 5 5", "6 6 6"))
+        self.assertFalse(check.passed)
 
 
 if __name__ == "__main__":
