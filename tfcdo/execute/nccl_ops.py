@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo.execute import arithmetic
+from tfcdo.execute import copy_trees
 from tfcdo.execute import packs as packs_lib
 from tfcdo.plan import packing
 
@@ -44,7 +45,9 @@ def all_reduce(
         # The kernels wait for each other, so they must run at the same time, not one by one. A
         # concrete function is a function even where tf.config.run_functions_eagerly(True) rules.
         held = [list(own) for own in values]
-        return _function(plan, tuple(devices), finish).get_concrete_function(held)(held)
+        results = _function(plan, tuple(devices), finish).get_concrete_function(held)(held)
+        # What a function returns is where its last op ran, but TensorFlow may name another device.
+        return [copy_trees.copy(own, device) for own, device in zip(results, devices, strict=True)]
     return packs_lib.all_reduce(
         plan, values, devices, lambda _, held: reduce_pack(held, devices, finish)
     )
