@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -147,18 +148,22 @@ def _groups(
     reductions: Sequence[validation.Reduction], method: Method
 ) -> dict[tuple[Way, tuple[str, ...]], list[int]]:
     """The indices of the reductions that are done together: one way, on the same devices."""
+    # Asking TensorFlow for its kernels takes longer than tracing a value, so ask once per dtype.
+    with_nccl = functools.cache(method.with_nccl)
     groups: dict[tuple[Way, tuple[str, ...]], list[int]] = {}
     for index, reduction in enumerate(reductions):
-        groups.setdefault((_way(reduction, method), reduction.devices), []).append(index)
+        groups.setdefault((_way(reduction, with_nccl), reduction.devices), []).append(index)
     return groups
 
 
-def _way(reduction: validation.Reduction, method: Method) -> Way:
+def _way(
+    reduction: validation.Reduction, with_nccl: Callable[[Sequence[str], tf.DType], bool]
+) -> Way:
     if not reduction.all_reduce:
         return _on_first_destination
     if reduction.sparse:
         return _all_reduce_slices
-    if method.with_nccl(reduction.devices, reduction.values[0].dtype):
+    if with_nccl(reduction.devices, reduction.values[0].dtype):
         return _all_reduce_with_nccl
     return _all_reduce_along_trees
 
