@@ -114,3 +114,38 @@ def dtypes_of_op(op_name: str, attribute: str) -> frozenset[tf.DType]:
         if known.name == attribute
         for number in known.allowed_values.list.type
     )
+
+
+def captured(tensor: tf.Tensor) -> tf.Tensor:
+    """An eager tensor as the graph that is being built may use it, in bodies of loops too.
+
+    TensorFlow does so by itself but in the gradient of a `tf.while_loop`, whose body knows only the
+    tensors of the graph around it.
+
+    Args:
+      tensor: the eager tensor.
+
+    Returns:
+      The tensor, or what stands for it in the graph.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    if not getattr(graph, "is_control_flow_graph", False):
+        return tensor
+    with graph.outer_graph.as_default():
+        tensor = captured(tensor)
+        tensor = tf.compat.v1.get_default_graph().capture(tensor)
+    return tensor
+
+
+def run_before_function_returns(op: tf.Operation) -> None:
+    """Has a function that is being traced wait for an op before it returns.
+
+    TensorFlow does so by itself for each op that writes, but in the functions that it makes to go
+    backward through a `tf.function`.
+
+    Args:
+      op: the op.
+    """
+    graph: Any = op.graph
+    if graph.experimental_acd_manager is None and hasattr(graph, "control_outputs"):
+        graph.control_outputs.append(op)

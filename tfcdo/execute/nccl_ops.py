@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfcdo import tf_internals
 from tfcdo.execute import arithmetic
 from tfcdo.execute import copy_trees
 from tfcdo.execute import packs as packs_lib
@@ -21,7 +22,7 @@ from tfcdo.plan import packing
 _numbers = itertools.count()
 _PROCESS = uuid.uuid4().hex[:12]
 _HOST = "/cpu:0"
-_turn_lock = threading.Lock()
+_turn_lock = threading.Lock()  # All who trace must get the same tensor.
 
 
 def all_reduce(
@@ -113,7 +114,13 @@ def differentiable_sum(devices: Sequence[str]) -> Any:
     # is pruned before the step runs, as nothing uses the values that it gives.
     @tf.custom_gradient
     def differentiated(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-        return list(tensors), lambda *upstream: nccl_sum(*upstream)
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            # tf.gradients puts all ops of a gradient where the op is that they are of.
+            graph = tf.compat.v1.get_default_graph()
+            with graph.colocate_with(None, ignore_existing=True):
+                return nccl_sum(*upstream)
+
+        return list(tensors), gradient
 
     return nccl_sum
 
@@ -159,23 +166,22 @@ def _take_turn(sums: Sequence[tf.Tensor]) -> list[tf.Operation]:
       sums: what the kernels of a pack give.
 
     Returns:
-      The ops that write; none in a graph of TensorFlow 1, which has no such calls.
+      The ops that write; none in a graph of TensorFlow 1, which does not order calls: there, call
+      such a function once in a step.
     """
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return []
-    with tf.control_dependencies(sums), tf.device(_HOST):
-        return [tf.raw_ops.AssignAddVariableOp(resource=_turn(), value=1)]
-
-
-def _turn() -> tf.Tensor:
-    """A counter that nobody reads; the same tensor in every thread that traces."""
     with _turn_lock:
-        return _make_turn()
+        turn = _make_turn()
+    with tf.control_dependencies(sums), tf.device(_HOST):
+        write = tf.raw_ops.AssignAddVariableOp(resource=tf_internals.captured(turn), value=1)
+    tf_internals.run_before_function_returns(write)
+    return [write]
 
 
 @functools.lru_cache(maxsize=1)
 def _make_turn() -> tf.Tensor:
-    # A bare handle, because a strategy would mirror a variable.
+    """A counter that nobody reads; a bare handle, because a strategy would mirror a variable."""
     with tf.init_scope(), tf.device(_HOST):
         handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"tfcdo_{_PROCESS}")
         tf.raw_ops.AssignVariableOp(resource=handle, value=0)
