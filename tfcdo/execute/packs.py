@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 
@@ -95,7 +95,7 @@ def unload(
 def _cut(value: tf.Tensor, pieces: Sequence[packing.Piece]) -> list[tf.Tensor]:
     if len(pieces) == 1:
         return [value]
-    return tf.split(_flat(value), [piece.size for piece in pieces])
+    return tf.split(_flat(value), _int64(piece.size for piece in pieces))
 
 
 def _bundle(bundle: packing.Bundle, parts: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -111,7 +111,7 @@ def _unbundle(bundle: packing.Bundle, tensor: tf.Tensor) -> list[tf.Tensor]:
         return [tensor]
     if bundle.stacked:
         return tf.unstack(tensor, len(bundle.pieces))
-    return tf.split(tensor, [piece.size for piece in bundle.pieces])
+    return tf.split(tensor, _int64(piece.size for piece in bundle.pieces))
 
 
 def _join(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:
@@ -120,8 +120,17 @@ def _join(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:
     # among them all whose shape nobody knows yet.
     if not shape.is_fully_defined() or joined.shape == shape:
         return joined
-    return tf.reshape(joined, shape)
+    return tf.reshape(joined, _int64(shape.as_list()))
 
 
 def _flat(tensor: tf.Tensor) -> tf.Tensor:
-    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1])
+    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, _int64([-1]))
+
+
+def _int64(numbers: Iterable[int]) -> tf.Tensor:
+    """Sizes or a shape, as an op takes them.
+
+    In 64 bits, because TensorFlow 2.21 mixes up 32-bit ones: of eager ops that several threads run
+    on a virtual CPU device, one may get the sizes that were meant for another.
+    """
+    return tf.constant(list(numbers), tf.int64)
