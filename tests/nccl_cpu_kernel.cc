@@ -43,7 +43,7 @@ constexpr double kDefaultTimeoutSeconds = 30;
 constexpr std::chrono::milliseconds kWatchdogPeriod(20);
 
 // Which ops belong together: step, loop frame, iteration, shared_name. A step is one Session.run or
-// one call from Python of a function, with all functions it calls; iterations of a loop overlap.
+// one call of a function, with the functions inlined into it; iterations of a loop overlap.
 using Key = std::tuple<int64_t, uint64_t, int64_t, std::string>;
 
 // One op that runs now. `ctx` and its cancellation manager live until `done` is called.

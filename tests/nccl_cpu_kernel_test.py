@@ -215,17 +215,34 @@ class StepTest(tf.test.TestCase, parameterized.TestCase):
         for _ in range(20):
             self.assertAllEqual([12.0, 12.0], outer(tf.constant(1.0), tf.constant(2.0)))
 
-    def test_functions_that_are_not_inlined(self):
+    def test_calls_at_the_same_time_of_a_function_that_is_not_inlined(self):
+        # Each call is a step of its own. Inlined, the calls would share one: see the next test.
         @tf.function(experimental_attributes={"_noinline": True})
         def inner(a, b):
             return all_reduce([a, b], "pack")
 
         @tf.function
         def outer(a, b):
-            return inner(*inner(a, b))
+            return [inner(a * factor, b * factor) for factor in (1.0, 10.0, 100.0)]
 
         for _ in range(20):
-            self.assertAllEqual([6.0, 6.0], outer(tf.constant(1.0), tf.constant(2.0)))
+            self.assertAllEqual(
+                [[3.0, 3.0], [30.0, 30.0], [300.0, 300.0]],
+                outer(tf.constant(1.0), tf.constant(2.0)),
+            )
+
+    def test_two_inlined_calls_at_the_same_time_share_a_step(self):
+        @tf.function
+        def inner(a):
+            return all_reduce([a], "pack", num_devices=2)
+
+        @tf.function
+        def outer(a):
+            return inner(a), inner(a + 1.0)
+
+        # CPU:0 alone comes, from either call, so that it does not depend on who is quicker.
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "CPU:0 came twice"):
+            outer(tf.constant(1.0))
 
     def test_iterations_of_a_loop_do_not_mix(self):
         count = 40
