@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 from tfcdo.plan import schedule as schedule_lib
+from tfcdo.plan import search
+from tfcdo.plan import simulate
 from tfcdo.plan import topology as topology_lib
 from tfcdo.plan import tree as tree_lib
 
@@ -116,9 +119,12 @@ CLASSICS: Mapping[str, Callable[[int], tuple[tree_lib.CopyTree, ...]]] = {
     "halving_doubling": halving_doubling,
     "hierarchical_copy": hierarchical_copy,
 }
-ALGORITHMS: tuple[str, ...] = tuple(CLASSICS)
+ALGORITHMS: tuple[str, ...] = (*CLASSICS, "packed_trees", "auto")
+# Beyond so many packs, `auto` judges the algorithms by so many: the links are busy all the same.
+_MAX_JUDGED_PACKS = 256
 
 
+@functools.lru_cache(maxsize=512)
 def make_schedule(
     algorithm: str,
     topology: topology_lib.Topology,
@@ -128,7 +134,8 @@ def make_schedule(
     """The schedule by which an algorithm all-reduces some data on a machine.
 
     Args:
-      algorithm: one of `ALGORITHMS`.
+      algorithm: one of `ALGORITHMS`; `packed_trees` is `tfcdo.plan.search.packed_trees`, `auto`
+        whichever of the others the simulator finds fastest.
       topology: the machine.
       num_bytes: how many bytes each device holds; 0 gives a schedule without packs.
       num_packs: cut the data into this many packs whose sizes differ by at most one byte, and give
@@ -151,6 +158,41 @@ def make_schedule(
         raise ValueError(f"num_bytes must be at least 0; got {num_bytes}")
     if num_packs is not None and num_packs < 1:
         raise ValueError(f"num_packs must be at least 1; got {num_packs}")
+    if algorithm == "auto":
+        algorithm = fastest_algorithm(topology, num_bytes, num_packs)
+    if algorithm == "packed_trees":
+        return search.packed_trees(topology, num_bytes, num_packs)
     trees = CLASSICS[algorithm](topology.num_devices)
     ranges = schedule_lib.cut(num_bytes, len(trees) if num_packs is None else num_packs)
     return schedule_lib.assign(num_bytes, ranges, trees)
+
+
+def fastest_algorithm(
+    topology: topology_lib.Topology, num_bytes: int, num_packs: int | None = None
+) -> str:
+    """The algorithm that `auto` stands for.
+
+    Args:
+      topology: the machine.
+      num_bytes: how many bytes each device holds.
+      num_packs: see `make_schedule`.
+
+    Returns:
+      The name of the algorithm whose schedule takes the least time in the simulator; of several the
+      one with the fewest packs, then of the shallowest trees.
+
+    Example:
+      >>> fastest_algorithm(topology_lib.preset("dgx1"), 10**8)
+      'packed_trees'
+    """
+    if num_packs is not None:
+        num_packs = min(num_packs, _MAX_JUDGED_PACKS)
+
+    def judged(name: str) -> tuple[float, int, int]:
+        schedule = make_schedule(name, topology, num_bytes, num_packs)
+        seconds = simulate.simulate(schedule, topology).seconds
+        depth = max((pack.tree.depth for pack in schedule.packs), default=0)
+        # Sums of the same times differ by rounding; that shall not decide.
+        return float(f"{seconds:.9g}"), len(schedule.packs), depth
+
+    return min((name for name in ALGORITHMS if name != "auto"), key=judged)

@@ -108,21 +108,17 @@ def simulate(
         )
     if jitter and seed is None:
         raise ValueError(f"jitter {jitter} needs a seed")
-    network = _network(schedule, topology)
-    rng = None if seed is None else random.Random(seed)
-    durations = network.durations
-    if rng is not None and jitter:
-        durations = [duration * (1 + jitter * rng.uniform(-1, 1)) for duration in network.durations]
+    network = prepare(schedule, topology)
     if schedule.order is not None:
         # An addition is ranked like the copy that brought its operand; they share no resource.
-        place = {copy: position for position, copy in enumerate(schedule.order)}
-        ranks = [float(place[pack, source, target]) for _, pack, source, target in network.names]
+        place = {copy: float(position) for position, copy in enumerate(schedule.order)}
+        durations = _jittered(network.durations, jitter, random.Random(seed))
+        ranks = [place[name[1:]] for name in network.names]
         starts, ends = _run(network, durations, ranks, first_come=False)
+    elif seed is not None:
+        starts, ends = shuffled_run(network, jitter, seed)
     else:
-        ties = list(range(len(durations)))
-        if rng is not None:
-            rng.shuffle(ties)
-        starts, ends = _run(network, durations, [float(tie) for tie in ties], first_come=True)
+        starts, ends = _run(network, network.durations, range(len(network.names)), first_come=True)
     tasks = [
         Task(kind, pack, source, target, start, end)
         for (kind, pack, source, target), start, end in zip(
@@ -157,8 +153,8 @@ def longest_path_first(
       >>> len(ordered.order)
       24
     """
-    network = _network(schedule, topology)
-    ranks = [-to_go for to_go in network.to_go()]
+    network = prepare(schedule, topology)
+    ranks = [-seconds for seconds in network.to_go()]
     starts, _ = _run(network, network.durations, ranks, first_come=False)
     begun = sorted(range(len(starts)), key=lambda task: (starts[task], ranks[task], task))
     order = tuple(network.names[task][1:] for task in begun if network.names[task][0] != "add")
@@ -183,9 +179,9 @@ def robust_seconds(
     Returns:
       The median time, in seconds, of first come, first served with ties shuffled.
     """
-    plain = dataclasses.replace(schedule, order=None)
+    network = prepare(schedule, topology)
     times = sorted(
-        simulate(plain, topology, jitter=jitter, seed=seed).seconds for seed in range(num_seeds)
+        max(shuffled_run(network, jitter, seed)[1], default=0.0) for seed in range(num_seeds)
     )
     return (times[(num_seeds - 1) // 2] + times[num_seeds // 2]) / 2
 
@@ -305,7 +301,7 @@ def _flow(topology: topology_lib.Topology, sources: Sequence[int], targets: Sequ
 
 
 @dataclasses.dataclass(frozen=True)
-class _Network:
+class Network:
     """The tasks of a schedule on a topology, numbered so that each comes after all it waits for.
 
     Attributes:
@@ -331,10 +327,19 @@ class _Network:
         return to_go
 
 
-def _network(schedule: schedule_lib.Schedule, topology: topology_lib.Topology) -> _Network:
+def prepare(schedule: schedule_lib.Schedule, topology: topology_lib.Topology) -> Network:
+    """Lists the tasks of a schedule, for those who run the same ones several times.
+
+    Args:
+      schedule: what to run, in bytes.
+      topology: what to run it on.
+
+    Returns:
+      The tasks, pack by pack: up the tree, then down.
+    """
     costs = _link_costs(topology)
     seconds_per_addition = 1 / topology.addition_bandwidth
-    network = _Network([], [], [], [], [])
+    network = Network([], [], [], [], [])
 
     def add_task(
         name: tuple[str, int, int, int], duration: float, holds: tuple[int, ...], after: list[int]
@@ -382,8 +387,45 @@ def _link_costs(
     }
 
 
+def ordered_run(network: Network) -> tuple[list[float], list[float]]:
+    """Runs the tasks with the longest way to go first.
+
+    Args:
+      network: the tasks.
+
+    Returns:
+      The start and the end of each task.
+    """
+    ranks = [-seconds for seconds in network.to_go()]
+    return _run(network, network.durations, ranks, first_come=False)
+
+
+def shuffled_run(network: Network, jitter: float, seed: int) -> tuple[list[float], list[float]]:
+    """Runs the tasks first come, first served, with random ties and durations.
+
+    Args:
+      network: the tasks.
+      jitter: see `simulate`.
+      seed: draws the ties and the durations.
+
+    Returns:
+      The start and the end of each task.
+    """
+    rng = random.Random(seed)
+    ties = list(range(len(network.names)))
+    rng.shuffle(ties)
+    durations = _jittered(network.durations, jitter, rng)
+    return _run(network, durations, ties, first_come=True)
+
+
+def _jittered(durations: Sequence[float], jitter: float, rng: random.Random) -> Sequence[float]:
+    if not jitter:
+        return durations
+    return [seconds * (1 + jitter * (2 * rng.random() - 1)) for seconds in durations]
+
+
 def _run(
-    network: _Network, durations: Sequence[float], ranks: Sequence[float], *, first_come: bool
+    network: Network, durations: Sequence[float], ranks: Sequence[float], *, first_come: bool
 ) -> tuple[list[float], list[float]]:
     """Starts every task as soon as its resources are free, in order of rank.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -135,6 +136,28 @@ class Topology:
     def _hash(self) -> int:
         # A topology is looked up once for each all-reduce; hashing its links is worth doing once.
         return hash((self.num_devices, self.resources, self.links, self.addition_bandwidth))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A short text that two topologies share just if they differ in names only."""
+        number: dict[int, int] = {}
+        for link in sorted(self.links, key=lambda link: (link.source, link.target)):
+            for index in link.resources:
+                number.setdefault(index, len(number))
+        content = (
+            self.num_devices,
+            self.addition_bandwidth,
+            [self.resources[index].bandwidth for index in number],
+            sorted(
+                (
+                    (link.source, link.target),
+                    (link.latency, link.detour),
+                    tuple(number[index] for index in link.resources),
+                )
+                for link in self.links
+            ),
+        )
+        return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     @functools.cached_property
     def routes(self) -> Mapping[tuple[int, int], Link]:

@@ -1,0 +1,366 @@
+"""The search for packed trees: which trees, and how much of the data along each.
+
+Some forests suit many machines (see `tfcdo.plan.forest`). The one of them that the simulator finds
+fastest is improved by annealing, each step of which changes a tree or a share. What was found is
+kept; for some machines it comes with the package.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+from tfcdo.plan import forest as forest_lib
+from tfcdo.plan import forest_store
+from tfcdo.plan import schedule as schedule_lib
+from tfcdo.plan import simulate
+from tfcdo.plan import topology as topology_lib
+from tfcdo.plan import tree as tree_lib
+
+# Seeds of the disorderly runs; not those by which `simulate.robust_seconds` judges the outcome.
+_SEEDS = (101, 102, 103)
+_JITTER = 0.05
+# A forest this close to the bound is not worth improving.
+_GOOD_ENOUGH = 1.002
+_WORTH_MORE_PACKS = 0.99
+# Searches are bounded by the number of simulated tasks, not by a clock, so that they repeat; this
+# many take about a second.
+_TASKS_PER_SEARCH = 60_000
+# What a step costs on top of its tasks, in tasks.
+_TASKS_PER_STEP = 20
+
+
+def packed_trees(
+    topology: topology_lib.Topology, num_bytes: int, num_packs: int | None = None
+) -> schedule_lib.Schedule:
+    """Packs sized and routed so that they fill all links of the machine at once.
+
+    Takes a forest that comes with the package for this machine, or that an earlier call has found,
+    and else searches for one, which takes a second or two for the first size of a size class (a
+    factor of two).
+
+    Args:
+      topology: the machine.
+      num_bytes: how many bytes each device holds.
+      num_packs: how many packs, then of equal sizes; by default as many as are fast.
+
+    Returns:
+      A schedule in bytes, which fixes the order of its copies. The same arguments give the same
+      schedule.
+
+    References:
+      Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020.
+      Cai et al., "Synthesizing Optimal Collective Algorithms", PPoPP 2021.
+
+    Example:
+      >>> machine = topology_lib.preset("dgx1")
+      >>> schedule = packed_trees(machine, 10**9)
+      >>> bool(simulate.simulate(schedule, machine).seconds < 1.05 * simulate.bound(machine, 10**9))
+      True
+    """
+    chosen = best_forest(topology, num_bytes, num_packs)
+    if num_packs is None:
+        schedule = chosen.schedule(num_bytes)
+    else:
+        ranges = schedule_lib.cut(num_bytes, num_packs)
+        schedule = schedule_lib.assign(num_bytes, ranges, chosen.trees)
+    return simulate.longest_path_first(schedule, topology)
+
+
+@functools.lru_cache(maxsize=512)
+def best_forest(
+    topology: topology_lib.Topology, num_bytes: int, num_packs: int | None = None
+) -> forest_lib.Forest:
+    """The forest of `packed_trees`.
+
+    Args:
+      topology: the machine.
+      num_bytes: how many bytes each device holds.
+      num_packs: how many trees, then of equal shares; by default as many as are fast.
+
+    Returns:
+      A forest over the topology's devices.
+    """
+    if topology.num_devices == 1 or not num_bytes:
+        star = forest_lib.Forest((tree_lib.star(topology.num_devices),), (1.0,))
+        return star.dealt(num_packs or 1)
+    known = forest_store.presets(topology)
+    if num_packs is not None:
+        known = [forest.dealt(num_packs) for forest in known]
+    if known:
+        return fastest(known, topology, num_bytes)
+    return _searched(topology, _size_class(num_bytes), num_packs)
+
+
+def _size_class(num_bytes: int) -> int:
+    """The nearest power of two: sizes that share a search."""
+    return 1 << round(math.log2(num_bytes))
+
+
+@functools.lru_cache(maxsize=512)
+def _searched(
+    topology: topology_lib.Topology, num_bytes: int, num_packs: int | None
+) -> forest_lib.Forest:
+    key = f"{num_bytes}-{num_packs or 'any'}"
+    forest = forest_store.load(topology, key)
+    if forest is not None and num_packs in (None, len(forest.trees)):
+        return forest
+    forest = search(topology, num_bytes, num_packs)
+    forest_store.save(topology, key, forest)
+    return forest
+
+
+def search(
+    topology: topology_lib.Topology, num_bytes: int, num_packs: int | None = None
+) -> forest_lib.Forest:
+    """Searches a forest, without looking at any that is known.
+
+    Args:
+      topology: the machine.
+      num_bytes: how many bytes each device holds.
+      num_packs: how many trees, then of equal shares; by default as many as are fast.
+
+    Returns:
+      The best forest found. The same arguments give the same forest.
+    """
+    forests = forest_lib.starting_forests(topology)
+    if num_packs is not None:
+        forests = list(dict.fromkeys(forest.dealt(num_packs) for forest in forests))
+    start = fastest(forests, topology, num_bytes)
+    if len(start.trees) > forest_lib.MAX_PACKS:
+        return start
+    return improve(start, topology, num_bytes, equal_shares=num_packs is not None)
+
+
+def fastest(
+    forests: Sequence[forest_lib.Forest], topology: topology_lib.Topology, num_bytes: int
+) -> forest_lib.Forest:
+    """The forest of the least cost, of several the one with the fewest trees.
+
+    Args:
+      forests: the forests to choose from.
+      topology: the machine.
+      num_bytes: how many bytes each device holds.
+
+    Returns:
+      One of `forests`.
+    """
+    chosen, least = forests[0], math.inf
+    for forest in sorted(forests, key=lambda forest: len(forest.trees)):
+        own = cost(forest, topology, num_bytes, give_up=least)
+        # Packs cost ops, which the simulator does not count: more of them must be worth it.
+        if own < least * _WORTH_MORE_PACKS:
+            chosen, least = forest, own
+    return chosen
+
+
+def cost(
+    forest: forest_lib.Forest,
+    topology: topology_lib.Topology,
+    num_bytes: int,
+    *,
+    give_up: float = math.inf,
+    robustness: float = 0.5,
+    smoothness: float = 0.0,
+) -> float:
+    """What the search minimises: mostly the time in order, but also the time without.
+
+    Args:
+      forest: the trees and shares.
+      topology: the machine.
+      num_bytes: how many bytes each device holds.
+      give_up: a cost that is of no interest; if it is certain to be exceeded, the rest is not run.
+      robustness: how much the time without order and with jitter counts beside the time in order.
+      smoothness: how much the mean time at which the links end counts, from 0 to 1. The time of the
+        whole does not show whether a step has relieved one of several links that end last.
+
+    Returns:
+      A weighted mean of two times in seconds: links serving the longest path first, and the median
+      of runs with shuffled ties and jitter; or something above `give_up`.
+    """
+    network = simulate.prepare(forest.schedule(num_bytes), topology)
+    _, ends = simulate.ordered_run(network)
+    ordered = max(ends, default=0.0)
+    if smoothness:
+        last: dict[tuple[int, int], float] = {}
+        for (_, _, source, target), end in zip(network.names, ends, strict=True):
+            last[source, target] = max(end, last.get((source, target), 0.0))
+        ordered += smoothness * (sum(last.values()) / len(last) - ordered)
+    # Disorder rarely helps by more than the jitter does.
+    if not robustness or ordered * (1 - _JITTER) > give_up:
+        return ordered
+    times = sorted(
+        max(simulate.shuffled_run(network, _JITTER, seed)[1], default=0.0) for seed in _SEEDS
+    )
+    return (ordered + robustness * times[len(times) // 2]) / (1 + robustness)
+
+
+def symmetries(
+    topology: topology_lib.Topology, limit: int = 16
+) -> tuple[forest_lib.Permutation, ...]:
+    """The permutations of the devices that change no link's bandwidth and latency.
+
+    Args:
+      topology: the machine.
+      limit: a machine with more symmetries than this has too many to be of use in a search.
+
+    Returns:
+      All of them, the identity first, or the identity alone if there are more than `limit`.
+
+    Example:
+      >>> symmetries(topology_lib.preset("dgx1"))[1]
+      (2, 3, 0, 1, 6, 7, 4, 5)
+    """
+    devices = range(topology.num_devices)
+    kind = {
+        pair: (topology.bandwidth(*pair), link.latency, link.detour)
+        for pair, link in topology.routes.items()
+    }
+
+    def extend(images: forest_lib.Permutation) -> Iterator[forest_lib.Permutation]:
+        new = len(images)
+        if new == topology.num_devices:
+            yield images
+            return
+        for image in devices:
+            if image not in images and all(
+                kind[new, old] == kind[image, images[old]]
+                and kind[old, new] == kind[images[old], image]
+                for old in range(new)
+            ):
+                yield from extend((*images, image))
+
+    found = tuple(itertools.islice(extend(()), limit + 1))
+    return found if len(found) <= limit else (tuple(devices),)
+
+
+def improve(
+    start: forest_lib.Forest,
+    topology: topology_lib.Topology,
+    num_bytes: int,
+    *,
+    group: Sequence[forest_lib.Permutation] | None = None,
+    tasks: int = _TASKS_PER_SEARCH,
+    seed: int = 0,
+    temperature: float = 0.02,
+    robustness: float = 0.5,
+    equal_shares: bool = False,
+) -> forest_lib.Forest:
+    """Simulated annealing from a forest.
+
+    Each step hangs a device and what is below it on another parent, moves a root along an edge, or
+    changes a share. With a symmetric machine's `group`, the search changes representatives only and
+    tries them with all their images: far fewer choices, and evenly filled links.
+
+    Args:
+      start: where to begin; representatives if there is a group.
+      topology: the machine.
+      num_bytes: the size to improve it for.
+      group: permutations of the devices; the images of the trees under each are part of the forest.
+      tasks: about how many tasks to simulate before stopping.
+      seed: draws the steps.
+      temperature: how much worse a step may be to be taken at first, about, relative to the bound.
+      robustness: see `cost`.
+      equal_shares: leave the shares and the number of trees as they are.
+
+    Returns:
+      The best forest found, images included; never worse than the one it began with. The same
+      arguments give the same forest.
+
+    References:
+      Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", 1983.
+    """
+    rng = random.Random(seed)
+    group = tuple(group or (tuple(range(topology.num_devices)),))
+    neighbours = forest_lib.neighbours_of(topology)
+    max_trees = forest_lib.MAX_PACKS // len(group)
+    unit = simulate.bound(topology, num_bytes)
+
+    def judge(forest: forest_lib.Forest, give_up: float = math.inf) -> float:
+        return (
+            cost(
+                forest.expanded(group),
+                topology,
+                num_bytes,
+                give_up=give_up * unit,
+                robustness=robustness,
+                smoothness=0.1,
+            )
+            / unit
+        )
+
+    current, current_cost = start, judge(start)
+    best, best_cost = current, current_cost
+    spent = 0
+    while spent < tasks and best_cost > _GOOD_ENOUGH:
+        heat = temperature * (1 - spent / tasks) ** 2
+        # The Metropolis rule, with its random number drawn first so that `judge` can stop early.
+        accepted = current_cost - heat * math.log(1 - rng.random())
+        candidate = _neighbour(current, neighbours, rng, equal_shares, max_trees)
+        candidate_cost = judge(candidate, accepted)
+        runs = 1 if candidate_cost > accepted or not robustness else 1 + len(_SEEDS)
+        copies = len(candidate.trees) * len(group) * 2 * (topology.num_devices - 1)
+        spent += runs * copies + _TASKS_PER_STEP
+        if candidate_cost <= accepted:
+            current, current_cost = candidate, candidate_cost
+            if current_cost < best_cost:
+                best, best_cost = current, current_cost
+    return best.expanded(group)
+
+
+def _neighbour(
+    forest: forest_lib.Forest,
+    neighbours: Sequence[Sequence[int]],
+    rng: random.Random,
+    equal_shares: bool,
+    max_trees: int,
+) -> forest_lib.Forest:
+    """A forest that differs from another one in a little."""
+    trees, shares = list(forest.trees), list(forest.shares)
+    index = rng.randrange(len(trees))
+    kind = rng.random()
+    if kind < 0.2 and not equal_shares:
+        # Mostly a little, now and then by half.
+        shares[index] *= 2 ** (rng.uniform(-1, 1) * rng.random() ** 2)
+    elif kind < 0.22 and not equal_shares and len(trees) > 1:
+        del trees[index], shares[index]
+    elif kind < 0.24 and not equal_shares and len(trees) < max_trees:
+        shares[index] /= 2
+        trees.append(_root_moved(trees[index], rng))
+        shares.append(shares[index])
+    elif kind < 0.4:
+        trees[index] = _root_moved(trees[index], rng)
+    else:
+        for _ in range(rng.choice((1, 1, 2))):
+            trees[index] = _rehung(trees[index], neighbours, rng)
+    return forest_lib.Forest(tuple(trees), tuple(shares))
+
+
+def _root_moved(tree: tree_lib.CopyTree, rng: random.Random) -> tree_lib.CopyTree:
+    """The same edges, rooted at one of the root's children."""
+    if tree.num_devices == 1:
+        return tree
+    new_root = rng.choice(tree.children[tree.root])
+    parents = list(tree.parents)
+    parents[tree.root], parents[new_root] = new_root, None
+    return tree_lib.CopyTree(tuple(parents))
+
+
+def _rehung(
+    tree: tree_lib.CopyTree, neighbours: Sequence[Sequence[int]], rng: random.Random
+) -> tree_lib.CopyTree:
+    """One device, with all below it, under another parent, if it has a link to one."""
+    device = rng.randrange(tree.num_devices)
+    below = {device}
+    for child, parent in tree.edges:
+        if parent in below:
+            below.add(child)
+    others = [other for other in neighbours[device] if other not in below | {tree.parents[device]}]
+    if device == tree.root or not others:
+        return tree
+    parents = list(tree.parents)
+    parents[device] = rng.choice(others)
+    return tree_lib.CopyTree(tuple(parents))
