@@ -21,6 +21,10 @@ from tfcdo.plan import algorithms
 from tfcdo.plan import packing
 from tfcdo.plan import topology as topology_lib
 
+# A tf.function rewrites the Python that it calls, for tensors in `if` and `for`. There are none
+# here, so rewriting all of tfcdo would only make tracing slow.
+_as_written = tf.autograph.experimental.do_not_convert
+
 
 class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
     """Copies all values to one device, accumulates them there, and copies the result back.
@@ -57,6 +61,7 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
 
+    @_as_written
     def reduce(
         self,
         reduce_op: tf.distribute.ReduceOp,
@@ -67,6 +72,7 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
         """See `AllReduceCrossDeviceOps.reduce`."""
         return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
 
+    @_as_written
     def batch_reduce(
         self,
         reduce_op: tf.distribute.ReduceOp,
@@ -100,6 +106,12 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to each destination; see `broadcast`."""
         return _broadcast(tensor, destinations)
+
+    def _gather(
+        self, per_replica_value: Any, destinations: Any, axis: int, options: Any = None
+    ) -> Any:
+        # Public in all but name: `strategy.gather` and the replicas' `all_gather` call it.
+        return self._gather_implementation(per_replica_value, destinations, axis, options)
 
     def _gather_implementation(
         self, per_replica_value: Any, destinations: Any, axis: int, options: Any
@@ -190,6 +202,7 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
             strict=strict,
         )
 
+    @_as_written
     def reduce(
         self,
         reduce_op: tf.distribute.ReduceOp,
@@ -217,6 +230,7 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
         """
         return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
 
+    @_as_written
     def batch_reduce(
         self,
         reduce_op: tf.distribute.ReduceOp,
@@ -263,6 +277,12 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to each destination; see `broadcast`."""
         return _broadcast(tensor, destinations)
+
+    def _gather(
+        self, per_replica_value: Any, destinations: Any, axis: int, options: Any = None
+    ) -> Any:
+        # Public in all but name: `strategy.gather` and the replicas' `all_gather` call it.
+        return self._gather_implementation(per_replica_value, destinations, axis, options)
 
     def _gather_implementation(
         self, per_replica_value: Any, destinations: Any, axis: int, options: Any
@@ -344,6 +364,32 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         self, num_packs: int = 1, *, topology: topology_lib.Topology | None = None
     ) -> None:
         super().__init__("hierarchical_copy", num_packs, topology=topology)
+
+
+class AutoAllReduce(AllReduceCrossDeviceOps):
+    """All-reduces along the copy trees that are fastest on this machine for the size at hand.
+
+    All known algorithms are simulated on the topology, once per size, and the fastest gives the
+    number of packs, their sizes and their trees.
+
+    Args:
+      topology: the machine that the devices are part of; None to find out.
+
+    Raises:
+      TypeError: if `topology` is not a topology.
+
+    References:
+      Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020 (packing
+      spanning trees); Cai et al., "Synthesizing Optimal Collective Algorithms", PPoPP 2021.
+
+    Example:
+      >>> strategy = tf.distribute.MirroredStrategy(["/cpu:0"], cross_device_ops=AutoAllReduce())
+    """
+
+    def __init__(self, *, topology: topology_lib.Topology | None = None) -> None:
+        super().__init__("auto", topology=topology)
+        own_packs = dataclasses.replace(self._method.packing, num_packs=None)
+        self._method = dataclasses.replace(self._method, packing=own_packs)
 
 
 def _broadcast(tensor: Any, destinations: Any) -> Any:
