@@ -5,6 +5,7 @@ strategy = tf.distribute.MirroredStrategy(cross_device_ops=tfcdo.HierarchicalCop
 
 from tfcdo import topology
 from tfcdo.cross_device_ops import AllReduceCrossDeviceOps
+from tfcdo.cross_device_ops import AutoAllReduce
 from tfcdo.cross_device_ops import HierarchicalCopyAllReduce
 from tfcdo.cross_device_ops import NcclAllReduce
 from tfcdo.cross_device_ops import ReductionToOneDevice
@@ -14,6 +15,7 @@ from tfcdo.version import __version__
 
 __all__ = [
     "AllReduceCrossDeviceOps",
+    "AutoAllReduce",
     "HierarchicalCopyAllReduce",
     "NcclAllReduce",
     "NcclStatus",

@@ -107,12 +107,6 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
         """Copies a tensor to each destination; see `broadcast`."""
         return _broadcast(tensor, destinations)
 
-    def _gather(
-        self, per_replica_value: Any, destinations: Any, axis: int, options: Any = None
-    ) -> Any:
-        # Public in all but name: `strategy.gather` and the replicas' `all_gather` call it.
-        return self._gather_implementation(per_replica_value, destinations, axis, options)
-
     def _gather_implementation(
         self, per_replica_value: Any, destinations: Any, axis: int, options: Any
     ) -> Any:
@@ -277,12 +271,6 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to each destination; see `broadcast`."""
         return _broadcast(tensor, destinations)
-
-    def _gather(
-        self, per_replica_value: Any, destinations: Any, axis: int, options: Any = None
-    ) -> Any:
-        # Public in all but name: `strategy.gather` and the replicas' `all_gather` call it.
-        return self._gather_implementation(per_replica_value, destinations, axis, options)
 
     def _gather_implementation(
         self, per_replica_value: Any, destinations: Any, axis: int, options: Any

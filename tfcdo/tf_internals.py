@@ -79,6 +79,20 @@ def devices_of_values(value: Any) -> tuple[str, ...]:
     return tuple(getattr(component, "device", None) or "" for component in value.values)
 
 
+def replicas_of_plain_value() -> int:
+    """How many replicas a value stands for that is not distributed.
+
+    Where replicas meet, a strategy unwraps a value that is one and the same object on all of them,
+    so that it looks like the value of one.
+
+    Returns:
+      The number of replicas of the strategy in whose cross-replica context this is; 1 elsewhere.
+    """
+    if not tf.distribute.in_cross_replica_context():
+        return 1
+    return tf.distribute.get_strategy().num_replicas_in_sync
+
+
 def device_types_with_kernel(op_name: str) -> frozenset[str]:
     """The device types for which a kernel of an op is registered in this process.
 

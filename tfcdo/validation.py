@@ -212,7 +212,8 @@ def _reduction(value: Any, destinations: Any) -> Reduction:
         components = tuple(map(_as_tensor, value.values, devices))
     else:
         tensor = _as_tensor(value, "")
-        devices, components = (tensor.device or "",), (tensor,)
+        count = tf_internals.replicas_of_plain_value()
+        devices, components = (tensor.device or "",) * count, (tensor,) * count
     return Reduction(components, devices, devices_of(destinations))
 
 
