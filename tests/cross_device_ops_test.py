@@ -1,0 +1,271 @@
+"""The contract of the four classes, in every setting, and what each promises besides."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import contract
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl import logging
+from absl.testing import parameterized
+from testing_utils import MEAN
+from testing_utils import SUM
+
+import tfcdo
+from tfcdo import log
+from tfcdo.plan import algorithms
+from tfcdo.plan import topology
+
+SETTINGS: dict[str, Callable[[], tf.distribute.CrossDeviceOps]] = {
+    "ReductionToOneDevice": tfcdo.ReductionToOneDevice,
+    "ReductionToDevice2": lambda: tfcdo.ReductionToOneDevice("/cpu:2"),
+    "Hierarchical": tfcdo.HierarchicalCopyAllReduce,
+    "HierarchicalUnpacked": lambda: tfcdo.HierarchicalCopyAllReduce(num_packs=0),
+    "HierarchicalManyPacks": lambda: tfcdo.HierarchicalCopyAllReduce(num_packs=5),
+    "NcclOnCpu": lambda: tfcdo.NcclAllReduce(num_packs=2),
+    "AllReduceSmallGroups": lambda: tfcdo.AllReduceCrossDeviceOps(
+        "ring", num_packs=0, agg_small_grads_max_bytes=40, agg_small_grads_max_group=2
+    ),
+}
+globals().update(contract.settings_tests(SETTINGS, __name__))
+
+ALL_REDUCES: list[Any] = [
+    tfcdo.AllReduceCrossDeviceOps,
+    tfcdo.NcclAllReduce,
+    tfcdo.HierarchicalCopyAllReduce,
+]
+
+
+class SignatureTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (tfcdo.ReductionToOneDevice, "reduce_to_device=None, accumulation_fn=None"),
+        (
+            tfcdo.AllReduceCrossDeviceOps,
+            "all_reduce_alg='nccl', num_packs=1, agg_small_grads_max_bytes=0, "
+            "agg_small_grads_max_group=10",
+        ),
+        (tfcdo.NcclAllReduce, "num_packs=1"),
+        (tfcdo.HierarchicalCopyAllReduce, "num_packs=1"),
+    )
+    def test_constructors_are_drop_in(self, cls, expected):
+        parameters = inspect.signature(cls).parameters.values()
+        positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        self.assertEqual(expected, ", ".join(f"{p.name}={p.default!r}" for p in positional))
+        for parameter in parameters:
+            self.assertIsNot(parameter.default, parameter.empty)
+
+    def test_classes(self):
+        for cls in [tfcdo.ReductionToOneDevice, *ALL_REDUCES]:
+            self.assertTrue(issubclass(cls, tf.distribute.CrossDeviceOps))
+            # Between it and the abstract base there is nothing of TensorFlow.
+            for base in cls.__mro__[: cls.__mro__.index(tf.distribute.CrossDeviceOps)]:
+                self.assertStartsWith(base.__module__, "tfcdo.")
+        for cls in ALL_REDUCES:
+            self.assertTrue(issubclass(cls, tfcdo.AllReduceCrossDeviceOps))
+        self.assertRegex(tfcdo.__version__, r"^\d+\.\d+\.\d+")
+
+
+class ConstructorTest(parameterized.TestCase):
+    @parameterized.product(cls=ALL_REDUCES, value=(True, False, 1.0, "1", None, [1]))
+    def test_num_packs_must_be_an_int(self, cls, value):
+        with self.assertRaisesRegex(TypeError, f"num_packs.*{re.escape(repr(value))}"):
+            cls(num_packs=value)
+
+    @parameterized.product(cls=ALL_REDUCES, value=(-1, -100))
+    def test_num_packs_must_not_be_negative(self, cls, value):
+        with self.assertRaisesRegex(ValueError, f"num_packs.*{value}"):
+            cls(num_packs=value)
+
+    @parameterized.parameters("agg_small_grads_max_bytes", "agg_small_grads_max_group")
+    def test_small_gradients_arguments(self, name):
+        for bad in True, 1.5, "2", None:
+            arguments: dict[str, Any] = {name: bad}
+            with self.assertRaisesRegex(TypeError, name):
+                tfcdo.AllReduceCrossDeviceOps(**arguments)
+        arguments = {name: -3}
+        with self.assertRaisesRegex(ValueError, f"{name}.*-3"):
+            tfcdo.AllReduceCrossDeviceOps(**arguments)
+
+    @parameterized.parameters("bogus", "", None, 3, "NCCL", (("ring",),))
+    def test_unknown_algorithm(self, algorithm):
+        with self.assertRaises(ValueError) as caught:
+            tfcdo.AllReduceCrossDeviceOps(algorithm)
+        for known in ("all_reduce_alg", "nccl", "hierarchical_copy", *algorithms.ALGORITHMS):
+            self.assertIn(known, str(caught.exception))
+        self.assertIn(repr(algorithm), str(caught.exception))
+
+    def test_topology_and_strict_are_checked(self):
+        for cls in ALL_REDUCES[:2]:
+            with self.assertRaisesRegex(TypeError, "strict"):
+                cls(strict=1)
+        for cls in ALL_REDUCES:
+            with self.assertRaisesRegex(TypeError, "topology"):
+                cls(topology="dgx1")
+
+    @parameterized.parameters("nonsense", "", 3, (["/cpu:0"],))
+    def test_reduce_to_device_is_checked(self, device):
+        with self.assertRaisesRegex(ValueError, "reduce_to_device"):
+            tfcdo.ReductionToOneDevice(device)
+
+    @parameterized.parameters(3, "add_n", ([],))
+    def test_accumulation_fn_is_checked(self, function):
+        with self.assertRaisesRegex(TypeError, "accumulation_fn"):
+            tfcdo.ReductionToOneDevice(accumulation_fn=function)
+
+
+class AccumulationTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters((None, 4), ("/cpu:6", 6), ("CPU:1", 1), (tu.device_name(3), 3))
+    def test_where_it_accumulates(self, device, expected):
+        seen = []
+
+        def accumulate(values):
+            total = tf.math.add_n(values)
+            seen.append(total.device)
+            return total
+
+        ops = tfcdo.ReductionToOneDevice(device, accumulate)
+        value = tu.per_replica([1.0, 2.0, 4.0])
+        (result,) = tu.call(
+            tu.EAGER, lambda: ops.reduce(SUM, value, tu.per_replica([0, 0], tu.ALL_DEVICES[4:6]))
+        )
+        self.assertEqual([tu.device_name(expected)], seen)
+        self.assert_on(result, tu.ALL_DEVICES[4:6])
+        self.assertEqual(7.0, result.value.numpy())
+
+    @parameterized.parameters(tu.EAGER, tu.FUNCTION)
+    def test_accumulation_fn(self, mode):
+        def largest(values):
+            self.assertIsInstance(values, list)
+            self.assertLen(values, 3)
+            return tf.reduce_max(tf.stack(values), axis=0)
+
+        value = tu.per_replica([[1.0, 9.0], [5.0, 2.0], [3.0, 3.0]])
+        (result,) = tu.all_reduce(
+            tfcdo.ReductionToOneDevice(accumulation_fn=largest), SUM, [value], mode
+        )
+        self.assertAllEqual([[5.0, 9.0]] * 3, result.values)
+
+    def test_accumulation_fn_gets_the_replicas_in_order(self):
+        value = tu.per_replica([1, 2, 3, 4])
+        ops = tfcdo.ReductionToOneDevice(accumulation_fn=lambda values: values[2] * 10 + values[0])
+        self.assertEqual(31, ops.reduce(SUM, value, "/cpu:1").numpy())
+
+    def test_mean_divides_what_was_accumulated(self):
+        value = tu.per_replica([1.0, 2.0, 6.0])
+        ops = tfcdo.ReductionToOneDevice(accumulation_fn=tf.math.add_n)
+        self.assertEqual(3.0, ops.reduce(MEAN, value, "/cpu:1").numpy())
+
+    def test_errors_of_accumulation_fn_are_not_hidden(self):
+        def fail(values):
+            raise KeyError("mine")
+
+        value = tu.per_replica([1.0, 2.0])
+        with self.assertRaisesRegex(KeyError, "mine"):
+            tfcdo.ReductionToOneDevice(accumulation_fn=fail).reduce(SUM, value, value)
+
+
+class OptionsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(bytes_per_pack=(0, 1, 7, 8, 64, 10**9), make=ALL_REDUCES)
+    def test_bytes_per_pack_does_not_change_values(self, bytes_per_pack, make):
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=bytes_per_pack)
+        arrays = contract.batch(5, dtypes=(tf.float32, tf.int64, tf.float16))
+        values = [tu.per_replica(own) for own in arrays]
+        for result, own in zip(
+            tu.all_reduce(make(), SUM, values, options=options), arrays, strict=True
+        ):
+            self.assert_exact(result.value, tu.oracle(SUM, own), tf.as_dtype(own[0].dtype))
+
+    def test_bytes_per_pack_cuts(self):
+        value = tu.per_replica([tf.range(100.0)] * 4)
+        ops = tfcdo.HierarchicalCopyAllReduce()
+
+        def number_of_sums(options):
+            graph = (
+                tf.function(lambda: ops.reduce(SUM, value, value, options).values)
+                .get_concrete_function()
+                .graph
+            )
+            return sum(op.type == "AddN" for op in graph.get_operations())
+
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=100)
+        self.assertEqual(4 * number_of_sums(None), number_of_sums(options))
+
+
+class GraphTest(tf.test.TestCase, parameterized.TestCase):
+    """What can only be seen in the graph: where the ops are."""
+
+    @parameterized.parameters(*algorithms.ALGORITHMS)
+    def test_packs_spread_over_the_devices(self, algorithm):
+        value = tu.per_replica([tf.ones([800])] * 8)
+        ops = tfcdo.AllReduceCrossDeviceOps(algorithm, num_packs=8)
+        graph = (
+            tf.function(lambda: ops.reduce(MEAN, value, value).values).get_concrete_function().graph
+        )
+        roots = [op.device for op in graph.get_operations() if op.type == "RealDiv"]
+        self.assertLen(roots, 8)
+        self.assertLen(set(roots), 1 if algorithm == "one_device" else 8)
+
+    def test_every_op_has_its_device(self):
+        value = tu.per_replica([tf.ones([8])] * 3)
+        for make in SETTINGS.values():
+            ops = make()
+            graph = (
+                tf.function(
+                    lambda: ops.reduce(MEAN, value, value).values  # noqa: B023
+                )
+                .get_concrete_function()
+                .graph
+            )
+            for op in graph.get_operations():
+                if op.type not in ("Placeholder", "Const", "Identity", "NoOp"):
+                    self.assertIn(op.device, tu.device_names(3), op.type)
+
+
+class NcclOnCpuTest(tf.test.TestCase):
+    def test_says_once_why_it_uses_copy_trees(self):
+        log.warn_once.cache_clear()
+        value = tu.per_replica([1.0, 2.0, 3.0])
+        with mock.patch.object(logging, "warning") as warning:
+            for ops in tfcdo.NcclAllReduce(), tfcdo.AllReduceCrossDeviceOps("nccl"):
+                for _ in range(3):
+                    self.assertAllEqual([6.0] * 3, ops.reduce(SUM, value, value).values)
+        warning.assert_called_once()
+        text = warning.call_args.args[0] % warning.call_args.args[1:]
+        self.assertRegex(text, "(?s)NcclAllReduce.*CPU.*HierarchicalCopyAllReduce")
+
+    def test_other_algorithms_say_nothing(self):
+        log.warn_once.cache_clear()
+        value = tu.per_replica([1.0, 2.0, 3.0])
+        with mock.patch.object(logging, "warning") as warning:
+            for ops in tfcdo.HierarchicalCopyAllReduce(), tfcdo.ReductionToOneDevice():
+                ops.reduce(SUM, value, value)
+        warning.assert_not_called()
+
+    def test_strict(self):
+        value = tu.per_replica([1.0, 2.0, 3.0])
+        ops = tfcdo.NcclAllReduce(strict=True)
+        with self.assertRaisesRegex(RuntimeError, "(?s)strict.*NcclAllReduce.*CPU"):
+            ops.reduce(SUM, value, value)
+
+
+class TopologyTest(tf.test.TestCase):
+    def test_a_topology_may_be_given(self):
+        ops = tfcdo.AllReduceCrossDeviceOps(topology=topology.preset("dgx1"))
+        value = tu.per_replica([np.float32(rank) for rank in range(8)])
+        self.assertAllEqual([28.0] * 8, ops.reduce(SUM, value, value).values)
+
+    def test_a_topology_of_another_size(self):
+        ops = tfcdo.HierarchicalCopyAllReduce(topology=topology.preset("dgx1"))
+        value = tu.per_replica([1.0, 2.0, 3.0])
+        with self.assertRaisesRegex(ValueError, "(?s)topology.*3.*8"):
+            ops.reduce(SUM, value, value)
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,226 @@
+"""What the tests share: eight virtual devices, values on them, ways to call, and oracles.
+
+Importing this module configures the virtual devices, so import it before anything makes a tensor.
+The oracles are numpy in float64 and complex128 (and exact integers); nothing of tfcdo computes what
+tfcdo is compared with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfcdo import tf_internals
+from tfcdo import virtual_devices
+
+NUM_DEVICES = 8
+virtual_devices.configure_virtual_cpus(NUM_DEVICES)
+
+SUM = tf.distribute.ReduceOp.SUM
+MEAN = tf.distribute.ReduceOp.MEAN
+
+# How a test calls: directly, in a `tf.function` that sees the values' devices, or in one that gets
+# the values as arguments, where TensorFlow does not tell their devices.
+EAGER, FUNCTION, ARGUMENTS = "eager", "function", "arguments"
+MODES = (EAGER, FUNCTION, ARGUMENTS)
+
+_UNIT = 0.25  # Values are small multiples of this, so that sums of them are exact in float32.
+
+
+def device_name(index: int) -> str:
+    """The full name of a virtual device."""
+    return f"/job:localhost/replica:0/task:0/device:CPU:{index}"
+
+
+def device_names(count: int) -> tuple[str, ...]:
+    """The full names of the first virtual devices."""
+    return tuple(device_name(index) for index in range(count))
+
+
+ALL_DEVICES = device_names(NUM_DEVICES)
+
+
+def place(value: Any, device: str) -> Any:
+    """A tensor or `tf.IndexedSlices` on a device."""
+    with tf.device(device):
+        if not isinstance(value, tf.IndexedSlices):
+            return tf.identity(value)
+        shape = None if value.dense_shape is None else tf.identity(value.dense_shape)
+        return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), shape)
+
+
+def per_replica(values: Sequence[Any], devices: Sequence[str] = ALL_DEVICES) -> Any:
+    """A `PerReplica` with one value on each of the first devices."""
+    return tf_internals.per_replica(
+        [place(value, device) for value, device in zip(values, devices, strict=False)]
+    )
+
+
+def numbers(shape: Sequence[int], dtype: tf.DType, seed: int, limit: int = 100) -> np.ndarray:
+    """Drawn values that any of the tested dtypes holds exactly, and whose sums float32 does.
+
+    Args:
+      shape: the shape.
+      dtype: the dtype; of integers, unsigned ones too.
+      seed: the same seed gives the same values.
+      limit: integers are below it, other numbers below a quarter of it.
+
+    Returns:
+      An array of the dtype.
+    """
+    generator = np.random.default_rng(seed)
+    dtype = tf.as_dtype(dtype)
+    steps = generator.integers(0 if dtype.is_unsigned else -limit, limit, shape)
+    if dtype.is_integer:
+        return steps.astype(dtype.as_numpy_dtype)
+    if dtype.is_complex:
+        steps = steps + 1j * generator.integers(-limit, limit, shape)
+    return (steps * _UNIT).astype(dtype.as_numpy_dtype)
+
+
+def exact(value: Any) -> np.ndarray:
+    """A value in float64, complex128 or int64, which hold all that the tests use exactly."""
+    array = np.asarray(value.numpy() if tf.is_tensor(value) else value)
+    if np.issubdtype(array.dtype, np.complexfloating):
+        return array.astype(np.complex128)
+    if np.issubdtype(array.dtype, np.integer):
+        return array.astype(np.int64)
+    return array.astype(np.float64)
+
+
+def dense(slices: tf.IndexedSlices, num_rows: int) -> np.ndarray:
+    """The exact table that slices stand for, rows of equal index added up."""
+    rows = exact(slices.values)
+    table = np.zeros((num_rows, *rows.shape[1:]), rows.dtype)
+    np.add.at(table, np.asarray(slices.indices), rows)
+    return table
+
+
+def oracle(reduce_op: tf.distribute.ReduceOp, values: Sequence[Any]) -> np.ndarray:
+    """The exact sum or mean of one array per replica."""
+    total = np.sum([exact(value) for value in values], axis=0)
+    return total if reduce_op == SUM else total / len(values)
+
+
+def result_dtype(reduce_op: tf.distribute.ReduceOp, dtype: tf.DType) -> tf.DType:
+    """The dtype that TensorFlow's class gives to the result of reducing two replicas or more."""
+    if reduce_op == SUM or not dtype.is_integer:
+        return dtype
+    return tf.float64 if dtype.size >= 4 else tf.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One result of a reduction.
+
+    Attributes:
+      mirrored: whether it was a `Mirrored`, rather than a tensor or slices.
+      devices: the devices of the components as the caller of tfcdo sees them; what a `tf.function`
+        returns is no longer there.
+      values: the components: eager tensors or `tf.IndexedSlices`.
+    """
+
+    mirrored: bool
+    devices: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    @property
+    def value(self) -> Any:
+        """The first component."""
+        return self.values[0]
+
+
+def call(mode: str, body: Callable[..., Any], *values: Any) -> list[Result]:
+    """Calls a function that reduces, and takes what it returns apart.
+
+    Args:
+      mode: one of `MODES`.
+      body: takes `values`, returns a result or a list of results.
+      *values: `PerReplica` or tensors.
+
+    Returns:
+      The results, with eager components whatever the mode.
+    """
+    traced: list[tuple[bool, tuple[str, ...]]] = []
+
+    def components(*arguments: Any) -> list[tuple[Any, ...]]:
+        results = body(*arguments)
+        results = results if isinstance(results, (list, tuple)) else [results]
+        parts = []
+        for result in results:
+            mirrored = isinstance(result, tf_internals.DistributedValues)
+            parts.append(tuple(result.values) if mirrored else (result,))
+            traced.append((mirrored, tuple(map(_device, parts[-1]))))
+        return parts
+
+    if mode == EAGER:
+        parts = components(*values)
+    elif mode == FUNCTION:
+        parts = tf.function(lambda: components(*values), autograph=False)()
+    else:
+        parts = tf.function(components, autograph=False)(*values)
+    return [Result(*trace, tuple(part)) for trace, part in zip(traced, parts, strict=True)]
+
+
+def all_reduce(
+    ops: tf.distribute.CrossDeviceOps,
+    reduce_op: tf.distribute.ReduceOp,
+    values: Sequence[Any],
+    mode: str = EAGER,
+    options: Any = None,
+) -> list[Result]:
+    """All-reduces several `PerReplica` values to their own devices, in one batch."""
+    return call(
+        mode,
+        lambda *own: ops.batch_reduce(reduce_op, [(value, value) for value in own], options),
+        *values,
+    )
+
+
+class ValuesMixin:
+    """Assertions on results, for `tf.test.TestCase`."""
+
+    def assert_exact(self: Any, actual: Any, expected: np.ndarray, dtype: tf.DType) -> None:
+        """Asserts that a tensor is an exact result, rounded.
+
+        The sum of the tests' values is exact. Of a mean, the quotient is rounded, and that of 16
+        bits once more; and TensorFlow's graphs multiply by the divisor's reciprocal, which is
+        rounded too. Complex numbers are divided in several steps.
+        """
+        self.assertEqual(dtype, actual.dtype)
+        self.assertEqual(expected.shape, tuple(actual.shape))
+        error = np.abs(exact(actual) - expected)
+        slack = 1.001 if dtype in (tf.float16, tf.bfloat16) else 8 if dtype.is_complex else 2
+        allowed = np.abs(expected) * unit_roundoff(dtype) * slack
+        self.assertTrue(np.all(error <= allowed), f"got {actual}, expected {expected}")
+
+    def assert_bitwise_equal(self: Any, results: Sequence[Any]) -> None:
+        """Asserts that tensors or slices hold the same bits."""
+        first, *others = [list(map(_bits, tf.nest.flatten(one, True))) for one in results]
+        for other in others:
+            self.assertEqual(first, other)
+
+    def assert_on(self: Any, result: Result, devices: Sequence[str]) -> None:
+        """Asserts that a result is as TensorFlow returns it, with a component on each device."""
+        self.assertEqual(tuple(devices), result.devices)
+        self.assertEqual(len(devices) > 1, result.mirrored)
+
+
+def unit_roundoff(dtype: tf.DType) -> float:
+    """The largest relative error of rounding once to a dtype; 0 for integers."""
+    if dtype.is_integer:
+        return 0.0
+    return {tf.bfloat16: 2.0**-8, tf.float16: 2.0**-11, tf.float64: 2.0**-53}.get(dtype, 2.0**-24)
+
+
+def _device(value: Any) -> str:
+    """The device of a tensor, or of all parts of slices."""
+    return " and ".join(sorted({part.device for part in tf.nest.flatten(value, True)}))
+
+
+def _bits(tensor: tf.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.numpy().tobytes()
