@@ -1,0 +1,236 @@
+"""On GPUs, when there are some: copy trees on parts of one card, NCCL on several cards.
+
+The first card is divided into four logical devices; the others stay whole. Without a GPU all tests
+skip. The same tests run on processors in every other file: here it is the devices that are tested.
+"""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl import logging
+from absl.testing import parameterized
+from testing_utils import EAGER
+from testing_utils import FUNCTION
+from testing_utils import MEAN
+from testing_utils import SUM
+
+import tfcdo
+from tfcdo import log
+from tfcdo.plan import algorithms
+
+PARTS = 4
+MEGABYTES_PER_PART = 512
+DTYPES = (
+    tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64, tf.complex64,
+    tf.complex128, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.uint32, tf.uint64,
+)  # fmt: skip
+
+CARDS = tf.config.list_physical_devices("GPU")
+if CARDS:
+    tf.config.set_logical_device_configuration(
+        CARDS[0], [tf.config.LogicalDeviceConfiguration(MEGABYTES_PER_PART)] * PARTS
+    )
+
+
+def setUpModule() -> None:
+    if not CARDS:
+        raise unittest.SkipTest("TensorFlow sees no GPU.")
+
+
+def parts(count: int) -> list[str]:
+    """Logical devices of the first card."""
+    return [f"/job:localhost/replica:0/task:0/device:GPU:{index}" for index in range(count)]
+
+
+def cards() -> list[str]:
+    """One device of each card: a part of the first, the others as they are."""
+    others = range(PARTS, PARTS + len(CARDS) - 1)
+    return [f"/job:localhost/replica:0/task:0/device:GPU:{index}" for index in (0, *others)]
+
+
+def batch(count: int, dtypes: Sequence[tf.DType]) -> list[list[np.ndarray]]:
+    """One array per replica, for each dtype and a few shapes."""
+
+    def array(shape: tuple[int, ...], dtype: tf.DType, seed: int) -> np.ndarray:
+        values = tu.numbers(shape, dtype, seed)
+        return values % 16 if dtype.is_integer else values  # No sum overflows 8 bits.
+
+    return [
+        [array(shape, dtype, 100 * index + rank) for rank in range(count)]
+        for index, (dtype, shape) in enumerate((d, s) for d in dtypes for s in ((5,), (3, 2), ()))
+    ]
+
+
+class GpuTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    def check(
+        self, ops: Any, reduce_op: Any, mode: str, devices: Sequence[str], dtypes: Any = DTYPES
+    ) -> None:
+        """All-reduces a batch and compares with numpy, on every device."""
+        arrays = batch(len(devices), dtypes)
+        values = [tu.per_replica(own, devices) for own in arrays]
+        results = tu.all_reduce(ops, reduce_op, values, mode)
+        for result, own in zip(results, arrays, strict=True):
+            dtype = tu.result_dtype(reduce_op, tf.as_dtype(own[0].dtype))
+            for value in result.values:
+                self.assert_exact(value, tu.oracle(reduce_op, own), dtype)
+            self.assert_bitwise_equal(result.values)
+            if mode == EAGER:
+                self.assertEqual(list(devices), [value.device for value in result.values])
+
+    def check_training(self, ops: Any, devices: Sequence[str]) -> None:
+        """Trains with Keras, and compares with training on one device."""
+        generator = np.random.default_rng(0)
+        x = generator.normal(size=(48, 3)).astype(np.float32)
+        y = x @ np.array([[1.0], [-2.0], [0.5]], np.float32)
+
+        def train(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+            tf.keras.utils.set_random_seed(1)
+            with strategy.scope():
+                model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(1)])
+                model.compile(tf.keras.optimizers.SGD(0.1), "mse")
+            model.fit(x, y, batch_size=24, epochs=2, shuffle=False, verbose=0)
+            return model.get_weights()
+
+        alone = train(tf.distribute.OneDeviceStrategy(devices[0]))
+        together = train(tf.distribute.MirroredStrategy(devices, cross_device_ops=ops))
+        for expected, weights in zip(alone, together, strict=True):
+            self.assertAllClose(expected, weights, rtol=1e-4, atol=1e-5)
+
+
+class CopyTreesTest(GpuTest):
+    @parameterized.product(
+        count=(2, 3, 4),
+        reduce_op=(SUM, MEAN),
+        mode=(EAGER, FUNCTION),
+        make=(
+            tfcdo.ReductionToOneDevice,
+            tfcdo.HierarchicalCopyAllReduce,
+            lambda: tfcdo.HierarchicalCopyAllReduce(num_packs=3),
+            lambda: tfcdo.HierarchicalCopyAllReduce(num_packs=0),
+        ),
+    )
+    def test_all_dtypes(self, count, reduce_op, mode, make):
+        self.check(make(), reduce_op, mode, parts(count))
+
+    @parameterized.product(algorithm=tuple(algorithms.ALGORITHMS), num_packs=(1, 4))
+    def test_all_algorithms(self, algorithm, num_packs):
+        ops = tfcdo.AllReduceCrossDeviceOps(algorithm, num_packs)
+        self.check(ops, SUM, FUNCTION, parts(4), (tf.float32, tf.float16, tf.int64))
+
+    @parameterized.product(
+        count=(2, 4),
+        mode=(EAGER, FUNCTION),
+        make=(tfcdo.ReductionToOneDevice, tfcdo.HierarchicalCopyAllReduce),
+    )
+    def test_slices(self, count, mode, make):
+        own = [
+            tf.IndexedSlices(tf.fill([rank + 1, 2], 1.0 + rank), tf.range(rank + 1), [6, 2])
+            for rank in range(count)
+        ]
+        (result,) = tu.all_reduce(make(), SUM, [tu.per_replica(own, parts(count))], mode)
+        expected = tu.oracle(SUM, [tu.dense(one, 6) for one in own])
+        for value in result.values:
+            self.assertAllEqual(expected, tu.dense(value, 6))
+
+    @parameterized.parameters(2, 4)
+    def test_from_cards_to_the_host_and_back(self, count):
+        arrays = batch(count, (tf.float32, tf.int64))
+        ops = tfcdo.HierarchicalCopyAllReduce()
+        for own in arrays:
+            total = ops.reduce(SUM, tu.per_replica(own, parts(count)), "/cpu:0")
+            self.assertIn("CPU:0", total.device)
+            self.assertAllEqual(tu.oracle(SUM, own), tu.exact(total))
+            back = ops.broadcast(total, tu.per_replica(own, parts(count)))
+            self.assertEqual(parts(count), [value.device for value in back.values])
+
+    def test_keras(self):
+        self.check_training(tfcdo.HierarchicalCopyAllReduce(2), parts(PARTS))
+
+    def test_nccl_says_why_it_cannot_run(self):
+        status = tfcdo.nccl_status(parts(2))
+        self.assertFalse(status.can_run)
+        self.assertRegex(str(status), "one card.*HierarchicalCopyAllReduce|no NcclAllReduce kernel")
+        log.warn_once.cache_clear()
+        with mock.patch.object(logging, "warning") as warning:
+            for mode in EAGER, FUNCTION:
+                self.check(tfcdo.NcclAllReduce(), SUM, mode, parts(2), (tf.float32, tf.int32))
+        warning.assert_called_once()
+        self.assertIn(status.reason, warning.call_args.args[0] % warning.call_args.args[1:])
+        with self.assertRaisesRegex(RuntimeError, "strict"):
+            self.check(tfcdo.NcclAllReduce(strict=True), SUM, EAGER, parts(2))
+
+
+class NcclTest(GpuTest):
+    """`strict=True`: no test can pass by way of the copy trees."""
+
+    def setUp(self):
+        super().setUp()
+        if len(CARDS) < 2:
+            self.skipTest("NCCL takes each card once, and there is one.")
+        status = tfcdo.nccl_status(cards())
+        self.assertTrue(status.can_run, str(status))
+
+    @parameterized.product(num_packs=(0, 1, 3), reduce_op=(SUM, MEAN), mode=(EAGER, FUNCTION))
+    def test_all_dtypes_that_it_takes(self, num_packs, reduce_op, mode):
+        ops = tfcdo.NcclAllReduce(num_packs, strict=True)
+        dtypes = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+        for _ in range(3):
+            self.check(ops, reduce_op, mode, cards(), dtypes)
+
+    def test_a_function_called_twice_in_one_step(self):
+        ops = tfcdo.NcclAllReduce(strict=True)
+        count = len(CARDS)
+
+        def one(*own: tf.Tensor) -> Sequence[tf.Tensor]:
+            value = tu.per_replica(own, cards())
+            return ops.reduce(SUM, value, value).values
+
+        inner = tf.function(one, autograph=False)
+        first = [tf.fill([5], float(rank)) for rank in range(count)]
+        second = [100 * value for value in first]
+        step = tf.function(lambda: (inner(*first), inner(*second)[-1]), autograph=False)
+        total = sum(range(count))
+        for _ in range(20):
+            results, last = step()
+            self.assertAllEqual(np.full([count, 5], total), results)
+            self.assertAllEqual(np.full([5], 100 * total), last)
+
+    @parameterized.parameters(False, True)
+    def test_gradient(self, traced):
+        ops = tfcdo.NcclAllReduce(strict=True)
+
+        def gradients(own: Sequence[tf.Tensor]) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(own)
+                value = tu.per_replica(own, cards())
+                results = ops.reduce(MEAN, value, value).values
+                loss = tf.add_n([tf.reduce_sum((1.0 + i) * y) for i, y in enumerate(results)])
+            return tape.gradient(loss, own)
+
+        step: Callable[..., Any] = tf.function(gradients, autograph=False) if traced else gradients
+        count = len(CARDS)
+        for gradient in step([tf.fill([3], float(rank)) for rank in range(count)]):
+            self.assertAllClose([(1 + count) / 2] * 3, gradient)
+
+    def test_a_thousand_steps(self):
+        ops = tfcdo.NcclAllReduce(2, strict=True)
+        value = tu.per_replica([tf.ones([1000])] * len(CARDS), cards())
+        step = tf.function(lambda: ops.reduce(SUM, value, value).values, autograph=False)
+        for _ in range(1000):
+            results = step()
+        self.assertAllEqual(np.full([len(CARDS), 1000], len(CARDS)), results)
+
+    @parameterized.parameters(1, 2)
+    def test_keras(self, num_packs):
+        self.check_training(tfcdo.NcclAllReduce(num_packs, strict=True), cards())
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,261 @@
+"""Knowing when NCCL can run: the reason for each case, and what users see where it cannot.
+
+Other tests of the same process may have loaded a CPU kernel for NCCL's op. So where it matters that
+there is none, a process of its own looks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+
+import tfcdo
+from tfcdo import tf_internals
+
+REMEDY = "use tfcdo.HierarchicalCopyAllReduce()"
+
+
+def kernels_for(*device_types: str) -> Any:
+    """Pretends that TensorFlow has NCCL kernels for these device types and no others."""
+    return mock.patch.object(
+        tf_internals, "device_types_with_kernel", return_value=frozenset(device_types)
+    )
+
+
+def gpus(*parts: int, hidden: int = 0) -> Any:
+    """Pretends that there are GPUs, each divided into so many logical devices; 0 for undivided.
+
+    Args:
+      *parts: for each GPU that TensorFlow may use.
+      hidden: how many GPUs, the first ones, TensorFlow may not use.
+    """
+    cards = [
+        tf.config.PhysicalDevice(f"/physical_device:GPU:{hidden + index}", "GPU")
+        for index in range(len(parts))
+    ]
+    part = tf.config.LogicalDeviceConfiguration()
+    divisions = {card.name: [part] * count for card, count in zip(cards, parts) if count}
+    return mock.patch.multiple(
+        tf.config,
+        get_visible_devices=lambda device_type=None: cards,
+        get_logical_device_configuration=lambda card: divisions.get(card.name),
+    )
+
+
+def names(*indices: int) -> list[str]:
+    return [f"/gpu:{index}" for index in indices]
+
+
+class StatusTest(tf.test.TestCase, parameterized.TestCase):
+    def check(self, devices: Sequence[str], *parts: str, dtype: Any = tf.float32) -> None:
+        """Checks that NCCL cannot run, and the parts that reason and remedy are to have."""
+        status = tfcdo.nccl_status(devices, dtype)
+        self.assertFalse(status.can_run)
+        self.assertNotEmpty(status.reason)
+        self.assertNotEmpty(status.remedy)
+        self.assertEqual(f"{status.reason}; {status.remedy}", str(status))
+        for part in parts:
+            self.assertIn(part, str(status))
+
+    @parameterized.parameters(2, 3, 8)
+    def test_gpus(self, count):
+        with kernels_for("GPU"), gpus(*[0] * count):
+            status = tfcdo.nccl_status(names(*range(count)))
+        self.assertEqual((True, ""), (status.can_run, status.remedy))
+        self.assertEqual("an NcclAllReduce kernel is registered for these devices", str(status))
+
+    @parameterized.parameters(tf.float16, "float32", tf.float64, tf.int32, "int64", float)
+    def test_dtypes_that_nccl_takes(self, dtype):
+        with kernels_for("GPU"), gpus(0, 0):
+            self.assertTrue(tfcdo.nccl_status(names(0, 1), dtype).can_run)
+
+    @parameterized.parameters("bfloat16", "complex64", "int8", "uint32", "bool", "string")
+    def test_dtypes_that_nccl_does_not_take(self, dtype):
+        with kernels_for("GPU"), gpus(0, 0):
+            self.check(names(0, 1), f"not take {dtype} but float16, float32,", "cast", dtype=dtype)
+
+    def test_one_device(self):
+        with kernels_for("GPU"), gpus(0, 0):
+            self.check(names(1), "only one device")
+
+    def test_no_kernel_for_these_devices(self):
+        with kernels_for("GPU"), gpus(0, 0):
+            self.check(["/cpu:0", "/cpu:1"], "no NcclAllReduce kernel", "CPU", REMEDY)
+        with kernels_for(), gpus(0, 0):
+            self.check(names(0, 1), "no NcclAllReduce kernel", "GPU", REMEDY)
+
+    def test_mixed_types(self):
+        with kernels_for("GPU", "CPU"), gpus(0, 0):
+            self.check(["/gpu:0", "/cpu:0"], "mix", "CPU and GPU", "one type")
+
+    def test_several_hosts(self):
+        devices = [f"/job:worker/task:{task}/gpu:0" for task in range(2)]
+        with kernels_for("GPU"), gpus(0, 0):
+            self.check(devices, "one process", devices[1], "MultiWorkerMirroredStrategy")
+
+    def test_unknown_devices(self):
+        with kernels_for("GPU", "CPU"), gpus(0, 0):
+            self.check(["", ""], "not known while this function is traced", "strategy.run")
+            self.check(["/gpu:0", ""], "not known")
+
+    def test_devices_that_do_not_exist(self):
+        with kernels_for("GPU"), gpus(0, 0):
+            self.check(names(0, 1, 2), "no GPU:2", "sees 2 GPU devices")
+        with kernels_for("GPU"), gpus():
+            self.check(names(0, 1), "no GPU:0", "sees 0 GPU devices")
+        with kernels_for("CPU"):
+            self.check(["/cpu:0", "/cpu:77"], "no CPU:77", "sees 8 CPU devices")
+
+    def test_one_device_twice(self):
+        with kernels_for("GPU", "CPU"), gpus(0, 0):
+            self.check(names(0, 1, 0), "on one device", "each replica")
+        with kernels_for("CPU"):
+            self.check(["/cpu:3", "/device:CPU:3"], "on one device")
+
+    def test_logical_devices_of_one_card(self):
+        with kernels_for("GPU"), gpus(2):
+            self.check(names(0, 1), "logical devices of one card", "GPU:0", REMEDY)
+        with kernels_for("GPU"), gpus(0, 3, 2):
+            self.check(names(0, 1, 4, 5), "/physical_device:GPU:2,", REMEDY)
+            self.check(names(1, 3), "/physical_device:GPU:1,", REMEDY)
+            # One part of each card will do.
+            for devices in names(0, 1, 4), names(0, 3, 5), names(2, 4):
+                self.assertTrue(tfcdo.nccl_status(devices).can_run)
+
+    def test_hidden_cards_do_not_count(self):
+        # TensorFlow numbers the cards that it may use from 0 on.
+        with kernels_for("GPU"), gpus(2, 2, hidden=1):
+            self.check(names(0, 1), "/physical_device:GPU:1,")
+            self.check(names(2, 3), "/physical_device:GPU:2,")
+            self.assertTrue(tfcdo.nccl_status(names(1, 2)).can_run)
+
+    def test_logical_devices_of_a_processor_are_none_of_a_card(self):
+        with kernels_for("CPU"):
+            self.assertTrue(tfcdo.nccl_status(tu.ALL_DEVICES).can_run)
+
+    def test_any_spelling(self):
+        with kernels_for("GPU"), gpus(0, 0, 0):
+            devices = ["gpu:0", "/device:GPU:1", "/job:localhost/replica:0/task:0/device:GPU:2"]
+            self.assertTrue(tfcdo.nccl_status(devices).can_run)
+            self.assertTrue(tfcdo.nccl_status(tuple(devices)).can_run)
+
+    @parameterized.parameters(([],), ((),), ("/gpu:0",), (None,))
+    def test_devices_must_be_a_list(self, devices):
+        with self.assertRaisesRegex(ValueError, "devices must be a list"):
+            tfcdo.nccl_status(devices)
+
+    @parameterized.parameters("nonsense", 3, None)
+    def test_each_must_be_a_device(self, device):
+        with self.assertRaisesRegex(ValueError, f"each of devices.*{device}"):
+            tfcdo.nccl_status(["/gpu:0", device])
+
+    def test_dtype_must_be_one(self):
+        with kernels_for("GPU"), gpus(0, 0), self.assertRaises(TypeError):
+            tfcdo.nccl_status(names(0, 1), "bogus")
+
+    def test_a_status_is_a_value(self):
+        status = tfcdo.nccl_status(["/gpu:0"])
+        self.assertEqual(status, tfcdo.nccl_status(["/gpu:0"]))
+        with self.assertRaises(AttributeError):
+            status.can_run = True  # type: ignore[misc]
+
+
+class WithoutKernelTest(tf.test.TestCase):
+    """What users see on processors, where TensorFlow has no NCCL: in a process of its own."""
+
+    output: str
+    report: dict[str, Any]
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        script = textwrap.dedent("""
+            import json
+            import sys
+            import numpy as np
+            import tensorflow as tf
+            import tfcdo
+            from tfcdo import virtual_devices
+
+            devices = virtual_devices.configure_virtual_cpus(4)
+
+            def train(ops):
+                strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=ops)
+                with strategy.scope():
+                    model = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)])
+                    model.compile(tf.keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+                before = model.get_weights()
+                try:
+                    x = np.ones([16, 2], np.float32)
+                    losses = model.fit(x, x[:, :1], batch_size=8, epochs=3, verbose=0)
+                    result = losses.history["loss"]
+                except Exception as error:
+                    result = f"{type(error).__name__}: {error}"
+                same = all(np.array_equal(a, b) for a, b in zip(before, model.get_weights()))
+                return result, same
+
+            report = {
+                "status": str(tfcdo.nccl_status(devices)),
+                "can_run": tfcdo.nccl_status(devices).can_run,
+                "gpus": str(tfcdo.nccl_status(["/gpu:0", "/gpu:1"])),
+                "strict": train(tfcdo.NcclAllReduce(strict=True)),
+            }
+            print("UP TO HERE", file=sys.stderr, flush=True)
+            report["trained"] = train(tfcdo.NcclAllReduce())
+            report["trained again"] = train(tfcdo.AllReduceCrossDeviceOps("nccl", num_packs=2))
+            print("REPORT" + json.dumps(report))
+        """)
+        path = [str(pathlib.Path(tfcdo.__file__).parents[1]), *sys.path]
+        process = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        cls.output = process.stderr
+        if process.returncode != 0:
+            raise AssertionError(f"the process failed:\n{process.stdout}\n{process.stderr}")
+        cls.report = json.loads(process.stdout.rpartition("REPORT")[2])
+
+    def test_status(self):
+        self.assertFalse(self.report["can_run"])
+        self.assertRegex(self.report["status"], "no NcclAllReduce kernel is registered for CPU")
+        self.assertIn(REMEDY, self.report["status"])
+        # Not only the kernel must be there, but the devices.
+        self.assertRegex(self.report["gpus"], "no GPU:0|no NcclAllReduce kernel .* GPU")
+
+    def test_trains_and_says_so_in_one_line(self):
+        for way in "trained", "trained again":
+            losses, same = self.report[way]
+            self.assertLen(losses, 3)
+            self.assertLess(losses[-1], losses[0])
+            self.assertFalse(same)
+        lines = [line for line in self.output.splitlines() if "tfcdo" in line]
+        self.assertLen(lines, 1, self.output)
+        for part in ("WARNING", "tfcdo: ", "copy trees", self.report["status"]):
+            self.assertIn(part, lines[0])
+
+    def test_strict_raises_before_training(self):
+        error, same = self.report["strict"]
+        self.assertTrue(same)
+        self.assertStartsWith(error, "RuntimeError: ")
+        self.assertIn("strict=True", error)
+        self.assertIn(self.report["status"], error)
+        self.assertNotIn("tfcdo", self.output.partition("UP TO HERE")[0])
+
+
+if __name__ == "__main__":
+    tf.test.main()
