@@ -236,27 +236,28 @@ def _check_replicas_agree(reduction: Reduction) -> None:
     sparse = [isinstance(value, tf.IndexedSlices) for value in values]
     _check_same(reduction, "kind", ["IndexedSlices" if one else "tensor" for one in sparse])
     _check_same(reduction, "dtype", [value.dtype.name for value in values])
-    first = _shape(values[0])
-    for replica, value in enumerate(values):
-        if not _shape(value).is_compatible_with(first):
-            raise _disagreement(reduction, "shape", replica, first, _shape(value))
+    shapes = [_shape(value) for value in values]
+    # A shape that is not fully known agrees with shapes that do not agree with each other.
+    for first in range(1 if shapes[0].is_fully_defined() else len(shapes)):
+        for other in range(first + 1, len(shapes)):
+            if not shapes[other].is_compatible_with(shapes[first]):
+                raise _disagreement(reduction, "shape", shapes, first, other)
 
 
 def _check_same(reduction: Reduction, what: str, traits: Sequence[Any]) -> None:
     for replica, trait in enumerate(traits):
         if trait != traits[0]:
-            raise _disagreement(reduction, what, replica, traits[0], trait)
+            raise _disagreement(reduction, what, traits, 0, replica)
 
 
 def _disagreement(
-    reduction: Reduction, what: str, replica: int, first: Any, other: Any
+    reduction: Reduction, what: str, traits: Sequence[Any], first: int, other: int
 ) -> ValueError:
-    def place(rank: int) -> str:
-        return reduction.devices[rank] or f"replica {rank}"
+    def told(replica: int) -> str:
+        return f"{traits[replica]} on {reduction.devices[replica] or f'replica {replica}'}"
 
     return ValueError(
-        f"the replicas' values must have the same {what}; got {first} on {place(0)} and {other} "
-        f"on {place(replica)}"
+        f"the replicas' values must have the same {what}; got {told(first)} and {told(other)}"
     )
 
 
