@@ -151,7 +151,8 @@ def _train(
     batches = (
         tf.data.Dataset.from_tensor_slices((digits.train_images, digits.train_labels))
         .batch(batch, drop_remainder=True)
-        .prefetch(1)
+        # One endless iterator, not one an epoch: to end one, tf.data now and then waits for seconds.
+        .repeat()
     )
     with strategy.scope():
         model = keras.Sequential(
@@ -170,12 +171,18 @@ def _train(
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
-    model.fit(batches, epochs=epochs, shuffle=False, verbose=verbose)
+    model.fit(
+        batches,
+        steps_per_epoch=len(digits.train_images) // batch,
+        epochs=epochs,
+        shuffle=False,
+        verbose=verbose,
+    )
     return model
 
 
 def _check_accuracy(model: Any, digits: Digits) -> Check:
-    logits = model.predict(digits.test_images, batch_size=_TEST_IMAGES, verbose=0)
+    logits = model(digits.test_images, training=False).numpy()
     accuracy = float((logits.argmax(axis=-1) == digits.test_labels).mean())
     return Check(
         f"Accuracy on {len(digits.test_labels)} test images",
