@@ -1,7 +1,11 @@
-"""The contract of the four classes, in every setting, and what each promises besides."""
+"""The contract of the four classes, in every setting, and what each promises besides.
+
+All of it runs with TensorFlow's own reductions out of order; see `sabotage`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable
@@ -10,6 +14,7 @@ from unittest import mock
 
 import contract
 import numpy as np
+import sabotage
 import tensorflow as tf
 import testing_utils as tu
 from absl import logging
@@ -34,6 +39,17 @@ SETTINGS: dict[str, Callable[[], tf.distribute.CrossDeviceOps]] = {
     ),
 }
 globals().update(contract.settings_tests(SETTINGS, __name__))
+
+_sabotage = contextlib.ExitStack()
+
+
+def setUpModule() -> None:
+    _sabotage.enter_context(sabotage.installed())
+
+
+def tearDownModule() -> None:
+    _sabotage.close()
+
 
 ALL_REDUCES: list[Any] = [
     tfcdo.AllReduceCrossDeviceOps,
