@@ -1,0 +1,172 @@
+"""Which all-reduces are compared, by the names a user writes in Python."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+import tfcdo
+
+# From one `PerReplica` per value to one `Mirrored` per value.
+Reduce = Callable[[Sequence[Any]], Sequence[Any]]
+
+OURS, TENSORFLOW = "tfcdo", "tf"
+
+_DEFAULT_OF_STRATEGY = "CollectiveAllReduce"
+_TENSORFLOWS = (
+    "tf.HierarchicalCopyAllReduce(num_packs=0)",
+    "tf.HierarchicalCopyAllReduce(num_packs=1)",
+    "tf.HierarchicalCopyAllReduce(num_packs=8)",
+    "tf.ReductionToOneDevice",
+    "tf.NcclAllReduce",
+    f"tf.{_DEFAULT_OF_STRATEGY}",
+)
+# The other classes are ways to configure this one.
+_GENERAL = "AllReduceCrossDeviceOps"
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """A way to all-reduce.
+
+    Attributes:
+      name: its constructor call as Python, such as `tf.HierarchicalCopyAllReduce(num_packs=8)`.
+      package: `OURS` or `TENSORFLOW`.
+      class_name: the class.
+      arguments: the constructor's keyword arguments.
+    """
+
+    name: str
+    package: str
+    class_name: str
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    def cross_device_ops(self) -> tf.distribute.CrossDeviceOps | None:
+        """A new instance; None for the one that a strategy chooses if it is given none."""
+        if (self.package, self.class_name) == (TENSORFLOW, _DEFAULT_OF_STRATEGY):
+            return None
+        return _classes(self.package)[self.class_name](**dict(self.arguments))
+
+    def strategy(self, devices: Sequence[str]) -> tf.distribute.MirroredStrategy:
+        """A strategy over these devices that reduces in this way."""
+        return tf.distribute.MirroredStrategy(
+            list(devices), cross_device_ops=self.cross_device_ops()
+        )
+
+    def reducer(self, devices: Sequence[str]) -> Reduce:
+        """The function that sums a batch of values over these devices."""
+        batch_reduce = _batch_reduce(self, tuple(devices))
+        return lambda values: batch_reduce(
+            tf.distribute.ReduceOp.SUM, [(value, value) for value in values]
+        )
+
+    def why_not(self, devices: Sequence[str], dtype: str) -> str | None:
+        """Why it cannot run over these devices; None if it can."""
+        if self.class_name != "NcclAllReduce":
+            return None
+        status = tfcdo.nccl_status(devices, dtype)
+        return None if status.can_run else str(status)
+
+
+# One instance for all workloads: a second strategy over the same devices would number its
+# collective ops like the first one's, which TensorFlow takes for the same ops.
+@functools.cache
+def _batch_reduce(one: Implementation, devices: tuple[str, ...]) -> Callable[..., Sequence[Any]]:
+    ops = one.cross_device_ops()
+    return ops.batch_reduce if ops else one.strategy(devices).extended.batch_reduce_to
+
+
+def parse(name: str) -> list[Implementation]:
+    """Finds implementations by name.
+
+    Args:
+      name: `tfcdo` or `tf` for all of one package, `all`, or a constructor call as Python writes
+        it, the brackets left out where they are empty: `tfcdo.ReductionToOneDevice`,
+        `tf.HierarchicalCopyAllReduce(num_packs=8)`. `tf.CollectiveAllReduce` is what a strategy
+        that is given no cross-device ops uses.
+
+    Returns:
+      The implementations, at least one.
+
+    Raises:
+      ValueError: if that names none.
+
+    Example:
+      >>> [found.class_name for found in parse("tf.ReductionToOneDevice()")]
+      ['ReductionToOneDevice']
+    """
+    if name in (OURS, TENSORFLOW, "all"):
+        return [found for found in _known() if name in (found.package, "all")]
+    package, class_name, arguments = _read_call(name)
+    if class_name not in _classes(package):
+        raise ValueError(
+            f"no class {class_name!r} in {package}, which has {', '.join(_classes(package))}"
+        )
+    found = Implementation(name, package, class_name, arguments)
+    try:
+        found.cross_device_ops()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from error
+    return [found]
+
+
+def _known() -> list[Implementation]:
+    """All implementations, ours first."""
+    ours = [f"{OURS}.{name}" for name in _classes(OURS) if name != _GENERAL]
+    return [Implementation(name, *_read_call(name)) for name in (*ours, *_TENSORFLOWS)]
+
+
+def _classes(package: str) -> dict[str, Any]:
+    if package == OURS:
+        public = {name: getattr(tfcdo, name) for name in tfcdo.__all__}
+    else:
+        public = {name: getattr(tf.distribute, name) for name in dir(tf.distribute)}
+    classes: dict[str, Any] = {
+        name: item
+        for name, item in public.items()
+        if isinstance(item, type)
+        and issubclass(item, tf.distribute.CrossDeviceOps)
+        and item is not tf.distribute.CrossDeviceOps
+    }
+    if package == TENSORFLOW:
+        classes[_DEFAULT_OF_STRATEGY] = None
+    return classes
+
+
+def _read_call(text: str) -> tuple[str, str, tuple[tuple[str, Any], ...]]:
+    """Takes `package.Class(argument=literal)` apart."""
+    try:
+        node = ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"cannot read {text!r}: {error.msg}") from error
+    arguments: tuple[tuple[str, Any], ...] = ()
+    if isinstance(node, ast.Call):
+        arguments = _read_arguments(node)
+        node = node.func
+    package, _, class_name = ast.unparse(node).rpartition(".")
+    package = {"tf.distribute": TENSORFLOW}.get(package, package)
+    if package not in (OURS, TENSORFLOW):
+        raise ValueError(
+            f"{text!r} names no implementation: write all, tfcdo, tf, tfcdo.CLASS or tf.CLASS"
+        )
+    return package, class_name, arguments
+
+
+def _read_arguments(call: ast.Call) -> tuple[tuple[str, Any], ...]:
+    """The arguments of a call, which must have names and literal values."""
+    found = []
+    for argument in (*call.args, *call.keywords):
+        name = argument.arg if isinstance(argument, ast.keyword) else None
+        value = argument.value if isinstance(argument, ast.keyword) else argument
+        if name is None or not isinstance(value, ast.Constant):
+            raise ValueError(
+                f"cannot read {ast.unparse(argument)!r} in {ast.unparse(call)!r}: arguments are "
+                "written as in num_packs=8"
+            )
+        found.append((name, value.value))
+    return tuple(found)

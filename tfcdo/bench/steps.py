@@ -1,0 +1,197 @@
+"""Turning an implementation into a step that can be timed, and checking what it computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfcdo import tf_internals
+from tfcdo.bench import devices as devices_lib
+from tfcdo.bench import implementations
+from tfcdo.bench import workloads
+
+# `[d][v]`: value `v` as device `d` holds it.
+Held = list[list[tf.Tensor]]
+Step = Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The values that all implementations of a run reduce.
+
+    Attributes:
+      workload: their shapes and dtype.
+      devices: where they are.
+      variables: `[d][v]`: value `v` of device `d`.
+      sums: for each value, the sum that numpy finds.
+      true: a variable on each device that holds True; see `_consume`.
+    """
+
+    workload: workloads.Workload
+    devices: devices_lib.Devices
+    variables: tuple[tuple[tf.Variable, ...], ...]
+    sums: tuple[np.ndarray, ...]
+    true: tuple[tf.Variable, ...]
+
+    def read(self) -> Held:
+        """Reads the variables, each on its device."""
+        held = []
+        for device, own in zip(self.devices.names, self.variables, strict=True):
+            with tf.device(device):
+                held.append([variable.read_value() for variable in own])
+        return held
+
+    def num_wrong(self, results: Held) -> int:
+        """How many elements, over all devices, are not what numpy says."""
+        return sum(
+            _num_wrong(result, expected)
+            for own in results
+            for result, expected in zip(own, self.sums, strict=True)
+        )
+
+
+def place(workload: workloads.Workload, devices: devices_lib.Devices) -> Data:
+    """Makes the values: on each device other small integers, whose sums every dtype holds exactly.
+
+    Args:
+      workload: says how many, of which shapes and dtype.
+      devices: where.
+
+    Returns:
+      The values, and their sums.
+    """
+    dtype = tf.as_dtype(workload.dtype).as_numpy_dtype
+    sums = [np.zeros(shape, np.int16) for shape in workload.shapes]
+    variables = []
+    for rank, device in enumerate(devices.names):
+        own = workloads.numbers(workload, seed=rank)
+        for total, array in zip(sums, own, strict=True):
+            total += array
+        with tf.device(device):
+            variables.append(tuple(tf.Variable(array.astype(dtype)) for array in own))
+    true = []
+    for device in devices.names:
+        with tf.device(device):
+            true.append(tf.Variable(True))
+    return Data(workload, devices, tuple(variables), tuple(sums), tuple(true))
+
+
+def reduce_held(reduce: implementations.Reduce | None, held: Held) -> Held:
+    """All-reduces one batch.
+
+    Args:
+      reduce: how; None leaves the values as they are.
+      held: the values.
+
+    Returns:
+      The results, indexed like `held`.
+    """
+    if reduce is None:
+        return held
+    results = reduce([tf_internals.per_replica(value) for value in zip(*held, strict=True)])
+    parts = [
+        result.values if isinstance(result, tf_internals.DistributedValues) else (result,)
+        for result in results
+    ]
+    return [list(own) for own in zip(*parts, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A step, and what was found out while it was built.
+
+    Attributes:
+      step: all-reduces once and waits for the end.
+      first_call: seconds for tracing it and for its first call; None if nothing is traced.
+      nodes: how many ops its graph has, those of its functions included; None likewise.
+      wrong: how many elements of its results are wrong.
+    """
+
+    step: Step
+    first_call: float | None
+    nodes: int | None
+    wrong: int
+
+
+def build_graph(data: Data, reduce: implementations.Reduce | None) -> Built:
+    """Builds a graph that reads the values from variables, all-reduces, and uses every result.
+
+    Args:
+      data: the values.
+      reduce: how they are reduced; None for the graph that is subtracted: it only reads and uses.
+
+    Returns:
+      The step.
+    """
+
+    # Traced apart, so that what is timed hands nothing to Python.
+    @tf.function(autograph=False)
+    def results() -> Held:
+        return reduce_held(reduce, data.read())
+
+    @tf.function(autograph=False)
+    def consumed() -> None:
+        _consume(data, reduce_held(reduce, data.read()))
+
+    timed = consumed if data.devices.on_cpu else results
+    start = time.perf_counter()
+    function = timed.get_concrete_function()
+    step = _synchronous(function, data.devices)
+    step()
+    first_call = time.perf_counter() - start
+    wrong = 0 if reduce is None else data.num_wrong(results())
+    return Built(step, first_call, _num_nodes(function), wrong)
+
+
+def build_eager(data: Data, reduce: implementations.Reduce | None) -> Built:
+    """The same without a graph: the values are tensors, and each call runs op by op.
+
+    Args:
+      data: the values.
+      reduce: how they are reduced; None does nothing.
+
+    Returns:
+      The step.
+    """
+    held = data.read()
+    wrong = 0 if reduce is None else data.num_wrong(reduce_held(reduce, held))
+    return Built(_synchronous(lambda: reduce_held(reduce, held), data.devices), None, None, wrong)
+
+
+def _consume(data: Data, results: Held) -> None:
+    """Uses each result on its device, at as good as no cost.
+
+    `Assert` takes any number of tensors, neither reads nor copies them while its condition holds,
+    and is never optimized away; a variable's value is nothing that TensorFlow could fold.
+    """
+    for device, true, own in zip(data.devices.names, data.true, results, strict=True):
+        with tf.device(device):
+            tf.raw_ops.Assert(condition=true.read_value(), data=own, summarize=1)
+
+
+def _synchronous(call: Callable[[], Any], devices: devices_lib.Devices) -> Step:
+    if devices.on_cpu:
+        return call
+
+    def call_and_wait() -> None:
+        call()
+        tf.test.experimental.sync_devices()
+
+    return call_and_wait
+
+
+def _num_nodes(function: Any) -> int:
+    graph = function.graph.as_graph_def()
+    return len(graph.node) + sum(len(inner.node_def) for inner in graph.library.function)
+
+
+def _num_wrong(result: tf.Tensor, expected: np.ndarray) -> int:
+    actual = result.numpy()
+    if actual.shape != expected.shape:
+        return expected.size
+    return int(np.count_nonzero(actual != expected.astype(actual.dtype)))

@@ -1,0 +1,134 @@
+"""What is all-reduced: one value of a given size, or the gradients of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+# The dtypes by the names that nccl-tests has for them. All end in their number of bits.
+DTYPES = {
+    "float": "float32",
+    "double": "float64",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+    "int32": "int32",
+    "int64": "int64",
+}
+
+_MODELS_FILE = pathlib.Path(__file__).with_name("models.json")
+# Sums of this many small integers are exact in every dtype, the narrow floats among them, so that
+# a wrong element can be told from a rounded one.
+_LARGEST = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Values that are all-reduced together.
+
+    Attributes:
+      name: what the tables call it.
+      shapes: the shape of each value.
+      dtype: the name of the dtype of all of them.
+    """
+
+    name: str
+    shapes: tuple[Shape, ...]
+    dtype: str = "float32"
+
+    @property
+    def count(self) -> int:
+        """How many elements one device holds."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def size(self) -> int:
+        """How many bytes one device holds."""
+        return self.count * _bytes_of(self.dtype)
+
+
+@functools.cache
+def _runs_of_models() -> dict[str, list[tuple[int, list[int]]]]:
+    """For each model, its shapes in order as pairs: how often in a row, and the shape."""
+    models = json.loads(_MODELS_FILE.read_text(encoding="utf-8"))
+    return {name: model["runs"] for name, model in models.items()}
+
+
+def model_names() -> list[str]:
+    """The names that `gradients_of` takes."""
+    return list(_runs_of_models())
+
+
+def gradients_of(model: str, dtype: str = "float32") -> Workload:
+    """The gradients of a model, in the order of its variables.
+
+    Args:
+      model: one of `model_names()`.
+      dtype: a dtype's name.
+
+    Returns:
+      The workload.
+
+    Raises:
+      ValueError: if there is no such model.
+
+    Example:
+      >>> gradients_of("tiny").count
+      32000
+    """
+    if model not in _runs_of_models():
+        raise ValueError(f"model must be one of {', '.join(model_names())}; got {model!r}")
+    shapes = [tuple(shape) for repeats, shape in _runs_of_models()[model] for _ in range(repeats)]
+    return Workload(model, tuple(shapes), dtype)
+
+
+def sizes(begin: int, end: int, factor: int) -> Iterator[int]:
+    """The sizes from `begin` to `end`, each `factor` times as large as the one before, in bytes.
+
+    Raises:
+      ValueError: if no number of steps leads from `begin` to `end` or beyond.
+    """
+    if begin < 1 or factor < 2 or end < begin:
+        raise ValueError(
+            "sizes need 1 <= begin <= end and factor >= 2; "
+            f"got begin={begin}, end={end}, factor={factor}"
+        )
+    size = begin
+    while size <= end:
+        yield size
+        size *= factor
+
+
+def one_value(size: int, dtype: str = "float32") -> Workload:
+    """One flat value of about `size` bytes: whole elements, at least one."""
+    count = max(1, size // _bytes_of(dtype))
+    return Workload("sweep", ((count,),), dtype)
+
+
+def _bytes_of(dtype: str) -> int:
+    (bits,) = re.findall(r"\d+$", dtype)
+    return int(bits) // 8
+
+
+def numbers(workload: Workload, seed: int) -> list[np.ndarray]:
+    """One device's values: small integers, as bytes to be converted to the workload's dtype.
+
+    Args:
+      workload: gives the shapes.
+      seed: the same seed gives the same numbers.
+
+    Returns:
+      One int8 array for each value.
+    """
+    generator = np.random.default_rng(seed)
+    return [
+        generator.integers(-_LARGEST, _LARGEST + 1, shape, np.int8) for shape in workload.shapes
+    ]

@@ -1,0 +1,308 @@
+"""`tfcdo bench`: tfcdo's all-reduces and TensorFlow's side by side on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich import progress as rich_progress
+from rich.console import Console
+
+from tfcdo.cli.quiet_start import quiet_start
+
+if TYPE_CHECKING:
+    from tfcdo.bench import devices as devices_lib
+    from tfcdo.bench import implementations
+    from tfcdo.bench import workloads
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_DTYPES = ("float", "double", "half", "bfloat16", "int32", "int64")
+_FIT_MODEL = "mobilenet"
+# Without a terminal there is no width to keep to.
+_WIDTH_OF_A_PIPE = 160
+
+
+class Size(click.ParamType):
+    """A number of bytes such as 8, 64K, 128M or 1G."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Reads it."""
+        found = re.fullmatch(r"(\d+)([KMG]?)B?", str(value).upper())
+        if not found or not int(found[1]):
+            self.fail(f"{value!r} is no number of bytes such as 8, 64K, 128M or 1G", param, ctx)
+        return int(found[1]) * _UNITS[found[2]]
+
+
+class NewFile(click.ParamType):
+    """A file to write, in a folder that is there."""
+
+    name = "file"
+
+    def __init__(self, suffix: str) -> None:
+        self.suffix = suffix
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> pathlib.Path:
+        """Checks it before minutes are spent on what would go there."""
+        path = pathlib.Path(value)
+        if path.suffix != self.suffix:
+            self.fail(f"{value!r} does not end in {self.suffix}", param, ctx)
+        if not path.parent.is_dir():
+            self.fail(f"there is no folder {str(path.parent)!r}", param, ctx)
+        return path
+
+
+@click.command()
+@click.option(
+    "-b",
+    "--minbytes",
+    type=Size(),
+    default="8",
+    show_default=True,
+    help="Smallest size of the one value that is all-reduced.",
+)
+@click.option(
+    "-e", "--maxbytes", type=Size(), default="128M", show_default=True, help="Largest size."
+)
+@click.option(
+    "-f",
+    "--stepfactor",
+    type=click.IntRange(2),
+    default=8,
+    show_default=True,
+    help="From one size to the next.",
+)
+@click.option(
+    "-g",
+    "--devices",
+    "num_devices",
+    type=click.IntRange(2, 16),
+    default=4,
+    show_default=True,
+    help="How many devices: GPUs if there are that many, else virtual CPU devices.",
+)
+@click.option(
+    "-n",
+    "--iters",
+    "iterations",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="How many samples of each implementation count, taken in turn.",
+)
+@click.option(
+    "-w",
+    "--warmup",
+    type=click.IntRange(0),
+    default=5,
+    show_default=True,
+    help="How many are taken before.",
+)
+@click.option(
+    "-d",
+    "--datatype",
+    type=click.Choice(_DTYPES),
+    default="float",
+    show_default=True,
+    help="The type of the numbers.",
+)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME",
+    help="All-reduce a model's gradients instead of one value: resnet50, bert-base, mobilenet, "
+    "tiny (500 values of 64 numbers) or tiny-matrices (500 of 8 x 8). Can be repeated.",
+)
+@click.option(
+    "--ops",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    default=("all",),
+    show_default=True,
+    help="Which implementations: tfcdo, tf or all; or one, as Python writes it, such as "
+    "'tf.HierarchicalCopyAllReduce(num_packs=8)'. Can be repeated.",
+)
+@click.option("--eager", is_flag=True, help="Run op by op instead of in a graph.")
+@click.option(
+    "--fit",
+    is_flag=True,
+    help="Train a real Keras model (--model mobilenet or resnet50) and time its steps instead.",
+)
+@click.option("--json", "json_file", type=NewFile(".json"), help="Write the results to this file.")
+@click.option("--plot", "plot_file", type=NewFile(".png"), help="Draw the results in this file.")
+def bench(
+    minbytes: int,
+    maxbytes: int,
+    stepfactor: int,
+    num_devices: int,
+    iterations: int,
+    warmup: int,
+    datatype: str,
+    models: Sequence[str],
+    names: Sequence[str],
+    eager: bool,
+    fit: bool,
+    json_file: pathlib.Path | None,
+    plot_file: pathlib.Path | None,
+) -> int:
+    """Measure all-reduce implementations side by side: tfcdo's, TensorFlow's, and the floor.
+
+    The values are read from variables on each device, all-reduced in a graph, and used where they
+    end up; the time of the same graph without the all-reduce is subtracted. The implementations
+    take turns. Every result is compared with numpy's: the exit status is 1 if one of tfcdo's is
+    wrong.
+    """
+    console = Console(
+        highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, soft_wrap=False
+    )
+    if plot_file:
+        import matplotlib  # noqa: F401  # Missing, it is to be told now, not after the measuring.
+    with _one_line(), console.status("Starting TensorFlow ..."), quiet_start():
+        import tensorflow as tf
+
+        from tfcdo.bench import devices as devices_lib
+        from tfcdo.bench import implementations
+        from tfcdo.bench import workloads
+
+        tf.get_logger().setLevel("ERROR")
+        dtype = workloads.DTYPES[datatype]
+        if models:
+            loads = [workloads.gradients_of(name, dtype) for name in models]
+        else:
+            sizes = workloads.sizes(minbytes, maxbytes, stepfactor)
+            loads = [workloads.one_value(size, dtype) for size in sizes]
+        named = [one for name in names for one in implementations.parse(name)]
+        devices = devices_lib.choose(num_devices)
+        tf.config.list_logical_devices()
+
+    console.print(f"{devices.description}, TensorFlow {tf.__version__}")
+    compared = _that_run(list(dict.fromkeys(named)), devices, dtype, console)
+    if fit:
+        return _fit(models, devices, compared, iterations, json_file, plot_file, console)
+    return _all_reduce(
+        loads, devices, compared, (iterations, warmup, eager), json_file, plot_file, console
+    )
+
+
+def _all_reduce(
+    loads: Sequence[workloads.Workload],
+    devices: devices_lib.Devices,
+    compared: Sequence[implementations.Implementation],
+    settings: tuple[int, int, bool],
+    json_file: pathlib.Path | None,
+    plot_file: pathlib.Path | None,
+    console: Console,
+) -> int:
+    from tfcdo.bench import implementations
+    from tfcdo.bench import measure
+    from tfcdo.cli import bench_report
+
+    how = measure.Settings(*settings)
+    results = []
+    with _progress(len(loads) * measure.num_pieces(how, len(compared)), console) as tell:
+        for load in loads:
+            told = functools.partial(_tell_of, load, tell)
+            results += measure.run(load, devices, compared, how, told)
+    bench_report.show(results, console)
+    if json_file:
+        bench_report.write_json(results, devices, json_file)
+    if plot_file:
+        from tfcdo.cli import bench_plot
+
+        bench_plot.save(results, devices, plot_file)
+    ours = [one for one in results if one.kind == implementations.OURS]
+    return int(any(one.wrong for one in ours))
+
+
+def _tell_of(load: workloads.Workload, tell: Callable[[str], None], what: str) -> None:
+    tell(f"{load.name}, {load.size} bytes: {what}")
+
+
+def _fit(
+    models: Sequence[str],
+    devices: devices_lib.Devices,
+    compared: Sequence[implementations.Implementation],
+    rounds: int,
+    json_file: pathlib.Path | None,
+    plot_file: pathlib.Path | None,
+    console: Console,
+) -> int:
+    from tfcdo.bench import fit
+    from tfcdo.cli import bench_report
+
+    if plot_file:
+        raise click.UsageError("--plot draws all-reduces, and --fit measures none by itself")
+    names = models or (_FIT_MODEL,)
+    unknown = [name for name in names if name not in fit.MODELS]
+    if unknown:
+        raise click.UsageError(f"--fit can train {' or '.join(fit.MODELS)}, not {unknown[0]}")
+    results = []
+    with _progress(len(names) * fit.num_pieces(len(compared), rounds), console) as tell:
+        for name in names:
+            results += fit.run(name, devices, compared, rounds, tell)
+    bench_report.show_fit(results, console)
+    if json_file:
+        bench_report.write_json(results, devices, json_file)
+    return 0
+
+
+def _that_run(
+    named: Sequence[implementations.Implementation],
+    devices: devices_lib.Devices,
+    dtype: str,
+    console: Console,
+) -> list[implementations.Implementation]:
+    """Leaves out what cannot run here, and says why."""
+    compared = []
+    left_out: dict[str, list[str]] = {}
+    for one in named:
+        reason = one.why_not(devices.names, dtype)
+        if reason:
+            left_out.setdefault(reason, []).append(one.name)
+        else:
+            compared.append(one)
+    for reason, names in left_out.items():
+        console.print(f"Without {' and '.join(names)}: {reason}")
+    if not compared:
+        raise click.UsageError("none of the implementations can run here")
+    return compared
+
+
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
+    """Tells what is wrong with the options without a traceback."""
+    try:
+        yield
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _progress(total: int, console: Console) -> Iterator[Callable[[str], None]]:
+    """A bar that moves on each time it is told what comes next."""
+    columns = (
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TimeRemainingColumn(),
+        rich_progress.TextColumn("{task.description}"),
+    )
+    with rich_progress.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=total, completed=-1)
+
+        def tell(what: str) -> None:
+            bar.update(task, advance=1, description=what)
+
+        yield tell

@@ -1,0 +1,220 @@
+"""The tables and the JSON file of `tfcdo bench`."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+import json
+import math
+import os
+import pathlib
+import platform
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tfcdo.bench import devices as devices_lib
+from tfcdo.bench import fit
+from tfcdo.bench import implementations
+from tfcdo.bench import measure
+from tfcdo.version import __version__
+
+_REDOP = "sum"
+_STYLES = {implementations.OURS: "bold", measure.FLOOR: "dim", measure.BASELINE: "dim"}
+
+
+def by_workload(
+    results: Sequence[measure.Measurement],
+) -> Iterator[list[measure.Measurement]]:
+    """Splits measurements into those of one workload each."""
+    for _, group in itertools.groupby(results, lambda one: (one.workload, one.size)):
+        yield list(group)
+
+
+def fastest(results: Sequence[measure.Measurement], kind: str) -> float:
+    """The best time of one kind among the measurements of a workload; NaN if there is none.
+
+    What comes to a wrong result does not count.
+    """
+    times = [one.seconds for one in results if one.kind == kind and not one.wrong]
+    return min(times, default=math.nan)
+
+
+def short(name: str) -> str:
+    """An implementation's name for a column."""
+    return name.replace("num_packs=", "")
+
+
+def show(results: Sequence[measure.Measurement], console: Console) -> None:
+    """Prints the table of times, and that of what is paid apart.
+
+    Args:
+      results: as `measure.run` returns them, of one workload after the other.
+      console: where to.
+    """
+    console.print(_times(results))
+    console.print(
+        "Times are medians without the baseline's, ± is the distance between the quartiles. "
+        "/TF and /floor: the time as a multiple of the fastest right TensorFlow class's and of the "
+        "fastest single pass over the same memory."
+    )
+    console.print()
+    console.print(_apart(results))
+
+
+def _times(results: Sequence[measure.Measurement]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("size\n(B)", "count\n(elements)"):
+        table.add_column(column, justify="right")
+    for column in ("type\n", "redop\n", "implementation\n"):
+        table.add_column(column, overflow="fold")
+    for column in (
+        "time\n(us)",
+        "±\n(us)",
+        "algbw\n(GB/s)",
+        "busbw\n(GB/s)",
+        "#wrong\n",
+        "/TF\n",
+        "/floor\n",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for group in by_workload(results):
+        tensorflow = fastest(group, implementations.TENSORFLOW)
+        floor = fastest(group, measure.FLOOR)
+        for one in group:
+            is_net = one.kind not in (measure.FLOOR, measure.BASELINE)
+            table.add_row(
+                str(one.size),
+                str(one.count),
+                one.dtype,
+                _REDOP,
+                short(one.name),
+                f"{one.seconds * 1e6:.1f}",
+                f"{one.spread * 1e6:.1f}",
+                *(
+                    (_number(one.algbw / 1e9), _number(one.busbw / 1e9))
+                    if one.kind != measure.BASELINE
+                    else ("", "")
+                ),
+                _wrong(one.wrong),
+                _ratio(one.seconds, tensorflow) if is_net else "",
+                _ratio(one.seconds, floor) if is_net else "",
+                style=_STYLES.get(one.kind),
+            )
+        table.add_section()
+    return table
+
+
+def _apart(results: Sequence[measure.Measurement]) -> Table:
+    """What a step pays besides time: of the last workload, as all sizes are much alike."""
+    *_, group = by_workload(results)
+    table = Table(
+        box=box.SIMPLE_HEAD, title=f"Apart, for {group[0].size} bytes", title_justify="left"
+    )
+    table.add_column("implementation\n")
+    for column in (
+        "CPU time\n(us)",
+        "first call\n(s)",
+        "graph nodes\n(added)",
+        "peak memory\n(MB, added)",
+    ):
+        table.add_column(column, justify="right")
+    for one in group:
+        table.add_row(
+            short(one.name),
+            f"{one.cpu_seconds * 1e6:.1f}",
+            "-" if one.first_call is None else f"{one.first_call:.2f}",
+            "-" if one.nodes is None else str(one.nodes),
+            "-" if one.peak_memory is None else f"{one.peak_memory / 1e6:.1f}",
+            style=_STYLES.get(one.kind),
+        )
+    return table
+
+
+def show_fit(results: Sequence[fit.FitMeasurement], console: Console) -> None:
+    """Prints the table of training steps."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("model\n", "implementation\n"):
+        table.add_column(column)
+    for column in ("step\n(ms)", "±\n(ms)", "/TF\n", "first step\n(s)"):
+        table.add_column(column, justify="right")
+    for model in dict.fromkeys(one.model for one in results):
+        group = [one for one in results if one.model == model]
+        tensorflow = min(
+            (one.seconds for one in group if one.kind == implementations.TENSORFLOW),
+            default=math.nan,
+        )
+        for one in group:
+            table.add_row(
+                model,
+                short(one.name),
+                f"{one.seconds * 1e3:.1f}",
+                f"{one.spread * 1e3:.1f}",
+                _ratio(one.seconds, tensorflow),
+                f"{one.first_step:.1f}",
+                style=_STYLES.get(one.kind),
+            )
+        table.add_section()
+    console.print(table)
+
+
+def write_json(
+    results: Sequence[measure.Measurement] | Sequence[fit.FitMeasurement],
+    devices: devices_lib.Devices,
+    path: pathlib.Path,
+) -> None:
+    """Writes all that was measured, with where and when.
+
+    Args:
+      results: the measurements; their fields become the keys.
+      devices: what they were made on.
+      path: the file.
+    """
+    content = {**circumstances(devices), "results": [dataclasses.asdict(one) for one in results]}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def circumstances(devices: devices_lib.Devices) -> dict[str, Any]:
+    """Where and when something was measured, and with which versions."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": {
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)),
+            "system": platform.platform(),
+        },
+        "devices": devices.description,
+        "versions": {
+            "tfcdo": __version__,
+            "tensorflow": tf.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _processor() -> str:
+    """The processor's name; where Linux does not tell, its architecture."""
+    path = pathlib.Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
+
+
+def _ratio(seconds: float, other: float) -> str:
+    """What it is a multiple of; nothing where the noise is larger than the time."""
+    return f"{seconds / other:.2f}" if seconds > 0 and other > 0 else "-"
+
+
+def _wrong(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f"[bold red]{count}[/]" if count else "0"
