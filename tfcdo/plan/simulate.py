@@ -235,7 +235,7 @@ def bound(topology: topology_lib.Topology, num_bytes: int) -> float:
       much time as all links together need. On a DGX-1 this is 14/48 of the time that one NVLink
       needs for the data.
     * All data must cross every cut of the machine both ways, at the rate of a maximum flow.
-    * `K-1` times the data is added, by K devices.
+    * `K-1` times the data is added, by K devices unless they share one adder.
 
     Detours through the host are left out of the first two, as long as the other links join all
     devices; using them as well could gain what they add to the links' bandwidth (3 % on a DGX-1).
@@ -269,7 +269,8 @@ def _bound_per_byte(topology: topology_lib.Topology) -> float:
         for other in range(1, devices)
         for source, target in ((0, other), (other, 0))
     )
-    additions = (devices - 1) / devices / topology.addition_bandwidth
+    adders = 1 if topology.shared_adder else devices
+    additions = (devices - 1) / adders / topology.addition_bandwidth
     return max(all_links, cuts, additions)
 
 
@@ -363,7 +364,7 @@ def prepare(schedule: schedule_lib.Schedule, topology: topology_lib.Topology) ->
             duration = latency + size * seconds_per_byte
             task = add_task(("reduce", index, child, parent), duration, holds, partial[child])
             if seconds_per_addition:
-                adder = (len(topology.resources) + parent,)
+                adder = (len(topology.resources) + (0 if topology.shared_adder else parent),)
                 duration = size * seconds_per_addition
                 task = add_task(("add", index, child, parent), duration, adder, [task])
             partial[parent].append(task)

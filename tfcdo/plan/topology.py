@@ -85,6 +85,7 @@ class Topology:
       links: one link for each ordered pair of devices.
       addition_bandwidth: bytes of one operand that a device adds per second; `math.inf` if
         additions cost nothing next to the copies.
+      shared_adder: whether all devices add with the same cores and memory, and so one at a time.
 
     Raises:
       ValueError: if a pair of devices has no link or several, or a link names a device or a
@@ -101,6 +102,7 @@ class Topology:
     resources: tuple[Resource, ...]
     links: tuple[Link, ...]
     addition_bandwidth: float = math.inf
+    shared_adder: bool = False
 
     def __post_init__(self) -> None:
         if self.num_devices < 1:
@@ -135,7 +137,15 @@ class Topology:
     @functools.cached_property
     def _hash(self) -> int:
         # A topology is looked up once for each all-reduce; hashing its links is worth doing once.
-        return hash((self.num_devices, self.resources, self.links, self.addition_bandwidth))
+        return hash(
+            (
+                self.num_devices,
+                self.resources,
+                self.links,
+                self.addition_bandwidth,
+                self.shared_adder,
+            )
+        )
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -146,7 +156,7 @@ class Topology:
                 number.setdefault(index, len(number))
         content = (
             self.num_devices,
-            self.addition_bandwidth,
+            (self.addition_bandwidth, self.shared_adder),
             [self.resources[index].bandwidth for index in number],
             sorted(
                 (
@@ -227,6 +237,7 @@ class Topology:
                 for link in kept
             ),
             addition_bandwidth=self.addition_bandwidth,
+            shared_adder=self.shared_adder,
         )
 
 
@@ -357,13 +368,16 @@ def pcie(num_devices: int = 4) -> Topology:
 def shared_memory(num_devices: int = 8) -> Topology:
     """Virtual CPU devices of one host: copies cost nothing, additions cost memory bandwidth.
 
+    All devices add with the same cores, so it does not matter where; one pack is as good as many.
+
     Args:
       num_devices: how many devices there are.
     """
     builder = _Builder()
     for source, target in _pairs(num_devices):
         builder.link(source, target, [(_link_name(source, target), math.inf)])
-    return builder.build("shared_memory", num_devices, latency=0.0, addition_bandwidth=CPU_ADDITION)
+    own = builder.build("shared_memory", num_devices, latency=0.0, addition_bandwidth=CPU_ADDITION)
+    return dataclasses.replace(own, shared_adder=True)
 
 
 def fully_connected(num_devices: int = 8) -> Topology:
