@@ -12,6 +12,7 @@ from tfcdo.version import __version__
 # Name: where the click command is, as "module:attribute".
 COMMANDS = {
     "demo": "tfcdo.cli.demo:demo",
+    "bench": "tfcdo.cli.bench:bench",
 }
 
 

@@ -151,7 +151,7 @@ def _train(
     batches = (
         tf.data.Dataset.from_tensor_slices((digits.train_images, digits.train_labels))
         .batch(batch, drop_remainder=True)
-        # One endless iterator, not one an epoch: to end one, tf.data now and then waits for seconds.
+        # One endless iterator, not one an epoch: ending one may take tf.data seconds of waiting.
         .repeat()
     )
     with strategy.scope():
