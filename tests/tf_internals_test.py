@@ -1,0 +1,185 @@
+"""The door to TensorFlow's private modules, that it is the only one, and that plans need none."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+
+import tfcdo
+from tfcdo import tf_internals
+
+PACKAGE = pathlib.Path(tfcdo.__file__).parent
+
+# What needs no TensorFlow, and what of tfcdo it may use.
+PURE = ("tfcdo.plan", "tfcdo.log")
+EXTRAS = ("click", "rich", "matplotlib", "sklearn", "hypothesis")
+
+# Run where an import of TensorFlow, or of what needs it, raises.
+_WITHOUT_TENSORFLOW = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        bound = name.split(".")[0] in ("tensorflow", "keras", "tfcdo")
+        if bound and not name.startswith(("tfcdo.plan", "tfcdo.log")):
+            raise ImportError(f"{name} is out of bounds")
+
+sys.meta_path.insert(0, Refuse())
+try:
+    import tensorflow
+except ImportError:
+    pass
+else:
+    raise AssertionError("TensorFlow can be imported")
+
+import importlib, types
+package = types.ModuleType("tfcdo")  # tfcdo/__init__.py itself imports TensorFlow.
+package.__path__ = [sys.argv[1]]
+sys.modules["tfcdo"] = package
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+from tfcdo.plan import packing, topology
+spec = packing.ValueSpec("float32", 4, (10,))
+plan = packing.plan_batch((spec,), packing.Packing(2), "ring", topology.preset("dgx1"))
+assert len(plan.packs) == 2
+print("planned", len(sys.argv) - 2, "modules")
+"""
+
+
+def imports(path: pathlib.Path) -> list[str]:
+    """The full names of what a file imports, wherever in it."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [name for node in ast.walk(tree) for name in imported_by(node)]
+
+
+def imported_by(node: ast.AST) -> list[str]:
+    """The full names of what one statement imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+class ImportsTest(tf.test.TestCase):
+    def test_one_file_imports_private_modules(self):
+        private = {
+            path.relative_to(PACKAGE).as_posix()
+            for path in PACKAGE.rglob("*.py")
+            if any(name.startswith("tensorflow.python") for name in imports(path))
+        }
+        self.assertEqual({"tf_internals.py"}, private)
+
+    def test_nobody_reaches_them_by_attribute(self):
+        for path in PACKAGE.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Attribute):
+                    name = ast.unparse(node)
+                    self.assertNotIn(name, ("tf.python", "tf.__internal__", "tf._api"), path)
+
+    def test_plans_import_no_tensorflow(self):
+        for path in (PACKAGE / "plan").rglob("*.py"):
+            for name in imports(path):
+                self.assertNotIn(name.split(".")[0], ("tensorflow", "keras"), path)
+                if name.startswith("tfcdo"):
+                    self.assertTrue(name.startswith(PURE), f"{path} imports {name}")
+
+    def test_plans_work_where_there_is_no_tensorflow(self):
+        modules = [
+            ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+            for path in sorted((PACKAGE / "plan").rglob("*.py"))
+            if path.name != "__init__.py"
+        ]
+        self.assertIn("tfcdo.plan.tree", modules)
+        done = subprocess.run(
+            [sys.executable, "-c", _WITHOUT_TENSORFLOW, str(PACKAGE), *modules],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        self.assertEqual("", done.stderr)
+        self.assertEqual(f"planned {len(modules)} modules\n", done.stdout)
+
+    def test_a_plain_import_needs_no_extras(self):
+        """Outside the commands, extras are imported where they are used, if at all."""
+        for path in set(PACKAGE.rglob("*.py")) - set(PACKAGE.glob("cli/*.py")):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            for node in tree.body:
+                for name in imported_by(node):
+                    self.assertNotIn(name.split(".")[0], EXTRAS, path)
+
+
+class ValuesTest(tf.test.TestCase, parameterized.TestCase):
+    def test_per_replica(self):
+        value = tf_internals.per_replica([tf.constant(1), tf.constant(2)])
+        self.assertIsInstance(value, tf.distribute.DistributedValues)
+        self.assertIsInstance(value, tf_internals.DistributedValues)
+        self.assertEqual("PerReplica", type(value).__name__)
+        self.assertAllEqual([1, 2], value.values)
+
+    def test_is_what_a_strategy_makes(self):
+        strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        made = strategy.run(
+            lambda: tf.identity(tf.distribute.get_replica_context().replica_id_in_sync_group)
+        )
+        self.assertIs(type(made), type(tf_internals.per_replica([1, 2])))
+        reduced = strategy.extended.batch_reduce_to(tu.SUM, [(made, made)])[0]
+        self.assertIs(type(reduced), type(tf_internals.mirrored([1, 2])))
+
+    def test_mirrored(self):
+        value = tf_internals.mirrored([tf.constant(1), tf.constant(1)])
+        self.assertEqual("Mirrored", type(value).__name__)
+        single = tf.constant(1)
+        self.assertIs(single, tf_internals.mirrored([single]))
+
+    @parameterized.parameters("/cpu:3", "CPU:3", "/device:CPU:3", "/job:localhost/device:CPU:3")
+    def test_canonical_device(self, name):
+        self.assertEqual(tu.device_name(3), tf_internals.canonical_device(name))
+
+    def test_devices_of_values(self):
+        value = tu.per_replica([1, 2], tu.ALL_DEVICES[3:5])
+        self.assertEqual(tu.ALL_DEVICES[3:5], tf_internals.devices_of_values(value))
+        self.assertEqual(
+            ("", ""), tf_internals.devices_of_values(tf_internals.per_replica([1.0, 2.0]))
+        )
+
+    def test_is_variable(self):
+        self.assertTrue(tf_internals.is_variable(tf.Variable(1)))
+        self.assertFalse(tf_internals.is_variable(tf.constant(1)))
+        self.assertFalse(tf_internals.is_variable(None))
+
+    def test_replicas_of_a_plain_value(self):
+        self.assertEqual(1, tf_internals.replicas_of_plain_value())
+        strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1", "/cpu:2"])
+        with strategy.scope():
+            self.assertEqual(3, tf_internals.replicas_of_plain_value())
+        seen = []
+        strategy.run(lambda: seen.append(tf_internals.replicas_of_plain_value()))
+        self.assertEqual([1, 1, 1], seen)
+
+
+class RegistryTest(tf.test.TestCase):
+    def test_kernels(self):
+        self.assertIn("CPU", tf_internals.device_types_with_kernel("AddN"))
+        self.assertEqual(frozenset(), tf_internals.device_types_with_kernel("NoSuchOp"))
+
+    def test_dtypes(self):
+        dtypes = tf_internals.dtypes_of_op("NcclAllReduce", "T")
+        self.assertContainsSubset({tf.float16, tf.float32, tf.int32}, dtypes)
+        self.assertNotIn(tf.complex64, dtypes)
+        self.assertEqual(frozenset(), tf_internals.dtypes_of_op("NoSuchOp", "T"))
+        self.assertEqual(frozenset(), tf_internals.dtypes_of_op("AddN", "NoSuchAttribute"))
+
+    def test_default_options(self):
+        self.assertEqual(0, tf_internals.default_options().bytes_per_pack)
+
+
+if __name__ == "__main__":
+    tf.test.main()
