@@ -3,15 +3,22 @@
 strategy = tf.distribute.MirroredStrategy(cross_device_ops=tfcdo.HierarchicalCopyAllReduce())
 """
 
-from tfcdo import topology
-from tfcdo.cross_device_ops import AllReduceCrossDeviceOps
-from tfcdo.cross_device_ops import AutoAllReduce
-from tfcdo.cross_device_ops import HierarchicalCopyAllReduce
-from tfcdo.cross_device_ops import NcclAllReduce
-from tfcdo.cross_device_ops import ReductionToOneDevice
-from tfcdo.nccl import NcclStatus
-from tfcdo.nccl import nccl_status
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tfcdo.version import __version__
+
+if TYPE_CHECKING:
+    from tfcdo import topology
+    from tfcdo.cross_device_ops import AllReduceCrossDeviceOps
+    from tfcdo.cross_device_ops import AutoAllReduce
+    from tfcdo.cross_device_ops import HierarchicalCopyAllReduce
+    from tfcdo.cross_device_ops import NcclAllReduce
+    from tfcdo.cross_device_ops import ReductionToOneDevice
+    from tfcdo.nccl import NcclStatus
+    from tfcdo.nccl import nccl_status
 
 __all__ = [
     "AllReduceCrossDeviceOps",
@@ -24,3 +31,28 @@ __all__ = [
     "nccl_status",
     "topology",
 ]
+
+# Planning needs no TensorFlow, which takes seconds to import: each name is fetched when it is used.
+_MODULES = {
+    "AllReduceCrossDeviceOps": "tfcdo.cross_device_ops",
+    "AutoAllReduce": "tfcdo.cross_device_ops",
+    "HierarchicalCopyAllReduce": "tfcdo.cross_device_ops",
+    "NcclAllReduce": "tfcdo.cross_device_ops",
+    "NcclStatus": "tfcdo.nccl",
+    "ReductionToOneDevice": "tfcdo.cross_device_ops",
+    "nccl_status": "tfcdo.nccl",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "topology":
+        return importlib.import_module("tfcdo.topology")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
