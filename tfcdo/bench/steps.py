@@ -108,7 +108,7 @@ class Built:
     Attributes:
       step: all-reduces once and waits for the end.
       first_call: seconds for tracing it and for its first call; None if nothing is traced.
-      nodes: how many ops its graph has, those of its functions included; None likewise.
+      nodes: how many ops its graph has; None likewise.
       wrong: how many elements of its results are wrong.
     """
 
@@ -128,24 +128,50 @@ def build_graph(data: Data, reduce: implementations.Reduce | None) -> Built:
     Returns:
       The step.
     """
-
-    # Traced apart, so that what is timed hands nothing to Python.
-    @tf.function(autograph=False)
-    def results() -> Held:
-        return reduce_held(reduce, data.read())
-
-    @tf.function(autograph=False)
-    def consumed() -> None:
-        _consume(data, reduce_held(reduce, data.read()))
-
-    timed = consumed if data.devices.on_cpu else results
     start = time.perf_counter()
-    function = timed.get_concrete_function()
+    function = trace(data, reduce)
     step = _synchronous(function, data.devices)
     step()
     first_call = time.perf_counter() - start
-    wrong = 0 if reduce is None else data.num_wrong(results())
-    return Built(step, first_call, _num_nodes(function), wrong)
+    # Traced once more, so that what is timed hands nothing to Python.
+    wrong = 0 if reduce is None else data.num_wrong(_returning(data, reduce)())
+    return Built(step, first_call, num_nodes(function), wrong)
+
+
+def trace(data: Data, reduce: implementations.Reduce | None) -> Any:
+    """Makes the graph of `build_graph` without running it.
+
+    Args:
+      data: the values.
+      reduce: how they are reduced, or None.
+
+    Returns:
+      The concrete function.
+    """
+    if not data.devices.on_cpu:
+        return _returning(data, reduce).get_concrete_function()
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        _consume(data, reduce_held(reduce, data.read()))
+
+    return step.get_concrete_function()
+
+
+def num_nodes(function: Any) -> int:
+    """How many ops the graph of a concrete function has, those of its functions included."""
+    graph = function.graph.as_graph_def()
+    return len(graph.node) + sum(len(inner.node_def) for inner in graph.library.function)
+
+
+def _returning(data: Data, reduce: implementations.Reduce | None) -> Any:
+    """The same graph, whose results are returned instead."""
+
+    @tf.function(autograph=False)
+    def step() -> Held:
+        return reduce_held(reduce, data.read())
+
+    return step
 
 
 def build_eager(data: Data, reduce: implementations.Reduce | None) -> Built:
@@ -183,11 +209,6 @@ def _synchronous(call: Callable[[], Any], devices: devices_lib.Devices) -> Step:
         tf.test.experimental.sync_devices()
 
     return call_and_wait
-
-
-def _num_nodes(function: Any) -> int:
-    graph = function.graph.as_graph_def()
-    return len(graph.node) + sum(len(inner.node_def) for inner in graph.library.function)
 
 
 def _num_wrong(result: tf.Tensor, expected: np.ndarray) -> int:

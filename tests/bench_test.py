@@ -1,0 +1,513 @@
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import pathlib
+import tempfile
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tfcdo
+from tfcdo import tf_internals
+from tfcdo import virtual_devices
+from tfcdo.bench import devices as devices_lib
+from tfcdo.bench import fit
+from tfcdo.bench import implementations
+from tfcdo.bench import measure
+from tfcdo.bench import memory
+from tfcdo.bench import profile
+from tfcdo.bench import steps
+from tfcdo.bench import workloads
+from tfcdo.cli import bench_report
+from tfcdo.cli import commands
+
+virtual_devices.configure_virtual_cpus(8)
+
+_SMALL = workloads.Workload("small", ((3, 2), (5,), ()))
+_QUICK = measure.Settings(iterations=2, warmup=1)
+_TF_HIERARCHICAL = "tf.HierarchicalCopyAllReduce(num_packs=1)"
+
+
+def _tfcdo(*arguments: str) -> tuple[int, str, str]:
+    """Runs the command in this process; returns its exit status, its output and its complaints."""
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        status = commands.run(arguments)
+    return status, output.getvalue(), errors.getvalue()
+
+
+def _bench(*arguments: str) -> tuple[int, str, str]:
+    return _tfcdo("bench", "-n", "1", "-w", "0", *arguments)
+
+
+def _implementation(name: str) -> implementations.Implementation:
+    (found,) = implementations.parse(name)
+    return found
+
+
+def _names(found: list[implementations.Implementation]) -> list[str]:
+    return [one.name for one in found]
+
+
+class _ForgetsTheLastDevice(tf.distribute.CrossDeviceOps):
+    """Sums all values but the last device's."""
+
+    def batch_reduce(
+        self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
+    ) -> Any:
+        del reduce_op, options
+        return [_broadcast(tf.add_n(value.values[:-1])) for value, _ in value_destination_pairs]
+
+
+def _broadcast(total: tf.Tensor, count: int = 3) -> Any:
+    copies = []
+    for rank in range(count):
+        with tf.device(f"CPU:{rank}"):
+            copies.append(tf.identity(total))
+    return tf_internals.mirrored(copies)
+
+
+def _measurement(name: str, kind: str, seconds: float, wrong: int = 0) -> measure.Measurement:
+    return measure.Measurement("w", 4000, 1000, "float32", 4, name, kind, seconds, 0.0, 0.0, wrong)
+
+
+class WorkloadTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters(
+        ("resnet50", keras.applications.ResNet50), ("mobilenet", keras.applications.MobileNetV2)
+    )
+    def test_shapes_are_those_of_the_keras_model(self, name: str, model: Any):
+        variables = model(weights=None).trainable_variables
+        expected = [tuple(variable.shape) for variable in variables]
+        self.assertEqual(list(workloads.gradients_of(name).shapes), expected)
+
+    @parameterized.parameters(
+        # The published number of parameters of BERT-base, uncased.
+        ("bert-base", 199, 109_482_240),
+        ("tiny", 500, 32_000),
+        ("tiny-matrices", 500, 32_000),
+    )
+    def test_number_of_values_and_elements(self, name: str, num_values: int, count: int):
+        workload = workloads.gradients_of(name, "float16")
+        self.assertLen(workload.shapes, num_values)
+        self.assertEqual((workload.count, workload.size), (count, 2 * count))
+
+    def test_sizes_go_up_to_the_last_one(self):
+        self.assertEqual(list(workloads.sizes(8, 512, 4)), [8, 32, 128, 512])
+        self.assertEqual(list(workloads.sizes(8, 500, 4)), [8, 32, 128])
+
+    @parameterized.parameters((0, 8, 2), (8, 4, 2), (8, 16, 1))
+    def test_sizes_that_lead_nowhere(self, begin: int, end: int, factor: int):
+        with self.assertRaisesRegex(ValueError, f"begin={begin}, end={end}, factor={factor}"):
+            list(workloads.sizes(begin, end, factor))
+
+    def test_one_value_holds_whole_elements(self):
+        self.assertEqual(workloads.one_value(1, "float64").shapes, ((1,),))
+        self.assertEqual(workloads.one_value(31, "float64").size, 24)
+
+    @parameterized.parameters(*workloads.DTYPES.values())
+    def test_sums_are_exact_in_every_dtype(self, dtype: str):
+        workload = workloads.Workload("w", ((1000,),), dtype)
+        arrays = [workloads.numbers(workload, seed)[0] for seed in range(16)]
+        exact = np.sum(arrays, axis=0, dtype=np.int64)
+        summed = tf.add_n([tf.cast(array, dtype) for array in arrays])
+        self.assertAllEqual(tf.cast(summed, tf.int64), exact)
+        self.assertGreater(len(np.unique(exact)), 10)
+
+
+class ImplementationTest(parameterized.TestCase):
+    def test_all_are_all_of_both_packages(self):
+        found = _names(implementations.parse("all"))
+        self.assertEqual(
+            found, _names([*implementations.parse("tfcdo"), *implementations.parse("tf")])
+        )
+        self.assertContainsSubset(
+            [
+                "tfcdo.ReductionToOneDevice",
+                "tfcdo.HierarchicalCopyAllReduce",
+                "tfcdo.NcclAllReduce",
+                "tf.HierarchicalCopyAllReduce(num_packs=0)",
+                "tf.HierarchicalCopyAllReduce(num_packs=8)",
+                "tf.ReductionToOneDevice",
+                "tf.NcclAllReduce",
+                "tf.CollectiveAllReduce",
+            ],
+            found,
+        )
+
+    def test_a_call_is_read_with_its_arguments(self):
+        ops = _implementation("tfcdo.AllReduceCrossDeviceOps(all_reduce_alg='ring', num_packs=3)")
+        made = ops.cross_device_ops()
+        self.assertIsInstance(made, tfcdo.AllReduceCrossDeviceOps)
+        self.assertEqual(dict(ops.arguments), {"all_reduce_alg": "ring", "num_packs": 3})
+
+    def test_the_long_name_of_a_tensorflow_class(self):
+        made = _implementation("tf.distribute.ReductionToOneDevice()").cross_device_ops()
+        self.assertIs(type(made), tf.distribute.ReductionToOneDevice)
+
+    def test_the_strategys_own_choice(self):
+        strategy = _implementation("tf.CollectiveAllReduce").strategy(["CPU:0", "CPU:1"])
+        self.assertEqual(
+            type(strategy.extended._get_cross_device_ops(tf.constant(0.0))).__name__,
+            "CollectiveAllReduce",
+        )
+
+    def test_nccl_does_not_run_on_processors(self):
+        why_not = _implementation("tf.NcclAllReduce").why_not(["CPU:0", "CPU:1"], "float32")
+        self.assertIn("CPU", str(why_not))
+        self.assertIsNone(
+            _implementation("tf.ReductionToOneDevice").why_not(["CPU:0", "CPU:1"], "float32")
+        )
+
+
+class StepTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters(steps.build_graph, steps.build_eager)
+    def test_wrong_elements_are_counted(self, build: Any):
+        data = steps.place(_SMALL, devices_lib.choose(3))
+        last = [variable.numpy() for variable in data.variables[-1]]
+        # What is left out is missed wherever it is not 0, on each of the three devices.
+        expected = 3 * sum(np.count_nonzero(array) for array in last)
+        self.assertGreater(expected, 0)
+        ops = _ForgetsTheLastDevice()
+        wrong = build(data, lambda values: ops.batch_reduce(None, [(v, v) for v in values])).wrong
+        self.assertEqual(wrong, expected)
+
+    def test_a_wrong_shape_is_wrong_in_every_element(self):
+        data = steps.place(_SMALL, devices_lib.choose(2))
+        held = [[tf.reshape(total, [1, -1]) for total in data.sums]] * 2
+        self.assertEqual(data.num_wrong(held), 2 * _SMALL.count)
+
+    @parameterized.parameters(*_names(implementations.parse("all")))
+    def test_every_implementation_is_right_on_two_devices(self, name: str):
+        devices = devices_lib.choose(2)
+        one = _implementation(name)
+        if one.why_not(devices.names, "float32"):
+            self.assertIn("Nccl", name)
+            return
+        built = steps.build_graph(steps.place(_SMALL, devices), one.reducer(devices.names))
+        self.assertEqual(built.wrong, 0)
+        self.assertIsInstance(built.first_call, float)
+
+    def test_each_device_has_other_values(self):
+        data = steps.place(_SMALL, devices_lib.choose(2))
+        first, second = data.variables
+        self.assertNotAllEqual(first[0], second[0])
+        self.assertEqual([value.device for value in second], [data.devices.names[1]] * 3)
+        self.assertAllEqual(first[0] + second[0], data.sums[0])
+
+    def test_only_what_the_all_reduce_adds_is_counted(self):
+        devices = devices_lib.choose(3)
+        data = steps.place(_SMALL, devices)
+        nodes = [
+            steps.num_nodes(steps.trace(data, reduce))
+            for reduce in (
+                None,
+                lambda values: [_broadcast(value.values[0]) for value in values],
+            )
+        ]
+        self.assertEqual(nodes[1] - nodes[0], len(_SMALL.shapes) * 3)
+
+    def test_the_graph_is_a_tenth_of_tensorflows(self):
+        # The graph of ResNet-50's gradients has as many nodes as that of values of other sizes, but
+        # not fewer: which values are packed depends on them.
+        data = steps.place(workloads.gradients_of("resnet50"), devices_lib.choose(8))
+        base = steps.num_nodes(steps.trace(data, None))
+
+        def added(name: str) -> int:
+            reduce = _implementation(name).reducer(data.devices.names)
+            return steps.num_nodes(steps.trace(data, reduce)) - base
+
+        self.assertLessEqual(added("tfcdo.AutoAllReduce"), 0.10 * added(_TF_HIERARCHICAL))
+
+
+class MeasureTest(parameterized.TestCase, tf.test.TestCase):
+    def test_steps_take_turns(self):
+        taken: list[str] = []
+        now = 0.0
+
+        def step_of(name: str, seconds: float) -> steps.Step:
+            def step() -> None:
+                nonlocal now
+                now += seconds
+                taken.append(name)
+
+            return step
+
+        compared = {"a": step_of("a", 1.0), "b": step_of("b", 0.002)}
+        with mock.patch.object(measure.time, "perf_counter", lambda: now):
+            times = measure.interleave(compared, measure.Settings(iterations=2, warmup=1))
+        # After the first round, as many calls of the short step as fill a sample.
+        self.assertEqual(taken, [*"ab", *"abbb", *"abbb"])
+        self.assertAllClose(times["a"].wall, [1.0, 1.0])
+        self.assertAllClose(times["b"].wall, [0.002, 0.002])
+
+    def test_algbw_and_busbw(self):
+        one = _measurement("x", "tf", 2e-6)
+        self.assertAllClose(one.algbw, 2e9)
+        self.assertAllClose(one.busbw, 2e9 * 2 * 3 / 4)
+        self.assertTrue(math.isnan(_measurement("x", "tf", -1e-6).busbw))
+
+    @parameterized.parameters(False, True)
+    def test_a_run_measures_all_of_them(self, eager: bool):
+        names = ["tfcdo.ReductionToOneDevice", _TF_HIERARCHICAL]
+        told: list[str] = []
+        settings = measure.Settings(2, 1, eager)
+        results = measure.run(
+            _SMALL,
+            devices_lib.choose(3),
+            [_implementation(name) for name in names],
+            settings,
+            told.append,
+        )
+        self.assertEqual(
+            [(one.name, one.kind) for one in results],
+            [
+                (names[0], "tfcdo"),
+                (names[1], "tf"),
+                ("floor (XLA)", measure.FLOOR),
+                ("floor (add_n)", measure.FLOOR),
+                ("baseline", measure.BASELINE),
+            ],
+        )
+        self.assertLen(told, measure.num_pieces(settings, len(names)))
+        ours, theirs, *floors, baseline = results
+        self.assertEqual((ours.size, ours.count, ours.num_devices), (48, 12, 3))
+        self.assertEqual([one.wrong for one in (ours, *floors)], [0, 0, 0])
+        # TensorFlow's class leaves a device out of an odd number, which has to show.
+        self.assertNotEqual(theirs.wrong, 0)
+        self.assertIsNone(baseline.wrong)
+        self.assertGreater(baseline.seconds, 0.0)
+        self.assertEqual([one.first_call is None for one in (ours, baseline)], [eager, eager])
+        self.assertEqual([one.nodes is None for one in (ours, baseline)], [eager, eager])
+
+    def test_the_baseline_of_the_same_round_is_subtracted(self):
+        # The median of the differences, which is not the difference of the medians.
+        walls = {
+            "baseline": [1.0, 5.0, 9.0],
+            "tfcdo.ReductionToOneDevice": [3.0, 6.0, 20.0],
+            "baseline of the floor": [0.5, 0.5, 0.5],
+            "floor (XLA)": [1.0, 1.5, 2.0],
+            "floor (add_n)": [0.5, 0.5, 0.5],
+        }
+        times = {
+            name: measure.Times(np.array(wall), np.array(wall) * 10) for name, wall in walls.items()
+        }
+        with mock.patch.object(measure, "interleave", return_value=times) as interleave:
+            one = _implementation("tfcdo.ReductionToOneDevice")
+            results = measure.run(_SMALL, devices_lib.choose(2), [one], _QUICK)
+        self.assertSameElements(walls, interleave.call_args.args[0])
+        self.assertAllClose([one.seconds for one in results], [2.0, 1.0, 0.0, 5.0])
+        self.assertAllClose([one.spread for one in results], [5.0, 0.5, 0.0, 4.0])
+        self.assertAllClose([one.cpu_seconds for one in results], [20.0, 10.0, 0.0, 50.0])
+
+    def test_the_floor_adds_as_many_bytes(self):
+        workload = workloads.one_value(5 * 2**20 + 8)
+        data = measure.floor.place(workload, devices_lib.choose(2))
+        self.assertEqual(data.workload.shapes, ((2**20,), (2**18 + 2,)))
+        self.assertEqual(len(set(data.devices.names)), 1)
+        for name, reduce in measure.floor.passes(data.devices.names[0]).items():
+            self.assertEqual(steps.build_graph(data, reduce).wrong, 0, name)
+
+
+class MemoryTest(tf.test.TestCase):
+    def test_peak_is_what_a_step_makes_at_the_same_time(self):
+        devices = devices_lib.choose(2)
+        data = steps.place(workloads.Workload("w", ((2**20,),)), devices)
+
+        def reduce(values: Any) -> Any:
+            first, second = values[0].values
+            # Two temporary tensors that live at the same time, the product in the place of one.
+            return [_broadcast(tf.negative(first) * tf.exp(second), 2)]
+
+        step = steps.build_graph(data, reduce).step
+        peak = memory.peak_of(step, devices)
+        if peak is None:
+            self.skipTest("TensorFlow's allocator for this processor keeps no count")
+        self.assertEqual(peak, 2 * 4 * 2**20)
+        self.assertEqual(memory.peak_of(steps.build_graph(data, None).step, devices), 0)
+
+    def test_no_count_is_no_number(self):
+        error = ValueError("Allocator stats not available")
+        with mock.patch.object(tf.config.experimental, "get_memory_info", side_effect=error):
+            self.assertIsNone(memory.peak_of(lambda: None, devices_lib.choose(2)))
+
+
+class ProfileTest(tf.test.TestCase):
+    def test_ops_and_their_bytes(self):
+        workload = workloads.Workload("w", ((300, 300),))
+        found = profile.profile(workload, 2, _implementation("tf.ReductionToOneDevice"))
+        by_op = {entry.op: entry for entry in found}
+        self.assertEqual((by_op["AddN"].count, by_op["AddN"].size), (1, workload.size))
+        self.assertGreaterEqual(by_op["AddN"].seconds, 0.0)
+        self.assertNotIn("ReadVariableOp", by_op)
+
+
+class DevicesTest(tf.test.TestCase):
+    def test_cards_are_taken_if_there_are_enough(self):
+        cards = [tf.config.PhysicalDevice(f"/physical_device:GPU:{n}", "GPU") for n in range(2)]
+
+        def list_devices(kind: str) -> list[tf.config.PhysicalDevice]:
+            return cards if kind == "GPU" else processors
+
+        processors = tf.config.list_physical_devices("CPU")
+        details = {"device_name": "Some Card"}
+        with (
+            mock.patch.object(tf.config, "list_physical_devices", list_devices),
+            mock.patch.object(tf.config.experimental, "get_device_details", lambda _: details),
+        ):
+            two, three = devices_lib.choose(2), devices_lib.choose(3)
+        self.assertEqual(two.description, "2 x Some Card")
+        self.assertFalse(two.on_cpu)
+        self.assertEndsWith(two.names[1], "device:GPU:1")
+        self.assertEqual(three.description, "3 virtual CPU devices, because there are only 2 GPUs")
+        self.assertEndsWith(three.names[2], "device:CPU:2")
+
+
+class ReportTest(tf.test.TestCase):
+    def test_what_is_wrong_is_not_the_fastest(self):
+        results = [
+            _measurement("tf.Wrong", "tf", 1.0, wrong=1),
+            _measurement("tf.Slow", "tf", 3.0),
+            _measurement("tf.Right", "tf", 2.0),
+            _measurement("tfcdo.X", "tfcdo", 0.5),
+        ]
+        self.assertEqual(bench_report.fastest(results, "tf"), 2.0)
+        self.assertTrue(math.isnan(bench_report.fastest(results, measure.FLOOR)))
+
+
+class CommandTest(parameterized.TestCase, tf.test.TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def test_a_sweep(self):
+        json_file, plot_file = self.folder / "out.json", self.folder / "out.png"
+        status, output, _ = _bench(
+            *("-b", "64", "-e", "4K", "-f", "64", "-g", "2", "-d", "double"),
+            *("--ops", "tfcdo.ReductionToOneDevice", "--ops", "tf.ReductionToOneDevice"),
+            *("--json", str(json_file), "--plot", str(plot_file)),
+        )
+        self.assertEqual(status, 0, output)
+        self.assertIn("2 virtual CPU devices", output)
+        header = next(line for line in output.splitlines() if "algbw" in line)
+        self.assertEqual(
+            " ".join(header.split()),
+            "size count type redop implementation time ± algbw busbw #wrong /TF /floor",
+        )
+        rows = [line.split() for line in output.splitlines() if " sum " in line]
+        self.assertLen(rows, 2 * (2 + 2 + 1))
+        self.assertEqual(rows[0][:5], ["64", "8", "float64", "sum", "tfcdo.ReductionToOneDevice"])
+        self.assertEqual(rows[5][:2], ["4096", "512"])
+        for heading in ("CPU time", "first call", "graph nodes", "peak memory"):
+            self.assertIn(heading, output)
+
+        written = json.loads(json_file.read_text())
+        self.assertEqual(written["versions"]["tensorflow"], tf.__version__)
+        self.assertEqual(written["devices"], "2 virtual CPU devices")
+        self.assertLen(written["results"], len(rows))
+        self.assertEqual({one["wrong"] for one in written["results"]}, {0, None})
+        self.assertEqual(plot_file.read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
+
+    def test_models_eagerly(self):
+        plot_file = self.folder / "bars.png"
+        status, output, _ = _bench(
+            *("--model", "tiny", "--model", "tiny-matrices", "-g", "2", "--eager"),
+            *("--ops", "tfcdo.ReductionToOneDevice", "--plot", str(plot_file)),
+        )
+        self.assertEqual(status, 0, output)
+        self.assertEqual(output.count("128000        32000"), 2 * (1 + 2 + 1), output)
+        self.assertGreater(plot_file.stat().st_size, 1000)
+
+    def test_a_wrong_result_of_tensorflow_is_shown(self):
+        status, output, _ = _bench("-b", "4K", "-e", "4K", "-g", "3", "--ops", _TF_HIERARCHICAL)
+        self.assertEqual(status, 0)
+        (row,) = [
+            line
+            for line in output.splitlines()
+            if "tf.HierarchicalCopyAllReduce(1)" in line and " sum " in line
+        ]
+        self.assertGreater(int(row.split()[9]), 0)
+
+    def test_a_wrong_result_of_ours_fails(self):
+        with (
+            mock.patch.object(tfcdo, "Wrong", _ForgetsTheLastDevice, create=True),
+            mock.patch.object(tfcdo, "__all__", ["Wrong"]),
+        ):
+            status, output, _ = _bench("-b", "4K", "-e", "4K", "-g", "3", "--ops", "tfcdo")
+        self.assertEqual(status, 1, output)
+
+    def test_what_cannot_run_is_named_and_left_out(self):
+        status, output, _ = _bench("-b", "64", "-e", "64", "-g", "2", "--ops", "tf")
+        self.assertEqual(status, 0, output)
+        self.assertIn("Without tf.NcclAllReduce: ", output)
+        self.assertIn("tf.CollectiveAllReduce", output)
+
+    @parameterized.parameters(
+        (("-b", "8X"), "'8X' is no number of bytes"),
+        (("-b", "0"), "'0' is no number of bytes"),
+        (("-b", "1K", "-e", "8"), "begin=1024, end=8"),
+        (("-f", "1"), "--stepfactor"),
+        (("-g", "1"), "--devices"),
+        (("-n", "0"), "--iters"),
+        (("-d", "float8"), "float8"),
+        (("--model", "vgg"), "'vgg'"),
+        (("--ops", "ring"), "'ring' names no implementation"),
+        (("--ops", "tfcdo.Ring"), "no class 'Ring' in tfcdo"),
+        (("--ops", "tf.("), "cannot read 'tf.('"),
+        (("--ops", "tf.HierarchicalCopyAllReduce(8)"), "written as in num_packs=8"),
+        (("--ops", "tfcdo.HierarchicalCopyAllReduce(num_packs=-1)"), "num_packs"),
+        (("--ops", "tf.HierarchicalCopyAllReduce(packs=1)"), "packs"),
+        (("--ops", "tf.NcclAllReduce"), "none of the implementations can run here"),
+        (("--json", "out.txt"), "does not end in .json"),
+        (("--plot", "no-such-folder/out.png"), "there is no folder 'no-such-folder'"),
+        (("--fit", "--model", "tiny"), "mobilenet or resnet50, not tiny"),
+        (("--fit", "--plot", "out.png"), "--plot"),
+    )
+    def test_a_wrong_option_gets_one_line(self, arguments: tuple[str, ...], named: str):
+        status, _, errors = _bench(*arguments)
+        self.assertEqual(status, 2)
+        (line,) = errors.splitlines()
+        self.assertStartsWith(line, "tfcdo: ")
+        self.assertIn(named, line)
+
+    def test_fit(self):
+        json_file = self.folder / "fit.json"
+        with mock.patch.dict(fit.MODELS, {"mobilenet": _small_model}):
+            status, output, _ = _bench(
+                *("--fit", "-g", "2", "--json", str(json_file)),
+                *("--ops", "tfcdo.ReductionToOneDevice", "--ops", "tf.ReductionToOneDevice"),
+            )
+        self.assertEqual(status, 0, output)
+        for heading in ("step", "first step", "/TF"):
+            self.assertIn(heading, output)
+        results = json.loads(json_file.read_text())["results"]
+        self.assertEqual(
+            [one["name"] for one in results],
+            ["tfcdo.ReductionToOneDevice", "tf.ReductionToOneDevice"],
+        )
+        for one in results:
+            self.assertGreater(one["seconds"], 0.0)
+            self.assertGreater(one["first_step"], 0.0)
+
+
+def _small_model(weights: None, input_shape: tuple[int, ...], classes: int) -> Any:
+    del weights
+    return keras.Sequential(
+        [
+            keras.layers.Input(input_shape),
+            keras.layers.Flatten(),
+            keras.layers.Dense(classes, activation="softmax"),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    tf.test.main()
