@@ -223,4 +223,6 @@ def _device(value: Any) -> str:
 
 
 def _bits(tensor: tf.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tuple(tensor.shape), tensor.numpy().tobytes()
+    array = np.asarray(tensor.numpy())
+    content = array.tolist() if array.dtype == object else array.tobytes()  # Texts, or numbers.
+    return tensor.dtype, tuple(tensor.shape), content
