@@ -13,6 +13,7 @@ from tfcdo.version import __version__
 COMMANDS = {
     "demo": "tfcdo.cli.demo:demo",
     "bench": "tfcdo.cli.bench:bench",
+    "plan": "tfcdo.cli.plan:plan",
 }
 
 

@@ -1,0 +1,291 @@
+"""`tfcdo plan`: what each algorithm would do on a machine, and how long that would take."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from tfcdo.plan import algorithms
+from tfcdo.plan import draw as draw_lib
+from tfcdo.plan import schedule as schedule_lib
+from tfcdo.plan import simulate
+from tfcdo.plan import topology as topology_lib
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+_PICTURES = (".png", ".svg")
+_DPI = 90
+# Without a terminal there is no width to keep to.
+_WIDTH_OF_A_PIPE = 120
+
+
+class Size(click.ParamType):
+    """A number of bytes such as 4096, 64K, 100M or 1.5G, in powers of 1000."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Reads it."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", str(value).upper())
+        size = round(float(found[1]) * _UNITS[found[2]]) if found else 0
+        if not size:
+            self.fail(f"{value!r} is no number of bytes such as 4096, 64K, 100M or 1.5G")
+        return size
+
+
+class Devices(click.ParamType):
+    """Device numbers, separated by commas."""
+
+    name = "devices"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Reads them."""
+        if not re.fullmatch(r"\d+(,\d+)*", str(value)):
+            self.fail(f"{value!r} is no list of device numbers such as 0,1,2")
+        return tuple(map(int, value.split(",")))
+
+
+class Picture(click.ParamType):
+    """A file to draw in, in a folder that is there."""
+
+    name = "file"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> pathlib.Path:
+        """Checks it before time is spent on what would go there."""
+        path = pathlib.Path(value)
+        if path.suffix not in _PICTURES:
+            self.fail(f"{value!r} does not end in {' or '.join(_PICTURES)}")
+        if not path.parent.is_dir():
+            self.fail(f"there is no folder {str(path.parent)!r}")
+        return path
+
+
+class Machine(click.ParamType):
+    """A preset, or a file that describes a machine."""
+
+    name = "topology"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> topology_lib.Topology:
+        """Reads it."""
+        name, _, count = str(value).partition(":")
+        try:
+            if name in topology_lib.PRESETS and re.fullmatch(r"\d*", count):
+                return topology_lib.preset(name, int(count) if count else None)
+            if value == "-":
+                text = click.get_text_stream("stdin").read()
+            else:
+                text = pathlib.Path(value).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            self.fail(
+                f"{value!r} is neither a file nor a known machine: "
+                f"{', '.join(topology_lib.PRESETS)}"
+            )
+        except UnicodeDecodeError:
+            self.fail(f"{value}: expected text; the file holds something else")
+        except OSError as error:
+            self.fail(f"{value}: {error.strerror}")
+        except ValueError as error:
+            self.fail(str(error))
+        is_json = text.lstrip().startswith("{")
+        read = topology_lib.Topology.from_json if is_json else topology_lib.Topology.from_nvidia_smi
+        try:
+            return read(text)
+        except ValueError as error:
+            self.fail(f"{value}: {error}")
+
+
+@click.command()
+@click.option(
+    "-t",
+    "--topology",
+    type=Machine(),
+    required=True,
+    metavar="NAME|FILE",
+    help=f"The machine: {', '.join(topology_lib.PRESETS)} (those of any size also with a number of "
+    "devices, as in nvswitch:16); or a file, either JSON as Topology.to_json writes it or what "
+    "`nvidia-smi topo -m` printed; - for standard input.",
+)
+@click.option(
+    "-b",
+    "--bytes",
+    "num_bytes",
+    type=Size(),
+    default="100M",
+    show_default=True,
+    help="How many bytes each device holds; K, M and G are 10^3, 10^6 and 10^9.",
+)
+@click.option(
+    "-d", "--devices", type=Devices(), metavar="0,1,...", help="Only these devices of the machine."
+)
+@click.option(
+    "-a",
+    "--algorithm",
+    type=click.Choice(algorithms.ALGORITHMS),
+    default="auto",
+    show_default=True,
+    help="The algorithm that is drawn or written.",
+)
+@click.option(
+    "--draw", "trees_file", type=Picture(), help="Draw the machine and the copy trees: .png or .svg"
+)
+@click.option(
+    "--gantt", "gantt_file", type=Picture(), help="Draw the transfers over time: .png or .svg"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the schedule instead of the table.")
+def plan(
+    topology: topology_lib.Topology,
+    num_bytes: int,
+    devices: tuple[int, ...] | None,
+    algorithm: str,
+    trees_file: pathlib.Path | None,
+    gantt_file: pathlib.Path | None,
+    as_json: bool,
+) -> None:
+    """Compare the all-reduce algorithms on a machine, without that machine.
+
+    Each algorithm's copies are simulated: a link carries one at a time, as fast as it can, after
+    the link's latency. The last column compares with a bound that no schedule beats.
+    """
+    if trees_file or gantt_file:
+        _check_matplotlib()
+    if devices is not None:
+        try:
+            topology = topology.subset(devices)
+        except ValueError as error:
+            raise click.UsageError(f"--devices: {error}") from None
+    console = Console(
+        highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, emoji=False
+    )
+    with console.status("Searching for trees ..."):
+        names = [algorithm] if as_json else algorithms.ALGORITHMS
+        schedules = {
+            name: algorithms.make_schedule(name, topology, num_bytes)
+            for name in dict.fromkeys((*names, algorithm))
+        }
+    chosen = schedules[algorithm]
+    if as_json:
+        click.echo(_as_json(chosen, topology, algorithm))
+    else:
+        _show(schedules, topology, num_bytes, console)
+    _draw(chosen, topology, algorithm, trees_file, gantt_file)
+    if not as_json:
+        for path in filter(None, (trees_file, gantt_file)):
+            console.print(f"Drew {algorithm} in {path}", soft_wrap=True)
+
+
+def _check_matplotlib() -> None:
+    """Tells that it is missing before anything is computed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        raise click.UsageError(
+            "matplotlib, which draws, is not installed: pip install 'tfcdo[plot]'"
+        ) from None
+
+
+def _show(
+    schedules: dict[str, schedule_lib.Schedule],
+    topology: topology_lib.Topology,
+    num_bytes: int,
+    console: Console,
+) -> None:
+    bound = simulate.bound(topology, num_bytes)
+    seconds = {
+        name: simulate.simulate(schedule, topology).seconds for name, schedule in schedules.items()
+    }
+    table = Table(
+        title=f"All-reduce of {draw_lib.format_bytes(num_bytes)} on each of {topology.num_devices} "
+        f"devices of {topology.name}",
+        caption=f"Simulated. Bound: {draw_lib.format_seconds(bound)}",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("Algorithm")
+    for heading in ("Packs", "Depth", "Fullest link", "Bytes on it", "Time", "Time / bound"):
+        table.add_column(heading, justify="right")
+    for name, schedule in schedules.items():
+        link, load = simulate.fullest(schedule, topology)
+        table.add_row(
+            _row_name(name, topology, num_bytes),
+            str(len(schedule.packs)),
+            str(max((pack.tree.depth for pack in schedule.packs), default=0)),
+            link or "none",
+            draw_lib.format_bytes(load),
+            draw_lib.format_seconds(seconds[name]),
+            f"{seconds[name] / bound:.3f}" if bound else "-",
+            style="bold" if name == "auto" else None,
+        )
+    console.print(table)
+
+
+def _row_name(name: str, topology: topology_lib.Topology, num_bytes: int) -> str:
+    if name != "auto":
+        return name
+    return f"auto: {algorithms.fastest_algorithm(topology, num_bytes)}"
+
+
+def _as_json(
+    schedule: schedule_lib.Schedule, topology: topology_lib.Topology, algorithm: str
+) -> str:
+    """The schedule as JSON, one pack a line."""
+
+    def lines(values: Sequence[Any]) -> str:
+        return "[\n" + ",\n".join(f"    {json.dumps(value)}" for value in values) + "\n  ]"
+
+    packs = [
+        {"start": pack.start, "stop": pack.stop, "parents": pack.tree.parents}
+        for pack in schedule.packs
+    ]
+    fields = {
+        "topology": json.dumps(topology.name, ensure_ascii=False),
+        "algorithm": json.dumps(algorithm),
+        "num_devices": json.dumps(schedule.num_devices),
+        "size": json.dumps(schedule.size),
+        "seconds": json.dumps(simulate.simulate(schedule, topology).seconds),
+        "bound": json.dumps(simulate.bound(topology, schedule.size)),
+        "packs": lines(packs),
+        "order": json.dumps(schedule.order),
+    }
+    return "{\n" + ",\n".join(f'  "{key}": {value}' for key, value in fields.items()) + "\n}"
+
+
+def _draw(
+    schedule: schedule_lib.Schedule,
+    topology: topology_lib.Topology,
+    algorithm: str,
+    trees_file: pathlib.Path | None,
+    gantt_file: pathlib.Path | None,
+) -> None:
+    seconds = simulate.simulate(schedule, topology).seconds
+    title = (
+        f"{algorithm} on {topology.name}: {draw_lib.format_bytes(schedule.size)} in "
+        f"{draw_lib.format_seconds(seconds)}"
+    )
+    bound = simulate.bound(topology, schedule.size)
+    if bound:
+        title += f", {seconds / bound:.3f} x the bound"
+    for path, picture in (
+        (trees_file, draw_lib.machine_and_trees),
+        (gantt_file, draw_lib.gantt),
+    ):
+        if path is None:
+            continue
+        try:
+            # Without a date, the same plan gives the same file.
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            picture(schedule, topology, title).savefig(path, dpi=_DPI, metadata=metadata)
+        except OSError as error:
+            raise click.UsageError(f"{path}: {error.strerror}") from None

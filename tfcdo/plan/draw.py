@@ -1,0 +1,424 @@
+"""Pictures of plans: the machine with its copy trees, and the transfers over time.
+
+matplotlib (the extra `tfcdo[plot]`) is imported when something is drawn.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+
+from tfcdo.plan import schedule as schedule_lib
+from tfcdo.plan import simulate
+from tfcdo.plan import topology as topology_lib
+from tfcdo.plan import tree as tree_lib
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.figure import SubFigure
+
+_MAX_TREES = 32
+_MAX_LANES = 64
+_MAX_LINK_KINDS = 6
+_WIRE = "0.45"
+_FAINT = "0.88"
+# The part of a bar's colour that is left where the sum is on its way down.
+_PALE = 0.45
+# A bar must be this part of the whole time to have room for the number of its pack.
+_ROOM_FOR_NUMBER = 0.014
+
+Color = tuple[float, float, float]
+Positions = Mapping[int, tuple[float, float]]
+
+
+def machine_and_trees(
+    schedule: schedule_lib.Schedule, topology: topology_lib.Topology, title: str = ""
+) -> Figure:
+    """Draws what joins the devices, and each copy tree on the same places.
+
+    Devices stand on a circle, the best joined next to each other. A tree has the colour of its
+    root; arrows point the way up, along which partial sums travel.
+
+    Args:
+      schedule: the packs and their trees.
+      topology: the machine.
+      title: a line above the picture.
+
+    Returns:
+      A matplotlib figure; `savefig` writes it to a file.
+
+    Example:
+      >>> from tfcdo.plan import algorithms
+      >>> machine = topology_lib.preset("pcie")
+      >>> figure = machine_and_trees(algorithms.make_schedule("ring", machine, 10**6), machine)
+      >>> len(figure.subfigs)
+      2
+    """
+    from matplotlib.figure import Figure
+
+    groups = _packs_by_tree(schedule)
+    shown = list(itertools.islice(groups.items(), _MAX_TREES))
+    rows = max(1, round(math.sqrt(len(shown) / 2)))
+    columns = max(3, math.ceil(len(shown) / rows))
+    widths = (4.8, 1.4 * columns)
+    figure = Figure(
+        figsize=(sum(widths), max(5.2, 1.55 * rows + 0.8)), layout="constrained", facecolor="white"
+    )
+    figure.suptitle(title, fontsize=14, fontweight="bold")
+    left, right = figure.subfigures(1, 2, width_ratios=widths)
+    places = _circle(topology)
+    _draw_machine(left, topology, places)
+    colors = _colors(topology.num_devices)
+    for position, (tree, packs) in enumerate(shown, 1):
+        axes = right.add_subplot(rows, columns, position)
+        _draw_tree(axes, tree, topology, places, colors[tree.root])
+        size = sum(schedule.packs[index].size for index in packs)
+        axes.set_title(f"{_pack_names(packs)}\n{format_bytes(size)}", fontsize=8)
+    more = f", {len(shown)} of them shown" if len(shown) < len(groups) else ""
+    right.suptitle(f"{_count(len(groups), 'copy tree')}{more}: arrows up to the root", fontsize=12)
+    return figure
+
+
+def gantt(
+    schedule: schedule_lib.Schedule, topology: topology_lib.Topology, title: str = ""
+) -> Figure:
+    """Draws the simulated transfers over time, one lane a link (or port, bridge, adder).
+
+    Args:
+      schedule: what is run, in bytes.
+      topology: what it is run on.
+      title: a line above the picture.
+
+    Returns:
+      A matplotlib figure; `savefig` writes it to a file.
+
+    Example:
+      >>> from tfcdo.plan import algorithms
+      >>> machine = topology_lib.preset("pcie")
+      >>> figure = gantt(algorithms.make_schedule("ring", machine, 10**6), machine)
+      >>> [label.get_text() for label in figure.axes[0].get_yticklabels()][:2]
+      ['0 out', '1 in']
+    """
+    from matplotlib.figure import Figure
+
+    timeline = simulate.simulate(schedule, topology)
+    lanes = _lanes(timeline, topology)
+    shown = list(itertools.islice(lanes.items(), _MAX_LANES))
+    figure = Figure(
+        figsize=(14, 2.0 + 0.21 * max(len(shown), 4)), layout="constrained", facecolor="white"
+    )
+    figure.suptitle(title, fontsize=14, fontweight="bold")
+    axes = figure.add_subplot()
+    unit, name = _time_unit(timeline.seconds)
+    colors = _colors(topology.num_devices)
+    for lane, (_, tasks) in enumerate(shown):
+        _draw_lane(axes, lane, tasks, schedule, colors, timeline.seconds, unit)
+    axes.set_yticks(range(len(shown)), [lane for lane, _ in shown], fontsize=8)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.set_xlim(0, timeline.seconds / unit or 1)
+    axes.set_xlabel(f"time, {name}")
+    axes.spines[["top", "right"]].set_visible(False)
+    _write_busy_times(axes, [tasks for _, tasks in shown], timeline.seconds)
+    bound = simulate.bound(topology, schedule.size)
+    if 0 < bound <= timeline.seconds:
+        axes.axvline(bound / unit, color="black", linestyle="--", linewidth=1)
+    _explain_bars(figure, schedule, colors, bound, len(lanes) - len(shown))
+    return figure
+
+
+def format_bytes(size: int) -> str:
+    """A number of bytes for readers, in powers of 1000.
+
+    Args:
+      size: how many bytes.
+
+    Returns:
+      Three digits or more, and the unit.
+
+    Example:
+      >>> format_bytes(4_166_667), format_bytes(999), format_bytes(10**8)
+      ('4.17 MB', '999 B', '100 MB')
+    """
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.{max(0, 2 - int(math.log10(size / unit)))}f} {name}"
+    return f"{size} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time for readers.
+
+    Args:
+      seconds: how long.
+
+    Returns:
+      Four digits, and the unit.
+
+    Example:
+      >>> format_seconds(0.0012604), format_seconds(8e-5), format_seconds(0)
+      ('1.260 ms', '80.00 µs', '0 µs')
+    """
+    unit, name = _time_unit(seconds)
+    return f"{seconds / unit:#.4g} {name}" if seconds else f"0 {name}"
+
+
+def _packs_by_tree(schedule: schedule_lib.Schedule) -> dict[tree_lib.CopyTree, list[int]]:
+    """The packs of each tree, by the root of the tree."""
+    found: dict[tree_lib.CopyTree, list[int]] = {}
+    for index, pack in enumerate(schedule.packs):
+        found.setdefault(pack.tree, []).append(index)
+    return dict(sorted(found.items(), key=lambda item: (item[0].root, item[1])))
+
+
+def _pack_names(packs: Sequence[int]) -> str:
+    names = ", ".join(map(str, packs[:3])) + (", ..." if len(packs) > 3 else "")
+    return f"pack {names}" if len(packs) == 1 else f"packs {names}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _circle(topology: topology_lib.Topology) -> Positions:
+    """Places on a circle, so that no line passes over a third device."""
+    devices = topology.num_devices
+    order = list(range(devices))
+    if devices > 3:
+        # The round trip that is shortest if fast links are short.
+        graph = nx.Graph()
+        for source, target in itertools.combinations(range(devices), 2):
+            detour = topology.routes[source, target].detour
+            speed = topology.bandwidth(source, target)
+            graph.add_edge(source, target, weight=(2 if detour else 1) / speed)
+        tour = nx.approximation.greedy_tsp(graph, source=0)
+        order = nx.approximation.simulated_annealing_tsp(graph, tour, source=0, seed=0)[:-1]
+    step = 2 * math.pi / devices
+    # A flat top is where the eye looks for the first device.
+    angles = {device: math.pi / 2 + step * (0.5 - place) for place, device in enumerate(order)}
+    return {device: (math.cos(angle), math.sin(angle)) for device, angle in angles.items()}
+
+
+def _colors(devices: int) -> list[Color]:
+    """A colour for each device."""
+    import matplotlib
+
+    if devices <= 8:
+        palette = [*matplotlib.colormaps["tab10"].colors]
+        # Grey is for the machine, and olive is next to it.
+        palette = [color for index, color in enumerate(palette) if index not in (7, 8)]
+    else:
+        palette = [*matplotlib.colormaps["turbo"].resampled(devices).colors]
+    return [tuple(map(float, palette[device][:3])) for device in range(devices)]
+
+
+def _draw_machine(area: SubFigure, topology: topology_lib.Topology, places: Positions) -> None:
+    axes = area.add_subplot()
+    area.suptitle(f"{topology.name}: {_count(topology.num_devices, 'device')}", fontsize=12)
+    kinds: dict[tuple[float, bool], list[tuple[int, int]]] = collections.defaultdict(list)
+    shared = _shared_links(topology)
+    for link in topology.direct_links:
+        pair = (link.source, link.target)
+        if link.source < link.target or pair[::-1] not in topology.routes:
+            kinds[topology.bandwidth(*pair), pair in shared].append(pair)
+    slowest_first = sorted(kinds.items())
+    graph = nx.Graph()
+    graph.add_nodes_from(range(topology.num_devices))
+    for rank, ((bandwidth, is_shared), pairs) in enumerate(slowest_first):
+        speed = "no limit" if bandwidth == math.inf else f"{bandwidth / 1e9:g} GB/s"
+        width = 1.2 if len(slowest_first) == 1 else 1.2 + 4.3 * rank / (len(slowest_first) - 1)
+        style = "--" if is_shared else "-"
+        color = _WIRE if len(slowest_first) == 1 else str(0.7 - 0.45 * rank / len(slowest_first))
+        nx.draw_networkx_edges(
+            graph, places, edgelist=pairs, ax=axes, width=width, style=style, edge_color=color
+        )
+        if rank < _MAX_LINK_KINDS:
+            label = f"{speed}, shares its way with others" if is_shared else f"{speed} each way"
+            axes.plot([], [], linewidth=width, linestyle=style, color=color, label=label)
+    detours = [link for link in topology.links if link.detour]
+    if detours and len(topology.direct_links) < len(topology.links):
+        speed = f"{min(topology.bandwidth(link.source, link.target) for link in detours) / 1e9:g}"
+        axes.plot([], [], " ", label=f"no line: through the host, {speed} GB/s")
+    colors = _colors(topology.num_devices)
+    nx.draw_networkx_nodes(graph, places, ax=axes, node_size=900, node_color=colors)
+    nx.draw_networkx_labels(
+        graph, places, ax=axes, font_size=15, font_color="white", font_weight="bold"
+    )
+    _frame(axes)
+    if topology.num_devices > 1:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0), fontsize=9, frameon=False)
+
+
+def _shared_links(topology: topology_lib.Topology) -> set[tuple[int, int]]:
+    """The pairs whose link holds something that others of other devices hold too."""
+    users: dict[int, set[frozenset[int]]] = collections.defaultdict(set)
+    for link in topology.links:
+        for resource in link.resources:
+            users[resource].add(frozenset((link.source, link.target)))
+    return {
+        (link.source, link.target)
+        for link in topology.links
+        if any(len(users[resource]) > 1 for resource in link.resources)
+    }
+
+
+def _draw_tree(
+    axes: Axes,
+    tree: tree_lib.CopyTree,
+    topology: topology_lib.Topology,
+    places: Positions,
+    color: Color,
+) -> None:
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(tree.num_devices))
+    wires = [(link.source, link.target) for link in topology.direct_links]
+    size = 130
+    nx.draw_networkx_edges(
+        graph, places, edgelist=wires, ax=axes, arrows=False, edge_color=_FAINT, width=0.8
+    )
+    nx.draw_networkx_edges(
+        graph,
+        places,
+        edgelist=tree.edges,
+        ax=axes,
+        edge_color=[color],
+        width=1.8,
+        arrowsize=9,
+        node_size=size,
+    )
+    fills = [color if device == tree.root else (1.0, 1.0, 1.0) for device in graph]
+    nx.draw_networkx_nodes(
+        graph, places, ax=axes, node_size=size, node_color=fills, edgecolors=[color], linewidths=1.2
+    )
+    for device in graph:
+        text = "white" if device == tree.root else "black"
+        axes.text(
+            *places[device], str(device), fontsize=7, color=text, ha="center", va="center_baseline"
+        )
+    _frame(axes)
+
+
+def _frame(axes: Axes) -> None:
+    axes.set_aspect("equal")
+    axes.set_xlim(-1.25, 1.25)
+    axes.set_ylim(-1.25, 1.25)
+    axes.axis("off")
+
+
+def _lanes(
+    timeline: simulate.Timeline, topology: topology_lib.Topology
+) -> dict[str, list[simulate.Task]]:
+    """The tasks of each resource and each adder that is busy at all, in the machine's order."""
+    lanes: dict[str, list[simulate.Task]] = {
+        resource.name: [] for resource in topology.resources
+    } | {_adder(device, topology): [] for device in range(topology.num_devices)}
+    for task in timeline.tasks:
+        if task.kind == "add":
+            lanes[_adder(task.target, topology)].append(task)
+            continue
+        for index in topology.routes[task.source, task.target].resources:
+            lanes[topology.resources[index].name].append(task)
+    return {name: tasks for name, tasks in lanes.items() if _busy(tasks) > 0}
+
+
+def _adder(device: int, topology: topology_lib.Topology) -> str:
+    return "additions" if topology.shared_adder else f"{device} adds"
+
+
+def _busy(tasks: Iterable[simulate.Task]) -> float:
+    return sum(task.end - task.start for task in tasks)
+
+
+def _draw_lane(
+    axes: Axes,
+    lane: int,
+    tasks: Sequence[simulate.Task],
+    schedule: schedule_lib.Schedule,
+    colors: Sequence[Color],
+    seconds: float,
+    unit: float,
+) -> None:
+    fills = [_bar_color(task, schedule, colors) for task in tasks]
+    axes.barh(
+        [lane] * len(tasks),
+        [(task.end - task.start) / unit for task in tasks],
+        left=[task.start / unit for task in tasks],
+        height=0.84,
+        color=fills,
+        edgecolor="white",
+        linewidth=0.5,
+    )
+    for task in tasks:
+        if task.end - task.start > _ROOM_FOR_NUMBER * seconds:
+            axes.text(
+                (task.start + task.end) / 2 / unit,
+                lane,
+                str(task.pack),
+                fontsize=6.5,
+                ha="center",
+                va="center_baseline",
+                color="black" if task.kind == "broadcast" else "white",
+            )
+
+
+def _bar_color(
+    task: simulate.Task, schedule: schedule_lib.Schedule, colors: Sequence[Color]
+) -> Color:
+    color = colors[schedule.packs[task.pack].tree.root]
+    return _paler(color) if task.kind == "broadcast" else color
+
+
+def _paler(color: Color) -> Color:
+    red, green, blue = (1 - _PALE * (1 - part) for part in color)
+    return red, green, blue
+
+
+def _write_busy_times(axes: Axes, lanes: Sequence[Sequence[simulate.Task]], seconds: float) -> None:
+    for lane, tasks in enumerate(lanes):
+        axes.text(
+            1.005,
+            lane,
+            f"{_busy(tasks) / seconds:.0%}",
+            transform=axes.get_yaxis_transform(),
+            fontsize=8,
+            va="center_baseline",
+        )
+    axes.text(1.005, 1.0, "busy", transform=axes.transAxes, fontsize=8, va="bottom")
+
+
+def _explain_bars(
+    figure: Figure,
+    schedule: schedule_lib.Schedule,
+    colors: Sequence[Color],
+    bound: float,
+    left_out: int,
+) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    roots = sorted({pack.tree.root for pack in schedule.packs})
+    entries: list[Any] = [
+        Patch(color=colors[root], label=f"summed on {root}") for root in roots[:16]
+    ]
+    entries.append(Patch(color=_paler((0.3, 0.3, 0.3)), label="pale: the sum, on its way down"))
+    label = f"bound {format_seconds(bound)}"
+    entries.append(Line2D([], [], color="black", linestyle="--", linewidth=1, label=label))
+    if left_out:
+        entries.append(Patch(color="none", label=f"{left_out} more lanes not shown"))
+    figure.legend(
+        handles=entries, loc="outside lower center", ncols=len(entries), fontsize=8, frameon=False,
+        title="a bar is one copy of one pack, with its number", title_fontsize=8,
+        handlelength=1.2, columnspacing=1.2,
+    )  # fmt: skip
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= unit:
+            return unit, name
+    return 1e-6, "µs"
