@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -11,6 +12,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import rich.console
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -377,8 +379,18 @@ class ReportTest(tf.test.TestCase):
             _measurement("tf.Right", "tf", 2.0),
             _measurement("tfcdo.X", "tfcdo", 0.5),
         ]
-        self.assertEqual(bench_report.fastest(results, "tf"), 2.0)
-        self.assertTrue(math.isnan(bench_report.fastest(results, measure.FLOOR)))
+        self.assertIs(bench_report.fastest(results, "tf"), results[2])
+        self.assertIsNone(bench_report.fastest(results, measure.FLOOR))
+
+    def test_ratios_to_what_is_lost_in_its_spread_are_not_shown(self):
+        reference = _measurement("tf.X", "tf", 2e-3)
+        ours = _measurement("tfcdo.X", "tfcdo", 1e-3)
+        for spread, shown in ((1e-3, "0.50"), (3e-3, "-")):
+            output = io.StringIO()
+            noisy = dataclasses.replace(reference, spread=spread)
+            bench_report.show([ours, noisy], rich.console.Console(file=output, width=160))
+            row = next(line for line in output.getvalue().splitlines() if "tfcdo.X" in line)
+            self.assertEqual(row.split()[-2:], [shown, "-"])
 
 
 class CommandTest(parameterized.TestCase, tf.test.TestCase):

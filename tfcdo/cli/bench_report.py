@@ -36,13 +36,13 @@ def by_workload(
         yield list(group)
 
 
-def fastest(results: Sequence[measure.Measurement], kind: str) -> float:
-    """The best time of one kind among the measurements of a workload; NaN if there is none.
+def fastest(results: Sequence[measure.Measurement], kind: str) -> measure.Measurement | None:
+    """The fastest of one kind among the measurements of a workload; None if there is none.
 
     What comes to a wrong result does not count.
     """
-    times = [one.seconds for one in results if one.kind == kind and not one.wrong]
-    return min(times, default=math.nan)
+    right = [one for one in results if one.kind == kind and not one.wrong]
+    return min(right, key=lambda one: one.seconds, default=None)
 
 
 def short(name: str) -> str:
@@ -61,7 +61,7 @@ def show(results: Sequence[measure.Measurement], console: Console) -> None:
     console.print(
         "Times are medians without the baseline's, ± is the distance between the quartiles. "
         "/TF and /floor: the time as a multiple of the fastest right TensorFlow class's and of the "
-        "fastest single pass over the same memory."
+        "fastest single pass over the same memory; - where these are lost in their own spread."
     )
     console.print()
     console.print(_apart(results))
@@ -102,8 +102,8 @@ def _times(results: Sequence[measure.Measurement]) -> Table:
                     else ("", "")
                 ),
                 _wrong(one.wrong),
-                _ratio(one.seconds, tensorflow) if is_net else "",
-                _ratio(one.seconds, floor) if is_net else "",
+                _ratio(one, tensorflow) if is_net else "",
+                _ratio(one, floor) if is_net else "",
                 style=_STYLES.get(one.kind),
             )
         table.add_section()
@@ -155,7 +155,7 @@ def show_fit(results: Sequence[fit.FitMeasurement], console: Console) -> None:
                 short(one.name),
                 f"{one.seconds * 1e3:.1f}",
                 f"{one.spread * 1e3:.1f}",
-                _ratio(one.seconds, tensorflow),
+                _number(one.seconds / tensorflow),
                 f"{one.first_step:.1f}",
                 style=_STYLES.get(one.kind),
             )
@@ -209,9 +209,11 @@ def _number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.2f}"
 
 
-def _ratio(seconds: float, other: float) -> str:
-    """What it is a multiple of; nothing where the noise is larger than the time."""
-    return f"{seconds / other:.2f}" if seconds > 0 and other > 0 else "-"
+def _ratio(one: measure.Measurement, other: measure.Measurement | None) -> str:
+    """What it is a multiple of; nothing where either is lost in the noise."""
+    if other is None or one.seconds <= 0 or other.seconds <= other.spread:
+        return "-"
+    return f"{one.seconds / other.seconds:.2f}"
 
 
 def _wrong(count: int | None) -> str:
