@@ -21,7 +21,6 @@ from tfcdo.plan import topology as topology_lib
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 _PICTURES = (".png", ".svg")
-_DPI = 90
 # Without a terminal there is no width to keep to.
 _WIDTH_OF_A_PIPE = 120
 
@@ -284,8 +283,6 @@ def _draw(
         if path is None:
             continue
         try:
-            # Without a date, the same plan gives the same file.
-            metadata = {"Date": None} if path.suffix == ".svg" else None
-            picture(schedule, topology, title).savefig(path, dpi=_DPI, metadata=metadata)
+            draw_lib.save(picture(schedule, topology, title), path)
         except OSError as error:
             raise click.UsageError(f"{path}: {error.strerror}") from None

@@ -6,8 +6,10 @@ matplotlib (the extra `tfcdo[plot]`) is imported when something is drawn.
 from __future__ import annotations
 
 import collections
+import io
 import itertools
 import math
+import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.figure import SubFigure
 
+_DPI = 100
 _MAX_TREES = 32
 _MAX_LANES = 64
+# More devices leave no room for their numbers in the picture of a tree.
+_MAX_NUMBERED = 12
 _MAX_LINK_KINDS = 6
 _WIRE = "0.45"
 _FAINT = "0.88"
@@ -51,7 +56,7 @@ def machine_and_trees(
       title: a line above the picture.
 
     Returns:
-      A matplotlib figure; `savefig` writes it to a file.
+      A matplotlib figure; `save` writes it to a file.
 
     Example:
       >>> from tfcdo.plan import algorithms
@@ -96,7 +101,7 @@ def gantt(
       title: a line above the picture.
 
     Returns:
-      A matplotlib figure; `savefig` writes it to a file.
+      A matplotlib figure; `save` writes it to a file.
 
     Example:
       >>> from tfcdo.plan import algorithms
@@ -130,6 +135,29 @@ def gantt(
         axes.axvline(bound / unit, color="black", linestyle="--", linewidth=1)
     _explain_bars(figure, schedule, colors, bound, len(lanes) - len(shown))
     return figure
+
+
+def save(figure: Figure, path: pathlib.Path) -> None:
+    """Writes a picture; the same plan gives the same file.
+
+    Args:
+      figure: what to write.
+      path: the file, .svg or .png.
+
+    Raises:
+      OSError: if it cannot be written.
+    """
+    import matplotlib
+    from PIL import Image
+
+    if path.suffix == ".svg":
+        with matplotlib.rc_context({"svg.hashsalt": "tfcdo"}):
+            figure.savefig(path, metadata={"Date": None})
+        return
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=_DPI)
+    # A palette is enough for lines and a few colours, and a third of the bytes.
+    Image.open(drawn).convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def format_bytes(size: int) -> str:
@@ -277,7 +305,8 @@ def _draw_tree(
     graph = nx.DiGraph()
     graph.add_nodes_from(range(tree.num_devices))
     wires = [(link.source, link.target) for link in topology.direct_links]
-    size = 130
+    crowded = tree.num_devices > _MAX_NUMBERED
+    size = 25 if crowded else 130
     nx.draw_networkx_edges(
         graph, places, edgelist=wires, ax=axes, arrows=False, edge_color=_FAINT, width=0.8
     )
@@ -295,7 +324,7 @@ def _draw_tree(
     nx.draw_networkx_nodes(
         graph, places, ax=axes, node_size=size, node_color=fills, edgecolors=[color], linewidths=1.2
     )
-    for device in graph:
+    for device in [] if crowded else graph:
         text = "white" if device == tree.root else "black"
         axes.text(
             *places[device], str(device), fontsize=7, color=text, ha="center", va="center_baseline"
