@@ -29,18 +29,28 @@ def presets(topology: topology_lib.Topology) -> list[forest_lib.Forest]:
     Returns:
       The forests; none for a machine that is not known.
     """
-    return list(_all_presets().get(topology.fingerprint, ()))
+    return list(_matching_presets(topology))
+
+
+@functools.lru_cache(maxsize=64)
+def _matching_presets(topology: topology_lib.Topology) -> tuple[forest_lib.Forest, ...]:
+    for machine, forests in _all_presets():
+        # The same machine may number its devices differently. Where many numberings match as far
+        # as single links go, all of them do, or hardly any.
+        for images in topology_lib.isomorphisms(machine, topology, limit=16):
+            if topology.subset(images).fingerprint == machine.fingerprint:
+                return tuple(forest.expanded([images]) for forest in forests)
+    return ()
 
 
 @functools.lru_cache(maxsize=1)
-def _all_presets() -> Mapping[str, Sequence[forest_lib.Forest]]:
-    found: dict[str, list[forest_lib.Forest]] = {}
+def _all_presets() -> Sequence[tuple[topology_lib.Topology, Sequence[forest_lib.Forest]]]:
+    found: dict[topology_lib.Topology, list[forest_lib.Forest]] = {}
     for entry in json.loads(PRESETS_FILE.read_text(encoding="utf-8")):
         machine = topology_lib.preset(entry["topology"], entry["num_devices"])
         machine = machine.subset(entry.get("subset", range(machine.num_devices)))
-        forest = decode(entry["forest"], machine.num_devices)
-        found.setdefault(machine.fingerprint, []).append(forest)
-    return found
+        found.setdefault(machine, []).append(decode(entry["forest"], machine.num_devices))
+    return list(found.items())
 
 
 def encode(forest: forest_lib.Forest) -> dict[str, Any]:

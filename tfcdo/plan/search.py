@@ -8,10 +8,9 @@ kept; for some machines it comes with the package.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tfcdo.plan import forest as forest_lib
 from tfcdo.plan import forest_store
@@ -149,7 +148,10 @@ def fastest(
       One of `forests`.
     """
     chosen, least = forests[0], math.inf
+    enough = simulate.bound(topology, num_bytes) * _GOOD_ENOUGH
     for forest in sorted(forests, key=lambda forest: len(forest.trees)):
+        if least <= enough:
+            break
         own = cost(forest, topology, num_bytes, give_up=least)
         # Packs cost ops, which the simulator does not count: more of them must be worth it.
         if own < least * _WORTH_MORE_PACKS:
@@ -214,27 +216,8 @@ def symmetries(
       >>> symmetries(topology_lib.preset("dgx1"))[1]
       (2, 3, 0, 1, 6, 7, 4, 5)
     """
-    devices = range(topology.num_devices)
-    kind = {
-        pair: (topology.bandwidth(*pair), link.latency, link.detour)
-        for pair, link in topology.routes.items()
-    }
-
-    def extend(images: forest_lib.Permutation) -> Iterator[forest_lib.Permutation]:
-        new = len(images)
-        if new == topology.num_devices:
-            yield images
-            return
-        for image in devices:
-            if image not in images and all(
-                kind[new, old] == kind[image, images[old]]
-                and kind[old, new] == kind[images[old], image]
-                for old in range(new)
-            ):
-                yield from extend((*images, image))
-
-    found = tuple(itertools.islice(extend(()), limit + 1))
-    return found if len(found) <= limit else (tuple(devices),)
+    found = tuple(topology_lib.isomorphisms(topology, topology, limit + 1))
+    return found if len(found) <= limit else (tuple(range(topology.num_devices)),)
 
 
 def improve(
@@ -267,8 +250,8 @@ def improve(
       equal_shares: leave the shares and the number of trees as they are.
 
     Returns:
-      The best forest found, images included; never worse than the one it began with. The same
-      arguments give the same forest.
+      The best forest found, with a group its representatives; never worse than the one it began
+      with. The same arguments give the same forest.
 
     References:
       Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", 1983.
@@ -308,7 +291,7 @@ def improve(
             current, current_cost = candidate, candidate_cost
             if current_cost < best_cost:
                 best, best_cost = current, current_cost
-    return best.expanded(group)
+    return best
 
 
 def _neighbour(

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import networkx as nx
 
@@ -111,9 +114,13 @@ class Topology:
             raise ValueError(
                 f"addition_bandwidth must be above 0 B/s; got {self.addition_bandwidth}"
             )
+        names = [resource.name for resource in self.resources]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"resources must have different names; {twice!r} is there twice")
         for link in self.links:
-            if not link.latency >= 0:
-                raise ValueError(f"latency of {link} must be at least 0 s")
+            if not 0 <= link.latency < math.inf:
+                raise ValueError(f"latency of {link} must be a number of seconds, at least 0")
             if not link.resources or not all(
                 0 <= index < len(self.resources) for index in link.resources
             ):
@@ -173,6 +180,14 @@ class Topology:
     def routes(self) -> Mapping[tuple[int, int], Link]:
         """The link of each ordered pair of devices."""
         return {(link.source, link.target): link for link in self.links}
+
+    @functools.cached_property
+    def link_kinds(self) -> Mapping[tuple[int, int], tuple[float, float, bool]]:
+        """Bandwidth, latency and whether it is a detour, of each ordered pair's link."""
+        return {
+            pair: (self.bandwidth(*pair), link.latency, link.detour)
+            for pair, link in self.routes.items()
+        }
 
     def bandwidth(self, source: int, target: int) -> float:
         """The bytes per second of a transfer from `source` to `target` that has the way alone."""
@@ -240,8 +255,174 @@ class Topology:
             shared_adder=self.shared_adder,
         )
 
+    def to_json(self) -> str:
+        """This topology as a JSON text, which `from_json` reads.
 
-class _Builder:
+        Returns:
+          An object with the constructor's arguments; a bandwidth of null has no limit, and links
+          name their resources.
+
+        Example:
+          >>> print(fully_connected(2).to_json())
+          {
+            "name": "fully_connected",
+            "num_devices": 2,
+            "addition_bandwidth": null,
+            "shared_adder": false,
+            "resources": [
+              {"name": "0→1", "bandwidth": 25000000000.0},
+              {"name": "1→0", "bandwidth": 25000000000.0}
+            ],
+            "links": [
+              {"source": 0, "target": 1, "latency": 1e-05, "resources": ["0→1"], "detour": false},
+              {"source": 1, "target": 0, "latency": 1e-05, "resources": ["1→0"], "detour": false}
+            ]
+          }
+        """
+
+        def lines(values: Iterable[Mapping[str, Any]]) -> str:
+            # One resource or link a line: a person may want to read and change them.
+            return ",".join(f"\n    {json.dumps(value, ensure_ascii=False)}" for value in values)
+
+        resources = lines(
+            {"name": resource.name, "bandwidth": _finite(resource.bandwidth)}
+            for resource in self.resources
+        )
+        links = lines(
+            {
+                **dataclasses.asdict(link),
+                "resources": [self.resources[index].name for index in link.resources],
+            }
+            for link in self.links
+        )
+        return (
+            "{\n"
+            f'  "name": {json.dumps(self.name, ensure_ascii=False)},\n'
+            f'  "num_devices": {self.num_devices},\n'
+            f'  "addition_bandwidth": {json.dumps(_finite(self.addition_bandwidth))},\n'
+            f'  "shared_adder": {json.dumps(self.shared_adder)},\n'
+            f'  "resources": [{resources}\n  ],\n'
+            f'  "links": [{links}\n  ]\n'
+            "}"
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Topology:
+        """Reads what `to_json` has written, or what somebody wrote in its likeness.
+
+        Args:
+          text: a JSON object with "name", "num_devices", "resources" and "links", perhaps
+            "addition_bandwidth" and "shared_adder"; a link may leave out "latency" and "detour".
+
+        Returns:
+          The topology.
+
+        Raises:
+          ValueError: if the text is no JSON, or not of such an object, or not of a topology.
+
+        Example:
+          >>> Topology.from_json(pcie().to_json()) == pcie()
+          True
+        """
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not a JSON text: {error}") from error
+        try:
+            resources = tuple(
+                Resource(str(entry["name"]), _bandwidth(entry["bandwidth"]))
+                for entry in content["resources"]
+            )
+            index = {resource.name: position for position, resource in enumerate(resources)}
+            links = tuple(
+                Link(
+                    int(entry["source"]),
+                    int(entry["target"]),
+                    float(entry.get("latency", LATENCY)),
+                    tuple(index[name] for name in entry["resources"]),
+                    bool(entry.get("detour", False)),
+                )
+                for entry in content["links"]
+            )
+            return cls(
+                str(content["name"]),
+                int(content["num_devices"]),
+                resources,
+                links,
+                _bandwidth(content.get("addition_bandwidth")),
+                bool(content.get("shared_adder", False)),
+            )
+        except KeyError as error:
+            raise ValueError(f"not a topology: {error} is missing") from error
+        except (TypeError, AttributeError) as error:
+            raise ValueError(
+                f"not a topology: {error}; see Topology.to_json for the form"
+            ) from error
+
+    @classmethod
+    def from_nvidia_smi(cls, text: str) -> Topology:
+        """The topology that `nvidia-smi topo -m` shows; see `tfcdo.plan.nvidia_smi.parse`.
+
+        Args:
+          text: what the command printed.
+
+        Returns:
+          A topology over the GPUs of the table, in its order.
+
+        Raises:
+          ValueError: if the text holds no such table.
+        """
+        from tfcdo.plan import nvidia_smi
+
+        return nvidia_smi.parse(text)
+
+
+def _finite(bandwidth: float) -> float | None:
+    return None if bandwidth == math.inf else bandwidth
+
+
+def _bandwidth(value: float | None) -> float:
+    return math.inf if value is None else float(value)
+
+
+def isomorphisms(one: Topology, other: Topology, limit: int) -> Iterator[tuple[int, ...]]:
+    """The ways to match the devices of two topologies so that their links are alike.
+
+    Bandwidth, latency and detours are compared, not what links share.
+
+    Args:
+      one: a topology.
+      other: another one, perhaps the same.
+      limit: stop after this many.
+
+    Yields:
+      `images`, where device `d` of `one` is like device `images[d]` of `other`; in ascending order.
+
+    Example:
+      >>> list(isomorphisms(preset("dgx1"), preset("dgx1"), 10))[1]
+      (2, 3, 0, 1, 6, 7, 4, 5)
+    """
+    if one.num_devices != other.num_devices:
+        return
+    kinds, other_kinds = one.link_kinds, other.link_kinds
+
+    def extend(images: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        new = len(images)
+        if new == one.num_devices:
+            yield images
+            return
+        for image in range(one.num_devices):
+            if image not in images and all(
+                kinds[new, old] == other_kinds[image, images[old]]
+                and kinds[old, new] == other_kinds[images[old], image]
+                for old in range(new)
+            ):
+                yield from extend((*images, image))
+
+    yield from itertools.islice(extend(()), limit)
+
+
+class Builder:
     """Collects resources by name and links by device, and numbers them."""
 
     def __init__(self) -> None:
@@ -251,6 +432,14 @@ class _Builder:
     def link(
         self, source: int, target: int, way: Iterable[tuple[str, float]], *, detour: bool = False
     ) -> None:
+        """Adds a link.
+
+        Args:
+          source: the sending device.
+          target: the receiving device.
+          way: name and bandwidth of each resource that it holds, in the order of travel.
+          detour: see `Link`.
+        """
         names = []
         for name, bandwidth in way:
             self._resources.setdefault(name, Resource(name, bandwidth))
@@ -265,6 +454,17 @@ class _Builder:
         latency: float = LATENCY,
         addition_bandwidth: float = math.inf,
     ) -> Topology:
+        """Makes the topology.
+
+        Args:
+          name: its name.
+          num_devices: how many devices there are.
+          latency: that of every link, in seconds.
+          addition_bandwidth: see `Topology`.
+
+        Returns:
+          The topology of all links so far.
+        """
         index = {resource: position for position, resource in enumerate(self._resources)}
         return Topology(
             name,
@@ -278,7 +478,15 @@ class _Builder:
         )
 
 
-def _pairs(num_devices: int) -> Iterable[tuple[int, int]]:
+def ordered_pairs(num_devices: int) -> Iterable[tuple[int, int]]:
+    """All `(source, target)` of different devices.
+
+    Args:
+      num_devices: how many devices there are.
+
+    Returns:
+      The pairs, in ascending order.
+    """
     return ((a, b) for a in range(num_devices) for b in range(num_devices) if a != b)
 
 
@@ -286,7 +494,7 @@ def _link_name(source: int, target: int) -> str:
     return f"{source}→{target}"
 
 
-def _nvlinks_and_host(
+def nvlinks_and_host(
     name: str, num_devices: int, nvlinks: Mapping[tuple[int, int], float], socket: Sequence[int]
 ) -> Topology:
     """A machine of point-to-point links, whose other pairs meet in the host.
@@ -297,15 +505,35 @@ def _nvlinks_and_host(
       nvlinks: bytes per second, each way, of each joined pair `(a, b)` with `a < b`.
       socket: the socket of each device; one resource carries all host traffic from one socket to
         the same socket or another.
+
+    Returns:
+      The topology.
     """
-    builder = _Builder()
-    for source, target in _pairs(num_devices):
+    builder = Builder()
+    for source, target in ordered_pairs(num_devices):
         bandwidth = nvlinks.get((min(source, target), max(source, target)))
         if bandwidth:
             builder.link(source, target, [(_link_name(source, target), bandwidth)])
         else:
             bridge = f"host {_link_name(socket[source], socket[target])}"
             builder.link(source, target, [(bridge, HOST)], detour=True)
+    return builder.build(name, num_devices)
+
+
+def crossbar(name: str, num_devices: int, port: float) -> Topology:
+    """A machine whose devices meet in a switch that is never the slowest part.
+
+    Args:
+      name: the topology's name.
+      num_devices: how many devices there are.
+      port: bytes per second of each device's way in, and of its way out.
+
+    Returns:
+      The topology.
+    """
+    builder = Builder()
+    for source, target in ordered_pairs(num_devices):
+        builder.link(source, target, [(f"{source} out", port), (f"{target} in", port)])
     return builder.build(name, num_devices)
 
 
@@ -319,7 +547,7 @@ def dgx1() -> Topology:
       NVIDIA, "NVIDIA DGX-1 With Tesla V100 System Architecture", 2017.
     """
     links = {pair: count * NVLINK_V100 for pair, count in _DGX1_LINKS.items()}
-    return _nvlinks_and_host("dgx1", 8, links, socket=(0, 0, 0, 0, 1, 1, 1, 1))
+    return nvlinks_and_host("dgx1", 8, links, socket=(0, 0, 0, 0, 1, 1, 1, 1))
 
 
 def dgx1_p100() -> Topology:
@@ -331,7 +559,7 @@ def dgx1_p100() -> Topology:
       NVIDIA, "NVIDIA DGX-1 With Tesla V100 System Architecture", 2017.
     """
     links = {pair: count * NVLINK_P100 for pair, count in _DGX1_P100_LINKS.items()}
-    return _nvlinks_and_host("dgx1_p100", 8, links, socket=(0, 0, 0, 0, 1, 1, 1, 1))
+    return nvlinks_and_host("dgx1_p100", 8, links, socket=(0, 0, 0, 0, 1, 1, 1, 1))
 
 
 def nvswitch(num_devices: int = 8) -> Topology:
@@ -340,11 +568,7 @@ def nvswitch(num_devices: int = 8) -> Topology:
     Args:
       num_devices: how many devices there are.
     """
-    builder = _Builder()
-    port = 12 * NVLINK_V100
-    for source, target in _pairs(num_devices):
-        builder.link(source, target, [(f"{source} out", port), (f"{target} in", port)])
-    return builder.build("nvswitch", num_devices)
+    return crossbar("nvswitch", num_devices, 12 * NVLINK_V100)
 
 
 def pcie(num_devices: int = 4) -> Topology:
@@ -356,8 +580,8 @@ def pcie(num_devices: int = 4) -> Topology:
     Args:
       num_devices: how many devices there are; an odd one is alone under its switch.
     """
-    builder = _Builder()
-    for source, target in _pairs(num_devices):
+    builder = Builder()
+    for source, target in ordered_pairs(num_devices):
         way = [(f"{source} out", PCIE)]
         if source // 2 != target // 2:
             way += [(f"switch {source // 2} up", HOST), (f"switch {target // 2} down", HOST)]
@@ -373,8 +597,8 @@ def shared_memory(num_devices: int = 8) -> Topology:
     Args:
       num_devices: how many devices there are.
     """
-    builder = _Builder()
-    for source, target in _pairs(num_devices):
+    builder = Builder()
+    for source, target in ordered_pairs(num_devices):
         builder.link(source, target, [(_link_name(source, target), math.inf)])
     own = builder.build("shared_memory", num_devices, latency=0.0, addition_bandwidth=CPU_ADDITION)
     return dataclasses.replace(own, shared_adder=True)
@@ -386,8 +610,8 @@ def fully_connected(num_devices: int = 8) -> Topology:
     Args:
       num_devices: how many devices there are.
     """
-    builder = _Builder()
-    for source, target in _pairs(num_devices):
+    builder = Builder()
+    for source, target in ordered_pairs(num_devices):
         builder.link(source, target, [(_link_name(source, target), NVLINK_V100)])
     return builder.build("fully_connected", num_devices)
 
