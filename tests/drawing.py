@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from hypothesis import strategies as st
 
+REVERSED: Literal["reversed"] = "reversed"
 ROWS = 5  # Slices are of tables with this many rows.
 
 DTYPES = (
@@ -33,14 +34,14 @@ class Value:
       shape: its shape; of slices, that of a row.
       rows: of slices, the indices that each replica holds; None for a dense value.
       destinations: the indices of the devices that the result goes to; None for the value's own,
-        one number for a device name.
+        REVERSED for these the other way round, one number for a device name.
       seed: gives the elements.
     """
 
     dtype: tf.DType
     shape: tuple[int, ...]
     rows: tuple[tuple[int, ...], ...] | None
-    destinations: tuple[int, ...] | int | None
+    destinations: tuple[int, ...] | int | Literal["reversed"] | None
     seed: int
 
     def arrays(self, count: int) -> list[Any]:
@@ -58,22 +59,24 @@ class Value:
             for rank, own in enumerate(self.rows[:count])
         ]
 
-    def destinations_for(self, value: Any) -> Any:
+    def destinations_for(self, value: Any, count: int) -> Any:
         """The argument `destinations`, given the `PerReplica` that was made of the value."""
         if self.destinations is None:
             return value
         if isinstance(self.destinations, int):
             return f"/cpu:{self.destinations}"
-        return tu.per_replica(
-            [0] * len(self.destinations), [tu.device_name(index) for index in self.destinations]
-        )
+        devices = self.devices(count)
+        return tu.per_replica([0] * len(devices), devices)
 
     def devices(self, count: int) -> tuple[str, ...]:
         """The devices that the result must be on."""
         if self.destinations is None:
             return tu.device_names(count)
-        indices = self.destinations if isinstance(self.destinations, tuple) else [self.destinations]
-        return tuple(tu.device_name(index) for index in indices)
+        if isinstance(self.destinations, str):
+            return tu.device_names(count)[::-1]
+        if isinstance(self.destinations, int):
+            return (tu.device_name(self.destinations),)
+        return tuple(map(tu.device_name, self.destinations))
 
     def expected(self, reduce_op: tf.distribute.ReduceOp, arrays: Sequence[Any]) -> np.ndarray:
         """The exact result, dense."""
@@ -90,7 +93,7 @@ def values(dtypes: Sequence[tf.DType] = DTYPES, own_only: bool = False) -> Any:
       own_only: whether results always go to the value's own devices.
     """
     device = st.integers(0, tu.NUM_DEVICES - 1)
-    others = st.none() if own_only else st.none() | device | _several(device)
+    others = st.none() if own_only else st.none() | device | _several(device) | st.just(REVERSED)
     rows = st.lists(st.integers(0, ROWS - 1), max_size=3).map(tuple)
     return st.builds(
         Value,

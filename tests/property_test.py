@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import drawing
 import hypothesis
@@ -13,25 +14,33 @@ from hypothesis import strategies as st
 
 import tfcdo
 from tfcdo.plan import algorithms
+from tfcdo.plan import topology
 
 # More than the 500 that every run does: TFCDO_EXAMPLES=5000 python tests/property_test.py
 EXAMPLES = int(os.environ.get("TFCDO_EXAMPLES", "500"))
 
-CROSS_DEVICE_OPS = st.one_of(
-    st.builds(
-        tfcdo.ReductionToOneDevice,
-        st.sampled_from([None, "/cpu:0", "/cpu:2", "/cpu:7"]),
-    ),
-    st.builds(tfcdo.HierarchicalCopyAllReduce, st.integers(0, 6)),
-    st.builds(tfcdo.NcclAllReduce, st.integers(0, 3)),
-    st.builds(
-        tfcdo.AllReduceCrossDeviceOps,
-        st.sampled_from(("nccl", *algorithms.CLASSICS)),
-        st.sampled_from([0, 0, 1, 2, 20]),
-        st.sampled_from([0, 10, 50, 10**6]),
-        st.sampled_from([0, 1, 2, 10]),
-    ),
-)
+
+def cross_device_ops(count: int) -> Any:
+    """Draws cross-device ops for some number of devices."""
+    topologies = st.none() | st.just(topology.preset("nvswitch", count))
+    return st.one_of(
+        st.builds(
+            tfcdo.ReductionToOneDevice, st.sampled_from([None, "/cpu:0", "/cpu:2", "/cpu:7"])
+        ),
+        st.builds(tfcdo.HierarchicalCopyAllReduce, st.integers(0, 6), topology=topologies),
+        st.builds(tfcdo.NcclAllReduce, st.integers(0, 3)),
+        st.builds(tfcdo.AutoAllReduce, topology=topologies),
+        st.builds(
+            tfcdo.AllReduceCrossDeviceOps,
+            st.sampled_from(("nccl", "packed_trees", *algorithms.CLASSICS)),
+            st.sampled_from([0, 0, 1, 2, 20]),
+            st.sampled_from([0, 10, 50, 10**6]),
+            st.sampled_from([0, 1, 2, 10]),
+            topology=topologies,
+        ),
+    )
+
+
 OPTIONS = st.sampled_from([0, 0, 0, 1, 16, 100]).map(
     lambda cap: tf.distribute.experimental.CommunicationOptions(bytes_per_pack=cap) if cap else None
 )
@@ -45,27 +54,32 @@ class BatchReduceTest(tu.ValuesMixin, tf.test.TestCase):
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(
-        ops=CROSS_DEVICE_OPS,
+        counted_ops=st.integers(1, tu.NUM_DEVICES).flatmap(
+            lambda count: st.tuples(st.just(count), cross_device_ops(count))
+        ),
         reduce_op=st.sampled_from([tu.SUM, tu.MEAN]),
-        count=st.integers(1, tu.NUM_DEVICES),
         batch=st.lists(drawing.values(), min_size=1, max_size=5),
         options=OPTIONS,
         mode=st.sampled_from([tu.EAGER, tu.EAGER, tu.FUNCTION, tu.ARGUMENTS]),
     )
-    def test_any_batch(self, ops, reduce_op, count, batch, options, mode):
+    def test_any_batch(self, counted_ops, reduce_op, batch, options, mode):
+        count, ops = counted_ops
         arrays = [value.arrays(count) for value in batch]
         given = [tu.per_replica(own) for own in arrays]
 
         def reduce(*own):
             pairs = [
-                (one, value.destinations_for(one)) for one, value in zip(own, batch, strict=True)
+                (one, value.destinations_for(one, count))
+                for one, value in zip(own, batch, strict=True)
             ]
             return ops.batch_reduce(reduce_op, pairs, options)
 
         results = tu.call(mode, reduce, *given)
 
         self.assertLen(results, len(batch))
-        for value, own, result in zip(batch, arrays, results, strict=True):
+        for value, own, one, result in zip(batch, arrays, given, results, strict=True):
+            # What is given stays as it is.
+            self.assert_bitwise_equal([one.values, tu.per_replica(value.arrays(count)).values])
             devices = value.devices(count)
             if mode != tu.ARGUMENTS or value.destinations is not None:
                 self.assert_on(result, devices)
