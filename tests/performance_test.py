@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import pathlib
+import tempfile
+from typing import Any
+
+import performance
+from absl.testing import absltest
+from absl.testing import parameterized
+
+
+def _result(name: str, kind: str, seconds: float, **others: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "kind": kind,
+        "seconds": seconds,
+        "spread": 0.0,
+        "cpu_seconds": 2 * seconds,
+        "size": 4000,
+        "num_devices": 4,
+        "wrong": 0,
+        "nodes": 10,
+        "first_call": 1.0,
+        "peak_memory": 4_000_000,
+        **others,
+    }
+
+
+_RESULTS = (
+    _result(performance.AUTO, "tfcdo", 0.003, nodes=20),
+    _result(performance.TF_HIERARCHICAL, "tf", 0.001, wrong=5, nodes=100),
+    _result("tf.ReductionToOneDevice", "tf", 0.004),
+    _result("floor (XLA)", "floor", 0.0035),
+    _result("floor (add_n)", "floor", 0.002),
+    _result("baseline", "baseline", 0.001, wrong=None, peak_memory=None),
+)
+_CASE = performance.Case("resnet50", 4)
+
+
+def _outcome(against: str, at_most: float, quantity: str = "seconds") -> performance.Outcome:
+    target = performance.Target(_CASE, performance.AUTO, against, at_most, quantity)
+    return performance.outcome(target, _RESULTS)
+
+
+class OutcomeTest(parameterized.TestCase):
+    def test_the_fastest_is_one_that_is_right(self):
+        outcome = _outcome(performance.FASTEST, 0.75)
+        self.assertAlmostEqual(outcome.ratio, 0.75)
+        self.assertAlmostEqual(outcome.limit or 0.0, 0.5)
+        self.assertTrue(outcome.met)
+        self.assertFalse(_outcome(performance.FASTEST, 0.74).met)
+
+    def test_the_floor_is_the_fastest_pass(self):
+        self.assertAlmostEqual(_outcome(performance.FLOOR, 1.15).ratio, 1.5)
+
+    def test_other_quantities_have_no_limit(self):
+        outcome = _outcome(performance.TF_HIERARCHICAL, 0.1, "nodes")
+        self.assertAlmostEqual(outcome.ratio, 0.2)
+        self.assertIsNone(outcome.limit)
+
+    def test_every_target_is_about_a_case_that_is_measured(self):
+        self.assertContainsSubset({one.case for one in performance.TARGETS}, performance.CASES)
+
+
+class PageTest(parameterized.TestCase):
+    def test_what_is_missed_is_said(self):
+        run = {
+            "date": "2026-01-02T03:04:05+00:00",
+            "machine": {"processor": "Some CPU", "cores": 2, "system": "Linux"},
+            "versions": {"tfcdo": "0.1.0"},
+            "results": [
+                *_RESULTS,
+                _result(f"tfcdo.{performance.HIERARCHICAL}", "tfcdo", 0.003),
+                _result(f"tfcdo.{performance.ONE_DEVICE}", "tfcdo", 0.003),
+                _result(performance.COLLECTIVE, "tf", 0.005),
+            ],
+        }
+        entry = {"op": "AddN", "count": 3, "size": 5_000_000, "seconds": 0.001}
+        page = performance.page({_CASE: run}, {performance.AUTO: [entry]}, _CASE, "x.png")
+        self.assertIn("Some CPU with 2 cores (Linux), tfcdo 0.1.0, on 2026-01-02", page)
+        auto = "`tfcdo.AutoAllReduce`"
+        fastest = f"| resnet50, K = 4 | time | of | {performance.FASTEST}".replace("of", auto)
+        self.assertIn(f"{fastest} | 0.75 | 0.75 | 0.50 | met |", page)
+        floor = f"| resnet50, K = 4 | time | {auto} | the floor"
+        self.assertIn(f"{floor} | 1.15 | 1.50 | 1.00 | **missed** |", page)
+        collective = f"| resnet50, K = 4 | time | {auto} | `tf.CollectiveAllReduce`"
+        self.assertIn(f"{collective} | 0.18 | 0.60 | 0.40 | **missed**, below the limit |", page)
+        # 4000 bytes over 4 devices in 3 ms.
+        row = f"| {auto} | 3.00 | 0.00 | 6.00 | 0.00 | 0.75 | 1.50 | 0 | 20 | 1.00 | 4.0 |"
+        self.assertIn(row, page)
+        self.assertIn("| baseline | 1.00 | 0.00 | 2.00 |  |  |  |  | 10 | 1.00 |  |", page)
+        self.assertIn("| AddN | 3 | 5.0 | 1.00 |", page)
+        self.assertIn("](x.png)", page)
+
+    def test_a_short_run(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "performance.md")
+            case = performance.Case("tiny", 2)
+            few = ["--ops", performance.AUTO, "--ops", "tf.ReductionToOneDevice"]
+            performance.main(path, [case], case, ["-n", "2", "-w", "1", "-e", "512", *few])
+            page = path.read_text(encoding="utf-8")
+            self.assertTrue(path.with_suffix(".png").exists())
+        self.assertIn("## tiny, K = 2", page)
+        for name in ("tfcdo.AutoAllReduce", "tf.ReductionToOneDevice", "floor (XLA)"):
+            self.assertIn(name, page)
+        self.assertIn("| AddN |", page)
+
+
+if __name__ == "__main__":
+    absltest.main()
