@@ -84,7 +84,7 @@ class Machine(click.ParamType):
             if name in topology_lib.PRESETS and re.fullmatch(r"\d*", count):
                 return topology_lib.preset(name, int(count) if count else None)
             if value == "-":
-                text = click.get_text_stream("stdin").read()
+                text = sys.stdin.read()
             else:
                 text = pathlib.Path(value).read_text(encoding="utf-8")
         except FileNotFoundError:

@@ -190,10 +190,10 @@ def format_seconds(seconds: float) -> str:
 
     Example:
       >>> format_seconds(0.0012604), format_seconds(8e-5), format_seconds(0)
-      ('1.260 ms', '80.00 µs', '0 µs')
+      ('1.260 ms', '80.00 µs', '0 s')
     """
     unit, name = _time_unit(seconds)
-    return f"{seconds / unit:#.4g} {name}" if seconds else f"0 {name}"
+    return f"{seconds / unit:#.4g} {name}" if seconds else "0 s"
 
 
 def _packs_by_tree(schedule: schedule_lib.Schedule) -> dict[tree_lib.CopyTree, list[int]]:
