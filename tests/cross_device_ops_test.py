@@ -24,6 +24,7 @@ from testing_utils import SUM
 
 import tfcdo
 from tfcdo import log
+from tfcdo import tf_internals
 from tfcdo.plan import algorithms
 from tfcdo.plan import topology
 
@@ -244,6 +245,15 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class NcclOnCpuTest(tf.test.TestCase):
+    def setUp(self):
+        super().setUp()
+        # Another file of this run may have loaded the CPU kernel that other tests need.
+        self.enter_context(
+            mock.patch.object(
+                tf_internals, "device_types_with_kernel", return_value=frozenset({"GPU"})
+            )
+        )
+
     def test_says_once_why_it_uses_copy_trees(self):
         log.warn_once.cache_clear()
         value = tu.per_replica([1.0, 2.0, 3.0])
