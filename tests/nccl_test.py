@@ -413,6 +413,21 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual([[10.0]] * K, one(*ranks()))
         self.assertAllEqual([[10.0]] * K, function(one)(*ranks()))
 
+    def test_functions_that_xla_compiles_use_copy_trees(self):
+        own = ranks()
+        log.warn_once.cache_clear()
+        with mock.patch.object(logging, "warning") as warning:
+            step = function(lambda *own: one(*own, ops=tfcdo.NcclAllReduce()), jit_compile=True)
+            self.assertAllEqual([[10.0]] * K, step(*own))
+        warning.assert_called_once()
+        self.assertIn("jit_compile=True", warning.call_args.args[0] % warning.call_args.args[1:])
+        with self.assertRaisesRegex(RuntimeError, "(?s)strict.*jit_compile=True"):
+            function(one, jit_compile=True)(*own)
+        # Only the function itself is compiled, not the one that calls it.
+        double = function(lambda x: 2 * x, jit_compile=True)
+        outer = function(lambda: one(*[double(x) for x in own]))
+        self.assertAllEqual([[20.0]] * K, outer())
+
     def test_a_concrete_function_and_a_wrapped_one(self):
         own = ranks()
         for step in (

@@ -36,6 +36,8 @@ class NcclStatus:
 def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
     """Says whether `tf.raw_ops.NcclAllReduce` can run over some devices, and why not.
 
+    In a function that is being traced, the answer is for that function.
+
     Args:
       devices: TensorFlow device names, one per replica; `""` for one that is not known.
       dtype: the dtype of the values; anything `tf.as_dtype` takes.
@@ -56,7 +58,11 @@ def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
     for name in devices:
         if name != "":
             validation.check_device("each of devices", name)
-    problem = _problem_of_devices(devices) or _problem_of_dtype(tf.as_dtype(dtype))
+    problem = (
+        _problem_of_devices(devices)
+        or _problem_of_dtype(tf.as_dtype(dtype))
+        or _problem_of_function()
+    )
     if problem is None:
         return NcclStatus(True, f"an {OP} kernel is registered for these devices", "")
     return NcclStatus(False, *problem)
@@ -97,6 +103,15 @@ def _problem_of_dtype(dtype: tf.DType) -> tuple[str, str] | None:
         return None
     names = ", ".join(sorted(known.name for known in taken))
     return (f"{OP} does not take {dtype.name} but {names}", "cast the values to one of these")
+
+
+def _problem_of_function() -> tuple[str, str] | None:
+    if not tf_internals.compiled_by_xla():
+        return None
+    return (
+        f"XLA compiles this function (jit_compile=True), and it does not know {OP}",
+        "compile only what is called between the all-reduces",
+    )
 
 
 def _problem_of_cards(indices: Sequence[int], device_type: str) -> tuple[str, str] | None:

@@ -16,6 +16,7 @@ from tensorflow.python.distribute import device_util as _device_util
 from tensorflow.python.distribute import values as _values
 from tensorflow.python.framework import kernels as _kernels
 from tensorflow.python.framework import op_def_registry as _op_def_registry
+from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 
 DistributedValues = _values.DistributedValues
@@ -128,6 +129,11 @@ def dtypes_of_op(op_name: str, attribute: str) -> frozenset[tf.DType]:
         if known.name == attribute
         for number in known.allowed_values.list.type
     )
+
+
+def compiled_by_xla() -> bool:
+    """Whether a function is being traced that XLA compiles as a whole."""
+    return _control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def captured(tensor: tf.Tensor) -> tf.Tensor:
