@@ -3,6 +3,8 @@ from __future__ import annotations
 import math
 import pathlib
 import tempfile
+from collections.abc import Callable
+from typing import Any
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -22,6 +24,11 @@ def _plan(
     return algorithms.make_schedule(algorithm, machine, 10**8), machine
 
 
+# What is drawn is looked at by attributes that only some of matplotlib's artists have.
+_gantt: Callable[..., Any] = draw.gantt
+_machine_and_trees: Callable[..., Any] = draw.machine_and_trees
+
+
 class GanttTest(parameterized.TestCase):
     @parameterized.parameters(
         ("dgx1", "hierarchical_copy"), ("pcie", "ring"), ("shared_memory", "shuffle")
@@ -29,7 +36,7 @@ class GanttTest(parameterized.TestCase):
     def test_each_task_is_a_bar_in_each_lane_that_it_holds(self, name: str, algorithm: str):
         schedule, machine = _plan(name, algorithm)
         timeline = simulate.simulate(schedule, machine)
-        (axes,) = draw.gantt(schedule, machine).axes
+        axes = _gantt(schedule, machine).axes[0]
         bars = sorted((bar.get_x(), bar.get_width()) for bar in axes.patches)
         held = []
         for task in timeline.tasks:
@@ -49,7 +56,7 @@ class GanttTest(parameterized.TestCase):
         machine = topology_lib.preset("fully_connected", 3)
         pack = schedule_lib.Pack(0, 12_500_000, tree_lib.chain(3))
         schedule = schedule_lib.Schedule(3, 12_500_000, (pack,))
-        (axes,) = draw.gantt(schedule, machine).axes
+        axes = _gantt(schedule, machine).axes[0]
         lanes = [label.get_text() for label in axes.get_yticklabels()]
         self.assertEqual(lanes, ["0→1", "1→0", "1→2", "2→1"])
         starts = {lanes[round(bar.get_y() + 0.42)]: bar.get_x() for bar in axes.patches}
@@ -60,33 +67,33 @@ class GanttTest(parameterized.TestCase):
 
     def test_copies_down_are_pale(self):
         schedule, machine = _plan("pcie", "one_device")
-        (axes,) = draw.gantt(schedule, machine).axes
+        axes = _gantt(schedule, machine).axes[0]
         fills = {bar.get_x() >= axes.get_xlim()[1] / 2: bar.get_facecolor() for bar in axes.patches}
         self.assertGreater(min(fills[True][:3]), min(fills[False][:3]))
 
     def test_many_lanes(self):
         schedule, machine = _plan("fully_connected", "shuffle", 16)
-        figure = draw.gantt(schedule, machine)
+        figure = _gantt(schedule, machine)
         self.assertLen(figure.axes[0].get_yticks(), 64)
         legend = [text.get_text() for text in figure.legends[0].get_texts()]
         self.assertIn(f"{16 * 15 - 64} more lanes not shown", legend)
 
     def test_the_bound_is_a_line(self):
         schedule, machine = _plan("dgx1", "hierarchical_copy")
-        (axes,) = draw.gantt(schedule, machine).axes
+        axes = _gantt(schedule, machine).axes[0]
         (line,) = axes.lines
         self.assertAlmostEqual(line.get_xdata()[0], 1e3 * 14 / 48 * 1e8 / 25e9)
 
     def test_nothing_to_transfer(self):
         schedule, machine = _plan("dgx1", "ring", 1)
-        (axes,) = draw.gantt(schedule, machine).axes
+        axes = _gantt(schedule, machine).axes[0]
         self.assertEmpty(axes.patches)
 
 
 class MachineAndTreesTest(parameterized.TestCase):
     def test_one_picture_for_each_tree(self):
         schedule, machine = _plan("dgx1", "hierarchical_copy")
-        machine_axes, *trees = draw.machine_and_trees(schedule, machine).axes
+        machine_axes, *trees = _machine_and_trees(schedule, machine).axes
         self.assertLen(trees, 8)
         self.assertEqual(trees[3].get_title(), "pack 3\n12.5 MB")
         # Seven edges of the tree, each an arrow.
@@ -102,19 +109,19 @@ class MachineAndTreesTest(parameterized.TestCase):
     def test_packs_on_the_same_tree_share_a_picture(self):
         machine = topology_lib.preset("pcie")
         schedule = algorithms.make_schedule("ring", machine, 800, 8)
-        _, *trees = draw.machine_and_trees(schedule, machine).axes
+        _, *trees = _machine_and_trees(schedule, machine).axes
         self.assertEqual([axes.get_title() for axes in trees][1], "packs 1, 5\n200 B")
 
     def test_many_trees(self):
         schedule, machine = _plan("pcie", "shuffle", 34)
-        figure = draw.machine_and_trees(schedule, machine)
+        figure = _machine_and_trees(schedule, machine)
         self.assertLen(figure.axes, 1 + 32)
         self.assertStartsWith(figure.subfigs[1].get_suptitle(), "34 copy trees, 32 of them shown")
 
     @parameterized.parameters(1, 2, 3)
     def test_few_devices(self, devices: int):
         schedule, machine = _plan("shared_memory", "ring", devices)
-        self.assertLen(draw.machine_and_trees(schedule, machine).axes, 1 + devices)
+        self.assertLen(_machine_and_trees(schedule, machine).axes, 1 + devices)
 
     def test_well_joined_devices_are_neighbours(self):
         machine = topology_lib.preset("dgx1")

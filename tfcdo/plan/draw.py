@@ -76,7 +76,8 @@ def machine_and_trees(
         figsize=(sum(widths), max(5.2, 1.55 * rows + 0.8)), layout="constrained", facecolor="white"
     )
     figure.suptitle(title, fontsize=14, fontweight="bold")
-    left, right = figure.subfigures(1, 2, width_ratios=widths)
+    areas: Any = figure.subfigures(1, 2, width_ratios=widths)
+    left, right = areas
     places = _circle(topology)
     _draw_machine(left, topology, places)
     colors = _colors(topology.num_devices)
@@ -237,12 +238,13 @@ def _colors(devices: int) -> list[Color]:
     import matplotlib
 
     if devices <= 8:
-        palette = [*matplotlib.colormaps["tab10"].colors]
+        colormap = matplotlib.colormaps["tab10"]
         # Grey is for the machine, and olive is next to it.
-        palette = [color for index, color in enumerate(palette) if index not in (7, 8)]
+        numbers = [0, 1, 2, 3, 4, 5, 6, 9][:devices]
     else:
-        palette = [*matplotlib.colormaps["turbo"].resampled(devices).colors]
-    return [tuple(map(float, palette[device][:3])) for device in range(devices)]
+        colormap = matplotlib.colormaps["turbo"].resampled(devices)
+        numbers = [*range(devices)]
+    return [(red, green, blue) for red, green, blue, _ in map(colormap, numbers)]
 
 
 def _draw_machine(area: SubFigure, topology: topology_lib.Topology, places: Positions) -> None:
@@ -343,9 +345,9 @@ def _lanes(
     timeline: simulate.Timeline, topology: topology_lib.Topology
 ) -> dict[str, list[simulate.Task]]:
     """The tasks of each resource and each adder that is busy at all, in the machine's order."""
-    lanes: dict[str, list[simulate.Task]] = {
-        resource.name: [] for resource in topology.resources
-    } | {_adder(device, topology): [] for device in range(topology.num_devices)}
+    names = [resource.name for resource in topology.resources]
+    names += [_adder(device, topology) for device in range(topology.num_devices)]
+    lanes: dict[str, list[simulate.Task]] = {name: [] for name in names}
     for task in timeline.tasks:
         if task.kind == "add":
             lanes[_adder(task.target, topology)].append(task)
