@@ -191,13 +191,15 @@ class WrongTest(parameterized.TestCase):
         self.assert_one_line(pattern, *arguments)
 
     @parameterized.parameters(
-        (b"", "file: expected|file: no table|file: "),
+        (b"", "file: no table of `nvidia-smi topo -m`"),
         (b"hello\n", "GPU0"),
         (b'{"name": ', "file: .*JSON"),
         (b"{}", "file: "),
         (b'{"name": 3, "num_devices": 2, "resources": 5, "links": []}', "file: "),
-        (b"        GPU0 GPU1\nGPU0 X WAT\nGPU1 WAT X\n", "WAT"),
-        (b"        GPU0 GPU1\nGPU0 X NV1\n", "GPU1"),
+        (b"     GPU0 GPU1\nGPU0 X WAT\nGPU1 WAT X\n", "line 2: row GPU0, column GPU1: 'WAT'"),
+        (b"     GPU0 GPU1\nGPU0 X NV1\nGPU1 NV1\n", "line 3: row GPU1 has 1 entries for 2 GPUs"),
+        (b"     GPU0 GPU1\nGPU0 X NV1\nGPU1 NV2 X\n", "line 3: .*expected NV1, .*; got NV2"),
+        (b"     GPU0 GPU1\nGPU0 X NV1\nNIC0 X NV2\n", "no row GPU1"),
         (b"\xff\xfe\x00\x01", "file: expected text"),
     )
     def test_file(self, content: bytes, pattern: str):

@@ -89,40 +89,56 @@ def parse(text: str) -> topology_lib.Topology:
 
 
 def _read(text: str) -> _Table:
-    rows = [line.split() for line in _COLOURS.sub("", text).splitlines()]
-    header = next((row for row in rows if row and row[0] == "GPU0" and "X" not in row), None)
-    if header is None:
+    lines = [
+        (number, line.split())
+        for number, line in enumerate(_COLOURS.sub("", text).splitlines(), 1)
+        if line.startswith("GPU") or line.split()[:1] == ["GPU0"]
+    ]
+    head = next((words for _, words in lines if words[0] == "GPU0" and "X" not in words), None)
+    if head is None:
         raise ValueError(
             "no table of `nvidia-smi topo -m`: no line that begins with GPU0 and names the columns"
         )
-    num_devices = sum(bool(re.fullmatch(r"GPU\d+", name)) for name in header)
+    num_devices = sum(bool(re.fullmatch(r"GPU\d+", name)) for name in head)
     # GPUs come first, then network cards, then affinities.
-    num_columns = header.index("CPU") if "CPU" in header else len(header)
+    num_columns = head.index("CPU") if "CPU" in head else len(head)
     kinds: dict[tuple[int, int], str] = {}
     affinities = []
     for device in range(num_devices):
-        row = next(
-            (row for row in rows if row and row[0] == f"GPU{device}" and row != header), None
+        number, row = next(
+            ((at, words) for at, words in lines if words[0] == f"GPU{device}" and words != head),
+            (0, None),
         )
         if row is None:
             raise ValueError(f"the table of `nvidia-smi topo -m` has no row GPU{device}")
-        for other, kind in enumerate(row[1 : 1 + num_devices]):
-            if other == device:
-                if kind != "X":
-                    raise ValueError(
-                        f"row GPU{device}: expected X at column GPU{other}; got {kind}"
-                    )
-            elif kind in _KINDS or re.fullmatch(r"NV[1-9]\d*", kind):
-                kinds[device, other] = kind
-            else:
-                raise ValueError(
-                    f"row GPU{device}, column GPU{other}: {kind!r} is none of NV#, "
-                    f"{', '.join(_KINDS)}"
-                )
         if len(row) <= num_devices:
-            raise ValueError(f"row GPU{device} has {len(row) - 1} entries for {num_devices} GPUs")
+            raise ValueError(
+                f"line {number}: row GPU{device} has {len(row) - 1} entries for {num_devices} GPUs"
+            )
+        for other, kind in enumerate(row[1 : 1 + num_devices]):
+            _check_kind(number, device, other, kind, kinds)
+            kinds[device, other] = kind
         affinities.append(" ".join(row[1 + num_columns : 2 + num_columns]))
-    return _Table(kinds, affinities)
+    joined = {pair: kind for pair, kind in kinds.items() if kind != "X"}
+    return _Table(joined, affinities)
+
+
+def _check_kind(
+    number: int, device: int, other: int, kind: str, above: Mapping[tuple[int, int], str]
+) -> None:
+    """Refuses an entry of the table that cannot be there; `above` are those of the rows above."""
+    where = f"line {number}: row GPU{device}, column GPU{other}"
+    if device == other:
+        if kind != "X":
+            raise ValueError(
+                f"line {number}: row GPU{device}: expected X at column GPU{other}; got {kind}"
+            )
+    elif kind not in _KINDS and not re.fullmatch(r"NV[1-9]\d*", kind):
+        raise ValueError(f"{where}: {kind!r} is none of NV#, {', '.join(_KINDS)}")
+    elif above.get((other, device), kind) != kind:
+        raise ValueError(
+            f"{where}: expected {above[other, device]}, as in row GPU{other}; got {kind}"
+        )
 
 
 def _components(table: _Table, kinds: Sequence[str]) -> list[int]:
