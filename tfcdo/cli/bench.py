@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import pathlib
 import re
 import sys
@@ -300,9 +301,10 @@ def _progress(total: int, console: Console) -> Iterator[Callable[[str], None]]:
     with rich_progress.Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        task = bar.add_task("", total=total, completed=-1)
+        task = bar.add_task("", total=total)
+        done = itertools.count()
 
         def tell(what: str) -> None:
-            bar.update(task, advance=1, description=what)
+            bar.update(task, completed=next(done), description=what)
 
         yield tell

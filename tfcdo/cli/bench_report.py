@@ -25,6 +25,9 @@ from tfcdo.bench import measure
 from tfcdo.version import __version__
 
 _REDOP = "sum"
+_WORKLOAD_COLUMNS = ("size\n(B)", "count\n(elements)", "type\n", "redop\n")
+# What the table of times needs with these columns.
+_WIDE = 130
 _STYLES = {implementations.OURS: "bold", measure.FLOOR: "dim", measure.BASELINE: "dim"}
 
 
@@ -57,30 +60,47 @@ def show(results: Sequence[measure.Measurement], console: Console) -> None:
       results: as `measure.run` returns them, of one workload after the other.
       console: where to.
     """
-    console.print(_times(results))
+    for table in _times(results, console.width):
+        console.print(table)
     console.print(
         "Times are medians without the baseline's, ± is the distance between the quartiles. "
-        "/TF and /floor: the time as a multiple of the fastest right TensorFlow class's and of the "
+        "of TF, of floor: as a multiple of the fastest right TensorFlow class's and of the "
         "fastest single pass over the same memory; - where these are lost in their own spread."
     )
     console.print()
     console.print(_apart(results))
 
 
-def _times(results: Sequence[measure.Measurement]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("size\n(B)", "count\n(elements)"):
-        table.add_column(column, justify="right")
-    for column in ("type\n", "redop\n", "implementation\n"):
-        table.add_column(column, overflow="fold")
+def _times(results: Sequence[measure.Measurement], width: int) -> list[Table]:
+    """One table; where that is too wide, one for each workload that has its own line above."""
+    if width >= _WIDE:
+        return [_table_of_times(results, with_workload=True)]
+    tables = []
+    for group in by_workload(results):
+        table = _table_of_times(group, with_workload=False)
+        table.title = ", ".join(
+            f"{' '.join(name.split())} {value}"
+            for name, value in zip(_WORKLOAD_COLUMNS, _workload_cells(group[0]), strict=True)
+        )
+        tables.append(table)
+    return tables
+
+
+def _table_of_times(results: Sequence[measure.Measurement], with_workload: bool) -> Table:
+    between = (0, 1, 0, 0) if with_workload else (0, 0)
+    table = Table(box=box.SIMPLE_HEAD, padding=between, pad_edge=False, title_justify="left")
+    if with_workload:
+        for column in _WORKLOAD_COLUMNS:
+            table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("implementation\n", overflow="fold")
     for column in (
         "time\n(us)",
         "±\n(us)",
         "algbw\n(GB/s)",
         "busbw\n(GB/s)",
         "#wrong\n",
-        "/TF\n",
-        "/floor\n",
+        "of\nTF",
+        "of\nfloor",
     ):
         table.add_column(column, justify="right", no_wrap=True)
     for group in by_workload(results):
@@ -88,19 +108,14 @@ def _times(results: Sequence[measure.Measurement]) -> Table:
         floor = fastest(group, measure.FLOOR)
         for one in group:
             is_net = one.kind not in (measure.FLOOR, measure.BASELINE)
+            has_bandwidth = one.kind != measure.BASELINE
             table.add_row(
-                str(one.size),
-                str(one.count),
-                one.dtype,
-                _REDOP,
+                *(_workload_cells(one) if with_workload else ()),
                 short(one.name),
-                f"{one.seconds * 1e6:.1f}",
-                f"{one.spread * 1e6:.1f}",
-                *(
-                    (_number(one.algbw / 1e9), _number(one.busbw / 1e9))
-                    if one.kind != measure.BASELINE
-                    else ("", "")
-                ),
+                _microseconds(one.seconds),
+                _microseconds(one.spread),
+                _number(one.algbw / 1e9) if has_bandwidth else "",
+                _number(one.busbw / 1e9) if has_bandwidth else "",
                 _wrong(one.wrong),
                 _ratio(one, tensorflow) if is_net else "",
                 _ratio(one, floor) if is_net else "",
@@ -110,13 +125,21 @@ def _times(results: Sequence[measure.Measurement]) -> Table:
     return table
 
 
+def _workload_cells(one: measure.Measurement) -> tuple[str, ...]:
+    return str(one.size), str(one.count), one.dtype, _REDOP
+
+
+def _microseconds(seconds: float) -> str:
+    value = seconds * 1e6
+    return f"{value:.1f}" if abs(value) < 1000 else f"{value:.0f}"
+
+
 def _apart(results: Sequence[measure.Measurement]) -> Table:
     """What a step pays besides time: of the last workload, as all sizes are much alike."""
     *_, group = by_workload(results)
-    table = Table(
-        box=box.SIMPLE_HEAD, title=f"Apart, for {group[0].size} bytes", title_justify="left"
-    )
-    table.add_column("implementation\n")
+    title = f"Apart, for {group[0].size} bytes"
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0), title=title, title_justify="left")
+    table.add_column("implementation\n", overflow="fold")
     for column in (
         "CPU time\n(us)",
         "first call\n(s)",
@@ -127,7 +150,7 @@ def _apart(results: Sequence[measure.Measurement]) -> Table:
     for one in group:
         table.add_row(
             short(one.name),
-            f"{one.cpu_seconds * 1e6:.1f}",
+            _microseconds(one.cpu_seconds),
             "-" if one.first_call is None else f"{one.first_call:.2f}",
             "-" if one.nodes is None else str(one.nodes),
             "-" if one.peak_memory is None else f"{one.peak_memory / 1e6:.1f}",
@@ -141,7 +164,7 @@ def show_fit(results: Sequence[fit.FitMeasurement], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("model\n", "implementation\n"):
         table.add_column(column)
-    for column in ("step\n(ms)", "±\n(ms)", "/TF\n", "first step\n(s)"):
+    for column in ("step\n(ms)", "±\n(ms)", "of\nTF", "first step\n(s)"):
         table.add_column(column, justify="right")
     for model in dict.fromkeys(one.model for one in results):
         group = [one for one in results if one.model == model]
