@@ -217,7 +217,7 @@ class OptionsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 class GraphTest(tf.test.TestCase, parameterized.TestCase):
     """What can only be seen in the graph: where the ops are."""
 
-    @parameterized.parameters(*algorithms.ALGORITHMS)
+    @parameterized.parameters(*algorithms.CLASSICS)
     def test_packs_spread_over_the_devices(self, algorithm):
         value = tu.per_replica([tf.ones([800])] * 8)
         ops = tfcdo.AllReduceCrossDeviceOps(algorithm, num_packs=8)
