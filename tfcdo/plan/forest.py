@@ -62,6 +62,10 @@ class Forest:
         )
         return schedule_lib.Schedule(self.trees[0].num_devices, num_bytes, tuple(packs))
 
+    def rounded(self) -> Forest:
+        """This forest with shares of six digits: fine enough, and short to write down."""
+        return Forest(self.trees, tuple(float(f"{share:.6g}") for share in self.shares))
+
     def dealt(self, num_packs: int) -> Forest:
         """`num_packs` equal shares, with these trees in turn."""
         trees = itertools.islice(itertools.cycle(self.trees), num_packs)

@@ -60,10 +60,10 @@ def encode(forest: forest_lib.Forest) -> dict[str, Any]:
       forest: the forest.
 
     Returns:
-      Its shares, to six digits, and the parents of each tree.
+      Its shares and the parents of each tree.
     """
     return {
-        "shares": [float(f"{share:.6g}") for share in forest.shares],
+        "shares": list(forest.shares),
         "parents": [list(tree.parents) for tree in forest.trees],
     }
 

@@ -157,10 +157,10 @@ def solve(case: Case) -> list[tuple[int, forest_lib.Forest]]:
     rough.sort(key=lambda entry: entry[:2])
     fine = [polished(forest, case.num_bytes, seed) for _, seed, forest in rough[: case.kept]]
     best = min(fine, key=lambda forest: cost(forest, case.num_bytes))
-    found = [(case.num_bytes, best.expanded(group))]
+    found = [(case.num_bytes, best.expanded(group).rounded())]
     for num_bytes, copies in case.larger:
         copied = forest_lib.Forest(best.trees * copies, best.shares * copies)
-        found.append((num_bytes, polished(copied, num_bytes, 0).expanded(group)))
+        found.append((num_bytes, polished(copied, num_bytes, 0).expanded(group).rounded()))
     return found
 
 

@@ -131,7 +131,7 @@ def search(
     start = fastest(forests, topology, num_bytes)
     if len(start.trees) > forest_lib.MAX_PACKS:
         return start
-    return improve(start, topology, num_bytes, equal_shares=num_packs is not None)
+    return improve(start, topology, num_bytes, equal_shares=num_packs is not None).rounded()
 
 
 def fastest(
@@ -226,7 +226,7 @@ def improve(
     num_bytes: int,
     *,
     group: Sequence[forest_lib.Permutation] | None = None,
-    tasks: int = _TASKS_PER_SEARCH,
+    tasks: int | None = None,
     seed: int = 0,
     temperature: float = 0.02,
     robustness: float = 0.5,
@@ -243,7 +243,7 @@ def improve(
       topology: the machine.
       num_bytes: the size to improve it for.
       group: permutations of the devices; the images of the trees under each are part of the forest.
-      tasks: about how many tasks to simulate before stopping.
+      tasks: about how many tasks to simulate before stopping; by default what takes a second.
       seed: draws the steps.
       temperature: how much worse a step may be to be taken at first, about, relative to the bound.
       robustness: see `cost`.
@@ -256,6 +256,7 @@ def improve(
     References:
       Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", 1983.
     """
+    tasks = _TASKS_PER_SEARCH if tasks is None else tasks
     rng = random.Random(seed)
     group = tuple(group or (tuple(range(topology.num_devices)),))
     neighbours = forest_lib.neighbours_of(topology)

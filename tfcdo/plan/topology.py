@@ -354,7 +354,7 @@ class Topology:
             )
         except KeyError as error:
             raise ValueError(f"not a topology: {error} is missing") from error
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, OverflowError) as error:
             raise ValueError(
                 f"not a topology: {error}; see Topology.to_json for the form"
             ) from error

@@ -1,0 +1,212 @@
+"""Schedules: every algorithm's reduces everything everywhere, and the verifier misses no fault."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis
+import numpy as np
+import plan_testing
+from absl.testing import absltest
+from absl.testing import parameterized
+from hypothesis import strategies as st
+
+from tfcdo.plan import algorithms
+from tfcdo.plan import schedule as schedule_lib
+from tfcdo.plan import simulate
+from tfcdo.plan import topology as topology_lib
+from tfcdo.plan import tree as tree_lib
+
+MACHINES = [
+    (name, devices)
+    for name in topology_lib.PRESETS
+    for devices in range(1, 17)
+    if devices <= (8 if name.startswith("dgx1") else 16)
+]
+
+
+def all_reduce(schedule: schedule_lib.Schedule, values: np.ndarray) -> np.ndarray:
+    """Does what a schedule says, copy by copy, to one row of values for each device.
+
+    Each pack is a set of messages; a device sends one as soon as it has heard from all others of
+    its neighbours (up, or down) whose data it needs. Nothing of the planning code is used but the
+    parents of the trees.
+    """
+    held = values.copy()
+    for pack in schedule.packs:
+        part = slice(pack.start, pack.stop)
+        children: dict[int, set[int]] = {device: set() for device in range(len(values))}
+        for device, parent in enumerate(pack.tree.parents):
+            if parent is not None:
+                children[parent].add(device)
+        waiting = set(children)
+        while waiting:  # Up: whoever waits for no child any more sends its sum and is done.
+            device = min(device for device in waiting if not children[device] & waiting)
+            waiting.remove(device)
+            parent = pack.tree.parents[device]
+            if parent is not None:
+                held[parent, part] += held[device, part]
+        informed = {pack.tree.parents.index(None)}
+        while len(informed) < len(values):  # Down: whoever's parent has the result gets it.
+            for device, parent in enumerate(pack.tree.parents):
+                if parent in informed and device not in informed:
+                    held[device, part] = held[parent, part]
+                    informed.add(device)
+    return held
+
+
+class AlgorithmsTest(plan_testing.PlanTestCase):
+    @hypothesis.settings(max_examples=150, deadline=None)
+    @hypothesis.given(
+        algorithm=st.sampled_from(algorithms.ALGORITHMS),
+        machine=st.sampled_from(MACHINES),
+        num_bytes=st.sampled_from([0, 1, 5, 100, 1000]),
+        num_packs=st.none() | st.integers(1, 20),
+    )
+    def test_every_schedule_is_an_all_reduce(self, algorithm, machine, num_bytes, num_packs):
+        topology = topology_lib.preset(*machine)
+        schedule = algorithms.make_schedule(algorithm, topology, num_bytes, num_packs)
+        schedule_lib.verify(schedule)
+        self.assertEqual((schedule.num_devices, schedule.size), (machine[1], num_bytes))
+        values = np.random.default_rng(0).integers(0, 1000, (machine[1], num_bytes))
+        np.testing.assert_array_equal(
+            all_reduce(schedule, values), np.broadcast_to(values.sum(axis=0), values.shape)
+        )
+        if num_packs is not None:
+            self.assertLen(schedule.packs, min(num_packs, num_bytes))
+            sizes = {pack.size for pack in schedule.packs}
+            self.assertLessEqual(max(sizes, default=0) - min(sizes, default=0), 1)
+
+    @parameterized.product(algorithm=algorithms.ALGORITHMS, name=topology_lib.PRESETS)
+    def test_every_algorithm_on_every_preset(self, algorithm, name):
+        topology = topology_lib.preset(name)
+        schedule = algorithms.make_schedule(algorithm, topology, 10**6)
+        schedule_lib.verify(schedule)
+        again = algorithms.make_schedule.__wrapped__(algorithm, topology, 10**6)
+        self.assertEqual(schedule, again)
+
+    @parameterized.parameters(
+        ("one_device", [0]),
+        ("ring", range(8)),
+        ("shuffle", range(8)),
+        ("halving_doubling", range(8)),
+        ("hierarchical_copy", range(8)),
+    )
+    def test_classics_turn_the_root_with_the_pack(self, algorithm, roots):
+        topology = topology_lib.preset("dgx1")
+        schedule = algorithms.make_schedule(algorithm, topology, 800)
+        self.assertEqual([pack.tree.root for pack in schedule.packs], list(roots))
+        twice = algorithms.make_schedule(algorithm, topology, 800, 2 * len(schedule.packs) + 1)
+        self.assertEqual([pack.tree.root for pack in twice.packs], [*roots, *roots, 0])
+
+    def test_unknown_algorithm(self):
+        with self.assertRaisesRegex(ValueError, "'rings'; known are one_device, ring, .*auto"):
+            algorithms.make_schedule("rings", topology_lib.preset("dgx1"), 100)
+
+    @parameterized.parameters((-1, None, "num_bytes"), (10, 0, "num_packs"), (10, -3, "num_packs"))
+    def test_impossible_sizes(self, num_bytes, num_packs, message):
+        with self.assertRaisesRegex(ValueError, message):
+            algorithms.make_schedule("ring", topology_lib.preset("dgx1"), num_bytes, num_packs)
+
+
+class VerifyTest(plan_testing.PlanTestCase):
+    def schedule(self) -> schedule_lib.Schedule:
+        trees = [tree_lib.binomial(4, root) for root in range(4)]
+        schedule = schedule_lib.assign(100, schedule_lib.cut(100, 6), trees)
+        return simulate.longest_path_first(schedule, topology_lib.preset("nvswitch", 4))
+
+    @hypothesis.settings(max_examples=200, deadline=None)
+    @hypothesis.given(st.data())
+    def test_no_changed_range_goes_unnoticed(self, data):
+        schedule = self.schedule()
+        index = data.draw(st.integers(0, 5))
+        field = data.draw(st.sampled_from(["start", "stop"]))
+        pack = schedule.packs[index]
+        value = data.draw(st.integers(-5, 110).filter(lambda v: v != getattr(pack, field)))
+        changed = dataclasses.replace(pack, **{field: value})
+        packs = (*schedule.packs[:index], changed, *schedule.packs[index + 1 :])
+        with self.assertRaises(ValueError):
+            schedule_lib.verify(dataclasses.replace(schedule, packs=packs))
+
+    @parameterized.parameters(
+        ("a pack is missing", lambda s: {"packs": s.packs[1:]}, "begin at 0"),
+        ("the last pack is missing", lambda s: {"packs": s.packs[:-1]}, "end at 83"),
+        ("packs are swapped", lambda s: {"packs": s.packs[::-1]}, "begin at 0"),
+        ("a pack is there twice", lambda s: {"packs": (*s.packs, s.packs[-1])}, "begin at 100"),
+        ("other data", lambda s: {"size": 101}, "the data at 101"),
+        ("other devices", lambda s: {"num_devices": 5}, "the schedule has 5"),
+        ("a copy is missing", lambda s: {"order": s.order[1:]}, "order"),
+        ("a copy is there twice", lambda s: {"order": (*s.order, s.order[0])}, "order"),
+        ("a copy nobody makes", lambda s: {"order": (*s.order[1:], (0, 3, 1))}, "order"),
+        ("down before up", lambda s: {"order": s.order[::-1]}, "before"),
+    )
+    def test_faults(self, _, change, message):
+        schedule = self.schedule()
+        schedule_lib.verify(schedule)
+        with self.assertRaisesRegex(ValueError, message):
+            schedule_lib.verify(dataclasses.replace(schedule, **change(schedule)))
+
+    @hypothesis.settings(max_examples=100, deadline=None)
+    @hypothesis.given(st.randoms(use_true_random=False), st.integers(1, 6))
+    def test_an_order_is_accepted_if_and_only_if_all_data_comes_in_time(self, random, root):
+        tree = tree_lib.binomial(7, root)
+        schedule = schedule_lib.assign(7, [(0, 7)], [tree])
+        # Any order of the ways up in which children precede parents, then of the ways down.
+        order = [(0, child, parent) for child, parent in reversed(tree.edges)]
+        order += [(0, parent, child) for child, parent in tree.edges]
+        schedule_lib.verify(dataclasses.replace(schedule, order=tuple(order)))
+        i, j = sorted(random.sample(range(len(order)), 2))
+        order[i], order[j] = order[j], order[i]
+        has: dict[int, set[int]] = {device: {device} for device in range(7)}
+        possible = True
+        for _, source, target in order:
+            # A device that sends must hold all that it will ever hold on that way.
+            needed = set(range(7))
+            if tree.parents[source] == target:
+                below = {source}
+                for child, parent in tree.edges:
+                    if parent in below:
+                        below.add(child)
+                needed = below
+            possible = possible and needed <= has[source]
+            has[target] |= has[source]
+        swapped = dataclasses.replace(schedule, order=tuple(order))
+        if possible:
+            schedule_lib.verify(swapped)
+        else:
+            with self.assertRaisesRegex(ValueError, "order"):
+                schedule_lib.verify(swapped)
+
+
+class CutTest(plan_testing.PlanTestCase):
+    @hypothesis.settings(max_examples=200, deadline=None)
+    @hypothesis.given(st.integers(0, 10**9), st.integers(1, 50))
+    def test_cut_tiles_evenly(self, size, num_packs):
+        ranges = schedule_lib.cut(size, num_packs)
+        self.assertLen(ranges, min(size, num_packs))
+        self.assertEqual(sum(stop - start for start, stop in ranges), size)
+        self.assertEqual([start for start, _ in ranges[1:]], [stop for _, stop in ranges[:-1]])
+        sizes = [stop - start for start, stop in ranges]
+        self.assertLessEqual(max(sizes, default=0) - min(sizes, default=0), 1)
+        self.assertGreater(min(sizes, default=1), 0)
+
+    @hypothesis.settings(max_examples=100, deadline=None)
+    @hypothesis.given(st.integers(0, 4 * 10**9), st.booleans())
+    def test_resized_keeps_shares_trees_and_order(self, size, ordered):
+        machine = topology_lib.preset("dgx1")
+        schedule = algorithms.make_schedule("packed_trees", machine, 10**6)
+        if not ordered:
+            schedule = dataclasses.replace(schedule, order=None)
+        resized = schedule.resized(size)
+        schedule_lib.verify(resized)
+        self.assertEqual(resized.size, size)
+        self.assertEqual(resized.order is None, not ordered)
+        if len(resized.packs) == len(schedule.packs):
+            self.assertEqual(resized.order, schedule.order)
+            for old, new in zip(schedule.packs, resized.packs, strict=True):
+                self.assertEqual(new.tree, old.tree)
+                self.assertAlmostEqual(new.size, old.size * size / 10**6, delta=1)
+
+
+if __name__ == "__main__":
+    absltest.main()

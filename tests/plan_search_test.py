@@ -1,0 +1,375 @@
+"""Packed trees and auto: as fast as promised, found again, and kept where they should be."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pathlib
+import random
+import tempfile
+from unittest import mock
+
+import hypothesis
+import plan_testing
+from absl.testing import absltest
+from absl.testing import parameterized
+from hypothesis import strategies as st
+
+from tfcdo import log
+from tfcdo.plan import algorithms
+from tfcdo.plan import forest as forest_lib
+from tfcdo.plan import forest_store
+from tfcdo.plan import make_presets
+from tfcdo.plan import schedule as schedule_lib
+from tfcdo.plan import search
+from tfcdo.plan import simulate
+from tfcdo.plan import topology as topology_lib
+from tfcdo.plan import tree as tree_lib
+
+MB, GB = 10**6, 10**9
+DGX1 = topology_lib.preset("dgx1")
+# A machine that no preset was made for: the first five of eight devices on PCIe.
+UNKNOWN = topology_lib.preset("pcie", 5)
+
+
+def forget() -> None:
+    """Clears what this process remembers of earlier searches."""
+    algorithms.make_schedule.cache_clear()
+    search.best_forest.cache_clear()
+    search._searched.cache_clear()
+
+
+class SearchTestCase(plan_testing.PlanTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        forget()
+        self.addCleanup(forget)
+
+
+class RatiosTest(SearchTestCase):
+    """What the project promises: times against the bound, with 10 us latency and free additions."""
+
+    @parameterized.parameters(
+        (MB, 5.1, 6.5), (25 * MB, 1.35, 1.60), (100 * MB, 1.15, 1.25), (GB, 1.05, 1.10)
+    )
+    def test_dgx1(self, num_bytes, ordered, robust):
+        schedule = algorithms.make_schedule("packed_trees", DGX1, num_bytes)
+        schedule_lib.verify(schedule)
+        bound = 14 / 48 * num_bytes / 25e9
+        self.assertLessEqual(simulate.simulate(schedule, DGX1).seconds / bound, ordered)
+        self.assertLessEqual(simulate.robust_seconds(schedule, DGX1) / bound, robust)
+
+    @parameterized.parameters(
+        ("nvswitch", range(8), 2 * 7 / 8 / 300e9, 1.25, 1.03),
+        ("pcie", range(4), 12.5e-3 / 100e6, 1.12, 1.12),
+        ("dgx1", (0, 1, 2), 1 / 50e9, 1.10, 1.04),
+        ("dgx1", (0, 1, 2, 3, 4), 1 / 50e9, 1.18, 1.08),
+    )
+    def test_elsewhere(self, name, devices, seconds_per_byte, at_100_mb, at_1_gb):
+        machine = topology_lib.preset(name).subset(devices)
+        for num_bytes, ratio in ((100 * MB, at_100_mb), (GB, at_1_gb)):
+            schedule = algorithms.make_schedule("packed_trees", machine, num_bytes)
+            schedule_lib.verify(schedule)
+            own = simulate.simulate(schedule, machine).seconds
+            self.assertLessEqual(own / (seconds_per_byte * num_bytes), ratio)
+
+    def test_rings_need_no_search(self):
+        forest = forest_lib.ring_paths(DGX1, copies=2)
+        assert forest is not None
+        for num_bytes, ratio in ((100 * MB, 1.21), (GB, 1.10)):
+            robust = simulate.robust_seconds(forest.schedule(num_bytes), DGX1)
+            self.assertLessEqual(robust / simulate.bound(DGX1, num_bytes), ratio)
+
+    @parameterized.product(
+        machine=[
+            ("dgx1", (0, 1, 2, 3)),
+            ("dgx1", (0, 1, 4, 5)),
+            ("dgx1", (0, 1, 2, 3, 5, 6)),
+            ("pcie", (0, 1, 2, 3, 4, 5)),
+        ],
+        num_bytes=[MB, 100 * MB],
+    )
+    def test_what_no_preset_covers_beats_the_classics(self, machine, num_bytes):
+        topology = topology_lib.preset(machine[0], 8).subset(machine[1])
+        own = simulate.simulate(search.packed_trees(topology, num_bytes), topology).seconds
+        for name in algorithms.CLASSICS:
+            classic = algorithms.make_schedule(name, topology, num_bytes)
+            self.assertLessEqual(own, 1.05 * simulate.simulate(classic, topology).seconds, name)
+
+
+class AutoTest(SearchTestCase):
+    @hypothesis.settings(max_examples=40, deadline=None)
+    @hypothesis.given(
+        st.sampled_from(topology_lib.PRESETS),
+        st.integers(1, 8),
+        st.sampled_from([0, 4, 1000, MB, 30 * MB, GB]),
+        st.none() | st.integers(1, 12),
+    )
+    def test_never_loses(self, name, devices, num_bytes, num_packs):
+        machine = topology_lib.preset(name, devices)
+        times = {
+            algorithm: simulate.simulate(
+                algorithms.make_schedule(algorithm, machine, num_bytes, num_packs), machine
+            ).seconds
+            for algorithm in algorithms.ALGORITHMS
+        }
+        self.assertLessEqual(times["auto"], min(times.values()) * (1 + 1e-8))
+
+    def test_takes_the_simplest_of_equals(self):
+        # Wherever virtual CPUs add, they add with the same cores: one pack, one star.
+        machine = topology_lib.preset("shared_memory", 8)
+        self.assertEqual(algorithms.fastest_algorithm(machine, 100 * MB), "one_device")
+
+    def test_many_packs_are_judged_by_few(self):
+        machine = topology_lib.preset("nvswitch")
+        with mock.patch.object(simulate, "simulate", wraps=simulate.simulate) as judged:
+            schedule = algorithms.make_schedule("auto", machine, MB, num_packs=2000)
+        self.assertLen(schedule.packs, 2000)
+        self.assertLessEqual(max(len(call.args[0].packs) for call in judged.mock_calls), 256)
+
+
+class FoundAgainTest(SearchTestCase):
+    def test_the_same_search_finds_the_same(self):
+        found = [search.search(UNKNOWN, 30 * MB) for _ in range(2)]
+        self.assertEqual(*found)
+
+    def test_a_size_class_is_searched_once(self):
+        with mock.patch.object(search, "search", wraps=search.search) as searched:
+            for num_bytes in (29 * MB, 30 * MB, 31 * MB, 30 * MB):
+                schedule_lib.verify(algorithms.make_schedule("packed_trees", UNKNOWN, num_bytes))
+            self.assertEqual(searched.call_count, 1)
+            forget()  # As in a new process, which finds the file.
+            algorithms.make_schedule("packed_trees", UNKNOWN, 30 * MB)
+            self.assertEqual(searched.call_count, 1)
+            algorithms.make_schedule("packed_trees", UNKNOWN, 300 * MB)
+            algorithms.make_schedule("packed_trees", UNKNOWN, 30 * MB, num_packs=5)
+            algorithms.make_schedule("packed_trees", topology_lib.preset("pcie", 6), 30 * MB)
+            self.assertEqual(searched.call_count, 4)
+        self.assertLen(list(pathlib.Path(self.cache).iterdir()), 4)
+
+    def test_a_file_gives_the_schedule_that_the_search_gave(self):
+        first = algorithms.make_schedule("packed_trees", UNKNOWN, 30 * MB)
+        forget()
+        self.assertEqual(algorithms.make_schedule("packed_trees", UNKNOWN, 30 * MB), first)
+
+    def test_presets_need_no_search(self):
+        with mock.patch.object(search, "search") as searched:
+            for entry in json.loads(forest_store.PRESETS_FILE.read_text(encoding="utf-8")):
+                machine = topology_lib.preset(entry["topology"], entry["num_devices"])
+                machine = machine.subset(entry.get("subset", range(machine.num_devices)))
+                shuffled = list(range(machine.num_devices))
+                random.Random(0).shuffle(shuffled)
+                for topology in (machine, machine.subset(shuffled)):
+                    schedule = algorithms.make_schedule("packed_trees", topology, 7 * MB)
+                    schedule_lib.verify(schedule)
+        searched.assert_not_called()
+
+    def test_renumbered_machines_are_as_fast(self):
+        order = (5, 2, 7, 0, 3, 6, 1, 4)
+        times = [
+            simulate.simulate(algorithms.make_schedule("packed_trees", m, 25 * MB), m).seconds
+            for m in (DGX1, DGX1.subset(order))
+        ]
+        self.assertAlmostEqual(times[0], times[1], delta=0.02 * times[0])
+
+
+class CacheTest(SearchTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        log.warn_once.cache_clear()
+
+    def plan(self) -> schedule_lib.Schedule:
+        forget()
+        return algorithms.make_schedule("packed_trees", UNKNOWN, 30 * MB)
+
+    @parameterized.parameters(
+        b"", b"{", b"[]", b"null", b'{"shares": [1]}', b"\xff\xfe",
+        b'{"shares": [1], "parents": [[null, 0]]}',  # Of two devices.
+        b'{"shares": [1], "parents": [[1, 0, 0, 0, 0]]}',  # No tree.
+        b'{"shares": [-1], "parents": [[null, 0, 0, 0, 0]]}',
+        b'{"shares": [], "parents": []}',
+        b'{"shares": ["x"], "parents": [[null, 0, 0, 0, 0]]}',
+        b'{"shares": [1], "parents": [[null, 0, 0, 0, "x"]]}',
+        b'{"shares": [1], "parents": 5}',
+    )  # fmt: skip
+    def test_a_damaged_file_is_ignored_with_one_line(self, content):
+        expected = self.plan()
+        (file,) = pathlib.Path(self.cache).iterdir()
+        file.write_bytes(content)
+        with self.assertLogs(level=logging.WARNING) as logged:
+            self.assertEqual(self.plan(), expected)
+        self.assertLen(logged.output, 1)
+        self.assertIn(str(file), logged.output[0])
+        self.assertNotIn("\n", logged.output[0])
+        self.assertEqual(self.plan(), expected)  # The file is whole again.
+        self.assertEqual(len(json.loads(file.read_text())["shares"]), len(expected.packs))
+
+    def test_a_directory_that_cannot_be_written_is_no_error(self):
+        with tempfile.NamedTemporaryFile() as file:
+            nowhere = f"{file.name}/below"
+            with (
+                mock.patch.dict(os.environ, {"TFCDO_CACHE_DIR": nowhere}),
+                self.assertLogs(level=logging.WARNING) as logged,
+            ):
+                schedule_lib.verify(self.plan())
+        self.assertLen(logged.output, 1)
+        self.assertRegex(logged.output[0], "cannot be written.*TFCDO_CACHE_DIR")
+
+    def test_files_appear_whole(self):
+        def interrupted(*_):
+            raise OSError("no space left")
+
+        with (
+            mock.patch.object(pathlib.Path, "replace", interrupted),
+            self.assertLogs(level=logging.WARNING),
+        ):
+            self.plan()
+        self.assertEmpty(list(pathlib.Path(self.cache).glob("plan-*")))
+
+    @parameterized.parameters(
+        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "{}"}, "tfcdo"),
+        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": "{}"}, ".cache/tfcdo"),
+        ({"TFCDO_CACHE_DIR": "{}", "XDG_CACHE_HOME": "/elsewhere"}, "."),
+    )
+    def test_where(self, variables, folder):
+        with mock.patch.dict(os.environ, {k: v.format(self.cache) for k, v in variables.items()}):
+            self.plan()
+        self.assertLen(list((pathlib.Path(self.cache) / folder).glob("plan-*.json")), 1)
+
+
+class PresetsTest(SearchTestCase):
+    def entries(self):
+        return json.loads(forest_store.PRESETS_FILE.read_text(encoding="utf-8"))
+
+    def test_presets_are_what_they_say(self):
+        for entry in self.entries():
+            machine = topology_lib.preset(entry["topology"], entry["num_devices"])
+            machine = machine.subset(entry.get("subset", range(machine.num_devices)))
+            forest = forest_store.decode(entry["forest"], machine.num_devices)
+            schedule = forest.schedule(entry["num_bytes"])
+            schedule_lib.verify(schedule)
+            ordered = simulate.longest_path_first(schedule, machine)
+            bound = simulate.bound(machine, entry["num_bytes"])
+            own = simulate.simulate(ordered, machine).seconds / bound
+            self.assertAlmostEqual(own / entry["ratio"], 1, delta=0.01)
+            robust = simulate.robust_seconds(schedule, machine) / bound
+            self.assertAlmostEqual(robust / entry["robust_ratio"], 1, delta=0.01)
+
+    def test_presets_can_be_made_again(self):
+        machine = make_presets.Machine("pcie", 4)
+        case = next(
+            case
+            for case in make_presets.EASY_CASES
+            if case.machine == machine and case.num_bytes == MB
+        )
+        with mock.patch.object(search, "_TASKS_PER_SEARCH", 60_000):
+            (entry,) = make_presets.entries(case, make_presets.solve(case))
+        self.assertIn(json.loads(json.dumps(entry)), self.entries())
+
+    @parameterized.parameters(False, True)
+    def test_hard_cases_improve_on_where_they_began(self, rings):
+        case = make_presets.Case(
+            make_presets.DGX1, 25 * MB, trees=2, rings=rings, symmetric=True, seeds=2, tasks=3000,
+            temperature=0.02, polish_tasks=3000, larger=((GB, 2),),
+        )  # fmt: skip
+        (size, forest), (larger, copies) = make_presets.solve(case)
+        self.assertEqual((size, larger), (25 * MB, GB))
+        schedule_lib.verify(forest.schedule(size))
+        group = search.symmetries(DGX1)
+        start = make_presets._start(case, DGX1, group, random.Random(0)).expanded(group)
+        self.assertLess(search.cost(forest, DGX1, size), search.cost(start, DGX1, size))
+        self.assertGreaterEqual(len(copies.trees), 8)
+
+
+class ForestTest(parameterized.TestCase):
+    @hypothesis.settings(max_examples=100, deadline=None)
+    @hypothesis.given(
+        st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20), st.integers(0, 10**10)
+    )
+    def test_packs_have_the_forest_s_shares(self, shares, num_bytes):
+        trees = [tree_lib.star(3, index % 3) for index in range(len(shares))]
+        schedule = forest_lib.Forest(tuple(trees), tuple(shares)).schedule(num_bytes)
+        schedule_lib.verify(schedule)
+        if len(schedule.packs) == len(shares):
+            for pack, share in zip(schedule.packs, shares, strict=True):
+                self.assertAlmostEqual(pack.size, num_bytes * share / sum(shares), delta=2)
+
+    @parameterized.parameters(
+        ((), (), "as many shares"),
+        ((tree_lib.star(2),), (1.0, 1.0), "2 shares for 1 trees"),
+        ((tree_lib.star(2),), (0.0,), "positive"),
+        ((tree_lib.star(2),), (float("nan"),), "positive"),
+        ((tree_lib.star(2), tree_lib.star(3)), (1.0, 1.0), "same devices"),
+    )
+    def test_what_is_no_forest(self, trees, shares, message):
+        with self.assertRaisesRegex(ValueError, message):
+            forest_lib.Forest(trees, shares)
+
+    def test_images(self):
+        forest = forest_lib.Forest((tree_lib.chain(3),), (2.0,)).expanded([(0, 1, 2), (1, 2, 0)])
+        self.assertEqual([tree.parents for tree in forest.trees], [(None, 0, 1), (2, None, 1)])
+        self.assertEqual(forest.shares, (2.0, 2.0))
+
+    def test_rings_fill_a_dgx1(self):
+        forest = forest_lib.ring_paths(DGX1)
+        assert forest is not None
+        carried = simulate.bytes_by_resource(forest.schedule(24 * 7 * MB), DGX1)
+        busy = {
+            resource.name: carried[resource.name] / resource.bandwidth
+            for resource in DGX1.resources
+        }
+        wires = [seconds for name, seconds in busy.items() if "host" not in name]
+        self.assertLen(wires, 32)
+        self.assertAlmostEqual(min(wires) / max(wires), 1)
+        self.assertEqual({tree.depth for tree in forest.trees}, {4})
+
+    def test_no_ring(self):
+        self.assertIsNone(forest_lib.ring_paths(DGX1.subset([0, 1])))
+        self.assertIsNone(forest_lib.ring_paths(DGX1.subset([0, 1, 2, 4])))
+
+    def test_packed_trees_share_the_links(self):
+        forest = forest_lib.packed(DGX1, 24)
+        carried = simulate.bytes_by_resource(forest.schedule(24 * MB), DGX1)
+        used = [load / r.bandwidth for load, r in zip(carried.values(), DGX1.resources) if load]
+        ideal = simulate.bound(DGX1, 24 * MB)
+        self.assertLess(max(used), 1.2 * ideal)
+
+    @parameterized.product(name=topology_lib.PRESETS, devices=[2, 3, 8])
+    def test_every_start_is_a_schedule(self, name, devices):
+        machine = topology_lib.preset(name, devices)
+        forests = forest_lib.starting_forests(machine)
+        for forest in forests:
+            schedule_lib.verify(forest.schedule(MB))
+            self.assertLessEqual(len(forest.trees), forest_lib.MAX_PACKS)
+        self.assertLen(set(forests), len(forests))
+
+
+class ImproveTest(parameterized.TestCase):
+    def test_improves_with_and_without_symmetry(self):
+        start = forest_lib.Forest(tuple(tree_lib.two_level(8, r) for r in (0, 2)), (1.0, 1.0))
+        for group in (None, search.symmetries(DGX1)):
+            expanded = start.expanded(group) if group else start
+            found = search.improve(start, DGX1, 25 * MB, group=group, tasks=10_000)
+            if group:
+                found = found.expanded(group)
+            before, after = (search.cost(f, DGX1, 25 * MB) for f in (expanded, found))
+            self.assertLess(after, 0.95 * before)
+
+    def test_equal_shares_stay_equal(self):
+        start = forest_lib.Forest(tuple(tree_lib.star(8, r) for r in range(5)), (1.0,) * 5)
+        found = search.improve(start, DGX1, 25 * MB, tasks=5_000, equal_shares=True)
+        self.assertEqual(found.shares, start.shares)
+        self.assertNotEqual(found.trees, start.trees)
+
+    def test_no_step_leaves_the_machine_s_own_links(self):
+        start = forest_lib.Forest((tree_lib.two_level(8, 0),), (1.0,))
+        found = search.improve(start, DGX1, MB, tasks=20_000, temperature=5.0)
+        old = set(start.trees[0].edges)
+        for tree in found.trees:
+            for child, parent in set(tree.edges) - old:
+                self.assertFalse(DGX1.routes[child, parent].detour and (parent, child) not in old)
+
+
+if __name__ == "__main__":
+    absltest.main()
