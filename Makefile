@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 # 2: TensorFlow's C++ half logs errors only.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help demo test lint wheel check-wheel coverage compat clean
+.PHONY: help demo test lint wheel check-wheel coverage compat bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -42,6 +42,9 @@ coverage: $(VENV)/.installed-dev ## Run all tests and show which branches of tfc
 
 compat: $(VENV)/.installed-dev ## Run TensorFlow's classes and tfcdo's side by side: docs/compat.md
 	@$(BIN)/python tests/compat.py docs/compat.md
+
+bench: $(VENV)/.installed-dev ## Measure everything on this machine, alone on it: docs/performance.md
+	@$(BIN)/python tests/performance.py docs/performance.md
 
 clean: ## Remove .venv and all that the other targets made
 	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis

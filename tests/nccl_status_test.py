@@ -115,7 +115,7 @@ class StatusTest(tf.test.TestCase, parameterized.TestCase):
         with kernels_for("GPU"), gpus():
             self.check(names(0, 1), "no GPU:0", "sees 0 GPU devices")
         with kernels_for("CPU"):
-            self.check(["/cpu:0", "/cpu:77"], "no CPU:77", "sees 8 CPU devices")
+            self.check(["/cpu:0", "/cpu:77"], "no CPU:77", "sees", "CPU devices")
 
     def test_one_device_twice(self):
         with kernels_for("GPU", "CPU"), gpus(0, 0):
