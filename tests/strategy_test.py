@@ -693,9 +693,7 @@ def train_step(model: Model, ids: tf.Tensor, targets: tf.Tensor) -> None:
 
 def descend(variable: tf.Variable, gradient: Any) -> None:
     if isinstance(gradient, tf.IndexedSlices):
-        variable.scatter_sub(
-            tf.IndexedSlices(_LEARNING_RATE * gradient.values, gradient.indices)
-        )
+        variable.scatter_sub(tf.IndexedSlices(_LEARNING_RATE * gradient.values, gradient.indices))
     else:
         variable.assign_sub(_LEARNING_RATE * gradient)
 
@@ -752,9 +750,7 @@ class TrainingTest(StrategyTestCase):
 
     def test_the_oracle_notices(self):
         with self.assertRaises(AssertionError):
-            self.trained(
-                tfcdo.ReductionToOneDevice(accumulation_fn=lambda v: tf.add_n(v[1:])), 4
-            )
+            self.trained(tfcdo.ReductionToOneDevice(accumulation_fn=lambda v: tf.add_n(v[1:])), 4)
 
     @parameterized.parameters(*CASES)
     def test_partial_batches(self, name, mode, count):

@@ -1,0 +1,332 @@
+"""Keras training with the four classes: `fit`, `evaluate` and `predict` on several devices.
+
+The oracle is the same training on one device: the same initial weights and global batches. Where
+Keras does something on each replica before the gradients are added up (it clips them, say), the
+oracle does so by hand, part by part, on one device.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+
+import tfcdo
+
+CLASSES: dict[str, Callable[[], tf.distribute.CrossDeviceOps]] = {
+    "one_device": tfcdo.ReductionToOneDevice,
+    "all_reduce": lambda: tfcdo.AllReduceCrossDeviceOps("ring", num_packs=3),
+    "nccl": lambda: tfcdo.NcclAllReduce(num_packs=2),
+    "hierarchical": tfcdo.HierarchicalCopyAllReduce,
+}
+ONE_DEVICE = tf.distribute.get_strategy()
+Data = tuple[Any, np.ndarray]
+
+
+def strategy_of(ops: Any, count: int) -> tf.distribute.MirroredStrategy:
+    return tf.distribute.MirroredStrategy(tu.device_names(count), cross_device_ops=ops)
+
+
+def regression(number: int, seed: int = 0) -> Data:
+    generator = np.random.default_rng(seed)
+    inputs = generator.normal(size=[number, 4]).astype(np.float32)
+    return inputs, np.sin(inputs[:, :2]) * 2 + inputs[:, 2:]
+
+
+def dense_model(**compile_arguments: Any) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.layers.Input((4,)),
+            keras.layers.Dense(3, activation="tanh"),
+            keras.layers.Dense(2),
+        ]
+    )
+    model.compile(**{"optimizer": keras.optimizers.SGD(0.2), "loss": "mse", **compile_arguments})
+    return model
+
+
+def sentences(number: int, seed: int = 0) -> Data:
+    ids = np.random.default_rng(seed).integers(0, 9, [number, 6])
+    return ids, np.stack([ids[:, 0] > ids[:, 1], ids.sum(1) > 24], 1).astype(np.float32)
+
+
+def all_layers_model(**compile_arguments: Any) -> keras.Model:
+    """An embedding, whose gradient is rows; a convolution; normalization over the global batch."""
+    keras.utils.set_random_seed(2)
+    model = keras.Sequential(
+        [
+            keras.layers.Input((6,), dtype="int32"),
+            keras.layers.Embedding(9, 4),
+            keras.layers.Reshape((6, 4, 1)),
+            keras.layers.Conv2D(3, 2, activation="relu"),
+            keras.layers.BatchNormalization(synchronized=True, momentum=0.8),
+            keras.layers.Flatten(),
+            keras.layers.Dense(2, activation="sigmoid"),
+        ]
+    )
+    arguments = {
+        "optimizer": keras.optimizers.Adam(0.02),
+        "loss": "binary_crossentropy",
+        "metrics": ["mae"],
+    }
+    model.compile(**{**arguments, **compile_arguments})
+    return model
+
+
+def fitted(
+    strategy: tf.distribute.Strategy,
+    build: Callable[[], keras.Model],
+    data: Data,
+    batch_size: int,
+    epochs: int = 1,
+) -> tuple[keras.Model, dict[str, list[float]]]:
+    with strategy.scope():
+        model = build()
+    history = model.fit(
+        *data, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0
+    ).history
+    return model, history
+
+
+def trained_by_hand(
+    model: keras.Model,
+    batches: Sequence[Data],
+    count: int,
+    learning_rate: float,
+    change: Callable[[list[tf.Tensor]], list[tf.Tensor]] = lambda gradients: gradients,
+) -> keras.Model:
+    """Gradient descent as Keras does it on several replicas, on one device.
+
+    Args:
+      model: the model to train.
+      batches: the global batches.
+      count: the number of replicas.
+      learning_rate: that of gradient descent.
+      change: what is done to the gradients of one replica.
+
+    Returns:
+      The model.
+    """
+    size = -(-len(batches[0][1]) // count)  # Each replica gets this many examples, while they last.
+    for inputs, targets in batches:
+        total = [np.zeros(w.shape) for w in model.trainable_variables]
+        for start in range(0, len(targets), size):
+            part = slice(start, start + size)
+            with tf.GradientTape() as tape:
+                error = model(inputs[part], training=True) - targets[part]
+                loss = tf.reduce_mean(error**2) / count
+            gradients = tape.gradient(loss, [w.value for w in model.trainable_variables])
+            total = [a + b.numpy() for a, b in zip(total, change(gradients), strict=True)]
+        for weight, gradient in zip(model.trainable_variables, total, strict=True):
+            weight.assign_sub(learning_rate * gradient)
+    return model
+
+
+def batches_of(data: Data, size: int) -> list[Data]:
+    inputs, targets = data
+    starts = range(0, len(targets), size)
+    return [(inputs[i : i + size], targets[i : i + size]) for i in starts]
+
+
+def on_each_replica(data: Data, batch_size: int, count: int) -> Data:
+    """Data of which each replica gets the whole batch that one device gets of the given data."""
+    batches = [own for own in batches_of(data, batch_size) for _ in range(count)]
+    return np.concatenate([x for x, _ in batches]), np.concatenate([y for _, y in batches])
+
+
+class KerasTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    def ops(self, name: str) -> tf.distribute.CrossDeviceOps:
+        """One of the classes, and an assertion that the test has made use of it."""
+        ops = CLASSES[name]()
+        spy = mock.patch.object(ops, "batch_reduce", wraps=ops.batch_reduce).start()
+        self.addCleanup(mock.patch.stopall)
+        self.addCleanup(lambda: self.assertGreater(spy.call_count, 0))
+        return ops
+
+    def assert_same_model(
+        self, expected: keras.Model, model: keras.Model, tolerance: float = 2e-5
+    ) -> None:
+        """Asserts equal weights but for rounding, and equal bits on all replicas."""
+        for weight, own in zip(expected.weights, model.weights, strict=True):
+            components = getattr(own.value, "values", (own.value,))
+            self.assert_bitwise_equal([component.read_value() for component in components])
+            np.testing.assert_allclose(
+                own.numpy(), weight.numpy(), rtol=tolerance, atol=tolerance, err_msg=own.path
+            )
+
+
+class FitTest(KerasTestCase):
+    @parameterized.product(name=tuple(CLASSES), count=(3, 5, 7))
+    def test_odd_numbers_of_devices(self, name, count):
+        data = regression(6 * count)
+        expected, losses = fitted(ONE_DEVICE, dense_model, data, 2 * count)
+        model, own_losses = fitted(strategy_of(self.ops(name), count), dense_model, data, 2 * count)
+        self.assert_same_model(expected, model)
+        self.assertAllClose(losses, own_losses)
+
+    def test_tensorflows_hierarchical_copy_is_wrong_on_three_devices(self):
+        data = regression(18)
+        expected, _ = fitted(ONE_DEVICE, dense_model, data, 6)
+        ours, _ = fitted(strategy_of(self.ops("hierarchical"), 3), dense_model, data, 6)
+        self.assert_same_model(expected, ours)
+        stock = strategy_of(tf.distribute.HierarchicalCopyAllReduce(), 3)
+        theirs, _ = fitted(stock, dense_model, data, 6)
+        difference = np.abs(expected.get_weights()[0] - theirs.get_weights()[0]).max()
+        self.assertGreater(difference, 0.01)
+
+    @parameterized.parameters(
+        ("one_device", 3, {}),
+        ("all_reduce", 3, {"steps_per_execution": 2}),
+        ("nccl", 2, {"run_eagerly": True}),
+        ("hierarchical", 5, {}),
+    )
+    def test_all_layers(self, name, count, arguments):
+        data, test_data = sentences(12 * count), sentences(4 * count, seed=1)
+
+        def build():
+            return all_layers_model(**arguments)
+
+        expected, losses = fitted(ONE_DEVICE, all_layers_model, data, 3 * count)
+        model, own_losses = fitted(strategy_of(self.ops(name), count), build, data, 3 * count)
+        # Adam divides by what may be tiny, so that rounding counts for more.
+        self.assert_same_model(expected, model, tolerance=2e-4)
+        self.assertAllClose(losses, own_losses, rtol=1e-4)
+        sizes = {"batch_size": 3 * count, "verbose": 0}  # The last batch is partial.
+        self.assertAllClose(
+            expected.evaluate(*test_data, **sizes), model.evaluate(*test_data, **sizes), rtol=1e-4
+        )
+        self.assertAllClose(
+            expected.predict(test_data[0], **sizes), model.predict(test_data[0], **sizes), rtol=1e-3
+        )
+
+    @parameterized.parameters(("one_device", 3), ("nccl", 5))
+    def test_partial_last_batch(self, name, count):
+        # Of the last batch, the last replica gets one example, the others two.
+        data = regression(4 * count - 1)
+        expected = trained_by_hand(dense_model(), batches_of(data, 2 * count), count, 0.2)
+        model, _ = fitted(strategy_of(self.ops(name), count), dense_model, data, 2 * count)
+        self.assert_same_model(expected, model)
+
+    def test_normalization_on_each_replica(self):
+        # Each replica normalizes by itself, which one device does too if all parts are equal.
+        def build():
+            keras.utils.set_random_seed(3)
+            layers = [keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+            model = keras.Sequential([keras.layers.Input((4,)), *layers])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            return model
+
+        data = regression(9)
+        expected, _ = fitted(ONE_DEVICE, build, data, 3)
+        strategy = strategy_of(self.ops("hierarchical"), 3)
+        model, _ = fitted(strategy, build, on_each_replica(data, 3, 3), 9)
+        self.assert_same_model(expected, model)
+
+
+class OptimizerTest(KerasTestCase):
+    @parameterized.parameters(
+        ("hierarchical", 3, "global_clipnorm", 0.1, lambda g: tf.clip_by_global_norm(g, 0.1)[0]),
+        ("nccl", 5, "clipnorm", 0.1, lambda g: [tf.clip_by_norm(x, 0.1) for x in g]),
+        ("one_device", 3, "clipvalue", 0.1, lambda g: [tf.clip_by_value(x, -0.1, 0.1) for x in g]),
+    )
+    def test_clipping(self, name, count, argument, limit, clip):
+        data = regression(6 * count)
+        batches = batches_of(data, 2 * count)
+        expected = trained_by_hand(dense_model(), batches, count, 0.3, clip)
+        plain = trained_by_hand(dense_model(), batches, count, 0.3)
+        with self.assertRaises(AssertionError):  # The limit is one that matters.
+            self.assert_same_model(plain, expected)
+
+        def build():
+            return dense_model(optimizer=keras.optimizers.SGD(0.3, **{argument: limit}))
+
+        model, _ = fitted(strategy_of(self.ops(name), count), build, data, 2 * count)
+        self.assert_same_model(expected, model)
+
+    @parameterized.parameters(("hierarchical", 3), ("all_reduce", 4))
+    def test_loss_scale_with_16_bit_floats(self, name, count):
+        # Keras looks for an overflow on the first replica only, before it adds up the gradients, so
+        # all replicas get equal data. Their losses are that of one device, over their number.
+        def build(number=count):
+            # The first scale is too large: gradients overflow, the step is left out, it is halved.
+            optimizer = keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.SGD(0.2), initial_scale=2.0**17 * number, dynamic_growth_steps=4
+            )
+            keras.utils.set_random_seed(1)
+            layers = [keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(2)]
+            model = keras.Sequential([keras.layers.Input((4,)), *layers])
+            for layer in layers:
+                layer.dtype_policy = keras.DTypePolicy("mixed_float16")
+            model.compile(optimizer, "mse")
+            return model
+
+        data = regression(40)
+        expected, _ = fitted(ONE_DEVICE, lambda: build(1), data, 4)
+        repeated = on_each_replica(data, 4, count)
+        model, _ = fitted(strategy_of(self.ops(name), count), build, repeated, 4 * count)
+        scale = expected.optimizer.dynamic_scale
+        self.assertLess(scale.numpy(), 2.0**17)
+        self.assertEqual(scale.numpy() * count, model.optimizer.dynamic_scale.numpy())
+        self.assert_same_model(expected, model, tolerance=4e-3)
+        # The training moved the weights by far more than the tolerance.
+        self.assertGreater(np.abs(model.get_weights()[0] - build().get_weights()[0]).max(), 0.05)
+
+
+class ModelsTest(KerasTestCase):
+    def test_saving(self):
+        directory = pathlib.Path(tempfile.mkdtemp())
+        self.addCleanup(shutil.rmtree, directory)
+        data = regression(12)
+        model, _ = fitted(strategy_of(self.ops("hierarchical"), 3), dense_model, data, 6)
+        expected = model.predict(data[0], verbose=0)
+
+        model.save(directory / "model.keras")
+        loaded = keras.models.load_model(directory / "model.keras")
+        self.assertAllClose(expected, loaded.predict(data[0], verbose=0))
+        # The optimizer comes along: training goes on alike on one device and on others.
+        with strategy_of(self.ops("nccl"), 2).scope():
+            again = keras.models.load_model(directory / "model.keras")
+        for one in loaded, again:
+            one.fit(*data, batch_size=4, shuffle=False, verbose=0)
+        self.assert_same_model(loaded, again)
+
+        model.save_weights(directory / "model.weights.h5")
+        restored = dense_model()
+        restored.load_weights(directory / "model.weights.h5")
+        self.assertAllClose(expected, restored.predict(data[0], verbose=0))
+
+        model.export(directory / "exported", verbose=False)
+        exported = tf.saved_model.load(str(directory / "exported"))
+        self.assertAllClose(expected, exported.serve(tf.constant(data[0])))
+
+    def test_two_strategies_and_three_models_with_one_instance(self):
+        ops = self.ops("hierarchical")
+        runs = [
+            (strategy_of(ops, 3), dense_model, regression(12)),
+            (strategy_of(ops, 2), lambda: all_layers_model(optimizer="sgd"), sentences(12)),
+        ]
+        runs.append((runs[0][0], lambda: dense_model(loss="mae"), regression(12, seed=4)))
+        models = []
+        for strategy, build, _ in runs:
+            with strategy.scope():
+                models.append(build())
+        for _ in range(2):  # In turn.
+            for model, (_, _, data) in zip(models, runs, strict=True):
+                model.fit(*data, batch_size=6, shuffle=False, verbose=0)
+        for model, (_, build, data) in zip(models, runs, strict=True):
+            expected, _ = fitted(ONE_DEVICE, build, data, 6, epochs=2)
+            self.assert_same_model(expected, model)
+
+
+if __name__ == "__main__":
+    tf.test.main()
