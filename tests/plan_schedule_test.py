@@ -133,6 +133,11 @@ class VerifyTest(plan_testing.PlanTestCase):
         ("the last pack is missing", lambda s: {"packs": s.packs[:-1]}, "end at 83"),
         ("packs are swapped", lambda s: {"packs": s.packs[::-1]}, "begin at 0"),
         ("a pack is there twice", lambda s: {"packs": (*s.packs, s.packs[-1])}, "begin at 100"),
+        (
+            "a pack is empty",
+            lambda s: {"packs": (*s.packs, dataclasses.replace(s.packs[-1], start=100))},
+            "must not be empty",
+        ),
         ("other data", lambda s: {"size": 101}, "the data at 101"),
         ("other devices", lambda s: {"num_devices": 5}, "the schedule has 5"),
         ("a copy is missing", lambda s: {"order": s.order[1:]}, "order"),

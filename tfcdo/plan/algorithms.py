@@ -120,8 +120,8 @@ CLASSICS: Mapping[str, Callable[[int], tuple[tree_lib.CopyTree, ...]]] = {
     "hierarchical_copy": hierarchical_copy,
 }
 ALGORITHMS: tuple[str, ...] = (*CLASSICS, "packed_trees", "auto")
-# Beyond so many packs, `auto` judges the algorithms by so many: the links are busy all the same.
-_MAX_JUDGED_PACKS = 256
+# Of more packs than this, `auto` judges the algorithms by a part: the links are as busy with it.
+_MAX_JUDGED_PACKS = 64
 
 
 @functools.lru_cache(maxsize=512)
@@ -185,8 +185,9 @@ def fastest_algorithm(
       >>> fastest_algorithm(topology_lib.preset("dgx1"), 10**8)
       'packed_trees'
     """
-    if num_packs is not None:
-        num_packs = min(num_packs, _MAX_JUDGED_PACKS)
+    if num_packs is not None and num_packs > _MAX_JUDGED_PACKS:
+        num_bytes = num_bytes * _MAX_JUDGED_PACKS // num_packs
+        num_packs = _MAX_JUDGED_PACKS
 
     def judged(name: str) -> tuple[float, int, int]:
         schedule = make_schedule(name, topology, num_bytes, num_packs)

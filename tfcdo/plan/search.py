@@ -86,6 +86,10 @@ def best_forest(
     if topology.num_devices == 1 or not num_bytes:
         star = forest_lib.Forest((tree_lib.star(topology.num_devices),), (1.0,))
         return star.dealt(num_packs or 1)
+    if num_packs is not None and num_packs > forest_lib.MAX_PACKS:
+        # Trees that are good for some of the packs are good for all: the links are busy anyhow.
+        part = max(num_bytes * forest_lib.MAX_PACKS // num_packs, 1)
+        return best_forest(topology, part, forest_lib.MAX_PACKS).dealt(num_packs)
     known = forest_store.presets(topology)
     if num_packs is not None:
         known = [forest.dealt(num_packs) for forest in known]
@@ -129,8 +133,6 @@ def search(
     if num_packs is not None:
         forests = list(dict.fromkeys(forest.dealt(num_packs) for forest in forests))
     start = fastest(forests, topology, num_bytes)
-    if len(start.trees) > forest_lib.MAX_PACKS:
-        return start
     return improve(start, topology, num_bytes, equal_shares=num_packs is not None).rounded()
 
 

@@ -308,14 +308,16 @@ class Network:
     Attributes:
       names: `(kind, pack, source, target)` of each task.
       durations: seconds of each task.
-      holds: the resources that each task holds, adders included.
+      lanes: the lane of each task; the tasks of a lane hold the same resources.
+      lane_holds: the resources that the tasks of each lane hold, adders included.
       waits: how many tasks must end before each can begin.
       frees: the tasks that wait for each task.
     """
 
     names: list[tuple[str, int, int, int]]
     durations: list[float]
-    holds: list[tuple[int, ...]]
+    lanes: list[int]
+    lane_holds: list[tuple[int, ...]]
     waits: list[int]
     frees: list[list[int]]
 
@@ -340,7 +342,8 @@ def prepare(schedule: schedule_lib.Schedule, topology: topology_lib.Topology) ->
     """
     costs = _link_costs(topology)
     seconds_per_addition = 1 / topology.addition_bandwidth
-    network = Network([], [], [], [], [])
+    network = Network([], [], [], [], [], [])
+    lane_of: dict[tuple[int, ...], int] = {}
 
     def add_task(
         name: tuple[str, int, int, int], duration: float, holds: tuple[int, ...], after: list[int]
@@ -348,7 +351,10 @@ def prepare(schedule: schedule_lib.Schedule, topology: topology_lib.Topology) ->
         task = len(network.names)
         network.names.append(name)
         network.durations.append(duration)
-        network.holds.append(holds)
+        if holds not in lane_of:
+            lane_of[holds] = len(network.lane_holds)
+            network.lane_holds.append(holds)
+        network.lanes.append(lane_of[holds])
         network.waits.append(len(after))
         network.frees.append([])
         for earlier in after:
@@ -440,46 +446,48 @@ def _run(
       The start and the end of each task.
     """
     count = len(durations)
-    holds, frees = network.holds, network.frees
+    lanes, lane_holds, frees = network.lanes, network.lane_holds, network.frees
     waits = list(network.waits)
     starts, ends = [0.0] * count, [0.0] * count
-    busy: set[int] = set()
-    # A task that found a resource taken waits in that resource's queue alone; when the resource is
-    # freed, the queue's first tasks try again, and wait where they find the next one taken.
-    queues: dict[int, list[tuple[float, float, int]]] = {
-        resource: [] for held in holds for resource in held
-    }
+    # Sets of resources are the bits of a number: the inner loop asks most often whether two meet.
+    masks = [sum(1 << resource for resource in held) for held in lane_holds]
+    lanes_over: dict[int, list[int]] = {}
+    for lane, held in enumerate(lane_holds):
+        for resource in held:
+            lanes_over.setdefault(resource, []).append(lane)
+    busy = 0
+    # Of the tasks of a lane only the first in line can start: the others need the same resources.
+    queues: list[list[tuple[float, float, int]]] = [[] for _ in lane_holds]
     running: list[tuple[float, int]] = []
     ready = [task for task in range(count) if not waits[task]]
-    freed: list[int] = []
+    changed: set[int] = set()
     now = 0.0
     while True:
         since = now if first_come else 0.0
-        candidates = [(since, ranks[task], task, -1) for task in ready]
-        for resource in freed:
-            if queues[resource]:
-                candidates.append((*heapq.heappop(queues[resource]), resource))
-        heapq.heapify(candidates)
-        while candidates:
-            waiting_since, rank, task, queue = heapq.heappop(candidates)
-            for resource in holds[task]:
-                if resource in busy:
-                    heapq.heappush(queues[resource], (waiting_since, rank, task))
-                    break
-            else:
-                busy.update(holds[task])
-                starts[task], ends[task] = now, now + durations[task]
-                heapq.heappush(running, (ends[task], task))
-            if queue >= 0 and queues[queue] and queue not in busy:
-                heapq.heappush(candidates, (*heapq.heappop(queues[queue]), queue))
+        for task in ready:
+            heapq.heappush(queues[lanes[task]], (since, ranks[task], task))
+            changed.add(lanes[task])
+        first_in_line = [
+            queues[lane][0] for lane in changed if queues[lane] and not masks[lane] & busy
+        ]
+        for _, _, task in sorted(first_in_line):
+            lane = lanes[task]
+            if masks[lane] & busy:
+                continue
+            busy |= masks[lane]
+            heapq.heappop(queues[lane])
+            starts[task], ends[task] = now, now + durations[task]
+            heapq.heappush(running, (ends[task], task))
         if not running:
             return starts, ends
         now = running[0][0]
-        ready, freed = [], []
+        ready, changed = [], set()
         while running and running[0][0] <= now + _SAME_TIME:
             _, task = heapq.heappop(running)
-            freed += holds[task]
-            busy.difference_update(holds[task])
+            lane = lanes[task]
+            busy ^= masks[lane]
+            for resource in lane_holds[lane]:
+                changed.update(lanes_over[resource])
             for after in frees[task]:
                 waits[after] -= 1
                 if not waits[after]:
