@@ -134,7 +134,7 @@ class DestinationsTest(tf.test.TestCase, parameterized.TestCase):
 
         trace(tf.constant(1))
 
-    @parameterized.parameters("/cpu:8", "/gpu:0", "/job:worker/cpu:0")
+    @parameterized.parameters("/cpu:88", "/gpu:0", "/job:worker/cpu:0")
     def test_a_device_that_does_not_exist(self, name):
         with self.assertRaisesRegex(ValueError, f"'{name}'.*there are .*CPU:0"):
             validation.devices_of(name)

@@ -152,6 +152,8 @@ def save(figure: Figure, path: pathlib.Path) -> None:
     from PIL import Image
 
     if path.suffix == ".svg":
+        for artist in figure.findobj():
+            artist.set_clip_on(False)  # Nothing sticks out, and clip paths are named by address.
         with matplotlib.rc_context({"svg.hashsalt": "tfcdo"}):
             figure.savefig(path, metadata={"Date": None})
         return
