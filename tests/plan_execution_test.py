@@ -81,7 +81,7 @@ class PlanExecutionTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase
         for op in graph.get_operations():
             for tensor in op.inputs:
                 source, target = index.get(tensor.device), index.get(op.device)
-                if source != target and None not in (source, target):
+                if source is not None and target is not None and source != target:
                     (up if op.type == "AddN" else down).append((source, target))
         return sorted(up), sorted(down)
 
