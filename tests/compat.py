@@ -16,7 +16,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 TIMEOUT_SECONDS = 120
@@ -74,7 +74,7 @@ def _run_worker(library: str, first: int) -> list[Outcome]:
     return outcomes if first + len(outcomes) == len(CASES) else [*outcomes, ending]
 
 
-def table(outcomes: dict[str, Sequence[Outcome]]) -> str:
+def table(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
     """The page: one row for each case.
 
     Args:
@@ -282,19 +282,20 @@ def _maximum(library: Any) -> Any:
     return _sum(ops, _values([1.0, 9.0], [5.0, 2.0]))
 
 
+def _counting(count: int) -> Case:
+    """The sum of 1, 2, ... over as many devices."""
+    held = range(1, count + 1)
+    return Case(
+        f"{count} device{'s' * (count > 1)} holding {', '.join(map(str, held))}",
+        lambda lib: _sum(lib.HierarchicalCopyAllReduce(), _values(*map(float, held))),
+        float(sum(held)),
+    )
+
+
 _EMBEDDING = [[1.0], [0.0], [0.0], [6.0]]
 
 CASES = (
-    *(
-        Case(
-            f"{count} device{'s' * (count > 1)} holding {', '.join(map(str, range(1, count + 1)))}",
-            lambda lib, count=count: _sum(
-                lib.HierarchicalCopyAllReduce(), _values(*map(float, range(1, count + 1)))
-            ),
-            float(sum(range(1, count + 1))),
-        )
-        for count in (1, 2, 3, 4, 5, 6, 7, 8)
-    ),
+    *map(_counting, (1, 2, 3, 4, 5, 6, 7, 8)),
     Case(
         "3 devices, MEAN of 1, 2, 3",
         lambda lib: _mean(lib.HierarchicalCopyAllReduce(), _values(1.0, 2.0, 3.0)),

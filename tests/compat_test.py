@@ -11,6 +11,8 @@ PAGE = pathlib.Path(compat.__file__).parent.parent / "docs" / "compat.md"
 
 
 class CompatTest(absltest.TestCase):
+    outcomes: dict[str, list[compat.Outcome]]
+
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
