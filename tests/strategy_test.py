@@ -777,6 +777,12 @@ class TrainingTest(StrategyTestCase):
     def test_one_instance_for_two_strategies(self, name):
         ops = CLASSES[name]()
         strategies = [strategy_of(ops, 3), strategy_of(ops, 5, first=3)]
+        for strategy in *strategies, strategy_of(ops, 3, first=2):  # Each on its own devices.
+            devices = strategy.extended.worker_devices
+            value = tu.per_replica([1.0] * len(devices), devices)
+            (result,) = strategy.extended.batch_reduce_to(SUM, [(value, value)])
+            self.assert_replicas(float(len(devices)), result, len(devices))
+            self.assertEqual(devices, tuple(component.device for component in result.values))
         models, data = [], examples(16)
         for seed, strategy in enumerate(strategies):
             with strategy.scope():
