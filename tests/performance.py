@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -72,7 +73,7 @@ class Outcome:
 
     Attributes:
       target: the target.
-      ratio: what was measured.
+      ratio: what was measured; not a number if the times are lost in their spread.
       limit: of times, the ratio that the floor itself would have; else None.
     """
 
@@ -120,7 +121,10 @@ def outcome(target: Target, results: Sequence[Result]) -> Outcome:
     limit = None
     if target.quantity == "seconds" and not target.case.eager:
         limit = _reference(results, FLOOR)["seconds"] / other["seconds"]
-    return Outcome(target, ours[target.quantity] / other[target.quantity], limit)
+    ratio = ours[target.quantity] / other[target.quantity]
+    # The median of a difference may be below 0, and a reference within its spread measures nothing.
+    lost = target.quantity == "seconds" and (ratio <= 0 or other["seconds"] <= other["spread"])
+    return Outcome(target, math.nan if lost else ratio, limit)
 
 
 def _reference(results: Sequence[Result], name: str) -> Result:
@@ -193,7 +197,7 @@ def _targets(outcomes: Sequence[Outcome]) -> list[str]:
         target = one.target
         lines.append(
             f"| {target.case} | {_WHAT[target.quantity]} | `{_short(target.ours)}` "
-            f"| {_code(target.against)} | {target.at_most:.2f} | {one.ratio:.2f} "
+            f"| {_code(target.against)} | {target.at_most:.2f} | {_measured(one)} "
             f"| {'' if one.limit is None else f'{one.limit:.2f}'} | {_verdict(one)} |"
         )
     return [*lines, ""]
@@ -207,7 +211,13 @@ _WHAT = {
 }
 
 
+def _measured(one: Outcome) -> str:
+    return "-" if math.isnan(one.ratio) else f"{one.ratio:.2f}"
+
+
 def _verdict(one: Outcome) -> str:
+    if math.isnan(one.ratio):
+        return "not measured: lost in the spread"
     if one.met:
         return "met"
     below_limit = one.limit is not None and one.target.at_most < one.limit
