@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import pathlib
 import tempfile
 from typing import Any
@@ -49,6 +50,26 @@ class OutcomeTest(parameterized.TestCase):
         self.assertAlmostEqual(outcome.limit or 0.0, 0.5)
         self.assertTrue(outcome.met)
         self.assertFalse(_outcome(performance.FASTEST, 0.74).met)
+
+    def test_what_takes_longer_than_the_floor_is_the_limit(self):
+        target = performance.Target(_CASE, performance.AUTO, performance.FASTEST, 0.75)
+        packing = _result("pack and unpack", "packing", 0.0025)
+        outcome = performance.outcome(target, [*_RESULTS, packing])
+        self.assertAlmostEqual(outcome.limit or 0.0, 0.625)
+        quick = _result("pack and unpack", "packing", 0.001)
+        self.assertAlmostEqual(performance.outcome(target, [*_RESULTS, quick]).limit or 0.0, 0.5)
+
+    @parameterized.parameters((-0.001, 0.004, 0.0), (0.003, 0.004, 0.005))
+    def test_times_that_are_lost_in_their_spread(self, ours: float, other: float, spread: float):
+        target = performance.Target(_CASE, performance.AUTO, performance.FASTEST, 0.75)
+        results = [
+            _result(performance.AUTO, "tfcdo", ours),
+            _result("tf.ReductionToOneDevice", "tf", other, spread=spread),
+            _result("floor (XLA)", "floor", 0.002),
+        ]
+        outcome = performance.outcome(target, results)
+        self.assertTrue(math.isnan(outcome.ratio))
+        self.assertFalse(outcome.met)
 
     def test_the_floor_is_the_fastest_pass(self):
         self.assertAlmostEqual(_outcome(performance.FLOOR, 1.15).ratio, 1.5)

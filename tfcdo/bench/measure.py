@@ -22,7 +22,8 @@ from tfcdo.bench import workloads
 # Told after each piece of work what comes next.
 Progress = Callable[[str], None]
 
-BASELINE, FLOOR = "baseline", "floor"
+BASELINE, FLOOR, PACKING = "baseline", "floor", "packing"
+_REPACK = "pack and unpack"
 _BASELINE_OF_FLOOR = "baseline of the floor"
 
 # A sample of less would measure the clock and the switch from one graph to the next.
@@ -55,7 +56,7 @@ class Measurement:
       dtype: the name of their dtype.
       num_devices: over how many devices they were summed.
       name: the implementation's.
-      kind: `"tfcdo"`, `"tf"`, `FLOOR` or `BASELINE`.
+      kind: `"tfcdo"`, `"tf"`, `FLOOR`, `PACKING` (see `floor.repack`) or `BASELINE`.
       seconds: the time of one all-reduce: the median over the rounds of what it took more than the
         baseline in the same round. Of the baseline, what it took.
       spread: the distance between the quartiles of the same.
@@ -112,7 +113,7 @@ def run(
     settings: Settings,
     progress: Progress = lambda _: None,
 ) -> list[Measurement]:
-    """Measures implementations, the baseline and the floor in turn.
+    """Measures implementations, the floor, packing and the baseline in turn.
 
     Args:
       workload: what is all-reduced.
@@ -122,7 +123,8 @@ def run(
       progress: told what is done next.
 
     Returns:
-      One measurement each: the implementations' in the order given, the floors', the baseline's.
+      One measurement each: the implementations' in the order given, the floors', that of packing if
+      several values are small and of one shape, the baseline's.
     """
     build = steps.build_eager if settings.eager else steps.build_graph
     # What is subtracted comes first: whatever is built first also pays for what TensorFlow does
@@ -139,10 +141,13 @@ def run(
     built[_BASELINE_OF_FLOOR] = steps.build_graph(at_one_place, None)
     for name, reduce in floors.items():
         built[name] = steps.build_graph(at_one_place, reduce)
+    kinds = {one.name: one.package for one in compared} | dict.fromkeys(floors, FLOOR)
+    if data.has_small:
+        kinds[_REPACK] = PACKING
+        built[_REPACK] = build(data, floor.repack(data))
 
     times = interleave({name: one.step for name, one in built.items()}, settings, progress)
     peaks = {name: memory.peak_of(one.step, devices) for name, one in built.items()}
-    kinds = {one.name: one.package for one in compared} | dict.fromkeys(floors, FLOOR)
     return [
         *(
             _measurement((workload, devices), name, kind, times, built, peaks)
@@ -213,7 +218,7 @@ def _measurement(
         seconds=float(median),
         spread=float(upper - lower),
         cpu_seconds=float(np.median(cpu)),
-        wrong=built[name].wrong if base else None,
+        wrong=None if kind in (PACKING, BASELINE) else built[name].wrong,
         first_call=built[name].first_call,
         nodes=None if nodes is None or base_nodes is None else nodes - base_nodes,
         peak_memory=peaks[name],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,10 @@ from tfcdo.bench import workloads
 Held = list[list[tf.Tensor]]
 Step = Callable[[], Any]
 
+# To read one variable takes longer than to all-reduce one small value, whose time would be lost in
+# that of the reads: values of one shape up to this many bytes are read together.
+_SMALL = 2**16
+
 
 @dataclasses.dataclass(frozen=True)
 class Data:
@@ -27,24 +32,39 @@ class Data:
     Attributes:
       workload: their shapes and dtype.
       devices: where they are.
-      variables: `[d][v]`: value `v` of device `d`.
+      together: the indices of the values that share a variable on each device, for each variable.
+      variables: `[d][i]`: what device `d` holds of the values `together[i]`: one as it is, several
+        along a new first axis.
       sums: for each value, the sum that numpy finds.
       true: a variable on each device that holds True; see `_consume`.
     """
 
     workload: workloads.Workload
     devices: devices_lib.Devices
+    together: tuple[tuple[int, ...], ...]
     variables: tuple[tuple[tf.Variable, ...], ...]
     sums: tuple[np.ndarray, ...]
     true: tuple[tf.Variable, ...]
+
+    @property
+    def has_small(self) -> bool:
+        """Whether any values are read together."""
+        return any(len(indices) > 1 for indices in self.together)
 
     def read(self) -> Held:
         """Reads the variables, each on its device."""
         held = []
         for device, own in zip(self.devices.names, self.variables, strict=True):
             with tf.device(device):
-                held.append([variable.read_value() for variable in own])
+                held.append(self._read(own))
         return held
+
+    def _read(self, own: Sequence[tf.Variable]) -> list[tf.Tensor]:
+        values: dict[int, tf.Tensor] = {}
+        for indices, variable in zip(self.together, own, strict=True):
+            read = variable.read_value()
+            values.update(zip(indices, tf.unstack(read) if len(indices) > 1 else [read]))
+        return [values[index] for index in range(len(values))]
 
     def num_wrong(self, results: Held) -> int:
         """How many elements, over all devices, are not what numpy says."""
@@ -67,18 +87,35 @@ def place(workload: workloads.Workload, devices: devices_lib.Devices) -> Data:
     """
     dtype = tf.as_dtype(workload.dtype).as_numpy_dtype
     sums = [np.zeros(shape, np.int16) for shape in workload.shapes]
+    together = _together(workload)
     variables = []
     for rank, device in enumerate(devices.names):
         own = workloads.numbers(workload, seed=rank)
         for total, array in zip(sums, own, strict=True):
             total += array
         with tf.device(device):
-            variables.append(tuple(tf.Variable(array.astype(dtype)) for array in own))
+            variables.append(
+                tuple(tf.Variable(_stacked(own, indices).astype(dtype)) for indices in together)
+            )
     true = []
     for device in devices.names:
         with tf.device(device):
             true.append(tf.Variable(True))
-    return Data(workload, devices, tuple(variables), tuple(sums), tuple(true))
+    return Data(workload, devices, together, tuple(variables), tuple(sums), tuple(true))
+
+
+def _together(workload: workloads.Workload) -> tuple[tuple[int, ...], ...]:
+    groups: dict[Any, list[int]] = {}
+    for index, shape in enumerate(workload.shapes):
+        small = math.prod(shape) * workload.itemsize <= _SMALL
+        groups.setdefault(shape if small else index, []).append(index)
+    return tuple(map(tuple, groups.values()))
+
+
+def _stacked(arrays: Sequence[np.ndarray], indices: Sequence[int]) -> np.ndarray:
+    if len(indices) == 1:
+        return arrays[indices[0]]
+    return np.stack([arrays[index] for index in indices])
 
 
 def reduce_held(reduce: implementations.Reduce | None, held: Held) -> Held:

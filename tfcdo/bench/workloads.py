@@ -50,9 +50,14 @@ class Workload:
         return sum(math.prod(shape) for shape in self.shapes)
 
     @property
+    def itemsize(self) -> int:
+        """How many bytes an element has."""
+        return _bytes_of(self.dtype)
+
+    @property
     def size(self) -> int:
         """How many bytes one device holds."""
-        return self.count * _bytes_of(self.dtype)
+        return self.count * self.itemsize
 
 
 @functools.cache

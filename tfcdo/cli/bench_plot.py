@@ -35,7 +35,7 @@ def save(
       devices: what they were made on.
       path: the PNG file.
     """
-    drawn = [one for one in results if one.kind != measure.BASELINE]
+    drawn = [one for one in results if one.kind in _LINES]
     groups = list(bench_report.by_workload(drawn))
     sweep = len({one.workload for one in drawn}) == 1 and len(groups) > 1
     figure = _lines(drawn) if sweep else _bars(groups)

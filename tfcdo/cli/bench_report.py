@@ -28,7 +28,8 @@ _REDOP = "sum"
 _WORKLOAD_COLUMNS = ("size\n(B)", "count\n(elements)", "type\n", "redop\n")
 # What the table of times needs with these columns.
 _WIDE = 130
-_STYLES = {implementations.OURS: "bold", measure.FLOOR: "dim", measure.BASELINE: "dim"}
+_COMPARED = (implementations.OURS, implementations.TENSORFLOW)
+_STYLES = {implementations.OURS: "bold", implementations.TENSORFLOW: ""}
 
 
 def by_workload(
@@ -67,6 +68,11 @@ def show(results: Sequence[measure.Measurement], console: Console) -> None:
         "of TF, of floor: as a multiple of the fastest right TensorFlow class's and of the "
         "fastest single pass over the same memory; - where these are lost in their own spread."
     )
+    if any(one.kind == measure.PACKING for one in results):
+        console.print(
+            "pack and unpack: what TensorFlow's ops take at least to make one tensor of the small "
+            "values of one shape on each device and to take it apart, with nothing added or sent."
+        )
     console.print()
     console.print(_apart(results))
 
@@ -107,8 +113,8 @@ def _table_of_times(results: Sequence[measure.Measurement], with_workload: bool)
         tensorflow = fastest(group, implementations.TENSORFLOW)
         floor = fastest(group, measure.FLOOR)
         for one in group:
-            is_net = one.kind not in (measure.FLOOR, measure.BASELINE)
-            has_bandwidth = one.kind != measure.BASELINE
+            is_net = one.kind in _COMPARED
+            has_bandwidth = is_net or one.kind == measure.FLOOR
             table.add_row(
                 *(_workload_cells(one) if with_workload else ()),
                 short(one.name),
@@ -119,7 +125,7 @@ def _table_of_times(results: Sequence[measure.Measurement], with_workload: bool)
                 _wrong(one.wrong),
                 _ratio(one, tensorflow) if is_net else "",
                 _ratio(one, floor) if is_net else "",
-                style=_STYLES.get(one.kind),
+                style=_STYLES.get(one.kind, "dim"),
             )
         table.add_section()
     return table
@@ -154,7 +160,7 @@ def _apart(results: Sequence[measure.Measurement]) -> Table:
             "-" if one.first_call is None else f"{one.first_call:.2f}",
             "-" if one.nodes is None else str(one.nodes),
             "-" if one.peak_memory is None else f"{one.peak_memory / 1e6:.1f}",
-            style=_STYLES.get(one.kind),
+            style=_STYLES.get(one.kind, "dim"),
         )
     return table
 
@@ -180,7 +186,7 @@ def show_fit(results: Sequence[fit.FitMeasurement], console: Console) -> None:
                 f"{one.spread * 1e3:.1f}",
                 _number(one.seconds / tensorflow),
                 f"{one.first_step:.1f}",
-                style=_STYLES.get(one.kind),
+                style=_STYLES.get(one.kind, "dim"),
             )
         table.add_section()
     console.print(table)
