@@ -298,6 +298,13 @@ class BundlesTest(parameterized.TestCase):
         stacks = [b for b in pack.bundles if b.stacked]
         self.assertEqual([[0, 2, 3]], [[p.value for p in b.pieces] for b in stacks])
 
+    def test_flat_values_are_concatenated_as_they_are(self):
+        (pack,) = plan_of(specs((6,), (4,), (2, 3), (6,), (6,)), packing.Packing(1)).packs
+        self.assertEqual(
+            [([0, 1, 2, 3, 4], False)],
+            [([piece.value for piece in b.pieces], b.stacked) for b in pack.bundles],
+        )
+
     def test_cut_values_are_not_stacked(self):
         for pack in plan_of(specs((2, 3), (2, 3)), packing.Packing(3)).packs:
             for bundle in pack.bundles:

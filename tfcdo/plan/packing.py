@@ -362,15 +362,16 @@ def _bundles(
     if not math.isfinite(limit):
         # Each tensor that travels costs a link's latency, so there is to be one.
         return (Bundle(tuple(small)), *bundles) if small else tuple(bundles)
-    # Each tensor that travels only costs an op, and values of one shape are stacked without being
-    # flattened first, and unstacked without a copy.
-    shapes: dict[tuple[int, ...] | None, list[Piece]] = {}
+    # Each tensor that travels only costs an op. Flat values are concatenated as they are; others
+    # would have to be flattened first, each by an op, but those of one shape can be stacked.
+    stackable: dict[tuple[int, ...], list[Piece]] = {}
     for piece in small:
-        shapes.setdefault(values[piece.value].shape if piece.whole else None, []).append(piece)
-    alike = [own for shape, own in shapes.items() if shape is not None and len(own) > 1]
-    rest = [own for shape, own in shapes.items() if shape is None or len(own) == 1]
-    odd = tuple(piece for own in rest for piece in own)
-    stacks = [Bundle(tuple(own), stacked=True) for own in alike]
+        shape = values[piece.value].shape if piece.whole else None
+        if shape is not None and len(shape) != 1:
+            stackable.setdefault(shape, []).append(piece)
+    stacks = [Bundle(tuple(own), stacked=True) for own in stackable.values() if len(own) > 1]
+    stacked = {piece for stack in stacks for piece in stack.pieces}
+    odd = tuple(piece for piece in small if piece not in stacked)
     return (*stacks, *([Bundle(odd)] if odd else []), *bundles)
 
 
