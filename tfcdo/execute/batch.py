@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -24,6 +24,7 @@ from tfcdo.plan import packing as packing_lib
 from tfcdo.plan import topology as topology_lib
 from tfcdo.plan import tree as tree_lib
 
+Key = TypeVar("Key")
 # Reduces values that are on the same devices; returns one wrapped result per value.
 Way = Callable[[Sequence[validation.Reduction], arithmetic.Finish, "Method"], list[Any]]
 
@@ -91,13 +92,14 @@ def reduce(
     Returns:
       One result per reduction, in order.
     """
-    results: list[Any] = [None] * len(reductions)
-    for (way, _), indices in _groups(reductions, method).items():
-        group = [reductions[index] for index in indices]
-        finish = finish_for(reduce_op, group[0])
-        for index, result in zip(indices, way(group, finish, method), strict=True):
-            results[index] = result
-    return results
+    # Asking TensorFlow for its kernels takes longer than tracing a value, so ask once per dtype.
+    with_nccl = functools.cache(method.with_nccl)
+
+    def run(key: tuple[Way, tuple[str, ...]], group: Sequence[validation.Reduction]) -> list[Any]:
+        way, _ = key
+        return way(group, finish_for(reduce_op, group[0]), method)
+
+    return _in_groups(reductions, lambda one: (_way(one, with_nccl), one.devices), run)
 
 
 def reduce_on_roots(
@@ -115,23 +117,19 @@ def reduce_on_roots(
     Returns:
       One result per reduction, in order.
     """
-    groups: dict[Any, list[int]] = {}
-    for index, one in enumerate(reductions):
-        groups.setdefault((one.devices, one.all_reduce, root_of(one)), []).append(index)
-    results: list[Any] = [None] * len(reductions)
-    for (devices, all_reduce, root), indices in groups.items():
-        group = [reductions[index] for index in indices]
-        finish = finish_for(reduce_op, group[0])
+
+    def run(
+        key: tuple[str, bool, tuple[str, ...]], group: Sequence[validation.Reduction]
+    ) -> list[Any]:
+        root, all_reduce, devices = key
         if all_reduce and root in devices:
             # One device is the simplest copy tree: a star, whose centre is that device.
             star = tree_lib.star(len(devices), devices.index(root))
-            method = Method((star,), packing_lib.Packing(1), None)
-            reduced = reduce(reduce_op, group, method)
-        else:
-            reduced = [reduce_on_one_device(one, root, arithmetic.add, finish) for one in group]
-        for index, result in zip(indices, reduced, strict=True):
-            results[index] = result
-    return results
+            return reduce(reduce_op, group, Method((star,), packing_lib.Packing(1), None))
+        finish = finish_for(reduce_op, group[0])
+        return [reduce_on_one_device(one, root, arithmetic.add, finish) for one in group]
+
+    return _in_groups(reductions, lambda one: (root_of(one), one.all_reduce, one.devices), run)
 
 
 def finish_for(
@@ -144,16 +142,21 @@ def finish_for(
     return arithmetic.Finish(count if mean else None)
 
 
-def _groups(
-    reductions: Sequence[validation.Reduction], method: Method
-) -> dict[tuple[Way, tuple[str, ...]], list[int]]:
-    """The indices of the reductions that are done together: one way, on the same devices."""
-    # Asking TensorFlow for its kernels takes longer than tracing a value, so ask once per dtype.
-    with_nccl = functools.cache(method.with_nccl)
-    groups: dict[tuple[Way, tuple[str, ...]], list[int]] = {}
-    for index, reduction in enumerate(reductions):
-        groups.setdefault((_way(reduction, with_nccl), reduction.devices), []).append(index)
-    return groups
+def _in_groups(
+    reductions: Sequence[validation.Reduction],
+    key_of: Callable[[validation.Reduction], Key],
+    run: Callable[[Key, Sequence[validation.Reduction]], Sequence[Any]],
+) -> list[Any]:
+    """Runs the reductions of one key together; returns their results in the batch's order."""
+    groups: dict[Key, list[int]] = {}
+    for index, one in enumerate(reductions):
+        groups.setdefault(key_of(one), []).append(index)
+    results: list[Any] = [None] * len(reductions)
+    for key, indices in groups.items():
+        group = [reductions[index] for index in indices]
+        for index, result in zip(indices, run(key, group), strict=True):
+            results[index] = result
+    return results
 
 
 def _way(
