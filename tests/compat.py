@@ -267,6 +267,20 @@ def _fit(library: Any) -> str:
     return "the weights of one-device training" if close else "other weights than on one device"
 
 
+def _shared(ops: Any) -> Any:
+    """All-reduces, in each of three replicas, one tensor that was made outside of them."""
+    import tensorflow as tf
+    import testing_utils as tu
+
+    strategy = tf.distribute.MirroredStrategy(tu.device_names(3), cross_device_ops=ops)
+    tensor = tf.constant(2.0)
+
+    def replica() -> Any:
+        return tf.distribute.get_replica_context().all_reduce("SUM", tensor)
+
+    return _read(strategy.run(replica))
+
+
 def _mean(ops: Any, *values: Any) -> Any:
     import tensorflow as tf
 
@@ -300,6 +314,11 @@ CASES = (
         "3 devices, MEAN of 1, 2, 3",
         lambda lib: _mean(lib.HierarchicalCopyAllReduce(), _values(1.0, 2.0, 3.0)),
         2.0,
+    ),
+    Case(
+        "2 that 3 replicas share, SUM",
+        lambda lib: _shared(lib.ReductionToOneDevice()),
+        6.0,
     ),
     Case("Keras `fit` on 3 devices", _fit, "the weights of one-device training"),
     Case(
