@@ -1,25 +1,23 @@
 """NCCL by execution: the ops that GPUs would run, on virtual CPU devices, by a kernel for tests.
 
-A kernel that misses a participant waits; here it gives up after a few seconds, so that what would
-hang on GPUs is an error. All ops are made with `strict=True`: no test can pass by way of the copy
-trees.
+What would hang on GPUs is an error here: see `nccl_on_cpu`. All ops are made with `strict=True`, so
+that no test can pass by way of the copy trees.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
-import os
 import random
 import threading
 import time
-import unittest
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 from unittest import mock
 
-import nccl_cpu_kernel
+import nccl_on_cpu
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
@@ -36,19 +34,15 @@ from tfcdo import log
 DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 K = 4  # How many devices, where their number is not what is tested.
 
-_patience = mock.patch.dict(os.environ, {nccl_cpu_kernel.TIMEOUT_VARIABLE: "10"})
+_nccl = contextlib.ExitStack()
 
 
 def setUpModule() -> None:
-    reason = nccl_cpu_kernel.why_unavailable()
-    if reason is not None:
-        raise unittest.SkipTest(reason)
-    nccl_cpu_kernel.load()
-    _patience.start()
+    _nccl.enter_context(nccl_on_cpu.running())
 
 
 def tearDownModule() -> None:
-    _patience.stop()
+    _nccl.close()
 
 
 def nccl(num_packs: int = 1) -> tfcdo.NcclAllReduce:
@@ -765,7 +759,7 @@ class StrategyTest(tf.test.TestCase, parameterized.TestCase):
             bad = self.values(strategy, [np.nan if i == rank else 1 for i in range(3)])
             with (
                 # The others must not wait for their time to be up.
-                mock.patch.dict(os.environ, {nccl_cpu_kernel.TIMEOUT_VARIABLE: "600"}),
+                nccl_on_cpu.patience(600),
                 self.assertRaisesRegex(tf.errors.InvalidArgumentError, "this replica fails"),
             ):
                 step(bad)

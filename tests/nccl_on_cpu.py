@@ -1,0 +1,39 @@
+"""Runs the ops that GPUs would run for NCCL on virtual CPU devices.
+
+A kernel that misses a participant waits; here it gives up after a few seconds, so that what would
+hang on GPUs is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import unittest
+from collections.abc import Iterator
+from unittest import mock
+
+import nccl_cpu_kernel
+
+_PATIENCE_SECONDS = 10
+
+
+@contextlib.contextmanager
+def running() -> Iterator[None]:
+    """While this lasts, `NcclAllReduce` runs on CPU devices and fails rather than hangs.
+
+    The kernel stays for the rest of the process: TensorFlow cannot unload it.
+
+    Raises:
+      unittest.SkipTest: if the kernel cannot be built on this machine.
+    """
+    reason = nccl_cpu_kernel.why_unavailable()
+    if reason is not None:
+        raise unittest.SkipTest(reason)
+    nccl_cpu_kernel.load()
+    with patience(_PATIENCE_SECONDS):
+        yield
+
+
+def patience(seconds: float) -> contextlib.AbstractContextManager[object]:
+    """While this lasts, a kernel waits so long for the others."""
+    return mock.patch.dict(os.environ, {nccl_cpu_kernel.TIMEOUT_VARIABLE: str(seconds)})
