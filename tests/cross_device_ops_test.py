@@ -1,6 +1,7 @@
 """The contract of the four classes, in every setting, and what each promises besides.
 
-All of it runs with TensorFlow's own reductions out of order; see `sabotage`.
+All of it runs with TensorFlow's own reductions out of order (see `sabotage`), and without the CPU
+kernel for NCCL, which another test file of the same process may have loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from testing_utils import SUM
 
 import tfcdo
 from tfcdo import log
-from tfcdo import tf_internals
 from tfcdo.plan import algorithms
 from tfcdo.plan import topology
 
@@ -41,15 +41,16 @@ SETTINGS: dict[str, Callable[[], tf.distribute.CrossDeviceOps]] = {
 }
 globals().update(contract.settings_tests(SETTINGS, __name__))
 
-_sabotage = contextlib.ExitStack()
+_environment = contextlib.ExitStack()
 
 
 def setUpModule() -> None:
-    _sabotage.enter_context(sabotage.installed())
+    _environment.enter_context(sabotage.installed())
+    _environment.enter_context(tu.kernels_for("GPU"))
 
 
 def tearDownModule() -> None:
-    _sabotage.close()
+    _environment.close()
 
 
 ALL_REDUCES: list[Any] = [
@@ -203,12 +204,8 @@ class OptionsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         ops = tfcdo.HierarchicalCopyAllReduce()
 
         def number_of_sums(options):
-            graph = (
-                tf.function(lambda: ops.reduce(SUM, value, value, options).values)
-                .get_concrete_function()
-                .graph
-            )
-            return sum(op.type == "AddN" for op in graph.get_operations())
+            traced = tu.traced_ops(lambda: ops.reduce(SUM, value, value, options).values)
+            return sum(op.type == "AddN" for op in traced)
 
         options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=100)
         self.assertEqual(4 * number_of_sums(None), number_of_sums(options))
@@ -221,39 +218,26 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
     def test_packs_spread_over_the_devices(self, algorithm):
         value = tu.per_replica([tf.ones([800])] * 8)
         ops = tfcdo.AllReduceCrossDeviceOps(algorithm, num_packs=8)
-        graph = (
-            tf.function(lambda: ops.reduce(MEAN, value, value).values).get_concrete_function().graph
-        )
-        roots = [op.device for op in graph.get_operations() if op.type == "RealDiv"]
+        traced = tu.traced_ops(lambda: ops.reduce(MEAN, value, value).values)
+        roots = [op.device for op in traced if op.type == "RealDiv"]
         self.assertLen(roots, 8)
         self.assertLen(set(roots), 1 if algorithm == "one_device" else 8)
 
-    def test_every_op_has_its_device(self):
+    @parameterized.named_parameters(*SETTINGS.items())
+    def test_every_op_has_its_device(self, make):
         value = tu.per_replica([tf.ones([8])] * 3)
-        for make in SETTINGS.values():
-            ops = make()
-            graph = (
-                tf.function(
-                    lambda: ops.reduce(MEAN, value, value).values  # noqa: B023
-                )
-                .get_concrete_function()
-                .graph
-            )
-            for op in graph.get_operations():
-                if op.type not in ("Placeholder", "Const", "Identity", "NoOp"):
-                    self.assertIn(op.device, tu.device_names(3), op.type)
+        ops = make()
+        traced = tu.traced_ops(lambda: ops.reduce(MEAN, value, value).values)
+        self.assertContainsSubset(["AddN", "RealDiv"], [op.type for op in traced])
+        elsewhere = [
+            op.type
+            for op in traced
+            if op.device not in tu.device_names(3) and op.type not in ("Placeholder", "NoOp")
+        ]
+        self.assertEqual(["Identity"] * 3, elsewhere)  # What the function returns.
 
 
 class NcclOnCpuTest(tf.test.TestCase):
-    def setUp(self):
-        super().setUp()
-        # Another file of this run may have loaded the CPU kernel that other tests need.
-        self.enter_context(
-            mock.patch.object(
-                tf_internals, "device_types_with_kernel", return_value=frozenset({"GPU"})
-            )
-        )
-
     def test_says_once_why_it_uses_copy_trees(self):
         log.warn_once.cache_clear()
         value = tu.per_replica([1.0, 2.0, 3.0])
@@ -281,10 +265,21 @@ class NcclOnCpuTest(tf.test.TestCase):
 
 
 class TopologyTest(tf.test.TestCase):
-    def test_a_topology_may_be_given(self):
-        ops = tfcdo.AllReduceCrossDeviceOps(topology=topology.preset("dgx1"))
+    def test_values_travel_along_the_links_of_a_given_topology(self):
+        machine = topology.preset("dgx1")
+        ops = tfcdo.AllReduceCrossDeviceOps("packed_trees", topology=machine)
         value = tu.per_replica([np.float32(rank) for rank in range(8)])
         self.assertAllEqual([28.0] * 8, ops.reduce(SUM, value, value).values)
+        ranks = {name: rank for rank, name in enumerate(tu.ALL_DEVICES)}
+        copies = {
+            (ranks[tensor.device], ranks[op.device])
+            for op in tu.traced_ops(lambda: ops.reduce(SUM, value, value).values)
+            for tensor in op.inputs
+            if tensor.device != op.device and tensor.device in ranks and op.device in ranks
+        }
+        self.assertGreaterEqual(len(copies), 7)  # From the root to all others, at least.
+        for source, target in copies:
+            self.assertFalse(machine.routes[source, target].detour, (source, target))
 
     def test_a_topology_of_another_size(self):
         ops = tfcdo.HierarchicalCopyAllReduce(topology=topology.preset("dgx1"))

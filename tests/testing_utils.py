@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -55,8 +56,19 @@ def place(value: Any, device: str) -> Any:
 
 def per_replica(values: Sequence[Any], devices: Sequence[str] = ALL_DEVICES) -> Any:
     """A `PerReplica` with one value on each of the first devices."""
+    own = devices[: len(values)]
     return tf_internals.per_replica(
-        [place(value, device) for value, device in zip(values, devices, strict=False)]
+        [place(value, device) for value, device in zip(values, own, strict=True)]
+    )
+
+
+def kernels_for(*device_types: str) -> Any:
+    """Pretends that TensorFlow has NCCL kernels for these device types and no others.
+
+    What it really has depends on whether another test of this process has loaded the CPU kernel.
+    """
+    return mock.patch.object(
+        tf_internals, "device_types_with_kernel", return_value=frozenset(device_types)
     )
 
 
@@ -179,6 +191,11 @@ def all_reduce(
         lambda *own: ops.batch_reduce(reduce_op, [(value, value) for value in own], options),
         *values,
     )
+
+
+def traced_ops(body: Callable[[], Any]) -> list[tf.Operation]:
+    """The ops that a `tf.function` consists of."""
+    return tf.function(body, autograph=False).get_concrete_function().graph.get_operations()
 
 
 class ValuesMixin:
