@@ -6,6 +6,9 @@ all-reduces, 16-bit sums, which TensorFlow rounds several times, and empty batch
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import drawing
@@ -19,20 +22,22 @@ from hypothesis import strategies as st
 import tfcdo
 from tfcdo import tf_internals
 
-# Of one name, TensorFlow's and tfcdo's. TensorFlow's NcclAllReduce needs a GPU.
+Both = tuple[tf.distribute.CrossDeviceOps, tf.distribute.CrossDeviceOps]
+
+
+def both_of(name: str, *arguments: Any) -> Both:
+    """TensorFlow's class and tfcdo's of the same name, made with the same arguments."""
+    return getattr(tf.distribute, name)(*arguments), getattr(tfcdo, name)(*arguments)
+
+
+# TensorFlow's NcclAllReduce needs a GPU.
+NAMES = ("ReductionToOneDevice", "HierarchicalCopyAllReduce")
 REDUCTION_TO_ONE_DEVICE = st.builds(
-    lambda device: (
-        tf.distribute.ReductionToOneDevice(device),
-        tfcdo.ReductionToOneDevice(device),
-    ),
+    functools.partial(both_of, "ReductionToOneDevice"),
     st.sampled_from([None, "/cpu:0", "/cpu:2"]),
 )
 HIERARCHICAL_COPY = st.builds(
-    lambda num_packs: (
-        tf.distribute.HierarchicalCopyAllReduce(num_packs),
-        tfcdo.HierarchicalCopyAllReduce(num_packs),
-    ),
-    st.integers(0, 4),
+    functools.partial(both_of, "HierarchicalCopyAllReduce"), st.integers(0, 4)
 )
 EXACT_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64, tf.complex64)
 
@@ -89,21 +94,30 @@ class DifferentialTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
 
     def compare(self, both, reduce_op, count, batch, mode):
         given = [tu.per_replica(value.arrays(count)) for value in batch]
-        theirs, ours = (
-            tu.call(
-                mode,
-                lambda: ops.batch_reduce(  # noqa: B023
-                    reduce_op,
-                    [
-                        (one, value.destinations_for(one, count))
-                        for one, value in zip(given, batch, strict=True)
-                    ],
-                ),
-            )
-            for ops in both
-        )
-        for their, our in zip(theirs, ours, strict=True):
+
+        def reduce(ops: tf.distribute.CrossDeviceOps) -> Any:
+            pairs = [
+                (one, value.destinations_for(one, count))
+                for one, value in zip(given, batch, strict=True)
+            ]
+            return ops.batch_reduce(reduce_op, pairs)
+
+        self.check(both, reduce, mode)
+
+    def check_reduce(self, value: Any, destinations: Sequence[Any]) -> None:
+        for to, name, reduce_op in itertools.product(destinations, NAMES, (tu.SUM, tu.MEAN)):
+            self.check(both_of(name), lambda ops: ops.reduce(reduce_op, value, to))  # noqa: B023
+
+    def check(
+        self, both: Both, body: Callable[[Any], Any], mode: str = tu.EAGER
+    ) -> list[tuple[tu.Result, tu.Result]]:
+        """Checks that `body` gets the same of TensorFlow's ops and of tfcdo's, and returns both."""
+        theirs, ours = (tu.call(mode, functools.partial(body, ops)) for ops in both)
+        self.assertNotEmpty(ours)
+        results = list(zip(theirs, ours, strict=True))
+        for their, our in results:
             self.assert_alike(their, our)
+        return results
 
     def assert_alike(self, theirs: tu.Result, ours: tu.Result) -> None:
         self.assertEqual(theirs.mirrored, ours.mirrored)
@@ -115,7 +129,11 @@ class DifferentialTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
             ):
                 self.assertEqual(one.dtype, other.dtype)
                 self.assertEqual(one.shape, other.shape)
-                self.assertAllClose(one, other, rtol=4 * tu.unit_roundoff(one.dtype), atol=0)
+                if one.dtype.is_floating or one.dtype.is_complex:
+                    tolerance = 4 * tu.unit_roundoff(one.dtype)
+                    self.assertAllClose(one, other, rtol=tolerance, atol=0)
+                else:
+                    self.assertAllEqual(one, other)
 
     @parameterized.product(
         count=(1, 2, 3, 8), to=("own", "/cpu:5", "others"), mode=(tu.EAGER, tu.FUNCTION)
@@ -127,16 +145,12 @@ class DifferentialTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
         }.get(to, to)
         row = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([3, 2]))
         for tensor in tf.constant([1.0, 2.0]), tf.constant("text"), 3, row:
-            pairs: Any = [
-                (tf.distribute.ReductionToOneDevice(), tfcdo.ReductionToOneDevice()),
-                (tf.distribute.HierarchicalCopyAllReduce(), tfcdo.HierarchicalCopyAllReduce()),
-            ]
-            for both in pairs:
-                theirs, ours = (
-                    tu.call(mode, lambda: ops.broadcast(tensor, destinations))[0]  # noqa: B023
-                    for ops in both
+            for name in NAMES:
+                ((theirs, ours),) = self.check(
+                    both_of(name),
+                    lambda ops: ops.broadcast(tensor, destinations),  # noqa: B023
+                    mode,
                 )
-                self.assertEqual((theirs.mirrored, theirs.devices), (ours.mirrored, ours.devices))
                 self.assert_bitwise_equal([*theirs.values, *ours.values])
 
     @parameterized.product(
@@ -148,47 +162,21 @@ class DifferentialTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
         value = tu.per_replica(
             [tu.numbers(shape, tf.float32, rank) for rank, shape in enumerate(shapes)]
         )
-        pairs: Any = [
-            (tf.distribute.ReductionToOneDevice(), tfcdo.ReductionToOneDevice()),
-            (tf.distribute.HierarchicalCopyAllReduce(), tfcdo.HierarchicalCopyAllReduce()),
-        ]
-        for both in pairs:
-            theirs, ours = (
-                tu.call(mode, lambda: ops._gather(value, value if own else "/cpu:3", axis))[0]  # noqa: B023
-                for ops in both
-            )
-            self.assert_alike(theirs, ours)
+        to = value if own else "/cpu:3"
+        for name in NAMES:
+            self.check(both_of(name), lambda ops: ops._gather(value, to, axis), mode)
 
     @parameterized.parameters(
         tf.int8, tf.uint8, tf.int16, tf.uint16, tf.uint32, tf.uint64, tf.complex128, tf.float16
     )
     def test_other_dtypes(self, dtype):
         """Two replicas, so that TensorFlow rounds 16-bit sums once as well."""
-        own = [tu.numbers((5,), dtype, rank, limit=60) for rank in range(2)]
-        value = tu.per_replica(own)
-        for reduce_op in tu.SUM, tu.MEAN:
-            for to in value, "/cpu:4":
-                theirs, ours = (
-                    tu.call(tu.EAGER, lambda: ops.reduce(reduce_op, value, to))[0]  # noqa: B023
-                    for ops in (
-                        tf.distribute.ReductionToOneDevice(),
-                        tfcdo.ReductionToOneDevice(),
-                    )
-                )
-                self.assert_alike(theirs, ours)
+        value = tu.per_replica([tu.numbers((5,), dtype, rank, limit=60) for rank in range(2)])
+        self.check_reduce(value, (value, "/cpu:4"))
 
     def test_values_that_are_not_distributed(self):
         for value in tf.constant([1.5, 2.0]), tf.constant(3), 2.5, np.float32(1.0):
-            for to in "/cpu:3", tu.per_replica([0] * 3):
-                for reduce_op in tu.SUM, tu.MEAN:
-                    theirs, ours = (
-                        tu.call(tu.EAGER, lambda: ops.reduce(reduce_op, value, to))[0]  # noqa: B023
-                        for ops in (
-                            tf.distribute.ReductionToOneDevice(),
-                            tfcdo.ReductionToOneDevice(),
-                        )
-                    )
-                    self.assert_alike(theirs, ours)
+            self.check_reduce(value, ("/cpu:3", tu.per_replica([0] * 3)))
 
     def test_variables(self):
         variables = []
@@ -196,15 +184,7 @@ class DifferentialTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
             with tf.device(tu.device_name(rank)):
                 variables.append(tf.Variable([1.0 + rank, 2.0]))
         value = tu.per_replica([[3.0, 4.0], [5.0, 6.0]])
-        for to in variables[1], tf_internals.mirrored(variables):
-            theirs, ours = (
-                tu.call(tu.EAGER, lambda: ops.reduce(tu.MEAN, value, to))[0]  # noqa: B023
-                for ops in (
-                    tf.distribute.HierarchicalCopyAllReduce(),
-                    tfcdo.HierarchicalCopyAllReduce(),
-                )
-            )
-            self.assert_alike(theirs, ours)
+        self.check_reduce(value, (variables[1], tf_internals.mirrored(variables)))
 
 
 if __name__ == "__main__":
