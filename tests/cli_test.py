@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import os
+import pathlib
+import shlex
 import subprocess
 import sys
+import unittest
 from unittest import mock
 
 import click
@@ -12,6 +17,7 @@ from absl.testing import parameterized
 
 import tfcdo.version
 from tfcdo.cli import commands
+from tfcdo.cli import options
 from tfcdo.cli.quiet_start import quiet_start
 
 # Runs the command as its console script does, then says on standard error whether TensorFlow is
@@ -81,6 +87,16 @@ class CommandTest(parameterized.TestCase):
             result.stderr, f"tfcdo: {package} is not installed: pip install 'tfcdo[{extra}]'\n"
         )
 
+    @parameterized.parameters(
+        (("plan", "--topology", "dgx1", "--draw", "a.png"),), (("bench", "--plot", "a.png"),)
+    )
+    def test_matplotlib_is_missed_before_anything_is_computed(self, arguments: tuple[str, ...]):
+        result = _tfcdo(*arguments, hidden="matplotlib")
+        self.assertEqual((result.returncode, result.stdout), (1, ""))
+        self.assertEqual(
+            result.stderr, "tfcdo: matplotlib is not installed: pip install 'tfcdo[plot]'\n"
+        )
+
     def test_a_missing_module_that_no_extra_brings_is_not_hidden(self):
         result = _tfcdo("--version", hidden="tfcdo.cli.commands")
         self.assertIn("ModuleNotFoundError", result.stderr)
@@ -96,6 +112,46 @@ class CommandTest(parameterized.TestCase):
         ):
             self.assertEqual(commands.run(["interrupted"]), 130)
         self.assertEqual(told.getvalue().strip(), "tfcdo: interrupted")
+
+
+class OutputTest(parameterized.TestCase):
+    """Output that does not get through gets one line and a status of its own."""
+
+    def assert_one_line(self, named: str, shell: str) -> None:
+        script = f"exec {shlex.join([sys.executable, '-c', _ENTRY, ''])} {shell}"
+        result = subprocess.run(["sh", "-c", script], capture_output=True, text=True)
+        self.assertEqual(result.returncode, 1)
+        (line,) = result.stderr.splitlines()
+        self.assertStartsWith(line, "tfcdo: ")
+        self.assertIn(named, line)
+
+    @parameterized.parameters("--help", "plan -t nvswitch:2 -b 1K")
+    def test_closed(self, arguments: str):
+        self.assert_one_line("standard output is closed", f"{arguments} >&-")
+
+    @parameterized.parameters("--help", "plan -t nvswitch:2 -b 1K")
+    @unittest.skipUnless(pathlib.Path("/dev/full").exists(), "there is no /dev/full")
+    def test_full(self, arguments: str):
+        self.assert_one_line(os.strerror(errno.ENOSPC), f"{arguments} >/dev/full")
+
+    def test_letters_that_it_does_not_take(self):
+        with mock.patch.dict(os.environ, {"PYTHONIOENCODING": "ascii"}):
+            self.assert_one_line("set PYTHONIOENCODING=utf-8", "plan -t dgx1 -b 1M -d 0,1,2")
+
+
+class OptionsTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("8", 8, 8), ("64K", 64_000, 65_536), ("64k", 64_000, 65_536), ("1.5KB", 1500, 1536),
+        ("100M", 10**8, 100 * 2**20), ("2G", 2 * 10**9, 2**31),
+    )  # fmt: skip
+    def test_size(self, text: str, of_1000: int, of_1024: int):
+        self.assertEqual(options.Size(1000).convert(text, None, None), of_1000)
+        self.assertEqual(options.Size(1024).convert(text, None, None), of_1024)
+
+    @parameterized.parameters("", "0", "0.1", "-1", "8X", "8KK", ".5K", None)
+    def test_no_size(self, value: str | None):
+        with self.assertRaisesRegex(click.BadParameter, "is no number of bytes such as"):
+            options.Size(1000).convert(value, None, None)
 
 
 class QuietStartTest(absltest.TestCase):

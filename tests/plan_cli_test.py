@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -11,10 +12,10 @@ import sys
 import tempfile
 from unittest import mock
 
-import click
 from absl.testing import absltest
 from absl.testing import parameterized
 from click import testing
+from rich import console as rich_console
 
 from tfcdo.cli import commands
 from tfcdo.cli import plan
@@ -29,6 +30,7 @@ _TABLE = """\
 GPU0     X      NV4     0-15            0
 GPU1    NV4      X      0-15            0
 """
+_NO_SUCH_FILE = os.strerror(errno.ENOENT)
 
 
 class PlanTest(parameterized.TestCase):
@@ -125,6 +127,12 @@ class PlanTest(parameterized.TestCase):
         # 100 MB up and down at 4 x 25 GB/s, and twice the latency.
         self.assertEqual(self.rows("-t", str(table))["one_device"][4], "2.020 ms")
 
+    def test_a_machine_from_a_file_with_a_byte_order_mark(self):
+        for text in (topology_lib.preset("pcie").to_json(), _TABLE):
+            saved = self.folder / "machine"
+            saved.write_text(text, encoding="utf-8-sig")
+            self.assertIn("Bound: ", self.plan("-t", str(saved)))
+
     def test_a_machine_from_standard_input(self):
         output = self.plan("-t", "-", stdin=_TABLE)
         self.assertIn("on each of 2 devices", output)
@@ -146,11 +154,28 @@ class PlanTest(parameterized.TestCase):
         self.json("-t", "pcie", "-b", "1M", "-a", "ring", "--draw", str(path))
         self.assertTrue(path.exists())
 
-    @parameterized.parameters(
-        ("8", 8), ("64K", 64_000), ("64k", 64_000), ("100M", 10**8), ("1.5GB", 1.5e9)
-    )  # fmt: skip
-    def test_reads_a_size(self, text: str, size: int):
-        self.assertEqual(plan.Size().convert(text, None, None), size)
+    def test_says_which_algorithm_was_drawn(self):
+        path = self.folder / "picture.svg"
+        output = self.plan("-t", "nvswitch:2", "-b", "8", "--draw", str(path))
+        auto = algorithms.fastest_algorithm(topology_lib.preset("nvswitch", 2), 8)
+        self.assertIn(f"Drew auto: {auto} in {path}", output)
+        self.assertIn(f"auto: {auto} on nvswitch", path.read_text(encoding="utf-8"))
+
+    @parameterized.parameters(60, 80, 97, 98, 120)
+    def test_the_table_fits(self, width: int):
+        machine = topology_lib.preset("dgx1")
+        schedules = {
+            name: algorithms.make_schedule(name, machine, 10**8) for name in ("ring", "auto")
+        }
+        output = io.StringIO()
+        console = rich_console.Console(file=output, width=width)
+        plan._show(schedules, machine, 10**8, console)
+        self.assertNotIn("…", output.getvalue())
+        auto = algorithms.fastest_algorithm(machine, 10**8)
+        for shown in ("ring", f"auto: {auto}", "host 0→1", "Time / bound", "18.41 ms", "15.780"):
+            self.assertIn(f" {shown} ", output.getvalue())
+        for left_out in ("Packs", "Depth", "Bytes on it", "175 MB"):
+            self.assertEqual(left_out in output.getvalue(), width >= 98)
 
     def test_help_says_what_m_means(self):
         self.assertIn("10^6", self.plan("--help"))
@@ -174,6 +199,7 @@ class WrongTest(parameterized.TestCase):
     @parameterized.parameters(
         ("--topology",),
         ("--topology.*'dgx9' is neither a file nor a known machine: dgx1, ", "-t", "dgx9"),
+        ("'' is neither a file nor a known machine: dgx1, ", "-t", ""),
         ("num_devices of 'dgx1' must be at most 8", "-t", "dgx1:9"),
         ("num_devices must be at least 1", "-t", "nvswitch:0"),
         ("'dgx1:many' is neither", "-t", "dgx1:many"),
@@ -194,7 +220,8 @@ class WrongTest(parameterized.TestCase):
         (b"", "file: no table of `nvidia-smi topo -m`"),
         (b"hello\n", "GPU0"),
         (b'{"name": ', "file: .*JSON"),
-        (b"{}", "file: "),
+        (b"{}", "file: not a topology"),
+        (b"\n[1]", "file: not a topology"),
         (b'{"name": 3, "num_devices": 2, "resources": 5, "links": []}', "file: "),
         (b"     GPU0 GPU1\nGPU0 X WAT\nGPU1 WAT X\n", "line 2: row GPU0, column GPU1: 'WAT'"),
         (b"     GPU0 GPU1\nGPU0 X NV1\nGPU1 NV1\n", "line 3: row GPU1 has 1 entries for 2 GPUs"),
@@ -210,23 +237,18 @@ class WrongTest(parameterized.TestCase):
     def test_a_folder_is_no_file(self):
         self.assert_one_line(re.escape(str(self.folder)), "-t", str(self.folder))
 
+    def test_a_folder_is_no_picture(self):
+        path = self.folder / "a.png"
+        path.mkdir()
+        self.assert_one_line(f"'{path}' is a folder", "-t", "pcie", "--gantt", str(path))
+
     def test_a_picture_that_cannot_be_written(self):
-        (self.folder / "a.png").mkdir()
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            status = commands.run(
-                ["plan", "-t", "pcie", "-b", "1M", "--draw", str(self.folder / "a.png")]
-            )
-        self.assertEqual(status, 2)
-
-    def test_no_matplotlib(self):
-        with mock.patch.dict(sys.modules, {"matplotlib": None}):
-            self.assert_one_line(
-                r"matplotlib.*pip install 'tfcdo\[plot\]'", "-t", "dgx1", "--draw", "a.png"
-            )
-
-    def test_size_of_another_type(self):
-        with self.assertRaises(click.BadParameter):
-            plan.Size().convert(None, None, None)
+        path = self.folder / "a.png"
+        path.symlink_to(self.folder / "missing" / "a.png")
+        told = io.StringIO()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
+            status = commands.run(["plan", "-t", "pcie", "-b", "1M", "--draw", str(path)])
+        self.assertEqual((status, told.getvalue()), (1, f"tfcdo: {path}: {_NO_SUCH_FILE}\n"))
 
 
 class ProcessTest(absltest.TestCase):

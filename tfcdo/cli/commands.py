@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import io
+import sys
 from collections.abc import Sequence
 
 import click
@@ -52,14 +54,33 @@ def run(arguments: Sequence[str]) -> int:
       arguments: What follows `tfcdo` on the command line.
 
     Returns:
-      The exit status: 0, or 2 where the arguments are wrong, or what the sub-command chose.
+      The exit status: 0, or 2 where the arguments are wrong, or 1 where something cannot be read or
+      written, or what the sub-command chose.
     """
+    if sys.stdout is None:
+        return _complain("standard output is closed")
     try:
         # Not click's standalone mode, which prints three lines where one says it all.
-        return tfcdo.main(list(arguments), prog_name="tfcdo", standalone_mode=False) or 0
+        status = tfcdo.main(list(arguments), prog_name="tfcdo", standalone_mode=False) or 0
+        sys.stdout.flush()
     except click.ClickException as error:
-        click.echo(f"tfcdo: {error.format_message()}", err=True)
-        return error.exit_code
+        return _complain(error.format_message(), error.exit_code)
     except click.Abort:
-        click.echo("tfcdo: interrupted", err=True)
-        return 130
+        return _complain("interrupted", 130)
+    except UnicodeEncodeError as error:
+        letter = error.object[error.start]
+        return _complain(
+            f"standard output takes {error.encoding} only, without {letter!a}: set "
+            "PYTHONIOENCODING=utf-8"
+        )
+    except OSError as error:
+        if error.filename is None:
+            # What is still in its buffer would fail, and be told of, once more at the exit.
+            sys.stdout = io.StringIO()
+        return _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
+    return status
+
+
+def _complain(message: str, status: int = 1) -> int:
+    click.echo(f"tfcdo: {message}", err=True)
+    return status

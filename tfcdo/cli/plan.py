@@ -13,30 +13,16 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from tfcdo.cli import options
 from tfcdo.plan import algorithms
 from tfcdo.plan import draw as draw_lib
 from tfcdo.plan import schedule as schedule_lib
 from tfcdo.plan import simulate
 from tfcdo.plan import topology as topology_lib
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
-_PICTURES = (".png", ".svg")
-# Without a terminal there is no width to keep to.
-_WIDTH_OF_A_PIPE = 120
-
-
-class Size(click.ParamType):
-    """A number of bytes such as 4096, 64K, 100M or 1.5G, in powers of 1000."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Reads it."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", str(value).upper())
-        size = round(float(found[1]) * _UNITS[found[2]]) if found else 0
-        if not size:
-            self.fail(f"{value!r} is no number of bytes such as 4096, 64K, 100M or 1.5G")
-        return size
+# Below this many columns, only those that say how fast an algorithm is and why.
+_WIDE = 98
+_ALWAYS_SHOWN = ("Fullest link", "Time", "Time / bound")
 
 
 class Devices(click.ParamType):
@@ -53,23 +39,6 @@ class Devices(click.ParamType):
         return tuple(map(int, value.split(",")))
 
 
-class Picture(click.ParamType):
-    """A file to draw in, in a folder that is there."""
-
-    name = "file"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> pathlib.Path:
-        """Checks it before time is spent on what would go there."""
-        path = pathlib.Path(value)
-        if path.suffix not in _PICTURES:
-            self.fail(f"{value!r} does not end in {' or '.join(_PICTURES)}")
-        if not path.parent.is_dir():
-            self.fail(f"there is no folder {str(path.parent)!r}")
-        return path
-
-
 class Machine(click.ParamType):
     """A preset, or a file that describes a machine."""
 
@@ -83,10 +52,24 @@ class Machine(click.ParamType):
         try:
             if name in topology_lib.PRESETS and re.fullmatch(r"\d*", count):
                 return topology_lib.preset(name, int(count) if count else None)
+        except ValueError as error:
+            self.fail(str(error))
+        text = self._read(value)
+        is_json = text.lstrip().startswith(("{", "["))
+        read = topology_lib.Topology.from_json if is_json else topology_lib.Topology.from_nvidia_smi
+        try:
+            return read(text)
+        except ValueError as error:
+            self.fail(f"{value}: {error}")
+
+    def _read(self, value: str) -> str:
+        try:
             if value == "-":
                 text = sys.stdin.read()
             else:
-                text = pathlib.Path(value).read_text(encoding="utf-8")
+                # Not a Path, which takes no name for that of the current folder.
+                with open(value, encoding="utf-8") as file:  # noqa: PTH123
+                    text = file.read()
         except FileNotFoundError:
             self.fail(
                 f"{value!r} is neither a file nor a known machine: "
@@ -96,14 +79,7 @@ class Machine(click.ParamType):
             self.fail(f"{value}: expected text; the file holds something else")
         except OSError as error:
             self.fail(f"{value}: {error.strerror}")
-        except ValueError as error:
-            self.fail(str(error))
-        is_json = text.lstrip().startswith("{")
-        read = topology_lib.Topology.from_json if is_json else topology_lib.Topology.from_nvidia_smi
-        try:
-            return read(text)
-        except ValueError as error:
-            self.fail(f"{value}: {error}")
+        return text.removeprefix("\ufeff")
 
 
 @click.command()
@@ -121,7 +97,7 @@ class Machine(click.ParamType):
     "-b",
     "--bytes",
     "num_bytes",
-    type=Size(),
+    type=options.Size(1000),
     default="100M",
     show_default=True,
     help="How many bytes each device holds; K, M and G are 10^3, 10^6 and 10^9.",
@@ -138,10 +114,16 @@ class Machine(click.ParamType):
     help="The algorithm that is drawn or written.",
 )
 @click.option(
-    "--draw", "trees_file", type=Picture(), help="Draw the machine and the copy trees: .png or .svg"
+    "--draw",
+    "trees_file",
+    type=options.NewFile(".png", ".svg"),
+    help="Draw the machine and the copy trees: .png or .svg",
 )
 @click.option(
-    "--gantt", "gantt_file", type=Picture(), help="Draw the transfers over time: .png or .svg"
+    "--gantt",
+    "gantt_file",
+    type=options.NewFile(".png", ".svg"),
+    help="Draw the transfers over time: .png or .svg",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the schedule instead of the table.")
 def plan(
@@ -159,15 +141,13 @@ def plan(
     the link's latency. The last column compares with a bound that no schedule beats.
     """
     if trees_file or gantt_file:
-        _check_matplotlib()
+        options.need_matplotlib()
     if devices is not None:
         try:
             topology = topology.subset(devices)
         except ValueError as error:
             raise click.UsageError(f"--devices: {error}") from None
-    console = Console(
-        highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, emoji=False
-    )
+    console = options.make_console(width_of_a_pipe=120)
     with console.status("Searching for trees ..."):
         names = [algorithm] if as_json else algorithms.ALGORITHMS
         schedules = {
@@ -179,20 +159,12 @@ def plan(
         click.echo(_as_json(chosen, topology, algorithm))
     else:
         _show(schedules, topology, num_bytes, console)
-    _draw(chosen, topology, algorithm, trees_file, gantt_file)
-    if not as_json:
-        for path in filter(None, (trees_file, gantt_file)):
-            console.print(f"Drew {algorithm} in {path}", soft_wrap=True)
-
-
-def _check_matplotlib() -> None:
-    """Tells that it is missing before anything is computed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        raise click.UsageError(
-            "matplotlib, which draws, is not installed: pip install 'tfcdo[plot]'"
-        ) from None
+    if trees_file or gantt_file:
+        drawn = _full_name(algorithm, topology, num_bytes)
+        _draw(chosen, topology, drawn, trees_file, gantt_file)
+        if not as_json:
+            for path in filter(None, (trees_file, gantt_file)):
+                console.print(f"Drew {drawn} in {path}", soft_wrap=True)
 
 
 def _show(
@@ -212,27 +184,33 @@ def _show(
         title_justify="left",
         caption_justify="left",
     )
-    table.add_column("Algorithm")
-    for heading in ("Packs", "Depth", "Fullest link", "Bytes on it", "Time", "Time / bound"):
-        table.add_column(heading, justify="right")
+    table.add_column("Algorithm", no_wrap=True)
+    headings = ("Packs", "Depth", "Fullest link", "Bytes on it", "Time", "Time / bound")
+    shown = headings if console.width >= _WIDE else _ALWAYS_SHOWN
+    for heading in shown:
+        table.add_column(heading, justify="right", no_wrap=heading.startswith("Time"))
     for name, schedule in schedules.items():
         link, load = simulate.fullest(schedule, topology)
-        table.add_row(
-            _row_name(name, topology, num_bytes),
+        cells = (
             str(len(schedule.packs)),
             str(max((pack.tree.depth for pack in schedule.packs), default=0)),
             link or "none",
             draw_lib.format_bytes(load),
             draw_lib.format_seconds(seconds[name]),
             f"{seconds[name] / bound:.3f}" if bound else "-",
+        )
+        table.add_row(
+            _full_name(name, topology, num_bytes),
+            *(cell for heading, cell in zip(headings, cells, strict=True) if heading in shown),
             style="bold" if name == "auto" else None,
         )
     console.print(table)
 
 
-def _row_name(name: str, topology: topology_lib.Topology, num_bytes: int) -> str:
-    if name != "auto":
-        return name
+def _full_name(algorithm: str, topology: topology_lib.Topology, num_bytes: int) -> str:
+    """The algorithm's name; of "auto" also which one that is."""
+    if algorithm != "auto":
+        return algorithm
     return f"auto: {algorithms.fastest_algorithm(topology, num_bytes)}"
 
 
@@ -264,13 +242,13 @@ def _as_json(
 def _draw(
     schedule: schedule_lib.Schedule,
     topology: topology_lib.Topology,
-    algorithm: str,
+    name: str,
     trees_file: pathlib.Path | None,
     gantt_file: pathlib.Path | None,
 ) -> None:
     seconds = simulate.simulate(schedule, topology).seconds
     title = (
-        f"{algorithm} on {topology.name}: {draw_lib.format_bytes(schedule.size)} in "
+        f"{name} on {topology.name}: {draw_lib.format_bytes(schedule.size)} in "
         f"{draw_lib.format_seconds(seconds)}"
     )
     bound = simulate.bound(topology, schedule.size)
@@ -280,9 +258,5 @@ def _draw(
         (trees_file, draw_lib.machine_and_trees),
         (gantt_file, draw_lib.gantt),
     ):
-        if path is None:
-            continue
-        try:
+        if path is not None:
             draw_lib.save(picture(schedule, topology, title), path)
-        except OSError as error:
-            raise click.UsageError(f"{path}: {error.strerror}") from None

@@ -1,0 +1,85 @@
+"""What several sub-commands have in common: kinds of options, and where the output goes."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import re
+import sys
+from typing import Any
+
+import click
+from rich.console import Console
+
+_EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3}
+
+
+class Size(click.ParamType):
+    """A number of bytes such as 4096, 64K, 100M or 1.5G.
+
+    Args:
+      kilo: what K stands for, 1000 or 1024; M and G are its powers.
+    """
+
+    name = "size"
+
+    def __init__(self, kilo: int) -> None:
+        self.kilo = kilo
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Reads it."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", str(value).upper())
+        size = round(float(found[1]) * self.kilo ** _EXPONENTS[found[2]]) if found else 0
+        if not size:
+            self.fail(
+                f"{value!r} is no number of bytes such as 4096, 64K, 100M or 1.5G", param, ctx
+            )
+        return size
+
+
+class NewFile(click.ParamType):
+    """A file to write, in a folder that is there.
+
+    Args:
+      *suffixes: how its name may end.
+    """
+
+    name = "file"
+
+    def __init__(self, *suffixes: str) -> None:
+        self.suffixes = suffixes
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> pathlib.Path:
+        """Checks it before time is spent on what would go there."""
+        path = pathlib.Path(value)
+        if path.suffix not in self.suffixes:
+            self.fail(f"{value!r} does not end in {' or '.join(self.suffixes)}", param, ctx)
+        if not path.parent.is_dir():
+            self.fail(f"there is no folder {str(path.parent)!r}", param, ctx)
+        if path.is_dir():
+            self.fail(f"{value!r} is a folder, not a file", param, ctx)
+        return path
+
+
+def make_console(width_of_a_pipe: int) -> Console:
+    """Where a sub-command prints.
+
+    Args:
+      width_of_a_pipe: how many columns it has where there is no terminal whose width to keep to.
+
+    Returns:
+      A console that prints what it is given, without colours or pictures of its own.
+    """
+    width = None if sys.stdout.isatty() else width_of_a_pipe
+    return Console(highlight=False, emoji=False, width=width)
+
+
+def need_matplotlib() -> None:
+    """Raises ModuleNotFoundError, which `main` tells, before time is spent on what it would draw.
+
+    Raises:
+      ModuleNotFoundError: if matplotlib is not installed.
+    """
+    importlib.import_module("matplotlib")
