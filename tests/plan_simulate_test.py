@@ -261,12 +261,26 @@ class TimelineTest(plan_testing.PlanTestCase):
         self.assertAlmostEqual(robust, (times[9] + times[10]) / 2, places=12)
 
     @parameterized.parameters(
-        ({}, 7, "8 devices, topology .* has 7"), ({"jitter": 0.1}, 8, "needs a seed")
+        ({}, 7, "8 devices, topology .* has 7"),
+        ({"jitter": 0.1}, 8, "needs a seed"),
+        ({"jitter": 2.0, "seed": 1}, 8, "jitter must be from 0 to 1; got 2.0"),
+        ({"jitter": -0.1, "seed": 1}, 8, "jitter must be from 0 to 1; got -0.1"),
+        ({"jitter": math.nan, "seed": 1}, 8, "jitter must be from 0 to 1; got nan"),
     )
     def test_nonsense(self, options, devices, message):
         schedule = algorithms.make_schedule("ring", DGX1, MB)
         with self.assertRaisesRegex(ValueError, message):
             simulate.simulate(schedule, DGX1.subset(range(devices)), **options)
+
+    @parameterized.parameters(
+        ({"num_seeds": 0}, ValueError, "num_seeds must be at least 1; got 0"),
+        ({"num_seeds": 2.0}, TypeError, "num_seeds must be an int; got 2.0"),
+        ({"jitter": 1.5}, ValueError, "jitter must be from 0 to 1; got 1.5"),
+    )
+    def test_no_median(self, options, error, message):
+        schedule = algorithms.make_schedule("ring", DGX1, MB)
+        with self.assertRaisesRegex(error, message):
+            simulate.robust_seconds(schedule, DGX1, **options)
 
     def test_nothing_takes_no_time(self):
         for devices, num_bytes in ((1, MB), (8, 0)):

@@ -57,6 +57,28 @@ class CopyTreeTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, message):
             tree_lib.CopyTree(parents)
 
+    def test_a_list_could_not_be_a_key(self):
+        with self.assertRaisesRegex(TypeError, r"parents must be a tuple; got \[None, 0\]"):
+            tree_lib.CopyTree([None, 0])
+
+    @parameterized.product(
+        shape=SHAPES,
+        wrong=[
+            (4, 4, ValueError, "root must be from 0 to 3; got 4"),
+            (4, 9, ValueError, "root must be from 0 to 3; got 9"),
+            (4, -1, ValueError, "root must be from 0 to 3; got -1"),
+            (0, 0, ValueError, "num_devices must be at least 1; got 0"),
+            (-2, 0, ValueError, "num_devices must be at least 1; got -2"),
+            (4.0, 0, TypeError, "num_devices must be an int; got 4.0"),
+            (4, None, TypeError, "root must be an int; got None"),
+            (4, True, TypeError, "root must be an int; got True"),
+        ],
+    )
+    def test_no_such_device(self, shape, wrong):
+        num_devices, root, error, message = wrong
+        with self.assertRaisesRegex(error, message):
+            shape(num_devices, root)
+
     @parameterized.parameters(EVERY_SIZE)
     def test_shapes(self, shape, devices):
         most = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from tfcdo.plan import checks
 from tfcdo.plan import tree as tree_lib
 
 
@@ -175,14 +176,19 @@ def cut(size: int, num_packs: int) -> tuple[tuple[int, int], ...]:
     Returns:
       The ranges `(start, stop)`, in order.
 
+    Raises:
+      ValueError: if `size` is negative or `num_packs` is below 1.
+      TypeError: if one of them is no int.
+
     Example:
       >>> cut(7, 3)
       ((0, 2), (2, 4), (4, 7))
     """
-    stops = [size * (index + 1) // num_packs for index in range(num_packs)]
-    return tuple(
-        (start, stop) for start, stop in zip([0, *stops], stops, strict=False) if stop > start
-    )
+    checks.check_int("size", size, at_least=0)
+    checks.check_int("num_packs", num_packs, at_least=1)
+    count = min(num_packs, size)
+    stops = [size * (index + 1) // count for index in range(count)]
+    return tuple(zip([0, *stops], stops, strict=False))
 
 
 def assign(
@@ -197,7 +203,12 @@ def assign(
 
     Returns:
       The schedule.
+
+    Raises:
+      ValueError: if there are no trees.
     """
+    if not trees:
+        raise ValueError(f"trees must hold at least one copy tree; got {trees!r}")
     packs = (
         Pack(start, stop, trees[index % len(trees)]) for index, (start, stop) in enumerate(ranges)
     )

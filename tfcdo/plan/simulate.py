@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import networkx as nx
 
+from tfcdo.plan import checks
 from tfcdo.plan import schedule as schedule_lib
 from tfcdo.plan import topology as topology_lib
 
@@ -79,7 +80,8 @@ def simulate(
     Args:
       schedule: what to run, in bytes.
       topology: what to run it on.
-      jitter: each task takes `1 + jitter * u` times as long, `u` uniform between -1 and 1.
+      jitter: each task takes `1 + jitter * u` times as long, `u` uniform between -1 and 1; from 0
+        to 1, so that no task takes less than no time.
       seed: draws the jitter, and, in a schedule without `order`, which of the copies that have
         waited equally long goes first. None for no randomness.
 
@@ -88,7 +90,7 @@ def simulate(
 
     Raises:
       ValueError: if the schedule and the topology differ in the number of devices, or a jitter is
-        asked for without a seed.
+        asked for without a seed, or is not from 0 to 1.
 
     References:
       Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
@@ -178,7 +180,12 @@ def robust_seconds(
 
     Returns:
       The median time, in seconds, of first come, first served with ties shuffled.
+
+    Raises:
+      ValueError: if `num_seeds` is below 1 or `jitter` is not from 0 to 1.
+      TypeError: if `num_seeds` is no int.
     """
+    checks.check_int("num_seeds", num_seeds, at_least=1)
     network = prepare(schedule, topology)
     times = sorted(
         max(shuffled_run(network, jitter, seed)[1], default=0.0) for seed in range(num_seeds)
@@ -417,6 +424,9 @@ def shuffled_run(network: Network, jitter: float, seed: int) -> tuple[list[float
 
     Returns:
       The start and the end of each task.
+
+    Raises:
+      ValueError: if `jitter` is not from 0 to 1.
     """
     rng = random.Random(seed)
     ties = list(range(len(network.names)))
@@ -426,6 +436,8 @@ def shuffled_run(network: Network, jitter: float, seed: int) -> tuple[list[float
 
 
 def _jittered(durations: Sequence[float], jitter: float, rng: random.Random) -> Sequence[float]:
+    if not 0 <= jitter <= 1:
+        raise ValueError(f"jitter must be from 0 to 1; got {jitter}")
     if not jitter:
         return durations
     return [seconds * (1 + jitter * (2 * rng.random() - 1)) for seconds in durations]

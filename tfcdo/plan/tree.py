@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+from tfcdo.plan import checks
+
 
 @dataclasses.dataclass(frozen=True)
 class CopyTree:
@@ -22,6 +24,7 @@ class CopyTree:
     Raises:
       ValueError: if `parents` is not a spanning tree of its devices: no root or several, a parent
         that is no device, or a cycle.
+      TypeError: if `parents` is no tuple, and so could not be a key.
 
     Example:
       >>> tree = CopyTree(parents=(None, 0, 1))
@@ -32,6 +35,8 @@ class CopyTree:
     parents: tuple[int | None, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.parents, tuple):
+            raise TypeError(f"parents must be a tuple; got {self.parents!r}")
         roots = [device for device, parent in enumerate(self.parents) if parent is None]
         if len(roots) != 1:
             raise ValueError(
@@ -97,6 +102,11 @@ class CopyTree:
         return max(level.values())
 
 
+def _check(num_devices: int, root: int) -> None:
+    checks.check_int("num_devices", num_devices, at_least=1)
+    checks.check_int("root", root, at_least=0, at_most=num_devices - 1)
+
+
 def star(num_devices: int, root: int = 0) -> CopyTree:
     """The tree in which every device sends straight to `root`.
 
@@ -107,10 +117,15 @@ def star(num_devices: int, root: int = 0) -> CopyTree:
     Returns:
       A tree of depth 1 (0 for one device).
 
+    Raises:
+      ValueError: if there is no device, or `root` is none of the devices.
+      TypeError: if one of the arguments is no int.
+
     Example:
       >>> star(4, root=2).parents
       (2, 2, None, 2)
     """
+    _check(num_devices, root)
     return CopyTree(tuple(None if device == root else root for device in range(num_devices)))
 
 
@@ -156,10 +171,15 @@ def chain(num_devices: int, root: int = 0) -> CopyTree:
     Returns:
       A tree of depth `num_devices - 1`.
 
+    Raises:
+      ValueError: if there is no device, or `root` is none of the devices.
+      TypeError: if one of the arguments is no int.
+
     Example:
       >>> chain(4, root=1).parents
       (3, None, 1, 2)
     """
+    _check(num_devices, root)
     return path([(root + step) % num_devices for step in range(num_devices)], root)
 
 
@@ -173,6 +193,10 @@ def binomial(num_devices: int, root: int = 0) -> CopyTree:
     Returns:
       A tree of depth at most `ceil(log2(num_devices))`.
 
+    Raises:
+      ValueError: if there is no device, or `root` is none of the devices.
+      TypeError: if one of the arguments is no int.
+
     References:
       Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
       MPICH", 2005.
@@ -181,6 +205,7 @@ def binomial(num_devices: int, root: int = 0) -> CopyTree:
       >>> binomial(8).parents
       (None, 0, 0, 2, 0, 4, 4, 6)
     """
+    _check(num_devices, root)
     parents: list[int | None] = [None] * num_devices
     for rank in range(1, num_devices):
         # Clearing the lowest set bit gives the rank that this one sends to.
@@ -203,12 +228,17 @@ def two_level(num_devices: int, root: int = 0) -> CopyTree:
     Returns:
       A tree of depth at most 2.
 
+    Raises:
+      ValueError: if there is no device, or `root` is none of the devices.
+      TypeError: if one of the arguments is no int.
+
     Example:
       >>> two_level(8, root=1).parents
       (1, None, 1, 1, 5, 1, 5, 5)
       >>> two_level(3).parents
       (None, 0, 0)
     """
+    _check(num_devices, root)
     half = (num_devices + 1) // 2
     partner = root - half if root >= half else min(root + half, num_devices - 1)
 

@@ -1,0 +1,47 @@
+"""Checks of numbers that callers pass, so that the same mistake is told in the same words."""
+
+from __future__ import annotations
+
+
+def check_int(name: str, value: object, at_least: int, at_most: int | None = None) -> None:
+    """Raises unless an argument is a whole number in a range.
+
+    A float is refused even if it is whole: to a cache, 8.0 and 8 are the same key, and what was
+    planned with floats would be handed to those who ask with ints.
+
+    Args:
+      name: what the error message calls the argument.
+      value: what was given.
+      at_least: the smallest number that is accepted.
+      at_most: the largest one; None for no limit.
+
+    Raises:
+      TypeError: if `value` is no int; a bool is none either.
+      ValueError: if it is out of range.
+
+    Example:
+      >>> check_int("root", 3, at_least=0, at_most=2)
+      Traceback (most recent call last):
+      ValueError: root must be from 0 to 2; got 3
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int; got {value!r} of type {type(value).__name__}")
+    if value < at_least or (at_most is not None and value > at_most):
+        accepted = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise ValueError(f"{name} must be {accepted}; got {value}")
+
+
+def check_sizes(num_bytes: object, num_packs: object) -> None:
+    """Raises unless these can be the size of some data and the number of packs to cut it into.
+
+    Args:
+      num_bytes: how many bytes each device holds.
+      num_packs: how many packs; None for as many as are good.
+
+    Raises:
+      TypeError: if one of them is no int.
+      ValueError: if `num_bytes` is negative or `num_packs` is below 1.
+    """
+    check_int("num_bytes", num_bytes, at_least=0)
+    if num_packs is not None:
+        check_int("num_packs", num_packs, at_least=1)
