@@ -97,6 +97,12 @@ class PresetsTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, message):
             topology_lib.preset(name, num_devices)
 
+    @parameterized.product(name=["pcie", "dgx1"], num_devices=[True, 1.0, "1"])
+    def test_what_a_cache_would_take_for_an_int(self, name, num_devices):
+        topology_lib.preset(name, 1)
+        with self.assertRaisesRegex(TypeError, "num_devices must be an int; got (True|1.0|'1')"):
+            topology_lib.preset(name, num_devices)
+
 
 class TopologyTest(parameterized.TestCase):
     @hypothesis.settings(max_examples=60, deadline=None)
@@ -163,26 +169,43 @@ class TopologyTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ({"num_devices": 0}, "num_devices"),
-        ({"num_devices": 3}, r"missing or too many: \[\(0, 2\)"),
+        ({"num_devices": 3}, r"6 links; got 2; missing or too many .*: \[\(0, 2\)"),
         ({"links": ()}, r"\[\(0, 1\), \(1, 0\)\]"),
         ({"addition_bandwidth": 0.0}, "addition_bandwidth"),
         ({"addition_bandwidth": math.nan}, "addition_bandwidth"),
         ({"resources": (topology_lib.Resource("a", 1.0),) * 2}, "'a' is there twice"),
-        ({"links": (topology_lib.Link(0, 1, 0.0, (0,)),) * 2}, "links must hold each"),
+        ({"num_devices": 2.0}, "num_devices must be an int; got 2.0"),
+        ({"num_devices": 10**12}, r"at most 5 shown\): \[(\(0, [2-6]\)(, )?){5}\]$"),
+        ({"links": (topology_lib.Link(0, 1, 0.0, (0,)),) * 2}, "2 links; got 2; .*: .*0, 1.*1, 0"),
+        ({"links": (topology_lib.Link(0, 0, 0.0, (0,)),) * 2}, r": \[\(0, 0\), \(0, 1\), "),
+        ({"links": (topology_lib.Link(0, 1, 0.0, (0,)),) * 3}, "2 links; got 3"),
         ({"links": (topology_lib.Link(0, 1, 0.0, (2,)),)}, "indices from 0 to 1"),
         ({"links": (topology_lib.Link(0, 1, 0.0, ()),)}, "indices from 0 to 1"),
-        ({"links": (topology_lib.Link(0, 1, -1e-6, (0,)),)}, "latency"),
+        (
+            {"links": (topology_lib.Link(0, 1, -1e-6, (0,)),)},
+            "latency of the link 0→1 .* got -1e-06",
+        ),
         ({"links": (topology_lib.Link(0, 1, math.inf, (0,)),)}, "latency"),
     )
     def test_what_is_no_topology_is_named(self, change, message):
         machine = topology_lib.preset("fully_connected", 2)
-        with self.assertRaisesRegex(ValueError, message):
+        with self.assertRaisesRegex((ValueError, TypeError), message):
             dataclasses.replace(machine, **change)
 
     @parameterized.parameters(0.0, -1.0, math.nan)
     def test_no_bandwidth(self, bandwidth):
         with self.assertRaisesRegex(ValueError, "bandwidth of 'wire'"):
             topology_lib.Resource("wire", bandwidth)
+
+
+class BuilderTest(parameterized.TestCase):
+    def test_a_resource_has_one_bandwidth(self):
+        builder = topology_lib.Builder()
+        builder.link(0, 1, [("bus", 1e9)])
+        builder.link(1, 0, [("bus", 1e9)])
+        self.assertEqual(builder.build("two", 2).bandwidth(1, 0), 1e9)
+        with self.assertRaisesRegex(ValueError, "bandwidth of 'bus' must be 1.*got 2.* link 0→2"):
+            builder.link(0, 2, [("bus", 2e9)])
 
 
 class IsomorphismsTest(parameterized.TestCase):
@@ -230,13 +253,62 @@ class JsonTest(parameterized.TestCase):
         ("{", "not a JSON text"),
         ("[]", "not a topology"),
         ("7", "not a topology"),
-        ("{}", "'resources' is missing"),
-        ('{"name": "a", "num_devices": 1, "resources": []}', "'links' is missing"),
+        ("{}", '"name" of the topology is missing'),
+        ('{"name": "a", "num_devices": 1, "resources": []}', '"links" of the .* is missing'),
         ('{"name": "a", "num_devices": [], "resources": [], "links": []}', "not a topology"),
     )
     def test_what_is_no_topology(self, text, message):
         with self.assertRaisesRegex(ValueError, message):
             topology_lib.Topology.from_json(text)
+
+    @parameterized.parameters(
+        ("name", 5, '"name" of the topology must be a text; got 5'),
+        ("num_devices", 2.9, '"num_devices" of the topology must be a whole number; got 2.9'),
+        ("num_devices", True, '"num_devices" of the topology must be a whole number; got true'),
+        ("num_devices", 100_000, "each ordered pair of the 100000 devices once, 9999900000 links"),
+        ("shared_adder", "false", 'must be true or false; got "false"'),
+        ("shared_adder", 0, "must be true or false; got 0"),
+        ("addition_bandwidth", "1e9", 'or null for no limit; got "1e9"'),
+        ("addition_bandwith", 1e9, 'no other fields than name, .*; got "addition_bandwith"'),
+        ("resources", {}, '"resources" of the topology must be a list; got {}'),
+        ("links", None, '"links" of the topology must be a list; got null'),
+        ("resources.1", "wire", 'resources.1. must be an object with name, .*; got "wire"'),
+        ("resources.1.name", None, '"name" of resources.1. must be a text; got null'),
+        ("resources.1.bandwidth", "fast", '"bandwidth" of resources.1. must be .*; got "fast"'),
+        ("resources.1.bandwidth", True, '"bandwidth" of resources.1. must be .*; got true'),
+        ("resources.1.bandwidth", 10**400, '"bandwidth" of resources.1. must .*; got 10+[.]{3}$'),
+        ("resources.1.bandwidth", math.nan, '"bandwidth" of resources.1. must .*; got NaN'),
+        ("resources.1.bandwidth", 0, "above 0 B/s; got 0"),
+        ("resources.1.speed", 1, 'resources.1. must have no other fields .*; got "speed"'),
+        ("links.1.source", 1.0, '"source" of links.1. must be a whole number; got 1.0'),
+        ("links.1.target", "0", '"target" of links.1. must be a whole number; got "0"'),
+        ("links.1.latency", None, '"latency" of links.1. must be a number of seconds; got null'),
+        ("links.1.detour", "false", '"detour" of links.1. must be true or false; got "false"'),
+        ("links.1.resources", ["wires"], '"resources" of links.1. must .*; got "wires"'),
+        ("links.1.resources", "0→1", '"resources" of links.1. must be a list of names; got "0→1"'),
+        ("links.1.resources", [["0→1"]], r'must be a list of names; got \[\["0→1"\]\]'),
+        ("links.1.way", [], 'links.1. must have no other fields .*; got "way"'),
+    )
+    def test_a_field_is_taken_as_it_is_written(self, place, value, message):
+        content = json.loads(topology_lib.preset("fully_connected", 2).to_json())
+        *parents, field = place.split(".")
+        node = content
+        for parent in parents:
+            node = node[int(parent) if parent.isdigit() else parent]
+        node[int(field) if field.isdigit() else field] = value
+        with self.assertRaisesRegex(ValueError, message):
+            topology_lib.Topology.from_json(json.dumps(content))
+
+    def test_what_is_missing_is_told_briefly(self):
+        content = json.loads(topology_lib.preset("fully_connected", 2).to_json())
+        for num_devices in (300, 100_000):
+            with self.assertRaises(ValueError) as caught:
+                topology_lib.Topology.from_json(json.dumps(content | {"num_devices": num_devices}))
+            self.assertLess(len(str(caught.exception)), 300)
+
+    def test_nests_of_lists(self):
+        with self.assertRaisesRegex(ValueError, "nested too deeply"):
+            topology_lib.Topology.from_json("[" * 100_000)
 
     @hypothesis.settings(max_examples=100, deadline=None)
     @hypothesis.given(st.randoms(use_true_random=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import networkx as nx
+
+from tfcdo.plan import checks
 
 # The simulator's reference times use 10 us for every copy: about what an op launch and a
 # peer-to-peer copy of a few bytes take.
@@ -92,7 +95,8 @@ class Topology:
 
     Raises:
       ValueError: if a pair of devices has no link or several, or a link names a device or a
-        resource that does not exist.
+        resource that does not exist, or a number is out of range.
+      TypeError: if `num_devices` is no int.
 
     Example:
       >>> machine = preset("dgx1")
@@ -108,8 +112,7 @@ class Topology:
     shared_adder: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_devices < 1:
-            raise ValueError(f"num_devices must be at least 1; got {self.num_devices}")
+        checks.check_int("num_devices", self.num_devices, at_least=1)
         if not self.addition_bandwidth > 0:
             raise ValueError(
                 f"addition_bandwidth must be above 0 B/s; got {self.addition_bandwidth}"
@@ -119,23 +122,38 @@ class Topology:
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"resources must have different names; {twice!r} is there twice")
         for link in self.links:
+            way = _link_name(link.source, link.target)
             if not 0 <= link.latency < math.inf:
-                raise ValueError(f"latency of {link} must be a number of seconds, at least 0")
+                raise ValueError(
+                    f"latency of the link {way} must be a number of seconds, at least 0; "
+                    f"got {link.latency}"
+                )
             if not link.resources or not all(
                 0 <= index < len(self.resources) for index in link.resources
             ):
                 raise ValueError(
-                    f"resources of {link} must be indices from 0 to {len(self.resources) - 1}"
+                    f"resources of the link {way} must be at least one of the indices from 0 to "
+                    f"{len(self.resources) - 1}; got {link.resources}"
                 )
-        pairs = sorted((link.source, link.target) for link in self.links)
-        wanted = [
-            (a, b) for a in range(self.num_devices) for b in range(self.num_devices) if a != b
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        devices = range(self.num_devices)
+        given = collections.Counter((link.source, link.target) for link in self.links)
+        too_many = [
+            pair
+            for pair, count in given.items()
+            if count > 1 or pair[0] == pair[1] or not (pair[0] in devices and pair[1] in devices)
         ]
-        if pairs != wanted:
-            wrong = sorted(set(pairs) ^ set(wanted)) or "a pair that is listed twice"
+        wanted = self.num_devices * (self.num_devices - 1)
+        if too_many or len(self.links) != wanted:
+            # A wrong `num_devices` may ask for more pairs than can be listed.
+            missing = (pair for pair in ordered_pairs(self.num_devices) if pair not in given)
+            some = list(itertools.islice(itertools.chain(too_many, missing), 5))
             raise ValueError(
-                f"links must hold each ordered pair of the {self.num_devices} devices once; "
-                f"missing or too many: {wrong}"
+                f"links must hold each ordered pair of the {self.num_devices} devices once, "
+                f"{wanted} links; got {len(self.links)}; missing or too many (at most 5 shown): "
+                f"{some}"
             )
 
     def __hash__(self) -> int:
@@ -190,12 +208,34 @@ class Topology:
         }
 
     def bandwidth(self, source: int, target: int) -> float:
-        """The bytes per second of a transfer from `source` to `target` that has the way alone."""
+        """The speed of a transfer that has the way alone.
+
+        Args:
+          source: the sending device.
+          target: the receiving device.
+
+        Returns:
+          Bytes per second, those of the slowest resource on the way.
+
+        Raises:
+          KeyError: if these are not two different devices.
+        """
         link = self.routes[source, target]
         return min(self.resources[index].bandwidth for index in link.resources)
 
     def latency(self, source: int, target: int) -> float:
-        """The seconds that a transfer from `source` to `target` takes on top of its bytes."""
+        """What a transfer takes on top of its bytes.
+
+        Args:
+          source: the sending device.
+          target: the receiving device.
+
+        Returns:
+          Seconds.
+
+        Raises:
+          KeyError: if these are not two different devices.
+        """
         return self.routes[source, target].latency
 
     @functools.cached_property
@@ -232,10 +272,8 @@ class Topology:
         if devices == tuple(known):
             return self
         kept = [
-            self.routes[source, target]
-            for source in devices
-            for target in devices
-            if source != target
+            self.routes[devices[source], devices[target]]
+            for source, target in ordered_pairs(len(devices))
         ]
         used = sorted({index for link in kept for index in link.resources})
         return Topology(
@@ -312,7 +350,8 @@ class Topology:
 
         Args:
           text: a JSON object with "name", "num_devices", "resources" and "links", perhaps
-            "addition_bandwidth" and "shared_adder"; a link may leave out "latency" and "detour".
+            "addition_bandwidth" and "shared_adder", and nothing else; a link may leave out
+            "latency" and "detour".
 
         Returns:
           The topology.
@@ -324,40 +363,9 @@ class Topology:
           >>> Topology.from_json(pcie().to_json()) == pcie()
           True
         """
-        try:
-            content = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not a JSON text: {error}") from error
-        try:
-            resources = tuple(
-                Resource(str(entry["name"]), _bandwidth(entry["bandwidth"]))
-                for entry in content["resources"]
-            )
-            index = {resource.name: position for position, resource in enumerate(resources)}
-            links = tuple(
-                Link(
-                    int(entry["source"]),
-                    int(entry["target"]),
-                    float(entry.get("latency", LATENCY)),
-                    tuple(index[name] for name in entry["resources"]),
-                    bool(entry.get("detour", False)),
-                )
-                for entry in content["links"]
-            )
-            return cls(
-                str(content["name"]),
-                int(content["num_devices"]),
-                resources,
-                links,
-                _bandwidth(content.get("addition_bandwidth")),
-                bool(content.get("shared_adder", False)),
-            )
-        except KeyError as error:
-            raise ValueError(f"not a topology: {error} is missing") from error
-        except (TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(
-                f"not a topology: {error}; see Topology.to_json for the form"
-            ) from error
+        from tfcdo.plan import topology_json
+
+        return topology_json.parse(text)
 
     @classmethod
     def from_nvidia_smi(cls, text: str) -> Topology:
@@ -379,10 +387,6 @@ class Topology:
 
 def _finite(bandwidth: float) -> float | None:
     return None if bandwidth == math.inf else bandwidth
-
-
-def _bandwidth(value: float | None) -> float:
-    return math.inf if value is None else float(value)
 
 
 def isomorphisms(one: Topology, other: Topology, limit: int) -> Iterator[tuple[int, ...]]:
@@ -439,10 +443,18 @@ class Builder:
           target: the receiving device.
           way: name and bandwidth of each resource that it holds, in the order of travel.
           detour: see `Link`.
+
+        Raises:
+          ValueError: if another link has given one of these resources another bandwidth.
         """
         names = []
         for name, bandwidth in way:
-            self._resources.setdefault(name, Resource(name, bandwidth))
+            known = self._resources.setdefault(name, Resource(name, bandwidth))
+            if known.bandwidth != bandwidth:
+                raise ValueError(
+                    f"bandwidth of {name!r} must be {known.bandwidth} B/s, as in an earlier link; "
+                    f"got {bandwidth} for the link {_link_name(source, target)}"
+                )
             names.append(name)
         self._links.append((source, target, names, detour))
 
@@ -453,6 +465,7 @@ class Builder:
         *,
         latency: float = LATENCY,
         addition_bandwidth: float = math.inf,
+        shared_adder: bool = False,
     ) -> Topology:
         """Makes the topology.
 
@@ -461,9 +474,13 @@ class Builder:
           num_devices: how many devices there are.
           latency: that of every link, in seconds.
           addition_bandwidth: see `Topology`.
+          shared_adder: see `Topology`.
 
         Returns:
           The topology of all links so far.
+
+        Raises:
+          ValueError: if these are not all links of so many devices.
         """
         index = {resource: position for position, resource in enumerate(self._resources)}
         return Topology(
@@ -475,6 +492,7 @@ class Builder:
                 for source, target, names, detour in sorted(self._links)
             ),
             addition_bandwidth,
+            shared_adder,
         )
 
 
@@ -600,8 +618,13 @@ def shared_memory(num_devices: int = 8) -> Topology:
     builder = Builder()
     for source, target in ordered_pairs(num_devices):
         builder.link(source, target, [(_link_name(source, target), math.inf)])
-    own = builder.build("shared_memory", num_devices, latency=0.0, addition_bandwidth=CPU_ADDITION)
-    return dataclasses.replace(own, shared_adder=True)
+    return builder.build(
+        "shared_memory",
+        num_devices,
+        latency=0.0,
+        addition_bandwidth=CPU_ADDITION,
+        shared_adder=True,
+    )
 
 
 def fully_connected(num_devices: int = 8) -> Topology:
@@ -626,7 +649,6 @@ _SCALABLE: Mapping[str, Callable[..., Topology]] = {
 PRESETS: tuple[str, ...] = (*_FIXED, *_SCALABLE)
 
 
-@functools.lru_cache(maxsize=64)
 def preset(name: str, num_devices: int | None = None) -> Topology:
     """A known machine.
 
@@ -640,13 +662,20 @@ def preset(name: str, num_devices: int | None = None) -> Topology:
 
     Raises:
       ValueError: if there is no such preset or it does not have that many devices.
+      TypeError: if `num_devices` is no int.
 
     Example:
       >>> preset("nvswitch", 16).num_devices
       16
     """
-    if num_devices is not None and num_devices < 1:
-        raise ValueError(f"num_devices must be at least 1; got {num_devices}")
+    if num_devices is not None:
+        checks.check_int("num_devices", num_devices, at_least=1)
+    return _preset(name, num_devices)
+
+
+# Behind the check, because to the cache True and 1.0 are the same as 1.
+@functools.lru_cache(maxsize=64)
+def _preset(name: str, num_devices: int | None) -> Topology:
     if name in _SCALABLE:
         make = _SCALABLE[name]
         return make() if num_devices is None else make(num_devices)
