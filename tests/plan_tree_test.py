@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import hypothesis
 import networkx as nx
@@ -58,8 +59,9 @@ class CopyTreeTest(parameterized.TestCase):
             tree_lib.CopyTree(parents)
 
     def test_a_list_could_not_be_a_key(self):
+        parents: Any = [None, 0]
         with self.assertRaisesRegex(TypeError, r"parents must be a tuple; got \[None, 0\]"):
-            tree_lib.CopyTree([None, 0])
+            tree_lib.CopyTree(parents)
 
     @parameterized.product(
         shape=SHAPES,
