@@ -6,6 +6,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import hypothesis
 from absl.testing import absltest
@@ -190,6 +191,45 @@ class NumPacksTest(parameterized.TestCase):
             specs((9,)), packing.Packing(3), trees, topology.preset("nvswitch", 3)
         )
         self.assertEqual([trees[0], trees[1], trees[0]], [pack.tree for pack in plan.packs])
+
+    @parameterized.parameters(
+        ((), packing.Packing(3), r"algorithm must be .* at least one copy tree; got \(\)"),
+        ((tree_lib.star(3),), packing.Packing(None), "num_packs must be an int .*; got None"),
+        ("bogus", packing.Packing(None), "unknown algorithm 'bogus'"),
+    )
+    def test_what_gives_no_trees(self, algorithm, how, message):
+        for values in ((), specs((9,))):
+            with self.assertRaisesRegex(ValueError, message):
+                packing.plan_batch(values, how, algorithm, topology.preset("nvswitch", 3))
+
+    def test_trees_are_sought_for_packs_without(self):
+        for values, counts in (
+            (specs((80,)), [None]),
+            (specs((80,), (0, 3), None), [None, 2]),  # Whose size is 0 or not known.
+        ):
+            with mock.patch.object(
+                algorithms, "make_schedule", wraps=algorithms.make_schedule
+            ) as asked:
+                # Unwrapped, because the plan may be remembered.
+                plan = packing.plan_batch.__wrapped__(
+                    values, packing.Packing(None), "ring", topology.preset("nvswitch", 4)
+                )
+            given = [(*call.args, None)[3] for call in asked.mock_calls]
+            self.assertEqual(counts, given)
+            expected = [*range(4), *range(len(values) - 1)]
+            self.assertEqual(expected, [pack.tree.root for pack in plan.packs])
+
+    @parameterized.parameters(
+        ({"num_packs": 3.0}, TypeError, "num_packs must be an int; got 3.0"),
+        ({"num_packs": True}, TypeError, "num_packs must be an int; got True"),
+        ({"num_packs": -1}, ValueError, "num_packs must be at least 0; got -1"),
+        ({"small_bytes": 1e6}, TypeError, "small_bytes must be an int; got 1000000.0"),
+        ({"small_group": None}, TypeError, "small_group must be an int; got None"),
+        ({"bytes_per_pack": -8}, ValueError, "bytes_per_pack must be at least 0; got -8"),
+    )
+    def test_no_such_packing(self, arguments, error, message):
+        with self.assertRaisesRegex(error, message):
+            packing.Packing(**arguments)
 
 
 class SmallGroupsTest(parameterized.TestCase):

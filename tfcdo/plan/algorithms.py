@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
+from tfcdo.plan import checks
 from tfcdo.plan import schedule as schedule_lib
 from tfcdo.plan import search
 from tfcdo.plan import simulate
@@ -124,7 +125,19 @@ ALGORITHMS: tuple[str, ...] = (*CLASSICS, "packed_trees", "auto")
 _MAX_JUDGED_PACKS = 64
 
 
-@functools.lru_cache(maxsize=512)
+def check_algorithm(algorithm: str) -> None:
+    """Raises unless there is an algorithm of this name.
+
+    Args:
+      algorithm: the name.
+
+    Raises:
+      ValueError: if it is none of `ALGORITHMS`.
+    """
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"unknown algorithm {algorithm!r}; known are {', '.join(ALGORITHMS)}")
+
+
 def make_schedule(
     algorithm: str,
     topology: topology_lib.Topology,
@@ -146,18 +159,23 @@ def make_schedule(
 
     Raises:
       ValueError: if the algorithm is unknown, `num_bytes` is negative or `num_packs` is below 1.
+      TypeError: if `num_bytes` or `num_packs` is no int.
 
     Example:
       >>> schedule = make_schedule("ring", topology_lib.preset("dgx1"), 800)
       >>> len(schedule.packs), schedule.packs[3].size, schedule.packs[3].tree.root
       (8, 100, 3)
     """
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {algorithm!r}; known are {', '.join(ALGORITHMS)}")
-    if num_bytes < 0:
-        raise ValueError(f"num_bytes must be at least 0; got {num_bytes}")
-    if num_packs is not None and num_packs < 1:
-        raise ValueError(f"num_packs must be at least 1; got {num_packs}")
+    check_algorithm(algorithm)
+    checks.check_sizes(num_bytes, num_packs)
+    return _make_schedule(algorithm, topology, num_bytes, num_packs)
+
+
+# Behind the checks, because to the cache 1e8 and True are the same as 10**8 and 1.
+@functools.lru_cache(maxsize=512)
+def _make_schedule(
+    algorithm: str, topology: topology_lib.Topology, num_bytes: int, num_packs: int | None
+) -> schedule_lib.Schedule:
     if algorithm == "auto":
         algorithm = fastest_algorithm(topology, num_bytes, num_packs)
     if algorithm == "packed_trees":
@@ -181,10 +199,14 @@ def fastest_algorithm(
       The name of the algorithm whose schedule takes the least time in the simulator; of several the
       one with the fewest packs, then of the shallowest trees.
 
+    Raises:
+      ValueError, TypeError: as `make_schedule`.
+
     Example:
       >>> fastest_algorithm(topology_lib.preset("dgx1"), 10**8)
       'packed_trees'
     """
+    checks.check_sizes(num_bytes, num_packs)
     if num_packs is not None and num_packs > _MAX_JUDGED_PACKS:
         num_bytes = num_bytes * _MAX_JUDGED_PACKS // num_packs
         num_packs = _MAX_JUDGED_PACKS

@@ -6,9 +6,10 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tfcdo.plan import algorithms
+from tfcdo.plan import checks
 from tfcdo.plan import schedule as schedule_lib
 from tfcdo.plan import topology as topology_lib
 from tfcdo.plan import tree as tree_lib
@@ -47,16 +48,25 @@ class Packing:
 
     Attributes:
       num_packs: cut all values of one dtype into this many packs; 0 for no such packing, None to
-        leave the number and the sizes of the packs to the algorithm.
+        leave the number and the sizes of the packs to the algorithm, which must then be a name.
       small_bytes: with `num_packs` 0, values smaller than this many bytes are grouped; 0 for none.
       small_group: at most this many values in such a group; 0 for no grouping.
       bytes_per_pack: no pack is larger than this many bytes; 0 for no limit.
+
+    Raises:
+      ValueError: if a number is negative.
+      TypeError: if a number is no int.
     """
 
     num_packs: int | None = 1
     small_bytes: int = 0
     small_group: int = 0
     bytes_per_pack: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "num_packs" or value is not None:
+                checks.check_int(name, value, at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +166,8 @@ def plan_batch(
       The plan; the same object for the same arguments, as long as it is remembered.
 
     Raises:
-      ValueError: if `algorithm` is not known.
+      ValueError: if `algorithm` is an unknown name, no trees at all, or trees that do not span the
+        topology's devices; or if it is trees and `packing` leaves the packs to the algorithm.
 
     Example:
       >>> specs = (ValueSpec("float32", 4, (3, 2)), ValueSpec("float32", 4, (2,)))
@@ -164,6 +175,7 @@ def plan_batch(
       >>> [[(p.value, p.start, p.stop) for p in pack.bundles[0].pieces] for pack in plan.packs]
       [[(0, 0, 4)], [(0, 4, 6), (1, 0, 2)]]
     """
+    _check_algorithm(algorithm, packing)
     contents = [
         content
         for own in _by_dtype(values)
@@ -176,15 +188,27 @@ def plan_batch(
         for index, value in enumerate(values)
         if not value.size
     ]
-    trees = _trees(algorithm, topology, values, len(contents))
+    in_turn = _trees(algorithm, topology, values, sum(not content.tree for content in contents))
     limit = _concat_limit(topology)
     packs = tuple(
-        PackPlan(content.tree or trees[index % len(trees)], _bundles(content.pieces, values, limit))
-        for index, content in enumerate(contents)
+        PackPlan(content.tree or next(in_turn), _bundles(content.pieces, values, limit))
+        for content in contents
     )
     plan = BatchPlan(packs, len(values))
     verify(plan, values, topology.num_devices)
     return plan
+
+
+def _check_algorithm(algorithm: str | tuple[tree_lib.CopyTree, ...], packing: Packing) -> None:
+    if isinstance(algorithm, str):
+        algorithms.check_algorithm(algorithm)
+    elif not algorithm:
+        raise ValueError(f"algorithm must be a name or at least one copy tree; got {algorithm!r}")
+    elif packing.num_packs is None:
+        raise ValueError(
+            "num_packs must be an int if algorithm is given as copy trees, which cannot tell how "
+            "many packs they are for; got None"
+        )
 
 
 def verify(plan: BatchPlan, values: Sequence[ValueSpec], num_devices: int) -> None:
@@ -243,7 +267,8 @@ def _contents(
     total = sum(_size(values[index]) for index in own)
     order = list(own)
     trees: list[tree_lib.CopyTree | None]
-    if packing.num_packs is None and isinstance(algorithm, str):
+    if packing.num_packs is None:
+        assert isinstance(algorithm, str)
         schedule = algorithms.make_schedule(algorithm, topology, total * itemsize).resized(total)
         stops, trees = _ends_and_trees(schedule)
     elif packing.num_packs:
@@ -327,16 +352,16 @@ def _trees(
     topology: topology_lib.Topology,
     values: Sequence[ValueSpec],
     num_packs: int,
-) -> tuple[tree_lib.CopyTree, ...]:
+) -> Iterator[tree_lib.CopyTree]:
     """The trees to deal out to `num_packs` packs."""
     if not isinstance(algorithm, str):
-        return algorithm
+        return itertools.cycle(algorithm)
+    if not num_packs:
+        return iter(())  # To plan may be to search.
     num_bytes = sum((value.size or 0) * value.itemsize for value in values)
     # Tiny batches may have fewer bytes than packs (of values of unknown size): the trees stay.
-    schedule = algorithms.make_schedule(
-        algorithm, topology, max(num_bytes, num_packs), max(num_packs, 1)
-    )
-    return tuple(pack.tree for pack in schedule.packs)
+    schedule = algorithms.make_schedule(algorithm, topology, max(num_bytes, num_packs), num_packs)
+    return (pack.tree for pack in schedule.packs)
 
 
 def _concat_limit(topology: topology_lib.Topology) -> float:
