@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from tfcdo.cli import options
 from tfcdo.cli.quiet_start import quiet_start
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 MIN_ACCURACY = 0.95
+# What that accuracy takes.
+MIN_EPOCHS = 8
 # Two right trainings differ by the rounding of their sums: seen here, three units in float32's last
 # place. A device left out of the sums makes it 0.1 and more.
 MAX_WEIGHT_DIFFERENCE = 1e-5
@@ -25,6 +28,7 @@ _SEED = 7
 _TEST_IMAGES = 360
 _GLOBAL_BATCH = 128
 _SUMMED = (1.0, 2.0, 3.0)
+_VERDICTS = {True: "[green]ok[/]", False: "[bold red]not ok[/]", None: "-"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +48,8 @@ class Check:
     subject: str
     result: str
     wanted: str
-    passed: bool
+    # None for what is only shown.
+    passed: bool | None
     # Whether the demo stands for it: it does not for TensorFlow's own sums.
     ours: bool = True
 
@@ -68,7 +73,7 @@ class Check:
 @click.option(
     "--epochs",
     type=click.IntRange(1, 1000),
-    default=8,
+    default=MIN_EPOCHS,
     show_default=True,
     help="How often to go through the training images.",
 )
@@ -77,12 +82,11 @@ def demo(devices: int, ops_name: str, epochs: int) -> int:
 
     A small convolutional network learns handwritten digits on virtual CPU devices, under
     tf.distribute.MirroredStrategy, and once more on one device. The exit status is 1 if a check
-    fails.
+    fails. Accuracy counts if there are enough epochs for it.
     """
     from sklearn import datasets
 
-    # A pipe has no width of its own.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    console = options.make_console(width_of_a_pipe=100)
     with console.status("Starting TensorFlow ..."), quiet_start():
         import tensorflow as tf
 
@@ -102,13 +106,13 @@ def demo(devices: int, ops_name: str, epochs: int) -> int:
     with console.status("The same training on one device, to compare ..."):
         alone = _train(digits, devices, epochs, tf.distribute.get_strategy(), 0)
         checks = [
-            _check_accuracy(model, digits),
+            _check_accuracy(model, digits, epochs),
             _check_replicas(strategy, model),
             _check_weights(model, alone),
             *_check_sums(device_names[: len(_SUMMED)], ops_class),
         ]
     _show(checks, console)
-    return 0 if all(check.passed for check in checks if check.ours) else 1
+    return int(any(_failed(check) for check in checks))
 
 
 def _cross_device_ops_class(name: str) -> type[tf.distribute.CrossDeviceOps]:
@@ -181,14 +185,15 @@ def _train(
     return model
 
 
-def _check_accuracy(model: Any, digits: Digits) -> Check:
+def _check_accuracy(model: Any, digits: Digits, epochs: int) -> Check:
     logits = model(digits.test_images, training=False).numpy()
     accuracy = float((logits.argmax(axis=-1) == digits.test_labels).mean())
+    judged = epochs >= MIN_EPOCHS
     return Check(
         f"Accuracy on {len(digits.test_labels)} test images",
         f"{accuracy:.1%}",
-        f"over {MIN_ACCURACY:.0%}",
-        accuracy > MIN_ACCURACY,
+        f"over {MIN_ACCURACY:.0%}" if judged else f"not judged before {MIN_EPOCHS} epochs",
+        accuracy > MIN_ACCURACY if judged else None,
     )
 
 
@@ -259,15 +264,18 @@ def _show(checks: list[Check], console: Console) -> None:
     table.add_column("Wanted")
     table.add_column()
     for check in checks:
-        verdict = "[green]ok[/]" if check.passed else "[bold red]not ok[/]"
-        table.add_row(check.subject, check.result, check.wanted, verdict)
+        table.add_row(check.subject, check.result, check.wanted, _VERDICTS[check.passed])
     console.print()
     console.print(table)
     if not all(check.passed for check in checks if not check.ours):
         console.print("TensorFlow's class leaves a device out of an odd number; shown to compare.")
-    failed = [check.subject for check in checks if check.ours and not check.passed]
+    failed = [check.subject for check in checks if _failed(check)]
     if failed:
         console.print(f"[bold red]Not as wanted:[/] {'; '.join(failed)}")
+
+
+def _failed(check: Check) -> bool:
+    return check.ours and check.passed is False
 
 
 def _count(devices: int) -> str:
