@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import io
 import json
 import math
+import os
 import pathlib
+import sys
 import tempfile
 from typing import Any
 from unittest import mock
@@ -14,6 +17,7 @@ import keras
 import numpy as np
 import rich.console
 import tensorflow as tf
+import testing_utils as tu
 from absl.testing import parameterized
 
 import tfcdo
@@ -32,6 +36,18 @@ from tfcdo.cli import commands
 
 virtual_devices.configure_virtual_cpus(8)
 
+_environment = contextlib.ExitStack()
+
+
+def setUpModule() -> None:
+    # Another test file of this process may have loaded NCCL's kernel for CPUs.
+    _environment.enter_context(tu.kernels_for("GPU"))
+
+
+def tearDownModule() -> None:
+    _environment.close()
+
+
 _SMALL = workloads.Workload("small", ((3, 2), (5,), ()))
 _QUICK = measure.Settings(iterations=2, warmup=1)
 _TF_HIERARCHICAL = "tf.HierarchicalCopyAllReduce(num_packs=1)"
@@ -46,7 +62,8 @@ def _tfcdo(*arguments: str) -> tuple[int, str, str]:
 
 
 def _bench(*arguments: str) -> tuple[int, str, str]:
-    return _tfcdo("bench", "-n", "1", "-w", "0", *arguments)
+    warmup = () if "--fit" in arguments else ("-w", "0")
+    return _tfcdo("bench", "-n", "1", *warmup, *arguments)
 
 
 def _implementation(name: str) -> implementations.Implementation:
@@ -160,12 +177,22 @@ class ImplementationTest(parameterized.TestCase):
             "CollectiveAllReduce",
         )
 
-    def test_nccl_does_not_run_on_processors(self):
-        why_not = _implementation("tf.NcclAllReduce").why_not(["CPU:0", "CPU:1"], "float32")
-        self.assertIn("CPU", str(why_not))
-        self.assertIsNone(
-            _implementation("tf.ReductionToOneDevice").why_not(["CPU:0", "CPU:1"], "float32")
-        )
+    @parameterized.parameters(
+        ("tf.NcclAllReduce", True),
+        ("tf.ReductionToOneDevice", False),
+        ("tf.CollectiveAllReduce", False),
+        ("tfcdo.NcclAllReduce(num_packs=2)", True),
+        ("tfcdo.AutoAllReduce", False),
+        ("tfcdo.AllReduceCrossDeviceOps", True),
+        ("tfcdo.AllReduceCrossDeviceOps(all_reduce_alg='nccl', num_packs=2)", True),
+        ("tfcdo.AllReduceCrossDeviceOps(all_reduce_alg='ring')", False),
+    )
+    def test_nccl_does_not_run_on_processors(self, name: str, is_nccl: bool):
+        why_not = _implementation(name).why_not(["CPU:0", "CPU:1"], "float32")
+        if is_nccl:
+            self.assertIn("no NcclAllReduce kernel is registered for CPU", str(why_not))
+        else:
+            self.assertIsNone(why_not)
 
 
 class StepTest(parameterized.TestCase, tf.test.TestCase):
@@ -290,9 +317,7 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
     def test_what_packing_takes_is_measured_if_there_are_small_values(self, eager: bool):
         workload = workloads.Workload("w", ((3,), (3,)))
         one = _implementation("tfcdo.ReductionToOneDevice")
-        results = measure.run(
-            workload, devices_lib.choose(2), [one], measure.Settings(2, 1, eager)
-        )
+        results = measure.run(workload, devices_lib.choose(2), [one], measure.Settings(2, 1, eager))
         *_, packing, baseline = results
         self.assertEqual((packing.kind, packing.wrong), (measure.PACKING, None))
         self.assertEqual(baseline.kind, measure.BASELINE)
@@ -457,6 +482,15 @@ class ReportTest(parameterized.TestCase, tf.test.TestCase):
             row = next(line for line in output.getvalue().splitlines() if "tfcdo.X" in line)
             self.assertEqual(row.split()[-2:], [shown, "-"])
 
+    def test_cores_where_nobody_tells_which_may_be_used(self):
+        with (
+            mock.patch.object(os, "sched_getaffinity", create=True),
+            mock.patch.object(os, "cpu_count", return_value=48),
+        ):
+            del os.sched_getaffinity
+            found = bench_report.circumstances(devices_lib.choose(2))
+        self.assertEqual(found["machine"]["cores"], 48)
+
 
 class CommandTest(parameterized.TestCase, tf.test.TestCase):
     def setUp(self):
@@ -489,6 +523,7 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
         written = json.loads(json_file.read_text())
         self.assertEqual(written["versions"]["tensorflow"], tf.__version__)
         self.assertEqual(written["devices"], "2 virtual CPU devices")
+        self.assertGreaterEqual(written["machine"]["cores"], 1)
         self.assertLen(written["results"], len(rows))
         self.assertEqual({one["wrong"] for one in written["results"]}, {0, None})
         self.assertEqual(plot_file.read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
@@ -533,7 +568,6 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
         (("-b", "8X"), "'8X' is no number of bytes"),
         (("-b", "0"), "'0' is no number of bytes"),
-        (("-b", "1K", "-e", "8"), "begin=1024, end=8"),
         (("-f", "1"), "--stepfactor"),
         (("-g", "1"), "--devices"),
         (("-n", "0"), "--iters"),
@@ -546,17 +580,63 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
         (("--ops", "tfcdo.HierarchicalCopyAllReduce(num_packs=-1)"), "num_packs"),
         (("--ops", "tf.HierarchicalCopyAllReduce(packs=1)"), "packs"),
         (("--ops", "tf.NcclAllReduce"), "none of the implementations can run here"),
-        (("--json", "out.txt"), "does not end in .json"),
-        (("--plot", "no-such-folder/out.png"), "there is no folder 'no-such-folder'"),
-        (("--fit", "--model", "tiny"), "mobilenet or resnet50, not tiny"),
-        (("--fit", "--plot", "out.png"), "--plot"),
     )
     def test_a_wrong_option_gets_one_line(self, arguments: tuple[str, ...], named: str):
+        self.assert_one_line(named, *arguments)
+
+    @parameterized.parameters(
+        (("-b", "1K", "-e", "8"), "--minbytes must be at most --maxbytes; got 1024 and 8 bytes"),
+        (("--model", "vgg"), "'vgg' is not one of 'resnet50', "),
+        (("--json", "out.txt"), "does not end in .json"),
+        (("--json", "folder.json"), "'folder.json' is a folder"),
+        (("--plot", "no-such-folder/out.png"), "there is no folder 'no-such-folder'"),
+        (("--fit", "--model", "tiny"), "mobilenet or resnet50, not tiny"),
+        (("--fit", "--plot", "out.png"), "--plot cannot be given beside --fit"),
+        (("--fit", "-b", "8"), "--minbytes cannot"),
+        (("--fit", "-e", "8", "-f", "2"), "--maxbytes and --stepfactor cannot"),
+        (("--fit", "-w", "5", "-d", "float"), "--warmup and --datatype cannot"),
+        (("--fit", "--eager"), "--eager cannot"),
+        (("--model", "tiny", "-b", "8"), "--minbytes cannot be given beside --model"),
+        (("--model", "tiny", "-e", "8"), "--maxbytes cannot"),
+        (("--model", "tiny", "-f", "2"), "--stepfactor cannot"),
+    )
+    def test_a_wrong_option_is_found_before_tensorflow_starts(
+        self, arguments: tuple[str, ...], named: str
+    ):
+        (self.folder / "folder.json").mkdir()
+        self.addCleanup(os.chdir, pathlib.Path.cwd())
+        os.chdir(self.folder)
+        with mock.patch.dict(sys.modules, tensorflow=None):
+            self.assert_one_line(named, *arguments)
+
+    def assert_one_line(self, named: str, *arguments: str) -> None:
         status, _, errors = _bench(*arguments)
         self.assertEqual(status, 2)
         (line,) = errors.splitlines()
         self.assertStartsWith(line, "tfcdo: ")
         self.assertIn(named, line)
+
+    def test_devices_are_chosen_before_anything_is_constructed(self):
+        # As in a process where what was constructed has started TensorFlow with one device.
+        error = RuntimeError("TensorFlow has already started with 1")
+        with (
+            mock.patch.object(devices_lib, "choose", side_effect=error),
+            mock.patch.object(implementations, "parse") as parse,
+        ):
+            status, _, errors = _bench("-b", "64", "-e", "64", "-g", "2")
+        self.assertEqual((status, errors), (1, f"tfcdo: {error}\n"))
+        parse.assert_not_called()
+
+    def test_a_file_that_cannot_be_written_gets_one_line_after_the_results(self):
+        path = self.folder / "out.json"
+        path.symlink_to(self.folder / "missing" / "out.json")
+        status, output, errors = _bench(
+            *("-b", "64", "-e", "64", "-g", "2", "--json", str(path)),
+            *("--ops", "tfcdo.ReductionToOneDevice"),
+        )
+        self.assertEqual(status, 1)
+        self.assertIn(" tfcdo.ReductionToOneDevice ", output)
+        self.assertEqual(errors, f"tfcdo: {path}: {os.strerror(errno.ENOENT)}\n")
 
     def test_fit(self):
         json_file = self.folder / "fit.json"

@@ -154,7 +154,7 @@ class OptionsTest(parameterized.TestCase):
             options.Size(1000).convert(value, None, None)
 
 
-class QuietStartTest(absltest.TestCase):
+class QuietStartTest(parameterized.TestCase):
     def test_holds_back_what_is_written_to_the_file_descriptor(self):
         script = (
             "import os, sys\n"
@@ -173,6 +173,18 @@ class QuietStartTest(absltest.TestCase):
         )
         result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
         self.assertEqual((result.returncode, result.stderr), (3, "the reason"))
+
+    @parameterized.parameters("click.UsageError('wrong')", "KeyboardInterrupt")
+    def test_keeps_it_where_the_user_knows_the_reason(self, error: str):
+        script = (
+            "import os, click\n"
+            "from tfcdo.cli.quiet_start import quiet_start\n"
+            "try:\n"
+            f"    with quiet_start(): os.write(2, b'noise'); raise {error}\n"
+            "except (click.UsageError, KeyboardInterrupt): os.write(2, b'news')"
+        )
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        self.assertEqual(result.stderr, "news")
 
     def test_passes_an_error_on(self):
         with self.assertRaises(KeyError), quiet_start():

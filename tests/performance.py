@@ -363,6 +363,7 @@ def main(
     cases: Sequence[Case] = CASES,
     profiled: Case = RESNETS[1],
     extra: Sequence[str] = (),
+    sizes: Sequence[str] = (),
 ) -> None:
     """Measures and writes.
 
@@ -371,6 +372,7 @@ def main(
       cases: what is measured.
       profiled: of what the ops are listed.
       extra: further options for each run of `tfcdo bench`.
+      sizes: and for that over sizes, which models have of their own.
     """
     runs = {}
     for number, case in enumerate(cases, 1):
@@ -380,7 +382,7 @@ def main(
         runs[case] = bench(["--model", case.model, "-g", devices, *eager, *extra])
     print(f"{len(cases) + 1} of {len(cases) + 2}: sizes", flush=True)
     picture = path.with_suffix(".png")
-    bench(["-g", "4", "--plot", str(picture), *extra])
+    bench(["-g", "4", "--plot", str(picture), *extra, *sizes])
     print(f"{len(cases) + 2} of {len(cases) + 2}: profile", flush=True)
     profiles = {name: profile(profiled, name) for name in PROFILED}
     path.write_text(page(runs, profiles, profiled, picture.name), encoding="utf-8")

@@ -118,7 +118,8 @@ class PageTest(parameterized.TestCase):
             path = pathlib.Path(folder, "performance.md")
             case = performance.Case("tiny", 2)
             few = ["--ops", performance.AUTO, "--ops", "tf.ReductionToOneDevice"]
-            performance.main(path, [case], case, ["-n", "2", "-w", "1", "-e", "512", *few])
+            extra = ["-n", "2", "-w", "1", *few]
+            performance.main(path, [case], case, extra, sizes=["-e", "512"])
             page = path.read_text(encoding="utf-8")
             self.assertTrue(path.with_suffix(".png").exists())
         self.assertIn("## tiny, K = 2", page)

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfcdo.bench import devices as devices_lib
 from tfcdo.bench import implementations
+from tfcdo.bench import workloads
 
 _SEED = 7
 _CLASSES = 10
@@ -21,8 +22,7 @@ _IMAGE = (32, 32, 3)
 _IMAGES_PER_DEVICE = 4
 
 MODELS: Mapping[str, Callable[..., Any]] = {
-    "mobilenet": keras.applications.MobileNetV2,
-    "resnet50": keras.applications.ResNet50,
+    name: getattr(keras.applications, known) for name, known in workloads.KERAS_MODELS.items()
 }
 
 
@@ -35,8 +35,8 @@ class FitMeasurement:
       num_devices: on how many devices.
       name: the implementation.
       kind: `"tfcdo"` or `"tf"`.
-      seconds: the median time of one step.
-      spread: the distance between the quartiles.
+      seconds: the median time of one step, in seconds.
+      spread: the distance between the quartiles of these times, in seconds.
       first_step: seconds of the first step, with all tracing and building.
     """
 

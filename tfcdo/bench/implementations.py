@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,11 +67,27 @@ class Implementation:
         )
 
     def why_not(self, devices: Sequence[str], dtype: str) -> str | None:
-        """Why it cannot run over these devices; None if it can."""
-        if self.class_name != "NcclAllReduce":
+        """Says whether it can run.
+
+        Args:
+          devices: over which devices, by their TensorFlow names.
+          dtype: the name of the dtype of the values.
+
+        Returns:
+          Why it cannot run over these devices; None if it can.
+        """
+        if not self._is_for_nccl():
             return None
         status = tfcdo.nccl_status(devices, dtype)
         return None if status.can_run else str(status)
+
+    def _is_for_nccl(self) -> bool:
+        """Whether NCCL is asked for; the copy trees that replace it have a name of their own."""
+        if (self.package, self.class_name) != (OURS, _GENERAL):
+            return self.class_name == "NcclAllReduce"
+        call = inspect.signature(_classes(OURS)[_GENERAL]).bind(**dict(self.arguments))
+        call.apply_defaults()
+        return call.arguments["all_reduce_alg"] == "nccl"
 
 
 # One instance for all workloads: a second strategy over the same devices would number its

@@ -57,9 +57,9 @@ class Measurement:
       num_devices: over how many devices they were summed.
       name: the implementation's.
       kind: `"tfcdo"`, `"tf"`, `FLOOR`, `PACKING` (see `floor.repack`) or `BASELINE`.
-      seconds: the time of one all-reduce: the median over the rounds of what it took more than the
-        baseline in the same round. Of the baseline, what it took.
-      spread: the distance between the quartiles of the same.
+      seconds: the time of one all-reduce in seconds: the median over the rounds of what it took
+        more than the baseline in the same round. Of the baseline, what it took.
+      spread: the distance between the quartiles of the same, in seconds.
       cpu_seconds: the same median of the time that all threads of the process computed, which other
         processes do not lengthen by taking turns with it.
       wrong: how many elements were not what numpy found; None if there was nothing to check.

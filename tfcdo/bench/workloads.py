@@ -24,6 +24,9 @@ DTYPES = {
     "int64": "int64",
 }
 
+# Those of the models that Keras can build, by the names that it has for them.
+KERAS_MODELS = {"mobilenet": "MobileNetV2", "resnet50": "ResNet50"}
+
 _MODELS_FILE = pathlib.Path(__file__).with_name("models.json")
 # Sums of this many small integers are exact in every dtype, the narrow floats among them, so that
 # a wrong element can be told from a rounded one.
@@ -96,7 +99,15 @@ def gradients_of(model: str, dtype: str = "float32") -> Workload:
 
 
 def sizes(begin: int, end: int, factor: int) -> Iterator[int]:
-    """The sizes from `begin` to `end`, each `factor` times as large as the one before, in bytes.
+    """The sizes from `begin` to `end`, each `factor` times as large as the one before.
+
+    Args:
+      begin: the first size in bytes, at least 1.
+      end: no size is larger, in bytes.
+      factor: from one size to the next, at least 2.
+
+    Yields:
+      The sizes in bytes.
 
     Raises:
       ValueError: if no number of steps leads from `begin` to `end` or beyond.

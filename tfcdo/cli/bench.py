@@ -6,73 +6,44 @@ import contextlib
 import functools
 import itertools
 import pathlib
-import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 from rich import progress as rich_progress
 from rich.console import Console
 
+from tfcdo.bench import workloads
+from tfcdo.cli import options
 from tfcdo.cli.quiet_start import quiet_start
 
 if TYPE_CHECKING:
     from tfcdo.bench import devices as devices_lib
     from tfcdo.bench import implementations
-    from tfcdo.bench import workloads
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_DTYPES = ("float", "double", "half", "bfloat16", "int32", "int64")
+# What only some runs have a use for, by the names of the parameters.
+_OF_A_SWEEP = ("minbytes", "maxbytes", "stepfactor")
+_NOT_OF_FIT = (*_OF_A_SWEEP, "warmup", "datatype", "eager", "plot_file")
 _FIT_MODEL = "mobilenet"
-# Without a terminal there is no width to keep to.
-_WIDTH_OF_A_PIPE = 160
-
-
-class Size(click.ParamType):
-    """A number of bytes such as 8, 64K, 128M or 1G."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Reads it."""
-        found = re.fullmatch(r"(\d+)([KMG]?)B?", str(value).upper())
-        if not found or not int(found[1]):
-            self.fail(f"{value!r} is no number of bytes such as 8, 64K, 128M or 1G", param, ctx)
-        return int(found[1]) * _UNITS[found[2]]
-
-
-class NewFile(click.ParamType):
-    """A file to write, in a folder that is there."""
-
-    name = "file"
-
-    def __init__(self, suffix: str) -> None:
-        self.suffix = suffix
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> pathlib.Path:
-        """Checks it before minutes are spent on what would go there."""
-        path = pathlib.Path(value)
-        if path.suffix != self.suffix:
-            self.fail(f"{value!r} does not end in {self.suffix}", param, ctx)
-        if not path.parent.is_dir():
-            self.fail(f"there is no folder {str(path.parent)!r}", param, ctx)
-        return path
 
 
 @click.command()
 @click.option(
     "-b",
     "--minbytes",
-    type=Size(),
+    type=options.Size(1024),
     default="8",
     show_default=True,
-    help="Smallest size of the one value that is all-reduced.",
+    help="Smallest size of the one value that is all-reduced; K, M and G are 2^10, 2^20 and 2^30.",
 )
 @click.option(
-    "-e", "--maxbytes", type=Size(), default="128M", show_default=True, help="Largest size."
+    "-e",
+    "--maxbytes",
+    type=options.Size(1024),
+    default="128M",
+    show_default=True,
+    help="Largest size.",
 )
 @click.option(
     "-f",
@@ -111,7 +82,7 @@ class NewFile(click.ParamType):
 @click.option(
     "-d",
     "--datatype",
-    type=click.Choice(_DTYPES),
+    type=click.Choice(list(workloads.DTYPES)),
     default="float",
     show_default=True,
     help="The type of the numbers.",
@@ -119,6 +90,7 @@ class NewFile(click.ParamType):
 @click.option(
     "--model",
     "models",
+    type=click.Choice(workloads.model_names()),
     multiple=True,
     metavar="NAME",
     help="All-reduce a model's gradients instead of one value: resnet50, bert-base, mobilenet, "
@@ -140,9 +112,15 @@ class NewFile(click.ParamType):
     is_flag=True,
     help="Train a real Keras model (--model mobilenet or resnet50) and time its steps instead.",
 )
-@click.option("--json", "json_file", type=NewFile(".json"), help="Write the results to this file.")
-@click.option("--plot", "plot_file", type=NewFile(".png"), help="Draw the results in this file.")
+@click.option(
+    "--json", "json_file", type=options.NewFile(".json"), help="Write the results to this file."
+)
+@click.option(
+    "--plot", "plot_file", type=options.NewFile(".png"), help="Draw the results in this file."
+)
+@click.pass_context
 def bench(
+    context: click.Context,
     minbytes: int,
     maxbytes: int,
     stepfactor: int,
@@ -164,36 +142,63 @@ def bench(
     take turns. Every result is compared with numpy's: the exit status is 1 if one of tfcdo's is
     wrong.
     """
-    console = Console(
-        highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, soft_wrap=False
-    )
+    # All that can be found wrong without TensorFlow, which takes seconds to start.
+    if fit:
+        _check_fit(context, models)
+    if models:
+        _refuse(context, _OF_A_SWEEP, "--model, as a model's gradients have sizes of their own")
+    if minbytes > maxbytes:
+        raise click.UsageError(
+            f"--minbytes must be at most --maxbytes; got {minbytes} and {maxbytes} bytes"
+        )
     if plot_file:
-        import matplotlib  # noqa: F401  # Missing, it is to be told now, not after the measuring.
-    with _one_line(), console.status("Starting TensorFlow ..."), quiet_start():
+        options.need_matplotlib()
+    dtype = workloads.DTYPES[datatype]
+    sizes = workloads.sizes(minbytes, maxbytes, stepfactor)
+    loads = [workloads.gradients_of(name, dtype) for name in models] or [
+        workloads.one_value(size, dtype) for size in sizes
+    ]
+    console = options.make_console(width_of_a_pipe=160)
+    with console.status("Starting TensorFlow ..."), quiet_start():
         import tensorflow as tf
 
         from tfcdo.bench import devices as devices_lib
         from tfcdo.bench import implementations
-        from tfcdo.bench import workloads
 
         tf.get_logger().setLevel("ERROR")
-        dtype = workloads.DTYPES[datatype]
-        if models:
-            loads = [workloads.gradients_of(name, dtype) for name in models]
-        else:
-            sizes = workloads.sizes(minbytes, maxbytes, stepfactor)
-            loads = [workloads.one_value(size, dtype) for size in sizes]
-        named = [one for name in names for one in implementations.parse(name)]
-        devices = devices_lib.choose(num_devices)
+        with _one_line():
+            # The devices first: what `parse` constructs may start TensorFlow.
+            devices = devices_lib.choose(num_devices)
+            named = [one for name in names for one in implementations.parse(name)]
         tf.config.list_logical_devices()
 
     console.print(f"{devices.description}, TensorFlow {tf.__version__}")
     compared = _that_run(list(dict.fromkeys(named)), devices, dtype, console)
     if fit:
-        return _fit(models, devices, compared, iterations, json_file, plot_file, console)
+        return _fit(models, devices, compared, iterations, json_file, console)
     return _all_reduce(
         loads, devices, compared, (iterations, warmup, eager), json_file, plot_file, console
     )
+
+
+def _check_fit(context: click.Context, models: Sequence[str]) -> None:
+    _refuse(context, _NOT_OF_FIT, "--fit, which only times the steps of a model in training")
+    unknown = [name for name in models if name not in workloads.KERAS_MODELS]
+    if unknown:
+        known = " or ".join(workloads.KERAS_MODELS)
+        raise click.UsageError(f"--fit can train --model {known}, not {unknown[0]}")
+
+
+def _refuse(context: click.Context, parameters: Sequence[str], beside: str) -> None:
+    """Refuses options that would have no effect."""
+    given = [
+        parameter.opts[-1]
+        for parameter in context.command.params
+        if parameter.name in parameters
+        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise click.UsageError(f"{' and '.join(given)} cannot be given beside {beside}")
 
 
 def _all_reduce(
@@ -236,18 +241,12 @@ def _fit(
     compared: Sequence[implementations.Implementation],
     rounds: int,
     json_file: pathlib.Path | None,
-    plot_file: pathlib.Path | None,
     console: Console,
 ) -> int:
     from tfcdo.bench import fit
     from tfcdo.cli import bench_report
 
-    if plot_file:
-        raise click.UsageError("--plot draws all-reduces, and --fit measures none by itself")
     names = models or (_FIT_MODEL,)
-    unknown = [name for name in names if name not in fit.MODELS]
-    if unknown:
-        raise click.UsageError(f"--fit can train {' or '.join(fit.MODELS)}, not {unknown[0]}")
     results = []
     with _progress(len(names) * fit.num_pieces(len(compared), rounds), console) as tell:
         for name in names:
@@ -282,11 +281,13 @@ def _that_run(
 
 @contextlib.contextmanager
 def _one_line() -> Iterator[None]:
-    """Tells what is wrong with the options without a traceback."""
+    """Tells what is wrong with the options, or cannot be had here, without a traceback."""
     try:
         yield
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    except RuntimeError as error:
+        raise click.ClickException(str(error)) from error
 
 
 @contextlib.contextmanager

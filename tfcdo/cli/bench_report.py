@@ -209,12 +209,19 @@ def write_json(
 
 
 def circumstances(devices: devices_lib.Devices) -> dict[str, Any]:
-    """Where and when something was measured, and with which versions."""
+    """Where and when something was measured, and with which versions.
+
+    Args:
+      devices: what it was measured on.
+
+    Returns:
+      The keys and values that JSON files of measurements begin with.
+    """
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": {
             "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": _num_cores(),
             "system": platform.platform(),
         },
         "devices": devices.description,
@@ -224,6 +231,11 @@ def circumstances(devices: devices_lib.Devices) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+
+
+def _num_cores() -> int | None:
+    """How many cores this process may use; where only Linux would tell, how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _processor() -> str:

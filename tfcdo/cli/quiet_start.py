@@ -8,6 +8,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+import click
+
 
 @contextlib.contextmanager
 def quiet_start() -> Iterator[None]:
@@ -15,7 +17,7 @@ def quiet_start() -> Iterator[None]:
 
     `TF_CPP_MIN_LOG_LEVEL` alone does not do it: the C++ half of recent versions also logs before
     it has read that variable, straight to file descriptor 2. If the block raises, what was held
-    back is shown.
+    back is shown, unless it is about the user's options or from the user's keyboard.
 
     Example:
       >>> with quiet_start():
@@ -29,6 +31,8 @@ def quiet_start() -> Iterator[None]:
         os.dup2(held_back.fileno(), 2)
         try:
             yield
+        except (click.ClickException, KeyboardInterrupt):
+            raise
         except BaseException:
             held_back.seek(0)
             os.write(shown, held_back.read())
