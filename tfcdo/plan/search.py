@@ -60,7 +60,7 @@ def packed_trees(
       >>> bool(simulate.simulate(schedule, machine).seconds < 1.05 * simulate.bound(machine, 10**9))
       True
     """
-    chosen = best_forest(topology, num_bytes, num_packs)
+    chosen = _best_forest(topology, num_bytes, num_packs)
     if num_packs is None:
         schedule = chosen.schedule(num_bytes)
     else:
@@ -70,26 +70,17 @@ def packed_trees(
 
 
 @functools.lru_cache(maxsize=512)
-def best_forest(
-    topology: topology_lib.Topology, num_bytes: int, num_packs: int | None = None
+def _best_forest(
+    topology: topology_lib.Topology, num_bytes: int, num_packs: int | None
 ) -> forest_lib.Forest:
-    """The forest of `packed_trees`.
-
-    Args:
-      topology: the machine.
-      num_bytes: how many bytes each device holds.
-      num_packs: how many trees, then of equal shares; by default as many as are fast.
-
-    Returns:
-      A forest over the topology's devices.
-    """
+    """The forest of `packed_trees`, for the same arguments; known or searched."""
     if topology.num_devices == 1 or not num_bytes:
         star = forest_lib.Forest((tree_lib.star(topology.num_devices),), (1.0,))
         return star.dealt(num_packs or 1)
     if num_packs is not None and num_packs > forest_lib.MAX_PACKS:
         # Trees that are good for some of the packs are good for all: the links are busy anyhow.
         part = max(num_bytes * forest_lib.MAX_PACKS // num_packs, 1)
-        return best_forest(topology, part, forest_lib.MAX_PACKS).dealt(num_packs)
+        return _best_forest(topology, part, forest_lib.MAX_PACKS).dealt(num_packs)
     known = forest_store.presets(topology)
     if num_packs is not None:
         known = [forest.dealt(num_packs) for forest in known]
@@ -188,7 +179,7 @@ def cost(
     network = simulate.prepare(forest.schedule(num_bytes), topology)
     _, ends = simulate.ordered_run(network)
     ordered = max(ends, default=0.0)
-    if smoothness:
+    if smoothness and ends:
         last: dict[tuple[int, int], float] = {}
         for (_, _, source, target), end in zip(network.names, ends, strict=True):
             last[source, target] = max(end, last.get((source, target), 0.0))
@@ -264,6 +255,8 @@ def improve(
     neighbours = forest_lib.neighbours_of(topology)
     max_trees = forest_lib.MAX_PACKS // len(group)
     unit = simulate.bound(topology, num_bytes)
+    if not unit:
+        return start  # Nothing travels, so no forest is better than another.
 
     def judge(forest: forest_lib.Forest, give_up: float = math.inf) -> float:
         return (
@@ -327,8 +320,6 @@ def _neighbour(
 
 def _root_moved(tree: tree_lib.CopyTree, rng: random.Random) -> tree_lib.CopyTree:
     """The same edges, rooted at one of the root's children."""
-    if tree.num_devices == 1:
-        return tree
     new_root = rng.choice(tree.children[tree.root])
     parents = list(tree.parents)
     parents[tree.root], parents[new_root] = new_root, None
