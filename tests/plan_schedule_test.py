@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 
 import hypothesis
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from tfcdo.plan import algorithms
 from tfcdo.plan import schedule as schedule_lib
+from tfcdo.plan import search
 from tfcdo.plan import simulate
 from tfcdo.plan import topology as topology_lib
 from tfcdo.plan import tree as tree_lib
@@ -82,7 +84,7 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
         topology = topology_lib.preset(name)
         schedule = algorithms.make_schedule(algorithm, topology, 10**6)
         schedule_lib.verify(schedule)
-        again = algorithms.make_schedule.__wrapped__(algorithm, topology, 10**6)
+        again = algorithms._make_schedule.__wrapped__(algorithm, topology, 10**6, None)
         self.assertEqual(schedule, again)
 
     @parameterized.parameters(
@@ -107,6 +109,35 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
     def test_impossible_sizes(self, num_bytes, num_packs, message):
         with self.assertRaisesRegex(ValueError, message):
             algorithms.make_schedule("ring", topology_lib.preset("dgx1"), num_bytes, num_packs)
+
+    @parameterized.product(
+        plan=[
+            lambda *sizes: algorithms.make_schedule("ring", *sizes),
+            algorithms.fastest_algorithm,
+            search.packed_trees,
+        ],
+        sizes=[
+            ((1e8, None), "num_bytes must be an int; got 100000000.0 of type float"),
+            ((True, None), "num_bytes must be an int; got True of type bool"),
+            (("8", None), "num_bytes must be an int; got '8' of type str"),
+            ((10**8, 1.0), "num_packs must be an int; got 1.0 of type float"),
+            ((10**8, True), "num_packs must be an int; got True of type bool"),
+        ],
+    )
+    def test_sizes_that_a_cache_would_take_for_ints(self, plan, sizes):
+        topology = topology_lib.preset("dgx1")
+        plan(topology, 10**8, 1)
+        plan(topology, 1)
+        (num_bytes, num_packs), message = sizes
+        with self.assertRaisesRegex(TypeError, f"^{message}$"):
+            plan(topology, num_bytes, num_packs)
+
+    @parameterized.parameters((-100, None, "num_bytes .*0; got -100"), (100, 0, "num_packs .*1"))
+    def test_impossible_sizes_of_packed_trees(self, num_bytes, num_packs, message):
+        topology = topology_lib.preset("dgx1")
+        for plan in (search.packed_trees, algorithms.fastest_algorithm):
+            with self.assertRaisesRegex(ValueError, message):
+                plan(topology, num_bytes, num_packs)
 
 
 class VerifyTest(plan_testing.PlanTestCase):
@@ -194,6 +225,31 @@ class CutTest(plan_testing.PlanTestCase):
         sizes = [stop - start for start, stop in ranges]
         self.assertLessEqual(max(sizes, default=0) - min(sizes, default=0), 1)
         self.assertGreater(min(sizes, default=1), 0)
+
+    def test_more_packs_than_units_cost_nothing(self):
+        machine = topology_lib.preset("dgx1")
+        search.packed_trees(machine, 2, 2)
+        tracemalloc.start()
+        self.addCleanup(tracemalloc.stop)
+        self.assertLen(search.packed_trees(machine, 2, 10**6).packs, 2)
+        self.assertEqual(schedule_lib.cut(2, 10**6), ((0, 1), (1, 2)))
+        self.assertEqual(schedule_lib.cut(0, 10**6), ())
+        self.assertLess(tracemalloc.get_traced_memory()[1], 10**6)
+
+    @parameterized.parameters(
+        (5, 0, ValueError, "num_packs must be at least 1; got 0"),
+        (5, -1, ValueError, "num_packs must be at least 1; got -1"),
+        (-5, 2, ValueError, "size must be at least 0; got -5"),
+        (5, 2.0, TypeError, "num_packs must be an int; got 2.0"),
+        (5.0, 2, TypeError, "size must be an int; got 5.0"),
+    )
+    def test_no_such_cut(self, size, num_packs, error, message):
+        with self.assertRaisesRegex(error, message):
+            schedule_lib.cut(size, num_packs)
+
+    def test_no_trees_to_assign(self):
+        with self.assertRaisesRegex(ValueError, r"trees must .* at least one .*got \[\]"):
+            schedule_lib.assign(3, [(0, 3)], [])
 
     @hypothesis.settings(max_examples=100, deadline=None)
     @hypothesis.given(st.integers(0, 4 * 10**9), st.booleans())

@@ -230,6 +230,7 @@ class CacheTest(SearchTestCase):
         b'{"shares": [1], "parents": [[1, 0, 0, 0, 0]]}',  # No tree.
         b'{"shares": [-1], "parents": [[null, 0, 0, 0, 0]]}',
         b'{"shares": [], "parents": []}',
+        b'{"shares": [1e308, 1e308], "parents": [[null, 0, 0, 0, 0], [null, 0, 0, 0, 0]]}',
         b'{"shares": ["x"], "parents": [[null, 0, 0, 0, 0]]}',
         b'{"shares": [1], "parents": [[null, 0, 0, 0, "x"]]}',
         b'{"shares": [1], "parents": 5}',
@@ -267,7 +268,46 @@ class CacheTest(SearchTestCase):
             ):
                 schedule_lib.verify(self.plan())
         self.assertLen(logged.output, 1)
-        self.assertRegex(logged.output[0], "cannot be (written|used).*TFCDO_CACHE_DIR")
+        self.assertRegex(logged.output[0], "cannot be used: Not a dir.*TFCDO_CACHE_DIR")
+
+    def test_a_file_that_cannot_be_read_is_told(self):
+        expected = self.plan()
+        (file,) = pathlib.Path(self.cache).iterdir()
+
+        def denied(*_, **__):
+            raise PermissionError(13, "Permission denied", str(file))
+
+        with (
+            mock.patch.object(pathlib.Path, "read_text", denied),
+            self.assertLogs(level=logging.WARNING) as logged,
+        ):
+            self.assertEqual(self.plan(), expected)
+        self.assertLen(logged.output, 1)
+        self.assertIn(f"because {self.cache} cannot be used: Permission denied;", logged.output[0])
+
+    def test_what_can_be_neither_read_nor_written_is_told_once(self):
+        too_long = f"{self.cache}/{300 * 'x'}"
+        with (
+            mock.patch.dict(os.environ, {"TFCDO_CACHE_DIR": too_long}),
+            self.assertLogs(level=logging.WARNING) as logged,
+        ):
+            schedule_lib.verify(self.plan())
+            schedule_lib.verify(algorithms.make_schedule("packed_trees", UNKNOWN, 300 * MB))
+        self.assertLen(logged.output, 1)
+        self.assertIn("cannot be used: File name too long", logged.output[0])
+
+    def test_without_a_home_nothing_is_kept(self):
+        nowhere = {"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": ""}
+        with (
+            mock.patch.dict(os.environ, nowhere),
+            # A user that is a mere number, as in a container.
+            mock.patch("pwd.getpwuid", side_effect=KeyError("uid not found")),
+            self.assertLogs(level=logging.WARNING) as logged,
+        ):
+            os.environ.pop("HOME", None)
+            schedule_lib.verify(self.plan())
+        self.assertLen(logged.output, 1)
+        self.assertRegex(logged.output[0], "the user has no home directory; TFCDO_CACHE_DIR may")
 
     def test_files_appear_whole(self):
         def interrupted(*_):
@@ -278,7 +318,7 @@ class CacheTest(SearchTestCase):
             self.assertLogs(level=logging.WARNING),
         ):
             self.plan()
-        self.assertEmpty(list(pathlib.Path(self.cache).glob("plan-*")))
+        self.assertEmpty(list(pathlib.Path(self.cache).iterdir()))
 
     @parameterized.parameters(
         ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "{}"}, "tfcdo"),
@@ -355,11 +395,26 @@ class ForestTest(parameterized.TestCase):
         ((tree_lib.star(2),), (1.0, 1.0), "2 shares for 1 trees"),
         ((tree_lib.star(2),), (0.0,), "positive"),
         ((tree_lib.star(2),), (float("nan"),), "positive"),
+        ((tree_lib.star(2),) * 3, (1e308,) * 3, "a sum that is a number; got .1e.308, "),
         ((tree_lib.star(2), tree_lib.star(3)), (1.0, 1.0), "same devices"),
     )
     def test_what_is_no_forest(self, trees, shares, message):
         with self.assertRaisesRegex(ValueError, message):
             forest_lib.Forest(trees, shares)
+
+    def test_a_share_as_large_as_a_float(self):
+        schedule = forest_lib.Forest((tree_lib.star(2),) * 2, (1e307, 3e307)).schedule(100 * MB)
+        self.assertEqual([pack.size for pack in schedule.packs], [25 * MB, 75 * MB])
+
+    @parameterized.parameters((0, ValueError, "0"), (-1, ValueError, "-1"), (2.0, TypeError, "2.0"))
+    def test_no_deal(self, num_packs, error, given):
+        forest = forest_lib.Forest((tree_lib.star(2),), (1.0,))
+        with self.assertRaisesRegex(error, f"num_packs must be .*; got {given}"):
+            forest.dealt(num_packs)
+
+    def test_none_is_fastest_of_none(self):
+        with self.assertRaisesRegex(ValueError, "forests must hold at least one"):
+            search.fastest([], DGX1, MB)
 
     def test_images(self):
         forest = forest_lib.Forest((tree_lib.chain(3),), (2.0,)).expanded([(0, 1, 2), (1, 2, 0)])

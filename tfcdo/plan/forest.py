@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import networkx as nx
 
+from tfcdo.plan import checks
 from tfcdo.plan import schedule as schedule_lib
 from tfcdo.plan import topology as topology_lib
 from tfcdo.plan import tree as tree_lib
@@ -28,6 +29,10 @@ class Forest:
     Attributes:
       trees: the trees.
       shares: a positive number for each tree; only their ratios count.
+
+    Raises:
+      ValueError: if there are no trees, or not as many shares, or a share or their sum is no
+        positive number, or the trees span different devices.
     """
 
     trees: tuple[tree_lib.CopyTree, ...]
@@ -41,6 +46,8 @@ class Forest:
             )
         if not all(share > 0 and math.isfinite(share) for share in self.shares):
             raise ValueError(f"shares must be positive numbers; got {self.shares}")
+        if not math.isfinite(sum(self.shares)):
+            raise ValueError(f"shares must have a sum that is a number; got {self.shares}")
         if len({tree.num_devices for tree in self.trees}) != 1:
             raise ValueError("the trees of a forest must span the same devices")
 
@@ -54,7 +61,8 @@ class Forest:
           A schedule of `num_bytes` bytes; a tree whose share is below one byte may get none.
         """
         ends = list(itertools.accumulate(self.shares))
-        stops = [round(num_bytes * end / ends[-1]) for end in ends]
+        # The ratio first: a large share of many bytes may be too large for a float.
+        stops = [round(num_bytes * (end / ends[-1])) for end in ends]
         packs = (
             schedule_lib.Pack(start, stop, tree)
             for start, stop, tree in zip([0, *stops], stops, self.trees, strict=False)
@@ -67,12 +75,33 @@ class Forest:
         return Forest(self.trees, tuple(float(f"{share:.6g}") for share in self.shares))
 
     def dealt(self, num_packs: int) -> Forest:
-        """`num_packs` equal shares, with these trees in turn."""
+        """Equal shares, with these trees in turn.
+
+        Args:
+          num_packs: how many shares, at least 1.
+
+        Returns:
+          A forest of `num_packs` trees.
+
+        Raises:
+          ValueError: if `num_packs` is below 1.
+        """
+        checks.check_int("num_packs", num_packs, at_least=1)
         trees = itertools.islice(itertools.cycle(self.trees), num_packs)
         return Forest(tuple(trees), (1.0,) * num_packs)
 
     def expanded(self, group: Iterable[Permutation]) -> Forest:
-        """The images of all trees under each permutation of the devices, with the same shares."""
+        """The images of all trees under permutations of the devices.
+
+        Args:
+          group: the permutations, at least one; `permutation[d]` is what device `d` becomes.
+
+        Returns:
+          A forest of all images of all trees, each with the share of its tree.
+
+        Raises:
+          ValueError: if there are no permutations.
+        """
         group = tuple(group)
         return Forest(
             tuple(_image(tree, permutation) for permutation in group for tree in self.trees),

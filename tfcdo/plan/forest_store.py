@@ -98,10 +98,16 @@ def load(topology: topology_lib.Topology, key: str) -> forest_lib.Forest | None:
     Returns:
       The forest; None if there is none, or none that can be read, which is logged.
     """
-    path = _path(topology, key)
+    directory = _directory()
+    if directory is None:
+        return None
+    path = directory / _name(topology, key)
     try:
         return decode(json.loads(path.read_text(encoding="utf-8")), topology.num_devices)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        _tell_not_kept(f"{directory} cannot be used: {error.strerror or error}")
         return None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         log.warn_once(f"ignoring {path}, which is no plan: {error}; delete it, or let it be")
@@ -109,32 +115,49 @@ def load(topology: topology_lib.Topology, key: str) -> forest_lib.Forest | None:
 
 
 def save(topology: topology_lib.Topology, key: str, forest: forest_lib.Forest) -> None:
-    """Puts a forest into the user's cache directory, if it can be written to.
+    """Puts a forest into the user's cache directory; where it cannot, that is logged.
 
     Args:
       topology: the machine.
       key: what else it was found for.
       forest: the forest.
     """
-    path = _path(topology, key)
+    directory = _directory()
+    if directory is None:
+        return
+    name = _name(topology, key)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         # Another process may read or write the same file: it appears whole or not at all.
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, delete=False
-        ) as file:
-            json.dump(encode(forest), file)
-        pathlib.Path(file.name).replace(path)
+        with tempfile.TemporaryDirectory(dir=directory) as unfinished:
+            file = pathlib.Path(unfinished) / name
+            file.write_text(json.dumps(encode(forest)), encoding="utf-8")
+            file.replace(directory / name)
     except OSError as error:
-        log.warn_once(
-            f"plans are searched for again in the next process, because {path.parent} cannot be "
-            f"written: {error}; TFCDO_CACHE_DIR may name another directory"
-        )
+        _tell_not_kept(f"{directory} cannot be used: {error.strerror or error}")
 
 
-def _path(topology: topology_lib.Topology, key: str) -> pathlib.Path:
+def _directory() -> pathlib.Path | None:
+    """Where plans are kept; None, which is logged, if the user has no place for them."""
     directory = os.environ.get("TFCDO_CACHE_DIR")
-    if not directory:
+    if directory:
+        return pathlib.Path(directory)
+    try:
         base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path("~/.cache").expanduser()
-        directory = str(pathlib.Path(base) / "tfcdo")
-    return pathlib.Path(directory) / f"plan-{_VERSION}-{topology.fingerprint}-{key}.json"
+    except RuntimeError:
+        # As in a container whose user is a mere number.
+        _tell_not_kept("the user has no home directory")
+        return None
+    return pathlib.Path(base) / "tfcdo"
+
+
+def _name(topology: topology_lib.Topology, key: str) -> str:
+    return f"plan-{_VERSION}-{topology.fingerprint}-{key}.json"
+
+
+def _tell_not_kept(reason: str) -> None:
+    # Reading and writing mostly fail alike, and so with the same line, which is logged once.
+    log.warn_once(
+        f"plans are searched for again in each process, because {reason}; "
+        "TFCDO_CACHE_DIR may name a directory to keep them in"
+    )

@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Sequence
 
+from tfcdo.plan import checks
 from tfcdo.plan import forest as forest_lib
 from tfcdo.plan import forest_store
 from tfcdo.plan import schedule as schedule_lib
@@ -50,6 +51,10 @@ def packed_trees(
       A schedule in bytes, which fixes the order of its copies. The same arguments give the same
       schedule.
 
+    Raises:
+      ValueError: if `num_bytes` is negative or `num_packs` is below 1.
+      TypeError: if one of them is no int.
+
     References:
       Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020.
       Cai et al., "Synthesizing Optimal Collective Algorithms", PPoPP 2021.
@@ -60,6 +65,9 @@ def packed_trees(
       >>> bool(simulate.simulate(schedule, machine).seconds < 1.05 * simulate.bound(machine, 10**9))
       True
     """
+    checks.check_sizes(num_bytes, num_packs)
+    if num_packs is not None:
+        num_packs = min(num_packs, max(num_bytes, 1))  # A pack without a byte moves nothing.
     chosen = _best_forest(topology, num_bytes, num_packs)
     if num_packs is None:
         schedule = chosen.schedule(num_bytes)
@@ -139,7 +147,12 @@ def fastest(
 
     Returns:
       One of `forests`.
+
+    Raises:
+      ValueError: if there are no forests.
     """
+    if not forests:
+        raise ValueError(f"forests must hold at least one forest; got {forests!r}")
     chosen, least = forests[0], math.inf
     enough = simulate.bound(topology, num_bytes) * _GOOD_ENOUGH
     for forest in sorted(forests, key=lambda forest: len(forest.trees)):
