@@ -8,6 +8,7 @@ import math
 import pathlib
 import pickle
 import random
+import tracemalloc
 
 import hypothesis
 from absl.testing import absltest
@@ -175,7 +176,7 @@ class TopologyTest(parameterized.TestCase):
         ({"addition_bandwidth": math.nan}, "addition_bandwidth"),
         ({"resources": (topology_lib.Resource("a", 1.0),) * 2}, "'a' is there twice"),
         ({"num_devices": 2.0}, "num_devices must be an int; got 2.0"),
-        ({"num_devices": 10**12}, r"at most 5 shown\): \[(\(0, [2-6]\)(, )?){5}\]$"),
+        ({"num_devices": 1000}, r"at most 5 shown\): \[(\(0, [2-6]\)(, )?){5}\]$"),
         ({"links": (topology_lib.Link(0, 1, 0.0, (0,)),) * 2}, "2 links; got 2; .*: .*0, 1.*1, 0"),
         ({"links": (topology_lib.Link(0, 0, 0.0, (0,)),) * 2}, r": \[\(0, 0\), \(0, 1\), "),
         ({"links": (topology_lib.Link(0, 1, 0.0, (0,)),) * 3}, "2 links; got 3"),
@@ -265,7 +266,7 @@ class JsonTest(parameterized.TestCase):
         ("name", 5, '"name" of the topology must be a text; got 5'),
         ("num_devices", 2.9, '"num_devices" of the topology must be a whole number; got 2.9'),
         ("num_devices", True, '"num_devices" of the topology must be a whole number; got true'),
-        ("num_devices", 100_000, "each ordered pair of the 100000 devices once, 9999900000 links"),
+        ("num_devices", 1000, "each ordered pair of the 1000 devices once, 999000 links; got 2"),
         ("shared_adder", "false", 'must be true or false; got "false"'),
         ("shared_adder", 0, "must be true or false; got 0"),
         ("addition_bandwidth", "1e9", 'or null for no limit; got "1e9"'),
@@ -301,10 +302,14 @@ class JsonTest(parameterized.TestCase):
 
     def test_what_is_missing_is_told_briefly(self):
         content = json.loads(topology_lib.preset("fully_connected", 2).to_json())
-        for num_devices in (300, 100_000):
-            with self.assertRaises(ValueError) as caught:
-                topology_lib.Topology.from_json(json.dumps(content | {"num_devices": num_devices}))
-            self.assertLess(len(str(caught.exception)), 300)
+        text = json.dumps(content | {"num_devices": 1000})
+        tracemalloc.start()
+        self.addCleanup(tracemalloc.stop)
+        with self.assertRaises(ValueError) as caught:
+            topology_lib.Topology.from_json(text)
+        self.assertLess(len(str(caught.exception)), 300)
+        # Nor are a million pairs listed to find the first few.
+        self.assertLess(tracemalloc.get_traced_memory()[1], 10**6)
 
     def test_nests_of_lists(self):
         with self.assertRaisesRegex(ValueError, "nested too deeply"):
