@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -60,7 +61,8 @@ def run(arguments: Sequence[str]) -> int:
         return _complain("standard output is closed")
     try:
         # Not click's standalone mode, which prints three lines where one says it all.
-        return tfcdo.main(list(arguments), prog_name="tfcdo", standalone_mode=False) or 0
+        status = tfcdo.main(list(arguments), prog_name="tfcdo", standalone_mode=False) or 0
+        sys.stdout.flush()
     except click.ClickException as error:
         return _complain(error.format_message(), error.exit_code)
     except click.Abort:
@@ -72,7 +74,11 @@ def run(arguments: Sequence[str]) -> int:
             "PYTHONIOENCODING=utf-8"
         )
     except OSError as error:
+        if error.filename is None:
+            # What is still in its buffer would fail, and be told of, once more at the exit.
+            sys.stdout = io.StringIO()
         return _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
+    return status
 
 
 def _complain(message: str, status: int = 1) -> int:
