@@ -151,6 +151,7 @@ def save(figure: Figure, path: pathlib.Path) -> None:
     import matplotlib
     from PIL import Image
 
+    _settle(figure)
     if path.suffix == ".svg":
         for artist in figure.findobj():
             artist.set_clip_on(False)  # Nothing sticks out, and clip paths are named by address.
@@ -161,6 +162,15 @@ def save(figure: Figure, path: pathlib.Path) -> None:
     figure.savefig(drawn, dpi=_DPI)
     # A palette is enough for lines and a few colours, and a third of the bytes.
     Image.open(drawn).convert("RGB").quantize(256).save(path, optimize=True)
+
+
+def _settle(figure: Figure) -> None:
+    """Lays the figure out, to a millionth: the solver's last bits depend on addresses in memory."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in figure.axes:
+        left, bottom, width, height = axes.get_position().bounds
+        axes.set_position((round(left, 6), round(bottom, 6), round(width, 6), round(height, 6)))
 
 
 def format_bytes(size: int) -> str:
