@@ -144,6 +144,16 @@ class CrossDeviceOpsContract(tu.ValuesMixin, tf.test.TestCase, parameterized.Tes
         for result in tu.all_reduce(self.make(), reduce_op, [tu.per_replica(own)] * 2, mode):
             self.assert_exact(result.value, tu.oracle(reduce_op, own), dtype)
 
+    @parameterized.product(
+        dtype=(tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64), mode=(EAGER, FUNCTION)
+    )
+    def test_mean_of_integers_whose_sum_is_none(self, dtype, mode):
+        # Every float has this power of two, and no integer of this dtype has three times as much.
+        large = 2 ** (8 * dtype.size - (1 if dtype == tf.uint8 else 2))
+        own = [np.full([9], large, dtype.as_numpy_dtype) for _ in range(3)]
+        for result in tu.all_reduce(self.make(), MEAN, [tu.per_replica(own)] * 2, mode):
+            self.assert_exact(result.value, np.full([9], large), tu.result_dtype(MEAN, dtype))
+
     def test_sums_special_values(self):
         own = [np.array([np.inf, -np.inf, np.nan, 1], np.float32), np.ones([4], np.float32)]
         own.append(np.array([1, 1, 1, np.inf], np.float32))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -130,6 +132,37 @@ class ConstructorTest(parameterized.TestCase):
     def test_reduce_to_device_is_checked(self, device):
         with self.assertRaisesRegex(ValueError, "reduce_to_device"):
             tfcdo.ReductionToOneDevice(device)
+
+    @parameterized.parameters("/cpu:77", "GPU:0", "gpu", "/job:worker/task:5/cpu:0")
+    def test_there_must_be_such_a_device(self, device):
+        value = tu.per_replica([1.0, 2.0])
+        ops = tfcdo.ReductionToOneDevice(device)
+        with self.assertRaisesRegex(ValueError, f"reduce_to_device .*exists; got '{device}'"):
+            ops.reduce(SUM, value, value)
+
+    def test_making_one_does_not_start_tensorflow(self):
+        # Started, it would not let its virtual devices be configured any more.
+        code = (
+            "import tensorflow as tf, tfcdo\n"
+            "tfcdo.ReductionToOneDevice('/cpu:1')\n"
+            "for name in tfcdo.__all__:\n"
+            "    if name.endswith('Reduce'): getattr(tfcdo, name)()\n"
+            "cpu = tf.config.list_physical_devices('CPU')[0]\n"
+            "parts = [tf.config.LogicalDeviceConfiguration()] * 3\n"
+            "tf.config.set_logical_device_configuration(cpu, parts)\n"
+            "print(len(tf.config.list_logical_devices('CPU')))\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
+        )
+        self.assertEqual("3", done.stdout.strip())
+
+    @parameterized.parameters(None, 3.0, ([1.0],))
+    def test_accumulation_fn_must_return_a_tensor(self, returned):
+        value = tu.per_replica([1.0, 2.0])
+        ops = tfcdo.ReductionToOneDevice(accumulation_fn=lambda _: returned)
+        with self.assertRaisesRegex(TypeError, "accumulation_fn must return a tensor; it returned"):
+            ops.reduce(SUM, value, value)
 
     @parameterized.parameters(3, "add_n", ([],))
     def test_accumulation_fn_is_checked(self, function):

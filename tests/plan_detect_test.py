@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from typing import Any
 from unittest import mock
 
 from absl.testing import absltest
@@ -49,7 +50,7 @@ class DetectTest(parameterized.TestCase):
         topology._output.cache_clear()
         topology.log.info_once.cache_clear()
 
-    def fake_nvidia_smi(self, topo: str = _TABLE, before: str = "") -> None:
+    def fake_nvidia_smi(self, topo: str = _TABLE, before: str = "", uuids: str = _UUIDS) -> None:
         """Puts a nvidia-smi on the PATH that counts its calls in the file `calls`."""
         program = self.folder / "nvidia-smi"
         program.write_text(
@@ -60,7 +61,7 @@ class DetectTest(parameterized.TestCase):
             "if sys.argv[1:] == ['topo', '-m']:\n"
             f"    print({topo!r})\n"
             "elif sys.argv[1:] == ['--query-gpu=uuid,index', '--format=csv,noheader']:\n"
-            f"    print({_UUIDS!r}, end='')\n"
+            f"    print({uuids!r}, end='')\n"
             "else:\n"
             "    sys.exit('unexpected: ' + ' '.join(sys.argv))\n"
         )
@@ -102,9 +103,15 @@ class DetectTest(parameterized.TestCase):
         self.assertEqual(found, topology.preset("fully_connected", 2))
         self.assertIn("pass topology=", line)
 
-    def test_no_devices(self):
-        with self.assertRaisesRegex(ValueError, "at least one device"):
-            topology.detect([])
+    @parameterized.parameters(([],), "/cpu:0", "")
+    def test_no_devices(self, devices: Any):
+        with self.assertRaisesRegex(ValueError, "devices must be .* at least one device"):
+            topology.detect(devices)
+
+    @parameterized.parameters(0, None, b"/cpu:0")
+    def test_no_device_name(self, device: Any):
+        with self.assertRaisesRegex(ValueError, "devices must hold .* got "):
+            topology.detect(["/cpu:0", device])
 
     def test_gpus_are_joined_as_nvidia_smi_says(self):
         self.fake_nvidia_smi()
@@ -139,6 +146,23 @@ class DetectTest(parameterized.TestCase):
         self.assertEqual(found, topology.preset("fully_connected", 2))
         self.assertIn("CUDA_VISIBLE_DEVICES", line)
         self.assertIn("pass topology=", line)
+
+    @parameterized.parameters(
+        ("No devices were found\n", "No devices were found"),
+        ("GPU-aaaa-0, N/A\n", "GPU-aaaa-0, N/A"),
+    )
+    def test_no_cards_by_their_names(self, uuids: str, said: str):
+        self.fake_nvidia_smi(uuids=uuids)
+        os.environ["CUDA_VISIBLE_DEVICES"] = "GPU-aaaa,GPU-bbbb"
+        found, (line,) = self.detect("GPU:0", "GPU:1")
+        self.assertEqual(found, topology.preset("fully_connected", 2))
+        self.assertIn(f"printed '{said}'; pass topology=", line)
+
+    def test_names_of_cards_without_spaces(self):
+        self.fake_nvidia_smi(uuids=_UUIDS.replace(", ", ","))
+        os.environ["CUDA_VISIBLE_DEVICES"] = "GPU-bbbb,GPU-cccc"
+        found, _ = self.detect("GPU:0", "GPU:1")
+        self.assert_nvlinks(found, {(0, 1): 6})
 
     def test_no_nvidia_smi(self):
         found, (line,) = self.detect("GPU:0", "GPU:1")

@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
@@ -147,7 +148,8 @@ class ValuesTest(tf.test.TestCase, parameterized.TestCase):
         value = tu.per_replica([1, 2], tu.ALL_DEVICES[3:5])
         self.assertEqual(tu.ALL_DEVICES[3:5], tf_internals.devices_of_values(value))
         self.assertEqual(
-            ("", ""), tf_internals.devices_of_values(tf_internals.per_replica([1.0, 2.0]))
+            ("", "", ""),
+            tf_internals.devices_of_values(tf_internals.per_replica([1.0, np.ones(2), np.int8(2)])),
         )
 
     def test_is_variable(self):
@@ -177,8 +179,9 @@ class RegistryTest(tf.test.TestCase):
         self.assertEqual(frozenset(), tf_internals.dtypes_of_op("NoSuchOp", "T"))
         self.assertEqual(frozenset(), tf_internals.dtypes_of_op("AddN", "NoSuchAttribute"))
 
-    def test_default_options(self):
-        self.assertEqual(0, tf_internals.default_options().bytes_per_pack)
+    def test_options(self):
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=3)
+        self.assertIsInstance(options, tf_internals.OPTIONS_TYPE)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
 
+import tfcdo
 from tfcdo import tf_internals
 from tfcdo import validation
 
@@ -23,13 +24,11 @@ class ReduceOpTest(parameterized.TestCase):
 
 
 class ArgumentsTest(parameterized.TestCase):
-    @parameterized.parameters(0, 1, 10**9)
-    def test_count(self, value):
-        validation.check_count("n", value)
-
     @parameterized.parameters(
         (True, TypeError),
-        (np.int64(3), TypeError),
+        (np.bool_(True), TypeError),
+        (np.float64(3.0), TypeError),
+        (np.int64(-3), ValueError),
         (2.0, TypeError),
         ("2", TypeError),
         (None, TypeError),
@@ -38,6 +37,12 @@ class ArgumentsTest(parameterized.TestCase):
     def test_no_count(self, value, error):
         with self.assertRaisesRegex(error, "^n must be .*; got "):
             validation.check_count("n", value)
+
+    @parameterized.parameters(0, 1, 10**9, np.int64(3), np.uint8(7))
+    def test_count(self, value):
+        count = validation.check_count("n", value)
+        self.assertIs(int, type(count))
+        self.assertEqual(value, count)
 
     def test_choice(self):
         validation.check_choice("color", "red", ("red", "blue"))
@@ -56,17 +61,22 @@ class ArgumentsTest(parameterized.TestCase):
 
 
 class OptionsTest(parameterized.TestCase):
-    def test_bytes_per_pack(self):
-        self.assertEqual(0, validation.bytes_per_pack(None))
-        options = tf.distribute.experimental.CommunicationOptions()
-        self.assertEqual(0, validation.bytes_per_pack(options))
-        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=12)
-        self.assertEqual(12, validation.bytes_per_pack(options))
+    def test_options(self):
+        validation.check_options(None)
+        validation.check_options(tf.distribute.experimental.CommunicationOptions())
 
     @parameterized.parameters(("x",), (12,), ({"bytes_per_pack": 3},))
     def test_no_options(self, options):
         with self.assertRaisesRegex(TypeError, "options.*CommunicationOptions.*got "):
-            validation.bytes_per_pack(options)
+            validation.check_options(options)
+
+    @parameterized.parameters(tfcdo.ReductionToOneDevice, tfcdo.HierarchicalCopyAllReduce)
+    def test_every_class_checks_them(self, make):
+        value = tu.per_replica([1.0, 2.0])
+        with self.assertRaisesRegex(TypeError, "options must be"):
+            make().reduce(tu.SUM, value, value, {"a": 1})
+        with self.assertRaisesRegex(TypeError, "options must be"):
+            make().batch_reduce(tu.SUM, [(value, value)], {"a": 1})
 
 
 class DestinationsTest(tf.test.TestCase, parameterized.TestCase):
@@ -230,6 +240,10 @@ class PairsTest(tf.test.TestCase, parameterized.TestCase):
             validation.check_pairs([list(range(10_000))])
         self.assertLess(len(str(caught.exception)), 300)
 
+    def test_empty_destinations(self):
+        with self.assertRaisesRegex(ValueError, "destinations must name at least one device"):
+            validation.check_pair(tu.per_replica([1.0]), tf_internals.per_replica([]))
+
     def test_an_empty_value(self):
         with self.assertRaisesRegex(ValueError, "empty"):
             validation.check_pair(tf_internals.per_replica([]), "/cpu:0")
@@ -240,23 +254,52 @@ class PairsTest(tf.test.TestCase, parameterized.TestCase):
         own = tf.constant("a") if dtype == tf.string else tf.constant(True)
         bad = validation.check_pair(tu.per_replica([own, own]), "/cpu:0")
         validation.check_numeric([good, good])
-        with self.assertRaisesRegex(ValueError, f"pair 1: .*numeric.*{dtype.name}"):
+        with self.assertRaisesRegex(ValueError, f"pair 1: .*adds; got {dtype.name}"):
             validation.check_numeric([good, bad])
+        with self.assertRaisesRegex(ValueError, f"^the values .*adds; got {dtype.name}"):
+            validation.check_numeric([bad])
 
 
-class GatherAndBroadcastTest(tf.test.TestCase):
+class GatherAndBroadcastTest(tf.test.TestCase, parameterized.TestCase):
     def test_shapes_may_differ_when_gathered(self):
         value = tu.per_replica([tf.ones([2, 1]), tf.ones([3, 1])])
-        self.assertLen(validation.check_gather(value, "/cpu:0").values, 2)
+        self.assertLen(validation.check_gather(value, "/cpu:0", 0).values, 2)
 
     def test_dtypes_may_not(self):
         with self.assertRaisesRegex(ValueError, "dtype"):
-            validation.check_gather(tu.per_replica([[1.0], [1]]), "/cpu:0")
+            validation.check_gather(tu.per_replica([[1.0], [1]]), "/cpu:0", 0)
+
+    def test_other_axes_may_not(self):
+        value = tu.per_replica([tf.ones([2, 1]), tf.ones([3, 1])])
+        for axis in (1, -1):
+            with self.assertRaisesRegex(ValueError, f"but for axis {axis}; got .*2, 1.*3, 1"):
+                validation.check_gather(value, "/cpu:0", axis)
+        self.assertLen(validation.check_gather(value, "/cpu:0", -2).values, 2)
+
+    def test_there_must_be_such_an_axis(self):
+        value = tu.per_replica([tf.ones([2, 1]), tf.ones([3, 1])])
+        for axis in (2, -3):
+            with self.assertRaisesRegex(ValueError, f"axis must .* got {axis} for the shape"):
+                validation.check_gather(value, "/cpu:0", axis)
+        with self.assertRaisesRegex(ValueError, "axis must .* got 0 for the shape"):
+            validation.check_gather(tu.per_replica([1.0, 2.0]), "/cpu:0", 0)
 
     def test_slices_are_not_gathered(self):
         row = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]))
         with self.assertRaisesRegex(ValueError, "IndexedSlices"):
-            validation.check_gather(tu.per_replica([row, row]), "/cpu:0")
+            validation.check_gather(tu.per_replica([row, row]), "/cpu:0", 0)
+
+    def test_none_is_no_value(self):
+        for value in None, tf_internals.per_replica([None, None]):
+            with self.assertRaisesRegex(ValueError, "value must be a tensor.*got None"):
+                validation.check_pair(value, "/cpu:0")
+        with self.assertRaisesRegex(ValueError, "must be a tensor.*got None"):
+            validation.check_broadcast(None)
+
+    def test_slices_of_a_scalar(self):
+        scalar = tf.IndexedSlices(tf.constant(1.0), tf.constant(0))
+        with self.assertRaisesRegex(ValueError, "rows .* got tf.IndexedSlices of a scalar"):
+            validation.check_pair(tu.per_replica([scalar, scalar]), "/cpu:0")
 
     def test_broadcast_takes_one_tensor(self):
         self.assertAllEqual([1, 2], validation.check_broadcast([1, 2]))

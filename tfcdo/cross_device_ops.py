@@ -37,8 +37,10 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
         `tf.math.add_n`, in 32 bits for 16-bit floats. `tf.IndexedSlices` are always joined.
 
     Raises:
-      ValueError: if `reduce_to_device` is no device.
-      TypeError: if `accumulation_fn` cannot be called.
+      ValueError: if `reduce_to_device` does not spell a device; when values are reduced, if that
+        device does not exist.
+      TypeError: if `accumulation_fn` cannot be called; when values are reduced, if it returns no
+        tensor.
 
     Example:
       >>> strategy = tf.distribute.MirroredStrategy(
@@ -91,6 +93,7 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
     ) -> Any:
         """Reduces one value; see `reduce`."""
         validation.check_reduce_op(reduce_op)
+        validation.check_options(options)
         return self._reduce(reduce_op, [validation.check_pair(per_replica_value, destinations)])[0]
 
     def batch_reduce_implementation(
@@ -101,6 +104,7 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
     ) -> list[Any]:
         """Reduces several values; see `batch_reduce`."""
         validation.check_reduce_op(reduce_op)
+        validation.check_options(options)
         return self._reduce(reduce_op, validation.check_pairs(value_destination_pairs))
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
@@ -110,7 +114,7 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
     def _gather_implementation(
         self, per_replica_value: Any, destinations: Any, axis: int, options: Any
     ) -> Any:
-        reduction = validation.check_gather(per_replica_value, destinations)
+        reduction = validation.check_gather(per_replica_value, destinations, axis)
         return _gather_on_one_device(reduction, axis, self._root(reduction))
 
     def _reduce(
@@ -121,16 +125,24 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
             return batch.reduce_on_roots(reduce_op, reductions, self._root)
         return [
             batch.reduce_on_one_device(
-                one, self._root(one), self.accumulation_fn, batch.finish_for(reduce_op, one)
+                one, self._root(one), self._accumulate, batch.finish_for(reduce_op, one)
             )
             for one in reductions
         ]
+
+    def _accumulate(self, values: list[tf.Tensor]) -> tf.Tensor:
+        """Calls the caller's function and checks what it returns."""
+        assert self.accumulation_fn is not None
+        total = self.accumulation_fn(values)
+        if not tf.is_tensor(total):
+            raise TypeError(f"accumulation_fn must return a tensor; it returned {total!r}")
+        return total
 
     def _root(self, reduction: validation.Reduction) -> str:
         """The device that a value is reduced on."""
         if self.reduce_to_device is None:
             return reduction.destinations[0]
-        return tf_internals.canonical_device(self.reduce_to_device)
+        return validation.existing_device("reduce_to_device", self.reduce_to_device)
 
 
 class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
@@ -178,9 +190,6 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
     ) -> None:
         super().__init__()
         validation.check_choice("all_reduce_alg", all_reduce_alg, ("nccl", *algorithms.ALGORITHMS))
-        validation.check_count("num_packs", num_packs)
-        validation.check_count("agg_small_grads_max_bytes", agg_small_grads_max_bytes)
-        validation.check_count("agg_small_grads_max_group", agg_small_grads_max_group)
         if topology is not None and not isinstance(topology, topology_lib.Topology):
             raise TypeError(f"topology must be a tfcdo.topology.Topology or None; got {topology!r}")
         if not isinstance(strict, bool):
@@ -189,7 +198,9 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
         self._method = batch.Method(
             algorithm="hierarchical_copy" if nccl else all_reduce_alg,
             packing=packing.Packing(
-                num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group
+                validation.check_count("num_packs", num_packs),
+                validation.check_count("agg_small_grads_max_bytes", agg_small_grads_max_bytes),
+                validation.check_count("agg_small_grads_max_group", agg_small_grads_max_group),
             ),
             topology=topology,
             nccl=nccl,
@@ -220,7 +231,10 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
 
         Raises:
           ValueError: if `reduce_op` is no `ReduceOp`, the replicas differ in dtype or static shape,
-            or a destination is none.
+            a dtype cannot be added, a destination is none, or the topology is of another number of
+            devices.
+          TypeError: if `options` are none.
+          RuntimeError: if `strict` and NCCL cannot sum the value.
         """
         return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
 
@@ -275,7 +289,7 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
     def _gather_implementation(
         self, per_replica_value: Any, destinations: Any, axis: int, options: Any
     ) -> Any:
-        reduction = validation.check_gather(per_replica_value, destinations)
+        reduction = validation.check_gather(per_replica_value, destinations, axis)
         if not reduction.all_reduce:
             return _gather_on_one_device(reduction, axis, reduction.destinations[0])
         tree = self._method.plan([packing.UNKNOWN], reduction.devices).packs[0].tree
@@ -288,11 +302,11 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
         reductions: list[validation.Reduction],
         options: Any,
     ) -> list[Any]:
+        validation.check_options(options)
         validation.check_numeric(reductions)
         method = self._method
-        bytes_per_pack = validation.bytes_per_pack(options)
-        if bytes_per_pack:
-            packs = dataclasses.replace(method.packing, bytes_per_pack=bytes_per_pack)
+        if options is not None and options.bytes_per_pack:
+            packs = dataclasses.replace(method.packing, bytes_per_pack=options.bytes_per_pack)
             method = dataclasses.replace(method, packing=packs)
         return batch.reduce(reduce_op, reductions, method)
 
@@ -341,7 +355,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 
     Raises:
       ValueError: if `num_packs` is negative.
-      TypeError: if `num_packs` is not an int.
+      TypeError: if `num_packs` is not an int, or `topology` not a topology.
 
     Example:
       >>> strategy = tf.distribute.MirroredStrategy(

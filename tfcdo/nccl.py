@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -36,7 +36,8 @@ class NcclStatus:
 def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
     """Says whether `tf.raw_ops.NcclAllReduce` can run over some devices, and why not.
 
-    In a function that is being traced, the answer is for that function.
+    In a function that is being traced, the answer is for that function. To look for the devices
+    starts TensorFlow: configure virtual or logical devices before.
 
     Args:
       devices: TensorFlow device names, one per replica; `""` for one that is not known.
@@ -53,16 +54,13 @@ def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
       >>> nccl_status(["/cpu:0", "/cpu:1"]).can_run
       False
     """
-    if isinstance(devices, str) or not devices:
+    dtype = tf.as_dtype(dtype)
+    if isinstance(devices, str) or not isinstance(devices, Iterable) or not devices:
         raise ValueError(f"devices must be a list of at least one device name; got {devices!r}")
     for name in devices:
         if name != "":
             validation.check_device("each of devices", name)
-    problem = (
-        _problem_of_devices(devices)
-        or _problem_of_dtype(tf.as_dtype(dtype))
-        or _problem_of_function()
-    )
+    problem = _problem_of_devices(devices) or _problem_of_dtype(dtype) or _problem_of_function()
     if problem is None:
         return NcclStatus(True, f"an {OP} kernel is registered for these devices", "")
     return NcclStatus(False, *problem)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import device_util as _device_util
 from tensorflow.python.distribute import values as _values
@@ -20,6 +21,8 @@ from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 
 DistributedValues = _values.DistributedValues
+# The public name is a function that makes one.
+OPTIONS_TYPE = type(tf.distribute.experimental.CommunicationOptions())
 
 
 def per_replica(values: Sequence[Any]) -> Any:
@@ -77,7 +80,14 @@ def devices_of_values(value: Any) -> tuple[str, ...]:
       The device names; `""` for a component whose device is not known, as inside a `tf.function`
       that takes the value as an argument, where TensorFlow's placer decides later.
     """
-    return tuple(getattr(component, "device", None) or "" for component in value.values)
+    return tuple(_device_of(component) for component in value.values)
+
+
+def _device_of(component: Any) -> str:
+    # A numpy array has a device too, "cpu", which says nothing about where it is to go.
+    if isinstance(component, (np.ndarray, np.generic)):
+        return ""
+    return getattr(component, "device", None) or ""
 
 
 def replicas_of_plain_value() -> int:
@@ -105,11 +115,6 @@ def device_types_with_kernel(op_name: str) -> frozenset[str]:
     """
     kernel_list = _kernels.get_registered_kernels_for_op(op_name)
     return frozenset(kernel.device_type for kernel in kernel_list.kernel)
-
-
-def default_options() -> Any:
-    """The `CommunicationOptions` of a caller that passes none."""
-    return tf.distribute.experimental.CommunicationOptions()
 
 
 def dtypes_of_op(op_name: str, attribute: str) -> frozenset[tf.DType]:

@@ -42,7 +42,7 @@ def detect(devices: Sequence[str]) -> Topology:
       A topology over `len(devices)` devices, in their order.
 
     Raises:
-      ValueError: if there are no devices.
+      ValueError: if there are no devices, or `devices` holds something that is no string.
 
     References:
       The legend that `nvidia-smi topo -m` prints below its table.
@@ -51,8 +51,14 @@ def detect(devices: Sequence[str]) -> Topology:
       >>> detect(["/device:CPU:0", "/device:CPU:1"]).name
       'shared_memory'
     """
-    if not devices:
-        raise ValueError("devices must name at least one device; got none")
+    if isinstance(devices, str) or not devices:
+        raise ValueError(f"devices must be a list of at least one device name; got {devices!r}")
+    for device in devices:
+        if not isinstance(device, str):
+            raise ValueError(
+                "devices must hold device names such as 'GPU:0', or '' for an unknown device; "
+                f"got {device!r}"
+            )
     return _detect(tuple(devices))
 
 
@@ -134,12 +140,10 @@ def _nvidia_smi() -> tuple[Topology, list[int]]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return machine, list(range(machine.num_devices))
-    known: Mapping[str, int] = {}
-    if "GPU-" in visible:
-        rows = _output("--query-gpu=uuid,index", "--format=csv,noheader").splitlines()
-        known = {uuid: int(index) for uuid, index in (row.split(", ") for row in rows)}
+    entries = visible.replace(" ", "").split(",")
+    known = _uuids() if any(entry.startswith("GPU-") for entry in entries) else {}
     numbers = []
-    for entry in visible.replace(" ", "").split(","):
+    for entry in entries:
         found = [known[uuid] for uuid in known if entry and uuid.startswith(entry)]
         if re.fullmatch(r"\d+", entry):
             found = [int(entry)]
@@ -148,6 +152,17 @@ def _nvidia_smi() -> tuple[Topology, list[int]]:
             break
         numbers += found
     return machine, numbers
+
+
+def _uuids() -> Mapping[str, int]:
+    """The number of each card by its UUID."""
+    known = {}
+    for row in _output("--query-gpu=uuid,index", "--format=csv,noheader").splitlines():
+        found = re.fullmatch(r"(\S+),\s*(\d+)", row.strip())
+        if not found:
+            raise _NotToldError(f"`nvidia-smi --query-gpu=uuid,index` printed {row!r}")
+        known[found[1]] = int(found[2])
+    return known
 
 
 @functools.lru_cache(maxsize=4)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfcdo import tf_internals
@@ -48,17 +49,18 @@ def check_reduce_op(reduce_op: Any) -> None:
         )
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raises unless the argument `name` is a whole number of at least 0.
+def check_count(name: str, value: Any) -> int:
+    """The argument `name` as an int, if it is a whole number of at least 0.
 
     Raises:
-      TypeError: if it is no int; a bool is none either.
+      TypeError: if it is no int, of Python's or numpy's; a bool is none either.
       ValueError: if it is negative.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an int; got {value!r} of type {type(value).__name__}")
     if value < 0:
         raise ValueError(f"{name} must be at least 0; got {value}")
+    return int(value)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
@@ -68,35 +70,33 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def check_device(name: str, value: Any) -> None:
-    """Raises `ValueError` unless the argument `name` spells a device."""
+    """Raises `ValueError` unless the argument `name` spells a device; does not start TensorFlow."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"{name} must be a device name; got {value!r}")
-    _canonical(name, value)
+    try:
+        tf.DeviceSpec.from_string(value)
+    except ValueError as error:
+        raise _no_device(name, value, error) from error
 
 
-def bytes_per_pack(options: Any) -> int:
-    """The cap on the size of a pack, in bytes, that communication options ask for; 0 for none.
-
-    Raises:
-      TypeError: if `options` is neither None nor a `CommunicationOptions`.
-    """
-    if options is None:
-        return 0
-    if not isinstance(options, type(tf_internals.default_options())):
+def check_options(options: Any) -> None:
+    """Raises `TypeError` unless `options` is None or a `CommunicationOptions`."""
+    if options is not None and not isinstance(options, tf_internals.OPTIONS_TYPE):
         raise TypeError(
             "options must be a tf.distribute.experimental.CommunicationOptions or None; "
             f"got {_brief(options)}"
         )
-    return options.bytes_per_pack
 
 
 def check_numeric(reductions: Sequence[Reduction]) -> None:
     """Raises `ValueError` unless all values can be added up."""
     for index, reduction in enumerate(reductions):
         dtype = reduction.values[0].dtype
-        if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
+        numeric = dtype.is_floating or dtype.is_integer or dtype.is_complex
+        if not numeric or dtype not in tf_internals.dtypes_of_op("AddN", "T"):
+            pair = f"pair {index}: " if len(reductions) > 1 else ""
             raise ValueError(
-                f"pair {index}: the values must be numeric to be reduced; got dtype {dtype.name}"
+                f"{pair}the values must be of a dtype that TensorFlow adds; got {dtype.name}"
             )
 
 
@@ -148,16 +148,36 @@ def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
     return reduction
 
 
-def check_gather(value: Any, destinations: Any) -> Reduction:
-    """Checks a value whose replicas are to be concatenated; their shapes may differ.
+def check_gather(value: Any, destinations: Any, axis: int) -> Reduction:
+    """Checks a value whose replicas are to be concatenated along an axis.
+
+    Args:
+      value: as for `check_pair`.
+      destinations: see `devices_of`.
+      axis: the axis; from the end if it is negative.
+
+    Returns:
+      The checked pair.
 
     Raises:
-      ValueError: if the replicas differ in dtype, are slices, or a destination is none.
+      ValueError: if the replicas differ in dtype, or in shape other than along `axis`, or are
+        slices, or have no such axis, or a destination is none.
     """
     reduction = _reduction(value, destinations)
     if any(isinstance(component, tf.IndexedSlices) for component in reduction.values):
         raise ValueError("value must be a dense tensor to be gathered; got IndexedSlices")
     _check_same(reduction, "dtype", [component.dtype.name for component in reduction.values])
+    shapes = [component.shape for component in reduction.values if component.shape.rank is not None]
+    for shape in shapes:
+        if not -shape.rank <= axis < shape.rank:
+            raise ValueError(f"axis must be one of the value's; got {axis} for the shape {shape}")
+    others = [[*shape[:axis], *shape[axis:][1:]] for shape in shapes]
+    for shape, other in zip(shapes, others):
+        if not tf.TensorShape(other).is_compatible_with(tf.TensorShape(others[0])):
+            raise ValueError(
+                f"the replicas' values must have the same shape but for axis {axis}; "
+                f"got {shapes[0]} and {shape}"
+            )
     return reduction
 
 
@@ -180,12 +200,15 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
         `tf.Variable`, a tensor or `tf.IndexedSlices` with a device, or a device name.
 
     Returns:
-      Full device names, at least one.
+      Full device names, at least one; `""` for a component of a `DistributedValues` whose device is
+      not known while a function is traced.
 
     Raises:
       ValueError: if it is anything else, is empty, or names a device that TensorFlow cannot use.
     """
     if isinstance(destinations, tf_internals.DistributedValues):
+        if not destinations.values:
+            raise ValueError("destinations must name at least one device; it is empty")
         return tf_internals.devices_of_values(destinations)
     if isinstance(destinations, str):
         device = destinations
@@ -201,7 +224,7 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
             f"destinations must name at least one device; got {_brief(destinations)}, "
             "which has none"
         )
-    return (_existing_device(device),)
+    return (existing_device("destinations", device),)
 
 
 def _reduction(value: Any, destinations: Any) -> Reduction:
@@ -224,11 +247,19 @@ def _as_tensor(value: Any, device: str) -> Any:
             f"value must be a dense tensor or tf.IndexedSlices; got {type(value).__name__}"
         )
     if isinstance(value, tf.IndexedSlices):
+        if value.values.shape.rank == 0:
+            raise ValueError("value must have rows to be added; got tf.IndexedSlices of a scalar")
         return value
-    if not tf.is_tensor(value) or tf_internals.is_variable(value):
-        with tf.device(device or None):
-            value = tf.convert_to_tensor(value)
-    return value
+    if tf.is_tensor(value) and not tf_internals.is_variable(value):
+        return value
+    with tf.device(device or None):
+        try:
+            return tf.convert_to_tensor(value)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"value must be a tensor, or what tf.convert_to_tensor takes; got {_brief(value)}: "
+                f"{error}"
+            ) from error
 
 
 def _check_replicas_agree(reduction: Reduction) -> None:
@@ -268,24 +299,36 @@ def _shape(value: Any) -> tf.TensorShape:
     return value.values.shape[1:]
 
 
-def _existing_device(device: str) -> str:
-    name = _canonical("destinations", device)
+def existing_device(name: str, device: str) -> str:
+    """The full name of a device.
+
+    Args:
+      name: the argument that it was given as.
+      device: the device, as it was given.
+
+    Returns:
+      The full name.
+
+    Raises:
+      ValueError: if it is no device, or none that TensorFlow has.
+    """
+    try:
+        found = tf_internals.canonical_device(device)
+    except (ValueError, AssertionError) as error:
+        raise _no_device(name, device, error) from error
     if tf.compat.v1.executing_eagerly_outside_functions():
         known = [
             tf_internals.canonical_device(known.name) for known in tf.config.list_logical_devices()
         ]
-        if name not in known:
+        if found not in known:
             raise ValueError(
-                f"destinations must name a device that exists; got {device!r}, there are {known}"
+                f"{name} must name a device that exists; got {device!r}, there are {known}"
             )
-    return name
+    return found
 
 
-def _canonical(name: str, device: str) -> str:
-    try:
-        return tf_internals.canonical_device(device)
-    except (ValueError, AssertionError) as error:
-        raise ValueError(f"{name} must name a device; got {device!r}: {error}") from error
+def _no_device(name: str, device: str, error: Exception) -> ValueError:
+    return ValueError(f"{name} must name a device; got {device!r}: {error}")
 
 
 def _brief(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -15,6 +16,23 @@ _WIDER = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 def widened(value: tf.Tensor) -> tf.Tensor:
     """The value in the dtype that sums are formed in: float32 for 16-bit floats, else its own."""
     return tf.cast(value, _WIDER.get(value.dtype, value.dtype))
+
+
+def as_float(value: Any, device: str) -> Any:
+    """Integers as the floats that their mean is.
+
+    Args:
+      value: a tensor or `tf.IndexedSlices` of integers.
+      device: the device that it is on; `""` if that is not known.
+
+    Returns:
+      The same numbers on the same device, as float32 if they have 8 or 16 bits, else as float64.
+    """
+    if isinstance(value, tf.IndexedSlices):
+        rows = as_float(value.values, device)
+        return tf.IndexedSlices(rows, value.indices, value.dense_shape)
+    with tf.device(device or None):
+        return tf.cast(value, tf.float32 if value.dtype.size <= 2 else tf.float64)
 
 
 def add(values: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -92,6 +92,7 @@ def reduce(
     Returns:
       One result per reduction, in order.
     """
+    reductions = _as_added(reduce_op, reductions)
     # Asking TensorFlow for its kernels takes longer than tracing a value, so ask once per dtype.
     with_nccl = functools.cache(method.with_nccl)
 
@@ -117,6 +118,7 @@ def reduce_on_roots(
     Returns:
       One result per reduction, in order.
     """
+    reductions = _as_added(reduce_op, reductions)
 
     def run(
         key: tuple[str, bool, tuple[str, ...]], group: Sequence[validation.Reduction]
@@ -130,6 +132,27 @@ def reduce_on_roots(
         return [reduce_on_one_device(one, root, arithmetic.add, finish) for one in group]
 
     return _in_groups(reductions, lambda one: (root_of(one), one.all_reduce, one.devices), run)
+
+
+def _as_added(
+    reduce_op: tf.distribute.ReduceOp, reductions: Sequence[validation.Reduction]
+) -> list[validation.Reduction]:
+    """The reductions with their values in the dtype that they are added in.
+
+    A mean of integers is a float, and its sum might not fit the integers.
+    """
+    return [
+        dataclasses.replace(
+            one,
+            values=tuple(
+                arithmetic.as_float(value, device)
+                for value, device in zip(one.values, one.devices, strict=True)
+            ),
+        )
+        if one.values[0].dtype.is_integer and finish_for(reduce_op, one).divisor
+        else one
+        for one in reductions
+    ]
 
 
 def finish_for(

@@ -52,7 +52,8 @@ def all_reduce_slices(
       finish: applied to the rows on the root.
 
     Returns:
-      Equal slices on each device, with the rows in the order of the devices.
+      Equal rows and indices on each device, in the order of the devices, of a table whose shape is
+      the one that the device itself gave.
     """
     collected = _collect(tree, [[own.values, own.indices] for own in slices], devices)
     with tf.device(devices[tree.root]):
