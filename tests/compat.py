@@ -366,6 +366,11 @@ CASES = (
         3.5,
     ),
     Case(
+        "4 devices, MEAN of uint8 100 on each, whose sum is no uint8",
+        lambda lib: _mean(lib.ReductionToOneDevice(), _values(*[100] * 4, dtype="uint8")),
+        100.0,
+    ),
+    Case(
         "`NcclAllReduce` on CPU devices",
         lambda lib: _sum(lib.NcclAllReduce(), _values(1.0, 2.0)),
         3.0,

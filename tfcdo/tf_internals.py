@@ -8,6 +8,7 @@ registry of kernels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -117,6 +118,7 @@ def device_types_with_kernel(op_name: str) -> frozenset[str]:
     return frozenset(kernel.device_type for kernel in kernel_list.kernel)
 
 
+@functools.cache
 def dtypes_of_op(op_name: str, attribute: str) -> frozenset[tf.DType]:
     """The dtypes that an op's definition allows for one of its attributes.
 
@@ -125,7 +127,8 @@ def dtypes_of_op(op_name: str, attribute: str) -> frozenset[tf.DType]:
       attribute: the attribute's name, such as `T`.
 
     Returns:
-      The dtypes; empty if the op or the attribute is not known or takes any dtype.
+      The dtypes; empty if the op or the attribute is not known or takes any dtype. An op's
+      definition does not change, so it is read once.
     """
     definition = _op_def_registry.get(op_name)
     return frozenset(

@@ -242,6 +242,8 @@ def _reduction(value: Any, destinations: Any) -> Reduction:
 
 def _as_tensor(value: Any, device: str) -> Any:
     """The value as something that can be added; a variable is read on its own device."""
+    if isinstance(value, tf.Tensor):
+        return value
     if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
         raise ValueError(
             f"value must be a dense tensor or tf.IndexedSlices; got {type(value).__name__}"
@@ -249,8 +251,6 @@ def _as_tensor(value: Any, device: str) -> Any:
     if isinstance(value, tf.IndexedSlices):
         if value.values.shape.rank == 0:
             raise ValueError("value must have rows to be added; got tf.IndexedSlices of a scalar")
-        return value
-    if tf.is_tensor(value) and not tf_internals.is_variable(value):
         return value
     with tf.device(device or None):
         try:

@@ -38,6 +38,10 @@ _PALE = 0.45
 # A bar must be this part of the whole time to have room for the number of its pack.
 _ROOM_FOR_NUMBER = 0.014
 
+_Units = Sequence[tuple[float, str]]
+_BYTE_UNITS: _Units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_TIME_UNITS: _Units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
 Color = tuple[float, float, float]
 Positions = Mapping[int, tuple[float, float]]
 
@@ -121,7 +125,7 @@ def gantt(
     )
     figure.suptitle(title, fontsize=14, fontweight="bold")
     axes = figure.add_subplot()
-    unit, name = _time_unit(timeline.seconds)
+    unit, name = _unit(timeline.seconds, _TIME_UNITS)
     colors = _colors(topology.num_devices)
     for lane, (_, tasks) in enumerate(shown):
         _draw_lane(axes, lane, tasks, schedule, colors, timeline.seconds, unit)
@@ -186,10 +190,9 @@ def format_bytes(size: int) -> str:
       >>> format_bytes(4_166_667), format_bytes(999), format_bytes(10**8)
       ('4.17 MB', '999 B', '100 MB')
     """
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.{max(0, 2 - int(math.log10(size / unit)))}f} {name}"
-    return f"{size} B"
+    if size < _BYTE_UNITS[-1][0]:
+        return f"{size} B"
+    return _with_unit(size, 3, _BYTE_UNITS)
 
 
 def format_seconds(seconds: float) -> str:
@@ -205,8 +208,21 @@ def format_seconds(seconds: float) -> str:
       >>> format_seconds(0.0012604), format_seconds(8e-5), format_seconds(0)
       ('1.260 ms', '80.00 µs', '0 s')
     """
-    unit, name = _time_unit(seconds)
-    return f"{seconds / unit:#.4g} {name}" if seconds else "0 s"
+    return _with_unit(seconds, 4, _TIME_UNITS) if seconds else "0 s"
+
+
+def _with_unit(value: float, digits: int, units: _Units) -> str:
+    # Rounded before the unit is chosen: 999,999 bytes are 1.00 MB, not 1000 kB.
+    rounded = float(f"{value:.{digits}g}")
+    unit, name = _unit(rounded, units)
+    scaled = rounded / unit
+    number = f"{scaled:.0f}" if scaled >= 10**digits else f"{scaled:#.{digits}g}".rstrip(".")
+    return f"{number} {name}"
+
+
+def _unit(value: float, units: _Units) -> tuple[float, str]:
+    """The largest unit of which `value` holds one, or the smallest of all."""
+    return next((unit for unit in units if value >= unit[0]), units[-1])
 
 
 def _packs_by_tree(schedule: schedule_lib.Schedule) -> dict[tree_lib.CopyTree, list[int]]:
@@ -458,10 +474,3 @@ def _explain_bars(
         title="a bar is one copy of one pack, with its number", title_fontsize=8,
         handlelength=1.2, columnspacing=1.2,
     )  # fmt: skip
-
-
-def _time_unit(seconds: float) -> tuple[float, str]:
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= unit:
-            return unit, name
-    return 1e-6, "µs"
