@@ -183,6 +183,10 @@ class TopologyTest(parameterized.TestCase):
         ({"links": (topology_lib.Link(0, 1, 0.0, (2,)),)}, "indices from 0 to 1"),
         ({"links": (topology_lib.Link(0, 1, 0.0, ()),)}, "indices from 0 to 1"),
         (
+            {"links": (topology_lib.Link(0, 1, 0.0, (1, 0, 1)),)},
+            "resources of the link 0→1 must be different ones; '1→0' is there twice",
+        ),
+        (
             {"links": (topology_lib.Link(0, 1, -1e-6, (0,)),)},
             "latency of the link 0→1 .* got -1e-06",
         ),
@@ -288,6 +292,7 @@ class JsonTest(parameterized.TestCase):
         ("links.1.resources", ["wires"], '"resources" of links.1. must .*; got "wires"'),
         ("links.1.resources", "0→1", '"resources" of links.1. must be a list of names; got "0→1"'),
         ("links.1.resources", [["0→1"]], r'must be a list of names; got \[\["0→1"\]\]'),
+        ("links.1.resources", ["1→0"] * 2, "link 1→0 must be different ones; '1→0' is there twice"),
         ("links.1.way", [], 'links.1. must have no other fields .*; got "way"'),
     )
     def test_a_field_is_taken_as_it_is_written(self, place, value, message):

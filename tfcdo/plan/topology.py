@@ -95,7 +95,7 @@ class Topology:
 
     Raises:
       ValueError: if a pair of devices has no link or several, or a link names a device or a
-        resource that does not exist, or a number is out of range.
+        resource that does not exist, or a resource twice, or a number is out of range.
       TypeError: if `num_devices` is no int.
 
     Example:
@@ -134,6 +134,13 @@ class Topology:
                 raise ValueError(
                     f"resources of the link {way} must be at least one of the indices from 0 to "
                     f"{len(self.resources) - 1}; got {link.resources}"
+                )
+            if len(set(link.resources)) != len(link.resources):
+                # A transfer either holds a resource or not: to hold it twice means nothing.
+                index = next(one for one in link.resources if link.resources.count(one) > 1)
+                raise ValueError(
+                    f"resources of the link {way} must be different ones; "
+                    f"{names[index]!r} is there twice"
                 )
         self._check_pairs()
 
