@@ -541,6 +541,17 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
         self.assertIn("pack and unpack: what TensorFlow's ops take", output)
         self.assertGreater(plot_file.stat().st_size, 1000)
 
+    @parameterized.parameters(
+        (("-b", "1", "-e", "8", "-f", "2"), ["4", "8"]),
+        (("--model", "tiny", "--model", "tiny"), ["128000"]),
+    )
+    def test_each_workload_is_measured_once(self, arguments: tuple[str, ...], sizes: list[str]):
+        ours = "tfcdo.ReductionToOneDevice"
+        status, output, _ = _bench(*arguments, "-g", "2", "--ops", ours)
+        self.assertEqual(status, 0, output)
+        rows = [line.split() for line in output.splitlines() if " sum " in line]
+        self.assertEqual([row[0] for row in rows if row[4] == ours], sizes)
+
     def test_a_wrong_result_of_tensorflow_is_shown(self):
         status, output, _ = _bench("-b", "4K", "-e", "4K", "-g", "3", "--ops", _TF_HIERARCHICAL)
         self.assertEqual(status, 0)
@@ -645,6 +656,7 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
         with mock.patch.dict(fit.MODELS, {"mobilenet": _small_model}):
             status, output, _ = _bench(
                 *("--fit", "-g", "2", "--json", str(json_file)),
+                *("--model", "mobilenet", "--model", "mobilenet"),
                 *("--ops", "tfcdo.ReductionToOneDevice", "--ops", "tf.ReductionToOneDevice"),
             )
         self.assertEqual(status, 0, output)

@@ -158,6 +158,9 @@ def bench(
     loads = [workloads.gradients_of(name, dtype) for name in models] or [
         workloads.one_value(size, dtype) for size in sizes
     ]
+    # Sizes below that of one element are all rounded up to it; measurements of a workload twice
+    # over could not be told apart.
+    loads = list(dict.fromkeys(loads))
     console = options.make_console(width_of_a_pipe=160)
     with console.status("Starting TensorFlow ..."), quiet_start():
         import tensorflow as tf
@@ -246,7 +249,7 @@ def _fit(
     from tfcdo.bench import fit
     from tfcdo.cli import bench_report
 
-    names = models or (_FIT_MODEL,)
+    names = tuple(dict.fromkeys(models)) or (_FIT_MODEL,)
     results = []
     with _progress(len(names) * fit.num_pieces(len(compared), rounds), console) as tell:
         for name in names:
