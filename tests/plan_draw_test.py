@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 import pathlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl.testing import absltest
@@ -27,6 +27,61 @@ def _plan(
 # What is drawn is looked at by attributes that only some of matplotlib's artists have.
 _gantt: Callable[..., Any] = draw.gantt
 _machine_and_trees: Callable[..., Any] = draw.machine_and_trees
+
+
+def _machine(
+    devices: int,
+    ways: Mapping[tuple[int, int], Sequence[tuple[str, float]]],
+    host: Callable[[int, int], float] = lambda source, target: 10e9,
+    name: str = "mine",
+) -> topology_lib.Topology:
+    """A machine of some links; any other pair has a detour of its own."""
+    builder = topology_lib.Builder()
+    for source, target in topology_lib.ordered_pairs(devices):
+        if (source, target) in ways:
+            builder.link(source, target, ways[source, target])
+        else:
+            way = [(f"host {source}→{target}", host(source, target))]
+            builder.link(source, target, way, detour=True)
+    return builder.build(name, devices)
+
+
+def _own_wires(speeds: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], Any]:
+    return {(a, b): [(f"{a}→{b}", speed)] for (a, b), speed in speeds.items()}
+
+
+def _machine_axes(machine: topology_lib.Topology) -> Any:
+    figure = _machine_and_trees(algorithms.make_schedule("ring", machine, 10**6), machine)
+    figure.draw_without_rendering()  # Else arrows do not know where their ends are.
+    return figure.axes[0]
+
+
+def _legend(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def _nearest(places: draw.Positions, point: Sequence[float]) -> int:
+    return min(places, key=lambda device: math.dist(places[device], point))
+
+
+def _lines(axes: Any, places: draw.Positions) -> set[tuple[int, int]]:
+    """The pairs `a < b` that a line without an arrow joins."""
+    ends = set()
+    for collection in axes.collections:
+        if hasattr(collection, "get_segments"):
+            for start, stop in collection.get_segments():
+                a, b = sorted((_nearest(places, start), _nearest(places, stop)))
+                ends.add((a, b))
+    return ends
+
+
+def _arrows(axes: Any, places: draw.Positions) -> set[tuple[int, int]]:
+    """The `(source, target)` of each arrow: its path begins at its tail, most of it is its head."""
+    found = set()
+    for arrow in axes.patches:
+        points = arrow.get_path().vertices
+        found.add((_nearest(places, points[0]), _nearest(places, points[-2])))
+    return found
 
 
 class GanttTest(parameterized.TestCase):
@@ -106,6 +161,69 @@ class MachineAndTreesTest(parameterized.TestCase):
             ["25 GB/s each way", "50 GB/s each way", "no line: through the host, 10 GB/s"],
         )
 
+    def test_arrows_of_a_tree_point_to_its_root(self):
+        machine = topology_lib.preset("dgx1")
+        tree = tree_lib.CopyTree((1, 2, None, 2, 0, 1, 2, 3))
+        schedule = schedule_lib.assign(800, [(0, 800)], [tree])
+        figure = _machine_and_trees(schedule, machine)
+        figure.draw_without_rendering()
+        wanted = {(0, 1), (1, 2), (3, 2), (4, 0), (5, 1), (6, 2), (7, 3)}
+        self.assertEqual(_arrows(figure.axes[1], draw._circle(machine)), wanted)
+
+    @parameterized.parameters(("pcie", True), ("nvswitch", True), ("dgx1", False))
+    def test_links_that_share_their_way_are_dashed(self, name: str, dashed: bool):
+        axes = _machine_axes(topology_lib.preset(name, 4))
+        lines = [one for one in axes.collections if hasattr(one, "get_segments")]
+        # Of a solid line there is no pattern.
+        styles = {pattern is not None for one in lines for _, pattern in one.get_linestyle()}
+        self.assertEqual(styles, {dashed})
+        self.assertEqual({line.get_linestyle() for line in axes.lines}, {"--" if dashed else "-"})
+        for text in _legend(axes):
+            self.assertEqual("shares its way with others" in text, dashed)
+
+    def test_ways_of_different_speeds_are_two_arrows(self):
+        speeds = {(0, 1): 50e9, (1, 0): 10e9, (1, 2): 25e9, (2, 1): 25e9}
+        machine = _machine(3, _own_wires(speeds))
+        axes, places = _machine_axes(machine), draw._circle(machine)
+        self.assertEqual(_arrows(axes, places), {(0, 1), (1, 0)})
+        self.assertEqual(_lines(axes, places), {(1, 2)})
+        self.assertEqual(
+            _legend(axes),
+            [
+                "10 GB/s, along the arrow",
+                "25 GB/s each way",
+                "50 GB/s, along the arrow",
+                "no line: through the host, 10 GB/s",
+            ],
+        )
+
+    @parameterized.parameters(((0, 1, 2),), ((2, 1, 0),))
+    def test_one_way_links_are_arrows(self, ring: tuple[int, int, int]):
+        a, b, c = ring
+        ways = {(a, b), (b, c), (c, a)}
+        machine = _machine(3, _own_wires(dict.fromkeys(ways, 25e9)))
+        axes, places = _machine_axes(machine), draw._circle(machine)
+        self.assertEqual(_arrows(axes, places), ways)
+        self.assertEmpty(_lines(axes, places))
+        detours = "no line, or against the arrow: through the host, 10 GB/s"
+        self.assertEqual(_legend(axes), ["25 GB/s, along the arrow", detours])
+
+    def test_a_wire_of_both_ways_is_no_speed_each_way(self):
+        half = [("wire", 20e9)]
+        machine = _machine(
+            3, {(0, 1): half, (1, 0): half, **_own_wires({(1, 2): 5e9, (2, 1): 5e9})}
+        )
+        axes, places = _machine_axes(machine), draw._circle(machine)
+        self.assertEqual(_lines(axes, places), {(0, 1), (1, 2)})
+        self.assertEqual(_legend(axes)[:2], ["5 GB/s each way", "20 GB/s, one way at a time"])
+
+    def test_the_slowest_detour_is_told(self):
+        ways = _own_wires({(0, 1): 25e9, (1, 0): 25e9, (1, 2): 25e9, (2, 1): 25e9})
+        machine = _machine(3, ways, host=lambda source, target: (4 + source) * 1e9)
+        self.assertEqual(
+            _legend(_machine_axes(machine))[-1], "no line: through the host, 4 GB/s or more"
+        )
+
     def test_packs_on_the_same_tree_share_a_picture(self):
         machine = topology_lib.preset("pcie")
         schedule = algorithms.make_schedule("ring", machine, 800, 8)
@@ -150,6 +268,18 @@ class SaveTest(parameterized.TestCase):
             pixels = image.imread(path)
         self.assertGreater(pixels.shape[1], 800)
         self.assertGreater(len({tuple(pixel) for row in pixels[::9] for pixel in row}), 20)
+
+    @parameterized.parameters("machine_and_trees", "gantt")
+    def test_names_are_no_formulas(self, name: str):
+        odd = r"$\x$ ${"
+        both = [(odd, 1e9)]
+        machine = _machine(2, {(0, 1): both, (1, 0): both}, name=odd)
+        schedule = algorithms.make_schedule("ring", machine, 10**6)
+        with tempfile.TemporaryDirectory() as folder:
+            for kind in ("png", "svg"):
+                path = pathlib.Path(folder) / f"a.{kind}"
+                draw.save(getattr(draw, name)(schedule, machine, odd), path)
+                self.assertGreater(path.stat().st_size, 1000)
 
 
 class FormatTest(parameterized.TestCase):

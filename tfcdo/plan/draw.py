@@ -11,7 +11,7 @@ import itertools
 import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import networkx as nx
 
@@ -31,6 +31,7 @@ _MAX_LANES = 64
 # More devices leave no room for their numbers in the picture of a tree.
 _MAX_NUMBERED = 12
 _MAX_LINK_KINDS = 6
+_NODE_SIZE = 900
 _WIRE = "0.45"
 _FAINT = "0.88"
 # The part of a bar's colour that is left where the sum is on its way down.
@@ -51,8 +52,9 @@ def machine_and_trees(
 ) -> Figure:
     """Draws what joins the devices, and each copy tree on the same places.
 
-    Devices stand on a circle, the best joined next to each other. A tree has the colour of its
-    root; arrows point the way up, along which partial sums travel.
+    Devices stand on a circle, the best joined next to each other; a link is an arrow if the way
+    back is none of the same kind. A tree has the colour of its root; its arrows point the way up,
+    along which partial sums travel.
 
     Args:
       schedule: the packs and their trees.
@@ -79,7 +81,7 @@ def machine_and_trees(
     figure = Figure(
         figsize=(sum(widths), max(5.2, 1.55 * rows + 0.8)), layout="constrained", facecolor="white"
     )
-    figure.suptitle(title, fontsize=14, fontweight="bold")
+    figure.suptitle(title, fontsize=14, fontweight="bold", parse_math=False)
     areas: Any = figure.subfigures(1, 2, width_ratios=widths)
     left, right = areas
     places = _circle(topology)
@@ -123,13 +125,13 @@ def gantt(
     figure = Figure(
         figsize=(14, 2.0 + 0.21 * max(len(shown), 4)), layout="constrained", facecolor="white"
     )
-    figure.suptitle(title, fontsize=14, fontweight="bold")
+    figure.suptitle(title, fontsize=14, fontweight="bold", parse_math=False)
     axes = figure.add_subplot()
     unit, name = _unit(timeline.seconds, _TIME_UNITS)
     colors = _colors(topology.num_devices)
     for lane, (_, tasks) in enumerate(shown):
         _draw_lane(axes, lane, tasks, schedule, colors, timeline.seconds, unit)
-    axes.set_yticks(range(len(shown)), [lane for lane, _ in shown], fontsize=8)
+    axes.set_yticks(range(len(shown)), [lane for lane, _ in shown], fontsize=8, parse_math=False)
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlim(0, timeline.seconds / unit or 1)
     axes.set_xlabel(f"time, {name}")
@@ -277,39 +279,92 @@ def _colors(devices: int) -> list[Color]:
 
 def _draw_machine(area: SubFigure, topology: topology_lib.Topology, places: Positions) -> None:
     axes = area.add_subplot()
-    area.suptitle(f"{topology.name}: {_count(topology.num_devices, 'device')}", fontsize=12)
-    kinds: dict[tuple[float, bool], list[tuple[int, int]]] = collections.defaultdict(list)
-    shared = _shared_links(topology)
-    for link in topology.direct_links:
-        pair = (link.source, link.target)
-        if link.source < link.target or pair[::-1] not in topology.routes:
-            kinds[topology.bandwidth(*pair), pair in shared].append(pair)
-    slowest_first = sorted(kinds.items())
+    name = f"{topology.name}: {_count(topology.num_devices, 'device')}"
+    area.suptitle(name, fontsize=12, parse_math=False)
+    slowest_first = sorted(_wires(topology).items())
     graph = nx.Graph()
     graph.add_nodes_from(range(topology.num_devices))
-    for rank, ((bandwidth, is_shared), pairs) in enumerate(slowest_first):
-        speed = "no limit" if bandwidth == math.inf else f"{bandwidth / 1e9:g} GB/s"
+    for rank, (kind, pairs) in enumerate(slowest_first):
         width = 1.2 if len(slowest_first) == 1 else 1.2 + 4.3 * rank / (len(slowest_first) - 1)
-        style = "--" if is_shared else "-"
+        style = "--" if kind.shared else "-"
         color = _WIRE if len(slowest_first) == 1 else str(0.7 - 0.45 * rank / len(slowest_first))
-        nx.draw_networkx_edges(
-            graph, places, edgelist=pairs, ax=axes, width=width, style=style, edge_color=color
-        )
+        look: dict[str, Any] = {"width": width, "style": style, "edge_color": color}
+        if kind.one_way:
+            # Bent, so that a way back at another speed is a line of its own.
+            look |= {"connectionstyle": "arc3,rad=0.12", "arrowsize": 12 + 2 * width}
+            nx.draw_networkx_edges(
+                nx.DiGraph(pairs), places, edgelist=pairs, ax=axes, node_size=_NODE_SIZE, **look
+            )
+        else:
+            nx.draw_networkx_edges(graph, places, edgelist=pairs, ax=axes, **look)
         if rank < _MAX_LINK_KINDS:
-            label = f"{speed}, shares its way with others" if is_shared else f"{speed} each way"
+            label = kind.describe()
             axes.plot([], [], linewidth=width, linestyle=style, color=color, label=label)
-    detours = [link for link in topology.links if link.detour]
-    if detours and len(topology.direct_links) < len(topology.links):
-        speed = f"{min(topology.bandwidth(link.source, link.target) for link in detours) / 1e9:g}"
-        axes.plot([], [], " ", label=f"no line: through the host, {speed} GB/s")
+    detours = _describe_detours(topology)
+    if detours:
+        axes.plot([], [], " ", label=detours)
     colors = _colors(topology.num_devices)
-    nx.draw_networkx_nodes(graph, places, ax=axes, node_size=900, node_color=colors)
+    nx.draw_networkx_nodes(graph, places, ax=axes, node_size=_NODE_SIZE, node_color=colors)
     nx.draw_networkx_labels(
         graph, places, ax=axes, font_size=15, font_color="white", font_weight="bold"
     )
     _frame(axes)
     if topology.num_devices > 1:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0), fontsize=9, frameon=False)
+
+
+class _WireKind(NamedTuple):
+    """What one line of the legend says of some links."""
+
+    bandwidth: float
+    shared: bool  # With links of other devices.
+    half_duplex: bool  # With nothing but the way back.
+    one_way: bool  # There is no direct way back, or one of another kind.
+
+    def describe(self) -> str:
+        text = _format_speed(self.bandwidth)
+        if self.shared:
+            text += ", shares its way with others"
+        elif self.half_duplex:
+            text += ", one way at a time"
+        elif not self.one_way:
+            text += " each way"
+        return text + (", along the arrow" if self.one_way else "")
+
+
+def _wires(topology: topology_lib.Topology) -> dict[_WireKind, list[tuple[int, int]]]:
+    """The direct links by kind: a pair once if its two ways are alike, else in its direction."""
+    shared = _shared_links(topology)
+    kinds = {}
+    for link in topology.direct_links:
+        pair = (link.source, link.target)
+        back = topology.routes[pair[::-1]]
+        half_duplex = pair not in shared and not set(link.resources).isdisjoint(back.resources)
+        kinds[pair] = _WireKind(topology.bandwidth(*pair), pair in shared, half_duplex, False)
+    wires: dict[_WireKind, list[tuple[int, int]]] = collections.defaultdict(list)
+    for (source, target), kind in kinds.items():
+        if kinds.get((target, source)) != kind:
+            wires[kind._replace(one_way=True)].append((source, target))
+        elif source < target:
+            wires[kind].append((source, target))
+    return wires
+
+
+def _describe_detours(topology: topology_lib.Topology) -> str:
+    """What the legend says of the pairs without a direct link; empty if there are none."""
+    direct = {(link.source, link.target) for link in topology.direct_links}
+    detours = [pair for pair in topology.routes if pair not in direct]
+    if not detours:
+        return ""
+    speeds = {topology.bandwidth(*pair) for pair in detours}
+    against = any(pair[::-1] in direct for pair in detours)
+    where = "no line, or against the arrow" if against else "no line"
+    more = " or more" if len(speeds) > 1 else ""
+    return f"{where}: through the host, {_format_speed(min(speeds))}{more}"
+
+
+def _format_speed(bandwidth: float) -> str:
+    return "no limit" if bandwidth == math.inf else f"{bandwidth / 1e9:g} GB/s"
 
 
 def _shared_links(topology: topology_lib.Topology) -> set[tuple[int, int]]:
