@@ -377,6 +377,17 @@ class NvidiaSmiTest(parameterized.TestCase):
     def test_one_card(self):
         self.assertEqual(sample("one_h200").num_devices, 1)
 
+    @parameterized.parameters("dgx1_v100", "hgx_h100", "pcie_8_two_sockets", "one_h200")
+    def test_how_the_text_came_does_not_matter(self, name):
+        text = (SAMPLES / f"nvidia_smi_{name}.txt").read_text(encoding="utf-8")
+        indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))
+        for changed in (indented, f"\ufeff{text}", f"\ufeff{indented}"):
+            self.assertEqual(topology_lib.Topology.from_nvidia_smi(changed), sample(name))
+        # As the first line of the text is that of the columns, if somebody cut off what is before.
+        table = text[text.index("GPU0") :]
+        for changed in (table, f"\ufeff{table}"):
+            self.assertEqual(topology_lib.Topology.from_nvidia_smi(changed), sample(name))
+
     def test_tables_that_are_joined_by_other_numbers_of_nvlinks(self):
         def table(kinds):
             names = [f"GPU{i}" for i in range(len(kinds))]

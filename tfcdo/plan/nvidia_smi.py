@@ -91,8 +91,8 @@ def parse(text: str) -> topology_lib.Topology:
 def _read(text: str) -> _Table:
     lines = [
         (number, line.split())
-        for number, line in enumerate(_COLOURS.sub("", text).splitlines(), 1)
-        if line.startswith("GPU") or line.split()[:1] == ["GPU0"]
+        for number, line in enumerate(_COLOURS.sub("", text.lstrip("\ufeff")).splitlines(), 1)
+        if "".join(line.split()[:1]).startswith("GPU")
     ]
     head = next((words for _, words in lines if words[0] == "GPU0" and "X" not in words), None)
     if head is None:
