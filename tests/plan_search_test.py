@@ -234,6 +234,8 @@ class CacheTest(SearchTestCase):
         b'{"shares": ["x"], "parents": [[null, 0, 0, 0, 0]]}',
         b'{"shares": [1], "parents": [[null, 0, 0, 0, "x"]]}',
         b'{"shares": [1], "parents": 5}',
+        b'{"shares": [1' + 400 * b"0" + b'], "parents": [[null, 0, 0, 0, 0]]}',
+        b"[" * 100_000,
     )  # fmt: skip
     def test_a_damaged_file_is_ignored_with_one_line(self, content):
         expected = self.plan()
@@ -307,7 +309,7 @@ class CacheTest(SearchTestCase):
             os.environ.pop("HOME", None)
             schedule_lib.verify(self.plan())
         self.assertLen(logged.output, 1)
-        self.assertRegex(logged.output[0], "the user has no home directory; TFCDO_CACHE_DIR may")
+        self.assertRegex(logged.output[0], "there is no home directory for ~/.cache/tfcdo; TFC")
 
     def test_files_appear_whole(self):
         def interrupted(*_):
@@ -324,6 +326,8 @@ class CacheTest(SearchTestCase):
         ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "{}"}, "tfcdo"),
         ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": "{}"}, ".cache/tfcdo"),
         ({"TFCDO_CACHE_DIR": "{}", "XDG_CACHE_HOME": "/elsewhere"}, "."),
+        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "relative", "HOME": "{}"}, ".cache/tfcdo"),
+        ({"TFCDO_CACHE_DIR": "~/mine", "HOME": "{}"}, "mine"),
     )
     def test_where(self, variables, folder):
         with mock.patch.dict(os.environ, {k: v.format(self.cache) for k, v in variables.items()}):
@@ -401,6 +405,19 @@ class ForestTest(parameterized.TestCase):
     def test_what_is_no_forest(self, trees, shares, message):
         with self.assertRaisesRegex(ValueError, message):
             forest_lib.Forest(trees, shares)
+
+    @parameterized.parameters(2**53 + 1, 2**60 - 1, 2**60 + 129, 10**19 - 1, 10**300)
+    def test_more_bytes_than_a_float_can_count(self, num_bytes):
+        # The last share is far too small to count among so many.
+        for shares in ((1.0,), (1.0, 3.0), (1.0, 3.0, 1e-30)):
+            trees = tuple(tree_lib.star(3, root) for root in range(len(shares)))
+            schedule = forest_lib.Forest(trees, shares).schedule(num_bytes)
+            schedule_lib.verify(schedule)
+            self.assertAlmostEqual(schedule.packs[0].size / num_bytes, shares[0] / sum(shares))
+
+    def test_ends_are_rounded_to_the_nearest_byte(self):
+        forest = forest_lib.Forest((tree_lib.star(2),) * 3, (1.0,) * 3)
+        self.assertEqual([pack.stop for pack in forest.schedule(8).packs], [3, 5, 8])
 
     def test_a_share_as_large_as_a_float(self):
         schedule = forest_lib.Forest((tree_lib.star(2),) * 2, (1e307, 3e307)).schedule(100 * MB)

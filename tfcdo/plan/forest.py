@@ -61,8 +61,10 @@ class Forest:
           A schedule of `num_bytes` bytes; a tree whose share is below one byte may get none.
         """
         ends = list(itertools.accumulate(self.shares))
-        # The ratio first: a large share of many bytes may be too large for a float.
-        stops = [round(num_bytes * (end / ends[-1])) for end in ends]
+        # The ratio first: a large share of many bytes may be too large for a float. And no float is
+        # the last byte of more than 2**53.
+        stops = [min(round(num_bytes * (end / ends[-1])), num_bytes) for end in ends[:-1]]
+        stops.append(num_bytes)
         packs = (
             schedule_lib.Pack(start, stop, tree)
             for start, stop, tree in zip([0, *stops], stops, self.trees, strict=False)

@@ -18,6 +18,10 @@ from tfcdo.plan import tree as tree_lib
 PRESETS_FILE = pathlib.Path(__file__).with_name("presets.json")
 # A forest found by another version of the search is not what this one would find.
 _VERSION = 1
+# What reading something else than a plan may raise; a number or a nest of lists may be too large.
+_NO_PLAN = (
+    ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
+)  # fmt: skip
 
 
 def presets(topology: topology_lib.Topology) -> list[forest_lib.Forest]:
@@ -79,7 +83,7 @@ def decode(content: Mapping[str, Any], num_devices: int) -> forest_lib.Forest:
       The forest.
 
     Raises:
-      ValueError, TypeError, KeyError: if this is not such a forest.
+      ValueError, TypeError, KeyError, OverflowError: if this is not such a forest.
     """
     trees = tuple(tree_lib.CopyTree(tuple(parents)) for parents in content["parents"])
     forest = forest_lib.Forest(trees, tuple(map(float, content["shares"])))
@@ -109,7 +113,7 @@ def load(topology: topology_lib.Topology, key: str) -> forest_lib.Forest | None:
     except OSError as error:
         _tell_not_kept(f"{directory} cannot be used: {error.strerror or error}")
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except _NO_PLAN as error:
         log.warn_once(f"ignoring {path}, which is no plan: {error}; delete it, or let it be")
         return None
 
@@ -139,16 +143,16 @@ def save(topology: topology_lib.Topology, key: str, forest: forest_lib.Forest) -
 
 def _directory() -> pathlib.Path | None:
     """Where plans are kept; None, which is logged, if the user has no place for them."""
-    directory = os.environ.get("TFCDO_CACHE_DIR")
-    if directory:
-        return pathlib.Path(directory)
+    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # The XDG base directory specification has such a path ignored.
+        base = pathlib.Path("~/.cache")
+    directory = os.environ.get("TFCDO_CACHE_DIR") or base / "tfcdo"
     try:
-        base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path("~/.cache").expanduser()
+        return pathlib.Path(directory).expanduser()
     except RuntimeError:
         # As in a container whose user is a mere number.
-        _tell_not_kept("the user has no home directory")
+        _tell_not_kept(f"there is no home directory for {directory}")
         return None
-    return pathlib.Path(base) / "tfcdo"
 
 
 def _name(topology: topology_lib.Topology, key: str) -> str:
