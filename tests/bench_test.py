@@ -576,6 +576,15 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
         self.assertIn("Without tf.NcclAllReduce: ", output)
         self.assertIn("tf.CollectiveAllReduce", output)
 
+    def test_square_brackets_in_names_are_printed(self):
+        status, output, _ = _bench(
+            *("-b", "64", "-e", "64", "-g", "2", "--ops", "tf.NcclAllReduce()  # [/x]"),
+            *("--ops", "tfcdo.ReductionToOneDevice()  # [bold]"),
+        )
+        self.assertEqual(status, 0, output)
+        self.assertIn("Without tf.NcclAllReduce()  # [/x]: ", output)
+        self.assertIn(" tfcdo.ReductionToOneDevice()  # [bold] ", output)
+
     @parameterized.parameters(
         (("-b", "8X"), "'8X' is no number of bytes"),
         (("-b", "0"), "'0' is no number of bytes"),

@@ -137,6 +137,19 @@ class PlanTest(parameterized.TestCase):
         output = self.plan("-t", "-", stdin=_TABLE)
         self.assertIn("on each of 2 devices", output)
 
+    def test_square_brackets_in_names_are_printed(self):
+        resource = topology_lib.Resource("link [/z]", 1e9)
+        link = topology_lib.Link(0, 1, 0.0, (0,))
+        back = topology_lib.Link(1, 0, 0.0, (0,))
+        for name in ("[/x]", "a [bold]b"):
+            machine = topology_lib.Topology(name, 2, (resource,), (link, back))
+            saved, picture = self.folder / "[y].json", self.folder / "[bold].svg"
+            saved.write_text(machine.to_json(), encoding="utf-8")
+            output = self.plan("-t", str(saved), "--draw", str(picture))
+            self.assertIn(f"2 devices of {name} ", output)
+            self.assertIn("link [/z]", output)
+            self.assertIn(f" in {picture}\n", output)
+
     @parameterized.product(option=("--draw", "--gantt"), suffix=(".png", ".svg"))
     def test_draws(self, option: str, suffix: str):
         path = self.folder / f"picture{suffix}"

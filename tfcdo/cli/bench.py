@@ -300,7 +300,7 @@ def _progress(total: int, console: Console) -> Iterator[Callable[[str], None]]:
         rich_progress.BarColumn(),
         rich_progress.MofNCompleteColumn(),
         rich_progress.TimeRemainingColumn(),
-        rich_progress.TextColumn("{task.description}"),
+        rich_progress.TextColumn("{task.description}", markup=False),
     )
     with rich_progress.Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal

@@ -17,6 +17,7 @@ import tensorflow as tf
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tfcdo.bench import devices as devices_lib
 from tfcdo.bench import fit
@@ -257,7 +258,7 @@ def _ratio(one: measure.Measurement, other: measure.Measurement | None) -> str:
     return f"{one.seconds / other.seconds:.2f}"
 
 
-def _wrong(count: int | None) -> str:
+def _wrong(count: int | None) -> Text:
     if count is None:
-        return ""
-    return f"[bold red]{count}[/]" if count else "0"
+        return Text()
+    return Text(str(count), "bold red" if count else "")

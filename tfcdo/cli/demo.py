@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tfcdo.cli import options
 from tfcdo.cli.quiet_start import quiet_start
@@ -28,7 +29,7 @@ _SEED = 7
 _TEST_IMAGES = 360
 _GLOBAL_BATCH = 128
 _SUMMED = (1.0, 2.0, 3.0)
-_VERDICTS = {True: "[green]ok[/]", False: "[bold red]not ok[/]", None: "-"}
+_VERDICTS = {True: Text("ok", "green"), False: Text("not ok", "bold red"), None: Text("-")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,7 @@ def demo(devices: int, ops_name: str, epochs: int) -> int:
     ops_class = _cross_device_ops_class(ops_name)
     digits = _split(*datasets.load_digits(return_X_y=True))
 
-    console.print(f"[bold]Training on {_count(devices)} with tfcdo.{ops_class.__name__}[/]")
+    console.print(f"Training on {_count(devices)} with tfcdo.{ops_class.__name__}", style="bold")
     strategy = tf.distribute.MirroredStrategy(device_names[:devices], cross_device_ops=ops_class())
     # Keras's bar redraws its line, which a file or a pipe cannot.
     model = _train(digits, devices, epochs, strategy, "auto" if sys.stdout.isatty() else 2)
@@ -271,7 +272,8 @@ def _show(checks: list[Check], console: Console) -> None:
         console.print("TensorFlow's class leaves a device out of an odd number; shown to compare.")
     failed = [check.subject for check in checks if _failed(check)]
     if failed:
-        console.print(f"[bold red]Not as wanted:[/] {'; '.join(failed)}")
+        told = Text("Not as wanted:", "bold red")
+        console.print(Text.assemble(told, " ", "; ".join(failed)))
 
 
 def _failed(check: Check) -> bool:

@@ -70,10 +70,11 @@ def make_console(width_of_a_pipe: int) -> Console:
       width_of_a_pipe: how many columns it has where there is no terminal whose width to keep to.
 
     Returns:
-      A console that prints what it is given, without colours or pictures of its own.
+      A console that prints what it is given, without colours or pictures of its own. What the user
+      named may have square brackets: none are markup.
     """
     width = None if sys.stdout.isatty() else width_of_a_pipe
-    return Console(highlight=False, emoji=False, width=width)
+    return Console(highlight=False, emoji=False, markup=False, width=width)
 
 
 def need_matplotlib() -> None:
