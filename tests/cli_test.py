@@ -147,6 +147,8 @@ class OptionsTest(parameterized.TestCase):
     @parameterized.parameters(
         ("8", 8, 8), ("64K", 64_000, 65_536), ("64k", 64_000, 65_536), ("1.5KB", 1500, 1536),
         ("100M", 10**8, 100 * 2**20), ("2G", 2 * 10**9, 2**31),
+        # A float cannot hold these.
+        ("9007199254740993", 2**53 + 1, 2**53 + 1), ("9223372036854775807", 2**63 - 1, 2**63 - 1),
     )  # fmt: skip
     def test_size(self, text: str, of_1000: int, of_1024: int):
         self.assertEqual(options.Size(1000).convert(text, None, None), of_1000)
@@ -156,6 +158,11 @@ class OptionsTest(parameterized.TestCase):
     def test_no_size(self, value: str | None):
         with self.assertRaisesRegex(click.BadParameter, "is no number of bytes such as"):
             options.Size(1000).convert(value, None, None)
+
+    @parameterized.parameters("9223372036854775808", "8589934592G", "1" * 400, "1" * 5000 + ".5K")
+    def test_a_size_that_nothing_has(self, value: str):
+        with self.assertRaisesRegex(click.BadParameter, r"^there can be at most 2\^63 - 1 bytes$"):
+            options.Size(1024).convert(value, None, None)
 
 
 class QuietStartTest(parameterized.TestCase):

@@ -118,10 +118,7 @@ class PlanTest(parameterized.TestCase):
     def test_a_machine_from_a_file(self):
         saved = self.folder / "machine.json"
         saved.write_text(topology_lib.preset("dgx1").to_json(), encoding="utf-8")
-        self.assertEqual(
-            self.rows("-t", str(saved), "-a", "ring")["ring"],
-            self.rows("-t", "dgx1", "-a", "ring")["ring"],
-        )
+        self.assertEqual(self.rows("-t", str(saved))["ring"], self.rows("-t", "dgx1")["ring"])
         table = self.folder / "topo.txt"
         table.write_text(_TABLE)
         # 100 MB up and down at 4 x 25 GB/s, and twice the latency.
@@ -225,6 +222,11 @@ class WrongTest(parameterized.TestCase):
         ("'magic'.*'packed_trees'", "-t", "dgx1", "-a", "magic"),
         ("'a.pdf' does not end in .png or .svg", "-t", "dgx1", "--draw", "a.pdf"),
         ("there is no folder 'no'", "-t", "dgx1", "--gantt", "no/a.png"),
+        ("--bytes': there can be at most", "-t", "dgx1", "-b", "9" * 400),
+        ("9' is no list of device numbers", "-t", "dgx1", "-d", "0," + "9" * 5000),
+        ("--algorithm has no effect without --draw, ", "-t", "dgx1", "-a", "ring"),
+        ("--algorithm has no effect", "-t", "dgx1", "-a", "auto"),
+        ("both are a.png", "-t", "dgx1", "--draw", "./a.png", "--gantt", "a.png"),
     )
     def test_argument(self, pattern: str, *arguments: str):
         self.assert_one_line(pattern, *arguments)
@@ -246,6 +248,10 @@ class WrongTest(parameterized.TestCase):
         path = self.folder / "file"
         path.write_bytes(content)
         self.assert_one_line(pattern, "-t", str(path))
+
+    def test_closed_standard_input(self):
+        with mock.patch.object(sys, "stdin", None):
+            self.assert_one_line("-: standard input is closed", "-t", "-")
 
     def test_a_folder_is_no_file(self):
         self.assert_one_line(re.escape(str(self.folder)), "-t", str(self.folder))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import decimal
+import fractions
 import importlib
 import pathlib
 import re
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from rich.console import Console
 
+# What TensorFlow can count.
+_LARGEST_SIZE = 2**63 - 1
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3}
 
 
@@ -29,12 +33,19 @@ class Size(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Reads it."""
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", str(value).upper())
-        size = round(float(found[1]) * self.kilo ** _EXPONENTS[found[2]]) if found else 0
-        if not size:
-            self.fail(
-                f"{value!r} is no number of bytes such as 4096, 64K, 100M or 1.5G", param, ctx
-            )
-        return size
+        if not found:
+            return self._fail(value, param, ctx)
+        # A Decimal takes any number of digits, and a Fraction does not round what it multiplies.
+        number = fractions.Fraction(decimal.Decimal(found[1]))
+        size = round(number * self.kilo ** _EXPONENTS[found[2]])
+        if size > _LARGEST_SIZE:
+            self.fail("there can be at most 2^63 - 1 bytes", param, ctx)
+        return size or self._fail(value, param, ctx)
+
+    def _fail(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> NoReturn:
+        self.fail(f"{value!r} is no number of bytes such as 4096, 64K, 100M or 1.5G", param, ctx)
 
 
 class NewFile(click.ParamType):

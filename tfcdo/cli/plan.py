@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
@@ -23,6 +24,8 @@ from tfcdo.plan import topology as topology_lib
 # Below this many columns, only those that say how fast an algorithm is and why.
 _WIDE = 98
 _ALWAYS_SHOWN = ("Fullest link", "Time", "Time / bound")
+# A device's. Of thousands of digits, Python would make no int.
+_NUMBER = r"\d{1,9}"
 
 
 class Devices(click.ParamType):
@@ -34,7 +37,7 @@ class Devices(click.ParamType):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
         """Reads them."""
-        if not re.fullmatch(r"\d+(,\d+)*", str(value)):
+        if not re.fullmatch(rf"{_NUMBER}(,{_NUMBER})*", str(value)):
             self.fail(f"{value!r} is no list of device numbers such as 0,1,2")
         return tuple(map(int, value.split(",")))
 
@@ -65,6 +68,8 @@ class Machine(click.ParamType):
     def _read(self, value: str) -> str:
         try:
             if value == "-":
+                if sys.stdin is None:
+                    self.fail("-: standard input is closed")
                 text = sys.stdin.read()
             else:
                 # Not a Path, which takes no name for that of the current folder.
@@ -111,7 +116,7 @@ class Machine(click.ParamType):
     type=click.Choice(algorithms.ALGORITHMS),
     default="auto",
     show_default=True,
-    help="The algorithm that is drawn or written.",
+    help="The algorithm that is drawn, or written with --json.",
 )
 @click.option(
     "--draw",
@@ -126,7 +131,9 @@ class Machine(click.ParamType):
     help="Draw the transfers over time: .png or .svg",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the schedule instead of the table.")
+@click.pass_context
 def plan(
+    context: click.Context,
     topology: topology_lib.Topology,
     num_bytes: int,
     devices: tuple[int, ...] | None,
@@ -138,8 +145,15 @@ def plan(
     """Compare the all-reduce algorithms on a machine, without that machine.
 
     Each algorithm's copies are simulated: a link carries one at a time, as fast as it can, after
-    the link's latency. The last column compares with a bound that no schedule beats.
+    the link's latency. The last column compares with the bound of the direct links.
     """
+    chosen_by_hand = context.get_parameter_source("algorithm") is ParameterSource.COMMANDLINE
+    if chosen_by_hand and not (trees_file or gantt_file or as_json):
+        raise click.UsageError(
+            "--algorithm has no effect without --draw, --gantt or --json: the table has all"
+        )
+    if trees_file and gantt_file and trees_file.resolve() == gantt_file.resolve():
+        raise click.UsageError(f"--draw and --gantt need different files; both are {gantt_file}")
     if trees_file or gantt_file:
         options.need_matplotlib()
     if devices is not None:
