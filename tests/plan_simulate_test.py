@@ -115,9 +115,26 @@ class BoundTest(parameterized.TestCase):
         machine = topology_lib.preset(name).subset(devices)
         self.assertAlmostEqual(simulate.bound(machine, GB) / GB, per_byte, delta=1e-6 * per_byte)
 
+    def test_a_slow_way_back_counts(self):
+        # All data must go into device 2 and come out of it: one of both takes 1 GB / 2 GB/s.
+        for slow in ({(0, 2), (1, 2)}, {(2, 0), (2, 1)}):
+            builder = topology_lib.Builder()
+            for pair in topology_lib.ordered_pairs(3):
+                builder.link(*pair, [(f"{pair}", 1e9 if pair in slow else 50e9)])
+            self.assertAlmostEqual(simulate.bound(builder.build("slow", 3), GB), 0.5)
+
+    def test_detours_may_beat_the_bound_of_the_direct_links(self):
+        machine = DGX1.subset((1, 3, 5))
+        trees = [tree_lib.star(3), tree_lib.star(3, 1), tree_lib.CopyTree((2, 0, None))]
+        schedule = schedule_lib.assign(100 * MB, schedule_lib.cut(100 * MB, 16), trees)
+        # The second star has an edge from device 5 to 3.
+        self.assertTrue(machine.routes[2, 1].detour)
+        own = simulate.simulate(schedule, machine).seconds
+        self.assertAlmostEqual(own / simulate.bound(machine, 100 * MB), 0.9525)
+
     @hypothesis.settings(max_examples=150, deadline=None)
     @hypothesis.given(small_plans())
-    def test_no_schedule_beats_the_bound(self, plan):
+    def test_no_schedule_along_direct_links_beats_the_bound(self, plan):
         schedule, machine = plan
         detours = {pair for pair, link in machine.routes.items() if link.detour}
         used = {edge for pack in schedule.packs for edge in pack.tree.edges}

@@ -1,4 +1,4 @@
-"""The simulator: how long a schedule takes on a topology, and the bound that no schedule beats."""
+"""The simulator: how long a schedule takes on a topology, and the bound of its direct links."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def fullest(schedule: schedule_lib.Schedule, topology: topology_lib.Topology) ->
 
 
 def bound(topology: topology_lib.Topology, num_bytes: int) -> float:
-    """A time that no schedule of copy trees beats, however many packs it has.
+    """A time that no copy trees along direct links beat, however many packs there are.
 
     The largest of three bounds, all without latencies:
 
@@ -245,7 +245,8 @@ def bound(topology: topology_lib.Topology, num_bytes: int) -> float:
     * `K-1` times the data is added, by K devices unless they share one adder.
 
     Detours through the host are left out of the first two, as long as the other links join all
-    devices; using them as well could gain what they add to the links' bandwidth (3 % on a DGX-1).
+    devices. A schedule that uses them as well may beat the bound, by what they add to the links'
+    bandwidth: 3 % on a whole DGX-1, more on a part of one that has few links.
 
     Args:
       topology: the machine.
@@ -259,8 +260,19 @@ def bound(topology: topology_lib.Topology, num_bytes: int) -> float:
       Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020 (packing).
 
     Example:
-      >>> f"{1e3 * bound(topology_lib.preset('dgx1'), 10**8):.3f} ms"
+      >>> machine = topology_lib.preset("dgx1")
+      >>> f"{1e3 * bound(machine, 10**8):.3f} ms"
       '1.167 ms'
+
+      Device 1 has direct links to 3 and 5, which have none to each other: many packs on the star
+      along them come close to the bound, and with trees that also go through the host beat it.
+
+      >>> from tfcdo.plan import tree
+      >>> corner = machine.subset((1, 3, 5))
+      >>> trees = [tree.star(3), tree.star(3, 1), tree.CopyTree((2, 0, None))]
+      >>> schedule = schedule_lib.assign(10**8, schedule_lib.cut(10**8, 16), trees)
+      >>> f"{simulate(schedule, corner).seconds / bound(corner, 10**8):.3f}"
+      '0.953'
     """
     return num_bytes * _bound_per_byte(topology)
 
