@@ -333,6 +333,13 @@ class BundlesTest(parameterized.TestCase):
         (pack,) = plan_of(values, packing.Packing(1), machine="nvswitch").packs
         self.assertEqual([[0, 1, 2]], [[p.value for p in b.pieces] for b in pack.bundles])
 
+    def test_shapes_do_not_matter_where_each_tensor_costs_a_latency(self):
+        values = specs((2, 3), (4,), (2, 3), (), ())
+        (pack,) = plan_of(values, packing.Packing(1), machine="nvswitch").packs
+        (bundle,) = pack.bundles
+        self.assertEqual([piece.value for piece in bundle.pieces], [0, 1, 2, 3, 4])
+        self.assertFalse(bundle.stacked)
+
     def test_values_of_one_shape_are_stacked(self):
         (pack,) = plan_of(specs((2, 3), (6,), (2, 3), (2, 3)), packing.Packing(1)).packs
         stacks = [b for b in pack.bundles if b.stacked]

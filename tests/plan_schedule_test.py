@@ -251,6 +251,12 @@ class CutTest(plan_testing.PlanTestCase):
         with self.assertRaisesRegex(ValueError, r"trees must .* at least one .*got \[\]"):
             schedule_lib.assign(3, [(0, 3)], [])
 
+    def test_resized_rounds_to_the_nearest_unit(self):
+        schedule = schedule_lib.assign(3, [(0, 1), (1, 2), (2, 3)], [tree_lib.star(2)])
+        # Thirds of eight: 2.67 and 5.33; of four: 1.33 and 2.67; of one: 0.33 and 0.67.
+        for size, stops in ((8, [3, 5, 8]), (4, [1, 3, 4]), (1, [1])):
+            self.assertEqual([pack.stop for pack in schedule.resized(size).packs], stops)
+
     @hypothesis.settings(max_examples=100, deadline=None)
     @hypothesis.given(st.integers(0, 4 * 10**9), st.booleans())
     def test_resized_keeps_shares_trees_and_order(self, size, ordered):

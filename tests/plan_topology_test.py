@@ -128,6 +128,14 @@ class TopologyTest(parameterized.TestCase):
                         )
         self.assertEqual(part.subset(range(len(devices))), part)
 
+    @parameterized.product(shared=[False, True], devices=[(1, 0), (2,), (0, 1, 3)])
+    def test_subset_adds_like_the_whole(self, shared, devices):
+        machine = dataclasses.replace(
+            topology_lib.preset("pcie"), addition_bandwidth=5e9, shared_adder=shared
+        )
+        part = machine.subset(devices)
+        self.assertEqual((part.addition_bandwidth, part.shared_adder), (5e9, shared))
+
     @parameterized.parameters(((),), ((0, 0),), ((0, 8),), ((-1,),))
     def test_subset_of_what_is_not_there(self, *devices):
         with self.assertRaisesRegex(ValueError, "devices must be different devices of 'dgx1'"):
@@ -154,13 +162,23 @@ class TopologyTest(parameterized.TestCase):
         unshared = [
             dataclasses.replace(link, resources=link.resources[:1]) for link in machine.links
         ]
+        # What a cached plan is found by: another speed, or a detour, makes another plan.
+        faster = [
+            dataclasses.replace(resource, bandwidth=2 * resource.bandwidth)
+            for resource in machine.resources
+        ]
+        longer = dataclasses.replace(machine.links[0], detour=True)
+        later = dataclasses.replace(machine.links[0], latency=1e-3)
         changed = (
+            dataclasses.replace(machine, resources=tuple(faster)),
+            dataclasses.replace(machine, links=(longer, *machine.links[1:])),
+            dataclasses.replace(machine, links=(later, *machine.links[1:])),
             slower,
             dataclasses.replace(slower, shared_adder=True),
             dataclasses.replace(machine, links=tuple(unshared)),
             machine.subset([0, 2, 1, 3]),
         )
-        self.assertLen({machine.fingerprint, *(one.fingerprint for one in changed)}, 5)
+        self.assertLen({machine.fingerprint, *(one.fingerprint for one in changed)}, 8)
 
     def test_direct_links_are_all_links_where_detours_are_needed(self):
         machine = topology_lib.preset("dgx1")
@@ -235,6 +253,20 @@ class IsomorphismsTest(parameterized.TestCase):
         one, other = topology_lib.preset("dgx1"), topology_lib.preset("dgx1_p100")
         self.assertEmpty(list(topology_lib.isomorphisms(one, other, 1)))
         self.assertEmpty(list(topology_lib.isomorphisms(one, one.subset(range(7)), 1)))
+
+    @parameterized.parameters((0, 1), (1, 0))
+    def test_both_ways_must_be_alike(self, *fast):
+        def machine(speeds):
+            builder = topology_lib.Builder()
+            for pair in topology_lib.ordered_pairs(2):
+                builder.link(*pair, [(f"{pair}", speeds.get(pair, 10e9))])
+            return builder.build("two", 2)
+
+        one, turned, even = machine({fast: 50e9}), machine({fast[::-1]: 50e9}), machine({})
+        self.assertEmpty(list(topology_lib.isomorphisms(one, even, 2)))
+        self.assertEmpty(list(topology_lib.isomorphisms(even, one, 2)))
+        self.assertEqual(list(topology_lib.isomorphisms(one, one, 2)), [(0, 1)])
+        self.assertEqual(list(topology_lib.isomorphisms(one, turned, 2)), [(1, 0)])
 
 
 class JsonTest(parameterized.TestCase):
