@@ -144,15 +144,20 @@ class CrossDeviceOpsContract(tu.ValuesMixin, tf.test.TestCase, parameterized.Tes
         for result in tu.all_reduce(self.make(), reduce_op, [tu.per_replica(own)] * 2, mode):
             self.assert_exact(result.value, tu.oracle(reduce_op, own), dtype)
 
-    @parameterized.product(
-        dtype=(tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64), mode=(EAGER, FUNCTION)
-    )
+    @parameterized.product(dtype=(tf.uint8, tf.int8, tf.int16, tf.int32), mode=(EAGER, FUNCTION))
     def test_mean_of_integers_whose_sum_is_none(self, dtype, mode):
         # Every float has this power of two, and no integer of this dtype has three times as much.
         large = 2 ** (8 * dtype.size - (1 if dtype == tf.uint8 else 2))
         own = [np.full([9], large, dtype.as_numpy_dtype) for _ in range(3)]
         for result in tu.all_reduce(self.make(), MEAN, [tu.per_replica(own)] * 2, mode):
             self.assert_exact(result.value, np.full([9], large), tu.result_dtype(MEAN, dtype))
+
+    @parameterized.parameters(EAGER, FUNCTION)
+    def test_mean_of_64_bits_loses_none(self, mode):
+        # No float64 holds the first, so whoever adds floats gets 0.
+        own = [np.array([2**60 + 3]), np.array([-(2**60)])]
+        for result in tu.all_reduce(self.make(), MEAN, [tu.per_replica(own)] * 2, mode):
+            self.assertAllEqual([1.5], result.value)
 
     def test_sums_special_values(self):
         own = [np.array([np.inf, -np.inf, np.nan, 1], np.float32), np.ones([4], np.float32)]
@@ -310,6 +315,15 @@ class CrossDeviceOpsContract(tu.ValuesMixin, tf.test.TestCase, parameterized.Tes
         (result,) = tu.all_reduce(self.make(), SUM, [tu.per_replica(own)])
         self.assertAllEqual([0, 1, 2], result.value.indices)
 
+    @parameterized.parameters(tf.int8, tf.int32, tf.int64)
+    def test_mean_of_slices_of_integers(self, dtype):
+        own = slices(3, seed=7, dtype=dtype)
+        expected = tu.oracle(MEAN, [tu.dense(one, 6) for one in own])
+        for value, destinations in [(tu.per_replica(own), "/cpu:1"), (tu.per_replica(own),) * 2]:
+            result = tu.call(EAGER, lambda: self.make().reduce(MEAN, value, destinations))[0]  # noqa: B023
+            self.assertEqual(tu.result_dtype(MEAN, dtype), result.value.values.dtype)
+            self.assertAllClose(expected, tu.dense(result.value, 6), rtol=1e-6)
+
     def test_slices_with_indices_of_two_dtypes(self):
         own = [
             tf.IndexedSlices(tf.ones([1, 2]), tf.constant([rank], dtype))
@@ -442,6 +456,27 @@ class CrossDeviceOpsContract(tu.ValuesMixin, tf.test.TestCase, parameterized.Tes
         for component in result.values:
             self.assertAllEqual(np.concatenate(own, axis), component)
         self.assert_bitwise_equal(result.values)
+
+    @parameterized.parameters(0, 1, -1)
+    def test_gather_along_an_axis_that_is_known_later(self, axis):
+        own = [tu.numbers((2, 2), tf.float32, rank) for rank in range(3)]
+        value, ops = tu.per_replica(own), self.make()
+
+        @tf.function(autograph=False)
+        def gather(axis):
+            return ops._gather(value, value, axis).values
+
+        for component in gather(tf.constant(axis)):
+            self.assertAllEqual(np.concatenate(own, axis), component)
+
+    def test_gather_of_unknown_shapes(self):
+        @tf.function(input_signature=[tf.TensorSpec(None)] * 2, autograph=False)
+        def gather(*values):
+            value = tf_internals.per_replica(values)
+            return self.make()._gather(value, value, 0).values
+
+        for component in gather(tf.ones([1, 2]), tf.ones([2, 2])):
+            self.assertAllEqual(tf.ones([3, 2]), component)
 
     @parameterized.parameters(tf.string, tf.bool, tf.int32, tf.bfloat16)
     def test_gather_any_dtype(self, dtype):
@@ -698,4 +733,11 @@ class CrossDeviceOpsContract(tu.ValuesMixin, tf.test.TestCase, parameterized.Tes
                     ops.batch_reduce(SUM, pairs)
             with self.assertRaises(ValueError):
                 ops.batch_reduce("SUM", [(good, good)])
+            with self.assertRaises(ValueError):
+                ops.broadcast(1.0, "nonsense")
+            for options in "nonsense", tf.distribute.experimental.CommunicationOptions:
+                with self.assertRaises(TypeError):
+                    ops.batch_reduce(SUM, [(1.0, good)], options)
+                with self.assertRaises(TypeError):
+                    ops._gather(good, good, 0, options)
             self.assertEmpty(graph.get_operations())

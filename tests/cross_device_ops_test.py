@@ -27,6 +27,7 @@ from testing_utils import SUM
 
 import tfcdo
 from tfcdo import log
+from tfcdo import validation
 from tfcdo.plan import algorithms
 from tfcdo.plan import topology
 
@@ -157,8 +158,12 @@ class ConstructorTest(parameterized.TestCase):
         )
         self.assertEqual("3", done.stdout.strip())
 
-    @parameterized.parameters(None, 3.0, ([1.0],))
+    @parameterized.parameters(
+        None, 3.0, ([1.0],), lambda: tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])),
+        lambda: tf.ragged.constant([[1.0]]), lambda: tf.sparse.from_dense([1.0]),
+    )  # fmt: skip
     def test_accumulation_fn_must_return_a_tensor(self, returned):
+        returned = returned() if callable(returned) else returned
         value = tu.per_replica([1.0, 2.0])
         ops = tfcdo.ReductionToOneDevice(accumulation_fn=lambda _: returned)
         with self.assertRaisesRegex(TypeError, "accumulation_fn must return a tensor; it returned"):
@@ -212,6 +217,13 @@ class AccumulationTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
         ops = tfcdo.ReductionToOneDevice(accumulation_fn=tf.math.add_n)
         self.assertEqual(3.0, ops.reduce(MEAN, value, "/cpu:1").numpy())
 
+    def test_what_is_divided_must_be_a_number(self):
+        value = tu.per_replica([True, False])
+        ops = tfcdo.ReductionToOneDevice(accumulation_fn=lambda values: values[0] | values[1])
+        self.assertAllEqual([True] * 2, ops.reduce(SUM, value, value).values)
+        with self.assertRaisesRegex(ValueError, "of a dtype that TensorFlow adds; got bool"):
+            ops.reduce(MEAN, value, value)
+
     def test_errors_of_accumulation_fn_are_not_hidden(self):
         def fail(values):
             raise KeyError("mine")
@@ -219,6 +231,34 @@ class AccumulationTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
         value = tu.per_replica([1.0, 2.0])
         with self.assertRaisesRegex(KeyError, "mine"):
             tfcdo.ReductionToOneDevice(accumulation_fn=fail).reduce(SUM, value, value)
+
+
+class RefusalTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        (lambda: tfcdo.ReductionToOneDevice("/cpu:77"), ValueError),
+        (lambda: tfcdo.NcclAllReduce(strict=True), RuntimeError),
+        (
+            lambda: tfcdo.AutoAllReduce(topology=tfcdo.topology.preset("nvswitch", 4)),
+            ValueError,
+        ),
+    )
+    def test_nothing_is_made_before_a_refusal(self, make, error):
+        @tf.function(autograph=False)
+        def refused():
+            own = tu.per_replica([tf.ones([2], tf.int32)] * 3)
+            before = len(tf.compat.v1.get_default_graph().get_operations())
+            with self.assertRaises(error):
+                make().batch_reduce(MEAN, [(own, "/cpu:0"), (own, own)])
+            self.assertLen(tf.compat.v1.get_default_graph().get_operations(), before)
+
+        refused.get_concrete_function()
+
+    def test_the_root_is_looked_up_once_a_batch(self):
+        value = tu.per_replica([1.0, 2.0])
+        ops = tfcdo.ReductionToOneDevice("/cpu:1")
+        with mock.patch.object(validation, "existing_device", return_value="/cpu:1") as found:
+            ops.batch_reduce(SUM, [(value, value)] * 5)
+        found.assert_called_once_with("reduce_to_device", "/cpu:1")
 
 
 class OptionsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
@@ -231,6 +271,16 @@ class OptionsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             tu.all_reduce(make(), SUM, values, options=options), arrays, strict=True
         ):
             self.assert_exact(result.value, tu.oracle(SUM, own), tf.as_dtype(own[0].dtype))
+
+    def test_bytes_per_pack_is_checked(self):
+        def options(most):
+            return tf.distribute.experimental.CommunicationOptions(bytes_per_pack=most)
+
+        value = tu.per_replica([1.0, 2.0])
+        ops = tfcdo.HierarchicalCopyAllReduce()
+        self.assertAllEqual([3.0] * 2, ops.reduce(SUM, value, value, options(np.int64(8))).values)
+        with self.assertRaisesRegex(TypeError, "options.bytes_per_pack must be an int; got 8.0"):
+            ops.reduce(SUM, value, value, options(8.0))
 
     def test_bytes_per_pack_cuts(self):
         value = tu.per_replica([tf.range(100.0)] * 4)
@@ -258,10 +308,12 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.named_parameters(*SETTINGS.items())
     def test_every_op_has_its_device(self, make):
-        value = tu.per_replica([tf.ones([8])] * 3)
+        value = tu.per_replica([tf.ones([8], tf.int32)] * 3)
         ops = make()
         traced = tu.traced_ops(lambda: ops.reduce(MEAN, value, value).values)
         self.assertContainsSubset(["AddN", "RealDiv"], [op.type for op in traced])
+        casts = [op.device for op in traced if op.type == "Cast" and len(op.outputs[0].shape) == 1]
+        self.assertCountEqual(tu.device_names(3), casts)
         elsewhere = [
             op.type
             for op in traced

@@ -337,9 +337,14 @@ class BatchTest(tu.ValuesMixin, tf.test.TestCase):
 
     def test_a_topology_must_fit(self):
         method = batch.Method("ring", packing.Packing(1), topology.preset("nvswitch", 4))
-        value = tu.per_replica([1.0, 2.0])
-        with self.assertRaisesRegex(ValueError, "topology must have .*2; 'nvswitch' has 4"):
-            batch.reduce(tu.SUM, validation.check_pairs([(value, value)]), method)
+        with tf.Graph().as_default() as graph:
+            own = tu.per_replica([tf.ones([2], tf.int32)] * 2)
+            # The first is no all-reduce, so its topology does not matter.
+            pairs = validation.check_pairs([(own, "/cpu:0"), (own, own)])
+            before = len(graph.get_operations())
+            with self.assertRaisesRegex(ValueError, "topology must have .*2; 'nvswitch' has 4"):
+                batch.reduce(tu.MEAN, pairs, method)
+            self.assertLen(graph.get_operations(), before)
 
 
 if __name__ == "__main__":

@@ -248,10 +248,10 @@ class PairsTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "empty"):
             validation.check_pair(tf_internals.per_replica([]), "/cpu:0")
 
-    @parameterized.parameters(tf.bool, tf.string)
+    @parameterized.parameters(tf.bool, tf.string, tf.dtypes.experimental.float8_e5m2)
     def test_numeric(self, dtype):
         good = validation.check_pair(tu.per_replica([1.0, 2.0]), "/cpu:0")
-        own = tf.constant("a") if dtype == tf.string else tf.constant(True)
+        own = tf.constant("a") if dtype == tf.string else tf.cast(tf.constant(1.0), dtype)
         bad = validation.check_pair(tu.per_replica([own, own]), "/cpu:0")
         validation.check_numeric([good, good])
         with self.assertRaisesRegex(ValueError, f"pair 1: .*adds; got {dtype.name}"):
@@ -272,9 +272,48 @@ class GatherAndBroadcastTest(tf.test.TestCase, parameterized.TestCase):
     def test_other_axes_may_not(self):
         value = tu.per_replica([tf.ones([2, 1]), tf.ones([3, 1])])
         for axis in (1, -1):
-            with self.assertRaisesRegex(ValueError, f"but for axis {axis}; got .*2, 1.*3, 1"):
+            told = rf"but for axis {axis}; got \(2, None\) on .*CPU:0 and \(3, None\) on .*CPU:1"
+            with self.assertRaisesRegex(ValueError, told):
                 validation.check_gather(value, "/cpu:0", axis)
         self.assertLen(validation.check_gather(value, "/cpu:0", -2).values, 2)
+        value = tu.per_replica([tf.ones([2, 1]), tf.ones([2, 2])])
+        for axis in (0, -2):
+            with self.assertRaisesRegex(ValueError, r"got \(None, 1\) on .* and \(None, 2\) on"):
+                validation.check_gather(value, "/cpu:0", axis)
+
+    def test_shapes_that_are_not_known_are_compared_as_far_as_they_are(self):
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec(shape) for shape in (None, [None, None], [None, 2], [None, 3])
+            ],
+            autograph=False,
+        )
+        def gather(*values):
+            validation.check_gather(tf_internals.per_replica(values[:3]), "/cpu:0", 0)
+            with self.assertRaisesRegex(ValueError, r"got \(None, 2\) on .* and \(None, 3\) on"):
+                validation.check_gather(tf_internals.per_replica(values), "/cpu:0", 0)
+
+        gather.get_concrete_function()
+
+    @parameterized.parameters("0", None, 0.0, True, lambda: tf.constant(0.0), lambda: [1])
+    def test_an_axis_is_a_number(self, axis):
+        axis = axis() if callable(axis) else axis
+        with self.assertRaisesRegex(TypeError, "axis must be an int, or a 0-D tensor of ints; got"):
+            validation.check_gather(tu.per_replica([[1.0], [2.0]]), "/cpu:0", axis)
+
+    @parameterized.parameters(np.int64(1), lambda: tf.constant(1))
+    def test_an_axis_of_another_type(self, axis):
+        axis = axis() if callable(axis) else axis
+        with self.assertRaisesRegex(ValueError, "axis must .* got 1 for the shape"):
+            validation.check_gather(tu.per_replica([[1.0], [2.0]]), "/cpu:0", axis)
+
+    def test_an_axis_that_is_known_later(self):
+        @tf.function(autograph=False)
+        def gather(axis):
+            value = tf_internals.per_replica([tf.ones([2, 1]), tf.ones([3, 2])])
+            validation.check_gather(value, "/cpu:0", axis)
+
+        gather.get_concrete_function(tf.TensorSpec([], tf.int32))
 
     def test_there_must_be_such_an_axis(self):
         value = tu.per_replica([tf.ones([2, 1]), tf.ones([3, 1])])
@@ -291,15 +330,35 @@ class GatherAndBroadcastTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_none_is_no_value(self):
         for value in None, tf_internals.per_replica([None, None]):
-            with self.assertRaisesRegex(ValueError, "value must be a tensor.*got None"):
+            with self.assertRaisesRegex(ValueError, "^value must be a tensor.*got None"):
                 validation.check_pair(value, "/cpu:0")
-        with self.assertRaisesRegex(ValueError, "must be a tensor.*got None"):
+        with self.assertRaisesRegex(ValueError, "^tensor must be a tensor.*got None"):
             validation.check_broadcast(None)
 
     def test_slices_of_a_scalar(self):
         scalar = tf.IndexedSlices(tf.constant(1.0), tf.constant(0))
         with self.assertRaisesRegex(ValueError, "rows .* got tf.IndexedSlices of a scalar"):
             validation.check_pair(tu.per_replica([scalar, scalar]), "/cpu:0")
+
+    def test_slices_of_different_tables(self):
+        def rows(shape: list[int] | None) -> tf.IndexedSlices:
+            table = None if shape is None else tf.constant(shape, tf.int64)
+            return tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), table)
+
+        for shapes, message in (
+            (([6, 2], [7, 2]), r"dense_shape; got \(6, 2\) on .* and \(7, 2\) on"),
+            ((None, [7, 2]), "kind; got IndexedSlices without dense_shape on .* and IndexedSlices"),
+        ):
+            value = tu.per_replica([rows(shape) for shape in shapes])
+            with self.assertRaisesRegex(ValueError, message):
+                validation.check_pair(value, "/cpu:0")
+        for shape in None, [7, 2]:
+            validation.check_pair(tu.per_replica([rows(shape), rows(shape)]), "/cpu:0")
+
+    def test_slices_have_an_index_for_each_row(self):
+        wrong = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([0]))
+        with self.assertRaisesRegex(ValueError, r"one index for each row; .*\(2, 3\) .*\(1,\)"):
+            validation.check_pair(tu.per_replica([wrong, wrong]), "/cpu:0")
 
     def test_broadcast_takes_one_tensor(self):
         self.assertAllEqual([1, 2], validation.check_broadcast([1, 2]))

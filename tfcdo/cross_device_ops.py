@@ -112,20 +112,24 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
         return _broadcast(tensor, destinations)
 
     def _gather_implementation(
-        self, per_replica_value: Any, destinations: Any, axis: int, options: Any
+        self, per_replica_value: Any, destinations: Any, axis: Any, options: Any
     ) -> Any:
+        validation.check_options(options)
         reduction = validation.check_gather(per_replica_value, destinations, axis)
-        return _gather_on_one_device(reduction, axis, self._root(reduction))
+        return _gather_on_one_device(reduction, axis, self._root_of()(reduction))
 
     def _reduce(
         self, reduce_op: tf.distribute.ReduceOp, reductions: Sequence[validation.Reduction]
     ) -> list[Any]:
-        if self.accumulation_fn is None:
+        root_of = self._root_of()
+        # What an accumulation_fn makes of other dtypes is its own business, unless it is divided.
+        if self.accumulation_fn is None or reduce_op == tf.distribute.ReduceOp.MEAN:
             validation.check_numeric(reductions)
-            return batch.reduce_on_roots(reduce_op, reductions, self._root)
+        if self.accumulation_fn is None:
+            return batch.reduce_on_roots(reduce_op, reductions, root_of)
         return [
             batch.reduce_on_one_device(
-                one, self._root(one), self._accumulate, batch.finish_for(reduce_op, one)
+                one, root_of(one), self._accumulate, batch.finish_for(reduce_op, one)
             )
             for one in reductions
         ]
@@ -134,15 +138,16 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
         """Calls the caller's function and checks what it returns."""
         assert self.accumulation_fn is not None
         total = self.accumulation_fn(values)
-        if not tf.is_tensor(total):
+        if not isinstance(total, tf.Tensor):
             raise TypeError(f"accumulation_fn must return a tensor; it returned {total!r}")
         return total
 
-    def _root(self, reduction: validation.Reduction) -> str:
-        """The device that a value is reduced on."""
+    def _root_of(self) -> Callable[[validation.Reduction], str]:
+        """What tells the device that a value is reduced on."""
         if self.reduce_to_device is None:
-            return reduction.destinations[0]
-        return validation.existing_device("reduce_to_device", self.reduce_to_device)
+            return lambda reduction: reduction.destinations[0]
+        root = validation.existing_device("reduce_to_device", self.reduce_to_device)
+        return lambda reduction: root
 
 
 class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
@@ -269,8 +274,9 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
     ) -> Any:
         """Reduces one value; see `reduce`."""
         validation.check_reduce_op(reduce_op)
+        method = self._method_with(options)
         reduction = validation.check_pair(per_replica_value, destinations)
-        return self._reduce(reduce_op, [reduction], options)[0]
+        return _reduce(reduce_op, [reduction], method)[0]
 
     def batch_reduce_implementation(
         self,
@@ -280,35 +286,32 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
     ) -> list[Any]:
         """Reduces several values together; see `batch_reduce`."""
         validation.check_reduce_op(reduce_op)
-        return self._reduce(reduce_op, validation.check_pairs(value_destination_pairs), options)
+        method = self._method_with(options)
+        return _reduce(reduce_op, validation.check_pairs(value_destination_pairs), method)
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to each destination; see `broadcast`."""
         return _broadcast(tensor, destinations)
 
     def _gather_implementation(
-        self, per_replica_value: Any, destinations: Any, axis: int, options: Any
+        self, per_replica_value: Any, destinations: Any, axis: Any, options: Any
     ) -> Any:
+        validation.check_options(options)
         reduction = validation.check_gather(per_replica_value, destinations, axis)
+        self._method.check_topology([reduction])
         if not reduction.all_reduce:
             return _gather_on_one_device(reduction, axis, reduction.destinations[0])
         tree = self._method.plan([packing.UNKNOWN], reduction.devices).packs[0].tree
         gathered = gather.all_gather(tree, reduction.values, reduction.devices, axis)
         return batch.in_destination_order(gathered, reduction)
 
-    def _reduce(
-        self,
-        reduce_op: tf.distribute.ReduceOp,
-        reductions: list[validation.Reduction],
-        options: Any,
-    ) -> list[Any]:
+    def _method_with(self, options: Any) -> batch.Method:
         validation.check_options(options)
-        validation.check_numeric(reductions)
-        method = self._method
-        if options is not None and options.bytes_per_pack:
-            packs = dataclasses.replace(method.packing, bytes_per_pack=options.bytes_per_pack)
-            method = dataclasses.replace(method, packing=packs)
-        return batch.reduce(reduce_op, reductions, method)
+        if options is None or not options.bytes_per_pack:
+            return self._method
+        most = validation.check_count("options.bytes_per_pack", options.bytes_per_pack)
+        packs = dataclasses.replace(self._method.packing, bytes_per_pack=most)
+        return dataclasses.replace(self._method, packing=packs)
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):
@@ -395,11 +398,20 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
 
 
 def _broadcast(tensor: Any, destinations: Any) -> Any:
-    value = validation.check_broadcast(tensor)
-    return tf_internals.mirrored(one_device.copy_to(value, validation.devices_of(destinations)))
+    devices = validation.devices_of(destinations)
+    return tf_internals.mirrored(one_device.copy_to(validation.check_broadcast(tensor), devices))
 
 
-def _gather_on_one_device(reduction: validation.Reduction, axis: int, device: str) -> Any:
+def _reduce(
+    reduce_op: tf.distribute.ReduceOp,
+    reductions: Sequence[validation.Reduction],
+    method: batch.Method,
+) -> list[Any]:
+    validation.check_numeric(reductions)
+    return batch.reduce(reduce_op, reductions, method)
+
+
+def _gather_on_one_device(reduction: validation.Reduction, axis: Any, device: str) -> Any:
     with tf.device(device):
         gathered = tf.concat(list(reduction.values), axis)
     return tf_internals.mirrored(one_device.copy_to(gathered, reduction.destinations))

@@ -55,12 +55,14 @@ def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
       False
     """
     dtype = tf.as_dtype(dtype)
-    if isinstance(devices, str) or not isinstance(devices, Iterable) or not devices:
+    listed = isinstance(devices, Iterable) and not isinstance(devices, str)
+    names = tuple(devices) if listed else ()
+    if not names:
         raise ValueError(f"devices must be a list of at least one device name; got {devices!r}")
-    for name in devices:
+    for name in names:
         if name != "":
             validation.check_device("each of devices", name)
-    problem = _problem_of_devices(devices) or _problem_of_dtype(dtype) or _problem_of_function()
+    problem = _problem_of_devices(names) or _problem_of_dtype(dtype) or _problem_of_function()
     if problem is None:
         return NcclStatus(True, f"an {OP} kernel is registered for these devices", "")
     return NcclStatus(False, *problem)

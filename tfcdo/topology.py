@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tfcdo import log
 from tfcdo.plan import topology as topology_lib
@@ -51,15 +51,17 @@ def detect(devices: Sequence[str]) -> Topology:
       >>> detect(["/device:CPU:0", "/device:CPU:1"]).name
       'shared_memory'
     """
-    if isinstance(devices, str) or not devices:
+    listed = isinstance(devices, Iterable) and not isinstance(devices, str)
+    names = tuple(devices) if listed else ()
+    if not names:
         raise ValueError(f"devices must be a list of at least one device name; got {devices!r}")
-    for device in devices:
+    for device in names:
         if not isinstance(device, str):
             raise ValueError(
                 "devices must hold device names such as 'GPU:0', or '' for an unknown device; "
                 f"got {device!r}"
             )
-    return _detect(tuple(devices))
+    return _detect(names)
 
 
 @functools.lru_cache(maxsize=64)

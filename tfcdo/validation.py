@@ -148,37 +148,52 @@ def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
     return reduction
 
 
-def check_gather(value: Any, destinations: Any, axis: int) -> Reduction:
+def check_gather(value: Any, destinations: Any, axis: Any) -> Reduction:
     """Checks a value whose replicas are to be concatenated along an axis.
 
     Args:
       value: as for `check_pair`.
       destinations: see `devices_of`.
-      axis: the axis; from the end if it is negative.
+      axis: the axis, an int or a 0-D tensor of ints; from the end if it is negative.
 
     Returns:
       The checked pair.
 
     Raises:
+      TypeError: if `axis` is no integer.
       ValueError: if the replicas differ in dtype, or in shape other than along `axis`, or are
         slices, or have no such axis, or a destination is none.
     """
+    known_axis = _static_axis(axis)
     reduction = _reduction(value, destinations)
     if any(isinstance(component, tf.IndexedSlices) for component in reduction.values):
         raise ValueError("value must be a dense tensor to be gathered; got IndexedSlices")
     _check_same(reduction, "dtype", [component.dtype.name for component in reduction.values])
-    shapes = [component.shape for component in reduction.values if component.shape.rank is not None]
-    for shape in shapes:
-        if not -shape.rank <= axis < shape.rank:
-            raise ValueError(f"axis must be one of the value's; got {axis} for the shape {shape}")
-    others = [[*shape[:axis], *shape[axis:][1:]] for shape in shapes]
-    for shape, other in zip(shapes, others):
-        if not tf.TensorShape(other).is_compatible_with(tf.TensorShape(others[0])):
-            raise ValueError(
-                f"the replicas' values must have the same shape but for axis {axis}; "
-                f"got {shapes[0]} and {shape}"
-            )
+    if known_axis is not None:
+        shapes = [_without_axis(component.shape, known_axis) for component in reduction.values]
+        _check_same_shape(reduction, f"shape but for axis {known_axis}", shapes)
     return reduction
+
+
+def _static_axis(axis: Any) -> int | None:
+    """The axis as an int; None for a tensor whose value is known only when it runs."""
+    if tf.is_tensor(axis) and axis.dtype.is_integer and axis.shape.rank in (0, None):
+        value = tf.get_static_value(axis)
+        return None if value is None else int(value)
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+        raise TypeError(f"axis must be an int, or a 0-D tensor of ints; got {_brief(axis)}")
+    return int(axis)
+
+
+def _without_axis(shape: tf.TensorShape, axis: int) -> tf.TensorShape:
+    """The shape with any size along an axis."""
+    if shape.rank is None:
+        return shape
+    if not -shape.rank <= axis < shape.rank:
+        raise ValueError(f"axis must be one of the value's; got {axis} for the shape {shape}")
+    sizes = shape.as_list()
+    sizes[axis] = None
+    return tf.TensorShape(sizes)
 
 
 def check_broadcast(tensor: Any) -> Any:
@@ -189,7 +204,7 @@ def check_broadcast(tensor: Any) -> Any:
     """
     if isinstance(tensor, tf_internals.DistributedValues):
         raise ValueError(f"tensor must be one tensor to broadcast; got {_brief(tensor)}")
-    return _as_tensor(tensor, "")
+    return _as_tensor(tensor, "", "tensor")
 
 
 def devices_of(destinations: Any) -> tuple[str, ...]:
@@ -197,7 +212,8 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
 
     Args:
       destinations: a `tf.distribute.DistributedValues` (also a distributed variable), a
-        `tf.Variable`, a tensor or `tf.IndexedSlices` with a device, or a device name.
+        `tf.Variable` or Keras variable, a tensor or `tf.IndexedSlices` with a device, or a device
+        name.
 
     Returns:
       Full device names, at least one; `""` for a component of a `DistributedValues` whose device is
@@ -210,6 +226,9 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
         if not destinations.values:
             raise ValueError("destinations must name at least one device; it is empty")
         return tf_internals.devices_of_values(destinations)
+    held = getattr(destinations, "value", None)
+    if isinstance(held, tf_internals.DistributedValues) or tf_internals.is_variable(held):
+        return devices_of(held)  # A Keras variable.
     if isinstance(destinations, str):
         device = destinations
     elif tf.is_tensor(destinations) or tf_internals.is_variable(destinations):
@@ -240,39 +259,52 @@ def _reduction(value: Any, destinations: Any) -> Reduction:
     return Reduction(components, devices, devices_of(destinations))
 
 
-def _as_tensor(value: Any, device: str) -> Any:
-    """The value as something that can be added; a variable is read on its own device."""
+def _as_tensor(value: Any, device: str, name: str = "value") -> Any:
+    """The argument `name` as a tensor or slices; a variable is read on its own device."""
     if isinstance(value, tf.Tensor):
         return value
     if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
         raise ValueError(
-            f"value must be a dense tensor or tf.IndexedSlices; got {type(value).__name__}"
+            f"{name} must be a dense tensor or tf.IndexedSlices; got {type(value).__name__}"
         )
     if isinstance(value, tf.IndexedSlices):
-        if value.values.shape.rank == 0:
-            raise ValueError("value must have rows to be added; got tf.IndexedSlices of a scalar")
+        if not value.indices.shape.is_compatible_with(value.values.shape[:1]):
+            raise ValueError(
+                f"{name} must have one index for each row; got tf.IndexedSlices with values of "
+                f"shape {value.values.shape} and indices of shape {value.indices.shape}"
+            )
         return value
     with tf.device(device or None):
         try:
             return tf.convert_to_tensor(value)
         except (ValueError, TypeError) as error:
             raise ValueError(
-                f"value must be a tensor, or what tf.convert_to_tensor takes; got {_brief(value)}: "
-                f"{error}"
+                f"{name} must be a tensor, or what tf.convert_to_tensor takes; got "
+                f"{_brief(value)}: {error}"
             ) from error
 
 
 def _check_replicas_agree(reduction: Reduction) -> None:
     values = reduction.values
-    sparse = [isinstance(value, tf.IndexedSlices) for value in values]
-    _check_same(reduction, "kind", ["IndexedSlices" if one else "tensor" for one in sparse])
+    _check_same(reduction, "kind", [_kind(value) for value in values])
     _check_same(reduction, "dtype", [value.dtype.name for value in values])
-    shapes = [_shape(value) for value in values]
+    _check_same_shape(reduction, "shape", [_shape(value) for value in values])
+    if reduction.sparse:
+        _check_same_shape(reduction, "dense_shape", [_table_shape(value) for value in values])
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, tf.IndexedSlices):
+        return "tensor"
+    return "IndexedSlices" if value.dense_shape is not None else "IndexedSlices without dense_shape"
+
+
+def _check_same_shape(reduction: Reduction, what: str, shapes: Sequence[tf.TensorShape]) -> None:
     # A shape that is not fully known agrees with shapes that do not agree with each other.
     for first in range(1 if shapes[0].is_fully_defined() else len(shapes)):
         for other in range(first + 1, len(shapes)):
             if not shapes[other].is_compatible_with(shapes[first]):
-                raise _disagreement(reduction, "shape", shapes, first, other)
+                raise _disagreement(reduction, what, shapes, first, other)
 
 
 def _check_same(reduction: Reduction, what: str, traits: Sequence[Any]) -> None:
@@ -296,7 +328,15 @@ def _shape(value: Any) -> tf.TensorShape:
     """The static shape that replicas must share: of slices, that of one row."""
     if not isinstance(value, tf.IndexedSlices):
         return value.shape
+    if value.values.shape.rank == 0:
+        raise ValueError("value must have rows to be added; got tf.IndexedSlices of a scalar")
     return value.values.shape[1:]
+
+
+def _table_shape(slices: tf.IndexedSlices) -> tf.TensorShape:
+    """The shape of the table that the slices are rows of, as far as it is known."""
+    known = None if slices.dense_shape is None else tf.get_static_value(slices.dense_shape)
+    return tf.TensorShape(None if known is None else known.tolist())
 
 
 def existing_device(name: str, device: str) -> str:

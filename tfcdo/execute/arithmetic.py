@@ -18,21 +18,33 @@ def widened(value: tf.Tensor) -> tf.Tensor:
     return tf.cast(value, _WIDER.get(value.dtype, value.dtype))
 
 
-def as_float(value: Any, device: str) -> Any:
-    """Integers as the floats that their mean is.
+def dtype_of_mean(dtype: tf.DType) -> tf.DType:
+    """The dtype that the values of a mean are added in, before `add` widens them.
+
+    A mean of integers is a float, and their sum might not fit the integers; as floats they keep
+    every bit. Not so 64 bits, which are added as integers and divided then.
+    """
+    if not dtype.is_integer or dtype.size > 4:
+        return dtype
+    return tf.float32 if dtype.size <= 2 else tf.float64
+
+
+def cast(value: Any, dtype: tf.DType, device: str) -> Any:
+    """A value in another dtype.
 
     Args:
-      value: a tensor or `tf.IndexedSlices` of integers.
-      device: the device that it is on; `""` if that is not known.
+      value: a tensor or `tf.IndexedSlices`.
+      dtype: the dtype.
+      device: the device that the value is on; `""` if that is not known.
 
     Returns:
-      The same numbers on the same device, as float32 if they have 8 or 16 bits, else as float64.
+      The same numbers on the same device.
     """
     if isinstance(value, tf.IndexedSlices):
-        rows = as_float(value.values, device)
+        rows = cast(value.values, dtype, device)
         return tf.IndexedSlices(rows, value.indices, value.dense_shape)
     with tf.device(device or None):
-        return tf.cast(value, tf.float32 if value.dtype.size <= 2 else tf.float64)
+        return tf.cast(value, dtype)
 
 
 def add(values: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -52,12 +52,16 @@ class Method:
     ) -> packing_lib.BatchPlan:
         """The plan for values on some devices; remembered for as long as nothing differs."""
         topology = self.topology or topology_detection.detect(tuple(devices))
-        if topology.num_devices != len(devices):
-            raise ValueError(
-                f"topology must have as many devices as the values have replicas, {len(devices)}; "
-                f"{topology.name!r} has {topology.num_devices}"
-            )
         return packing_lib.plan_batch(tuple(specs), self.packing, self.algorithm, topology)
+
+    def check_topology(self, reductions: Iterable[validation.Reduction]) -> None:
+        """Raises `ValueError` unless the topology, if one was given, fits all all-reduces."""
+        for one in reductions:
+            if self.topology and one.all_reduce and self.topology.num_devices != len(one.devices):
+                raise ValueError(
+                    "topology must have as many devices as the values have replicas, "
+                    f"{len(one.devices)}; {self.topology.name!r} has {self.topology.num_devices}"
+                )
 
     def with_nccl(self, devices: Sequence[str], dtype: tf.DType) -> bool:
         """Whether values are summed with NCCL; if not but asked for, says why, or raises.
@@ -92,15 +96,18 @@ def reduce(
     Returns:
       One result per reduction, in order.
     """
-    reductions = _as_added(reduce_op, reductions)
+    method.check_topology(reductions)
     # Asking TensorFlow for its kernels takes longer than tracing a value, so ask once per dtype.
     with_nccl = functools.cache(method.with_nccl)
 
+    def key_of(one: validation.Reduction) -> tuple[Way, tuple[str, ...]]:
+        return _way(one, _dtype_added(reduce_op, one), with_nccl), one.devices
+
     def run(key: tuple[Way, tuple[str, ...]], group: Sequence[validation.Reduction]) -> list[Any]:
         way, _ = key
-        return way(group, finish_for(reduce_op, group[0]), method)
+        return way(_as_added(reduce_op, group), finish_for(reduce_op, group[0]), method)
 
-    return _in_groups(reductions, lambda one: (_way(one, with_nccl), one.devices), run)
+    return _in_groups(reductions, key_of, run)
 
 
 def reduce_on_roots(
@@ -118,7 +125,6 @@ def reduce_on_roots(
     Returns:
       One result per reduction, in order.
     """
-    reductions = _as_added(reduce_op, reductions)
 
     def run(
         key: tuple[str, bool, tuple[str, ...]], group: Sequence[validation.Reduction]
@@ -129,7 +135,10 @@ def reduce_on_roots(
             star = tree_lib.star(len(devices), devices.index(root))
             return reduce(reduce_op, group, Method((star,), packing_lib.Packing(1), None))
         finish = finish_for(reduce_op, group[0])
-        return [reduce_on_one_device(one, root, arithmetic.add, finish) for one in group]
+        return [
+            reduce_on_one_device(one, root, arithmetic.add, finish)
+            for one in _as_added(reduce_op, group)
+        ]
 
     return _in_groups(reductions, lambda one: (root_of(one), one.all_reduce, one.devices), run)
 
@@ -137,22 +146,23 @@ def reduce_on_roots(
 def _as_added(
     reduce_op: tf.distribute.ReduceOp, reductions: Sequence[validation.Reduction]
 ) -> list[validation.Reduction]:
-    """The reductions with their values in the dtype that they are added in.
+    """The reductions with their values in the dtype that they are added in."""
+    return [_cast(one, _dtype_added(reduce_op, one)) for one in reductions]
 
-    A mean of integers is a float, and its sum might not fit the integers.
-    """
-    return [
-        dataclasses.replace(
-            one,
-            values=tuple(
-                arithmetic.as_float(value, device)
-                for value, device in zip(one.values, one.devices, strict=True)
-            ),
-        )
-        if one.values[0].dtype.is_integer and finish_for(reduce_op, one).divisor
-        else one
-        for one in reductions
+
+def _dtype_added(reduce_op: tf.distribute.ReduceOp, reduction: validation.Reduction) -> tf.DType:
+    dtype = reduction.values[0].dtype
+    return arithmetic.dtype_of_mean(dtype) if finish_for(reduce_op, reduction).divisor else dtype
+
+
+def _cast(reduction: validation.Reduction, dtype: tf.DType) -> validation.Reduction:
+    if reduction.values[0].dtype == dtype:
+        return reduction
+    values = [
+        arithmetic.cast(value, dtype, device)
+        for value, device in zip(reduction.values, reduction.devices, strict=True)
     ]
+    return dataclasses.replace(reduction, values=tuple(values))
 
 
 def finish_for(
@@ -183,13 +193,15 @@ def _in_groups(
 
 
 def _way(
-    reduction: validation.Reduction, with_nccl: Callable[[Sequence[str], tf.DType], bool]
+    reduction: validation.Reduction,
+    dtype: tf.DType,
+    with_nccl: Callable[[Sequence[str], tf.DType], bool],
 ) -> Way:
     if not reduction.all_reduce:
         return _on_first_destination
     if reduction.sparse:
         return _all_reduce_slices
-    if with_nccl(reduction.devices, reduction.values[0].dtype):
+    if with_nccl(reduction.devices, dtype):
         return _all_reduce_with_nccl
     return _all_reduce_along_trees
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -15,7 +16,7 @@ _Held = list[tuple[int, list[tf.Tensor]]]
 
 
 def all_gather(
-    tree: tree_lib.CopyTree, values: Sequence[tf.Tensor], devices: Sequence[str], axis: int
+    tree: tree_lib.CopyTree, values: Sequence[tf.Tensor], devices: Sequence[str], axis: Any
 ) -> list[tf.Tensor]:
     """Concatenates the devices' tensors, in the order of the devices, on all devices.
 
@@ -23,7 +24,7 @@ def all_gather(
       tree: the copy tree; tensors are collected up to its root, the result is copied down.
       values: one tensor per device; their shapes may differ along `axis`.
       devices: the device names.
-      axis: the axis to concatenate along.
+      axis: the axis to concatenate along, an int or a 0-D tensor of ints.
 
     Returns:
       The concatenation, on each device.
