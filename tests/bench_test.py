@@ -50,6 +50,7 @@ def tearDownModule() -> None:
 
 _SMALL = workloads.Workload("small", ((3, 2), (5,), ()))
 _QUICK = measure.Settings(iterations=2, warmup=1)
+_NO_FUNCTION = "tf.ReductionToOneDevice(accumulation_fn=5)"
 _TF_HIERARCHICAL = "tf.HierarchicalCopyAllReduce(num_packs=1)"
 
 
@@ -193,6 +194,42 @@ class ImplementationTest(parameterized.TestCase):
             self.assertIn("no NcclAllReduce kernel is registered for CPU", str(why_not))
         else:
             self.assertIsNone(why_not)
+
+    @parameterized.parameters(
+        # An argument that tfcdo's own check names, and one that TensorFlow has no check for.
+        ("tfcdo.ReductionToOneDevice(reduce_to_device='CPU:99')", "reduce_to_device must name a"),
+        ("tf.ReductionToOneDevice(reduce_to_device='x')", "Unknown attribute 'x'"),
+        (_NO_FUNCTION, "'int' object is not callable"),
+    )
+    def test_arguments_that_only_prove_wrong_when_they_are_used(self, name: str, told: str):
+        data = steps.place(_SMALL, devices_lib.choose(2))
+        for build in (steps.build_graph, steps.build_eager):
+            with self.assertRaises(implementations.UnusableArgumentsError) as caught:
+                _build(_implementation(name), build, data)
+            self.assertStartsWith(str(caught.exception), f"{name}: ")
+            self.assertIn(told, str(caught.exception))
+            self.assertNotIn("\n", str(caught.exception))
+
+    @parameterized.parameters("tfcdo", "tf")
+    def test_a_bug_is_not_blamed_on_the_arguments(self, package: str):
+        one = implementations.Implementation("x", package, "x", (("num_packs", 1),))
+
+        def build(_: implementations.Implementation) -> None:
+            raise ValueError("a bug")
+
+        with self.assertRaisesRegex(ValueError, "^a bug$"):
+            one.make(build)
+
+    @parameterized.parameters("tfcdo.ReductionToOneDevice", "tf.ReductionToOneDevice")
+    def test_what_has_no_arguments_has_no_wrong_ones(self, name: str):
+        build = mock.Mock(side_effect=[TypeError("reduce_to_device must be"), None])
+        with self.assertRaisesRegex(TypeError, "^reduce_to_device must be$"):
+            _implementation(name).make(build)
+        build.assert_called_once()
+
+
+def _build(one: implementations.Implementation, build: Any, data: steps.Data) -> steps.Built:
+    return one.make(lambda made: build(data, made.reducer(data.devices.names)))
 
 
 class StepTest(parameterized.TestCase, tf.test.TestCase):
@@ -599,6 +636,9 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
         (("--ops", "tf.HierarchicalCopyAllReduce(8)"), "written as in num_packs=8"),
         (("--ops", "tfcdo.HierarchicalCopyAllReduce(num_packs=-1)"), "num_packs"),
         (("--ops", "tf.HierarchicalCopyAllReduce(packs=1)"), "packs"),
+        (("--ops", "tf.CollectiveAllReduce(foo=1)"), "a strategy makes it without arguments"),
+        (("--ops", "tf.NcclAllReduce(num_packs=1, num_packs=2)"), "num_packs is given twice"),
+        (("--ops", _NO_FUNCTION), "not callable"),
         (("--ops", "tf.NcclAllReduce"), "none of the implementations can run here"),
     )
     def test_a_wrong_option_gets_one_line(self, arguments: tuple[str, ...], named: str):
@@ -679,6 +719,13 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
         for one in results:
             self.assertGreater(one["seconds"], 0.0)
             self.assertGreater(one["first_step"], 0.0)
+
+    def test_fit_with_arguments_that_cannot_be_used(self):
+        with mock.patch.dict(fit.MODELS, {"mobilenet": _small_model}):
+            status, _, errors = _bench("--fit", "-g", "2", "--ops", _NO_FUNCTION)
+        self.assertEqual(status, 2)
+        self.assertEndsWith(errors, f"tfcdo: {_NO_FUNCTION}: 'int' object is not callable\n")
+        self.assertNotIn("Traceback", errors)
 
 
 def _small_model(weights: None, input_shape: tuple[int, ...], classes: int) -> Any:

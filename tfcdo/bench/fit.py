@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -89,13 +90,15 @@ def run(
 
     Returns:
       One measurement each.
+
+    Raises:
+      implementations.UnusableArgumentsError: if one cannot run with its arguments.
     """
     trained = {}
     firsts = {}
     for one in compared:
         progress(f"building {model} under {one.name}")
-        trained[one.name] = _compiled(model, one.strategy(devices.names))
-        firsts[one.name] = _train(trained[one.name], devices, 1)[0]
+        trained[one.name], firsts[one.name] = one.make(functools.partial(_start, model, devices))
         # Keras traces once more when it is called the second time.
         _train(trained[one.name], devices, 1)
     times: dict[str, list[float]] = {one.name: [] for one in compared}
@@ -107,6 +110,14 @@ def run(
     return [
         _measurement(model, devices, one, times[one.name], firsts[one.name]) for one in compared
     ]
+
+
+def _start(
+    model: str, devices: devices_lib.Devices, one: implementations.Implementation
+) -> tuple[Any, float]:
+    """A model, and the seconds of its first step."""
+    made = _compiled(model, one.strategy(devices.names))
+    return made, _train(made, devices, 1)[0]
 
 
 def _compiled(model: str, strategy: tf.distribute.Strategy) -> Any:

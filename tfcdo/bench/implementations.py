@@ -7,11 +7,16 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 import tfcdo
+
+_Made = TypeVar("_Made")
+
+# What TensorFlow's classes raise where they use an argument that they did not check.
+_WRONG_ARGUMENTS = (AttributeError, TypeError, ValueError, tf.errors.OpError)
 
 # From one `PerReplica` per value to one `Mirrored` per value.
 Reduce = Callable[[Sequence[Any]], Sequence[Any]]
@@ -29,6 +34,10 @@ _TENSORFLOWS = (
 )
 # The other classes are ways to configure this one.
 _GENERAL = "AllReduceCrossDeviceOps"
+
+
+class UnusableArgumentsError(ValueError):
+    """What a user wrote as an implementation's arguments cannot be used for this run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +90,42 @@ class Implementation:
         status = tfcdo.nccl_status(devices, dtype)
         return None if status.can_run else str(status)
 
+    def make(self, build: Callable[[Implementation], _Made]) -> _Made:
+        """Builds what runs this implementation; only then do some arguments prove to be wrong.
+
+        Args:
+          build: takes an implementation.
+
+        Returns:
+          What `build` makes of this one.
+
+        Raises:
+          UnusableArgumentsError: if that fails because of the arguments. All other errors are
+            passed on.
+        """
+        try:
+            return build(self)
+        except _WRONG_ARGUMENTS as error:
+            if not self._arguments_are_wrong(error, build):
+                raise
+            message = str(error).partition("\n")[0]
+            raise UnusableArgumentsError(f"{self.name}: {message}") from error
+
+    def _arguments_are_wrong(
+        self, error: Exception, build: Callable[[Implementation], Any]
+    ) -> bool:
+        """Whether that is what an error is about; it may also be a bug, even of ours."""
+        if self.package == OURS:
+            # The errors of tfcdo's checks begin with the argument's name.
+            return any(str(error).startswith(f"{name} ") for name, _ in self.arguments)
+        if not self.arguments:
+            return False
+        try:
+            build(dataclasses.replace(self, arguments=()))
+        except _WRONG_ARGUMENTS:
+            return False
+        return True
+
     def _is_for_nccl(self) -> bool:
         """Whether NCCL is asked for; the copy trees that replace it have a name of their own."""
         if (self.package, self.class_name) != (OURS, _GENERAL):
@@ -120,6 +165,8 @@ def parse(name: str) -> list[Implementation]:
     if name in (OURS, TENSORFLOW, "all"):
         return [found for found in _known() if name in (found.package, "all")]
     package, class_name, arguments = _read_call(name)
+    if class_name == _DEFAULT_OF_STRATEGY and arguments:
+        raise ValueError(f"{name}: a strategy makes it without arguments")
     if class_name not in _classes(package):
         raise ValueError(
             f"no class {class_name!r} in {package}, which has {', '.join(_classes(package))}"
@@ -176,7 +223,7 @@ def _read_call(text: str) -> tuple[str, str, tuple[tuple[str, Any], ...]]:
 
 def _read_arguments(call: ast.Call) -> tuple[tuple[str, Any], ...]:
     """The arguments of a call, which must have names and literal values."""
-    found = []
+    found: list[tuple[str, Any]] = []
     for argument in (*call.args, *call.keywords):
         name = argument.arg if isinstance(argument, ast.keyword) else None
         value = argument.value if isinstance(argument, ast.keyword) else argument
@@ -185,5 +232,7 @@ def _read_arguments(call: ast.Call) -> tuple[tuple[str, Any], ...]:
                 f"cannot read {ast.unparse(argument)!r} in {ast.unparse(call)!r}: arguments are "
                 "written as in num_packs=8"
             )
+        if name in dict(found):
+            raise ValueError(f"{name} is given twice in {ast.unparse(call)!r}")
         found.append((name, value.value))
     return tuple(found)

@@ -125,6 +125,9 @@ def run(
     Returns:
       One measurement each: the implementations' in the order given, the floors', that of packing if
       several values are small and of one shape, the baseline's.
+
+    Raises:
+      implementations.UnusableArgumentsError: if one cannot run with its arguments.
     """
     build = steps.build_eager if settings.eager else steps.build_graph
     # What is subtracted comes first: whatever is built first also pays for what TensorFlow does
@@ -134,7 +137,7 @@ def run(
     built = {BASELINE: build(data, None)}
     for one in compared:
         progress(f"building and checking {one.name}")
-        built[one.name] = build(data, one.reducer(devices.names))
+        built[one.name] = one.make(lambda made: build(data, made.reducer(devices.names)))
     progress("building the floor")
     at_one_place = floor.place(workload, devices)
     floors = floor.passes(devices.names[0])

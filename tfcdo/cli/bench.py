@@ -177,11 +177,14 @@ def bench(
 
     console.print(f"{devices.description}, TensorFlow {tf.__version__}")
     compared = _that_run(list(dict.fromkeys(named)), devices, dtype, console)
-    if fit:
-        return _fit(models, devices, compared, iterations, json_file, console)
-    return _all_reduce(
-        loads, devices, compared, (iterations, warmup, eager), json_file, plot_file, console
-    )
+    try:
+        if fit:
+            return _fit(models, devices, compared, iterations, json_file, console)
+        return _all_reduce(
+            loads, devices, compared, (iterations, warmup, eager), json_file, plot_file, console
+        )
+    except implementations.UnusableArgumentsError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _check_fit(context: click.Context, models: Sequence[str]) -> None:
