@@ -2,8 +2,9 @@
 
     python tests/performance.py docs/performance.md
 
-Each workload is measured by `tfcdo bench` in a process of its own; anew, if others made use of the
-machine meanwhile. It takes a quarter of an hour on two cores, and wants the machine for itself.
+Each workload is measured by `tfcdo bench` in a process of its own; those of the tables anew, if
+others made use of the machine meanwhile. It takes a quarter of an hour on two cores, and wants the
+machine for itself.
 """
 
 from __future__ import annotations
@@ -198,9 +199,9 @@ def page(
         "`tf.add_n` for each 4 MiB. *Pack and unpack*: what TensorFlow's ops take at least to make "
         "one tensor of the small values of one shape on each device and to take it apart, with "
         "nothing added or sent; who does not pack sends each value by itself, which takes longer. "
-        "K is the number of devices. A run in which half of the implementations spread over more "
-        f"than {UNDISTURBED:.0%} of their times was made anew, at most {MAX_TRIES - 1} times; what "
-        "spread least counts.",
+        "K is the number of devices. For the tables, a run in which half of the implementations "
+        f"spread over more than {UNDISTURBED:.0%} of their times was made anew, at most "
+        f"{MAX_TRIES - 1} times, and what spread least counts; the picture is of one run.",
         "",
         *_targets([outcome(one, runs[one.case]["results"]) for one in TARGETS if one.case in runs]),
         "## Over sizes",
