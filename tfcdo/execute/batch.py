@@ -152,7 +152,9 @@ def _as_added(
 
 def _dtype_added(reduce_op: tf.distribute.ReduceOp, reduction: validation.Reduction) -> tf.DType:
     dtype = reduction.values[0].dtype
-    return arithmetic.dtype_of_mean(dtype) if finish_for(reduce_op, reduction).divisor else dtype
+    if reduce_op == tf.distribute.ReduceOp.SUM or not finish_for(reduce_op, reduction).divisor:
+        return dtype
+    return arithmetic.dtype_of_mean(dtype)
 
 
 def _cast(reduction: validation.Reduction, dtype: tf.DType) -> validation.Reduction:
