@@ -31,6 +31,7 @@ from tfcdo.bench import memory
 from tfcdo.bench import profile
 from tfcdo.bench import steps
 from tfcdo.bench import workloads
+from tfcdo.cli import bench_plot
 from tfcdo.cli import bench_report
 from tfcdo.cli import commands
 
@@ -337,12 +338,17 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
             return step
 
         compared = {"a": step_of("a", 1.0), "b": step_of("b", 0.002)}
-        with mock.patch.object(measure.time, "perf_counter", lambda: now):
+        with (
+            mock.patch.object(measure.time, "perf_counter", lambda: now),
+            # As if two threads had computed all the time.
+            mock.patch.object(measure.time, "process_time", lambda: 2 * now),
+        ):
             times = measure.interleave(compared, measure.Settings(iterations=2, warmup=1))
         # After the first round, as many calls of the short step as fill a sample.
         self.assertEqual(taken, [*"ab", *"abbb", *"abbb"])
         self.assertAllClose(times["a"].wall, [1.0, 1.0])
         self.assertAllClose(times["b"].wall, [0.002, 0.002])
+        self.assertAllClose(times["b"].cpu, [0.004, 0.004])
 
     def test_algbw_and_busbw(self):
         one = _measurement("x", "tf", 2e-6)
@@ -529,6 +535,43 @@ class ReportTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(found["machine"]["cores"], 48)
 
 
+class PlotTest(tf.test.TestCase):
+    def test_lines_leave_out_what_is_lost_in_its_spread(self):
+        # 4000 bytes over 4 devices: busbw is 6000 bytes over the time.
+        times = ((1e-6, 0.9e-6), (1e-6, 1.1e-6), (-1e-6, 0.0), (3e-6, 0.0))
+        measured = [
+            dataclasses.replace(_measurement("tfcdo.X", "tfcdo", seconds), spread=spread)
+            for seconds, spread in times
+        ]
+        figure = bench_plot._lines(measured)
+        self.addCleanup(bench_plot.plt.close, figure)
+        (line,) = figure.axes[0].lines
+        self.assertAllClose(line.get_ydata(), [6.0, math.nan, math.nan, 2.0])
+
+    def test_error_bars_are_as_long_as_the_spread(self):
+        measured = dataclasses.replace(_measurement("tfcdo.X", "tfcdo", 5e-3), spread=2e-3)
+        figure = bench_plot._bars([[measured]])
+        self.addCleanup(bench_plot.plt.close, figure)
+        (axes,) = figure.axes
+        (bar,) = axes.patches
+        self.assertAllClose(bar.get_width(), 5.0)
+        ((ends,),) = [bars.get_segments() for bars in axes.collections]
+        self.assertAllClose(ends[:, 0], [4.0, 6.0])
+
+
+class FitTest(tf.test.TestCase):
+    def test_the_second_step_of_each_round_counts(self):
+        one = _implementation("tfcdo.ReductionToOneDevice")
+        # The first step, the call that traces once more, and three rounds of two steps.
+        steps_of_calls = [[70.0], [60.0], [50.0, 1.0], [40.0, 4.0], [30.0, 2.0]]
+        with (
+            mock.patch.object(fit, "_compiled"),
+            mock.patch.object(fit, "_train", side_effect=steps_of_calls),
+        ):
+            (found,) = fit.run("mobilenet", devices_lib.choose(2), [one], 3)
+        self.assertAllClose((found.first_step, found.seconds, found.spread), (70.0, 2.0, 1.5))
+
+
 class CommandTest(parameterized.TestCase, tf.test.TestCase):
     def setUp(self):
         super().setUp()
@@ -591,6 +634,7 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
 
     def test_a_wrong_result_of_tensorflow_is_shown(self):
         status, output, _ = _bench("-b", "4K", "-e", "4K", "-g", "3", "--ops", _TF_HIERARCHICAL)
+        # Only what tfcdo gets wrong fails.
         self.assertEqual(status, 0)
         (row,) = [
             line
@@ -602,7 +646,8 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
     def test_a_wrong_result_of_ours_fails(self):
         with (
             mock.patch.object(tfcdo, "Wrong", _ForgetsTheLastDevice, create=True),
-            mock.patch.object(tfcdo, "__all__", ["Wrong"]),
+            # One that is wrong is enough.
+            mock.patch.object(tfcdo, "__all__", ["Wrong", "ReductionToOneDevice"]),
         ):
             status, output, _ = _bench("-b", "4K", "-e", "4K", "-g", "3", "--ops", "tfcdo")
         self.assertEqual(status, 1, output)
