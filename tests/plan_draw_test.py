@@ -5,6 +5,7 @@ import pathlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -135,9 +136,19 @@ class GanttTest(parameterized.TestCase):
 
     def test_the_bound_is_a_line(self):
         schedule, machine = _plan("dgx1", "hierarchical_copy")
-        axes = _gantt(schedule, machine).axes[0]
-        (line,) = axes.lines
+        figure = _gantt(schedule, machine)
+        (line,) = figure.axes[0].lines
         self.assertAlmostEqual(line.get_xdata()[0], 1e3 * 14 / 48 * 1e8 / 25e9)
+        legend = [text.get_text() for text in figure.legends[0].get_texts()]
+        self.assertIn("bound 1.167 ms", legend)
+
+    def test_there_is_no_line_of_a_bound_that_was_beaten(self):
+        schedule, machine = _plan("dgx1", "hierarchical_copy")
+        with mock.patch.object(simulate, "bound", return_value=1.0):
+            figure = _gantt(schedule, machine)
+        self.assertEmpty(figure.axes[0].lines)
+        legend = [text.get_text() for text in figure.legends[0].get_texts()]
+        self.assertNotIn("bound", " ".join(legend))
 
     def test_nothing_to_transfer(self):
         schedule, machine = _plan("dgx1", "ring", 1)

@@ -118,6 +118,7 @@ def gantt(
       ['0 out', '1 in']
     """
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     timeline = simulate.simulate(schedule, topology)
     lanes = _lanes(timeline, topology)
@@ -138,9 +139,19 @@ def gantt(
     axes.spines[["top", "right"]].set_visible(False)
     _write_busy_times(axes, [tasks for _, tasks in shown], timeline.seconds)
     bound = simulate.bound(topology, schedule.size)
+    entries = _explain_bars(schedule, colors)
     if 0 < bound <= timeline.seconds:
-        axes.axvline(bound / unit, color="black", linestyle="--", linewidth=1)
-    _explain_bars(figure, schedule, colors, bound, len(lanes) - len(shown))
+        label = f"bound {format_seconds(bound)}"
+        line = axes.axvline(bound / unit, color="black", linestyle="--", linewidth=1, label=label)
+        entries.append(line)
+    if len(lanes) > len(shown):
+        left_out = f"{len(lanes) - len(shown)} more lanes not shown"
+        entries.append(Patch(color="none", label=left_out))
+    figure.legend(
+        handles=entries, loc="outside lower center", ncols=len(entries), fontsize=8, frameon=False,
+        title="a bar is one copy of one pack, with its number", title_fontsize=8,
+        handlelength=1.2, columnspacing=1.2,
+    )  # fmt: skip
     return figure
 
 
@@ -505,27 +516,10 @@ def _write_busy_times(axes: Axes, lanes: Sequence[Sequence[simulate.Task]], seco
     axes.text(1.005, 1.0, "busy", transform=axes.transAxes, fontsize=8, va="bottom")
 
 
-def _explain_bars(
-    figure: Figure,
-    schedule: schedule_lib.Schedule,
-    colors: Sequence[Color],
-    bound: float,
-    left_out: int,
-) -> None:
-    from matplotlib.lines import Line2D
+def _explain_bars(schedule: schedule_lib.Schedule, colors: Sequence[Color]) -> list[Any]:
+    """Entries of a legend."""
     from matplotlib.patches import Patch
 
     roots = sorted({pack.tree.root for pack in schedule.packs})
-    entries: list[Any] = [
-        Patch(color=colors[root], label=f"summed on {root}") for root in roots[:16]
-    ]
-    entries.append(Patch(color=_paler((0.3, 0.3, 0.3)), label="pale: the sum, on its way down"))
-    label = f"bound {format_seconds(bound)}"
-    entries.append(Line2D([], [], color="black", linestyle="--", linewidth=1, label=label))
-    if left_out:
-        entries.append(Patch(color="none", label=f"{left_out} more lanes not shown"))
-    figure.legend(
-        handles=entries, loc="outside lower center", ncols=len(entries), fontsize=8, frameon=False,
-        title="a bar is one copy of one pack, with its number", title_fontsize=8,
-        handlelength=1.2, columnspacing=1.2,
-    )  # fmt: skip
+    pale = Patch(color=_paler((0.3, 0.3, 0.3)), label="pale: the sum, on its way down")
+    return [*(Patch(color=colors[root], label=f"summed on {root}") for root in roots[:16]), pale]
