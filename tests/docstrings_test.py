@@ -1,0 +1,61 @@
+"""The examples in the docstrings of what users call, run as they stand there."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import os
+import pkgutil
+import tempfile
+from unittest import mock
+
+import testing_utils as tu
+from absl.testing import absltest
+from absl.testing import parameterized
+
+import tfcdo.plan
+
+# Those that nobody calls but their neighbours. virtual_devices is no case either: its example must
+# come before TensorFlow starts.
+_WITHOUT_EXAMPLES = {"forest_store", "make_presets", "topology_json"}
+_MODULES = (
+    *(
+        f"tfcdo.plan.{module.name}"
+        for module in pkgutil.iter_modules(tfcdo.plan.__path__)
+        if module.name not in _WITHOUT_EXAMPLES
+    ),
+    "tfcdo.bench.implementations",
+    "tfcdo.bench.workloads",
+    "tfcdo.cross_device_ops",
+    "tfcdo.nccl",
+    "tfcdo.topology",
+)
+
+
+class DocstringsTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        # Trees that were found on this machine before are no business of a test.
+        stack.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=folder))
+        # Another test file of this process may have loaded NCCL's kernel for CPUs.
+        stack.enter_context(tu.kernels_for("GPU"))
+
+    @parameterized.parameters(*_MODULES)
+    def test_examples_of(self, name: str):
+        told: list[str] = []
+        runner = doctest.DocTestRunner(verbose=False)
+        for examples in doctest.DocTestFinder().find(importlib.import_module(name)):
+            runner.run(examples, out=told.append)
+        self.assertEqual(runner.failures, 0, "".join(told))
+        self.assertGreater(runner.tries, 0, f"{name} has no example")
+
+    def test_there_are_modules(self):
+        self.assertContainsSubset(["tfcdo.plan.schedule", "tfcdo.plan.tree"], _MODULES)
+
+
+if __name__ == "__main__":
+    absltest.main()
