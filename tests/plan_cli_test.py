@@ -212,6 +212,7 @@ class WrongTest(parameterized.TestCase):
         ("'' is neither a file nor a known machine: dgx1, ", "-t", ""),
         ("num_devices of 'dgx1' must be at most 8", "-t", "dgx1:9"),
         ("num_devices must be at least 1", "-t", "nvswitch:0"),
+        ("'nvswitch:9999999999' is neither", "-t", "nvswitch:9999999999"),
         ("'dgx1:many' is neither", "-t", "dgx1:many"),
         ("--devices: .*0 to 7; got \\[0, 8\\]", "-t", "dgx1", "-d", "0,8"),
         ("--devices: .*different devices", "-t", "dgx1", "-d", "1,1"),

@@ -24,7 +24,7 @@ from tfcdo.plan import topology as topology_lib
 # Below this many columns, only those that say how fast an algorithm is and why.
 _WIDE = 98
 _ALWAYS_SHOWN = ("Fullest link", "Time", "Time / bound")
-# A device's. Of thousands of digits, Python would make no int.
+# Of a device, or of devices. Of thousands of digits, Python would make no int.
 _NUMBER = r"\d{1,9}"
 
 
@@ -53,7 +53,7 @@ class Machine(click.ParamType):
         """Reads it."""
         name, _, count = str(value).partition(":")
         try:
-            if name in topology_lib.PRESETS and re.fullmatch(r"\d*", count):
+            if name in topology_lib.PRESETS and re.fullmatch(f"({_NUMBER})?", count):
                 return topology_lib.preset(name, int(count) if count else None)
         except ValueError as error:
             self.fail(str(error))
