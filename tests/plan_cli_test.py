@@ -171,6 +171,25 @@ class PlanTest(parameterized.TestCase):
         self.assertIn(f"Drew auto: {auto} in {path}", output)
         self.assertIn(f"auto: {auto} on nvswitch", path.read_text(encoding="utf-8"))
 
+    @parameterized.parameters("ring", "auto")
+    def test_the_chosen_algorithm_stands_out(self, chosen: str):
+        machine = topology_lib.preset("pcie")
+        schedules = {
+            name: algorithms.make_schedule(name, machine, 10**6) for name in ("ring", "auto")
+        }
+        output = io.StringIO()
+        console = rich_console.Console(
+            file=output, width=120, force_terminal=True, color_system="standard"
+        )
+        plan._show(schedules, chosen, machine, 10**6, console)
+        rows = [line for line in output.getvalue().splitlines() if "│" in line]
+        (bold,) = [row for row in rows if "\x1b[1m" in row]
+        self.assertIn(chosen, bold)
+
+    def test_an_algorithm_alone_changes_no_word(self):
+        table = self.plan("-t", "pcie", "-b", "1M")
+        self.assertEqual(self.plan("-t", "pcie", "-b", "1M", "-a", "ring"), table)
+
     @parameterized.parameters(60, 80, 97, 98, 120)
     def test_the_table_fits(self, width: int):
         machine = topology_lib.preset("dgx1")
@@ -179,7 +198,7 @@ class PlanTest(parameterized.TestCase):
         }
         output = io.StringIO()
         console = rich_console.Console(file=output, width=width)
-        plan._show(schedules, machine, 10**8, console)
+        plan._show(schedules, "auto", machine, 10**8, console)
         self.assertNotIn("…", output.getvalue())
         auto = algorithms.fastest_algorithm(machine, 10**8)
         for shown in ("ring", f"auto: {auto}", "host 0→1", "Time / bound", "18.41 ms", "15.780"):
@@ -211,6 +230,7 @@ class WrongTest(parameterized.TestCase):
         ("--topology.*'dgx9' is neither a file nor a known machine: dgx1, ", "-t", "dgx9"),
         ("'' is neither a file nor a known machine: dgx1, ", "-t", ""),
         ("num_devices of 'dgx1' must be at most 8", "-t", "dgx1:9"),
+        ("num_devices of 'nvswitch' must be at most 512", "-t", "nvswitch:99999"),
         ("num_devices must be at least 1", "-t", "nvswitch:0"),
         ("'nvswitch:9999999999' is neither", "-t", "nvswitch:9999999999"),
         ("'dgx1:many' is neither", "-t", "dgx1:many"),
@@ -225,8 +245,6 @@ class WrongTest(parameterized.TestCase):
         ("there is no folder 'no'", "-t", "dgx1", "--gantt", "no/a.png"),
         ("--bytes': there can be at most", "-t", "dgx1", "-b", "9" * 400),
         ("9' is no list of device numbers", "-t", "dgx1", "-d", "0," + "9" * 5000),
-        ("--algorithm has no effect without --draw, ", "-t", "dgx1", "-a", "ring"),
-        ("--algorithm has no effect", "-t", "dgx1", "-a", "auto"),
         ("both are a.png", "-t", "dgx1", "--draw", "./a.png", "--gantt", "a.png"),
     )
     def test_argument(self, pattern: str, *arguments: str):

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
-from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
@@ -116,7 +115,7 @@ class Machine(click.ParamType):
     type=click.Choice(algorithms.ALGORITHMS),
     default="auto",
     show_default=True,
-    help="The algorithm that is drawn, or written with --json.",
+    help="The algorithm whose row stands out, and that is drawn or printed.",
 )
 @click.option(
     "--draw",
@@ -131,9 +130,7 @@ class Machine(click.ParamType):
     help="Draw the transfers over time: .png or .svg",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the schedule instead of the table.")
-@click.pass_context
 def plan(
-    context: click.Context,
     topology: topology_lib.Topology,
     num_bytes: int,
     devices: tuple[int, ...] | None,
@@ -147,11 +144,6 @@ def plan(
     Each algorithm's copies are simulated: a link carries one at a time, as fast as it can, after
     the link's latency. The last column compares with the bound of the direct links.
     """
-    chosen_by_hand = context.get_parameter_source("algorithm") is ParameterSource.COMMANDLINE
-    if chosen_by_hand and not (trees_file or gantt_file or as_json):
-        raise click.UsageError(
-            "--algorithm has no effect without --draw, --gantt or --json: the table has all"
-        )
     if trees_file and gantt_file and trees_file.resolve() == gantt_file.resolve():
         raise click.UsageError(f"--draw and --gantt need different files; both are {gantt_file}")
     if trees_file or gantt_file:
@@ -172,7 +164,7 @@ def plan(
     if as_json:
         click.echo(_as_json(chosen, topology, algorithm))
     else:
-        _show(schedules, topology, num_bytes, console)
+        _show(schedules, algorithm, topology, num_bytes, console)
     if trees_file or gantt_file:
         drawn = _full_name(algorithm, topology, num_bytes)
         _draw(chosen, topology, drawn, trees_file, gantt_file)
@@ -183,6 +175,7 @@ def plan(
 
 def _show(
     schedules: dict[str, schedule_lib.Schedule],
+    chosen: str,
     topology: topology_lib.Topology,
     num_bytes: int,
     console: Console,
@@ -216,7 +209,7 @@ def _show(
         table.add_row(
             _full_name(name, topology, num_bytes),
             *(cell for heading, cell in zip(headings, cells, strict=True) if heading in shown),
-            style="bold" if name == "auto" else None,
+            style="bold" if name == chosen else None,
         )
     console.print(table)
 

@@ -654,6 +654,8 @@ _SCALABLE: Mapping[str, Callable[..., Topology]] = {
     "fully_connected": fully_connected,
 }
 PRESETS: tuple[str, ...] = (*_FIXED, *_SCALABLE)
+# Every two devices have a link: more would be a mistake, and fill the memory.
+_MOST_DEVICES = 512
 
 
 def preset(name: str, num_devices: int | None = None) -> Topology:
@@ -683,16 +685,13 @@ def preset(name: str, num_devices: int | None = None) -> Topology:
 # Behind the check, because to the cache True and 1.0 are the same as 1.
 @functools.lru_cache(maxsize=64)
 def _preset(name: str, num_devices: int | None) -> Topology:
-    if name in _SCALABLE:
-        make = _SCALABLE[name]
-        return make() if num_devices is None else make(num_devices)
-    if name not in _FIXED:
+    if name not in PRESETS:
         raise ValueError(f"unknown topology {name!r}; known are {', '.join(PRESETS)}")
-    machine = _FIXED[name]()
     if num_devices is None:
-        return machine
-    if num_devices > machine.num_devices:
-        raise ValueError(
-            f"num_devices of {name!r} must be at most {machine.num_devices}; got {num_devices}"
-        )
-    return machine.subset(range(num_devices))
+        return (_SCALABLE | _FIXED)[name]()
+    most = _MOST_DEVICES if name in _SCALABLE else _FIXED[name]().num_devices
+    if num_devices > most:
+        raise ValueError(f"num_devices of {name!r} must be at most {most}; got {num_devices}")
+    if name in _SCALABLE:
+        return _SCALABLE[name](num_devices)
+    return _FIXED[name]().subset(range(num_devices))
