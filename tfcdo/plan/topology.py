@@ -687,11 +687,12 @@ def preset(name: str, num_devices: int | None = None) -> Topology:
 def _preset(name: str, num_devices: int | None) -> Topology:
     if name not in PRESETS:
         raise ValueError(f"unknown topology {name!r}; known are {', '.join(PRESETS)}")
+    machine = {**_FIXED, **_SCALABLE}[name]()
     if num_devices is None:
-        return (_SCALABLE | _FIXED)[name]()
-    most = _MOST_DEVICES if name in _SCALABLE else _FIXED[name]().num_devices
+        return machine
+    most = _MOST_DEVICES if name in _SCALABLE else machine.num_devices
     if num_devices > most:
         raise ValueError(f"num_devices of {name!r} must be at most {most}; got {num_devices}")
     if name in _SCALABLE:
         return _SCALABLE[name](num_devices)
-    return _FIXED[name]().subset(range(num_devices))
+    return machine.subset(range(num_devices))
