@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo import validation
+from tfcdo.plan import checks
 
 OP = "NcclAllReduce"
 
@@ -55,10 +56,7 @@ def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
       False
     """
     dtype = tf.as_dtype(dtype)
-    listed = isinstance(devices, Iterable) and not isinstance(devices, str)
-    names = tuple(devices) if listed else ()
-    if not names:
-        raise ValueError(f"devices must be a list of at least one device name; got {devices!r}")
+    names = checks.check_device_list(devices)
     for name in names:
         if name != "":
             validation.check_device("each of devices", name)

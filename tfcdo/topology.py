@@ -7,9 +7,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tfcdo import log
+from tfcdo.plan import checks
 from tfcdo.plan import topology as topology_lib
 from tfcdo.plan.topology import PRESETS
 from tfcdo.plan.topology import Topology
@@ -51,10 +52,7 @@ def detect(devices: Sequence[str]) -> Topology:
       >>> detect(["/device:CPU:0", "/device:CPU:1"]).name
       'shared_memory'
     """
-    listed = isinstance(devices, Iterable) and not isinstance(devices, str)
-    names = tuple(devices) if listed else ()
-    if not names:
-        raise ValueError(f"devices must be a list of at least one device name; got {devices!r}")
+    names = checks.check_device_list(devices)
     for device in names:
         if not isinstance(device, str):
             raise ValueError(

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcdo import tf_internals
+from tfcdo.plan import checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +57,9 @@ def check_count(name: str, value: Any) -> int:
       TypeError: if it is no int, of Python's or numpy's; a bool is none either.
       ValueError: if it is negative.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be an int; got {value!r} of type {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"{name} must be at least 0; got {value}")
-    return int(value)
+    count = int(value) if isinstance(value, np.integer) else value
+    checks.check_int(name, count, at_least=0)
+    return count
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

@@ -1,6 +1,9 @@
-"""Checks of numbers that callers pass, so that the same mistake is told in the same words."""
+"""Checks of what callers pass, so that the same mistake is told in the same words."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 
 def check_int(name: str, value: object, at_least: int, at_most: int | None = None) -> None:
@@ -29,6 +32,29 @@ def check_int(name: str, value: object, at_least: int, at_most: int | None = Non
     if value < at_least or (at_most is not None and value > at_most):
         accepted = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
         raise ValueError(f"{name} must be {accepted}; got {value}")
+
+
+def check_device_list(devices: Any) -> tuple[Any, ...]:
+    """The argument `devices` as a tuple, if it lists at least one; what it lists is not looked at.
+
+    Args:
+      devices: any iterable, read once. A text is none: it would be a list of letters.
+
+    Returns:
+      What it holds.
+
+    Raises:
+      ValueError: if it is no iterable, or empty.
+
+    Example:
+      >>> check_device_list(f"/cpu:{number}" for number in range(2))
+      ('/cpu:0', '/cpu:1')
+    """
+    listed = isinstance(devices, Iterable) and not isinstance(devices, str)
+    found = tuple(devices) if listed else ()
+    if not found:
+        raise ValueError(f"devices must be a list of at least one device name; got {devices!r}")
+    return found
 
 
 def check_sizes(num_bytes: object, num_packs: object) -> None:
