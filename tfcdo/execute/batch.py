@@ -152,9 +152,7 @@ def _as_added(
 
 def _dtype_added(reduce_op: tf.distribute.ReduceOp, reduction: validation.Reduction) -> tf.DType:
     dtype = reduction.values[0].dtype
-    if reduce_op == tf.distribute.ReduceOp.SUM or not finish_for(reduce_op, reduction).divisor:
-        return dtype
-    return arithmetic.dtype_of_mean(dtype)
+    return arithmetic.dtype_of_mean(dtype) if _is_mean(reduce_op, reduction) else dtype
 
 
 def _cast(reduction: validation.Reduction, dtype: tf.DType) -> validation.Reduction:
@@ -171,10 +169,14 @@ def finish_for(
     reduce_op: tf.distribute.ReduceOp, reduction: validation.Reduction
 ) -> arithmetic.Finish:
     """What is done to a sum of this reduction's values where it was formed."""
-    count = len(reduction.values)
+    return arithmetic.Finish(len(reduction.values) if _is_mean(reduce_op, reduction) else None)
+
+
+def _is_mean(reduce_op: tf.distribute.ReduceOp, reduction: validation.Reduction) -> bool:
     # One replica that keeps its value keeps its dtype too; any other mean of integers is a float.
-    mean = reduce_op == tf.distribute.ReduceOp.MEAN and not (count == 1 and reduction.all_reduce)
-    return arithmetic.Finish(count if mean else None)
+    return reduce_op == tf.distribute.ReduceOp.MEAN and not (
+        len(reduction.values) == 1 and reduction.all_reduce
+    )
 
 
 def _in_groups(
