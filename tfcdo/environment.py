@@ -1,0 +1,37 @@
+"""The environment variables by which `tfcdo launch` tells a worker about its run."""
+
+from __future__ import annotations
+
+import os
+
+# How many devices this worker trains on: the default of MultiWorkerMirroredStrategy's argument
+# `devices_per_worker`.
+DEVICES_PER_WORKER = "TFCDO_DEVICES_PER_WORKER"
+# How often `tfcdo launch --max-restarts` has started the workers again: 0 in the first run.
+RESTART_COUNT = "TFCDO_RESTART_COUNT"
+
+
+def devices_per_worker() -> int | None:
+    """Returns the number of devices that the launcher gave this worker.
+
+    Returns:
+      `TFCDO_DEVICES_PER_WORKER` as a number, or None if it is not set or empty: the worker then
+      uses the devices that TensorFlow shows.
+
+    Raises:
+      ValueError: If the variable is not a positive number.
+
+    Example:
+      >>> os.environ["TFCDO_DEVICES_PER_WORKER"] = "2"
+      >>> devices_per_worker()
+      2
+    """
+    text = os.environ.get(DEVICES_PER_WORKER, "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise ValueError(
+            f"the environment variable {DEVICES_PER_WORKER} must be a positive number of devices; "
+            f"got {text!r}"
+        )
+    return int(text)
