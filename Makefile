@@ -41,14 +41,14 @@ coverage: $(VENV)/.installed-dev ## Run all tests and show which branches of tfc
 	@$(BIN)/coverage report
 
 compat: $(VENV)/.installed-dev ## Run TensorFlow's classes and tfcdo's side by side: docs/compat.md
-	@$(BIN)/python tests/compat.py docs/compat.md
+	@$(BIN)/python tools/compat.py docs/compat.md
 
 bench: $(VENV)/.installed-dev ## Measure everything on this machine, alone on it: docs/performance.md
-	@$(BIN)/python tests/performance.py docs/performance.md
+	@$(BIN)/python tools/performance.py docs/performance.md
 
 clean: ## Remove .venv and all that the other targets made
 	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find tfcdo tests pip_package -name __pycache__ -prune -exec rm -rf {} +
+	find tfcdo tests tools pip_package -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment. A stamp names the extra that is installed and is as old as the pyproject.toml
 # it was read from, so a second run of a target has nothing to install.
@@ -71,4 +71,10 @@ $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 	    done
 	@echo " done"
 	@touch $@
-	@[ $* != dev ] || touch $(VENV)/.installed-demo
+	@[ $* != dev ] || { touch $(VENV)/.installed-demo; $(MAKE) --no-print-directory test-path; }
+
+# A test file finds its helpers when it runs alone, too: python tests/plan/packing_test.py
+.PHONY: test-path
+test-path:
+	@printf '%s\n' $(CURDIR)/tests/helpers $(CURDIR)/tools \
+	  >"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tfcdo_tests.pth"

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from tfcdo.cross_device_ops import HierarchicalCopyAllReduce
     from tfcdo.cross_device_ops import NcclAllReduce
     from tfcdo.cross_device_ops import ReductionToOneDevice
-    from tfcdo.nccl import NcclStatus
-    from tfcdo.nccl import nccl_status
+    from tfcdo.execute.nccl import NcclStatus
+    from tfcdo.execute.nccl import nccl_status
 
 __all__ = [
     "AllReduceCrossDeviceOps",
@@ -38,9 +38,9 @@ _MODULES = {
     "AutoAllReduce": "tfcdo.cross_device_ops",
     "HierarchicalCopyAllReduce": "tfcdo.cross_device_ops",
     "NcclAllReduce": "tfcdo.cross_device_ops",
-    "NcclStatus": "tfcdo.nccl",
+    "NcclStatus": "tfcdo.execute.nccl",
     "ReductionToOneDevice": "tfcdo.cross_device_ops",
-    "nccl_status": "tfcdo.nccl",
+    "nccl_status": "tfcdo.execute.nccl",
 }
 
 

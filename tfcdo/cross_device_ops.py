@@ -13,13 +13,25 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo import validation
 from tfcdo.execute import batch
 from tfcdo.execute import gather
 from tfcdo.execute import one_device
+from tfcdo.execute.reduction import Reduction
+from tfcdo.execute.reduction import check_broadcast
+from tfcdo.execute.reduction import check_choice
+from tfcdo.execute.reduction import check_count
+from tfcdo.execute.reduction import check_device
+from tfcdo.execute.reduction import check_gather
+from tfcdo.execute.reduction import check_numeric
+from tfcdo.execute.reduction import check_options
+from tfcdo.execute.reduction import check_pair
+from tfcdo.execute.reduction import check_pairs
+from tfcdo.execute.reduction import check_reduce_op
+from tfcdo.execute.reduction import devices_of
+from tfcdo.execute.reduction import existing_device
 from tfcdo.plan import algorithms
 from tfcdo.plan import packing
-from tfcdo.plan import topology as topology_lib
+from tfcdo.topology.topology import Topology
 
 # A tf.function rewrites the Python that it calls, for tensors in `if` and `for`. There are none
 # here, so rewriting all of tfcdo would only make tracing slow.
@@ -54,7 +66,7 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
     ) -> None:
         super().__init__()
         if reduce_to_device is not None:
-            validation.check_device("reduce_to_device", reduce_to_device)
+            check_device("reduce_to_device", reduce_to_device)
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise TypeError(
                 "accumulation_fn must be a callable from a list of tensors to a tensor, or None; "
@@ -92,9 +104,9 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
         options: Any,
     ) -> Any:
         """Reduces one value; see `reduce`."""
-        validation.check_reduce_op(reduce_op)
-        validation.check_options(options)
-        return self._reduce(reduce_op, [validation.check_pair(per_replica_value, destinations)])[0]
+        check_reduce_op(reduce_op)
+        check_options(options)
+        return self._reduce(reduce_op, [check_pair(per_replica_value, destinations)])[0]
 
     def batch_reduce_implementation(
         self,
@@ -103,9 +115,9 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
         options: Any,
     ) -> list[Any]:
         """Reduces several values; see `batch_reduce`."""
-        validation.check_reduce_op(reduce_op)
-        validation.check_options(options)
-        return self._reduce(reduce_op, validation.check_pairs(value_destination_pairs))
+        check_reduce_op(reduce_op)
+        check_options(options)
+        return self._reduce(reduce_op, check_pairs(value_destination_pairs))
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to each destination; see `broadcast`."""
@@ -114,17 +126,17 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
     def _gather_implementation(
         self, per_replica_value: Any, destinations: Any, axis: Any, options: Any
     ) -> Any:
-        validation.check_options(options)
-        reduction = validation.check_gather(per_replica_value, destinations, axis)
+        check_options(options)
+        reduction = check_gather(per_replica_value, destinations, axis)
         return _gather_on_one_device(reduction, axis, self._root_of()(reduction))
 
     def _reduce(
-        self, reduce_op: tf.distribute.ReduceOp, reductions: Sequence[validation.Reduction]
+        self, reduce_op: tf.distribute.ReduceOp, reductions: Sequence[Reduction]
     ) -> list[Any]:
         root_of = self._root_of()
         # What an accumulation_fn makes of other dtypes is its own business, unless it is divided.
         if self.accumulation_fn is None or reduce_op == tf.distribute.ReduceOp.MEAN:
-            validation.check_numeric(reductions)
+            check_numeric(reductions)
         if self.accumulation_fn is None:
             return batch.reduce_on_roots(reduce_op, reductions, root_of)
         return [
@@ -142,11 +154,11 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
             raise TypeError(f"accumulation_fn must return a tensor; it returned {total!r}")
         return total
 
-    def _root_of(self) -> Callable[[validation.Reduction], str]:
+    def _root_of(self) -> Callable[[Reduction], str]:
         """What tells the device that a value is reduced on."""
         if self.reduce_to_device is None:
             return lambda reduction: reduction.destinations[0]
-        root = validation.existing_device("reduce_to_device", self.reduce_to_device)
+        root = existing_device("reduce_to_device", self.reduce_to_device)
         return lambda reduction: root
 
 
@@ -190,22 +202,22 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
         *,
-        topology: topology_lib.Topology | None = None,
+        topology: Topology | None = None,
         strict: bool = False,
     ) -> None:
         super().__init__()
-        validation.check_choice("all_reduce_alg", all_reduce_alg, ("nccl", *algorithms.ALGORITHMS))
-        if topology is not None and not isinstance(topology, topology_lib.Topology):
+        check_choice("all_reduce_alg", all_reduce_alg, ("nccl", *algorithms.ALGORITHMS))
+        if topology is not None and not isinstance(topology, Topology):
             raise TypeError(f"topology must be a tfcdo.topology.Topology or None; got {topology!r}")
         if not isinstance(strict, bool):
             raise TypeError(f"strict must be True or False; got {strict!r}")
         nccl = all_reduce_alg == "nccl"
-        self._method = batch.Method(
+        self._method = batch.AllReduceConfig(
             algorithm="hierarchical_copy" if nccl else all_reduce_alg,
-            packing=packing.Packing(
-                validation.check_count("num_packs", num_packs),
-                validation.check_count("agg_small_grads_max_bytes", agg_small_grads_max_bytes),
-                validation.check_count("agg_small_grads_max_group", agg_small_grads_max_group),
+            packing=packing.PackingOptions(
+                check_count("num_packs", num_packs),
+                check_count("agg_small_grads_max_bytes", agg_small_grads_max_bytes),
+                check_count("agg_small_grads_max_group", agg_small_grads_max_group),
             ),
             topology=topology,
             nccl=nccl,
@@ -273,9 +285,9 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
         options: Any,
     ) -> Any:
         """Reduces one value; see `reduce`."""
-        validation.check_reduce_op(reduce_op)
+        check_reduce_op(reduce_op)
         method = self._method_with(options)
-        reduction = validation.check_pair(per_replica_value, destinations)
+        reduction = check_pair(per_replica_value, destinations)
         return _reduce(reduce_op, [reduction], method)[0]
 
     def batch_reduce_implementation(
@@ -285,9 +297,9 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
         options: Any,
     ) -> list[Any]:
         """Reduces several values together; see `batch_reduce`."""
-        validation.check_reduce_op(reduce_op)
+        check_reduce_op(reduce_op)
         method = self._method_with(options)
-        return _reduce(reduce_op, validation.check_pairs(value_destination_pairs), method)
+        return _reduce(reduce_op, check_pairs(value_destination_pairs), method)
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to each destination; see `broadcast`."""
@@ -296,20 +308,20 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
     def _gather_implementation(
         self, per_replica_value: Any, destinations: Any, axis: Any, options: Any
     ) -> Any:
-        validation.check_options(options)
-        reduction = validation.check_gather(per_replica_value, destinations, axis)
+        check_options(options)
+        reduction = check_gather(per_replica_value, destinations, axis)
         self._method.check_topology([reduction])
-        if not reduction.all_reduce:
+        if not reduction.is_all_reduce:
             return _gather_on_one_device(reduction, axis, reduction.destinations[0])
         tree = self._method.plan([packing.UNKNOWN], reduction.devices).packs[0].tree
         gathered = gather.all_gather(tree, reduction.values, reduction.devices, axis)
         return batch.in_destination_order(gathered, reduction)
 
-    def _method_with(self, options: Any) -> batch.Method:
-        validation.check_options(options)
+    def _method_with(self, options: Any) -> batch.AllReduceConfig:
+        check_options(options)
         if options is None or not options.bytes_per_pack:
             return self._method
-        most = validation.check_count("options.bytes_per_pack", options.bytes_per_pack)
+        most = check_count("options.bytes_per_pack", options.bytes_per_pack)
         packs = dataclasses.replace(self._method.packing, bytes_per_pack=most)
         return dataclasses.replace(self._method, packing=packs)
 
@@ -338,7 +350,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         self,
         num_packs: int = 1,
         *,
-        topology: topology_lib.Topology | None = None,
+        topology: Topology | None = None,
         strict: bool = False,
     ) -> None:
         super().__init__("nccl", num_packs, topology=topology, strict=strict)
@@ -365,9 +377,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
       ...     ["/cpu:0"], cross_device_ops=HierarchicalCopyAllReduce(num_packs=2))
     """
 
-    def __init__(
-        self, num_packs: int = 1, *, topology: topology_lib.Topology | None = None
-    ) -> None:
+    def __init__(self, num_packs: int = 1, *, topology: Topology | None = None) -> None:
         super().__init__("hierarchical_copy", num_packs, topology=topology)
 
 
@@ -391,27 +401,27 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
       >>> strategy = tf.distribute.MirroredStrategy(["/cpu:0"], cross_device_ops=AutoAllReduce())
     """
 
-    def __init__(self, *, topology: topology_lib.Topology | None = None) -> None:
+    def __init__(self, *, topology: Topology | None = None) -> None:
         super().__init__("auto", topology=topology)
         own_packs = dataclasses.replace(self._method.packing, num_packs=None)
         self._method = dataclasses.replace(self._method, packing=own_packs)
 
 
 def _broadcast(tensor: Any, destinations: Any) -> Any:
-    devices = validation.devices_of(destinations)
-    return tf_internals.mirrored(one_device.copy_to(validation.check_broadcast(tensor), devices))
+    devices = devices_of(destinations)
+    return tf_internals.mirrored(one_device.copy_to(check_broadcast(tensor), devices))
 
 
 def _reduce(
     reduce_op: tf.distribute.ReduceOp,
-    reductions: Sequence[validation.Reduction],
-    method: batch.Method,
+    reductions: Sequence[Reduction],
+    method: batch.AllReduceConfig,
 ) -> list[Any]:
-    validation.check_numeric(reductions)
+    check_numeric(reductions)
     return batch.reduce(reduce_op, reductions, method)
 
 
-def _gather_on_one_device(reduction: validation.Reduction, axis: Any, device: str) -> Any:
+def _gather_on_one_device(reduction: Reduction, axis: Any, device: str) -> Any:
     with tf.device(device):
         gathered = tf.concat(list(reduction.values), axis)
     return tf_internals.mirrored(one_device.copy_to(gathered, reduction.destinations))

@@ -12,9 +12,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcdo.bench import devices as devices_lib
 from tfcdo.bench import implementations
 from tfcdo.bench import workloads
+from tfcdo.bench.devices import Devices
 
 _SEED = 7
 _CLASSES = 10
@@ -74,7 +74,7 @@ def num_pieces(num_implementations: int, rounds: int) -> int:
 
 def run(
     model: str,
-    devices: devices_lib.Devices,
+    devices: Devices,
     compared: Sequence[implementations.Implementation],
     rounds: int,
     progress: Callable[[str], None] = lambda _: None,
@@ -112,9 +112,7 @@ def run(
     ]
 
 
-def _start(
-    model: str, devices: devices_lib.Devices, one: implementations.Implementation
-) -> tuple[Any, float]:
+def _start(model: str, devices: Devices, one: implementations.Implementation) -> tuple[Any, float]:
     """A model, and the seconds of its first step."""
     made = _compiled(model, one.strategy(devices.names))
     return made, _train(made, devices, 1)[0]
@@ -128,7 +126,7 @@ def _compiled(model: str, strategy: tf.distribute.Strategy) -> Any:
     return made
 
 
-def _train(model: Any, devices: devices_lib.Devices, steps: int) -> list[float]:
+def _train(model: Any, devices: Devices, steps: int) -> list[float]:
     count = _IMAGES_PER_DEVICE * len(devices.names)
     generator = np.random.default_rng(_SEED)
     images = generator.random((steps * count, *_IMAGE), np.float32)
@@ -141,7 +139,7 @@ def _train(model: Any, devices: devices_lib.Devices, steps: int) -> list[float]:
 
 def _measurement(
     model: str,
-    devices: devices_lib.Devices,
+    devices: Devices,
     one: implementations.Implementation,
     times: Sequence[float],
     first: float,

@@ -14,17 +14,17 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.bench import devices as devices_lib
 from tfcdo.bench import implementations
 from tfcdo.bench import steps
 from tfcdo.bench import workloads
+from tfcdo.bench.devices import Devices
 
 # Large enough that a call costs nothing beside it. Much larger tensors would have their memory
 # fetched from the system anew in each step.
 _PIECE = 2**20
 
 
-def place(workload: workloads.Workload, devices: devices_lib.Devices) -> steps.Data:
+def place(workload: workloads.Workload, devices: Devices) -> steps.Data:
     """Makes values of the same bytes, as cheap to add as can be: in few pieces, on one device.
 
     Args:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfcdo.bench import devices as devices_lib
 from tfcdo.bench import floor
 from tfcdo.bench import implementations
 from tfcdo.bench import memory
 from tfcdo.bench import steps
 from tfcdo.bench import workloads
+from tfcdo.bench.devices import Devices
 
 # Told after each piece of work what comes next.
 Progress = Callable[[str], None]
@@ -108,7 +108,7 @@ def num_pieces(settings: Settings, num_implementations: int) -> int:
 
 def run(
     workload: workloads.Workload,
-    devices: devices_lib.Devices,
+    devices: Devices,
     compared: Sequence[implementations.Implementation],
     settings: Settings,
     progress: Progress = lambda _: None,
@@ -196,7 +196,7 @@ def _sample(step: steps.Step, calls: int) -> Times:
 
 
 def _measurement(
-    what: tuple[workloads.Workload, devices_lib.Devices],
+    what: tuple[workloads.Workload, Devices],
     name: str,
     kind: str,
     times: Mapping[str, Times],

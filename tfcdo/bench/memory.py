@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfcdo.bench import devices as devices_lib
 from tfcdo.bench import steps
+from tfcdo.bench.devices import Devices
 
 
-def peak_of(step: steps.Step, devices: devices_lib.Devices) -> int | None:
+def peak_of(step: steps.Step, devices: Devices) -> int | None:
     """Runs a step once and asks TensorFlow's allocators.
 
     Args:

@@ -12,9 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.bench import devices as devices_lib
 from tfcdo.bench import implementations
 from tfcdo.bench import workloads
+from tfcdo.bench.devices import Devices
 
 # `[d][v]`: value `v` as device `d` holds it.
 Held = list[list[tf.Tensor]]
@@ -40,7 +40,7 @@ class Data:
     """
 
     workload: workloads.Workload
-    devices: devices_lib.Devices
+    devices: Devices
     together: tuple[tuple[int, ...], ...]
     variables: tuple[tuple[tf.Variable, ...], ...]
     sums: tuple[np.ndarray, ...]
@@ -75,7 +75,7 @@ class Data:
         )
 
 
-def place(workload: workloads.Workload, devices: devices_lib.Devices) -> Data:
+def place(workload: workloads.Workload, devices: Devices) -> Data:
     """Makes the values: on each device other small integers, whose sums every dtype holds exactly.
 
     Args:
@@ -237,7 +237,7 @@ def _consume(data: Data, results: Held) -> None:
             tf.raw_ops.Assert(condition=true.read_value(), data=own, summarize=1)
 
 
-def _synchronous(call: Callable[[], Any], devices: devices_lib.Devices) -> Step:
+def _synchronous(call: Callable[[], Any], devices: Devices) -> Step:
     if devices.on_cpu:
         return call
 

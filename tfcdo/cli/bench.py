@@ -19,8 +19,8 @@ from tfcdo.cli import options
 from tfcdo.cli.quiet_start import quiet_start
 
 if TYPE_CHECKING:
-    from tfcdo.bench import devices as devices_lib
     from tfcdo.bench import implementations
+    from tfcdo.bench.devices import Devices
 
 # What only some runs have a use for, by the names of the parameters.
 _OF_A_SWEEP = ("minbytes", "maxbytes", "stepfactor")
@@ -165,13 +165,13 @@ def bench(
     with console.status("Starting TensorFlow ..."), quiet_start():
         import tensorflow as tf
 
-        from tfcdo.bench import devices as devices_lib
         from tfcdo.bench import implementations
+        from tfcdo.bench.devices import choose
 
         tf.get_logger().setLevel("ERROR")
         with _one_line():
             # The devices first: what `parse` constructs may start TensorFlow.
-            devices = devices_lib.choose(num_devices)
+            devices = choose(num_devices)
             named = [one for name in names for one in implementations.parse(name)]
         tf.config.list_logical_devices()
 
@@ -209,7 +209,7 @@ def _refuse(context: click.Context, parameters: Sequence[str], beside: str) -> N
 
 def _all_reduce(
     loads: Sequence[workloads.Workload],
-    devices: devices_lib.Devices,
+    devices: Devices,
     compared: Sequence[implementations.Implementation],
     settings: tuple[int, int, bool],
     json_file: pathlib.Path | None,
@@ -230,9 +230,9 @@ def _all_reduce(
     if json_file:
         bench_report.write_json(results, devices, json_file)
     if plot_file:
-        from tfcdo.cli import bench_plot
+        from tfcdo.plot import bench
 
-        bench_plot.save(results, devices, plot_file)
+        bench.save(results, devices, plot_file)
     ours = [one for one in results if one.kind == implementations.OURS]
     return int(any(one.wrong for one in ours))
 
@@ -243,7 +243,7 @@ def _tell_of(load: workloads.Workload, tell: Callable[[str], None], what: str) -
 
 def _fit(
     models: Sequence[str],
-    devices: devices_lib.Devices,
+    devices: Devices,
     compared: Sequence[implementations.Implementation],
     rounds: int,
     json_file: pathlib.Path | None,
@@ -265,7 +265,7 @@ def _fit(
 
 def _that_run(
     named: Sequence[implementations.Implementation],
-    devices: devices_lib.Devices,
+    devices: Devices,
     dtype: str,
     console: Console,
 ) -> list[implementations.Implementation]:

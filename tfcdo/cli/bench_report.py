@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tfcdo.bench import devices as devices_lib
 from tfcdo.bench import fit
 from tfcdo.bench import implementations
 from tfcdo.bench import measure
+from tfcdo.bench.devices import Devices
 from tfcdo.version import __version__
 
 _REDOP = "sum"
@@ -195,7 +195,7 @@ def show_fit(results: Sequence[fit.FitMeasurement], console: Console) -> None:
 
 def write_json(
     results: Sequence[measure.Measurement] | Sequence[fit.FitMeasurement],
-    devices: devices_lib.Devices,
+    devices: Devices,
     path: pathlib.Path,
 ) -> None:
     """Writes all that was measured, with where and when.
@@ -209,7 +209,7 @@ def write_json(
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def circumstances(devices: devices_lib.Devices) -> dict[str, Any]:
+def circumstances(devices: Devices) -> dict[str, Any]:
     """Where and when something was measured, and with which versions.
 
     Args:

@@ -15,10 +15,16 @@ from rich.table import Table
 
 from tfcdo.cli import options
 from tfcdo.plan import algorithms
-from tfcdo.plan import draw as draw_lib
-from tfcdo.plan import schedule as schedule_lib
-from tfcdo.plan import simulate
-from tfcdo.plan import topology as topology_lib
+from tfcdo.plan import simulator
+from tfcdo.plan.schedule import Schedule
+from tfcdo.plot.plans import format_bytes
+from tfcdo.plot.plans import format_seconds
+from tfcdo.plot.plans import gantt
+from tfcdo.plot.plans import machine_and_trees
+from tfcdo.plot.plans import save
+from tfcdo.topology.presets import PRESETS
+from tfcdo.topology.presets import preset
+from tfcdo.topology.topology import Topology
 
 # Below this many columns, only those that say how fast an algorithm is and why.
 _WIDE = 98
@@ -48,17 +54,17 @@ class Machine(click.ParamType):
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> topology_lib.Topology:
+    ) -> Topology:
         """Reads it."""
         name, _, count = str(value).partition(":")
         try:
-            if name in topology_lib.PRESETS and re.fullmatch(f"({_NUMBER})?", count):
-                return topology_lib.preset(name, int(count) if count else None)
+            if name in PRESETS and re.fullmatch(f"({_NUMBER})?", count):
+                return preset(name, int(count) if count else None)
         except ValueError as error:
             self.fail(str(error))
         text = self._read(value)
         is_json = text.lstrip().startswith(("{", "["))
-        read = topology_lib.Topology.from_json if is_json else topology_lib.Topology.from_nvidia_smi
+        read = Topology.from_json if is_json else Topology.from_nvidia_smi
         try:
             return read(text)
         except ValueError as error:
@@ -75,10 +81,7 @@ class Machine(click.ParamType):
                 with open(value, encoding="utf-8") as file:  # noqa: PTH123
                     text = file.read()
         except FileNotFoundError:
-            self.fail(
-                f"{value!r} is neither a file nor a known machine: "
-                f"{', '.join(topology_lib.PRESETS)}"
-            )
+            self.fail(f"{value!r} is neither a file nor a known machine: {', '.join(PRESETS)}")
         except UnicodeDecodeError:
             self.fail(f"{value}: expected text; the file holds something else")
         except OSError as error:
@@ -93,7 +96,7 @@ class Machine(click.ParamType):
     type=Machine(),
     required=True,
     metavar="NAME|FILE",
-    help=f"The machine: {', '.join(topology_lib.PRESETS)} (those of any size also with a number of "
+    help=f"The machine: {', '.join(PRESETS)} (those of any size also with a number of "
     "devices, as in nvswitch:16); or a file, either JSON as Topology.to_json writes it or what "
     "`nvidia-smi topo -m` printed; - for standard input.",
 )
@@ -131,7 +134,7 @@ class Machine(click.ParamType):
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the schedule instead of the table.")
 def plan(
-    topology: topology_lib.Topology,
+    topology: Topology,
     num_bytes: int,
     devices: tuple[int, ...] | None,
     algorithm: str,
@@ -174,20 +177,20 @@ def plan(
 
 
 def _show(
-    schedules: dict[str, schedule_lib.Schedule],
+    schedules: dict[str, Schedule],
     chosen: str,
-    topology: topology_lib.Topology,
+    topology: Topology,
     num_bytes: int,
     console: Console,
 ) -> None:
-    bound = simulate.bound(topology, num_bytes)
+    bound = simulator.bound(topology, num_bytes)
     seconds = {
-        name: simulate.simulate(schedule, topology).seconds for name, schedule in schedules.items()
+        name: simulator.simulate(schedule, topology).seconds for name, schedule in schedules.items()
     }
     table = Table(
-        title=f"All-reduce of {draw_lib.format_bytes(num_bytes)} on each of {topology.num_devices} "
+        title=f"All-reduce of {format_bytes(num_bytes)} on each of {topology.num_devices} "
         f"devices of {topology.name}",
-        caption=f"Simulated. Bound: {draw_lib.format_seconds(bound)}",
+        caption=f"Simulated. Bound: {format_seconds(bound)}",
         title_justify="left",
         caption_justify="left",
     )
@@ -197,13 +200,13 @@ def _show(
     for heading in shown:
         table.add_column(heading, justify="right", no_wrap=heading.startswith("Time"))
     for name, schedule in schedules.items():
-        link, load = simulate.fullest(schedule, topology)
+        link, load = simulator.fullest(schedule, topology)
         cells = (
             str(len(schedule.packs)),
             str(max((pack.tree.depth for pack in schedule.packs), default=0)),
             link or "none",
-            draw_lib.format_bytes(load),
-            draw_lib.format_seconds(seconds[name]),
+            format_bytes(load),
+            format_seconds(seconds[name]),
             f"{seconds[name] / bound:.3f}" if bound else "-",
         )
         table.add_row(
@@ -214,16 +217,14 @@ def _show(
     console.print(table)
 
 
-def _full_name(algorithm: str, topology: topology_lib.Topology, num_bytes: int) -> str:
+def _full_name(algorithm: str, topology: Topology, num_bytes: int) -> str:
     """The algorithm's name; of "auto" also which one that is."""
     if algorithm != "auto":
         return algorithm
     return f"auto: {algorithms.fastest_algorithm(topology, num_bytes)}"
 
 
-def _as_json(
-    schedule: schedule_lib.Schedule, topology: topology_lib.Topology, algorithm: str
-) -> str:
+def _as_json(schedule: Schedule, topology: Topology, algorithm: str) -> str:
     """The schedule as JSON, one pack a line."""
 
     def lines(values: Sequence[Any]) -> str:
@@ -238,8 +239,8 @@ def _as_json(
         "algorithm": json.dumps(algorithm),
         "num_devices": json.dumps(schedule.num_devices),
         "size": json.dumps(schedule.size),
-        "seconds": json.dumps(simulate.simulate(schedule, topology).seconds),
-        "bound": json.dumps(simulate.bound(topology, schedule.size)),
+        "seconds": json.dumps(simulator.simulate(schedule, topology).seconds),
+        "bound": json.dumps(simulator.bound(topology, schedule.size)),
         "packs": lines(packs),
         "order": json.dumps(schedule.order),
     }
@@ -247,23 +248,20 @@ def _as_json(
 
 
 def _draw(
-    schedule: schedule_lib.Schedule,
-    topology: topology_lib.Topology,
+    schedule: Schedule,
+    topology: Topology,
     name: str,
     trees_file: pathlib.Path | None,
     gantt_file: pathlib.Path | None,
 ) -> None:
-    seconds = simulate.simulate(schedule, topology).seconds
-    title = (
-        f"{name} on {topology.name}: {draw_lib.format_bytes(schedule.size)} in "
-        f"{draw_lib.format_seconds(seconds)}"
-    )
-    bound = simulate.bound(topology, schedule.size)
+    seconds = simulator.simulate(schedule, topology).seconds
+    title = f"{name} on {topology.name}: {format_bytes(schedule.size)} in {format_seconds(seconds)}"
+    bound = simulator.bound(topology, schedule.size)
     if bound:
         title += f", {seconds / bound:.3f} x the bound"
     for path, picture in (
-        (trees_file, draw_lib.machine_and_trees),
-        (gantt_file, draw_lib.gantt),
+        (trees_file, machine_and_trees),
+        (gantt_file, gantt),
     ):
         if path is not None:
-            draw_lib.save(picture(schedule, topology, title), path)
+            save(picture(schedule, topology, title), path)

@@ -10,27 +10,32 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from tfcdo import log
-from tfcdo import nccl
 from tfcdo import tf_internals
-from tfcdo import topology as topology_detection
-from tfcdo import validation
-from tfcdo.execute import arithmetic
 from tfcdo.execute import copy_trees
 from tfcdo.execute import gather
-from tfcdo.execute import nccl_ops
+from tfcdo.execute import nccl
+from tfcdo.execute import numerics
 from tfcdo.execute import one_device
 from tfcdo.execute import packs
-from tfcdo.plan import packing as packing_lib
-from tfcdo.plan import topology as topology_lib
-from tfcdo.plan import tree as tree_lib
+from tfcdo.execute.reduction import Reduction
+from tfcdo.plan import copy_tree
+from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.packing import UNKNOWN
+from tfcdo.plan.packing import BatchPlan
+from tfcdo.plan.packing import PackingOptions
+from tfcdo.plan.packing import ValueSpec
+from tfcdo.plan.packing import plan_batch
+from tfcdo.topology.detection import detect
+from tfcdo.topology.presets import preset
+from tfcdo.topology.topology import Topology
 
 Key = TypeVar("Key")
 # Reduces values that are on the same devices; returns one wrapped result per value.
-Way = Callable[[Sequence[validation.Reduction], arithmetic.Finish, "Method"], list[Any]]
+Way = Callable[[Sequence[Reduction], numerics.FinalOp, "AllReduceConfig"], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Method:
+class AllReduceConfig:
     """How an all-reduce is to be done.
 
     Attributes:
@@ -41,23 +46,25 @@ class Method:
       strict: whether to raise where NCCL is asked for and cannot run.
     """
 
-    algorithm: str | tuple[tree_lib.CopyTree, ...]
-    packing: packing_lib.Packing
-    topology: topology_lib.Topology | None
+    algorithm: str | tuple[CopyTree, ...]
+    packing: PackingOptions
+    topology: Topology | None
     nccl: bool = False
     strict: bool = False
 
-    def plan(
-        self, specs: Sequence[packing_lib.ValueSpec], devices: Sequence[str]
-    ) -> packing_lib.BatchPlan:
+    def plan(self, specs: Sequence[ValueSpec], devices: Sequence[str]) -> BatchPlan:
         """The plan for values on some devices; remembered for as long as nothing differs."""
-        topology = self.topology or topology_detection.detect(tuple(devices))
-        return packing_lib.plan_batch(tuple(specs), self.packing, self.algorithm, topology)
+        topology = self.topology or detect(tuple(devices))
+        return plan_batch(tuple(specs), self.packing, self.algorithm, topology)
 
-    def check_topology(self, reductions: Iterable[validation.Reduction]) -> None:
+    def check_topology(self, reductions: Iterable[Reduction]) -> None:
         """Raises `ValueError` unless the topology, if one was given, fits all all-reduces."""
         for one in reductions:
-            if self.topology and one.all_reduce and self.topology.num_devices != len(one.devices):
+            if (
+                self.topology
+                and one.is_all_reduce
+                and self.topology.num_devices != len(one.devices)
+            ):
                 raise ValueError(
                     "topology must have as many devices as the values have replicas, "
                     f"{len(one.devices)}; {self.topology.name!r} has {self.topology.num_devices}"
@@ -81,7 +88,7 @@ class Method:
 
 
 def reduce(
-    reduce_op: tf.distribute.ReduceOp, reductions: Sequence[validation.Reduction], method: Method
+    reduce_op: tf.distribute.ReduceOp, reductions: Sequence[Reduction], method: AllReduceConfig
 ) -> list[Any]:
     """Reduces a batch.
 
@@ -100,10 +107,10 @@ def reduce(
     # Asking TensorFlow for its kernels takes longer than tracing a value, so ask once per dtype.
     with_nccl = functools.cache(method.with_nccl)
 
-    def key_of(one: validation.Reduction) -> tuple[Way, tuple[str, ...]]:
+    def key_of(one: Reduction) -> tuple[Way, tuple[str, ...]]:
         return _way(one, _dtype_added(reduce_op, one), with_nccl), one.devices
 
-    def run(key: tuple[Way, tuple[str, ...]], group: Sequence[validation.Reduction]) -> list[Any]:
+    def run(key: tuple[Way, tuple[str, ...]], group: Sequence[Reduction]) -> list[Any]:
         way, _ = key
         return way(_as_added(reduce_op, group), finish_for(reduce_op, group[0]), method)
 
@@ -112,8 +119,8 @@ def reduce(
 
 def reduce_on_roots(
     reduce_op: tf.distribute.ReduceOp,
-    reductions: Sequence[validation.Reduction],
-    root_of: Callable[[validation.Reduction], str],
+    reductions: Sequence[Reduction],
+    root_of: Callable[[Reduction], str],
 ) -> list[Any]:
     """Reduces each value of a batch on one device.
 
@@ -126,63 +133,59 @@ def reduce_on_roots(
       One result per reduction, in order.
     """
 
-    def run(
-        key: tuple[str, bool, tuple[str, ...]], group: Sequence[validation.Reduction]
-    ) -> list[Any]:
+    def run(key: tuple[str, bool, tuple[str, ...]], group: Sequence[Reduction]) -> list[Any]:
         root, all_reduce, devices = key
         if all_reduce and root in devices:
             # One device is the simplest copy tree: a star, whose centre is that device.
-            star = tree_lib.star(len(devices), devices.index(root))
-            return reduce(reduce_op, group, Method((star,), packing_lib.Packing(1), None))
+            star = copy_tree.star(len(devices), devices.index(root))
+            return reduce(reduce_op, group, AllReduceConfig((star,), PackingOptions(1), None))
         finish = finish_for(reduce_op, group[0])
         return [
-            reduce_on_one_device(one, root, arithmetic.add, finish)
+            reduce_on_one_device(one, root, numerics.add, finish)
             for one in _as_added(reduce_op, group)
         ]
 
-    return _in_groups(reductions, lambda one: (root_of(one), one.all_reduce, one.devices), run)
+    return _in_groups(reductions, lambda one: (root_of(one), one.is_all_reduce, one.devices), run)
 
 
 def _as_added(
-    reduce_op: tf.distribute.ReduceOp, reductions: Sequence[validation.Reduction]
-) -> list[validation.Reduction]:
+    reduce_op: tf.distribute.ReduceOp, reductions: Sequence[Reduction]
+) -> list[Reduction]:
     """The reductions with their values in the dtype that they are added in."""
     return [_cast(one, _dtype_added(reduce_op, one)) for one in reductions]
 
 
-def _dtype_added(reduce_op: tf.distribute.ReduceOp, reduction: validation.Reduction) -> tf.DType:
+def _dtype_added(reduce_op: tf.distribute.ReduceOp, reduction: Reduction) -> tf.DType:
     dtype = reduction.values[0].dtype
-    return arithmetic.dtype_of_mean(dtype) if _is_mean(reduce_op, reduction) else dtype
+    return numerics.dtype_of_mean(dtype) if _is_mean(reduce_op, reduction) else dtype
 
 
-def _cast(reduction: validation.Reduction, dtype: tf.DType) -> validation.Reduction:
+def _cast(reduction: Reduction, dtype: tf.DType) -> Reduction:
     if reduction.values[0].dtype == dtype:
         return reduction
     values = [
-        arithmetic.cast(value, dtype, device)
+        numerics.cast(value, dtype, device)
         for value, device in zip(reduction.values, reduction.devices, strict=True)
     ]
     return dataclasses.replace(reduction, values=tuple(values))
 
 
-def finish_for(
-    reduce_op: tf.distribute.ReduceOp, reduction: validation.Reduction
-) -> arithmetic.Finish:
+def finish_for(reduce_op: tf.distribute.ReduceOp, reduction: Reduction) -> numerics.FinalOp:
     """What is done to a sum of this reduction's values where it was formed."""
-    return arithmetic.Finish(len(reduction.values) if _is_mean(reduce_op, reduction) else None)
+    return numerics.FinalOp(len(reduction.values) if _is_mean(reduce_op, reduction) else None)
 
 
-def _is_mean(reduce_op: tf.distribute.ReduceOp, reduction: validation.Reduction) -> bool:
+def _is_mean(reduce_op: tf.distribute.ReduceOp, reduction: Reduction) -> bool:
     # One replica that keeps its value keeps its dtype too; any other mean of integers is a float.
     return reduce_op == tf.distribute.ReduceOp.MEAN and not (
-        len(reduction.values) == 1 and reduction.all_reduce
+        len(reduction.values) == 1 and reduction.is_all_reduce
     )
 
 
 def _in_groups(
-    reductions: Sequence[validation.Reduction],
-    key_of: Callable[[validation.Reduction], Key],
-    run: Callable[[Key, Sequence[validation.Reduction]], Sequence[Any]],
+    reductions: Sequence[Reduction],
+    key_of: Callable[[Reduction], Key],
+    run: Callable[[Key, Sequence[Reduction]], Sequence[Any]],
 ) -> list[Any]:
     """Runs the reductions of one key together; returns their results in the batch's order."""
     groups: dict[Key, list[int]] = {}
@@ -197,13 +200,13 @@ def _in_groups(
 
 
 def _way(
-    reduction: validation.Reduction,
+    reduction: Reduction,
     dtype: tf.DType,
     with_nccl: Callable[[Sequence[str], tf.DType], bool],
 ) -> Way:
-    if not reduction.all_reduce:
+    if not reduction.is_all_reduce:
         return _on_first_destination
-    if reduction.sparse:
+    if reduction.is_sparse:
         return _all_reduce_slices
     if with_nccl(reduction.devices, dtype):
         return _all_reduce_with_nccl
@@ -211,14 +214,14 @@ def _way(
 
 
 def _on_first_destination(
-    group: Sequence[validation.Reduction], finish: arithmetic.Finish, method: Method
+    group: Sequence[Reduction], finish: numerics.FinalOp, method: AllReduceConfig
 ) -> list[Any]:
     del method  # These are no all-reduces.
-    return [reduce_on_one_device(one, one.destinations[0], arithmetic.add, finish) for one in group]
+    return [reduce_on_one_device(one, one.destinations[0], numerics.add, finish) for one in group]
 
 
 def _all_reduce_along_trees(
-    group: Sequence[validation.Reduction], finish: arithmetic.Finish, method: Method
+    group: Sequence[Reduction], finish: numerics.FinalOp, method: AllReduceConfig
 ) -> list[Any]:
     devices = group[0].devices
     plan = method.plan([_value_spec(one) for one in group], devices)
@@ -232,34 +235,32 @@ def _all_reduce_along_trees(
 
 
 def _all_reduce_with_nccl(
-    group: Sequence[validation.Reduction], finish: arithmetic.Finish, method: Method
+    group: Sequence[Reduction], finish: numerics.FinalOp, method: AllReduceConfig
 ) -> list[Any]:
     devices = group[0].devices
     # NCCL knows the machine itself; every pack is to be one tensor, whatever the topology.
-    method = dataclasses.replace(method, topology=topology_lib.preset("nvswitch", len(devices)))
+    method = dataclasses.replace(method, topology=preset("nvswitch", len(devices)))
     plan = method.plan([_value_spec(one) for one in group], devices)
-    return _by_value(nccl_ops.all_reduce(plan, _by_device(group), devices, finish), group)
+    return _by_value(nccl.all_reduce(plan, _by_device(group), devices, finish), group)
 
 
 def _all_reduce_slices(
-    group: Sequence[validation.Reduction], finish: arithmetic.Finish, method: Method
+    group: Sequence[Reduction], finish: numerics.FinalOp, method: AllReduceConfig
 ) -> list[Any]:
     devices = group[0].devices
     # The number of rows differs between devices and steps, so each value is a pack of its own.
-    plan = method.plan([packing_lib.UNKNOWN] * len(group), devices)
+    plan = method.plan([UNKNOWN] * len(group), devices)
     return [
         in_destination_order(gather.all_reduce_slices(pack.tree, one.values, devices, finish), one)
         for pack, one in zip(plan.packs, group, strict=True)
     ]
 
 
-def _by_device(group: Sequence[validation.Reduction]) -> list[tuple[tf.Tensor, ...]]:
+def _by_device(group: Sequence[Reduction]) -> list[tuple[tf.Tensor, ...]]:
     return list(zip(*(one.values for one in group), strict=True))
 
 
-def _by_value(
-    held: Sequence[Sequence[tf.Tensor]], group: Sequence[validation.Reduction]
-) -> list[Any]:
+def _by_value(held: Sequence[Sequence[tf.Tensor]], group: Sequence[Reduction]) -> list[Any]:
     return [
         in_destination_order(results, one)
         for results, one in zip(zip(*held, strict=True), group, strict=True)
@@ -267,17 +268,17 @@ def _by_value(
 
 
 def reduce_on_one_device(
-    reduction: validation.Reduction,
+    reduction: Reduction,
     device: str,
     accumulate: one_device.Accumulate,
-    finish: arithmetic.Finish,
+    finish: numerics.FinalOp,
 ) -> Any:
     """Reduces one value on any device and copies the result to its destinations."""
     result = one_device.reduce_on(reduction.values, device, accumulate, finish)
     return tf_internals.mirrored(one_device.copy_to(result, reduction.destinations))
 
 
-def in_destination_order(results: Sequence[Any], reduction: validation.Reduction) -> Any:
+def in_destination_order(results: Sequence[Any], reduction: Reduction) -> Any:
     """Wraps the results on the values' devices in the order that the destinations have."""
     if reduction.devices == reduction.destinations:
         return tf_internals.mirrored(results)
@@ -285,10 +286,8 @@ def in_destination_order(results: Sequence[Any], reduction: validation.Reduction
     return tf_internals.mirrored([by_device[device] for device in reduction.destinations])
 
 
-def _value_spec(reduction: validation.Reduction) -> packing_lib.ValueSpec:
+def _value_spec(reduction: Reduction) -> ValueSpec:
     shapes = [value.shape for value in reduction.values]
     known = all(shape.is_fully_defined() for shape in shapes)
     dtype = reduction.values[0].dtype
-    return packing_lib.ValueSpec(
-        dtype.name, dtype.size, tuple(shapes[0].as_list()) if known else None
-    )
+    return ValueSpec(dtype.name, dtype.size, tuple(shapes[0].as_list()) if known else None)

@@ -7,17 +7,17 @@ from typing import TypeVar
 
 import tensorflow as tf
 
-from tfcdo.execute import arithmetic
-from tfcdo.plan import tree as tree_lib
+from tfcdo.execute import numerics
+from tfcdo.plan.copy_tree import CopyTree
 
 T = TypeVar("T")
 
 
 def reduce_pack(
-    tree: tree_lib.CopyTree,
+    tree: CopyTree,
     held: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str],
-    finish: arithmetic.Finish,
+    finish: numerics.FinalOp,
 ) -> list[list[tf.Tensor]]:
     """All-reduces one pack along its copy tree.
 
@@ -32,7 +32,7 @@ def reduce_pack(
       summed and finished on one device and then copied.
     """
     totals = reduce_up(
-        tree, held, devices, lambda parts: [arithmetic.add(bundle) for bundle in zip(*parts)]
+        tree, held, devices, lambda parts: [numerics.add(bundle) for bundle in zip(*parts)]
     )
     with tf.device(devices[tree.root]):
         results = [finish(total, own.dtype) for total, own in zip(totals, held[tree.root])]
@@ -40,7 +40,7 @@ def reduce_pack(
 
 
 def reduce_up(
-    tree: tree_lib.CopyTree,
+    tree: CopyTree,
     held: Sequence[T],
     devices: Sequence[str],
     combine: Callable[[Sequence[T]], T],
@@ -67,7 +67,7 @@ def reduce_up(
 
 
 def broadcast_down(
-    tree: tree_lib.CopyTree, tensors: Sequence[tf.Tensor], devices: Sequence[str]
+    tree: CopyTree, tensors: Sequence[tf.Tensor], devices: Sequence[str]
 ) -> list[list[tf.Tensor]]:
     """Copies tensors from the root of a tree to all devices, along its edges.
 

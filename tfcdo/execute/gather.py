@@ -7,16 +7,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo.execute import arithmetic
 from tfcdo.execute import copy_trees
-from tfcdo.plan import tree as tree_lib
+from tfcdo.execute import numerics
+from tfcdo.plan.copy_tree import CopyTree
 
 # What one device holds of every replica that has reached it so far: (rank, tensors) pairs.
 _Held = list[tuple[int, list[tf.Tensor]]]
 
 
 def all_gather(
-    tree: tree_lib.CopyTree, values: Sequence[tf.Tensor], devices: Sequence[str], axis: Any
+    tree: CopyTree, values: Sequence[tf.Tensor], devices: Sequence[str], axis: Any
 ) -> list[tf.Tensor]:
     """Concatenates the devices' tensors, in the order of the devices, on all devices.
 
@@ -36,10 +36,10 @@ def all_gather(
 
 
 def all_reduce_slices(
-    tree: tree_lib.CopyTree,
+    tree: CopyTree,
     slices: Sequence[tf.IndexedSlices],
     devices: Sequence[str],
-    finish: arithmetic.Finish,
+    finish: numerics.FinalOp,
 ) -> list[tf.IndexedSlices]:
     """All-reduces `tf.IndexedSlices`: the rows of all devices together are the sum.
 
@@ -68,9 +68,7 @@ def all_reduce_slices(
     ]
 
 
-def concat_slices(
-    slices: Sequence[tf.IndexedSlices], finish: arithmetic.Finish
-) -> tf.IndexedSlices:
+def concat_slices(slices: Sequence[tf.IndexedSlices], finish: numerics.FinalOp) -> tf.IndexedSlices:
     """Joins the rows of several slices on the current device.
 
     Args:
@@ -89,7 +87,7 @@ def concat_slices(
 
 
 def _collect(
-    tree: tree_lib.CopyTree, tensors: Sequence[Sequence[tf.Tensor]], devices: Sequence[str]
+    tree: CopyTree, tensors: Sequence[Sequence[tf.Tensor]], devices: Sequence[str]
 ) -> list[list[tf.Tensor]]:
     """Brings every device's tensors to the root of a tree, in the order of the devices."""
     width = len(tensors[0])

@@ -7,14 +7,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo.execute import arithmetic
 from tfcdo.execute import gather
+from tfcdo.execute import numerics
 
 Accumulate = Callable[[list[tf.Tensor]], tf.Tensor]
 
 
 def reduce_on(
-    values: Sequence[Any], device: str, accumulate: Accumulate, finish: arithmetic.Finish
+    values: Sequence[Any], device: str, accumulate: Accumulate, finish: numerics.FinalOp
 ) -> Any:
     """Copies all values to one device and reduces them there.
 

@@ -55,7 +55,7 @@ def load(
       as it is; anything else is flat.
     """
     with tf.device(device):
-        parts: dict[packing.Piece, tf.Tensor] = {}
+        parts: dict[packing.ValueSlice, tf.Tensor] = {}
         for value, pieces in zip(values, plan.pieces_of, strict=True):
             parts.update(zip(pieces, _cut(value, pieces)))
         return [
@@ -82,7 +82,7 @@ def unload(
       One result per value, of the value's shape.
     """
     with tf.device(device):
-        parts: dict[packing.Piece, tf.Tensor] = {}
+        parts: dict[packing.ValueSlice, tf.Tensor] = {}
         for pack, tensors in zip(plan.packs, packs, strict=True):
             for bundle, tensor in zip(pack.bundles, tensors, strict=True):
                 parts.update(zip(bundle.pieces, _unbundle(bundle, tensor)))
@@ -92,13 +92,13 @@ def unload(
         ]
 
 
-def _cut(value: tf.Tensor, pieces: Sequence[packing.Piece]) -> list[tf.Tensor]:
+def _cut(value: tf.Tensor, pieces: Sequence[packing.ValueSlice]) -> list[tf.Tensor]:
     if len(pieces) == 1:
         return [value]
     return tf.split(_flat(value), _int64(piece.size for piece in pieces))
 
 
-def _bundle(bundle: packing.Bundle, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+def _bundle(bundle: packing.FusedTensor, parts: Sequence[tf.Tensor]) -> tf.Tensor:
     if len(parts) == 1:
         return parts[0]
     if bundle.stacked:
@@ -106,7 +106,7 @@ def _bundle(bundle: packing.Bundle, parts: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.concat([_flat(part) for part in parts], axis=0)
 
 
-def _unbundle(bundle: packing.Bundle, tensor: tf.Tensor) -> list[tf.Tensor]:
+def _unbundle(bundle: packing.FusedTensor, tensor: tf.Tensor) -> list[tf.Tensor]:
     if len(bundle.pieces) == 1:
         return [tensor]
     if bundle.stacked:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
-from tfcdo.plan import checks
-from tfcdo.plan import schedule as schedule_lib
+from tfcdo import checks
 from tfcdo.plan import search
-from tfcdo.plan import simulate
-from tfcdo.plan import topology as topology_lib
-from tfcdo.plan import tree as tree_lib
+from tfcdo.plan import simulator
+from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.copy_tree import binomial
+from tfcdo.plan.copy_tree import chain
+from tfcdo.plan.copy_tree import star
+from tfcdo.plan.copy_tree import two_level
+from tfcdo.plan.schedule import Schedule
+from tfcdo.plan.schedule import assign
+from tfcdo.plan.schedule import cut
+from tfcdo.topology.topology import Topology
 
 
-def one_device(num_devices: int) -> tuple[tree_lib.CopyTree, ...]:
+def one_device(num_devices: int) -> tuple[CopyTree, ...]:
     """Reduction to one device: everything is summed on device 0.
 
     Args:
@@ -26,10 +32,10 @@ def one_device(num_devices: int) -> tuple[tree_lib.CopyTree, ...]:
       >>> one_device(3)
       (CopyTree(parents=(None, 0, 0)),)
     """
-    return (tree_lib.star(num_devices, 0),)
+    return (star(num_devices, 0),)
 
 
-def ring(num_devices: int) -> tuple[tree_lib.CopyTree, ...]:
+def ring(num_devices: int) -> tuple[CopyTree, ...]:
     """Ring all-reduce: pack `i` is summed along the ring up to device `i`, and copied back.
 
     Args:
@@ -46,10 +52,10 @@ def ring(num_devices: int) -> tuple[tree_lib.CopyTree, ...]:
       >>> [tree.parents for tree in ring(3)]
       [(None, 0, 1), (2, None, 1), (2, 0, None)]
     """
-    return tuple(tree_lib.chain(num_devices, root) for root in range(num_devices))
+    return tuple(chain(num_devices, root) for root in range(num_devices))
 
 
-def shuffle(num_devices: int) -> tuple[tree_lib.CopyTree, ...]:
+def shuffle(num_devices: int) -> tuple[CopyTree, ...]:
     """Shuffle all-reduce: each device sums one pack of everybody and sends it to everybody.
 
     Args:
@@ -66,10 +72,10 @@ def shuffle(num_devices: int) -> tuple[tree_lib.CopyTree, ...]:
       >>> [tree.parents for tree in shuffle(3)]
       [(None, 0, 0), (1, None, 1), (2, 2, None)]
     """
-    return tuple(tree_lib.star(num_devices, root) for root in range(num_devices))
+    return tuple(star(num_devices, root) for root in range(num_devices))
 
 
-def halving_doubling(num_devices: int) -> tuple[tree_lib.CopyTree, ...]:
+def halving_doubling(num_devices: int) -> tuple[CopyTree, ...]:
     """Recursive halving and doubling: pack `i` is summed along the binomial tree of device `i`.
 
     In a power of two devices, rounds pair devices at distance 1, 2, 4, ...; any other number works
@@ -89,10 +95,10 @@ def halving_doubling(num_devices: int) -> tuple[tree_lib.CopyTree, ...]:
       >>> [tree.parents for tree in halving_doubling(3)]
       [(None, 0, 0), (1, None, 1), (2, 2, None)]
     """
-    return tuple(tree_lib.binomial(num_devices, root) for root in range(num_devices))
+    return tuple(binomial(num_devices, root) for root in range(num_devices))
 
 
-def hierarchical_copy(num_devices: int) -> tuple[tree_lib.CopyTree, ...]:
+def hierarchical_copy(num_devices: int) -> tuple[CopyTree, ...]:
     """Hierarchical copy: two groups, a star in each, one edge between the stars' centres.
 
     Pack `i` is rooted on device `i`; on 8 devices these are the trees made for a DGX-1.
@@ -110,10 +116,10 @@ def hierarchical_copy(num_devices: int) -> tuple[tree_lib.CopyTree, ...]:
       >>> hierarchical_copy(8)[0].parents
       (None, 0, 0, 0, 0, 4, 4, 4)
     """
-    return tuple(tree_lib.two_level(num_devices, root) for root in range(num_devices))
+    return tuple(two_level(num_devices, root) for root in range(num_devices))
 
 
-CLASSICS: Mapping[str, Callable[[int], tuple[tree_lib.CopyTree, ...]]] = {
+CLASSICS: Mapping[str, Callable[[int], tuple[CopyTree, ...]]] = {
     "one_device": one_device,
     "ring": ring,
     "shuffle": shuffle,
@@ -140,10 +146,10 @@ def check_algorithm(algorithm: str) -> None:
 
 def make_schedule(
     algorithm: str,
-    topology: topology_lib.Topology,
+    topology: Topology,
     num_bytes: int,
     num_packs: int | None = None,
-) -> schedule_lib.Schedule:
+) -> Schedule:
     """The schedule by which an algorithm all-reduces some data on a machine.
 
     Args:
@@ -162,7 +168,8 @@ def make_schedule(
       TypeError: if `num_bytes` or `num_packs` is no int.
 
     Example:
-      >>> schedule = make_schedule("ring", topology_lib.preset("dgx1"), 800)
+      >>> from tfcdo.topology import preset
+      >>> schedule = make_schedule("ring", preset("dgx1"), 800)
       >>> len(schedule.packs), schedule.packs[3].size, schedule.packs[3].tree.root
       (8, 100, 3)
     """
@@ -174,20 +181,18 @@ def make_schedule(
 # Behind the checks, because to the cache 1e8 and True are the same as 10**8 and 1.
 @functools.lru_cache(maxsize=512)
 def _make_schedule(
-    algorithm: str, topology: topology_lib.Topology, num_bytes: int, num_packs: int | None
-) -> schedule_lib.Schedule:
+    algorithm: str, topology: Topology, num_bytes: int, num_packs: int | None
+) -> Schedule:
     if algorithm == "auto":
         algorithm = fastest_algorithm(topology, num_bytes, num_packs)
     if algorithm == "packed_trees":
         return search.packed_trees(topology, num_bytes, num_packs)
     trees = CLASSICS[algorithm](topology.num_devices)
-    ranges = schedule_lib.cut(num_bytes, len(trees) if num_packs is None else num_packs)
-    return schedule_lib.assign(num_bytes, ranges, trees)
+    ranges = cut(num_bytes, len(trees) if num_packs is None else num_packs)
+    return assign(num_bytes, ranges, trees)
 
 
-def fastest_algorithm(
-    topology: topology_lib.Topology, num_bytes: int, num_packs: int | None = None
-) -> str:
+def fastest_algorithm(topology: Topology, num_bytes: int, num_packs: int | None = None) -> str:
     """The algorithm that `auto` stands for.
 
     Args:
@@ -203,7 +208,8 @@ def fastest_algorithm(
       ValueError, TypeError: as `make_schedule`.
 
     Example:
-      >>> fastest_algorithm(topology_lib.preset("dgx1"), 10**8)
+      >>> from tfcdo.topology import preset
+      >>> fastest_algorithm(preset("dgx1"), 10**8)
       'packed_trees'
     """
     checks.check_sizes(num_bytes, num_packs)
@@ -213,7 +219,7 @@ def fastest_algorithm(
 
     def judged(name: str) -> tuple[float, int, int]:
         schedule = make_schedule(name, topology, num_bytes, num_packs)
-        seconds = simulate.simulate(schedule, topology).seconds
+        seconds = simulator.simulate(schedule, topology).seconds
         depth = max((pack.tree.depth for pack in schedule.packs), default=0)
         # Sums of the same times differ by rounding; that shall not decide.
         return float(f"{seconds:.9g}"), len(schedule.packs), depth

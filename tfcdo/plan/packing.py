@@ -8,11 +8,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from tfcdo import checks
 from tfcdo.plan import algorithms
-from tfcdo.plan import checks
-from tfcdo.plan import schedule as schedule_lib
-from tfcdo.plan import topology as topology_lib
-from tfcdo.plan import tree as tree_lib
+from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.schedule import Schedule
+from tfcdo.plan.schedule import cut
+from tfcdo.topology.topology import Topology
 
 # What an op costs on top of its work, roughly, on a CPU: 64 KiB at 10 GB/s.
 _SECONDS_PER_OP = 6.5e-6
@@ -43,7 +44,7 @@ UNKNOWN = ValueSpec("unknown", 1, None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Packing:
+class PackingOptions:
     """How a caller wants values to be packed.
 
     Attributes:
@@ -70,7 +71,7 @@ class Packing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class ValueSlice:
     """A range of the elements of one flattened value.
 
     Attributes:
@@ -94,7 +95,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bundle:
+class FusedTensor:
     """Pieces that travel as one tensor.
 
     Attributes:
@@ -103,7 +104,7 @@ class Bundle:
         they are flattened and concatenated.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ValueSlice, ...]
     stacked: bool = False
 
 
@@ -116,8 +117,8 @@ class PackPlan:
       bundles: the pack's content.
     """
 
-    tree: tree_lib.CopyTree
-    bundles: tuple[Bundle, ...]
+    tree: CopyTree
+    bundles: tuple[FusedTensor, ...]
 
 
 # Compared and hashed by identity: `plan_batch` gives the same object for the same question, and a
@@ -135,9 +136,9 @@ class BatchPlan:
     num_values: int
 
     @functools.cached_property
-    def pieces_of(self) -> tuple[tuple[Piece, ...], ...]:
+    def pieces_of(self) -> tuple[tuple[ValueSlice, ...], ...]:
         """`pieces_of[v]`: the pieces of value `v`, in the order of its elements."""
-        pieces: list[list[Piece]] = [[] for _ in range(self.num_values)]
+        pieces: list[list[ValueSlice]] = [[] for _ in range(self.num_values)]
         for pack in self.packs:
             for bundle in pack.bundles:
                 for piece in bundle.pieces:
@@ -149,9 +150,9 @@ class BatchPlan:
 @functools.lru_cache(maxsize=512)
 def plan_batch(
     values: tuple[ValueSpec, ...],
-    packing: Packing,
-    algorithm: str | tuple[tree_lib.CopyTree, ...],
-    topology: topology_lib.Topology,
+    packing: PackingOptions,
+    algorithm: str | tuple[CopyTree, ...],
+    topology: Topology,
 ) -> BatchPlan:
     """Plans the all-reduce of a batch of values.
 
@@ -170,8 +171,9 @@ def plan_batch(
         topology's devices; or if it is trees and `packing` leaves the packs to the algorithm.
 
     Example:
+      >>> from tfcdo.topology.presets import nvswitch
       >>> specs = (ValueSpec("float32", 4, (3, 2)), ValueSpec("float32", 4, (2,)))
-      >>> plan = plan_batch(specs, Packing(2), "one_device", topology_lib.nvswitch(3))
+      >>> plan = plan_batch(specs, PackingOptions(2), "one_device", nvswitch(3))
       >>> [[(p.value, p.start, p.stop) for p in pack.bundles[0].pieces] for pack in plan.packs]
       [[(0, 0, 4)], [(0, 4, 6), (1, 0, 2)]]
     """
@@ -184,7 +186,7 @@ def plan_batch(
     # An empty value has nothing to share a pack, and of a value whose size is not known nobody can
     # say where its parts would lie in one: both travel alone, as they are.
     contents += [
-        _Content((Piece(index, 0, value.size, whole=True),))
+        _Content((ValueSlice(index, 0, value.size, whole=True),))
         for index, value in enumerate(values)
         if not value.size
     ]
@@ -199,7 +201,7 @@ def plan_batch(
     return plan
 
 
-def _check_algorithm(algorithm: str | tuple[tree_lib.CopyTree, ...], packing: Packing) -> None:
+def _check_algorithm(algorithm: str | tuple[CopyTree, ...], packing: PackingOptions) -> None:
     if isinstance(algorithm, str):
         algorithms.check_algorithm(algorithm)
     elif not algorithm:
@@ -238,8 +240,8 @@ def verify(plan: BatchPlan, values: Sequence[ValueSpec], num_devices: int) -> No
 class _Content:
     """What one pack holds, and its tree if that is not just the next in turn."""
 
-    pieces: tuple[Piece, ...]
-    tree: tree_lib.CopyTree | None = None
+    pieces: tuple[ValueSlice, ...]
+    tree: CopyTree | None = None
 
 
 def _by_dtype(values: Sequence[ValueSpec]) -> list[list[int]]:
@@ -254,9 +256,9 @@ def _by_dtype(values: Sequence[ValueSpec]) -> list[list[int]]:
 def _contents(
     values: Sequence[ValueSpec],
     own: Sequence[int],
-    packing: Packing,
-    algorithm: str | tuple[tree_lib.CopyTree, ...],
-    topology: topology_lib.Topology,
+    packing: PackingOptions,
+    algorithm: str | tuple[CopyTree, ...],
+    topology: Topology,
 ) -> list[_Content]:
     """What each pack holds, for the values of one dtype.
 
@@ -266,13 +268,13 @@ def _contents(
     itemsize = values[own[0]].itemsize
     total = sum(_size(values[index]) for index in own)
     order = list(own)
-    trees: list[tree_lib.CopyTree | None]
+    trees: list[CopyTree | None]
     if packing.num_packs is None:
         assert isinstance(algorithm, str)
         schedule = algorithms.make_schedule(algorithm, topology, total * itemsize).resized(total)
         stops, trees = _ends_and_trees(schedule)
     elif packing.num_packs:
-        stops = [stop for _, stop in schedule_lib.cut(total, packing.num_packs)]
+        stops = [stop for _, stop in cut(total, packing.num_packs)]
         trees = [None] * len(stops)
     else:
         order, stops = _small_first(values, own, packing)
@@ -286,13 +288,13 @@ def _contents(
 
 
 def _ends_and_trees(
-    schedule: schedule_lib.Schedule,
-) -> tuple[list[int], list[tree_lib.CopyTree | None]]:
+    schedule: Schedule,
+) -> tuple[list[int], list[CopyTree | None]]:
     return [pack.stop for pack in schedule.packs], [pack.tree for pack in schedule.packs]
 
 
 def _small_first(
-    values: Sequence[ValueSpec], own: Sequence[int], packing: Packing
+    values: Sequence[ValueSpec], own: Sequence[int], packing: PackingOptions
 ) -> tuple[list[int], list[int]]:
     """The order in which values are laid end to end, and the ends of the packs in that line.
 
@@ -314,13 +316,13 @@ def _capped(stops: Sequence[int], counts: Sequence[int]) -> list[int]:
     return [
         start + end
         for start, stop, count in zip([0, *stops], stops, counts)
-        for _, end in schedule_lib.cut(stop - start, count)
+        for _, end in cut(stop - start, count)
     ]
 
 
 def _pieces_between(
     sizes: Sequence[tuple[int, int]], stops: Sequence[int]
-) -> list[tuple[Piece, ...]]:
+) -> list[tuple[ValueSlice, ...]]:
     """Cuts values that lie end to end where packs end.
 
     Args:
@@ -341,18 +343,18 @@ def _pieces_between(
                 begin += size
                 value, size = next(remaining)
             start, end = position - begin, min(stop - begin, size)
-            pieces.append(Piece(value, start, end, whole=(start, end) == (0, size)))
+            pieces.append(ValueSlice(value, start, end, whole=(start, end) == (0, size)))
             position = begin + end
         packs.append(tuple(pieces))
     return packs
 
 
 def _trees(
-    algorithm: str | tuple[tree_lib.CopyTree, ...],
-    topology: topology_lib.Topology,
+    algorithm: str | tuple[CopyTree, ...],
+    topology: Topology,
     values: Sequence[ValueSpec],
     num_packs: int,
-) -> Iterator[tree_lib.CopyTree]:
+) -> Iterator[CopyTree]:
     """The trees to deal out to `num_packs` packs."""
     if not isinstance(algorithm, str):
         return itertools.cycle(algorithm)
@@ -364,7 +366,7 @@ def _trees(
     return (pack.tree for pack in schedule.packs)
 
 
-def _concat_limit(topology: topology_lib.Topology) -> float:
+def _concat_limit(topology: Topology) -> float:
     """The bytes up to which a piece is concatenated with others rather than sent on its own.
 
     Concatenating costs a pass over the piece, sending it on its own costs an op's overhead: up to
@@ -375,29 +377,29 @@ def _concat_limit(topology: topology_lib.Topology) -> float:
 
 
 def _bundles(
-    content: Sequence[Piece], values: Sequence[ValueSpec], limit: float
-) -> tuple[Bundle, ...]:
+    content: Sequence[ValueSlice], values: Sequence[ValueSpec], limit: float
+) -> tuple[FusedTensor, ...]:
     """The content of a pack, split into what travels as one tensor."""
 
-    def large(piece: Piece) -> bool:
+    def large(piece: ValueSlice) -> bool:
         return piece.stop is None or piece.size * values[piece.value].itemsize > limit
 
-    bundles = [Bundle((piece,)) for piece in content if large(piece)]
+    bundles = [FusedTensor((piece,)) for piece in content if large(piece)]
     small = [piece for piece in content if not large(piece)]
     if not math.isfinite(limit):
         # Each tensor that travels costs a link's latency, so there is to be one.
-        return (Bundle(tuple(small)), *bundles) if small else tuple(bundles)
+        return (FusedTensor(tuple(small)), *bundles) if small else tuple(bundles)
     # Each tensor that travels only costs an op. Flat values are concatenated as they are; others
     # would have to be flattened first, each by an op, but those of one shape can be stacked.
-    stackable: dict[tuple[int, ...], list[Piece]] = {}
+    stackable: dict[tuple[int, ...], list[ValueSlice]] = {}
     for piece in small:
         shape = values[piece.value].shape if piece.whole else None
         if shape is not None and len(shape) != 1:
             stackable.setdefault(shape, []).append(piece)
-    stacks = [Bundle(tuple(own), stacked=True) for own in stackable.values() if len(own) > 1]
+    stacks = [FusedTensor(tuple(own), stacked=True) for own in stackable.values() if len(own) > 1]
     stacked = {piece for stack in stacks for piece in stack.pieces}
     odd = tuple(piece for piece in small if piece not in stacked)
-    return (*stacks, *([Bundle(odd)] if odd else []), *bundles)
+    return (*stacks, *([FusedTensor(odd)] if odd else []), *bundles)
 
 
 def _size(value: ValueSpec) -> int:

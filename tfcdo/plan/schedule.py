@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from tfcdo.plan import checks
-from tfcdo.plan import tree as tree_lib
+from tfcdo import checks
+from tfcdo.plan.copy_tree import CopyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Pack:
 
     start: int
     stop: int
-    tree: tree_lib.CopyTree
+    tree: CopyTree
 
     @property
     def size(self) -> int:
@@ -43,8 +43,9 @@ class Schedule:
         first come, first served.
 
     Example:
+      >>> from tfcdo.plan.copy_tree import star
       >>> ranges = cut(10, 2)
-      >>> schedule = assign(10, ranges, [tree_lib.star(3, 0), tree_lib.star(3, 1)])
+      >>> schedule = assign(10, ranges, [star(3, 0), star(3, 1)])
       >>> verify(schedule)
       >>> [(pack.start, pack.stop, pack.tree.root) for pack in schedule.packs]
       [(0, 5, 0), (5, 10, 1)]
@@ -142,7 +143,7 @@ def _verify_order(packs: Sequence[Pack], order: Sequence[tuple[int, int, int]]) 
         done.add((pack, source, target))
 
 
-def needed_copies(tree: tree_lib.CopyTree, source: int, target: int) -> tuple[tuple[int, int], ...]:
+def needed_copies(tree: CopyTree, source: int, target: int) -> tuple[tuple[int, int], ...]:
     """The copies that must have arrived before one copy of the same pack can begin.
 
     Args:
@@ -155,8 +156,9 @@ def needed_copies(tree: tree_lib.CopyTree, source: int, target: int) -> tuple[tu
       children on the way up and at the root, that of its parent on the way down.
 
     Example:
-      >>> chain = tree_lib.chain(3)
-      >>> needed_copies(chain, 1, 0), needed_copies(chain, 0, 1), needed_copies(chain, 1, 2)
+      >>> from tfcdo.plan.copy_tree import chain
+      >>> tree = chain(3)
+      >>> needed_copies(tree, 1, 0), needed_copies(tree, 0, 1), needed_copies(tree, 1, 2)
       (((2, 1),), ((1, 0),), ((0, 1),))
     """
     parent = tree.parents[source]
@@ -191,9 +193,7 @@ def cut(size: int, num_packs: int) -> tuple[tuple[int, int], ...]:
     return tuple(zip([0, *stops], stops, strict=False))
 
 
-def assign(
-    size: int, ranges: Iterable[tuple[int, int]], trees: Sequence[tree_lib.CopyTree]
-) -> Schedule:
+def assign(size: int, ranges: Iterable[tuple[int, int]], trees: Sequence[CopyTree]) -> Schedule:
     """Gives the ranges the trees in turn, so that the roots spread over the devices.
 
     Args:

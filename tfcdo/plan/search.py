@@ -1,8 +1,8 @@
 """The search for packed trees: which trees, and how much of the data along each.
 
-Some forests suit many machines (see `tfcdo.plan.forest`). The one of them that the simulator finds
-fastest is improved by annealing, each step of which changes a tree or a share. What was found is
-kept; for some machines it comes with the package.
+Some packings suit many machines (see `tfcdo.plan.tree_packing`). The one of them that the simulator
+finds fastest is improved by annealing, each step of which changes a tree or a share. What was found
+is kept; for some machines it comes with the package.
 """
 
 from __future__ import annotations
@@ -12,13 +12,21 @@ import math
 import random
 from collections.abc import Sequence
 
-from tfcdo.plan import checks
-from tfcdo.plan import forest as forest_lib
-from tfcdo.plan import forest_store
-from tfcdo.plan import schedule as schedule_lib
-from tfcdo.plan import simulate
-from tfcdo.plan import topology as topology_lib
-from tfcdo.plan import tree as tree_lib
+from tfcdo import checks
+from tfcdo.plan import copy_tree
+from tfcdo.plan import plan_cache
+from tfcdo.plan import simulator
+from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.schedule import Schedule
+from tfcdo.plan.schedule import assign
+from tfcdo.plan.schedule import cut
+from tfcdo.plan.tree_packing import MAX_PACKS
+from tfcdo.plan.tree_packing import Permutation
+from tfcdo.plan.tree_packing import TreePacking
+from tfcdo.plan.tree_packing import neighbours_of
+from tfcdo.plan.tree_packing import starting_forests
+from tfcdo.topology.topology import Topology
+from tfcdo.topology.topology import isomorphisms
 
 # Seeds of the disorderly runs; not those by which `simulate.robust_seconds` judges the outcome.
 _SEEDS = (101, 102, 103)
@@ -34,9 +42,7 @@ _TASKS_PER_SEARCH = 60_000
 _TASKS_PER_STEP = 20
 
 
-def packed_trees(
-    topology: topology_lib.Topology, num_bytes: int, num_packs: int | None = None
-) -> schedule_lib.Schedule:
+def packed_trees(topology: Topology, num_bytes: int, num_packs: int | None = None) -> Schedule:
     """Packs sized and routed so that they fill all links of the machine at once.
 
     Takes a forest that comes with the package for this machine, or that an earlier call has found,
@@ -61,9 +67,11 @@ def packed_trees(
       Cai et al., "Synthesizing Optimal Collective Algorithms", PPoPP 2021.
 
     Example:
-      >>> machine = topology_lib.preset("dgx1")
+      >>> from tfcdo.topology import preset
+      >>> machine = preset("dgx1")
       >>> schedule = packed_trees(machine, 10**9)
-      >>> bool(simulate.simulate(schedule, machine).seconds < 1.05 * simulate.bound(machine, 10**9))
+      >>> seconds = simulator.simulate(schedule, machine).seconds
+      >>> bool(seconds < 1.05 * simulator.bound(machine, 10**9))
       True
     """
     checks.check_sizes(num_bytes, num_packs)
@@ -73,24 +81,22 @@ def packed_trees(
     if num_packs is None:
         schedule = chosen.schedule(num_bytes)
     else:
-        ranges = schedule_lib.cut(num_bytes, num_packs)
-        schedule = schedule_lib.assign(num_bytes, ranges, chosen.trees)
-    return simulate.longest_path_first(schedule, topology)
+        ranges = cut(num_bytes, num_packs)
+        schedule = assign(num_bytes, ranges, chosen.trees)
+    return simulator.longest_path_first(schedule, topology)
 
 
 @functools.lru_cache(maxsize=512)
-def _best_forest(
-    topology: topology_lib.Topology, num_bytes: int, num_packs: int | None
-) -> forest_lib.Forest:
+def _best_forest(topology: Topology, num_bytes: int, num_packs: int | None) -> TreePacking:
     """The forest of `packed_trees`, for the same arguments; known or searched."""
     if topology.num_devices == 1 or not num_bytes:
-        star = forest_lib.Forest((tree_lib.star(topology.num_devices),), (1.0,))
+        star = TreePacking((copy_tree.star(topology.num_devices),), (1.0,))
         return star.dealt(num_packs or 1)
-    if num_packs is not None and num_packs > forest_lib.MAX_PACKS:
+    if num_packs is not None and num_packs > MAX_PACKS:
         # Trees that are good for some of the packs are good for all: the links are busy anyhow.
-        part = max(num_bytes * forest_lib.MAX_PACKS // num_packs, 1)
-        return _best_forest(topology, part, forest_lib.MAX_PACKS).dealt(num_packs)
-    known = forest_store.presets(topology)
+        part = max(num_bytes * MAX_PACKS // num_packs, 1)
+        return _best_forest(topology, part, MAX_PACKS).dealt(num_packs)
+    known = plan_cache.presets(topology)
     if num_packs is not None:
         known = [forest.dealt(num_packs) for forest in known]
     if known:
@@ -104,21 +110,17 @@ def _size_class(num_bytes: int) -> int:
 
 
 @functools.lru_cache(maxsize=512)
-def _searched(
-    topology: topology_lib.Topology, num_bytes: int, num_packs: int | None
-) -> forest_lib.Forest:
+def _searched(topology: Topology, num_bytes: int, num_packs: int | None) -> TreePacking:
     key = f"{num_bytes}-{num_packs or 'any'}"
-    forest = forest_store.load(topology, key)
+    forest = plan_cache.load(topology, key)
     if forest is not None and num_packs in (None, len(forest.trees)):
         return forest
     forest = search(topology, num_bytes, num_packs)
-    forest_store.save(topology, key, forest)
+    plan_cache.save(topology, key, forest)
     return forest
 
 
-def search(
-    topology: topology_lib.Topology, num_bytes: int, num_packs: int | None = None
-) -> forest_lib.Forest:
+def search(topology: Topology, num_bytes: int, num_packs: int | None = None) -> TreePacking:
     """Searches a forest, without looking at any that is known.
 
     Args:
@@ -129,16 +131,14 @@ def search(
     Returns:
       The best forest found. The same arguments give the same forest.
     """
-    forests = forest_lib.starting_forests(topology)
+    forests = starting_forests(topology)
     if num_packs is not None:
         forests = list(dict.fromkeys(forest.dealt(num_packs) for forest in forests))
     start = fastest(forests, topology, num_bytes)
     return improve(start, topology, num_bytes, equal_shares=num_packs is not None).rounded()
 
 
-def fastest(
-    forests: Sequence[forest_lib.Forest], topology: topology_lib.Topology, num_bytes: int
-) -> forest_lib.Forest:
+def fastest(forests: Sequence[TreePacking], topology: Topology, num_bytes: int) -> TreePacking:
     """The forest of the least cost, of several the one with the fewest trees.
 
     Args:
@@ -155,7 +155,7 @@ def fastest(
     if not forests:
         raise ValueError(f"forests must hold at least one forest; got {forests!r}")
     chosen, least = forests[0], math.inf
-    enough = simulate.bound(topology, num_bytes) * _GOOD_ENOUGH
+    enough = simulator.bound(topology, num_bytes) * _GOOD_ENOUGH
     for forest in sorted(forests, key=lambda forest: len(forest.trees)):
         if least <= enough:
             break
@@ -167,8 +167,8 @@ def fastest(
 
 
 def cost(
-    forest: forest_lib.Forest,
-    topology: topology_lib.Topology,
+    forest: TreePacking,
+    topology: Topology,
     num_bytes: int,
     *,
     give_up: float = math.inf,
@@ -190,8 +190,8 @@ def cost(
       A weighted mean of two times in seconds: links serving the longest path first, and the median
       of runs with shuffled ties and jitter; or something above `give_up`.
     """
-    network = simulate.prepare(forest.schedule(num_bytes), topology)
-    _, ends = simulate.ordered_run(network)
+    network = simulator.prepare(forest.schedule(num_bytes), topology)
+    _, ends = simulator.ordered_run(network)
     ordered = max(ends, default=0.0)
     if smoothness and ends:
         last: dict[tuple[int, int], float] = {}
@@ -202,14 +202,12 @@ def cost(
     if not robustness or ordered * (1 - _JITTER) > give_up:
         return ordered
     times = sorted(
-        max(simulate.shuffled_run(network, _JITTER, seed)[1], default=0.0) for seed in _SEEDS
+        max(simulator.shuffled_run(network, _JITTER, seed)[1], default=0.0) for seed in _SEEDS
     )
     return (ordered + robustness * times[len(times) // 2]) / (1 + robustness)
 
 
-def symmetries(
-    topology: topology_lib.Topology, limit: int = 16
-) -> tuple[forest_lib.Permutation, ...]:
+def symmetries(topology: Topology, limit: int = 16) -> tuple[Permutation, ...]:
     """The permutations of the devices that change no link's bandwidth and latency.
 
     Args:
@@ -220,25 +218,26 @@ def symmetries(
       All of them, the identity first, or the identity alone if there are more than `limit`.
 
     Example:
-      >>> symmetries(topology_lib.preset("dgx1"))[1]
+      >>> from tfcdo.topology import preset
+      >>> symmetries(preset("dgx1"))[1]
       (2, 3, 0, 1, 6, 7, 4, 5)
     """
-    found = tuple(topology_lib.isomorphisms(topology, topology, limit + 1))
+    found = tuple(isomorphisms(topology, topology, limit + 1))
     return found if len(found) <= limit else (tuple(range(topology.num_devices)),)
 
 
 def improve(
-    start: forest_lib.Forest,
-    topology: topology_lib.Topology,
+    start: TreePacking,
+    topology: Topology,
     num_bytes: int,
     *,
-    group: Sequence[forest_lib.Permutation] | None = None,
+    group: Sequence[Permutation] | None = None,
     tasks: int | None = None,
     seed: int = 0,
     temperature: float = 0.02,
     robustness: float = 0.5,
     equal_shares: bool = False,
-) -> forest_lib.Forest:
+) -> TreePacking:
     """Simulated annealing from a forest.
 
     Each step hangs a device and what is below it on another parent, moves a root along an edge, or
@@ -266,13 +265,13 @@ def improve(
     tasks = _TASKS_PER_SEARCH if tasks is None else tasks
     rng = random.Random(seed)
     group = tuple(group or (tuple(range(topology.num_devices)),))
-    neighbours = forest_lib.neighbours_of(topology)
-    max_trees = forest_lib.MAX_PACKS // len(group)
-    unit = simulate.bound(topology, num_bytes)
+    neighbours = neighbours_of(topology)
+    max_trees = MAX_PACKS // len(group)
+    unit = simulator.bound(topology, num_bytes)
     if not unit:
         return start  # Nothing travels, so no forest is better than another.
 
-    def judge(forest: forest_lib.Forest, give_up: float = math.inf) -> float:
+    def judge(forest: TreePacking, give_up: float = math.inf) -> float:
         return (
             cost(
                 forest.expanded(group),
@@ -305,12 +304,12 @@ def improve(
 
 
 def _neighbour(
-    forest: forest_lib.Forest,
+    forest: TreePacking,
     neighbours: Sequence[Sequence[int]],
     rng: random.Random,
     equal_shares: bool,
     max_trees: int,
-) -> forest_lib.Forest:
+) -> TreePacking:
     """A forest that differs from another one in a little."""
     trees, shares = list(forest.trees), list(forest.shares)
     index = rng.randrange(len(trees))
@@ -329,20 +328,18 @@ def _neighbour(
     else:
         for _ in range(rng.choice((1, 1, 2))):
             trees[index] = _rehung(trees[index], neighbours, rng)
-    return forest_lib.Forest(tuple(trees), tuple(shares))
+    return TreePacking(tuple(trees), tuple(shares))
 
 
-def _root_moved(tree: tree_lib.CopyTree, rng: random.Random) -> tree_lib.CopyTree:
+def _root_moved(tree: CopyTree, rng: random.Random) -> CopyTree:
     """The same edges, rooted at one of the root's children."""
     new_root = rng.choice(tree.children[tree.root])
     parents = list(tree.parents)
     parents[tree.root], parents[new_root] = new_root, None
-    return tree_lib.CopyTree(tuple(parents))
+    return CopyTree(tuple(parents))
 
 
-def _rehung(
-    tree: tree_lib.CopyTree, neighbours: Sequence[Sequence[int]], rng: random.Random
-) -> tree_lib.CopyTree:
+def _rehung(tree: CopyTree, neighbours: Sequence[Sequence[int]], rng: random.Random) -> CopyTree:
     """One device, with all below it, under another parent, if it has a link to one."""
     device = rng.randrange(tree.num_devices)
     below = {device}
@@ -354,4 +351,4 @@ def _rehung(
         return tree
     parents = list(tree.parents)
     parents[device] = rng.choice(others)
-    return tree_lib.CopyTree(tuple(parents))
+    return CopyTree(tuple(parents))

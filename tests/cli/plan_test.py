@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+from click import testing
+from rich import console as rich_console
+
+from tfcdo.cli import commands
+from tfcdo.cli import plan
+from tfcdo.plan import algorithms
+from tfcdo.plan import simulator
+from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.schedule import Pack
+from tfcdo.plan.schedule import Schedule
+from tfcdo.plan.schedule import verify
+from tfcdo.topology.presets import preset
+from tfcdo.topology.topology import Link
+from tfcdo.topology.topology import Resource
+from tfcdo.topology.topology import Topology
+
+_TABLE = """\
+        GPU0    GPU1    CPU Affinity    NUMA Affinity
+GPU0     X      NV4     0-15            0
+GPU1    NV4      X      0-15            0
+"""
+_NO_SUCH_FILE = os.strerror(errno.ENOENT)
+
+
+class PlanTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        self.folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        # Trees that were found on this machine before are no business of a test.
+        cache = {"TFCDO_CACHE_DIR": str(self.folder / "cache")}
+        stack.enter_context(mock.patch.dict(os.environ, cache))
+
+    def plan(self, *arguments: str, stdin: str | None = None) -> str:
+        """What `tfcdo plan` prints."""
+        result = testing.CliRunner().invoke(
+            commands.tfcdo, ["plan", *arguments], input=stdin, catch_exceptions=False
+        )
+        self.assertEqual(result.exit_code, 0, result.output)
+        return result.output
+
+    def rows(self, *arguments: str) -> dict[str, list[str]]:
+        """The cells of the table, by the algorithm."""
+        lines = [line for line in self.plan(*arguments).splitlines() if line.startswith("│")]
+        cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+        return {name: rest for name, *rest in cells}
+
+    def json(self, *arguments: str) -> dict:
+        return json.loads(self.plan(*arguments, "--json"))
+
+    def test_compares_all_algorithms(self):
+        rows = self.rows("--topology", "dgx1", "--bytes", "100M")
+        *names, auto = rows
+        self.assertEqual((*names, "auto"), algorithms.ALGORITHMS)
+        # As an independent simulator has it; on 8 packs, 100 MB / 8 on each of 4 of them.
+        self.assertEqual(
+            rows["hierarchical_copy"], ["8", "2", "0→2", "50.0 MB", "3.060 ms", "2.623"]
+        )
+        self.assertEqual(rows["one_device"][:4], ["1", "1", "host 0→1", "300 MB"])
+        ratios = {name: float(cells[-1]) for name, cells in rows.items()}
+        self.assertEqual(ratios[auto], min(ratios.values()))
+        self.assertEqual(auto, f"auto: {min(names, key=ratios.__getitem__)}")
+
+    def test_says_what_is_compared_and_the_bound(self):
+        output = self.plan("--topology", "dgx1", "--bytes", "25MB")
+        self.assertIn("25.0 MB on each of 8 devices of dgx1", output)
+        # 14/48 of the data over one NVLink of 25 GB/s.
+        self.assertIn("Bound: 291.7 µs", output)
+
+    def test_one_device_needs_nothing(self):
+        rows = self.rows("--topology", "dgx1", "--devices", "3")
+        self.assertEqual(rows["ring"], ["1", "0", "none", "0 B", "0 s", "-"])
+
+    @parameterized.product(
+        algorithm=("one_device", "hierarchical_copy", "packed_trees", "auto"),
+        machine=(
+            ("dgx1", None, 8),
+            ("dgx1", "4,0,5", 3),
+            ("pcie", None, 4),
+            ("nvswitch:3", None, 3),
+        ),
+    )
+    def test_json_is_a_schedule(self, algorithm: str, machine: tuple[str, str | None, int]):
+        name, devices, count = machine
+        arguments = ["-t", name, "-b", "1M", "-a", algorithm]
+        found = self.json(*arguments, *(["--devices", devices] if devices else []))
+        packs = tuple(
+            Pack(one["start"], one["stop"], CopyTree(tuple(one["parents"])))
+            for one in found["packs"]
+        )
+        order = found["order"] and tuple(map(tuple, found["order"]))
+        schedule = Schedule(found["num_devices"], found["size"], packs, order)
+        verify(schedule)
+        self.assertEqual((found["num_devices"], found["size"]), (count, 10**6))
+        self.assertEqual(found["algorithm"], algorithm)
+        kind, _, number = name.partition(":")
+        topology = preset(kind, int(number) if number else None)
+        if devices:
+            topology = topology.subset([4, 0, 5])
+        self.assertEqual(found["topology"], topology.name)
+        self.assertAlmostEqual(
+            found["seconds"], simulator.simulate(schedule, topology).seconds, places=12
+        )
+        self.assertGreaterEqual(found["seconds"], found["bound"])
+
+    def test_a_machine_from_a_file(self):
+        saved = self.folder / "machine.json"
+        saved.write_text(preset("dgx1").to_json(), encoding="utf-8")
+        self.assertEqual(self.rows("-t", str(saved))["ring"], self.rows("-t", "dgx1")["ring"])
+        table = self.folder / "topo.txt"
+        table.write_text(_TABLE)
+        # 100 MB up and down at 4 x 25 GB/s, and twice the latency.
+        self.assertEqual(self.rows("-t", str(table))["one_device"][4], "2.020 ms")
+
+    def test_a_machine_from_a_file_with_a_byte_order_mark(self):
+        for text in (preset("pcie").to_json(), _TABLE):
+            saved = self.folder / "machine"
+            saved.write_text(text, encoding="utf-8-sig")
+            self.assertIn("Bound: ", self.plan("-t", str(saved)))
+
+    def test_a_machine_from_standard_input(self):
+        output = self.plan("-t", "-", stdin=_TABLE)
+        self.assertIn("on each of 2 devices", output)
+
+    def test_square_brackets_in_names_are_printed(self):
+        resource = Resource("link [/z]", 1e9)
+        link = Link(0, 1, 0.0, (0,))
+        back = Link(1, 0, 0.0, (0,))
+        for name in ("[/x]", "a [bold]b"):
+            machine = Topology(name, 2, (resource,), (link, back))
+            saved, picture = self.folder / "[y].json", self.folder / "[bold].svg"
+            saved.write_text(machine.to_json(), encoding="utf-8")
+            output = self.plan("-t", str(saved), "--draw", str(picture))
+            self.assertIn(f"2 devices of {name} ", output)
+            self.assertIn("link [/z]", output)
+            self.assertIn(f" in {picture}\n", output)
+
+    @parameterized.product(option=("--draw", "--gantt"), suffix=(".png", ".svg"))
+    def test_draws(self, option: str, suffix: str):
+        path = self.folder / f"picture{suffix}"
+        arguments = ("-t", "pcie", "-b", "1M", "-a", "hierarchical_copy", option, str(path))
+        output = self.plan(*arguments)
+        self.assertIn(f"Drew hierarchical_copy in {path}", output)
+        first = path.read_bytes()
+        self.assertStartsWith(first, b"\x89PNG\r\n" if suffix == ".png" else b"<?xml")
+        self.assertIn(b"</svg>" if suffix == ".svg" else b"IEND", first)
+        self.plan(*arguments)
+        self.assertEqual(path.read_bytes(), first)
+
+    def test_draws_beside_json(self):
+        path = self.folder / "picture.png"
+        self.json("-t", "pcie", "-b", "1M", "-a", "ring", "--draw", str(path))
+        self.assertTrue(path.exists())
+
+    def test_says_which_algorithm_was_drawn(self):
+        path = self.folder / "picture.svg"
+        output = self.plan("-t", "nvswitch:2", "-b", "8", "--draw", str(path))
+        auto = algorithms.fastest_algorithm(preset("nvswitch", 2), 8)
+        self.assertIn(f"Drew auto: {auto} in {path}", output)
+        self.assertIn(f"auto: {auto} on nvswitch", path.read_text(encoding="utf-8"))
+
+    @parameterized.parameters("ring", "auto")
+    def test_the_chosen_algorithm_stands_out(self, chosen: str):
+        machine = preset("pcie")
+        schedules = {
+            name: algorithms.make_schedule(name, machine, 10**6) for name in ("ring", "auto")
+        }
+        output = io.StringIO()
+        console = rich_console.Console(
+            file=output, width=120, force_terminal=True, color_system="standard"
+        )
+        plan._show(schedules, chosen, machine, 10**6, console)
+        rows = [line for line in output.getvalue().splitlines() if "│" in line]
+        (bold,) = [row for row in rows if "\x1b[1m" in row]
+        self.assertIn(chosen, bold)
+
+    def test_an_algorithm_alone_changes_no_word(self):
+        table = self.plan("-t", "pcie", "-b", "1M")
+        self.assertEqual(self.plan("-t", "pcie", "-b", "1M", "-a", "ring"), table)
+
+    @parameterized.parameters(60, 80, 97, 98, 120)
+    def test_the_table_fits(self, width: int):
+        machine = preset("dgx1")
+        schedules = {
+            name: algorithms.make_schedule(name, machine, 10**8) for name in ("ring", "auto")
+        }
+        output = io.StringIO()
+        console = rich_console.Console(file=output, width=width)
+        plan._show(schedules, "auto", machine, 10**8, console)
+        self.assertNotIn("…", output.getvalue())
+        auto = algorithms.fastest_algorithm(machine, 10**8)
+        for shown in ("ring", f"auto: {auto}", "host 0→1", "Time / bound", "18.41 ms", "15.780"):
+            self.assertIn(f" {shown} ", output.getvalue())
+        for left_out in ("Packs", "Depth", "Bytes on it", "175 MB"):
+            self.assertEqual(left_out in output.getvalue(), width >= 98)
+
+    def test_help_says_what_m_means(self):
+        self.assertIn("10^6", self.plan("--help"))
+
+
+class WrongTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def assert_one_line(self, pattern: str, *arguments: str) -> None:
+        told, output = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(output):
+            status = commands.run(["plan", *arguments])
+        self.assertEqual((status, output.getvalue()), (2, ""))
+        (line,) = told.getvalue().splitlines()
+        self.assertRegex(line, f"^tfcdo: .*{pattern}")
+
+    @parameterized.parameters(
+        ("--topology",),
+        ("--topology.*'dgx9' is neither a file nor a known machine: dgx1, ", "-t", "dgx9"),
+        ("'' is neither a file nor a known machine: dgx1, ", "-t", ""),
+        ("num_devices of 'dgx1' must be at most 8", "-t", "dgx1:9"),
+        ("num_devices of 'nvswitch' must be at most 512", "-t", "nvswitch:99999"),
+        ("num_devices must be at least 1", "-t", "nvswitch:0"),
+        ("'nvswitch:9999999999' is neither", "-t", "nvswitch:9999999999"),
+        ("'dgx1:many' is neither", "-t", "dgx1:many"),
+        ("--devices: .*0 to 7; got \\[0, 8\\]", "-t", "dgx1", "-d", "0,8"),
+        ("--devices: .*different devices", "-t", "dgx1", "-d", "1,1"),
+        ("'0;1' is no list of device numbers", "-t", "dgx1", "-d", "0;1"),
+        ("'100X' is no number of bytes", "-t", "dgx1", "-b", "100X"),
+        ("'0' is no number of bytes", "-t", "dgx1", "-b", "0"),
+        ("'-1' is no number of bytes", "-t", "dgx1", "-b", "-1"),
+        ("'magic'.*'packed_trees'", "-t", "dgx1", "-a", "magic"),
+        ("'a.pdf' does not end in .png or .svg", "-t", "dgx1", "--draw", "a.pdf"),
+        ("there is no folder 'no'", "-t", "dgx1", "--gantt", "no/a.png"),
+        ("--bytes': there can be at most", "-t", "dgx1", "-b", "9" * 400),
+        ("9' is no list of device numbers", "-t", "dgx1", "-d", "0," + "9" * 5000),
+        ("both are a.png", "-t", "dgx1", "--draw", "./a.png", "--gantt", "a.png"),
+    )
+    def test_argument(self, pattern: str, *arguments: str):
+        self.assert_one_line(pattern, *arguments)
+
+    @parameterized.parameters(
+        (b"", "file: no table of `nvidia-smi topo -m`"),
+        (b"hello\n", "GPU0"),
+        (b'{"name": ', "file: .*JSON"),
+        (b"{}", "file: not a topology"),
+        (b"\n[1]", "file: not a topology"),
+        (b'{"name": 3, "num_devices": 2, "resources": 5, "links": []}', "file: "),
+        (b"     GPU0 GPU1\nGPU0 X WAT\nGPU1 WAT X\n", "line 2: row GPU0, column GPU1: 'WAT'"),
+        (b"     GPU0 GPU1\nGPU0 X NV1\nGPU1 NV1\n", "line 3: row GPU1 has 1 entries for 2 GPUs"),
+        (b"     GPU0 GPU1\nGPU0 X NV1\nGPU1 NV2 X\n", "line 3: .*expected NV1, .*; got NV2"),
+        (b"     GPU0 GPU1\nGPU0 X NV1\nNIC0 X NV2\n", "no row GPU1"),
+        (b"\xff\xfe\x00\x01", "file: expected text"),
+    )
+    def test_file(self, content: bytes, pattern: str):
+        path = self.folder / "file"
+        path.write_bytes(content)
+        self.assert_one_line(pattern, "-t", str(path))
+
+    def test_closed_standard_input(self):
+        with mock.patch.object(sys, "stdin", None):
+            self.assert_one_line("-: standard input is closed", "-t", "-")
+
+    def test_a_folder_is_no_file(self):
+        self.assert_one_line(re.escape(str(self.folder)), "-t", str(self.folder))
+
+    def test_a_folder_is_no_picture(self):
+        path = self.folder / "a.png"
+        path.mkdir()
+        self.assert_one_line(f"'{path}' is a folder", "-t", "pcie", "--gantt", str(path))
+
+    def test_a_picture_that_cannot_be_written(self):
+        path = self.folder / "a.png"
+        path.symlink_to(self.folder / "missing" / "a.png")
+        told = io.StringIO()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
+            status = commands.run(["plan", "-t", "pcie", "-b", "1M", "--draw", str(path)])
+        self.assertEqual((status, told.getvalue()), (1, f"tfcdo: {path}: {_NO_SUCH_FILE}\n"))
+
+
+class ProcessTest(absltest.TestCase):
+    def test_does_not_wait_for_tensorflow(self):
+        script = (
+            "import sys\n"
+            "from tfcdo.cli.main import main\n"
+            "try: main()\n"
+            "finally: print('tensorflow' in sys.modules, file=sys.stderr)"
+        )
+        arguments = ["plan", "-t", "dgx1", "-b", "100M", "-a", "ring", "--json"]
+        result = subprocess.run(
+            [sys.executable, "-c", script, *arguments], capture_output=True, text=True
+        )
+        self.assertEqual((result.returncode, result.stderr), (0, "False\n"))
+        self.assertLen(json.loads(result.stdout)["packs"], 8)
+
+
+if __name__ == "__main__":
+    absltest.main()

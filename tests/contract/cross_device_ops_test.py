@@ -1,0 +1,376 @@
+"""The contract of the four classes, in every setting, and what each promises besides.
+
+All of it runs with TensorFlow's own reductions out of order (see `sabotage`), and without the CPU
+kernel for NCCL, which another test file of the same process may have loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import block_tensorflow_reductions
+import contract
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl import logging
+from absl.testing import parameterized
+from testing_utils import MEAN
+from testing_utils import SUM
+
+import tfcdo
+from tfcdo import log
+from tfcdo import topology
+from tfcdo.plan import algorithms
+
+SETTINGS: dict[str, Callable[[], tf.distribute.CrossDeviceOps]] = {
+    "ReductionToOneDevice": tfcdo.ReductionToOneDevice,
+    "ReductionToDevice2": lambda: tfcdo.ReductionToOneDevice("/cpu:2"),
+    "Hierarchical": tfcdo.HierarchicalCopyAllReduce,
+    "HierarchicalUnpacked": lambda: tfcdo.HierarchicalCopyAllReduce(num_packs=0),
+    "HierarchicalManyPacks": lambda: tfcdo.HierarchicalCopyAllReduce(num_packs=5),
+    "NcclOnCpu": lambda: tfcdo.NcclAllReduce(num_packs=2),
+    "AllReduceSmallGroups": lambda: tfcdo.AllReduceCrossDeviceOps(
+        "ring", num_packs=0, agg_small_grads_max_bytes=40, agg_small_grads_max_group=2
+    ),
+}
+globals().update(contract.settings_tests(SETTINGS, __name__))
+
+_environment = contextlib.ExitStack()
+
+
+def setUpModule() -> None:
+    _environment.enter_context(block_tensorflow_reductions.installed())
+    _environment.enter_context(tu.kernels_for("GPU"))
+
+
+def tearDownModule() -> None:
+    _environment.close()
+
+
+ALL_REDUCES: list[Any] = [
+    tfcdo.AllReduceCrossDeviceOps,
+    tfcdo.NcclAllReduce,
+    tfcdo.HierarchicalCopyAllReduce,
+]
+
+
+class SignatureTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (tfcdo.ReductionToOneDevice, "reduce_to_device=None, accumulation_fn=None"),
+        (
+            tfcdo.AllReduceCrossDeviceOps,
+            "all_reduce_alg='nccl', num_packs=1, agg_small_grads_max_bytes=0, "
+            "agg_small_grads_max_group=10",
+        ),
+        (tfcdo.NcclAllReduce, "num_packs=1"),
+        (tfcdo.HierarchicalCopyAllReduce, "num_packs=1"),
+    )
+    def test_constructors_are_drop_in(self, cls, expected):
+        parameters = inspect.signature(cls).parameters.values()
+        positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        self.assertEqual(expected, ", ".join(f"{p.name}={p.default!r}" for p in positional))
+        for parameter in parameters:
+            self.assertIsNot(parameter.default, parameter.empty)
+
+    def test_classes(self):
+        for cls in [tfcdo.ReductionToOneDevice, *ALL_REDUCES]:
+            self.assertTrue(issubclass(cls, tf.distribute.CrossDeviceOps))
+            # Between it and the abstract base there is nothing of TensorFlow.
+            for base in cls.__mro__[: cls.__mro__.index(tf.distribute.CrossDeviceOps)]:
+                self.assertStartsWith(base.__module__, "tfcdo.")
+        for cls in ALL_REDUCES:
+            self.assertTrue(issubclass(cls, tfcdo.AllReduceCrossDeviceOps))
+        self.assertRegex(tfcdo.__version__, r"^\d+\.\d+\.\d+")
+
+
+class ConstructorTest(parameterized.TestCase):
+    @parameterized.product(cls=ALL_REDUCES, value=(True, False, 1.0, "1", None, [1]))
+    def test_num_packs_must_be_an_int(self, cls, value):
+        with self.assertRaisesRegex(TypeError, f"num_packs.*{re.escape(repr(value))}"):
+            cls(num_packs=value)
+
+    @parameterized.product(cls=ALL_REDUCES, value=(-1, -100))
+    def test_num_packs_must_not_be_negative(self, cls, value):
+        with self.assertRaisesRegex(ValueError, f"num_packs.*{value}"):
+            cls(num_packs=value)
+
+    @parameterized.parameters("agg_small_grads_max_bytes", "agg_small_grads_max_group")
+    def test_small_gradients_arguments(self, name):
+        for bad in True, 1.5, "2", None:
+            arguments: dict[str, Any] = {name: bad}
+            with self.assertRaisesRegex(TypeError, name):
+                tfcdo.AllReduceCrossDeviceOps(**arguments)
+        arguments = {name: -3}
+        with self.assertRaisesRegex(ValueError, f"{name}.*-3"):
+            tfcdo.AllReduceCrossDeviceOps(**arguments)
+
+    @parameterized.parameters("bogus", "", None, 3, "NCCL", (("ring",),))
+    def test_unknown_algorithm(self, algorithm):
+        with self.assertRaises(ValueError) as caught:
+            tfcdo.AllReduceCrossDeviceOps(algorithm)
+        for known in ("all_reduce_alg", "nccl", "hierarchical_copy", *algorithms.ALGORITHMS):
+            self.assertIn(known, str(caught.exception))
+        self.assertIn(repr(algorithm), str(caught.exception))
+
+    def test_topology_and_strict_are_checked(self):
+        for cls in ALL_REDUCES[:2]:
+            with self.assertRaisesRegex(TypeError, "strict"):
+                cls(strict=1)
+        for cls in ALL_REDUCES:
+            with self.assertRaisesRegex(TypeError, "topology"):
+                cls(topology="dgx1")
+
+    @parameterized.parameters("nonsense", "", 3, (["/cpu:0"],))
+    def test_reduce_to_device_is_checked(self, device):
+        with self.assertRaisesRegex(ValueError, "reduce_to_device"):
+            tfcdo.ReductionToOneDevice(device)
+
+    @parameterized.parameters("/cpu:77", "GPU:0", "gpu", "/job:worker/task:5/cpu:0")
+    def test_there_must_be_such_a_device(self, device):
+        value = tu.per_replica([1.0, 2.0])
+        ops = tfcdo.ReductionToOneDevice(device)
+        with self.assertRaisesRegex(ValueError, f"reduce_to_device .*exists; got '{device}'"):
+            ops.reduce(SUM, value, value)
+
+    def test_making_one_does_not_start_tensorflow(self):
+        # Started, it would not let its virtual devices be configured any more.
+        code = (
+            "import tensorflow as tf, tfcdo\n"
+            "tfcdo.ReductionToOneDevice('/cpu:1')\n"
+            "for name in tfcdo.__all__:\n"
+            "    if name.endswith('Reduce'): getattr(tfcdo, name)()\n"
+            "cpu = tf.config.list_physical_devices('CPU')[0]\n"
+            "parts = [tf.config.LogicalDeviceConfiguration()] * 3\n"
+            "tf.config.set_logical_device_configuration(cpu, parts)\n"
+            "print(len(tf.config.list_logical_devices('CPU')))\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
+        )
+        self.assertEqual("3", done.stdout.strip())
+
+    @parameterized.parameters(
+        None, 3.0, ([1.0],), lambda: tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])),
+        lambda: tf.ragged.constant([[1.0]]), lambda: tf.sparse.from_dense([1.0]),
+    )  # fmt: skip
+    def test_accumulation_fn_must_return_a_tensor(self, returned):
+        returned = returned() if callable(returned) else returned
+        value = tu.per_replica([1.0, 2.0])
+        ops = tfcdo.ReductionToOneDevice(accumulation_fn=lambda _: returned)
+        with self.assertRaisesRegex(TypeError, "accumulation_fn must return a tensor; it returned"):
+            ops.reduce(SUM, value, value)
+
+    @parameterized.parameters(3, "add_n", ([],))
+    def test_accumulation_fn_is_checked(self, function):
+        with self.assertRaisesRegex(TypeError, "accumulation_fn"):
+            tfcdo.ReductionToOneDevice(accumulation_fn=function)
+
+
+class AccumulationTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters((None, 4), ("/cpu:6", 6), ("CPU:1", 1), (tu.device_name(3), 3))
+    def test_where_it_accumulates(self, device, expected):
+        seen = []
+
+        def accumulate(values):
+            total = tf.math.add_n(values)
+            seen.append(total.device)
+            return total
+
+        ops = tfcdo.ReductionToOneDevice(device, accumulate)
+        value = tu.per_replica([1.0, 2.0, 4.0])
+        (result,) = tu.call(
+            tu.EAGER, lambda: ops.reduce(SUM, value, tu.per_replica([0, 0], tu.ALL_DEVICES[4:6]))
+        )
+        self.assertEqual([tu.device_name(expected)], seen)
+        self.assert_on(result, tu.ALL_DEVICES[4:6])
+        self.assertEqual(7.0, result.value.numpy())
+
+    @parameterized.parameters(tu.EAGER, tu.FUNCTION)
+    def test_accumulation_fn(self, mode):
+        def largest(values):
+            self.assertIsInstance(values, list)
+            self.assertLen(values, 3)
+            return tf.reduce_max(tf.stack(values), axis=0)
+
+        value = tu.per_replica([[1.0, 9.0], [5.0, 2.0], [3.0, 3.0]])
+        (result,) = tu.all_reduce(
+            tfcdo.ReductionToOneDevice(accumulation_fn=largest), SUM, [value], mode
+        )
+        self.assertAllEqual([[5.0, 9.0]] * 3, result.values)
+
+    def test_accumulation_fn_gets_the_replicas_in_order(self):
+        value = tu.per_replica([1, 2, 3, 4])
+        ops = tfcdo.ReductionToOneDevice(accumulation_fn=lambda values: values[2] * 10 + values[0])
+        self.assertEqual(31, ops.reduce(SUM, value, "/cpu:1").numpy())
+
+    def test_mean_divides_what_was_accumulated(self):
+        value = tu.per_replica([1.0, 2.0, 6.0])
+        ops = tfcdo.ReductionToOneDevice(accumulation_fn=tf.math.add_n)
+        self.assertEqual(3.0, ops.reduce(MEAN, value, "/cpu:1").numpy())
+
+    def test_what_is_divided_must_be_a_number(self):
+        value = tu.per_replica([True, False])
+        ops = tfcdo.ReductionToOneDevice(accumulation_fn=lambda values: values[0] | values[1])
+        self.assertAllEqual([True] * 2, ops.reduce(SUM, value, value).values)
+        with self.assertRaisesRegex(ValueError, "of a dtype that TensorFlow adds; got bool"):
+            ops.reduce(MEAN, value, value)
+
+    def test_errors_of_accumulation_fn_are_not_hidden(self):
+        def fail(values):
+            raise KeyError("mine")
+
+        value = tu.per_replica([1.0, 2.0])
+        with self.assertRaisesRegex(KeyError, "mine"):
+            tfcdo.ReductionToOneDevice(accumulation_fn=fail).reduce(SUM, value, value)
+
+
+class RefusalTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        (lambda: tfcdo.ReductionToOneDevice("/cpu:77"), ValueError),
+        (lambda: tfcdo.NcclAllReduce(strict=True), RuntimeError),
+        (
+            lambda: tfcdo.AutoAllReduce(topology=tfcdo.topology.preset("nvswitch", 4)),
+            ValueError,
+        ),
+    )
+    def test_nothing_is_made_before_a_refusal(self, make, error):
+        @tf.function(autograph=False)
+        def refused():
+            own = tu.per_replica([tf.ones([2], tf.int32)] * 3)
+            before = len(tf.compat.v1.get_default_graph().get_operations())
+            with self.assertRaises(error):
+                make().batch_reduce(MEAN, [(own, "/cpu:0"), (own, own)])
+            self.assertLen(tf.compat.v1.get_default_graph().get_operations(), before)
+
+        refused.get_concrete_function()
+
+    def test_the_root_is_looked_up_once_a_batch(self):
+        value = tu.per_replica([1.0, 2.0])
+        ops = tfcdo.ReductionToOneDevice("/cpu:1")
+        with mock.patch("tfcdo.cross_device_ops.existing_device", return_value="/cpu:1") as found:
+            ops.batch_reduce(SUM, [(value, value)] * 5)
+        found.assert_called_once_with("reduce_to_device", "/cpu:1")
+
+
+class OptionsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(bytes_per_pack=(0, 1, 7, 8, 64, 10**9), make=ALL_REDUCES)
+    def test_bytes_per_pack_does_not_change_values(self, bytes_per_pack, make):
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=bytes_per_pack)
+        arrays = contract.batch(5, dtypes=(tf.float32, tf.int64, tf.float16))
+        values = [tu.per_replica(own) for own in arrays]
+        for result, own in zip(
+            tu.all_reduce(make(), SUM, values, options=options), arrays, strict=True
+        ):
+            self.assert_exact(result.value, tu.oracle(SUM, own), tf.as_dtype(own[0].dtype))
+
+    def test_bytes_per_pack_is_checked(self):
+        def options(most):
+            return tf.distribute.experimental.CommunicationOptions(bytes_per_pack=most)
+
+        value = tu.per_replica([1.0, 2.0])
+        ops = tfcdo.HierarchicalCopyAllReduce()
+        self.assertAllEqual([3.0] * 2, ops.reduce(SUM, value, value, options(np.int64(8))).values)
+        with self.assertRaisesRegex(TypeError, "options.bytes_per_pack must be an int; got 8.0"):
+            ops.reduce(SUM, value, value, options(8.0))
+
+    def test_bytes_per_pack_cuts(self):
+        value = tu.per_replica([tf.range(100.0)] * 4)
+        ops = tfcdo.HierarchicalCopyAllReduce()
+
+        def number_of_sums(options):
+            traced = tu.traced_ops(lambda: ops.reduce(SUM, value, value, options).values)
+            return sum(op.type == "AddN" for op in traced)
+
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=100)
+        self.assertEqual(4 * number_of_sums(None), number_of_sums(options))
+
+
+class GraphTest(tf.test.TestCase, parameterized.TestCase):
+    """What can only be seen in the graph: where the ops are."""
+
+    @parameterized.parameters(*algorithms.CLASSICS)
+    def test_packs_spread_over_the_devices(self, algorithm):
+        value = tu.per_replica([tf.ones([800])] * 8)
+        ops = tfcdo.AllReduceCrossDeviceOps(algorithm, num_packs=8)
+        traced = tu.traced_ops(lambda: ops.reduce(MEAN, value, value).values)
+        roots = [op.device for op in traced if op.type == "RealDiv"]
+        self.assertLen(roots, 8)
+        self.assertLen(set(roots), 1 if algorithm == "one_device" else 8)
+
+    @parameterized.named_parameters(*SETTINGS.items())
+    def test_every_op_has_its_device(self, make):
+        value = tu.per_replica([tf.ones([8], tf.int32)] * 3)
+        ops = make()
+        traced = tu.traced_ops(lambda: ops.reduce(MEAN, value, value).values)
+        self.assertContainsSubset(["AddN", "RealDiv"], [op.type for op in traced])
+        casts = [op.device for op in traced if op.type == "Cast" and len(op.outputs[0].shape) == 1]
+        self.assertCountEqual(tu.device_names(3), casts)
+        elsewhere = [
+            op.type
+            for op in traced
+            if op.device not in tu.device_names(3) and op.type not in ("Placeholder", "NoOp")
+        ]
+        self.assertEqual(["Identity"] * 3, elsewhere)  # What the function returns.
+
+
+class NcclOnCpuTest(tf.test.TestCase):
+    def test_says_once_why_it_uses_copy_trees(self):
+        log.warn_once.cache_clear()
+        value = tu.per_replica([1.0, 2.0, 3.0])
+        with mock.patch.object(logging, "warning") as warning:
+            for ops in tfcdo.NcclAllReduce(), tfcdo.AllReduceCrossDeviceOps("nccl"):
+                for _ in range(3):
+                    self.assertAllEqual([6.0] * 3, ops.reduce(SUM, value, value).values)
+        warning.assert_called_once()
+        text = warning.call_args.args[0] % warning.call_args.args[1:]
+        self.assertRegex(text, "(?s)NcclAllReduce.*CPU.*HierarchicalCopyAllReduce")
+
+    def test_other_algorithms_say_nothing(self):
+        log.warn_once.cache_clear()
+        value = tu.per_replica([1.0, 2.0, 3.0])
+        with mock.patch.object(logging, "warning") as warning:
+            for ops in tfcdo.HierarchicalCopyAllReduce(), tfcdo.ReductionToOneDevice():
+                ops.reduce(SUM, value, value)
+        warning.assert_not_called()
+
+    def test_strict(self):
+        value = tu.per_replica([1.0, 2.0, 3.0])
+        ops = tfcdo.NcclAllReduce(strict=True)
+        with self.assertRaisesRegex(RuntimeError, "(?s)strict.*NcclAllReduce.*CPU"):
+            ops.reduce(SUM, value, value)
+
+
+class TopologyTest(tf.test.TestCase):
+    def test_values_travel_along_the_links_of_a_given_topology(self):
+        machine = topology.preset("dgx1")
+        ops = tfcdo.AllReduceCrossDeviceOps("packed_trees", topology=machine)
+        value = tu.per_replica([np.float32(rank) for rank in range(8)])
+        self.assertAllEqual([28.0] * 8, ops.reduce(SUM, value, value).values)
+        ranks = {name: rank for rank, name in enumerate(tu.ALL_DEVICES)}
+        copies = {
+            (ranks[tensor.device], ranks[op.device])
+            for op in tu.traced_ops(lambda: ops.reduce(SUM, value, value).values)
+            for tensor in op.inputs
+            if tensor.device != op.device and tensor.device in ranks and op.device in ranks
+        }
+        self.assertGreaterEqual(len(copies), 7)  # From the root to all others, at least.
+        for source, target in copies:
+            self.assertFalse(machine.routes[source, target].detour, (source, target))
+
+    def test_a_topology_of_another_size(self):
+        ops = tfcdo.HierarchicalCopyAllReduce(topology=topology.preset("dgx1"))
+        value = tu.per_replica([1.0, 2.0, 3.0])
+        with self.assertRaisesRegex(ValueError, "(?s)topology.*3.*8"):
+            ops.reduce(SUM, value, value)
+
+
+if __name__ == "__main__":
+    tf.test.main()

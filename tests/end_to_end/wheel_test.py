@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+from absl.testing import absltest
+
+# Not resolve(): Bazel lays out links, and pip_package lies beside tests only in its layout.
+_PIP_PACKAGE = Path(__file__).absolute().parents[1] / "pip_package"
+
+
+def _load(name: str) -> ModuleType:
+    """Imports a script of pip_package/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, _PIP_PACKAGE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class WheelTest(absltest.TestCase):
+    folder: tempfile.TemporaryDirectory[str]
+    wheel: Path
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.folder.cleanup)
+        cls.wheel = _load("build_wheel").build_wheel(Path(cls.folder.name) / "dist")
+
+    def test_works_where_nothing_else_of_tfcdo_is(self):
+        check_wheel = _load("check_wheel")
+        printed = check_wheel.check_wheel(
+            self.wheel, Path(self.folder.name) / "environment", borrow_dependencies=True
+        )
+        self.assertEqual(printed, "6.0 6.0 6.0")
+
+    def test_holds_the_package_and_nothing_else(self):
+        names = zipfile.ZipFile(self.wheel).namelist()
+        rooms = ("__init__.py", "py.typed", "plan/copy_tree.py", "execute/batch.py", "cli/demo.py")
+        self.assertContainsSubset([f"tfcdo/{room}" for room in rooms], names)
+        top_level = {name.split("/")[0] for name in names}
+        self.assertLen(top_level, 2)
+        self.assertContainsSubset({"tfcdo"}, top_level)
+        package = [name for name in names if name.startswith("tfcdo/")]
+        endings = {Path(name).suffix for name in package if not name.endswith("py.typed")}
+        self.assertContainsSubset(endings, {".py", ".json"})
+
+    def test_says_what_it_needs(self):
+        with zipfile.ZipFile(self.wheel) as archive:
+            (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+            lines = archive.read(metadata).decode().splitlines()
+        required = {line.split()[1] for line in lines if line.startswith("Requires-Dist")}
+        plain = {
+            line.removeprefix("Requires-Dist: ")
+            for line in lines
+            if line.startswith("Requires-Dist") and "extra ==" not in line
+        }
+        self.assertEqual(plain, {"absl-py", "networkx", "numpy", "tensorflow>=2.16"})
+        self.assertTrue(any(name.startswith("click") for name in required), required)
+        self.assertIn("Requires-Python: >=3.10", lines)
+
+    def test_a_broken_wheel_is_told_from_a_good_one(self):
+        broken = Path(self.folder.name) / "broken"
+        broken.mkdir()
+        copy = broken / self.wheel.name
+        with zipfile.ZipFile(self.wheel) as source, zipfile.ZipFile(copy, "w") as target:
+            for item in source.infolist():
+                content = source.read(item)
+                if item.filename == "tfcdo/version.py":
+                    content = b'__version__ = "another"\n'
+                target.writestr(item, content)
+        result = subprocess.run(
+            [sys.executable, _PIP_PACKAGE / "check_wheel.py", "--borrow-dependencies", copy],
+            capture_output=True,
+            text=True,
+        )
+        self.assertNotEqual(result.returncode, 0)
+        self.assertIn("tfcdo.__version__ and the wheel's metadata differ", result.stderr)
+
+
+if __name__ == "__main__":
+    absltest.main()

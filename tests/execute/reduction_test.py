@@ -1,0 +1,376 @@
+"""From what a caller passes to checked reductions, and the messages where that cannot be."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+
+import tfcdo
+from tfcdo import tf_internals
+from tfcdo.execute.reduction import check_broadcast
+from tfcdo.execute.reduction import check_choice
+from tfcdo.execute.reduction import check_count
+from tfcdo.execute.reduction import check_device
+from tfcdo.execute.reduction import check_gather
+from tfcdo.execute.reduction import check_numeric
+from tfcdo.execute.reduction import check_options
+from tfcdo.execute.reduction import check_pair
+from tfcdo.execute.reduction import check_pairs
+from tfcdo.execute.reduction import check_reduce_op
+from tfcdo.execute.reduction import devices_of
+
+
+class ReduceOpTest(parameterized.TestCase):
+    def test_sum_and_mean(self):
+        check_reduce_op(tf.distribute.ReduceOp.SUM)
+        check_reduce_op(tf.distribute.ReduceOp.MEAN)
+
+    @parameterized.parameters("SUM", None, 1, tf.VariableAggregation.MEAN, tf.reduce_sum)
+    def test_anything_else(self, reduce_op):
+        with self.assertRaisesRegex(ValueError, r"reduce_op must be .*SUM or .*MEAN; got "):
+            check_reduce_op(reduce_op)
+
+
+class ArgumentsTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (True, TypeError),
+        (np.bool_(True), TypeError),
+        (np.float64(3.0), TypeError),
+        (np.int64(-3), ValueError),
+        (2.0, TypeError),
+        ("2", TypeError),
+        (None, TypeError),
+        (-1, ValueError),
+    )
+    def test_no_count(self, value, error):
+        with self.assertRaisesRegex(error, "^n must be .*; got "):
+            check_count("n", value)
+
+    @parameterized.parameters(0, 1, 10**9, np.int64(3), np.uint8(7))
+    def test_count(self, value):
+        count = check_count("n", value)
+        self.assertIs(int, type(count))
+        self.assertEqual(value, count)
+
+    def test_choice(self):
+        check_choice("color", "red", ("red", "blue"))
+        for bad in "green", "", None, 3, ["red"]:
+            with self.assertRaisesRegex(ValueError, "color must be one of 'red', 'blue'; got "):
+                check_choice("color", bad, ("red", "blue"))
+
+    @parameterized.parameters("/cpu:0", "GPU:1", "/job:a/replica:0/task:2/device:CPU:0", "/gpu:17")
+    def test_device(self, name):
+        check_device("where", name)
+
+    @parameterized.parameters("", None, 0, "nonsense", "/cpu:x", b"/cpu:0")
+    def test_no_device(self, name):
+        with self.assertRaisesRegex(ValueError, "where must .*device.*got "):
+            check_device("where", name)
+
+
+class OptionsTest(parameterized.TestCase):
+    def test_options(self):
+        check_options(None)
+        check_options(tf.distribute.experimental.CommunicationOptions())
+
+    @parameterized.parameters(("x",), (12,), ({"bytes_per_pack": 3},))
+    def test_no_options(self, options):
+        with self.assertRaisesRegex(TypeError, "options.*CommunicationOptions.*got "):
+            check_options(options)
+
+    @parameterized.parameters(tfcdo.ReductionToOneDevice, tfcdo.HierarchicalCopyAllReduce)
+    def test_every_class_checks_them(self, make):
+        value = tu.per_replica([1.0, 2.0])
+        with self.assertRaisesRegex(TypeError, "options must be"):
+            make().reduce(tu.SUM, value, value, {"a": 1})
+        with self.assertRaisesRegex(TypeError, "options must be"):
+            make().batch_reduce(tu.SUM, [(value, value)], {"a": 1})
+
+
+class DestinationsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ("/cpu:3", 3), ("CPU:3", 3), ("cpu:3", 3), ("/device:cpu:3", 3), ("/cpu", 0),
+        ("/job:localhost/replica:0/task:0/device:CPU:7", 7), ("/job:localhost/cpu:2", 2),
+    )  # fmt: skip
+    def test_names(self, name, index):
+        self.assertEqual((tu.device_name(index),), devices_of(name))
+
+    def test_a_name_does_not_depend_on_the_scope(self):
+        with tf.device("/cpu:5"):
+            self.assertEqual((tu.device_name(3),), devices_of("/cpu:3"))
+
+    def test_values(self):
+        self.assertEqual(
+            tu.ALL_DEVICES[2:5], devices_of(tu.per_replica([0] * 3, tu.ALL_DEVICES[2:5]))
+        )
+        self.assertEqual((tu.device_name(6),), devices_of(tu.place(tf.constant(1), "/cpu:6")))
+        row = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]))
+        self.assertEqual((tu.device_name(4),), devices_of(tu.place(row, "/cpu:4")))
+
+    def test_variables(self):
+        with tf.device("/cpu:4"):
+            variable = tf.Variable([1.0])
+        self.assertEqual((tu.device_name(4),), devices_of(variable))
+        strategy = tf.distribute.MirroredStrategy(["/cpu:1", "/cpu:3"])
+        with strategy.scope():
+            mirrored = tf.Variable(1.0)
+            on_read = tf.Variable(
+                1.0,
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.SUM,
+            )
+        for variable in mirrored, on_read:
+            self.assertEqual((tu.device_name(1), tu.device_name(3)), devices_of(variable))
+
+    def test_variables_of_a_graph(self):
+        with tf.Graph().as_default(), tf.device("/cpu:2"):
+            for resource in True, False:
+                variable = tf.compat.v1.Variable(1.0, use_resource=resource)
+                (device,) = devices_of(variable)
+                self.assertEndsWith(device, "/replica:0/task:0/device:CPU:2")  # Such have no job.
+
+    @parameterized.parameters(
+        (None,), (3,), (["/cpu:0"],), (("/cpu:0",),), ({"/cpu:0"},), (np.zeros(2),), (object(),)
+    )
+    def test_anything_else(self, destinations):
+        with self.assertRaisesRegex(ValueError, "destinations must be .*; got "):
+            devices_of(destinations)
+
+    def test_no_device(self):
+        with self.assertRaisesRegex(ValueError, "destinations .*at least one device"):
+            devices_of("")
+
+        @tf.function
+        def trace(tensor):
+            with self.assertRaisesRegex(ValueError, "destinations .*at least one device"):
+                devices_of(tensor)
+            return tensor
+
+        trace(tf.constant(1))
+
+    @parameterized.parameters("/cpu:88", "/gpu:0", "/job:worker/cpu:0")
+    def test_a_device_that_does_not_exist(self, name):
+        with self.assertRaisesRegex(ValueError, f"'{name}'.*there are .*CPU:0"):
+            devices_of(name)
+
+
+class PairsTest(tf.test.TestCase, parameterized.TestCase):
+    def test_a_pair(self):
+        value = tu.per_replica([1.0, 2.0, 3.0])
+        reduction = check_pair(value, "/cpu:5")
+        self.assertEqual(tu.device_names(3), reduction.devices)
+        self.assertEqual((tu.device_name(5),), reduction.destinations)
+        self.assertLen(reduction.values, 3)
+        for given, kept in zip(value.values, reduction.values, strict=True):
+            self.assertIs(given, kept)
+        self.assertFalse(reduction.is_sparse)
+        self.assertFalse(reduction.is_all_reduce)
+
+    @parameterized.parameters(
+        ([0, 1, 2], [0, 1, 2], True),
+        ([0, 1, 2], [2, 0, 1], True),
+        ([0], [0], True),
+        ([0, 1, 2], [0, 1], False),
+        ([0, 1], [0, 1, 2], False),
+        ([0, 1], [2, 3], False),
+        ([1], [0], False),
+        ([0, 0, 1], [0, 0, 1], True),
+        ([0, 0, 1], [0, 1, 0], False),
+        ([0, 0, 1], [0, 1], False),
+    )
+    def test_what_is_an_all_reduce(self, on, to, expected):
+        def names(indices):
+            return [tu.device_name(index) for index in indices]
+
+        value = tu.per_replica([0.0] * len(on), names(on))
+        destinations = tu.per_replica([0.0] * len(to), names(to))
+        if len(to) == 1:
+            destinations = names(to)[0]
+        self.assertEqual(expected, check_pair(value, destinations).is_all_reduce)
+
+    def test_devices_unknown_while_traced(self):
+        seen = []
+
+        @tf.function(autograph=False)
+        def trace(value):
+            seen.append(check_pair(value, value))
+            return value.values
+
+        trace(tu.per_replica([1.0, 2.0]))
+        self.assertEqual(("", ""), seen[0].devices)
+        self.assertTrue(seen[0].is_all_reduce)
+
+    def test_what_is_converted(self):
+        self.assertEqual([3.0], check_pair([3.0], "/cpu:1").values[0].numpy())
+        with tf.device("/cpu:2"):
+            variable = tf.Variable([7.0])
+        reduction = check_pair(tf_internals.per_replica([variable]), "/cpu:1")
+        self.assertIsInstance(reduction.values[0], tf.Tensor)
+        self.assertEqual(tu.device_name(2), reduction.values[0].device)
+
+    @parameterized.parameters(
+        ([[1.0], [1]], "dtype; got float32 on .*CPU:0 and int32 on .*CPU:1"),
+        ([[1.0], [1.0, 2.0]], r"shape; got \(1,\) on .*CPU:0 and \(2,\) on .*CPU:1"),
+        ([[1.0], [1.0], 1.0], r"shape; got \(1,\) on .*CPU:0 and \(\) on .*CPU:2"),
+    )
+    def test_replicas_that_differ(self, values, message):
+        with self.assertRaisesRegex(ValueError, message):
+            check_pair(tu.per_replica(values), "/cpu:0")
+
+    def test_static_shapes_that_differ_on_two_later_replicas(self):
+        # Both are compatible with the first replica's, but not with each other.
+        @tf.function(
+            input_signature=[tf.TensorSpec([None]), tf.TensorSpec([2]), tf.TensorSpec([3])],
+            autograph=False,
+        )
+        def trace(*values):
+            with self.assertRaisesRegex(ValueError, r"pair 0: .*shape.*\(2,\).*\(3,\)"):
+                value = tf_internals.per_replica(values)
+                check_pairs([(value, value)])
+            return values[0]
+
+        trace.get_concrete_function()
+
+    def test_the_message_counts_pairs(self):
+        good = tu.per_replica([1.0, 2.0])
+        bad = tu.per_replica([1.0, [2.0]])
+        with self.assertRaisesRegex(ValueError, "^pair 2: "):
+            check_pairs([(good, good), (good, "/cpu:0"), (bad, good)])
+        with self.assertRaisesRegex(ValueError, "^pair 1: destinations"):
+            check_pairs([(good, good), (good, None)])
+
+    def test_long_input_is_shortened(self):
+        with self.assertRaises(ValueError) as caught:
+            check_pairs([list(range(10_000))])
+        self.assertLess(len(str(caught.exception)), 300)
+
+    def test_empty_destinations(self):
+        with self.assertRaisesRegex(ValueError, "destinations must name at least one device"):
+            check_pair(tu.per_replica([1.0]), tf_internals.per_replica([]))
+
+    def test_an_empty_value(self):
+        with self.assertRaisesRegex(ValueError, "empty"):
+            check_pair(tf_internals.per_replica([]), "/cpu:0")
+
+    @parameterized.parameters(tf.bool, tf.string, tf.dtypes.experimental.float8_e5m2)
+    def test_numeric(self, dtype):
+        good = check_pair(tu.per_replica([1.0, 2.0]), "/cpu:0")
+        own = tf.constant("a") if dtype == tf.string else tf.cast(tf.constant(1.0), dtype)
+        bad = check_pair(tu.per_replica([own, own]), "/cpu:0")
+        check_numeric([good, good])
+        with self.assertRaisesRegex(ValueError, f"pair 1: .*adds; got {dtype.name}"):
+            check_numeric([good, bad])
+        with self.assertRaisesRegex(ValueError, f"^the values .*adds; got {dtype.name}"):
+            check_numeric([bad])
+
+
+class GatherAndBroadcastTest(tf.test.TestCase, parameterized.TestCase):
+    def test_shapes_may_differ_when_gathered(self):
+        value = tu.per_replica([tf.ones([2, 1]), tf.ones([3, 1])])
+        self.assertLen(check_gather(value, "/cpu:0", 0).values, 2)
+
+    def test_dtypes_may_not(self):
+        with self.assertRaisesRegex(ValueError, "dtype"):
+            check_gather(tu.per_replica([[1.0], [1]]), "/cpu:0", 0)
+
+    def test_other_axes_may_not(self):
+        value = tu.per_replica([tf.ones([2, 1]), tf.ones([3, 1])])
+        for axis in (1, -1):
+            told = rf"but for axis {axis}; got \(2, None\) on .*CPU:0 and \(3, None\) on .*CPU:1"
+            with self.assertRaisesRegex(ValueError, told):
+                check_gather(value, "/cpu:0", axis)
+        self.assertLen(check_gather(value, "/cpu:0", -2).values, 2)
+        value = tu.per_replica([tf.ones([2, 1]), tf.ones([2, 2])])
+        for axis in (0, -2):
+            with self.assertRaisesRegex(ValueError, r"got \(None, 1\) on .* and \(None, 2\) on"):
+                check_gather(value, "/cpu:0", axis)
+
+    def test_shapes_that_are_not_known_are_compared_as_far_as_they_are(self):
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec(shape) for shape in (None, [None, None], [None, 2], [None, 3])
+            ],
+            autograph=False,
+        )
+        def gather(*values):
+            check_gather(tf_internals.per_replica(values[:3]), "/cpu:0", 0)
+            with self.assertRaisesRegex(ValueError, r"got \(None, 2\) on .* and \(None, 3\) on"):
+                check_gather(tf_internals.per_replica(values), "/cpu:0", 0)
+
+        gather.get_concrete_function()
+
+    @parameterized.parameters("0", None, 0.0, True, lambda: tf.constant(0.0), lambda: [1])
+    def test_an_axis_is_a_number(self, axis):
+        axis = axis() if callable(axis) else axis
+        with self.assertRaisesRegex(TypeError, "axis must be an int, or a 0-D tensor of ints; got"):
+            check_gather(tu.per_replica([[1.0], [2.0]]), "/cpu:0", axis)
+
+    @parameterized.parameters(np.int64(1), lambda: tf.constant(1))
+    def test_an_axis_of_another_type(self, axis):
+        axis = axis() if callable(axis) else axis
+        with self.assertRaisesRegex(ValueError, "axis must .* got 1 for the shape"):
+            check_gather(tu.per_replica([[1.0], [2.0]]), "/cpu:0", axis)
+
+    def test_an_axis_that_is_known_later(self):
+        @tf.function(autograph=False)
+        def gather(axis):
+            value = tf_internals.per_replica([tf.ones([2, 1]), tf.ones([3, 2])])
+            check_gather(value, "/cpu:0", axis)
+
+        gather.get_concrete_function(tf.TensorSpec([], tf.int32))
+
+    def test_there_must_be_such_an_axis(self):
+        value = tu.per_replica([tf.ones([2, 1]), tf.ones([3, 1])])
+        for axis in (2, -3):
+            with self.assertRaisesRegex(ValueError, f"axis must .* got {axis} for the shape"):
+                check_gather(value, "/cpu:0", axis)
+        with self.assertRaisesRegex(ValueError, "axis must .* got 0 for the shape"):
+            check_gather(tu.per_replica([1.0, 2.0]), "/cpu:0", 0)
+
+    def test_slices_are_not_gathered(self):
+        row = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]))
+        with self.assertRaisesRegex(ValueError, "IndexedSlices"):
+            check_gather(tu.per_replica([row, row]), "/cpu:0", 0)
+
+    def test_none_is_no_value(self):
+        for value in None, tf_internals.per_replica([None, None]):
+            with self.assertRaisesRegex(ValueError, "^value must be a tensor.*got None"):
+                check_pair(value, "/cpu:0")
+        with self.assertRaisesRegex(ValueError, "^tensor must be a tensor.*got None"):
+            check_broadcast(None)
+
+    def test_slices_of_a_scalar(self):
+        scalar = tf.IndexedSlices(tf.constant(1.0), tf.constant(0))
+        with self.assertRaisesRegex(ValueError, "rows .* got tf.IndexedSlices of a scalar"):
+            check_pair(tu.per_replica([scalar, scalar]), "/cpu:0")
+
+    def test_slices_of_different_tables(self):
+        def rows(shape: list[int] | None) -> tf.IndexedSlices:
+            table = None if shape is None else tf.constant(shape, tf.int64)
+            return tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), table)
+
+        for shapes, message in (
+            (([6, 2], [7, 2]), r"dense_shape; got \(6, 2\) on .* and \(7, 2\) on"),
+            ((None, [7, 2]), "kind; got IndexedSlices without dense_shape on .* and IndexedSlices"),
+        ):
+            value = tu.per_replica([rows(shape) for shape in shapes])
+            with self.assertRaisesRegex(ValueError, message):
+                check_pair(value, "/cpu:0")
+        for shape in None, [7, 2]:
+            check_pair(tu.per_replica([rows(shape), rows(shape)]), "/cpu:0")
+
+    def test_slices_have_an_index_for_each_row(self):
+        wrong = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([0]))
+        with self.assertRaisesRegex(ValueError, r"one index for each row; .*\(2, 3\) .*\(1,\)"):
+            check_pair(tu.per_replica([wrong, wrong]), "/cpu:0")
+
+    def test_broadcast_takes_one_tensor(self):
+        self.assertAllEqual([1, 2], check_broadcast([1, 2]))
+        with self.assertRaisesRegex(ValueError, "tensor must be one tensor"):
+            check_broadcast(tu.per_replica([1, 2]))
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,284 @@
+"""Schedules: every algorithm's reduces everything everywhere, and the verifier misses no fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import tracemalloc
+
+import hypothesis
+import numpy as np
+import plan_testing
+from absl.testing import absltest
+from absl.testing import parameterized
+from hypothesis import strategies as st
+
+from tfcdo.plan import algorithms
+from tfcdo.plan import search
+from tfcdo.plan import simulator
+from tfcdo.plan.copy_tree import binomial
+from tfcdo.plan.copy_tree import star
+from tfcdo.plan.schedule import Schedule
+from tfcdo.plan.schedule import assign
+from tfcdo.plan.schedule import cut
+from tfcdo.plan.schedule import verify
+from tfcdo.topology.presets import PRESETS
+from tfcdo.topology.presets import preset
+
+MACHINES = [
+    (name, devices)
+    for name in PRESETS
+    for devices in range(1, 17)
+    if devices <= (8 if name.startswith("dgx1") else 16)
+]
+
+
+def all_reduce(schedule: Schedule, values: np.ndarray) -> np.ndarray:
+    """Does what a schedule says, copy by copy, to one row of values for each device.
+
+    Each pack is a set of messages; a device sends one as soon as it has heard from all others of
+    its neighbours (up, or down) whose data it needs. Nothing of the planning code is used but the
+    parents of the trees.
+    """
+    held = values.copy()
+    for pack in schedule.packs:
+        part = slice(pack.start, pack.stop)
+        children: dict[int, set[int]] = {device: set() for device in range(len(values))}
+        for device, parent in enumerate(pack.tree.parents):
+            if parent is not None:
+                children[parent].add(device)
+        waiting = set(children)
+        while waiting:  # Up: whoever waits for no child any more sends its sum and is done.
+            device = min(device for device in waiting if not children[device] & waiting)
+            waiting.remove(device)
+            parent = pack.tree.parents[device]
+            if parent is not None:
+                held[parent, part] += held[device, part]
+        informed = {pack.tree.parents.index(None)}
+        while len(informed) < len(values):  # Down: whoever's parent has the result gets it.
+            for device, parent in enumerate(pack.tree.parents):
+                if parent in informed and device not in informed:
+                    held[device, part] = held[parent, part]
+                    informed.add(device)
+    return held
+
+
+class AlgorithmsTest(plan_testing.PlanTestCase):
+    @hypothesis.settings(max_examples=150, deadline=None)
+    @hypothesis.given(
+        algorithm=st.sampled_from(algorithms.ALGORITHMS),
+        machine=st.sampled_from(MACHINES),
+        num_bytes=st.sampled_from([0, 1, 5, 100, 1000]),
+        num_packs=st.none() | st.integers(1, 20),
+    )
+    def test_every_schedule_is_an_all_reduce(self, algorithm, machine, num_bytes, num_packs):
+        topology = preset(*machine)
+        schedule = algorithms.make_schedule(algorithm, topology, num_bytes, num_packs)
+        verify(schedule)
+        self.assertEqual((schedule.num_devices, schedule.size), (machine[1], num_bytes))
+        values = np.random.default_rng(0).integers(0, 1000, (machine[1], num_bytes))
+        np.testing.assert_array_equal(
+            all_reduce(schedule, values), np.broadcast_to(values.sum(axis=0), values.shape)
+        )
+        if num_packs is not None:
+            self.assertLen(schedule.packs, min(num_packs, num_bytes))
+            sizes = {pack.size for pack in schedule.packs}
+            self.assertLessEqual(max(sizes, default=0) - min(sizes, default=0), 1)
+
+    @parameterized.product(algorithm=algorithms.ALGORITHMS, name=PRESETS)
+    def test_every_algorithm_on_every_preset(self, algorithm, name):
+        topology = preset(name)
+        schedule = algorithms.make_schedule(algorithm, topology, 10**6)
+        verify(schedule)
+        again = algorithms._make_schedule.__wrapped__(algorithm, topology, 10**6, None)
+        self.assertEqual(schedule, again)
+
+    @parameterized.parameters(
+        ("one_device", [0]),
+        ("ring", range(8)),
+        ("shuffle", range(8)),
+        ("halving_doubling", range(8)),
+        ("hierarchical_copy", range(8)),
+    )
+    def test_classics_turn_the_root_with_the_pack(self, algorithm, roots):
+        topology = preset("dgx1")
+        schedule = algorithms.make_schedule(algorithm, topology, 800)
+        self.assertEqual([pack.tree.root for pack in schedule.packs], list(roots))
+        twice = algorithms.make_schedule(algorithm, topology, 800, 2 * len(schedule.packs) + 1)
+        self.assertEqual([pack.tree.root for pack in twice.packs], [*roots, *roots, 0])
+
+    def test_unknown_algorithm(self):
+        with self.assertRaisesRegex(ValueError, "'rings'; known are one_device, ring, .*auto"):
+            algorithms.make_schedule("rings", preset("dgx1"), 100)
+
+    @parameterized.parameters((-1, None, "num_bytes"), (10, 0, "num_packs"), (10, -3, "num_packs"))
+    def test_impossible_sizes(self, num_bytes, num_packs, message):
+        with self.assertRaisesRegex(ValueError, message):
+            algorithms.make_schedule("ring", preset("dgx1"), num_bytes, num_packs)
+
+    @parameterized.product(
+        plan=[
+            lambda *sizes: algorithms.make_schedule("ring", *sizes),
+            algorithms.fastest_algorithm,
+            search.packed_trees,
+        ],
+        sizes=[
+            ((1e8, None), "num_bytes must be an int; got 100000000.0 of type float"),
+            ((True, None), "num_bytes must be an int; got True of type bool"),
+            (("8", None), "num_bytes must be an int; got '8' of type str"),
+            ((10**8, 1.0), "num_packs must be an int; got 1.0 of type float"),
+            ((10**8, True), "num_packs must be an int; got True of type bool"),
+        ],
+    )
+    def test_sizes_that_a_cache_would_take_for_ints(self, plan, sizes):
+        topology = preset("dgx1")
+        plan(topology, 10**8, 1)
+        plan(topology, 1)
+        (num_bytes, num_packs), message = sizes
+        with self.assertRaisesRegex(TypeError, f"^{message}$"):
+            plan(topology, num_bytes, num_packs)
+
+    @parameterized.parameters((-100, None, "num_bytes .*0; got -100"), (100, 0, "num_packs .*1"))
+    def test_impossible_sizes_of_packed_trees(self, num_bytes, num_packs, message):
+        topology = preset("dgx1")
+        for plan in (search.packed_trees, algorithms.fastest_algorithm):
+            with self.assertRaisesRegex(ValueError, message):
+                plan(topology, num_bytes, num_packs)
+
+
+class VerifyTest(plan_testing.PlanTestCase):
+    def schedule(self) -> Schedule:
+        trees = [binomial(4, root) for root in range(4)]
+        schedule = assign(100, cut(100, 6), trees)
+        return simulator.longest_path_first(schedule, preset("nvswitch", 4))
+
+    @hypothesis.settings(max_examples=200, deadline=None)
+    @hypothesis.given(st.data())
+    def test_no_changed_range_goes_unnoticed(self, data):
+        schedule = self.schedule()
+        index = data.draw(st.integers(0, 5))
+        field = data.draw(st.sampled_from(["start", "stop"]))
+        pack = schedule.packs[index]
+        value = data.draw(st.integers(-5, 110).filter(lambda v: v != getattr(pack, field)))
+        changed = dataclasses.replace(pack, **{field: value})
+        packs = (*schedule.packs[:index], changed, *schedule.packs[index + 1 :])
+        with self.assertRaises(ValueError):
+            verify(dataclasses.replace(schedule, packs=packs))
+
+    @parameterized.parameters(
+        ("a pack is missing", lambda s: {"packs": s.packs[1:]}, "begin at 0"),
+        ("the last pack is missing", lambda s: {"packs": s.packs[:-1]}, "end at 83"),
+        ("packs are swapped", lambda s: {"packs": s.packs[::-1]}, "begin at 0"),
+        ("a pack is there twice", lambda s: {"packs": (*s.packs, s.packs[-1])}, "begin at 100"),
+        (
+            "a pack is empty",
+            lambda s: {"packs": (*s.packs, dataclasses.replace(s.packs[-1], start=100))},
+            "must not be empty",
+        ),
+        ("other data", lambda s: {"size": 101}, "the data at 101"),
+        ("other devices", lambda s: {"num_devices": 5}, "the schedule has 5"),
+        ("a copy is missing", lambda s: {"order": s.order[1:]}, "order"),
+        ("a copy is there twice", lambda s: {"order": (*s.order, s.order[0])}, "order"),
+        ("a copy nobody makes", lambda s: {"order": (*s.order[1:], (0, 3, 1))}, "order"),
+        ("down before up", lambda s: {"order": s.order[::-1]}, "before"),
+    )
+    def test_faults(self, _, change, message):
+        schedule = self.schedule()
+        verify(schedule)
+        with self.assertRaisesRegex(ValueError, message):
+            verify(dataclasses.replace(schedule, **change(schedule)))
+
+    @hypothesis.settings(max_examples=100, deadline=None)
+    @hypothesis.given(st.randoms(use_true_random=False), st.integers(1, 6))
+    def test_an_order_is_accepted_if_and_only_if_all_data_comes_in_time(self, random, root):
+        tree = binomial(7, root)
+        schedule = assign(7, [(0, 7)], [tree])
+        # Any order of the ways up in which children precede parents, then of the ways down.
+        order = [(0, child, parent) for child, parent in reversed(tree.edges)]
+        order += [(0, parent, child) for child, parent in tree.edges]
+        verify(dataclasses.replace(schedule, order=tuple(order)))
+        i, j = sorted(random.sample(range(len(order)), 2))
+        order[i], order[j] = order[j], order[i]
+        has: dict[int, set[int]] = {device: {device} for device in range(7)}
+        possible = True
+        for _, source, target in order:
+            # A device that sends must hold all that it will ever hold on that way.
+            needed = set(range(7))
+            if tree.parents[source] == target:
+                below = {source}
+                for child, parent in tree.edges:
+                    if parent in below:
+                        below.add(child)
+                needed = below
+            possible = possible and needed <= has[source]
+            has[target] |= has[source]
+        swapped = dataclasses.replace(schedule, order=tuple(order))
+        if possible:
+            verify(swapped)
+        else:
+            with self.assertRaisesRegex(ValueError, "order"):
+                verify(swapped)
+
+
+class CutTest(plan_testing.PlanTestCase):
+    @hypothesis.settings(max_examples=200, deadline=None)
+    @hypothesis.given(st.integers(0, 10**9), st.integers(1, 50))
+    def test_cut_tiles_evenly(self, size, num_packs):
+        ranges = cut(size, num_packs)
+        self.assertLen(ranges, min(size, num_packs))
+        self.assertEqual(sum(stop - start for start, stop in ranges), size)
+        self.assertEqual([start for start, _ in ranges[1:]], [stop for _, stop in ranges[:-1]])
+        sizes = [stop - start for start, stop in ranges]
+        self.assertLessEqual(max(sizes, default=0) - min(sizes, default=0), 1)
+        self.assertGreater(min(sizes, default=1), 0)
+
+    def test_more_packs_than_units_cost_nothing(self):
+        machine = preset("dgx1")
+        search.packed_trees(machine, 2, 2)
+        tracemalloc.start()
+        self.addCleanup(tracemalloc.stop)
+        self.assertLen(search.packed_trees(machine, 2, 10**6).packs, 2)
+        self.assertEqual(cut(2, 10**6), ((0, 1), (1, 2)))
+        self.assertEqual(cut(0, 10**6), ())
+        self.assertLess(tracemalloc.get_traced_memory()[1], 10**6)
+
+    @parameterized.parameters(
+        (5, 0, ValueError, "num_packs must be at least 1; got 0"),
+        (5, -1, ValueError, "num_packs must be at least 1; got -1"),
+        (-5, 2, ValueError, "size must be at least 0; got -5"),
+        (5, 2.0, TypeError, "num_packs must be an int; got 2.0"),
+        (5.0, 2, TypeError, "size must be an int; got 5.0"),
+    )
+    def test_no_such_cut(self, size, num_packs, error, message):
+        with self.assertRaisesRegex(error, message):
+            cut(size, num_packs)
+
+    def test_no_trees_to_assign(self):
+        with self.assertRaisesRegex(ValueError, r"trees must .* at least one .*got \[\]"):
+            assign(3, [(0, 3)], [])
+
+    def test_resized_rounds_to_the_nearest_unit(self):
+        schedule = assign(3, [(0, 1), (1, 2), (2, 3)], [star(2)])
+        # Thirds of eight: 2.67 and 5.33; of four: 1.33 and 2.67; of one: 0.33 and 0.67.
+        for size, stops in ((8, [3, 5, 8]), (4, [1, 3, 4]), (1, [1])):
+            self.assertEqual([pack.stop for pack in schedule.resized(size).packs], stops)
+
+    @hypothesis.settings(max_examples=100, deadline=None)
+    @hypothesis.given(st.integers(0, 4 * 10**9), st.booleans())
+    def test_resized_keeps_shares_trees_and_order(self, size, ordered):
+        machine = preset("dgx1")
+        schedule = algorithms.make_schedule("packed_trees", machine, 10**6)
+        if not ordered:
+            schedule = dataclasses.replace(schedule, order=None)
+        resized = schedule.resized(size)
+        verify(resized)
+        self.assertEqual(resized.size, size)
+        self.assertEqual(resized.order is None, not ordered)
+        if len(resized.packs) == len(schedule.packs):
+            self.assertEqual(resized.order, schedule.order)
+            for old, new in zip(schedule.packs, resized.packs, strict=True):
+                self.assertEqual(new.tree, old.tree)
+                self.assertAlmostEqual(new.size, old.size * size / 10**6, delta=1)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,344 @@
+"""The simulator: reference times, the laws that every timeline obeys, and a plainer simulator."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+
+import hypothesis
+import plan_testing
+from absl.testing import absltest
+from absl.testing import parameterized
+from hypothesis import strategies as st
+
+from tfcdo.plan import algorithms
+from tfcdo.plan import copy_tree
+from tfcdo.plan import simulator
+from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.copy_tree import chain
+from tfcdo.plan.schedule import Pack
+from tfcdo.plan.schedule import Schedule
+from tfcdo.plan.schedule import assign
+from tfcdo.plan.schedule import cut
+from tfcdo.plan.schedule import needed_copies
+from tfcdo.plan.schedule import verify
+from tfcdo.topology.presets import preset
+from tfcdo.topology.topology import Topology
+from tfcdo.topology.topology import TopologyBuilder
+from tfcdo.topology.topology import ordered_pairs
+
+MB, GB = 10**6, 10**9
+DGX1 = preset("dgx1")
+
+
+def seconds(algorithm: str, topology: Topology, num_bytes: int, packs=None) -> float:
+    schedule = algorithms.make_schedule(algorithm, topology, num_bytes, packs)
+    return simulator.simulate(schedule, topology).seconds
+
+
+@st.composite
+def small_plans(draw) -> tuple[Schedule, Topology]:
+    """A few packs on any trees, on a small machine, some of whose links share resources."""
+    devices = draw(st.integers(1, 5))
+    topology = preset(
+        draw(st.sampled_from(["pcie", "nvswitch", "dgx1", "fully_connected", "shared_memory"])),
+        devices,
+    )
+    if draw(st.booleans()):
+        topology = dataclasses.replace(
+            topology, addition_bandwidth=2e10, shared_adder=draw(st.booleans())
+        )
+    packs, position = [], 0
+    for _ in range(draw(st.integers(1, 5))):
+        order = draw(st.permutations(range(devices)))
+        parents: list[int | None] = [None] * devices
+        for place, device in enumerate(order[1:], 1):
+            parents[device] = order[draw(st.integers(0, place - 1))]
+        size = draw(st.sampled_from([1, 1000, 500_000, 3_000_000]))
+        packs.append(Pack(position, position + size, CopyTree(tuple(parents))))
+        position += size
+    return Schedule(devices, position, tuple(packs)), topology
+
+
+class ReferenceTest(parameterized.TestCase):
+    # From a simulator of its own, of TensorFlow's two-level trees on a DGX-1.
+    @parameterized.parameters(
+        (100 * MB, 1, 12.04e-3),
+        (100 * MB, 8, 3.06e-3),
+        (100 * MB, 16, 2.08e-3),
+        (25 * MB, 1, 3.04e-3),
+        (25 * MB, 8, 0.81e-3),
+        (25 * MB, 16, 0.58e-3),
+    )
+    def test_tensorflow_trees_on_a_dgx1(self, num_bytes, num_packs, expected):
+        own = seconds("hierarchical_copy", DGX1, num_bytes, num_packs)
+        self.assertAlmostEqual(own / expected, 1, delta=0.01)
+
+    @parameterized.parameters(
+        (1 * MB, 13.7, 7.7, 8.6),
+        (25 * MB, 10.4, 2.8, 2.0),
+        (100 * MB, 10.3, 2.6, 1.78),
+        (GB, 10.3, 2.6, 1.72),
+    )
+    def test_tensorflow_trees_against_the_bound(self, num_bytes, *expected):
+        for num_packs, ratio in zip((1, 8, 16), expected, strict=True):
+            own = seconds("hierarchical_copy", DGX1, num_bytes, num_packs)
+            self.assertAlmostEqual(own / simulator.bound(DGX1, num_bytes) / ratio, 1, delta=0.02)
+
+    @parameterized.parameters((100 * MB, 1.24), (GB, 1.024))
+    def test_shuffle_on_an_nvswitch(self, num_bytes, ratio):
+        machine = preset("nvswitch")
+        own = seconds("shuffle", machine, num_bytes) / simulator.bound(machine, num_bytes)
+        self.assertAlmostEqual(own / ratio, 1, delta=0.01)
+
+    def test_by_hand(self):
+        # A chain of three: two ways up and two down, one after another, 10 us + 1 MB / 25 GB/s.
+        machine = preset("fully_connected", 3)
+        schedule = assign(MB, [(0, MB)], [chain(3)])
+        self.assertAlmostEqual(simulator.simulate(schedule, machine).seconds, 4 * 50e-6, places=12)
+        # Adding twice at 10 GB/s takes 100 us each.
+        adding = dataclasses.replace(machine, addition_bandwidth=1e10)
+        self.assertAlmostEqual(simulator.simulate(schedule, adding).seconds, 400e-6, places=12)
+        # A star's root receives both at once, but adds one after another, then sends both at once.
+        star = assign(MB, [(0, MB)], [copy_tree.star(3)])
+        self.assertAlmostEqual(simulator.simulate(star, machine).seconds, 100e-6, places=12)
+        self.assertAlmostEqual(simulator.simulate(star, adding).seconds, 300e-6, places=12)
+
+
+class BoundTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("dgx1", range(8), 14 / 48 / 25e9),
+        ("dgx1", [0, 1, 2], 1 / 2 / 25e9),
+        ("dgx1", [0, 1, 2, 3, 4], 1 / 2 / 25e9),
+        ("dgx1", [0, 5], 1 / 10e9),
+        ("dgx1", [0], 0.0),
+        ("nvswitch", range(8), 2 * 7 / 8 / 300e9),
+        ("pcie", range(4), 12.5e-3 / 100e6),
+        ("fully_connected", range(4), 1 / 2 / 25e9),
+        ("shared_memory", range(4), 3 / 10e9),
+    )
+    def test_known_bounds(self, name, devices, per_byte):
+        machine = preset(name).subset(devices)
+        self.assertAlmostEqual(simulator.bound(machine, GB) / GB, per_byte, delta=1e-6 * per_byte)
+
+    def test_a_slow_way_back_counts(self):
+        # All data must go into device 2 and come out of it: one of both takes 1 GB / 2 GB/s.
+        for slow in ({(0, 2), (1, 2)}, {(2, 0), (2, 1)}):
+            builder = TopologyBuilder()
+            for pair in ordered_pairs(3):
+                builder.link(*pair, [(f"{pair}", 1e9 if pair in slow else 50e9)])
+            self.assertAlmostEqual(simulator.bound(builder.build("slow", 3), GB), 0.5)
+
+    def test_detours_may_beat_the_bound_of_the_direct_links(self):
+        machine = DGX1.subset((1, 3, 5))
+        trees = [copy_tree.star(3), copy_tree.star(3, 1), CopyTree((2, 0, None))]
+        schedule = assign(100 * MB, cut(100 * MB, 16), trees)
+        # The second star has an edge from device 5 to 3.
+        self.assertTrue(machine.routes[2, 1].detour)
+        own = simulator.simulate(schedule, machine).seconds
+        self.assertAlmostEqual(own / simulator.bound(machine, 100 * MB), 0.9525)
+
+    @hypothesis.settings(max_examples=150, deadline=None)
+    @hypothesis.given(small_plans())
+    def test_no_schedule_along_direct_links_beats_the_bound(self, plan):
+        schedule, machine = plan
+        detours = {pair for pair, link in machine.routes.items() if link.detour}
+        used = {edge for pack in schedule.packs for edge in pack.tree.edges}
+        hypothesis.assume(not detours & used)  # The bound is one of the machine's own links.
+        own = simulator.simulate(schedule, machine).seconds
+        self.assertGreaterEqual(own * (1 + 1e-9), simulator.bound(machine, schedule.size))
+
+
+def plain_simulation(schedule: Schedule, topology: Topology) -> float:
+    """First come, first served, as plainly as can be: look at everything whenever anything ends."""
+    # Of each (pack, number): what it waits for, what it holds, how long.
+    tasks: dict[tuple, tuple[list, set, float]] = {}
+    for p, pack in enumerate(schedule.packs):
+
+        def copy(source, target, size=pack.size):
+            link = topology.routes[source, target]
+            speed = min(topology.resources[r].bandwidth for r in link.resources)
+            return set(link.resources), link.latency + size / speed
+
+        heard: dict[int, list] = collections.defaultdict(list)
+        for child, parent in reversed(pack.tree.edges):
+            tasks[p, len(tasks)] = (heard[child], *copy(child, parent))
+            last = next(reversed(tasks))
+            if topology.addition_bandwidth < math.inf:
+                adder = {"adder" if topology.shared_adder else ("adder", parent)}
+                tasks[p, len(tasks)] = ([last], adder, pack.size / topology.addition_bandwidth)
+                last = next(reversed(tasks))
+            heard[parent].append(last)
+        has = {pack.tree.root: heard[pack.tree.root]}
+        for child, parent in pack.tree.edges:
+            tasks[p, len(tasks)] = (has[parent], *copy(parent, child))
+            has[child] = [next(reversed(tasks))]
+    now = 0.0
+    came: dict[tuple, float] = {}
+    end: dict[tuple, float] = {}
+    while len(end) < len(tasks) or any(e > now for e in end.values()):
+        for task, (after, _, _) in tasks.items():
+            if task not in came and all(a in end and end[a] <= now + 1e-12 for a in after):
+                came[task] = now
+        busy = set().union(*(tasks[t][1] for t, e in end.items() if e > now + 1e-12))
+        for task in sorted(came.keys() - end.keys(), key=lambda t: (came[t], t)):
+            if not tasks[task][1] & busy:
+                busy |= tasks[task][1]
+                end[task] = now + tasks[task][2]
+        later = [e for e in end.values() if e > now + 1e-12]
+        if not later and len(came) == len(tasks) == len(end):
+            break
+        now = min(later, default=now)
+    return max(end.values(), default=0.0)
+
+
+class TimelineTest(plan_testing.PlanTestCase):
+    @hypothesis.settings(max_examples=150, deadline=None)
+    @hypothesis.given(small_plans())
+    def test_a_plainer_simulator_agrees(self, plan):
+        schedule, machine = plan
+        # Where copies take no time, "at the same time" is a matter of taste.
+        hypothesis.assume(machine.name[:6] != "shared")
+        own = simulator.simulate(schedule, machine).seconds
+        self.assertAlmostEqual(own, plain_simulation(schedule, machine), delta=1e-9)
+
+    def check(self, timeline, schedule, machine, stretch=0.0):
+        copies = {(task.pack, task.source, task.target): task for task in timeline.copies}
+        self.assertLen(copies, 2 * (machine.num_devices - 1) * len(schedule.packs))
+        self.assertLen(timeline.copies, len(copies))
+        added = {(t.pack, t.source, t.target): t for t in timeline.tasks if t.kind == "add"}
+        holders = collections.defaultdict(list)
+        for (index, source, target), task in copies.items():
+            link, pack = machine.routes[source, target], schedule.packs[index]
+            expected = link.latency + pack.size / machine.bandwidth(source, target)
+            self.assertAlmostEqual(task.end - task.start, expected, delta=stretch * expected + 1e-9)
+            up = pack.tree.parents[source] == target
+            self.assertEqual(task.kind, "reduce" if up else "broadcast")
+            for resource in link.resources:
+                holders[resource].append(task)
+            for needed in needed_copies(pack.tree, source, target):
+                earlier = copies[(index, *needed)]
+                if earlier.kind == "reduce":
+                    earlier = added.get((index, *needed), earlier)
+                self.assertLessEqual(earlier.end, task.start + 1e-9)
+        for task in added.values():
+            self.assertLessEqual(copies[task.pack, task.source, task.target].end, task.start + 1e-9)
+            holders["adder" if machine.shared_adder else ("adder", task.target)].append(task)
+        for tasks in holders.values():
+            tasks.sort(key=lambda task: (task.start, task.end))
+            for one, other in itertools.pairwise(tasks):
+                self.assertLessEqual(one.end, other.start + 1e-9)
+        self.assertEqual(timeline.seconds, max((t.end for t in timeline.tasks), default=0.0))
+
+    @hypothesis.settings(max_examples=150, deadline=None)
+    @hypothesis.given(small_plans(), st.none() | st.integers(0, 5), st.booleans())
+    def test_laws(self, plan, seed, ordered):
+        schedule, machine = plan
+        if ordered:
+            schedule = simulator.longest_path_first(schedule, machine)
+            verify(schedule)
+        jitter = 0.0 if seed is None else 0.05
+        timeline = simulator.simulate(schedule, machine, jitter=jitter, seed=seed)
+        self.check(timeline, schedule, machine, jitter)
+        again = simulator.simulate(schedule, machine, jitter=jitter, seed=seed)
+        self.assertEqual(timeline, again)
+
+    def test_order_decides_who_goes_first(self):
+        # Two packs want the one way from 1 to 0 at once.
+        machine = preset("fully_connected", 2)
+        schedule = assign(2 * MB, [(0, MB), (MB, 2 * MB)], [copy_tree.star(2)])
+        self.assertEqual(simulator.simulate(schedule, machine).copies[0].pack, 0)
+        order = ((1, 1, 0), (0, 1, 0), (1, 0, 1), (0, 0, 1))
+        turned = dataclasses.replace(schedule, order=order)
+        self.assertEqual(simulator.simulate(turned, machine).copies[0].pack, 1)
+
+    def test_the_longest_way_goes_first(self):
+        # Both packs want the way from 0 to 1: pack 0 has come up then, pack 1 must go on to 2.
+        machine = preset("fully_connected", 3)
+        trees = [CopyTree((1, None, 1)), CopyTree((1, 2, None))]
+        schedule = assign(2 * MB, [(0, MB), (MB, 2 * MB)], trees)
+        plain = simulator.simulate(schedule, machine)
+        ordered = simulator.simulate(simulator.longest_path_first(schedule, machine), machine)
+        first = [
+            next(task.pack for task in timeline.copies if (task.source, task.target) == (0, 1))
+            for timeline in (plain, ordered)
+        ]
+        self.assertEqual(first, [0, 1])
+        self.assertLess(ordered.seconds, plain.seconds)
+
+    def test_seeds_change_ties_and_durations(self):
+        schedule = algorithms.make_schedule("shuffle", DGX1, MB)
+        plain = simulator.simulate(schedule, DGX1)
+        ties = {simulator.simulate(schedule, DGX1, seed=seed).tasks for seed in range(5)}
+        self.assertLen(ties, 5)
+        self.assertNotIn(plain.tasks, ties)
+        jittered = simulator.simulate(schedule, DGX1, jitter=0.05, seed=1)
+        self.assertGreater(len({task.end - task.start for task in jittered.tasks}), 50)
+
+    def test_robust_time_is_a_median_over_seeds(self):
+        schedule = algorithms.make_schedule("hierarchical_copy", DGX1, 25 * MB)
+        times = sorted(
+            simulator.simulate(schedule, DGX1, jitter=0.05, seed=seed).seconds for seed in range(20)
+        )
+        robust = simulator.robust_seconds(schedule, DGX1)
+        self.assertAlmostEqual(robust, (times[9] + times[10]) / 2, places=12)
+
+    @parameterized.parameters(
+        ({}, 7, "8 devices, topology .* has 7"),
+        ({"jitter": 0.1}, 8, "needs a seed"),
+        ({"jitter": 2.0, "seed": 1}, 8, "jitter must be from 0 to 1; got 2.0"),
+        ({"jitter": -0.1, "seed": 1}, 8, "jitter must be from 0 to 1; got -0.1"),
+        ({"jitter": math.nan, "seed": 1}, 8, "jitter must be from 0 to 1; got nan"),
+    )
+    def test_nonsense(self, options, devices, message):
+        schedule = algorithms.make_schedule("ring", DGX1, MB)
+        with self.assertRaisesRegex(ValueError, message):
+            simulator.simulate(schedule, DGX1.subset(range(devices)), **options)
+
+    @parameterized.parameters(
+        ({"num_seeds": 0}, ValueError, "num_seeds must be at least 1; got 0"),
+        ({"num_seeds": 2.0}, TypeError, "num_seeds must be an int; got 2.0"),
+        ({"jitter": 1.5}, ValueError, "jitter must be from 0 to 1; got 1.5"),
+    )
+    def test_no_median(self, options, error, message):
+        schedule = algorithms.make_schedule("ring", DGX1, MB)
+        with self.assertRaisesRegex(error, message):
+            simulator.robust_seconds(schedule, DGX1, **options)
+
+    def test_nothing_takes_no_time(self):
+        for devices, num_bytes in ((1, MB), (8, 0)):
+            machine = DGX1.subset(range(devices))
+            schedule = algorithms.make_schedule("one_device", machine, num_bytes)
+            self.assertEqual(simulator.simulate(schedule, machine).seconds, 0.0)
+
+
+class LoadTest(parameterized.TestCase):
+    def test_bytes_by_resource(self):
+        machine = preset("pcie")
+        schedule = algorithms.make_schedule("one_device", machine, MB)
+        carried = simulator.bytes_by_resource(schedule, machine)
+        self.assertEqual(carried["0 in"], 3 * MB)
+        self.assertEqual(carried["0 out"], 3 * MB)
+        self.assertEqual(carried["1 in"], MB)
+        self.assertEqual(carried["switch 1 up"], 2 * MB)
+        self.assertEqual(simulator.fullest(schedule, machine), ("0 out", 3 * MB))
+
+    def test_fullest_is_busy_longest(self):
+        # On a DGX-1 more bytes go over a pair of NVLinks, but a single one is busy for longer.
+        schedule = assign(
+            3 * MB, [(0, 2 * MB), (2 * MB, 3 * MB)], [copy_tree.star(3), copy_tree.star(3, 2)]
+        )
+        machine = DGX1.subset([0, 1, 2])
+        name, carried = simulator.fullest(schedule, machine)
+        self.assertEqual((name, carried), ("0→2", 3 * MB))
+
+    def test_a_lone_device_has_no_links(self):
+        machine = DGX1.subset([0])
+        schedule = algorithms.make_schedule("ring", machine, MB)
+        self.assertEqual(simulator.fullest(schedule, machine), ("", 0))
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,25 @@
+"""Test files as Bazel targets: one target a file."""
+
+def tfcdo_tests(data = []):
+    """Makes a target of each *_test.py file in the folder of the BUILD file.
+
+    Args:
+      data: What the tests read at run time.
+    """
+    for file in native.glob(["*_test.py"]):
+        native.py_test(
+            name = file[:-len(".py")],
+            srcs = [file],
+            data = data,
+            imports = ["."],
+            python_version = "PY3",
+            # 15 minutes before a test that hangs is stopped.
+            size = "large",
+            deps = [
+                "//pip_package:build_wheel",
+                "//pip_package:check_wheel",
+                "//tests/helpers",
+                "//tfcdo:everything",
+                "//tools",
+            ],
+        )

@@ -1,0 +1,322 @@
+"""NCCL: whether it can run, and all-reducing with `tf.raw_ops.NcclAllReduce`."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import threading
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import checks
+from tfcdo import tf_internals
+from tfcdo.execute import copy_trees
+from tfcdo.execute import numerics
+from tfcdo.execute import packs
+from tfcdo.execute.reduction import check_device
+from tfcdo.plan import packing
+
+OP = "NcclAllReduce"
+# The kernels of one pack find each other by this name: never used twice in a process, and not in
+# another one either, as graphs may be saved and loaded there. `next` on it is atomic.
+_numbers = itertools.count()
+_PROCESS = uuid.uuid4().hex[:12]
+_HOST = "/cpu:0"
+_turn_lock = threading.Lock()  # All who trace must get the same tensor.
+
+
+@dataclasses.dataclass(frozen=True)
+class NcclStatus:
+    """Whether NCCL can all-reduce over some devices.
+
+    Attributes:
+      can_run: whether it can.
+      reason: why, or why not.
+      remedy: what to do if it cannot; empty if it can.
+    """
+
+    can_run: bool
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
+
+
+def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
+    """Says whether `tf.raw_ops.NcclAllReduce` can run over some devices, and why not.
+
+    In a function that is being traced, the answer is for that function. To look for the devices
+    starts TensorFlow: configure virtual or logical devices before.
+
+    Args:
+      devices: TensorFlow device names, one per replica; `""` for one that is not known.
+      dtype: the dtype of the values; anything `tf.as_dtype` takes.
+
+    Returns:
+      The status.
+
+    Raises:
+      ValueError: if `devices` is empty or holds something that is no device name.
+      TypeError: if `dtype` is no dtype.
+
+    Example:
+      >>> nccl_status(["/cpu:0", "/cpu:1"]).can_run
+      False
+    """
+    dtype = tf.as_dtype(dtype)
+    names = checks.check_device_list(devices)
+    for name in names:
+        if name != "":
+            check_device("each of devices", name)
+    problem = _problem_of_devices(names) or _problem_of_dtype(dtype) or _problem_of_function()
+    if problem is None:
+        return NcclStatus(True, f"an {OP} kernel is registered for these devices", "")
+    return NcclStatus(False, *problem)
+
+
+def _problem_of_devices(devices: Sequence[str]) -> tuple[str, str] | None:
+    """The reason why NCCL cannot run and what to do about it, or None if it can."""
+    if not all(devices):
+        return (
+            "the devices of the values are not known while this function is traced",
+            "pass values that were made on the replicas, as strategy.run does",
+        )
+    specs = [tf.DeviceSpec.from_string(tf_internals.canonical_device(name)) for name in devices]
+    if len(specs) == 1:
+        return "there is only one device", "use several devices; one needs no all-reduce"
+    if len({(spec.job, spec.replica, spec.task) for spec in specs}) > 1:
+        return (
+            f"{OP} works within one process, and the devices {list(devices)} are of several",
+            "use tf.distribute.MultiWorkerMirroredStrategy between hosts",
+        )
+    types = sorted({spec.device_type for spec in specs})
+    if len(types) > 1:
+        return (
+            f"NCCL does not mix device types, and the devices are {' and '.join(types)}",
+            "give the strategy devices of one type",
+        )
+    if types[0] not in tf_internals.device_types_with_kernel(OP):
+        return (
+            f"no {OP} kernel is registered for {types[0]} devices in this TensorFlow",
+            "use tfcdo.HierarchicalCopyAllReduce() here, or GPUs and a TensorFlow built with NCCL",
+        )
+    return _problem_of_cards([spec.device_index for spec in specs], types[0])
+
+
+def _problem_of_dtype(dtype: tf.DType) -> tuple[str, str] | None:
+    taken = tf_internals.dtypes_of_op(OP, "T")
+    if dtype in taken:
+        return None
+    names = ", ".join(sorted(known.name for known in taken))
+    return (f"{OP} does not take {dtype.name} but {names}", "cast the values to one of these")
+
+
+def _problem_of_function() -> tuple[str, str] | None:
+    if not tf_internals.compiled_by_xla():
+        return None
+    return (
+        f"XLA compiles this function (jit_compile=True), and it does not know {OP}",
+        "compile only what is called between the all-reduces",
+    )
+
+
+def _problem_of_cards(indices: Sequence[int], device_type: str) -> tuple[str, str] | None:
+    """The problem of devices that do not exist or share a physical one, if there is one."""
+    cards = _card_of_each_device(device_type)
+    missing = sorted(index for index in indices if index >= len(cards))
+    if missing:
+        return (
+            f"there is no {device_type}:{missing[0]}; TensorFlow sees {len(cards)} {device_type} "
+            "devices",
+            "use devices that tf.config.list_logical_devices() lists",
+        )
+    if len(set(indices)) < len(indices):
+        return "several of the values are on one device", "give each replica a device of its own"
+    uses = collections.Counter(cards[index] for index in indices)
+    shared = sorted(card for card, count in uses.items() if count > 1)
+    if device_type != "GPU" or not shared:
+        return None
+    return (
+        f"several of the devices are logical devices of one card, {', '.join(shared)}, "
+        "and NCCL takes each card once",
+        "use tfcdo.HierarchicalCopyAllReduce() on logical devices",
+    )
+
+
+def _card_of_each_device(device_type: str) -> list[str]:
+    """The physical device that each logical device is a part of, in the order of their numbers."""
+    cards: list[str] = []
+    for card in tf.config.get_visible_devices(device_type):
+        # TensorFlow reports None for a card that nobody has divided: one logical device.
+        parts = tf.config.get_logical_device_configuration(card) or [None]
+        cards += [card.name] * len(parts)
+    return cards
+
+
+def all_reduce(
+    plan: packing.BatchPlan,
+    values: Sequence[Sequence[tf.Tensor]],
+    devices: Sequence[str],
+    finish: numerics.FinalOp,
+) -> list[list[tf.Tensor]]:
+    """All-reduces a batch of values with NCCL.
+
+    Args:
+      plan: the packs; NCCL runs a schedule of its own, so their copy trees are not used.
+      values: `values[d][v]` is value `v` as device `d` holds it.
+      devices: the device names.
+      finish: applied to each sum, on every device.
+
+    Returns:
+      The results, indexed like `values`.
+    """
+    if tf.executing_eagerly():
+        # The kernels wait for each other, so they must run at the same time, not one by one. A
+        # concrete function is a function even where tf.config.run_functions_eagerly(True) rules.
+        held = [list(own) for own in values]
+        results = _function(plan, tuple(devices), finish).get_concrete_function(held)(held)
+        # What a function returns is where its last op ran, but TensorFlow may name another device.
+        return [copy_trees.copy(own, device) for own, device in zip(results, devices, strict=True)]
+    return packs.all_reduce(
+        plan, values, devices, lambda _, held: reduce_pack(held, devices, finish)
+    )
+
+
+# Tracing costs much more than running; the bound keeps a process that draws ever new shapes small.
+@functools.lru_cache(maxsize=64)
+def _function(plan: packing.BatchPlan, devices: Sequence[str], finish: numerics.FinalOp) -> Any:
+    return tf.function(lambda values: all_reduce(plan, values, devices, finish), autograph=False)
+
+
+def reduce_pack(
+    held: Sequence[Sequence[tf.Tensor]], devices: Sequence[str], finish: numerics.FinalOp
+) -> list[list[tf.Tensor]]:
+    """All-reduces the tensors of one pack.
+
+    Args:
+      held: `held[d]` are the tensors, one a bundle, that device `d` puts in.
+      devices: the device names.
+      finish: applied to each sum.
+
+    Returns:
+      The results, indexed like `held`.
+    """
+    bundles = []
+    for tensors in zip(*held, strict=True):
+        wide = []
+        for tensor, device in zip(tensors, devices, strict=True):
+            with tf.device(device):
+                wide.append(numerics.widened(tensor))
+        totals = differentiable_sum(devices)(*wide)
+        results = []
+        for total, tensor, device in zip(totals, tensors, devices, strict=True):
+            with tf.device(device):
+                results.append(finish(total, tensor.dtype))
+        bundles.append(results)
+    return [list(own) for own in zip(*bundles, strict=True)]
+
+
+def differentiable_sum(devices: Sequence[str]) -> Any:
+    """The function that sums one tensor per device with NCCL, and can be differentiated.
+
+    Each result is the sum of all inputs, so the gradient of each input is the sum of the gradients
+    of all results: an all-reduce again, of any order.
+
+    Args:
+      devices: the device names.
+
+    Returns:
+      A function from one tensor per device to their sum on each device.
+    """
+
+    def nccl_sum(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        sums = _emit(tensors, devices)
+        results = []
+        for total, tensor, device in zip(sums, differentiated(*tensors), devices, strict=True):
+            with tf.device(device):
+                results.append(_with_gradient_of(total, tensor))
+        return results
+
+    # A gradient of all tensors together needs an op that all pass through, and TensorFlow's is on
+    # one device. So the inputs go there, not the sums: whoever differentiates sees that op, but it
+    # is pruned before the step runs, as nothing uses the values that it gives.
+    @tf.custom_gradient
+    def differentiated(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            # tf.gradients puts all ops of a gradient where the op is that they are of.
+            graph = tf.compat.v1.get_default_graph()
+            with graph.colocate_with(None, ignore_existing=True):
+                return nccl_sum(*upstream)
+
+        return list(tensors), gradient
+
+    return nccl_sum
+
+
+@tf.custom_gradient
+def _with_gradient_of(total: tf.Tensor, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+    """The value of `total`, which hands the gradient that comes to it on to `tensor`."""
+    del tensor
+    return tf.identity(total), lambda upstream: (None, upstream)
+
+
+def _emit(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
+    shared_name = f"tfcdo_{_PROCESS}_{next(_numbers)}"
+    sums = []
+    for tensor, device in zip(tensors, devices, strict=True):
+        with tf.device(device):
+            sums.append(
+                tf.raw_ops.NcclAllReduce(
+                    input=tf.stop_gradient(tensor),  # See `differentiable_sum`.
+                    reduction="sum",
+                    num_devices=len(devices),
+                    shared_name=shared_name,
+                )
+            )
+    # Each kernel waits for all others, but TensorFlow does not know: it prunes those whose results
+    # nobody asks for, and the rest would wait for ever. So each result depends on all of them.
+    results = []
+    with tf.control_dependencies([*sums, *_take_turn(sums)]):
+        for total, device in zip(sums, devices, strict=True):
+            with tf.device(device):
+                results.append(tf.identity(total))
+    return results
+
+
+def _take_turn(sums: Sequence[tf.Tensor]) -> list[tf.Operation]:
+    """Makes repeated calls of the `tf.function` that is being traced wait for each other.
+
+    A function that is called twice in one step is there twice with the same shared names, and
+    kernels of the one call would meet kernels of the other. TensorFlow runs the calls in turn if
+    they write to the same resource; nothing else tells it that they must.
+
+    Args:
+      sums: what the kernels of a pack give.
+
+    Returns:
+      The ops that write; none in a graph of TensorFlow 1, which does not order calls: there, call
+      such a function once in a step.
+    """
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        return []
+    with _turn_lock:
+        turn = _make_turn()
+    with tf.control_dependencies(sums), tf.device(_HOST):
+        write = tf.raw_ops.AssignAddVariableOp(resource=tf_internals.captured(turn), value=1)
+    tf_internals.run_before_function_returns(write)
+    return [write]
+
+
+@functools.lru_cache(maxsize=1)
+def _make_turn() -> tf.Tensor:
+    """A counter that nobody reads; a bare handle, because a strategy would mirror a variable."""
+    with tf.init_scope(), tf.device(_HOST):
+        handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"tfcdo_{_PROCESS}")
+        tf.raw_ops.AssignVariableOp(resource=handle, value=0)
+        return handle

@@ -1,0 +1,87 @@
+"""What happens to values where they meet: adding them, and finishing the sum at the root."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# Adding K values in 16 bits rounds K - 1 times, and a large sum swallows small terms. Partial sums
+# are therefore kept in 32 bits; only the root rounds, once.
+_WIDER = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
+
+
+def widened(value: tf.Tensor) -> tf.Tensor:
+    """The value in the dtype that sums are formed in: float32 for 16-bit floats, else its own."""
+    return tf.cast(value, _WIDER.get(value.dtype, value.dtype))
+
+
+def dtype_of_mean(dtype: tf.DType) -> tf.DType:
+    """The dtype that the values of a mean are added in, before `add` widens them.
+
+    A mean of integers is a float, and their sum might not fit the integers; as floats they keep
+    every bit. Not so 64 bits, which are added as integers and divided then.
+    """
+    if not dtype.is_integer or dtype.size > 4:
+        return dtype
+    return tf.float32 if dtype.size <= 2 else tf.float64
+
+
+def cast(value: Any, dtype: tf.DType, device: str) -> Any:
+    """A value in another dtype.
+
+    Args:
+      value: a tensor or `tf.IndexedSlices`.
+      dtype: the dtype.
+      device: the device that the value is on; `""` if that is not known.
+
+    Returns:
+      The same numbers on the same device.
+    """
+    if isinstance(value, tf.IndexedSlices):
+        rows = cast(value.values, dtype, device)
+        return tf.IndexedSlices(rows, value.indices, value.dense_shape)
+    with tf.device(device or None):
+        return tf.cast(value, dtype)
+
+
+def add(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Adds tensors of one shape on the current device, 16-bit floats in 32 bits.
+
+    Args:
+      values: tensors of equal shapes; each either of the values' dtype or already a partial sum.
+
+    Returns:
+      The (partial) sum; float32 for 16-bit floats, otherwise of the values' dtype.
+    """
+    if len(values) == 1:
+        return values[0]
+    return tf.add_n([widened(value) for value in values])
+
+
+@dataclasses.dataclass(frozen=True)
+class FinalOp:
+    """What the root does to a sum before it is copied to all devices.
+
+    Attributes:
+      divisor: how many replicas to average over; None leaves the sum as it is.
+    """
+
+    divisor: int | None = None
+
+    def __call__(self, total: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """Divides, and rounds back to the values' dtype.
+
+        Args:
+          total: the sum of all replicas.
+          dtype: the dtype of the replicas' values.
+
+        Returns:
+          The result; of `dtype`, but for the mean of integers, which is a float as in TensorFlow
+          (float64 for 32 and 64 bits).
+        """
+        if self.divisor is not None:
+            total = total / tf.cast(self.divisor, total.dtype)
+        return tf.cast(total, dtype) if dtype in _WIDER else total

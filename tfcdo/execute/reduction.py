@@ -1,0 +1,375 @@
+"""From what a caller passes to what tfcdo works on: checked, before any op is created."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfcdo import checks
+from tfcdo import tf_internals
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """One (value, destinations) pair of a batch, checked.
+
+    Attributes:
+      values: one tensor or `tf.IndexedSlices` per replica.
+      devices: the device of each value; `""` where it is not known at trace time.
+      destinations: the devices that get the result.
+    """
+
+    values: tuple[Any, ...]
+    devices: tuple[str, ...]
+    destinations: tuple[str, ...]
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the values are `tf.IndexedSlices`."""
+        return isinstance(self.values[0], tf.IndexedSlices)
+
+    @property
+    def is_all_reduce(self) -> bool:
+        """Whether the result goes to exactly the devices that the values are on."""
+        if self.devices == self.destinations:
+            return True
+        distinct = len(set(self.devices)) == len(self.devices)
+        return distinct and sorted(self.devices) == sorted(self.destinations)
+
+
+def check_reduce_op(reduce_op: Any) -> None:
+    """Raises `ValueError` unless `reduce_op` is `tf.distribute.ReduceOp.SUM` or `MEAN`."""
+    if not isinstance(reduce_op, tf.distribute.ReduceOp):
+        raise ValueError(
+            "reduce_op must be tf.distribute.ReduceOp.SUM or tf.distribute.ReduceOp.MEAN; "
+            f"got {reduce_op!r}"
+        )
+
+
+def check_count(name: str, value: Any) -> int:
+    """The argument `name` as an int, if it is a whole number of at least 0.
+
+    Raises:
+      TypeError: if it is no int, of Python's or numpy's; a bool is none either.
+      ValueError: if it is negative.
+    """
+    count = int(value) if isinstance(value, np.integer) else value
+    checks.check_int(name, count, at_least=0)
+    return count
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises `ValueError` unless the argument `name` is one of some strings."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+def check_device(name: str, value: Any) -> None:
+    """Raises `ValueError` unless the argument `name` spells a device; does not start TensorFlow."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} must be a device name; got {value!r}")
+    try:
+        tf.DeviceSpec.from_string(value)
+    except ValueError as error:
+        raise _no_device(name, value, error) from error
+
+
+def check_options(options: Any) -> None:
+    """Raises `TypeError` unless `options` is None or a `CommunicationOptions`."""
+    if options is not None and not isinstance(options, tf_internals.OPTIONS_TYPE):
+        raise TypeError(
+            "options must be a tf.distribute.experimental.CommunicationOptions or None; "
+            f"got {_brief(options)}"
+        )
+
+
+def check_numeric(reductions: Sequence[Reduction]) -> None:
+    """Raises `ValueError` unless all values can be added up."""
+    for index, reduction in enumerate(reductions):
+        dtype = reduction.values[0].dtype
+        numeric = dtype.is_floating or dtype.is_integer or dtype.is_complex
+        if not numeric or dtype not in tf_internals.dtypes_of_op("AddN", "T"):
+            pair = f"pair {index}: " if len(reductions) > 1 else ""
+            raise ValueError(
+                f"{pair}the values must be of a dtype that TensorFlow adds; got {dtype.name}"
+            )
+
+
+def check_pairs(value_destination_pairs: Any) -> list[Reduction]:
+    """Checks the pairs that a `batch_reduce` is called with.
+
+    Args:
+      value_destination_pairs: an iterable of `(value, destinations)` tuples.
+
+    Returns:
+      One `Reduction` per pair, in order.
+
+    Raises:
+      ValueError: if it is no iterable of 2-tuples, a destination is empty or no device, or the
+        replicas of a value differ in dtype, static shape or kind.
+    """
+    expected = "value_destination_pairs must be a list of (value, destinations) tuples"
+    if not isinstance(value_destination_pairs, Iterable) or tf.is_tensor(value_destination_pairs):
+        raise ValueError(f"{expected}; got {type(value_destination_pairs).__name__}")
+    pairs = list(value_destination_pairs)
+    for index, pair in enumerate(pairs):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(f"{expected}; element {index} is {_brief(pair)}")
+    return [
+        check_pair(value, destinations, name=f"pair {index}: ")
+        for index, (value, destinations) in enumerate(pairs)
+    ]
+
+
+def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
+    """Checks one value and its destinations.
+
+    Args:
+      value: a `tf.distribute.DistributedValues`, or anything `tf.convert_to_tensor` takes.
+      destinations: see `devices_of`.
+      name: put before an error message, to say which pair it is about.
+
+    Returns:
+      The checked pair.
+
+    Raises:
+      ValueError: as for `check_pairs`.
+    """
+    try:
+        reduction = _reduction(value, destinations)
+        _check_replicas_agree(reduction)
+    except ValueError as error:
+        raise ValueError(f"{name}{error}") from error
+    return reduction
+
+
+def check_gather(value: Any, destinations: Any, axis: Any) -> Reduction:
+    """Checks a value whose replicas are to be concatenated along an axis.
+
+    Args:
+      value: as for `check_pair`.
+      destinations: see `devices_of`.
+      axis: the axis, an int or a 0-D tensor of ints; from the end if it is negative.
+
+    Returns:
+      The checked pair.
+
+    Raises:
+      TypeError: if `axis` is no integer.
+      ValueError: if the replicas differ in dtype, or in shape other than along `axis`, or are
+        slices, or have no such axis, or a destination is none.
+    """
+    known_axis = _static_axis(axis)
+    reduction = _reduction(value, destinations)
+    if any(isinstance(component, tf.IndexedSlices) for component in reduction.values):
+        raise ValueError("value must be a dense tensor to be gathered; got IndexedSlices")
+    _check_same(reduction, "dtype", [component.dtype.name for component in reduction.values])
+    if known_axis is not None:
+        shapes = [_without_axis(component.shape, known_axis) for component in reduction.values]
+        _check_same_shape(reduction, f"shape but for axis {known_axis}", shapes)
+    return reduction
+
+
+def _static_axis(axis: Any) -> int | None:
+    """The axis as an int; None for a tensor whose value is known only when it runs."""
+    if tf.is_tensor(axis) and axis.dtype.is_integer and axis.shape.rank in (0, None):
+        value = tf.get_static_value(axis)
+        return None if value is None else int(value)
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+        raise TypeError(f"axis must be an int, or a 0-D tensor of ints; got {_brief(axis)}")
+    return int(axis)
+
+
+def _without_axis(shape: tf.TensorShape, axis: int) -> tf.TensorShape:
+    """The shape with any size along an axis."""
+    if shape.rank is None:
+        return shape
+    if not -shape.rank <= axis < shape.rank:
+        raise ValueError(f"axis must be one of the value's; got {axis} for the shape {shape}")
+    sizes = shape.as_list()
+    sizes[axis] = None
+    return tf.TensorShape(sizes)
+
+
+def check_broadcast(tensor: Any) -> Any:
+    """The tensor or `tf.IndexedSlices` to broadcast.
+
+    Raises:
+      ValueError: if it is none.
+    """
+    if isinstance(tensor, tf_internals.DistributedValues):
+        raise ValueError(f"tensor must be one tensor to broadcast; got {_brief(tensor)}")
+    return _as_tensor(tensor, "", "tensor")
+
+
+def devices_of(destinations: Any) -> tuple[str, ...]:
+    """The devices that an argument `destinations` names.
+
+    Args:
+      destinations: a `tf.distribute.DistributedValues` (also a distributed variable), a
+        `tf.Variable` or Keras variable, a tensor or `tf.IndexedSlices` with a device, or a device
+        name.
+
+    Returns:
+      Full device names, at least one; `""` for a component of a `DistributedValues` whose device is
+      not known while a function is traced.
+
+    Raises:
+      ValueError: if it is anything else, is empty, or names a device that TensorFlow cannot use.
+    """
+    if isinstance(destinations, tf_internals.DistributedValues):
+        if not destinations.values:
+            raise ValueError("destinations must name at least one device; it is empty")
+        return tf_internals.devices_of_values(destinations)
+    held = getattr(destinations, "value", None)
+    if isinstance(held, tf_internals.DistributedValues) or tf_internals.is_variable(held):
+        return devices_of(held)  # A Keras variable.
+    if isinstance(destinations, str):
+        device = destinations
+    elif tf.is_tensor(destinations) or tf_internals.is_variable(destinations):
+        device = getattr(destinations, "device", None) or ""
+    else:
+        raise ValueError(
+            "destinations must be a tf.distribute.DistributedValues, a tf.Variable, a tensor or a "
+            f"device name; got {_brief(destinations)}"
+        )
+    if not device:
+        raise ValueError(
+            f"destinations must name at least one device; got {_brief(destinations)}, "
+            "which has none"
+        )
+    return (existing_device("destinations", device),)
+
+
+def _reduction(value: Any, destinations: Any) -> Reduction:
+    if isinstance(value, tf_internals.DistributedValues):
+        if not value.values:
+            raise ValueError("value must hold at least one replica's value; it is empty")
+        devices = tf_internals.devices_of_values(value)
+        components = tuple(map(_as_tensor, value.values, devices))
+    else:
+        tensor = _as_tensor(value, "")
+        count = tf_internals.replicas_of_plain_value()
+        devices, components = (tensor.device or "",) * count, (tensor,) * count
+    return Reduction(components, devices, devices_of(destinations))
+
+
+def _as_tensor(value: Any, device: str, name: str = "value") -> Any:
+    """The argument `name` as a tensor or slices; a variable is read on its own device."""
+    if isinstance(value, tf.Tensor):
+        return value
+    if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
+        raise ValueError(
+            f"{name} must be a dense tensor or tf.IndexedSlices; got {type(value).__name__}"
+        )
+    if isinstance(value, tf.IndexedSlices):
+        if not value.indices.shape.is_compatible_with(value.values.shape[:1]):
+            raise ValueError(
+                f"{name} must have one index for each row; got tf.IndexedSlices with values of "
+                f"shape {value.values.shape} and indices of shape {value.indices.shape}"
+            )
+        return value
+    with tf.device(device or None):
+        try:
+            return tf.convert_to_tensor(value)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{name} must be a tensor, or what tf.convert_to_tensor takes; got "
+                f"{_brief(value)}: {error}"
+            ) from error
+
+
+def _check_replicas_agree(reduction: Reduction) -> None:
+    values = reduction.values
+    _check_same(reduction, "kind", [_kind(value) for value in values])
+    _check_same(reduction, "dtype", [value.dtype.name for value in values])
+    _check_same_shape(reduction, "shape", [_shape(value) for value in values])
+    if reduction.is_sparse:
+        _check_same_shape(reduction, "dense_shape", [_table_shape(value) for value in values])
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, tf.IndexedSlices):
+        return "tensor"
+    return "IndexedSlices" if value.dense_shape is not None else "IndexedSlices without dense_shape"
+
+
+def _check_same_shape(reduction: Reduction, what: str, shapes: Sequence[tf.TensorShape]) -> None:
+    # A shape that is not fully known agrees with shapes that do not agree with each other.
+    for first in range(1 if shapes[0].is_fully_defined() else len(shapes)):
+        for other in range(first + 1, len(shapes)):
+            if not shapes[other].is_compatible_with(shapes[first]):
+                raise _disagreement(reduction, what, shapes, first, other)
+
+
+def _check_same(reduction: Reduction, what: str, traits: Sequence[Any]) -> None:
+    for replica, trait in enumerate(traits):
+        if trait != traits[0]:
+            raise _disagreement(reduction, what, traits, 0, replica)
+
+
+def _disagreement(
+    reduction: Reduction, what: str, traits: Sequence[Any], first: int, other: int
+) -> ValueError:
+    def told(replica: int) -> str:
+        return f"{traits[replica]} on {reduction.devices[replica] or f'replica {replica}'}"
+
+    return ValueError(
+        f"the replicas' values must have the same {what}; got {told(first)} and {told(other)}"
+    )
+
+
+def _shape(value: Any) -> tf.TensorShape:
+    """The static shape that replicas must share: of slices, that of one row."""
+    if not isinstance(value, tf.IndexedSlices):
+        return value.shape
+    if value.values.shape.rank == 0:
+        raise ValueError("value must have rows to be added; got tf.IndexedSlices of a scalar")
+    return value.values.shape[1:]
+
+
+def _table_shape(slices: tf.IndexedSlices) -> tf.TensorShape:
+    """The shape of the table that the slices are rows of, as far as it is known."""
+    known = None if slices.dense_shape is None else tf.get_static_value(slices.dense_shape)
+    return tf.TensorShape(None if known is None else known.tolist())
+
+
+def existing_device(name: str, device: str) -> str:
+    """The full name of a device.
+
+    Args:
+      name: the argument that it was given as.
+      device: the device, as it was given.
+
+    Returns:
+      The full name.
+
+    Raises:
+      ValueError: if it is no device, or none that TensorFlow has.
+    """
+    try:
+        found = tf_internals.canonical_device(device)
+    except (ValueError, AssertionError) as error:
+        raise _no_device(name, device, error) from error
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        known = [
+            tf_internals.canonical_device(known.name) for known in tf.config.list_logical_devices()
+        ]
+        if found not in known:
+            raise ValueError(
+                f"{name} must name a device that exists; got {device!r}, there are {known}"
+            )
+    return found
+
+
+def _no_device(name: str, device: str, error: Exception) -> ValueError:
+    return ValueError(f"{name} must name a device; got {device!r}: {error}")
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

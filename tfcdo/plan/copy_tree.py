@@ -1,0 +1,251 @@
+"""Copy trees: the edges along which one pack is reduced up and broadcast down."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from tfcdo import checks
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyTree:
+    """A rooted spanning tree over the devices `0..K-1`.
+
+    A pack is reduced from the leaves to the root, each device adding what its children send to
+    what it holds, and the sum is copied back along the same edges. Because the sum is formed once,
+    at the root, and only copied afterwards, all devices end up with the same bits.
+
+    Attributes:
+      parents: `parents[d]` is the device that `d` sends its partial sum to, and receives the result
+        from; None for the root.
+
+    Raises:
+      ValueError: if `parents` is not a spanning tree of its devices: no root or several, a parent
+        that is no device, or a cycle.
+      TypeError: if `parents` is no tuple, and so could not be a key.
+
+    Example:
+      >>> tree = CopyTree(parents=(None, 0, 1))
+      >>> tree.root, tree.children, tree.depth
+      (0, ((1,), (2,), ()), 2)
+    """
+
+    parents: tuple[int | None, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.parents, tuple):
+            raise TypeError(f"parents must be a tuple; got {self.parents!r}")
+        roots = [device for device, parent in enumerate(self.parents) if parent is None]
+        if len(roots) != 1:
+            raise ValueError(
+                f"parents must hold exactly one None (the root); got {self.parents}, "
+                f"which has {len(roots)}"
+            )
+        for device, parent in enumerate(self.parents):
+            if parent is not None and not 0 <= parent < len(self.parents):
+                raise ValueError(
+                    f"parents[{device}] must be a device from 0 to {len(self.parents) - 1}; "
+                    f"got {parent}"
+                )
+        if len(self.top_down) != len(self.parents):
+            raise ValueError(f"parents must reach every device from the root; got {self.parents}")
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the tree spans."""
+        return len(self.parents)
+
+    @functools.cached_property
+    def root(self) -> int:
+        """The device where the sum is formed."""
+        return self.parents.index(None)
+
+    @functools.cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """`children[d]`: the devices that send to `d`, in ascending order."""
+        below: list[list[int]] = [[] for _ in self.parents]
+        for device, parent in enumerate(self.parents):
+            if parent is not None:
+                below[parent].append(device)
+        return tuple(map(tuple, below))
+
+    @functools.cached_property
+    def top_down(self) -> tuple[int, ...]:
+        """The devices in an order in which every parent comes before its children."""
+        order = [self.root]
+        for device in order:
+            order.extend(self.children[device])
+        return tuple(order)
+
+    @property
+    def bottom_up(self) -> tuple[int, ...]:
+        """The devices in an order in which all children come before their parent."""
+        return self.top_down[::-1]
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """The `(child, parent)` pairs, from the root downwards."""
+        return tuple(
+            (device, parent)
+            for device in self.top_down
+            if (parent := self.parents[device]) is not None
+        )
+
+    @functools.cached_property
+    def depth(self) -> int:
+        """The number of edges between the root and the device furthest from it."""
+        level = {self.root: 0}
+        for child, parent in self.edges:
+            level[child] = level[parent] + 1
+        return max(level.values())
+
+
+def _check(num_devices: int, root: int) -> None:
+    checks.check_int("num_devices", num_devices, at_least=1)
+    checks.check_int("root", root, at_least=0, at_most=num_devices - 1)
+
+
+def star(num_devices: int, root: int = 0) -> CopyTree:
+    """The tree in which every device sends straight to `root`.
+
+    Args:
+      num_devices: how many devices there are.
+      root: the device where the sum is formed.
+
+    Returns:
+      A tree of depth 1 (0 for one device).
+
+    Raises:
+      ValueError: if there is no device, or `root` is none of the devices.
+      TypeError: if one of the arguments is no int.
+
+    Example:
+      >>> star(4, root=2).parents
+      (2, 2, None, 2)
+    """
+    _check(num_devices, root)
+    return CopyTree(tuple(None if device == root else root for device in range(num_devices)))
+
+
+def path(order: Sequence[int], root: int) -> CopyTree:
+    """The tree whose edges join neighbours in `order`, rooted anywhere on the path.
+
+    Args:
+      order: all devices, each once, in the order in which the path visits them.
+      root: the device where the sum is formed; in the middle of the path the tree has half the
+        depth that it has at an end.
+
+    Returns:
+      A tree in which each device but the root sends to its neighbour on the root's side.
+
+    Raises:
+      ValueError: if `order` is not a permutation of the devices or `root` is not in it.
+
+    Example:
+      >>> path((3, 1, 0, 2), root=1).parents
+      (1, None, 0, 1)
+    """
+    if sorted(order) != list(range(len(order))):
+        raise ValueError(f"order must hold each device 0..{len(order) - 1} once; got {order}")
+    if root not in order:
+        raise ValueError(f"root must be one of the devices {sorted(order)}; got {root}")
+    middle = order.index(root)
+    parents: list[int | None] = [None] * len(order)
+    for position, device in enumerate(order):
+        if position < middle:
+            parents[device] = order[position + 1]
+        elif position > middle:
+            parents[device] = order[position - 1]
+    return CopyTree(tuple(parents))
+
+
+def chain(num_devices: int, root: int = 0) -> CopyTree:
+    """The path `root, root + 1, ..., root - 1` (modulo the device count), rooted at its end.
+
+    Args:
+      num_devices: how many devices there are.
+      root: the device where the sum is formed and the chain begins.
+
+    Returns:
+      A tree of depth `num_devices - 1`.
+
+    Raises:
+      ValueError: if there is no device, or `root` is none of the devices.
+      TypeError: if one of the arguments is no int.
+
+    Example:
+      >>> chain(4, root=1).parents
+      (3, None, 1, 2)
+    """
+    _check(num_devices, root)
+    return path([(root + step) % num_devices for step in range(num_devices)], root)
+
+
+def binomial(num_devices: int, root: int = 0) -> CopyTree:
+    """The binomial tree: in round `r`, every device at distance `2**r` sends and is done.
+
+    Args:
+      num_devices: how many devices there are; any number, not only a power of two.
+      root: the device where the sum is formed.
+
+    Returns:
+      A tree of depth at most `ceil(log2(num_devices))`.
+
+    Raises:
+      ValueError: if there is no device, or `root` is none of the devices.
+      TypeError: if one of the arguments is no int.
+
+    References:
+      Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+      MPICH", 2005.
+
+    Example:
+      >>> binomial(8).parents
+      (None, 0, 0, 2, 0, 4, 4, 6)
+    """
+    _check(num_devices, root)
+    parents: list[int | None] = [None] * num_devices
+    for rank in range(1, num_devices):
+        # Clearing the lowest set bit gives the rank that this one sends to.
+        parents[(rank + root) % num_devices] = ((rank & (rank - 1)) + root) % num_devices
+    return CopyTree(tuple(parents))
+
+
+def two_level(num_devices: int, root: int = 0) -> CopyTree:
+    """The hierarchical-copy tree: two groups, a star in each, and one edge between the centres.
+
+    On 8 devices these are the trees that fit a DGX-1, where GPUs 0-3 and 4-7 are two fully
+    connected groups and each GPU has one link to its partner (its number plus or minus 4) in the
+    other group. On any other number the devices are halved in the same way; where the halves
+    differ by one, the device without a partner uses the last of the smaller half.
+
+    Args:
+      num_devices: how many devices there are.
+      root: the device where the sum is formed; the centre of its group.
+
+    Returns:
+      A tree of depth at most 2.
+
+    Raises:
+      ValueError: if there is no device, or `root` is none of the devices.
+      TypeError: if one of the arguments is no int.
+
+    Example:
+      >>> two_level(8, root=1).parents
+      (1, None, 1, 1, 5, 1, 5, 5)
+      >>> two_level(3).parents
+      (None, 0, 0)
+    """
+    _check(num_devices, root)
+    half = (num_devices + 1) // 2
+    partner = root - half if root >= half else min(root + half, num_devices - 1)
+
+    def parent_of(device: int) -> int | None:
+        if device == root:
+            return None
+        same_group = (device < half) == (root < half)
+        return root if same_group or device == partner else partner
+
+    return CopyTree(tuple(parent_of(device) for device in range(num_devices)))

@@ -1,0 +1,1 @@
+"""Pictures: copy trees and what the links carry, and what the bench measured."""

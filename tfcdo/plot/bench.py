@@ -1,0 +1,82 @@
+"""The picture of `tfcdo bench --plot`."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Sequence
+
+import matplotlib
+
+matplotlib.use("Agg")  # Draws in a file, and needs no screen.
+
+from matplotlib import pyplot as plt
+
+from tfcdo.bench import implementations
+from tfcdo.bench import measure
+from tfcdo.bench.devices import Devices
+from tfcdo.cli import bench_report
+
+_LINES = {implementations.OURS: "-o", implementations.TENSORFLOW: "--s", measure.FLOOR: ":"}
+_BARS = {
+    implementations.OURS: "tab:blue",
+    implementations.TENSORFLOW: "tab:orange",
+    measure.FLOOR: "tab:gray",
+}
+
+
+def save(results: Sequence[measure.Measurement], devices: Devices, path: pathlib.Path) -> None:
+    """Draws busbw over size, one line an implementation; of models, a bar each.
+
+    Args:
+      results: as `measure.run` returns them, of one workload after the other.
+      devices: what they were made on.
+      path: the PNG file.
+    """
+    drawn = [one for one in results if one.kind in _LINES]
+    groups = list(bench_report.by_workload(drawn))
+    sweep = len({one.workload for one in drawn}) == 1 and len(groups) > 1
+    figure = _lines(drawn) if sweep else _bars(groups)
+    figure.suptitle(f"All-reduce over {devices.description}")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _lines(drawn: Sequence[measure.Measurement]) -> plt.Figure:
+    figure, axes = plt.subplots(figsize=(10, 6), layout="constrained")
+    for name in dict.fromkeys(one.name for one in drawn):
+        line = [one for one in drawn if one.name == name]
+        # What is less than its own spread is noise, and its busbw anything up to infinity.
+        busbw = [one.busbw / 1e9 if one.seconds > one.spread else math.nan for one in line]
+        axes.plot(
+            [one.size for one in line],
+            busbw,
+            _LINES[line[0].kind],
+            label=bench_report.short(name),
+            markersize=4,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("bytes on each device")
+    axes.set_ylabel("busbw, GB/s")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    return figure
+
+
+def _bars(groups: Sequence[Sequence[measure.Measurement]]) -> plt.Figure:
+    height = 0.8 + 0.3 * max(map(len, groups))
+    figure, columns = plt.subplots(
+        len(groups), 1, figsize=(10, height * len(groups)), squeeze=False, layout="constrained"
+    )
+    for axes, group in zip(columns[:, 0], groups, strict=True):
+        bars = axes.barh(
+            [bench_report.short(one.name) for one in group],
+            [max(0.0, one.seconds * 1e3) for one in group],
+            xerr=[one.spread * 1e3 / 2 for one in group],
+            color=[_BARS[one.kind] for one in group],
+        )
+        axes.bar_label(bars, fmt="%.2f", padding=3)
+        axes.invert_yaxis()
+        axes.set_xlabel("ms")
+        axes.set_title(f"{group[0].workload}, {group[0].size / 1e6:.1f} MB", loc="left")
+    return figure
