@@ -363,7 +363,7 @@ class TopologyTest(tf.test.TestCase):
         }
         self.assertGreaterEqual(len(copies), 7)  # From the root to all others, at least.
         for source, target in copies:
-            self.assertFalse(machine.routes[source, target].detour, (source, target))
+            self.assertFalse(machine.link_by_pair[source, target].via_host, (source, target))
 
     def test_a_topology_of_another_size(self):
         ops = tfcdo.HierarchicalCopyAllReduce(topology=topology.preset("dgx1"))

@@ -568,7 +568,9 @@ class ImproveTest(parameterized.TestCase):
         old = set(start.trees[0].edges)
         for tree in found.trees:
             for child, parent in set(tree.edges) - old:
-                self.assertFalse(DGX1.routes[child, parent].detour and (parent, child) not in old)
+                self.assertFalse(
+                    DGX1.link_by_pair[child, parent].via_host and (parent, child) not in old
+                )
 
 
 if __name__ == "__main__":

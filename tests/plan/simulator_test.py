@@ -48,7 +48,7 @@ def small_plans(draw) -> tuple[Schedule, Topology]:
     )
     if draw(st.booleans()):
         topology = dataclasses.replace(
-            topology, addition_bandwidth=2e10, shared_adder=draw(st.booleans())
+            topology, addition_bandwidth=2e10, serial_reduction=draw(st.booleans())
         )
     packs, position = [], 0
     for _ in range(draw(st.integers(1, 5))):
@@ -136,7 +136,7 @@ class BoundTest(parameterized.TestCase):
         trees = [copy_tree.star(3), copy_tree.star(3, 1), CopyTree((2, 0, None))]
         schedule = assign(100 * MB, cut(100 * MB, 16), trees)
         # The second star has an edge from device 5 to 3.
-        self.assertTrue(machine.routes[2, 1].detour)
+        self.assertTrue(machine.link_by_pair[2, 1].via_host)
         own = simulator.simulate(schedule, machine).seconds
         self.assertAlmostEqual(own / simulator.bound(machine, 100 * MB), 0.9525)
 
@@ -144,7 +144,7 @@ class BoundTest(parameterized.TestCase):
     @hypothesis.given(small_plans())
     def test_no_schedule_along_direct_links_beats_the_bound(self, plan):
         schedule, machine = plan
-        detours = {pair for pair, link in machine.routes.items() if link.detour}
+        detours = {pair for pair, link in machine.link_by_pair.items() if link.via_host}
         used = {edge for pack in schedule.packs for edge in pack.tree.edges}
         hypothesis.assume(not detours & used)  # The bound is one of the machine's own links.
         own = simulator.simulate(schedule, machine).seconds
@@ -158,7 +158,7 @@ def plain_simulation(schedule: Schedule, topology: Topology) -> float:
     for p, pack in enumerate(schedule.packs):
 
         def copy(source, target, size=pack.size):
-            link = topology.routes[source, target]
+            link = topology.link_by_pair[source, target]
             speed = min(topology.resources[r].bandwidth for r in link.resources)
             return set(link.resources), link.latency + size / speed
 
@@ -167,7 +167,7 @@ def plain_simulation(schedule: Schedule, topology: Topology) -> float:
             tasks[p, len(tasks)] = (heard[child], *copy(child, parent))
             last = next(reversed(tasks))
             if topology.addition_bandwidth < math.inf:
-                adder = {"adder" if topology.shared_adder else ("adder", parent)}
+                adder = {"adder" if topology.serial_reduction else ("adder", parent)}
                 tasks[p, len(tasks)] = ([last], adder, pack.size / topology.addition_bandwidth)
                 last = next(reversed(tasks))
             heard[parent].append(last)
@@ -211,7 +211,7 @@ class TimelineTest(plan_testing.PlanTestCase):
         added = {(t.pack, t.source, t.target): t for t in timeline.tasks if t.kind == "add"}
         holders = collections.defaultdict(list)
         for (index, source, target), task in copies.items():
-            link, pack = machine.routes[source, target], schedule.packs[index]
+            link, pack = machine.link_by_pair[source, target], schedule.packs[index]
             expected = link.latency + pack.size / machine.bandwidth(source, target)
             self.assertAlmostEqual(task.end - task.start, expected, delta=stretch * expected + 1e-9)
             up = pack.tree.parents[source] == target
@@ -225,7 +225,7 @@ class TimelineTest(plan_testing.PlanTestCase):
                 self.assertLessEqual(earlier.end, task.start + 1e-9)
         for task in added.values():
             self.assertLessEqual(copies[task.pack, task.source, task.target].end, task.start + 1e-9)
-            holders["adder" if machine.shared_adder else ("adder", task.target)].append(task)
+            holders["adder" if machine.serial_reduction else ("adder", task.target)].append(task)
         for tasks in holders.values():
             tasks.sort(key=lambda task: (task.start, task.end))
             for one, other in itertools.pairwise(tasks):

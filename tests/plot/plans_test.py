@@ -47,7 +47,7 @@ def _machine(
             builder.link(source, target, ways[source, target])
         else:
             way = [(f"host {source}→{target}", host(source, target))]
-            builder.link(source, target, way, detour=True)
+            builder.link(source, target, way, via_host=True)
     return builder.build(name, devices)
 
 
@@ -102,7 +102,7 @@ class GanttTest(parameterized.TestCase):
         for task in timeline.tasks:
             lanes = 1
             if task.kind != "add":
-                lanes = len(machine.routes[task.source, task.target].resources)
+                lanes = len(machine.link_by_pair[task.source, task.target].resources)
             held += [(task.start * 1e3, (task.end - task.start) * 1e3)] * lanes
         # Copies in shared memory take no time, and wires that are never busy have no lane.
         wanted = sorted((start, width) for start, width in held if width)

@@ -209,9 +209,9 @@ class DetectTest(parameterized.TestCase):
             found, _ = self.detect("GPU:0", "GPU:1", "GPU:2")
         self.assert_nvlinks(found, {(0, 2): 5, (1, 2): 5, (2, 0): 5})
         self.assertGreater(found.bandwidth(0, 1), 5 * _NVLINK)
-        self.assertEqual(found.routes[0, 2].resources, found.routes[1, 2].resources)
-        self.assertNotEqual(found.routes[0, 2].resources, found.routes[2, 0].resources)
-        self.assertEqual(found.routes[0, 1].resources, found.routes[1, 0].resources)
+        self.assertEqual(found.link_by_pair[0, 2].resources, found.link_by_pair[1, 2].resources)
+        self.assertNotEqual(found.link_by_pair[0, 2].resources, found.link_by_pair[2, 0].resources)
+        self.assertEqual(found.link_by_pair[0, 1].resources, found.link_by_pair[1, 0].resources)
 
     def test_logical_gpus_where_nvidia_smi_does_not_tell(self):
         tensorflow = mock.MagicMock()

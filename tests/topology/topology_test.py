@@ -49,7 +49,9 @@ def gigabytes(topology: Topology, source: int, target: int) -> float:
 
 def meet(topology: Topology, one: tuple[int, int], other: tuple[int, int]) -> bool:
     """Whether two transfers would have to wait for one another."""
-    return bool(set(topology.routes[one].resources) & set(topology.routes[other].resources))
+    return bool(
+        set(topology.link_by_pair[one].resources) & set(topology.link_by_pair[other].resources)
+    )
 
 
 class PresetsTest(parameterized.TestCase):
@@ -62,7 +64,7 @@ class PresetsTest(parameterized.TestCase):
             for target in set(range(8)) - {source}:
                 count = int(counts.get(f"{min(source, target)}-{max(source, target)}", 0))
                 self.assertEqual(gigabytes(machine, source, target), nvlink * count or 10)
-                self.assertEqual(machine.routes[source, target].detour, count == 0)
+                self.assertEqual(machine.link_by_pair[source, target].via_host, count == 0)
                 total += count
             self.assertEqual(total, links_per_device)
         # Host traffic meets if it goes from the same socket to the same socket.
@@ -74,7 +76,7 @@ class PresetsTest(parameterized.TestCase):
 
     def test_nvswitch(self):
         machine = presets.preset("nvswitch", 16)
-        self.assertEqual({link.detour for link in machine.links}, {False})
+        self.assertEqual({link.via_host for link in machine.links}, {False})
         self.assertEqual({gigabytes(machine, 0, other) for other in range(1, 16)}, {300})
         self.assertTrue(meet(machine, (0, 1), (0, 2)))
         self.assertTrue(meet(machine, (0, 2), (1, 2)))
@@ -139,10 +141,10 @@ class TopologyTest(parameterized.TestCase):
     @parameterized.product(shared=[False, True], devices=[(1, 0), (2,), (0, 1, 3)])
     def test_subset_adds_like_the_whole(self, shared, devices):
         machine = dataclasses.replace(
-            presets.preset("pcie"), addition_bandwidth=5e9, shared_adder=shared
+            presets.preset("pcie"), addition_bandwidth=5e9, serial_reduction=shared
         )
         part = machine.subset(devices)
-        self.assertEqual((part.addition_bandwidth, part.shared_adder), (5e9, shared))
+        self.assertEqual((part.addition_bandwidth, part.serial_reduction), (5e9, shared))
 
     @parameterized.parameters(((),), ((0, 0),), ((0, 8),), ((-1,),))
     def test_subset_of_what_is_not_there(self, *devices):
@@ -175,14 +177,14 @@ class TopologyTest(parameterized.TestCase):
             dataclasses.replace(resource, bandwidth=2 * resource.bandwidth)
             for resource in machine.resources
         ]
-        longer = dataclasses.replace(machine.links[0], detour=True)
+        longer = dataclasses.replace(machine.links[0], via_host=True)
         later = dataclasses.replace(machine.links[0], latency=1e-3)
         changed = (
             dataclasses.replace(machine, resources=tuple(faster)),
             dataclasses.replace(machine, links=(longer, *machine.links[1:])),
             dataclasses.replace(machine, links=(later, *machine.links[1:])),
             slower,
-            dataclasses.replace(slower, shared_adder=True),
+            dataclasses.replace(slower, serial_reduction=True),
             dataclasses.replace(machine, links=tuple(unshared)),
             machine.subset([0, 2, 1, 3]),
         )
@@ -293,6 +295,15 @@ class JsonTest(parameterized.TestCase):
         self.assertEqual(machine.latency(0, 1), 1e-5)
         self.assertTrue(meet(machine, (0, 1), (1, 0)))
 
+    def test_files_with_the_former_names_of_two_fields_are_read(self):
+        part = presets.preset("dgx1").subset([0, 5, 6])
+        machine = dataclasses.replace(part, addition_bandwidth=1e9, serial_reduction=True)
+        text = machine.to_json()
+        for name, former in (("via_host", "detour"), ("serial_reduction", "shared_adder")):
+            self.assertIn(f'"{name}": true', text)
+            text = text.replace(f'"{name}"', f'"{former}"')
+        self.assertEqual(Topology.from_json(text), machine)
+
     @parameterized.parameters(
         ("", "not a JSON text"),
         ("{", "not a JSON text"),
@@ -311,8 +322,8 @@ class JsonTest(parameterized.TestCase):
         ("num_devices", 2.9, '"num_devices" of the topology must be a whole number; got 2.9'),
         ("num_devices", True, '"num_devices" of the topology must be a whole number; got true'),
         ("num_devices", 1000, "each ordered pair of the 1000 devices once, 999000 links; got 2"),
-        ("shared_adder", "false", 'must be true or false; got "false"'),
-        ("shared_adder", 0, "must be true or false; got 0"),
+        ("serial_reduction", "false", 'must be true or false; got "false"'),
+        ("serial_reduction", 0, "must be true or false; got 0"),
         ("addition_bandwidth", "1e9", 'or null for no limit; got "1e9"'),
         ("addition_bandwith", 1e9, 'no other fields than name, .*; got "addition_bandwith"'),
         ("resources", {}, '"resources" of the topology must be a list; got {}'),
@@ -328,7 +339,7 @@ class JsonTest(parameterized.TestCase):
         ("links.1.source", 1.0, '"source" of links.1. must be a whole number; got 1.0'),
         ("links.1.target", "0", '"target" of links.1. must be a whole number; got "0"'),
         ("links.1.latency", None, '"latency" of links.1. must be a number of seconds; got null'),
-        ("links.1.detour", "false", '"detour" of links.1. must be true or false; got "false"'),
+        ("links.1.via_host", "false", '"via_host" of links.1. must be true or false; got "false"'),
         ("links.1.resources", ["wires"], '"resources" of links.1. must .*; got "wires"'),
         ("links.1.resources", "0→1", '"resources" of links.1. must be a list of names; got "0→1"'),
         ("links.1.resources", [["0→1"]], r'must be a list of names; got \[\["0→1"\]\]'),

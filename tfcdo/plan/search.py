@@ -32,7 +32,7 @@ from tfcdo.topology.topology import isomorphisms
 _SEEDS = (101, 102, 103)
 _JITTER = 0.05
 # A forest this close to the bound is not worth improving. The bound is that of the direct links,
-# along which trees are improved; that detours might beat it, on a few machines, is let go.
+# along which trees are improved; that links via the host might beat it on a few machines is let go.
 _GOOD_ENOUGH = 1.002
 _WORTH_MORE_PACKS = 0.99
 # Searches are bounded by the number of simulated tasks, not by a clock, so that they repeat; this

@@ -208,7 +208,7 @@ def bytes_by_resource(schedule: Schedule, topology: Topology) -> dict[str, int]:
     for pack in schedule.packs:
         for child, parent in pack.tree.edges:
             for source, target in ((child, parent), (parent, child)):
-                for resource in topology.routes[source, target].resources:
+                for resource in topology.link_by_pair[source, target].resources:
                     carried[resource] += pack.size
     return {resource.name: load for resource, load in zip(topology.resources, carried, strict=True)}
 
@@ -289,7 +289,7 @@ def _bound_per_byte(topology: Topology) -> float:
         for other in range(1, devices)
         for source, target in ((0, other), (other, 0))
     )
-    adders = 1 if topology.shared_adder else devices
+    adders = 1 if topology.serial_reduction else devices
     additions = (devices - 1) / adders / topology.addition_bandwidth
     return max(all_links, cuts, additions)
 
@@ -390,7 +390,7 @@ def prepare(schedule: Schedule, topology: Topology) -> TaskGraph:
             duration = latency + size * seconds_per_byte
             task = add_task(("reduce", index, child, parent), duration, holds, partial[child])
             if seconds_per_addition:
-                adder = (len(topology.resources) + (0 if topology.shared_adder else parent),)
+                adder = (len(topology.resources) + (0 if topology.serial_reduction else parent),)
                 duration = size * seconds_per_addition
                 task = add_task(("add", index, child, parent), duration, adder, [task])
             partial[parent].append(task)
@@ -410,7 +410,7 @@ def _link_costs(
     """Latency, seconds per byte and held resources of each pair's link."""
     return {
         pair: (link.latency, 1 / topology.bandwidth(*pair), link.resources)
-        for pair, link in topology.routes.items()
+        for pair, link in topology.link_by_pair.items()
     }
 
 

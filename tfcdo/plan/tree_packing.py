@@ -238,10 +238,10 @@ def _edge_loads(
 ) -> dict[tuple[int, int], tuple[tuple[int, float], ...]]:
     """What one byte up and down an edge costs: `(resource, seconds)` of each resource held."""
     loads = {}
-    for source, target in topology.routes:
+    for source, target in topology.link_by_pair:
         held: dict[int, float] = {}
         for way in ((source, target), (target, source)):
-            for resource in topology.routes[way].resources:
+            for resource in topology.link_by_pair[way].resources:
                 held[resource] = held.get(resource, 0.0) + 1 / topology.bandwidth(*way)
         loads[source, target] = tuple(held.items())
     return loads

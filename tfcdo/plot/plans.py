@@ -261,7 +261,7 @@ def _circle(topology: Topology) -> Positions:
         # The round trip that is shortest if fast links are short.
         graph = nx.Graph()
         for source, target in itertools.combinations(range(devices), 2):
-            detour = topology.routes[source, target].detour
+            detour = topology.link_by_pair[source, target].via_host
             speed = topology.bandwidth(source, target)
             graph.add_edge(source, target, weight=(2 if detour else 1) / speed)
         tour = nx.approximation.greedy_tsp(graph, source=0)
@@ -347,7 +347,7 @@ def _wires(topology: Topology) -> dict[_WireKind, list[tuple[int, int]]]:
     kinds = {}
     for link in topology.direct_links:
         pair = (link.source, link.target)
-        back = topology.routes[pair[::-1]]
+        back = topology.link_by_pair[pair[::-1]]
         half_duplex = pair not in shared and not set(link.resources).isdisjoint(back.resources)
         kinds[pair] = _WireKind(topology.bandwidth(*pair), pair in shared, half_duplex, False)
     wires: dict[_WireKind, list[tuple[int, int]]] = collections.defaultdict(list)
@@ -362,7 +362,7 @@ def _wires(topology: Topology) -> dict[_WireKind, list[tuple[int, int]]]:
 def _describe_detours(topology: Topology) -> str:
     """What the legend says of the pairs without a direct link; empty if there are none."""
     direct = {(link.source, link.target) for link in topology.direct_links}
-    detours = [pair for pair in topology.routes if pair not in direct]
+    detours = [pair for pair in topology.link_by_pair if pair not in direct]
     if not detours:
         return ""
     speeds = {topology.bandwidth(*pair) for pair in detours}
@@ -442,13 +442,13 @@ def _lanes(timeline: simulator.Timeline, topology: Topology) -> dict[str, list[s
         if task.kind == "add":
             lanes[_adder(task.target, topology)].append(task)
             continue
-        for index in topology.routes[task.source, task.target].resources:
+        for index in topology.link_by_pair[task.source, task.target].resources:
             lanes[topology.resources[index].name].append(task)
     return {name: tasks for name, tasks in lanes.items() if _busy(tasks) > 0}
 
 
 def _adder(device: int, topology: Topology) -> str:
-    return "additions" if topology.shared_adder else f"{device} adds"
+    return "additions" if topology.serial_reduction else f"{device} adds"
 
 
 def _busy(tasks: Iterable[simulator.Task]) -> float:

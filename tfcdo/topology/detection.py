@@ -202,9 +202,12 @@ def _on_cards(machine: Topology, cards: Sequence[int]) -> Topology:
         if one == other:
             builder.link(source, target, [(f"card {one}", _ONE_CARD)])
         else:
-            link = machine.routes[one, other]
+            link = machine.link_by_pair[one, other]
             way = [machine.resources[index] for index in link.resources]
             builder.link(
-                source, target, [(part.name, part.bandwidth) for part in way], detour=link.detour
+                source,
+                target,
+                [(part.name, part.bandwidth) for part in way],
+                via_host=link.via_host,
             )
     return builder.build(f"{machine.name}, {len(set(cards))} cards", len(cards))

@@ -50,7 +50,7 @@ def parse(text: str) -> Topology:
 
     * `NV#`: # NVLinks of 25 GB/s. If all pairs have the same number, and more of them than a GPU
       has NVLinks, these are the ports of an NVSwitch.
-    * On a machine with NVLinks, any other pair goes through the host: a detour, as on a DGX-1.
+    * On a machine with NVLinks, any other pair goes through the host, as on a DGX-1.
     * On a machine without, each GPU has a PCIe port; `PIX` and `PXB` pairs are under one switch;
       all others also hold their switches' ways up and down, and those of different sockets (`SYS`)
       the way from socket to socket.

@@ -52,7 +52,7 @@ def nvlinks_and_host(
             builder.link(source, target, [(link_name(source, target), bandwidth)])
         else:
             bridge = f"host {link_name(socket[source], socket[target])}"
-            builder.link(source, target, [(bridge, HOST)], detour=True)
+            builder.link(source, target, [(bridge, HOST)], via_host=True)
     return builder.build(name, num_devices)
 
 
@@ -141,7 +141,7 @@ def shared_memory(num_devices: int = 8) -> Topology:
         num_devices,
         latency=0.0,
         addition_bandwidth=CPU_ADDITION,
-        shared_adder=True,
+        serial_reduction=True,
     )
 
 

@@ -44,19 +44,28 @@ _TOPOLOGY = {
     "name": _TEXT,
     "num_devices": _INT,
     "addition_bandwidth": _BANDWIDTH,
-    "shared_adder": _FLAG,
+    "serial_reduction": _FLAG,
     "resources": _LIST,
     "links": _LIST,
 }
 _RESOURCE = {"name": _TEXT, "bandwidth": _BANDWIDTH}
-_LINK = {"source": _INT, "target": _INT, "latency": _SECONDS, "resources": _NAMES, "detour": _FLAG}
+_LINK = {
+    "source": _INT,
+    "target": _INT,
+    "latency": _SECONDS,
+    "resources": _NAMES,
+    "via_host": _FLAG,
+}
 # What may be left out, and what it is then.
 _DEFAULTS = {
     "addition_bandwidth": None,
-    "shared_adder": False,
+    "serial_reduction": False,
     "latency": LATENCY,
-    "detour": False,
+    "via_host": False,
 }
+
+# Files from before these fields were renamed are read, too.
+_FORMER_NAMES = {"detour": "via_host", "shared_adder": "serial_reduction"}
 
 
 def parse(text: str) -> Topology:
@@ -93,14 +102,16 @@ def parse(text: str) -> Topology:
                     f'topology\'s "resources" have; got {_brief(name)}'
                 )
         held = tuple(index[name] for name in own["resources"])
-        links.append(Link(own["source"], own["target"], float(own["latency"]), held, own["detour"]))
+        links.append(
+            Link(own["source"], own["target"], float(own["latency"]), held, own["via_host"])
+        )
     return Topology(
         whole["name"],
         whole["num_devices"],
         tuple(resources),
         tuple(links),
         _bandwidth(whole["addition_bandwidth"]),
-        whole["shared_adder"],
+        whole["serial_reduction"],
     )
 
 
@@ -111,6 +122,7 @@ def _fields(entry: Any, where: str, kinds: Mapping[str, _Kind]) -> dict[str, Any
         raise ValueError(
             f"not a topology: {where} must be an object with {known}; got {_brief(entry)}"
         )
+    entry = {_FORMER_NAMES.get(field, field): value for field, value in entry.items()}
     unknown = [field for field in entry if field not in kinds]
     if unknown:
         raise ValueError(

@@ -50,7 +50,7 @@ class Link:
       latency: seconds that a transfer takes on top of its bytes.
       resources: indices of the topology's resources on the way, in the order of travel; a transfer
         holds all of them for its whole time, at the speed of the slowest.
-      detour: whether this is a way through the host that stands in for a missing direct one. The
+      via_host: whether this is a way through the host that stands in for a missing direct one. The
         bandwidth bound is that of the other links, as long as they join all devices.
     """
 
@@ -58,7 +58,7 @@ class Link:
     target: int
     latency: float
     resources: tuple[int, ...]
-    detour: bool = False
+    via_host: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Topology:
       links: one link for each ordered pair of devices.
       addition_bandwidth: bytes of one operand that a device adds per second; `math.inf` if
         additions cost nothing next to the copies.
-      shared_adder: whether all devices add with the same cores and memory, and so one at a time.
+      serial_reduction: whether all devices add with the same cores and memory, so one at a time.
 
     Raises:
       ValueError: if a pair of devices has no link or several, or a link names a device or a
@@ -94,7 +94,7 @@ class Topology:
     resources: tuple[Resource, ...]
     links: tuple[Link, ...]
     addition_bandwidth: float = math.inf
-    shared_adder: bool = False
+    serial_reduction: bool = False
 
     def __post_init__(self) -> None:
         checks.check_int("num_devices", self.num_devices, at_least=1)
@@ -160,7 +160,7 @@ class Topology:
                 self.resources,
                 self.links,
                 self.addition_bandwidth,
-                self.shared_adder,
+                self.serial_reduction,
             )
         )
 
@@ -173,12 +173,12 @@ class Topology:
                 number.setdefault(index, len(number))
         content = (
             self.num_devices,
-            (self.addition_bandwidth, self.shared_adder),
+            (self.addition_bandwidth, self.serial_reduction),
             [self.resources[index].bandwidth for index in number],
             sorted(
                 (
                     (link.source, link.target),
-                    (link.latency, link.detour),
+                    (link.latency, link.via_host),
                     tuple(number[index] for index in link.resources),
                 )
                 for link in self.links
@@ -187,16 +187,16 @@ class Topology:
         return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     @functools.cached_property
-    def routes(self) -> Mapping[tuple[int, int], Link]:
+    def link_by_pair(self) -> Mapping[tuple[int, int], Link]:
         """The link of each ordered pair of devices."""
         return {(link.source, link.target): link for link in self.links}
 
     @functools.cached_property
     def link_kinds(self) -> Mapping[tuple[int, int], tuple[float, float, bool]]:
-        """Bandwidth, latency and whether it is a detour, of each ordered pair's link."""
+        """Bandwidth and latency of each ordered pair's link, and whether it is via the host."""
         return {
-            pair: (self.bandwidth(*pair), link.latency, link.detour)
-            for pair, link in self.routes.items()
+            pair: (self.bandwidth(*pair), link.latency, link.via_host)
+            for pair, link in self.link_by_pair.items()
         }
 
     def bandwidth(self, source: int, target: int) -> float:
@@ -212,7 +212,7 @@ class Topology:
         Raises:
           KeyError: if these are not two different devices.
         """
-        link = self.routes[source, target]
+        link = self.link_by_pair[source, target]
         return min(self.resources[index].bandwidth for index in link.resources)
 
     def latency(self, source: int, target: int) -> float:
@@ -228,12 +228,12 @@ class Topology:
         Raises:
           KeyError: if these are not two different devices.
         """
-        return self.routes[source, target].latency
+        return self.link_by_pair[source, target].latency
 
     @functools.cached_property
     def direct_links(self) -> tuple[Link, ...]:
-        """The links that are no detours; all links where detours are needed to reach a device."""
-        direct = tuple(link for link in self.links if not link.detour)
+        """The links not via the host; all links where those do not reach every device."""
+        direct = tuple(link for link in self.links if not link.via_host)
         graph = nx.DiGraph((link.source, link.target) for link in direct)
         graph.add_nodes_from(range(self.num_devices))
         return direct if nx.is_strongly_connected(graph) else self.links
@@ -265,7 +265,7 @@ class Topology:
         if devices == tuple(known):
             return self
         kept = [
-            self.routes[devices[source], devices[target]]
+            self.link_by_pair[devices[source], devices[target]]
             for source, target in ordered_pairs(len(devices))
         ]
         used = sorted({index for link in kept for index in link.resources})
@@ -283,7 +283,7 @@ class Topology:
                 for link in kept
             ),
             addition_bandwidth=self.addition_bandwidth,
-            shared_adder=self.shared_adder,
+            serial_reduction=self.serial_reduction,
         )
 
     def to_json(self) -> str:
@@ -300,14 +300,14 @@ class Topology:
             "name": "fully_connected",
             "num_devices": 2,
             "addition_bandwidth": null,
-            "shared_adder": false,
+            "serial_reduction": false,
             "resources": [
               {"name": "0→1", "bandwidth": 25000000000.0},
               {"name": "1→0", "bandwidth": 25000000000.0}
             ],
             "links": [
-              {"source": 0, "target": 1, "latency": 1e-05, "resources": ["0→1"], "detour": false},
-              {"source": 1, "target": 0, "latency": 1e-05, "resources": ["1→0"], "detour": false}
+              {"source": 0, "target": 1, "latency": 1e-05, "resources": ["0→1"], "via_host": false},
+              {"source": 1, "target": 0, "latency": 1e-05, "resources": ["1→0"], "via_host": false}
             ]
           }
         """
@@ -332,7 +332,7 @@ class Topology:
             f'  "name": {json.dumps(self.name, ensure_ascii=False)},\n'
             f'  "num_devices": {self.num_devices},\n'
             f'  "addition_bandwidth": {json.dumps(_finite(self.addition_bandwidth))},\n'
-            f'  "shared_adder": {json.dumps(self.shared_adder)},\n'
+            f'  "serial_reduction": {json.dumps(self.serial_reduction)},\n'
             f'  "resources": [{resources}\n  ],\n'
             f'  "links": [{links}\n  ]\n'
             "}"
@@ -344,8 +344,8 @@ class Topology:
 
         Args:
           text: a JSON object with "name", "num_devices", "resources" and "links", perhaps
-            "addition_bandwidth" and "shared_adder", and nothing else; a link may leave out
-            "latency" and "detour".
+            "addition_bandwidth" and "serial_reduction", and nothing else; a link may leave out
+            "latency" and "via_host".
 
         Returns:
           The topology.
@@ -388,7 +388,7 @@ def _finite(bandwidth: float) -> float | None:
 def isomorphisms(one: Topology, other: Topology, limit: int) -> Iterator[tuple[int, ...]]:
     """The ways to match the devices of two topologies so that their links are alike.
 
-    Bandwidth, latency and detours are compared, not what links share.
+    Bandwidth, latency and `via_host` are compared, not what links share.
 
     Args:
       one: a topology.
@@ -431,7 +431,7 @@ class TopologyBuilder:
         self._links: list[tuple[int, int, Sequence[str], bool]] = []
 
     def link(
-        self, source: int, target: int, way: Iterable[tuple[str, float]], *, detour: bool = False
+        self, source: int, target: int, way: Iterable[tuple[str, float]], *, via_host: bool = False
     ) -> None:
         """Adds a link.
 
@@ -439,7 +439,7 @@ class TopologyBuilder:
           source: the sending device.
           target: the receiving device.
           way: name and bandwidth of each resource that it holds, in the order of travel.
-          detour: see `Link`.
+          via_host: see `Link`.
 
         Raises:
           ValueError: if another link has given one of these resources another bandwidth.
@@ -453,7 +453,7 @@ class TopologyBuilder:
                     f"got {bandwidth} for the link {link_name(source, target)}"
                 )
             names.append(name)
-        self._links.append((source, target, names, detour))
+        self._links.append((source, target, names, via_host))
 
     def build(
         self,
@@ -462,7 +462,7 @@ class TopologyBuilder:
         *,
         latency: float = LATENCY,
         addition_bandwidth: float = math.inf,
-        shared_adder: bool = False,
+        serial_reduction: bool = False,
     ) -> Topology:
         """Makes the topology.
 
@@ -471,7 +471,7 @@ class TopologyBuilder:
           num_devices: how many devices there are.
           latency: that of every link, in seconds.
           addition_bandwidth: see `Topology`.
-          shared_adder: see `Topology`.
+          serial_reduction: see `Topology`.
 
         Returns:
           The topology of all links so far.
@@ -485,11 +485,11 @@ class TopologyBuilder:
             num_devices,
             tuple(self._resources.values()),
             tuple(
-                Link(source, target, latency, tuple(index[name] for name in names), detour)
-                for source, target, names, detour in sorted(self._links)
+                Link(source, target, latency, tuple(index[name] for name in names), via_host)
+                for source, target, names, via_host in sorted(self._links)
             ),
             addition_bandwidth,
-            shared_adder,
+            serial_reduction,
         )
 
 
