@@ -141,9 +141,12 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
             return batch.reduce_on_roots(reduce_op, reductions, root_of)
         return [
             batch.reduce_on_one_device(
-                one, root_of(one), self._accumulate, batch.finish_for(reduce_op, one)
+                reduction,
+                root_of(reduction),
+                self._accumulate,
+                batch.final_op_for(reduce_op, reduction),
             )
-            for one in reductions
+            for reduction in reductions
         ]
 
     def _accumulate(self, values: list[tf.Tensor]) -> tf.Tensor:
@@ -183,12 +186,12 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
       agg_small_grads_max_bytes: see above.
       agg_small_grads_max_group: see above.
       topology: the machine that the devices are part of; None to find out.
-      strict: raise `RuntimeError` where "nccl" is asked for and NCCL cannot sum some values, rather
-        than use copy trees. `tf.IndexedSlices` are never summed, so this is not about them.
+      require_nccl: raise `RuntimeError` where "nccl" is asked for and NCCL cannot sum some values,
+        rather than use copy trees. `tf.IndexedSlices` are never summed, so this is not about them.
 
     Raises:
       ValueError: if a number is negative or the algorithm is unknown.
-      TypeError: if a number is not an int, `topology` not a topology or `strict` not a bool.
+      TypeError: if a number is not an int, `topology` not a topology or `require_nccl` not a bool.
 
     Example:
       >>> ops = AllReduceCrossDeviceOps("ring", num_packs=4)
@@ -203,16 +206,16 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
         agg_small_grads_max_group: int = 10,
         *,
         topology: Topology | None = None,
-        strict: bool = False,
+        require_nccl: bool = False,
     ) -> None:
         super().__init__()
         check_choice("all_reduce_alg", all_reduce_alg, ("nccl", *algorithms.ALGORITHMS))
         if topology is not None and not isinstance(topology, Topology):
             raise TypeError(f"topology must be a tfcdo.topology.Topology or None; got {topology!r}")
-        if not isinstance(strict, bool):
-            raise TypeError(f"strict must be True or False; got {strict!r}")
+        if not isinstance(require_nccl, bool):
+            raise TypeError(f"require_nccl must be True or False; got {require_nccl!r}")
         nccl = all_reduce_alg == "nccl"
-        self._method = batch.AllReduceConfig(
+        self._config = batch.AllReduceConfig(
             algorithm="hierarchical_copy" if nccl else all_reduce_alg,
             packing=packing.PackingOptions(
                 check_count("num_packs", num_packs),
@@ -221,7 +224,7 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
             ),
             topology=topology,
             nccl=nccl,
-            strict=strict,
+            require_nccl=require_nccl,
         )
 
     @_as_written
@@ -251,7 +254,7 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
             a dtype cannot be added, a destination is none, or the topology is of another number of
             devices.
           TypeError: if `options` are none.
-          RuntimeError: if `strict` and NCCL cannot sum the value.
+          RuntimeError: if `require_nccl` and NCCL cannot sum the value.
         """
         return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
 
@@ -286,9 +289,9 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
     ) -> Any:
         """Reduces one value; see `reduce`."""
         check_reduce_op(reduce_op)
-        method = self._method_with(options)
+        config = self._config_with(options)
         reduction = check_pair(per_replica_value, destinations)
-        return _reduce(reduce_op, [reduction], method)[0]
+        return _reduce(reduce_op, [reduction], config)[0]
 
     def batch_reduce_implementation(
         self,
@@ -298,8 +301,8 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
     ) -> list[Any]:
         """Reduces several values together; see `batch_reduce`."""
         check_reduce_op(reduce_op)
-        method = self._method_with(options)
-        return _reduce(reduce_op, check_pairs(value_destination_pairs), method)
+        config = self._config_with(options)
+        return _reduce(reduce_op, check_pairs(value_destination_pairs), config)
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to each destination; see `broadcast`."""
@@ -310,20 +313,20 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
     ) -> Any:
         check_options(options)
         reduction = check_gather(per_replica_value, destinations, axis)
-        self._method.check_topology([reduction])
+        self._config.check_topology([reduction])
         if not reduction.is_all_reduce:
             return _gather_on_one_device(reduction, axis, reduction.destinations[0])
-        tree = self._method.plan([packing.UNKNOWN], reduction.devices).packs[0].tree
+        tree = self._config.plan([packing.UNKNOWN], reduction.devices).packs[0].tree
         gathered = gather.all_gather(tree, reduction.values, reduction.devices, axis)
-        return batch.in_destination_order(gathered, reduction)
+        return batch.to_mirrored(gathered, reduction)
 
-    def _method_with(self, options: Any) -> batch.AllReduceConfig:
+    def _config_with(self, options: Any) -> batch.AllReduceConfig:
         check_options(options)
         if options is None or not options.bytes_per_pack:
-            return self._method
+            return self._config
         most = check_count("options.bytes_per_pack", options.bytes_per_pack)
-        packs = dataclasses.replace(self._method.packing, bytes_per_pack=most)
-        return dataclasses.replace(self._method, packing=packs)
+        packs = dataclasses.replace(self._config.packing, bytes_per_pack=most)
+        return dataclasses.replace(self._config, packing=packs)
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):
@@ -336,11 +339,12 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
       num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value.
       topology: the machine that the devices are part of; None to find out. Only the copy trees use
         it.
-      strict: raise `RuntimeError`, when values are reduced, instead of using copy trees.
+      require_nccl: raise `RuntimeError`, when values are reduced, instead of using copy trees.
 
     Raises:
       ValueError: if `num_packs` is negative.
-      TypeError: if `num_packs` is not an int, `topology` not a topology or `strict` not a bool.
+      TypeError: if `num_packs` is not an int, `topology` not a topology or `require_nccl` not a
+        bool.
 
     Example:
       >>> strategy = tf.distribute.MirroredStrategy(["/cpu:0"], cross_device_ops=NcclAllReduce())
@@ -351,9 +355,9 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         num_packs: int = 1,
         *,
         topology: Topology | None = None,
-        strict: bool = False,
+        require_nccl: bool = False,
     ) -> None:
-        super().__init__("nccl", num_packs, topology=topology, strict=strict)
+        super().__init__("nccl", num_packs, topology=topology, require_nccl=require_nccl)
 
 
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
@@ -403,8 +407,8 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
 
     def __init__(self, *, topology: Topology | None = None) -> None:
         super().__init__("auto", topology=topology)
-        own_packs = dataclasses.replace(self._method.packing, num_packs=None)
-        self._method = dataclasses.replace(self._method, packing=own_packs)
+        own_packs = dataclasses.replace(self._config.packing, num_packs=None)
+        self._config = dataclasses.replace(self._config, packing=own_packs)
 
 
 def _broadcast(tensor: Any, destinations: Any) -> Any:
@@ -415,10 +419,10 @@ def _broadcast(tensor: Any, destinations: Any) -> Any:
 def _reduce(
     reduce_op: tf.distribute.ReduceOp,
     reductions: Sequence[Reduction],
-    method: batch.AllReduceConfig,
+    config: batch.AllReduceConfig,
 ) -> list[Any]:
     check_numeric(reductions)
-    return batch.reduce(reduce_op, reductions, method)
+    return batch.reduce(reduce_op, reductions, config)
 
 
 def _gather_on_one_device(reduction: Reduction, axis: Any, device: str) -> Any:

@@ -122,8 +122,8 @@ class ConstructorTest(parameterized.TestCase):
 
     def test_topology_and_strict_are_checked(self):
         for cls in ALL_REDUCES[:2]:
-            with self.assertRaisesRegex(TypeError, "strict"):
-                cls(strict=1)
+            with self.assertRaisesRegex(TypeError, "require_nccl"):
+                cls(require_nccl=1)
         for cls in ALL_REDUCES:
             with self.assertRaisesRegex(TypeError, "topology"):
                 cls(topology="dgx1")
@@ -235,7 +235,7 @@ class AccumulationTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
 class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         (lambda: tfcdo.ReductionToOneDevice("/cpu:77"), ValueError),
-        (lambda: tfcdo.NcclAllReduce(strict=True), RuntimeError),
+        (lambda: tfcdo.NcclAllReduce(require_nccl=True), RuntimeError),
         (
             lambda: tfcdo.AutoAllReduce(topology=tfcdo.topology.preset("nvswitch", 4)),
             ValueError,
@@ -343,8 +343,8 @@ class NcclOnCpuTest(tf.test.TestCase):
 
     def test_strict(self):
         value = tu.per_replica([1.0, 2.0, 3.0])
-        ops = tfcdo.NcclAllReduce(strict=True)
-        with self.assertRaisesRegex(RuntimeError, "(?s)strict.*NcclAllReduce.*CPU"):
+        ops = tfcdo.NcclAllReduce(require_nccl=True)
+        with self.assertRaisesRegex(RuntimeError, "(?s)require_nccl.*NcclAllReduce.*CPU"):
             ops.reduce(SUM, value, value)
 
 

@@ -163,12 +163,12 @@ class CopyTreesTest(GpuTest):
                 self.check(tfcdo.NcclAllReduce(), SUM, mode, parts(2), (tf.float32, tf.int32))
         warning.assert_called_once()
         self.assertIn(status.reason, warning.call_args.args[0] % warning.call_args.args[1:])
-        with self.assertRaisesRegex(RuntimeError, "strict"):
-            self.check(tfcdo.NcclAllReduce(strict=True), SUM, EAGER, parts(2))
+        with self.assertRaisesRegex(RuntimeError, "require_nccl"):
+            self.check(tfcdo.NcclAllReduce(require_nccl=True), SUM, EAGER, parts(2))
 
 
 class NcclTest(GpuTest):
-    """`strict=True`: no test can pass by way of the copy trees."""
+    """`require_nccl=True`: no test can pass by way of the copy trees."""
 
     def setUp(self):
         super().setUp()
@@ -179,13 +179,13 @@ class NcclTest(GpuTest):
 
     @parameterized.product(num_packs=(0, 1, 3), reduce_op=(SUM, MEAN), mode=(EAGER, FUNCTION))
     def test_all_dtypes_that_it_takes(self, num_packs, reduce_op, mode):
-        ops = tfcdo.NcclAllReduce(num_packs, strict=True)
+        ops = tfcdo.NcclAllReduce(num_packs, require_nccl=True)
         dtypes = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
         for _ in range(3):
             self.check(ops, reduce_op, mode, cards(), dtypes)
 
     def test_a_function_called_twice_in_one_step(self):
-        ops = tfcdo.NcclAllReduce(strict=True)
+        ops = tfcdo.NcclAllReduce(require_nccl=True)
         count = len(CARDS)
 
         def one(*own: tf.Tensor) -> Sequence[tf.Tensor]:
@@ -204,7 +204,7 @@ class NcclTest(GpuTest):
 
     @parameterized.parameters(False, True)
     def test_gradient(self, traced):
-        ops = tfcdo.NcclAllReduce(strict=True)
+        ops = tfcdo.NcclAllReduce(require_nccl=True)
 
         def gradients(own: Sequence[tf.Tensor]) -> Any:
             with tf.GradientTape() as tape:
@@ -220,7 +220,7 @@ class NcclTest(GpuTest):
             self.assertAllClose([(1 + count) / 2] * 3, gradient)
 
     def test_a_thousand_steps(self):
-        ops = tfcdo.NcclAllReduce(2, strict=True)
+        ops = tfcdo.NcclAllReduce(2, require_nccl=True)
         value = tu.per_replica([tf.ones([1000])] * len(CARDS), cards())
         step = tf.function(lambda: ops.reduce(SUM, value, value).values, autograph=False)
         for _ in range(1000):
@@ -229,7 +229,7 @@ class NcclTest(GpuTest):
 
     @parameterized.parameters(1, 2)
     def test_keras(self, num_packs):
-        self.check_training(tfcdo.NcclAllReduce(num_packs, strict=True), cards())
+        self.check_training(tfcdo.NcclAllReduce(num_packs, require_nccl=True), cards())
 
 
 if __name__ == "__main__":

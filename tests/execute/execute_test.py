@@ -74,7 +74,7 @@ class AddTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             numerics.add([tf.ones([1]), tf.ones([4])])
 
 
-class FinishTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+class FinalOpTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         (tf.float16, tf.float16),
         (tf.bfloat16, tf.bfloat16),
@@ -202,10 +202,10 @@ class PacksTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         ]
 
         def round_trip(*values: tf.Tensor) -> list[tf.Tensor]:
-            loaded = packs.load(plan, values, "/cpu:2")
+            loaded = packs.pack(plan, values, "/cpu:2")
             for pack, tensors in zip(plan.packs, loaded, strict=True):
                 self.assertLen(tensors, len(pack.bundles))
-            back = packs.unload(plan, loaded, values, "/cpu:2")
+            back = packs.unpack(plan, loaded, values, "/cpu:2")
             for tensor, shape in zip(back, self.SHAPES, strict=True):
                 self.assertEqual(shape, tensor.shape)
             return back
@@ -241,7 +241,7 @@ class PacksTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         plan = packing.plan_batch(
             spec, packing.PackingOptions(1), "ring", topology.preset("nvswitch", 3)
         )
-        ((loaded,),) = packs.load(plan, [value], "/cpu:0")
+        ((loaded,),) = packs.pack(plan, [value], "/cpu:0")
         self.assertIs(value, loaded)
 
 
@@ -305,7 +305,7 @@ class OneDeviceTest(tf.test.TestCase):
 
 
 class BatchTest(tu.ValuesMixin, tf.test.TestCase):
-    METHOD = batch.AllReduceConfig("hierarchical_copy", packing.PackingOptions(1), None)
+    CONFIG = batch.AllReduceConfig("hierarchical_copy", packing.PackingOptions(1), None)
 
     def test_results_keep_the_order_of_the_batch(self):
         """Values that are done together are not neighbours in the batch."""
@@ -328,7 +328,7 @@ class BatchTest(tu.ValuesMixin, tf.test.TestCase):
             (values[3], values[3]),
             (values[4], elsewhere),
         ]
-        results = batch.reduce(tu.SUM, check_pairs(pairs), self.METHOD)
+        results = batch.reduce(tu.SUM, check_pairs(pairs), self.CONFIG)
         self.assertLen(results, len(pairs))
         dense = {0: 0, 2: 1, 3: 2, 4: 5, 6: 3, 7: 4}
         for index, source in dense.items():
@@ -339,7 +339,7 @@ class BatchTest(tu.ValuesMixin, tf.test.TestCase):
             self.assertAllEqual([0, 1, 2], result.value.indices)
 
     def test_a_topology_must_fit(self):
-        method = batch.AllReduceConfig(
+        config = batch.AllReduceConfig(
             "ring", packing.PackingOptions(1), topology.preset("nvswitch", 4)
         )
         with tf.Graph().as_default() as graph:
@@ -348,7 +348,7 @@ class BatchTest(tu.ValuesMixin, tf.test.TestCase):
             pairs = check_pairs([(own, "/cpu:0"), (own, own)])
             before = len(graph.get_operations())
             with self.assertRaisesRegex(ValueError, "topology must have .*2; 'nvswitch' has 4"):
-                batch.reduce(tu.MEAN, pairs, method)
+                batch.reduce(tu.MEAN, pairs, config)
             self.assertLen(graph.get_operations(), before)
 
 

@@ -40,16 +40,16 @@ def gpus(*parts: int, hidden: int = 0) -> Any:
       *parts: for each GPU that TensorFlow may use.
       hidden: how many GPUs, the first ones, TensorFlow may not use.
     """
-    cards = [
+    physical = [
         tf.config.PhysicalDevice(f"/physical_device:GPU:{hidden + index}", "GPU")
         for index in range(len(parts))
     ]
     part = tf.config.LogicalDeviceConfiguration()
-    divisions = {card.name: [part] * count for card, count in zip(cards, parts) if count}
+    divisions = {gpu.name: [part] * count for gpu, count in zip(physical, parts) if count}
     return mock.patch.multiple(
         tf.config,
-        get_visible_devices=lambda device_type=None: cards,
-        get_logical_device_configuration=lambda card: divisions.get(card.name),
+        get_visible_devices=lambda device_type=None: physical,
+        get_logical_device_configuration=lambda gpu: divisions.get(gpu.name),
     )
 
 
@@ -123,24 +123,24 @@ class StatusTest(tf.test.TestCase, parameterized.TestCase):
         with kernels_for("CPU"):
             self.check(["/cpu:3", "/device:CPU:3"], "on one device")
 
-    def test_logical_devices_of_one_card(self):
+    def test_logical_devices_of_one_physical_gpu(self):
         with kernels_for("GPU"), gpus(2):
-            self.check(names(0, 1), "logical devices of one card", "GPU:0", REMEDY)
+            self.check(names(0, 1), "logical devices of one physical GPU", "GPU:0", REMEDY)
         with kernels_for("GPU"), gpus(0, 3, 2):
             self.check(names(0, 1, 4, 5), "/physical_device:GPU:2,", REMEDY)
             self.check(names(1, 3), "/physical_device:GPU:1,", REMEDY)
-            # One part of each card will do.
+            # One logical device of each GPU will do.
             for devices in names(0, 1, 4), names(0, 3, 5), names(2, 4):
                 self.assertTrue(tfcdo.nccl_status(devices).can_run)
 
-    def test_hidden_cards_do_not_count(self):
-        # TensorFlow numbers the cards that it may use from 0 on.
+    def test_hidden_gpus_do_not_count(self):
+        # TensorFlow numbers the GPUs that it may use from 0 on.
         with kernels_for("GPU"), gpus(2, 2, hidden=1):
             self.check(names(0, 1), "/physical_device:GPU:1,")
             self.check(names(2, 3), "/physical_device:GPU:2,")
             self.assertTrue(tfcdo.nccl_status(names(1, 2)).can_run)
 
-    def test_logical_devices_of_a_processor_are_none_of_a_card(self):
+    def test_logical_devices_of_a_processor_share_no_gpu(self):
         with kernels_for("CPU"):
             self.assertTrue(tfcdo.nccl_status(tu.ALL_DEVICES).can_run)
 
@@ -209,7 +209,7 @@ class WithoutKernelTest(tf.test.TestCase):
                 "status": str(tfcdo.nccl_status(devices)),
                 "can_run": tfcdo.nccl_status(devices).can_run,
                 "gpus": str(tfcdo.nccl_status(["/gpu:0", "/gpu:1"])),
-                "strict": train(tfcdo.NcclAllReduce(strict=True)),
+                "required": train(tfcdo.NcclAllReduce(require_nccl=True)),
             }
             print("UP TO HERE", file=sys.stderr, flush=True)
             report["trained"] = train(tfcdo.NcclAllReduce())
@@ -248,11 +248,11 @@ class WithoutKernelTest(tf.test.TestCase):
         for part in ("WARNING", "tfcdo: ", "copy trees", self.report["status"]):
             self.assertIn(part, lines[0])
 
-    def test_strict_raises_before_training(self):
-        error, same = self.report["strict"]
+    def test_requiring_nccl_raises_before_training(self):
+        error, same = self.report["required"]
         self.assertTrue(same)
         self.assertStartsWith(error, "RuntimeError: ")
-        self.assertIn("strict=True", error)
+        self.assertIn("require_nccl=True", error)
         self.assertIn(self.report["status"], error)
         self.assertNotIn("tfcdo", self.output.partition("UP TO HERE")[0])
 

@@ -1,7 +1,7 @@
 """NCCL by execution: the ops that GPUs would run, on virtual CPU devices, by a kernel for tests.
 
-What would hang on GPUs is an error here: see `nccl_on_cpu`. All ops are made with `strict=True`, so
-that no test can pass by way of the copy trees.
+What would hang on GPUs is an error here: see `nccl_on_cpu`. All ops are made with
+`require_nccl=True`, so that no test can pass by way of the copy trees.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def tearDownModule() -> None:
 
 
 def nccl(num_packs: int = 1) -> tfcdo.NcclAllReduce:
-    return tfcdo.NcclAllReduce(num_packs, strict=True)
+    return tfcdo.NcclAllReduce(num_packs, require_nccl=True)
 
 
 def all_reduce(
@@ -131,7 +131,7 @@ class EmittedOpsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     def test_no_name_is_used_twice(self):
         names: list[bytes] = []
         lock = threading.Lock()
-        instances = [nccl(2), nccl(2), tfcdo.AllReduceCrossDeviceOps("nccl", 2, strict=True)]
+        instances = [nccl(2), nccl(2), tfcdo.AllReduceCrossDeviceOps("nccl", 2, require_nccl=True)]
 
         def trace(instance: Any) -> None:
             for size in (4, 6):
@@ -263,7 +263,7 @@ class ResultsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual([3.0, 3.0], results[1].value)
         warning.assert_called_once()
         self.assertRegex(warning.call_args.args[0] % warning.call_args.args[1:], dtype.name)
-        with self.assertRaisesRegex(RuntimeError, f"(?s)strict.*{dtype.name}.*float32"):
+        with self.assertRaisesRegex(RuntimeError, f"(?s)require_nccl.*{dtype.name}.*float32"):
             tu.all_reduce(nccl(), SUM, values)
 
     @parameterized.parameters(EAGER, FUNCTION)
@@ -415,7 +415,7 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual([[10.0]] * K, step(*own))
         warning.assert_called_once()
         self.assertIn("jit_compile=True", warning.call_args.args[0] % warning.call_args.args[1:])
-        with self.assertRaisesRegex(RuntimeError, "(?s)strict.*jit_compile=True"):
+        with self.assertRaisesRegex(RuntimeError, "(?s)require_nccl.*jit_compile=True"):
             function(one, jit_compile=True)(*own)
         # Only the function itself is compiled, not the one that calls it.
         double = function(lambda x: 2 * x, jit_compile=True)

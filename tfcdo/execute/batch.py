@@ -43,14 +43,14 @@ class AllReduceConfig:
       packing: how values are packed.
       topology: the machine; None to find out.
       nccl: whether to use NCCL where it can run.
-      strict: whether to raise where NCCL is asked for and cannot run.
+      require_nccl: whether to raise where NCCL is asked for and cannot run.
     """
 
     algorithm: str | tuple[CopyTree, ...]
     packing: PackingOptions
     topology: Topology | None
     nccl: bool = False
-    strict: bool = False
+    require_nccl: bool = False
 
     def plan(self, specs: Sequence[ValueSpec], devices: Sequence[str]) -> BatchPlan:
         """The plan for values on some devices; remembered for as long as nothing differs."""
@@ -59,36 +59,37 @@ class AllReduceConfig:
 
     def check_topology(self, reductions: Iterable[Reduction]) -> None:
         """Raises `ValueError` unless the topology, if one was given, fits all all-reduces."""
-        for one in reductions:
+        for reduction in reductions:
             if (
                 self.topology
-                and one.is_all_reduce
-                and self.topology.num_devices != len(one.devices)
+                and reduction.is_all_reduce
+                and self.topology.num_devices != len(reduction.devices)
             ):
                 raise ValueError(
                     "topology must have as many devices as the values have replicas, "
-                    f"{len(one.devices)}; {self.topology.name!r} has {self.topology.num_devices}"
+                    f"{len(reduction.devices)}; {self.topology.name!r} has "
+                    f"{self.topology.num_devices}"
                 )
 
     def with_nccl(self, devices: Sequence[str], dtype: tf.DType) -> bool:
         """Whether values are summed with NCCL; if not but asked for, says why, or raises.
 
         Raises:
-          RuntimeError: if `strict` and NCCL cannot run.
+          RuntimeError: if `require_nccl` and NCCL cannot run.
         """
         if not self.nccl or len(devices) == 1:
             return False
         status = nccl.nccl_status(devices, dtype)
         if status.can_run:
             return True
-        if self.strict:
-            raise RuntimeError(f"NCCL cannot run (strict=True): {status}")
+        if self.require_nccl:
+            raise RuntimeError(f"NCCL cannot run (require_nccl=True): {status}")
         log.warn_once(f"NCCL is asked for but copy trees are used: {status}")
         return False
 
 
 def reduce(
-    reduce_op: tf.distribute.ReduceOp, reductions: Sequence[Reduction], method: AllReduceConfig
+    reduce_op: tf.distribute.ReduceOp, reductions: Sequence[Reduction], config: AllReduceConfig
 ) -> list[Any]:
     """Reduces a batch.
 
@@ -98,21 +99,21 @@ def reduce(
     Args:
       reduce_op: SUM or MEAN.
       reductions: the checked pairs.
-      method: how to all-reduce.
+      config: how to all-reduce.
 
     Returns:
       One result per reduction, in order.
     """
-    method.check_topology(reductions)
+    config.check_topology(reductions)
     # Asking TensorFlow for its kernels takes longer than tracing a value, so ask once per dtype.
-    with_nccl = functools.cache(method.with_nccl)
+    with_nccl = functools.cache(config.with_nccl)
 
-    def key_of(one: Reduction) -> tuple[Way, tuple[str, ...]]:
-        return _way(one, _dtype_added(reduce_op, one), with_nccl), one.devices
+    def key_of(reduction: Reduction) -> tuple[Way, tuple[str, ...]]:
+        return _way(reduction, _dtype_added(reduce_op, reduction), with_nccl), reduction.devices
 
     def run(key: tuple[Way, tuple[str, ...]], group: Sequence[Reduction]) -> list[Any]:
         way, _ = key
-        return way(_as_added(reduce_op, group), finish_for(reduce_op, group[0]), method)
+        return way(_as_added(reduce_op, group), final_op_for(reduce_op, group[0]), config)
 
     return _in_groups(reductions, key_of, run)
 
@@ -139,20 +140,24 @@ def reduce_on_roots(
             # One device is the simplest copy tree: a star, whose centre is that device.
             star = copy_tree.star(len(devices), devices.index(root))
             return reduce(reduce_op, group, AllReduceConfig((star,), PackingOptions(1), None))
-        finish = finish_for(reduce_op, group[0])
+        final_op = final_op_for(reduce_op, group[0])
         return [
-            reduce_on_one_device(one, root, numerics.add, finish)
-            for one in _as_added(reduce_op, group)
+            reduce_on_one_device(reduction, root, numerics.add, final_op)
+            for reduction in _as_added(reduce_op, group)
         ]
 
-    return _in_groups(reductions, lambda one: (root_of(one), one.is_all_reduce, one.devices), run)
+    return _in_groups(
+        reductions,
+        lambda reduction: (root_of(reduction), reduction.is_all_reduce, reduction.devices),
+        run,
+    )
 
 
 def _as_added(
     reduce_op: tf.distribute.ReduceOp, reductions: Sequence[Reduction]
 ) -> list[Reduction]:
     """The reductions with their values in the dtype that they are added in."""
-    return [_cast(one, _dtype_added(reduce_op, one)) for one in reductions]
+    return [_cast(reduction, _dtype_added(reduce_op, reduction)) for reduction in reductions]
 
 
 def _dtype_added(reduce_op: tf.distribute.ReduceOp, reduction: Reduction) -> tf.DType:
@@ -170,7 +175,7 @@ def _cast(reduction: Reduction, dtype: tf.DType) -> Reduction:
     return dataclasses.replace(reduction, values=tuple(values))
 
 
-def finish_for(reduce_op: tf.distribute.ReduceOp, reduction: Reduction) -> numerics.FinalOp:
+def final_op_for(reduce_op: tf.distribute.ReduceOp, reduction: Reduction) -> numerics.FinalOp:
     """What is done to a sum of this reduction's values where it was formed."""
     return numerics.FinalOp(len(reduction.values) if _is_mean(reduce_op, reduction) else None)
 
@@ -189,8 +194,8 @@ def _in_groups(
 ) -> list[Any]:
     """Runs the reductions of one key together; returns their results in the batch's order."""
     groups: dict[Key, list[int]] = {}
-    for index, one in enumerate(reductions):
-        groups.setdefault(key_of(one), []).append(index)
+    for index, reduction in enumerate(reductions):
+        groups.setdefault(key_of(reduction), []).append(index)
     results: list[Any] = [None] * len(reductions)
     for key, indices in groups.items():
         group = [reductions[index] for index in indices]
@@ -214,56 +219,63 @@ def _way(
 
 
 def _on_first_destination(
-    group: Sequence[Reduction], finish: numerics.FinalOp, method: AllReduceConfig
+    group: Sequence[Reduction], final_op: numerics.FinalOp, config: AllReduceConfig
 ) -> list[Any]:
-    del method  # These are no all-reduces.
-    return [reduce_on_one_device(one, one.destinations[0], numerics.add, finish) for one in group]
+    del config  # These are no all-reduces.
+    return [
+        reduce_on_one_device(reduction, reduction.destinations[0], numerics.add, final_op)
+        for reduction in group
+    ]
 
 
 def _all_reduce_along_trees(
-    group: Sequence[Reduction], finish: numerics.FinalOp, method: AllReduceConfig
+    group: Sequence[Reduction], final_op: numerics.FinalOp, config: AllReduceConfig
 ) -> list[Any]:
     devices = group[0].devices
-    plan = method.plan([_value_spec(one) for one in group], devices)
-    held = packs.all_reduce(
+    plan = config.plan([_value_spec(reduction) for reduction in group], devices)
+    tensors_by_device = packs.all_reduce(
         plan,
         _by_device(group),
         devices,
-        lambda pack, tensors: copy_trees.reduce_pack(pack.tree, tensors, devices, finish),
+        lambda pack, tensors: copy_trees.reduce_pack(pack.tree, tensors, devices, final_op),
     )
-    return _by_value(held, group)
+    return _by_value(tensors_by_device, group)
 
 
 def _all_reduce_with_nccl(
-    group: Sequence[Reduction], finish: numerics.FinalOp, method: AllReduceConfig
+    group: Sequence[Reduction], final_op: numerics.FinalOp, config: AllReduceConfig
 ) -> list[Any]:
     devices = group[0].devices
     # NCCL knows the machine itself; every pack is to be one tensor, whatever the topology.
-    method = dataclasses.replace(method, topology=preset("nvswitch", len(devices)))
-    plan = method.plan([_value_spec(one) for one in group], devices)
-    return _by_value(nccl.all_reduce(plan, _by_device(group), devices, finish), group)
+    config = dataclasses.replace(config, topology=preset("nvswitch", len(devices)))
+    plan = config.plan([_value_spec(reduction) for reduction in group], devices)
+    return _by_value(nccl.all_reduce(plan, _by_device(group), devices, final_op), group)
 
 
 def _all_reduce_slices(
-    group: Sequence[Reduction], finish: numerics.FinalOp, method: AllReduceConfig
+    group: Sequence[Reduction], final_op: numerics.FinalOp, config: AllReduceConfig
 ) -> list[Any]:
     devices = group[0].devices
     # The number of rows differs between devices and steps, so each value is a pack of its own.
-    plan = method.plan([UNKNOWN] * len(group), devices)
+    plan = config.plan([UNKNOWN] * len(group), devices)
     return [
-        in_destination_order(gather.all_reduce_slices(pack.tree, one.values, devices, finish), one)
-        for pack, one in zip(plan.packs, group, strict=True)
+        to_mirrored(
+            gather.all_reduce_slices(pack.tree, reduction.values, devices, final_op), reduction
+        )
+        for pack, reduction in zip(plan.packs, group, strict=True)
     ]
 
 
 def _by_device(group: Sequence[Reduction]) -> list[tuple[tf.Tensor, ...]]:
-    return list(zip(*(one.values for one in group), strict=True))
+    return list(zip(*(reduction.values for reduction in group), strict=True))
 
 
-def _by_value(held: Sequence[Sequence[tf.Tensor]], group: Sequence[Reduction]) -> list[Any]:
+def _by_value(
+    tensors_by_device: Sequence[Sequence[tf.Tensor]], group: Sequence[Reduction]
+) -> list[Any]:
     return [
-        in_destination_order(results, one)
-        for results, one in zip(zip(*held, strict=True), group, strict=True)
+        to_mirrored(results, reduction)
+        for results, reduction in zip(zip(*tensors_by_device, strict=True), group, strict=True)
     ]
 
 
@@ -271,14 +283,14 @@ def reduce_on_one_device(
     reduction: Reduction,
     device: str,
     accumulate: one_device.Accumulate,
-    finish: numerics.FinalOp,
+    final_op: numerics.FinalOp,
 ) -> Any:
     """Reduces one value on any device and copies the result to its destinations."""
-    result = one_device.reduce_on(reduction.values, device, accumulate, finish)
+    result = one_device.reduce_on(reduction.values, device, accumulate, final_op)
     return tf_internals.mirrored(one_device.copy_to(result, reduction.destinations))
 
 
-def in_destination_order(results: Sequence[Any], reduction: Reduction) -> Any:
+def to_mirrored(results: Sequence[Any], reduction: Reduction) -> Any:
     """Wraps the results on the values' devices in the order that the destinations have."""
     if reduction.devices == reduction.destinations:
         return tf_internals.mirrored(results)

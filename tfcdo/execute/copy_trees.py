@@ -15,54 +15,60 @@ T = TypeVar("T")
 
 def reduce_pack(
     tree: CopyTree,
-    held: Sequence[Sequence[tf.Tensor]],
+    tensors_by_device: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str],
-    finish: numerics.FinalOp,
+    final_op: numerics.FinalOp,
 ) -> list[list[tf.Tensor]]:
     """All-reduces one pack along its copy tree.
 
     Args:
       tree: the copy tree.
-      held: `held[d]` are the tensors, one a bundle, that device `d` puts in.
+      tensors_by_device: `tensors_by_device[d]` are the tensors, one per bundle, of device `d`.
       devices: the device names.
-      finish: applied to each sum on the root of the tree.
+      final_op: applied to each sum on the root of the tree.
 
     Returns:
-      The results, indexed like `held`. All devices hold the same bits, because every element is
-      summed and finished on one device and then copied.
+      The results, indexed like `tensors_by_device`. All devices hold the same bits, because
+      every element is summed and finished on one device and then copied.
     """
     totals = reduce_up(
-        tree, held, devices, lambda parts: [numerics.add(bundle) for bundle in zip(*parts)]
+        tree,
+        tensors_by_device,
+        devices,
+        lambda parts: [numerics.add(bundle) for bundle in zip(*parts)],
     )
     with tf.device(devices[tree.root]):
-        results = [finish(total, own.dtype) for total, own in zip(totals, held[tree.root])]
+        results = [
+            final_op(total, tensor.dtype)
+            for total, tensor in zip(totals, tensors_by_device[tree.root])
+        ]
     return broadcast_down(tree, results, devices)
 
 
 def reduce_up(
     tree: CopyTree,
-    held: Sequence[T],
+    values_by_device: Sequence[T],
     devices: Sequence[str],
     combine: Callable[[Sequence[T]], T],
 ) -> T:
-    """Combines what the devices hold, from the leaves of a tree to its root.
+    """Combines the devices' values from the leaves of a tree to its root.
 
     Args:
       tree: the copy tree.
-      held: what each device holds.
+      values_by_device: one value per device, of any kind that `combine` takes.
       devices: the device names.
-      combine: called under `tf.device` on each device that has children, with what it holds and
-        what its children sent, in the order of the devices: on a star, that of the replicas.
+      combine: called under `tf.device` on each device that has children, with its own value and
+        those of its children, in the order of the devices: on a star, that of the replicas.
 
     Returns:
-      What the root ends up with.
+      The combined value, on the root.
     """
-    partial = list(held)
+    partial = list(values_by_device)
     for device in tree.bottom_up:
         if tree.children[device]:
             with tf.device(devices[device]):
-                meeting = sorted([device, *tree.children[device]])
-                partial[device] = combine([partial[rank] for rank in meeting])
+                inputs = sorted([device, *tree.children[device]])
+                partial[device] = combine([partial[rank] for rank in inputs])
     return partial[tree.root]
 
 
@@ -73,16 +79,16 @@ def broadcast_down(
 
     Args:
       tree: the copy tree.
-      tensors: what the root holds.
+      tensors: the tensors on the root.
       devices: the device names.
 
     Returns:
-      The tensors as each device holds them.
+      The copies, `[device][tensor]`.
     """
-    held: list[list[tf.Tensor]] = [list(tensors)] * tree.num_devices
+    tensors_by_device: list[list[tf.Tensor]] = [list(tensors)] * tree.num_devices
     for child, parent in tree.edges:
-        held[child] = copy(held[parent], devices[child])
-    return held
+        tensors_by_device[child] = copy(tensors_by_device[parent], devices[child])
+    return tensors_by_device
 
 
 def copy(tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:

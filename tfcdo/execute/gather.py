@@ -11,8 +11,8 @@ from tfcdo.execute import copy_trees
 from tfcdo.execute import numerics
 from tfcdo.plan.copy_tree import CopyTree
 
-# What one device holds of every replica that has reached it so far: (rank, tensors) pairs.
-_Held = list[tuple[int, list[tf.Tensor]]]
+# The tensors of all replicas that have reached a device so far: (rank, tensors) pairs.
+_Collected = list[tuple[int, list[tf.Tensor]]]
 
 
 def all_gather(
@@ -39,7 +39,7 @@ def all_reduce_slices(
     tree: CopyTree,
     slices: Sequence[tf.IndexedSlices],
     devices: Sequence[str],
-    finish: numerics.FinalOp,
+    final_op: numerics.FinalOp,
 ) -> list[tf.IndexedSlices]:
     """All-reduces `tf.IndexedSlices`: the rows of all devices together are the sum.
 
@@ -50,40 +50,42 @@ def all_reduce_slices(
       tree: the copy tree.
       slices: one per device; the number of rows may differ.
       devices: the device names.
-      finish: applied to the rows on the root.
+      final_op: applied to the rows on the root.
 
     Returns:
       Equal rows and indices on each device, in the order of the devices, of a table whose shape is
       the one that the device itself gave.
     """
-    collected = _collect(tree, [[own.values, own.indices] for own in slices], devices)
+    collected = _collect(tree, [[part.values, part.indices] for part in slices], devices)
     with tf.device(devices[tree.root]):
         joined = concat_slices(
-            [tf.IndexedSlices(values, indices) for values, indices in collected], finish
+            [tf.IndexedSlices(values, indices) for values, indices in collected], final_op
         )
     copies = copy_trees.broadcast_down(tree, [joined.values, joined.indices], devices)
     return [
-        tf.IndexedSlices(values, indices, own.dense_shape)
-        for (values, indices), own in zip(copies, slices)
+        tf.IndexedSlices(values, indices, part.dense_shape)
+        for (values, indices), part in zip(copies, slices)
     ]
 
 
-def concat_slices(slices: Sequence[tf.IndexedSlices], finish: numerics.FinalOp) -> tf.IndexedSlices:
+def concat_slices(
+    slices: Sequence[tf.IndexedSlices], final_op: numerics.FinalOp
+) -> tf.IndexedSlices:
     """Joins the rows of several slices on the current device.
 
     Args:
       slices: slices of one table.
-      finish: applied to the rows.
+      final_op: applied to the rows.
 
     Returns:
       The slices whose dense form is the finished sum of the dense forms.
     """
-    values = tf.concat([own.values for own in slices], axis=0)
-    wide = len({own.indices.dtype for own in slices}) > 1  # int32 and int64 do not concatenate.
+    values = tf.concat([part.values for part in slices], axis=0)
+    wide = len({part.indices.dtype for part in slices}) > 1  # int32 and int64 do not concatenate.
     indices = tf.concat(
-        [tf.cast(own.indices, tf.int64) if wide else own.indices for own in slices], axis=0
+        [tf.cast(part.indices, tf.int64) if wide else part.indices for part in slices], axis=0
     )
-    return tf.IndexedSlices(finish(values, values.dtype), indices, slices[0].dense_shape)
+    return tf.IndexedSlices(final_op(values, values.dtype), indices, slices[0].dense_shape)
 
 
 def _collect(
@@ -91,15 +93,19 @@ def _collect(
 ) -> list[list[tf.Tensor]]:
     """Brings every device's tensors to the root of a tree, in the order of the devices."""
     width = len(tensors[0])
-    held: list[_Held] = [[(rank, list(own))] for rank, own in enumerate(tensors)]
+    by_device: list[_Collected] = [
+        [(rank, list(per_device))] for rank, per_device in enumerate(tensors)
+    ]
     for device in tree.bottom_up:
         parent = tree.parents[device]
         if parent is not None:
             # The copy makes a device between the leaf and the root a stop on the way; without it
             # TensorFlow would send from the leaf to the root directly.
-            flat = copy_trees.copy([t for _, own in held[device] for t in own], devices[parent])
-            held[parent] += [
+            flat = copy_trees.copy(
+                [t for _, collected in by_device[device] for t in collected], devices[parent]
+            )
+            by_device[parent] += [
                 (rank, flat[i * width : (i + 1) * width])
-                for i, (rank, _) in enumerate(held[device])
+                for i, (rank, _) in enumerate(by_device[device])
             ]
-    return [own for _, own in sorted(held[tree.root], key=lambda item: item[0])]
+    return [collected for _, collected in sorted(by_device[tree.root], key=lambda item: item[0])]

@@ -27,7 +27,7 @@ OP = "NcclAllReduce"
 _numbers = itertools.count()
 _PROCESS = uuid.uuid4().hex[:12]
 _HOST = "/cpu:0"
-_turn_lock = threading.Lock()  # All who trace must get the same tensor.
+_counter_lock = threading.Lock()  # All who trace must get the same tensor.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _problem_of_devices(devices: Sequence[str]) -> tuple[str, str] | None:
             f"no {OP} kernel is registered for {types[0]} devices in this TensorFlow",
             "use tfcdo.HierarchicalCopyAllReduce() here, or GPUs and a TensorFlow built with NCCL",
         )
-    return _problem_of_cards([spec.device_index for spec in specs], types[0])
+    return _problem_of_physical_devices([spec.device_index for spec in specs], types[0])
 
 
 def _problem_of_dtype(dtype: tf.DType) -> tuple[str, str] | None:
@@ -126,44 +126,46 @@ def _problem_of_function() -> tuple[str, str] | None:
     )
 
 
-def _problem_of_cards(indices: Sequence[int], device_type: str) -> tuple[str, str] | None:
+def _problem_of_physical_devices(
+    indices: Sequence[int], device_type: str
+) -> tuple[str, str] | None:
     """The problem of devices that do not exist or share a physical one, if there is one."""
-    cards = _card_of_each_device(device_type)
-    missing = sorted(index for index in indices if index >= len(cards))
+    physical = _physical_devices(device_type)
+    missing = sorted(index for index in indices if index >= len(physical))
     if missing:
         return (
-            f"there is no {device_type}:{missing[0]}; TensorFlow sees {len(cards)} {device_type} "
-            "devices",
+            f"there is no {device_type}:{missing[0]}; TensorFlow sees {len(physical)} "
+            f"{device_type} devices",
             "use devices that tf.config.list_logical_devices() lists",
         )
     if len(set(indices)) < len(indices):
         return "several of the values are on one device", "give each replica a device of its own"
-    uses = collections.Counter(cards[index] for index in indices)
-    shared = sorted(card for card, count in uses.items() if count > 1)
+    uses = collections.Counter(physical[index] for index in indices)
+    shared = sorted(name for name, count in uses.items() if count > 1)
     if device_type != "GPU" or not shared:
         return None
     return (
-        f"several of the devices are logical devices of one card, {', '.join(shared)}, "
-        "and NCCL takes each card once",
+        f"several of the devices are logical devices of one physical GPU, {', '.join(shared)}, "
+        "and NCCL takes each physical GPU once",
         "use tfcdo.HierarchicalCopyAllReduce() on logical devices",
     )
 
 
-def _card_of_each_device(device_type: str) -> list[str]:
+def _physical_devices(device_type: str) -> list[str]:
     """The physical device that each logical device is a part of, in the order of their numbers."""
-    cards: list[str] = []
-    for card in tf.config.get_visible_devices(device_type):
-        # TensorFlow reports None for a card that nobody has divided: one logical device.
-        parts = tf.config.get_logical_device_configuration(card) or [None]
-        cards += [card.name] * len(parts)
-    return cards
+    names: list[str] = []
+    for physical in tf.config.get_visible_devices(device_type):
+        # TensorFlow reports None for a physical device that nobody has divided: one logical device.
+        parts = tf.config.get_logical_device_configuration(physical) or [None]
+        names += [physical.name] * len(parts)
+    return names
 
 
 def all_reduce(
     plan: packing.BatchPlan,
     values: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str],
-    finish: numerics.FinalOp,
+    final_op: numerics.FinalOp,
 ) -> list[list[tf.Tensor]]:
     """All-reduces a batch of values with NCCL.
 
@@ -171,7 +173,7 @@ def all_reduce(
       plan: the packs; NCCL runs a schedule of its own, so their copy trees are not used.
       values: `values[d][v]` is value `v` as device `d` holds it.
       devices: the device names.
-      finish: applied to each sum, on every device.
+      final_op: applied to each sum, on every device.
 
     Returns:
       The results, indexed like `values`.
@@ -179,36 +181,41 @@ def all_reduce(
     if tf.executing_eagerly():
         # The kernels wait for each other, so they must run at the same time, not one by one. A
         # concrete function is a function even where tf.config.run_functions_eagerly(True) rules.
-        held = [list(own) for own in values]
-        results = _function(plan, tuple(devices), finish).get_concrete_function(held)(held)
+        inputs = [list(per_device) for per_device in values]
+        results = _function(plan, tuple(devices), final_op).get_concrete_function(inputs)(inputs)
         # What a function returns is where its last op ran, but TensorFlow may name another device.
-        return [copy_trees.copy(own, device) for own, device in zip(results, devices, strict=True)]
+        return [
+            copy_trees.copy(per_device, device)
+            for per_device, device in zip(results, devices, strict=True)
+        ]
     return packs.all_reduce(
-        plan, values, devices, lambda _, held: reduce_pack(held, devices, finish)
+        plan, values, devices, lambda _, tensors: reduce_pack(tensors, devices, final_op)
     )
 
 
 # Tracing costs much more than running; the bound keeps a process that draws ever new shapes small.
 @functools.lru_cache(maxsize=64)
-def _function(plan: packing.BatchPlan, devices: Sequence[str], finish: numerics.FinalOp) -> Any:
-    return tf.function(lambda values: all_reduce(plan, values, devices, finish), autograph=False)
+def _function(plan: packing.BatchPlan, devices: Sequence[str], final_op: numerics.FinalOp) -> Any:
+    return tf.function(lambda values: all_reduce(plan, values, devices, final_op), autograph=False)
 
 
 def reduce_pack(
-    held: Sequence[Sequence[tf.Tensor]], devices: Sequence[str], finish: numerics.FinalOp
+    tensors_by_device: Sequence[Sequence[tf.Tensor]],
+    devices: Sequence[str],
+    final_op: numerics.FinalOp,
 ) -> list[list[tf.Tensor]]:
     """All-reduces the tensors of one pack.
 
     Args:
-      held: `held[d]` are the tensors, one a bundle, that device `d` puts in.
+      tensors_by_device: `tensors_by_device[d]` are the tensors, one per bundle, of device `d`.
       devices: the device names.
-      finish: applied to each sum.
+      final_op: applied to each sum.
 
     Returns:
-      The results, indexed like `held`.
+      The results, indexed like `tensors_by_device`.
     """
     bundles = []
-    for tensors in zip(*held, strict=True):
+    for tensors in zip(*tensors_by_device, strict=True):
         wide = []
         for tensor, device in zip(tensors, devices, strict=True):
             with tf.device(device):
@@ -217,9 +224,9 @@ def reduce_pack(
         results = []
         for total, tensor, device in zip(totals, tensors, devices, strict=True):
             with tf.device(device):
-                results.append(finish(total, tensor.dtype))
+                results.append(final_op(total, tensor.dtype))
         bundles.append(results)
-    return [list(own) for own in zip(*bundles, strict=True)]
+    return [list(per_device) for per_device in zip(*bundles, strict=True)]
 
 
 def differentiable_sum(devices: Sequence[str]) -> Any:
@@ -282,14 +289,14 @@ def _emit(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tenso
     # Each kernel waits for all others, but TensorFlow does not know: it prunes those whose results
     # nobody asks for, and the rest would wait for ever. So each result depends on all of them.
     results = []
-    with tf.control_dependencies([*sums, *_take_turn(sums)]):
+    with tf.control_dependencies([*sums, *_serialize_calls(sums)]):
         for total, device in zip(sums, devices, strict=True):
             with tf.device(device):
                 results.append(tf.identity(total))
     return results
 
 
-def _take_turn(sums: Sequence[tf.Tensor]) -> list[tf.Operation]:
+def _serialize_calls(sums: Sequence[tf.Tensor]) -> list[tf.Operation]:
     """Makes repeated calls of the `tf.function` that is being traced wait for each other.
 
     A function that is called twice in one step is there twice with the same shared names, and
@@ -305,16 +312,16 @@ def _take_turn(sums: Sequence[tf.Tensor]) -> list[tf.Operation]:
     """
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return []
-    with _turn_lock:
-        turn = _make_turn()
+    with _counter_lock:
+        counter = _sequencing_counter()
     with tf.control_dependencies(sums), tf.device(_HOST):
-        write = tf.raw_ops.AssignAddVariableOp(resource=tf_internals.captured(turn), value=1)
+        write = tf.raw_ops.AssignAddVariableOp(resource=tf_internals.captured(counter), value=1)
     tf_internals.run_before_function_returns(write)
     return [write]
 
 
 @functools.lru_cache(maxsize=1)
-def _make_turn() -> tf.Tensor:
+def _sequencing_counter() -> tf.Tensor:
     """A counter that nobody reads; a bare handle, because a strategy would mirror a variable."""
     with tf.init_scope(), tf.device(_HOST):
         handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"tfcdo_{_PROCESS}")

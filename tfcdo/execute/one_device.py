@@ -14,7 +14,7 @@ Accumulate = Callable[[list[tf.Tensor]], tf.Tensor]
 
 
 def reduce_on(
-    values: Sequence[Any], device: str, accumulate: Accumulate, finish: numerics.FinalOp
+    values: Sequence[Any], device: str, accumulate: Accumulate, final_op: numerics.FinalOp
 ) -> Any:
     """Copies all values to one device and reduces them there.
 
@@ -22,15 +22,15 @@ def reduce_on(
       values: one tensor or `tf.IndexedSlices` per replica.
       device: where to reduce.
       accumulate: adds up a list of tensors; slices are joined instead.
-      finish: applied to the sum.
+      final_op: applied to the sum.
 
     Returns:
       The result, on `device`.
     """
     with tf.device(device):
         if isinstance(values[0], tf.IndexedSlices):
-            return gather.concat_slices(values, finish)
-        return finish(accumulate(list(values)), values[0].dtype)
+            return gather.concat_slices(values, final_op)
+        return final_op(accumulate(list(values)), values[0].dtype)
 
 
 def copy_to(value: Any, devices: Sequence[str]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Running a batch plan: load the packs, reduce each, unload the results."""
+"""Running a batch plan: pack the values, reduce each pack, unpack the results."""
 
 from __future__ import annotations
 
@@ -30,17 +30,20 @@ def all_reduce(
     Returns:
       The results, indexed like `values`.
     """
-    loaded = [load(plan, own, device) for own, device in zip(values, devices, strict=True)]
+    packed = [
+        pack(plan, per_device, device) for per_device, device in zip(values, devices, strict=True)
+    ]
     reduced = [
-        reduce_pack(pack, [own[index] for own in loaded]) for index, pack in enumerate(plan.packs)
+        reduce_pack(pack_plan, [per_device[index] for per_device in packed])
+        for index, pack_plan in enumerate(plan.packs)
     ]
     return [
-        unload(plan, [pack[rank] for pack in reduced], values[rank], device)
+        unpack(plan, [by_device[rank] for by_device in reduced], values[rank], device)
         for rank, device in enumerate(devices)
     ]
 
 
-def load(
+def pack(
     plan: packing.BatchPlan, values: Sequence[tf.Tensor], device: str
 ) -> list[list[tf.Tensor]]:
     """Gathers one device's values into the tensors that travel.
@@ -59,12 +62,15 @@ def load(
         for value, pieces in zip(values, plan.pieces_of, strict=True):
             parts.update(zip(pieces, _cut(value, pieces)))
         return [
-            [_bundle(bundle, [parts[piece] for piece in bundle.pieces]) for bundle in pack.bundles]
-            for pack in plan.packs
+            [
+                _bundle(bundle, [parts[piece] for piece in bundle.pieces])
+                for bundle in pack_plan.bundles
+            ]
+            for pack_plan in plan.packs
         ]
 
 
-def unload(
+def unpack(
     plan: packing.BatchPlan,
     packs: Sequence[Sequence[tf.Tensor]],
     values: Sequence[tf.Tensor],
@@ -73,7 +79,7 @@ def unload(
     """Takes the results out of the tensors that travelled.
 
     Args:
-      plan: the plan that the tensors were loaded with.
+      plan: the plan that the tensors were packed with.
       packs: `[p][b]`: the result for bundle `b` of pack `p` on this device.
       values: the device's values, for their shapes.
       device: the device's name.
@@ -83,8 +89,8 @@ def unload(
     """
     with tf.device(device):
         parts: dict[packing.ValueSlice, tf.Tensor] = {}
-        for pack, tensors in zip(plan.packs, packs, strict=True):
-            for bundle, tensor in zip(pack.bundles, tensors, strict=True):
+        for pack_plan, tensors in zip(plan.packs, packs, strict=True):
+            for bundle, tensor in zip(pack_plan.bundles, tensors, strict=True):
                 parts.update(zip(bundle.pieces, _unbundle(bundle, tensor)))
         return [
             _join([parts[piece] for piece in pieces], value.shape)
