@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": "tfcdo.cli.demo:demo",
     "bench": "tfcdo.cli.bench:bench",
     "plan": "tfcdo.cli.plan:plan",
+    "launch": "tfcdo.cli.launch:launch",
 }
 
 

@@ -8,6 +8,7 @@ import sys
 _EXTRAS = {
     "click": ("click", "cli"),
     "rich": ("rich", "cli"),
+    "psutil": ("psutil", "cli"),
     "matplotlib": ("matplotlib", "plot"),
     "sklearn": ("scikit-learn", "demo"),
 }

@@ -1,0 +1,202 @@
+"""`tfcdo launch`: starts the workers of a training job, and ends them together."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from tfcdo import environment
+from tfcdo.launch import cluster
+from tfcdo.launch import supervisor
+
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+class Hosts(click.ParamType):
+    """Addresses of workers, separated by commas."""
+
+    name = "hosts"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        """Reads them."""
+        try:
+            return cluster.parse_hosts(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.command(
+    # All that follows the script's name is the script's, also what looks like an option.
+    context_settings={"allow_interspersed_args": False},
+)
+@click.option(
+    "-w",
+    "--workers",
+    type=click.IntRange(1, 256),
+    help="How many workers to start, all on this host.",
+)
+@click.option(
+    "--hosts",
+    type=Hosts(),
+    metavar="A:PORT,...",
+    help="The workers' addresses, one a host. Run the same command on each of these hosts, with "
+    "its own --index.",
+)
+@click.option(
+    "-i",
+    "--index",
+    type=click.IntRange(0),
+    help="Which of --hosts this one is, from 0.",
+)
+@click.option(
+    "-d",
+    "--devices-per-worker",
+    type=click.IntRange(1, 256),
+    metavar="D",
+    help=f"How many devices each worker trains on (the environment variable "
+    f"{environment.DEVICES_PER_WORKER}, which tfcdo.MultiWorkerMirroredStrategy reads). Without "
+    "it, each takes the GPUs that it sees, or one CPU device.",
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="How often to start all workers again after one has failed. The script continues from "
+    f"its own checkpoint; {environment.RESTART_COUNT} tells it how often it was restarted.",
+)
+@click.option(
+    "--grace",
+    type=click.FloatRange(0, 86_400),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long workers that are asked to end (SIGTERM) may take before they are killed.",
+)
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in `python -m`.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+def launch(
+    workers: int | None,
+    hosts: tuple[str, ...] | None,
+    index: int | None,
+    devices_per_worker: int | None,
+    max_restarts: int,
+    grace: float,
+    module: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> int:
+    """Run a training script in several workers.
+
+    Each worker is this Python with SCRIPT and ARGS. It finds in TF_CONFIG where the workers are
+    and which it is. Its output has its name in front of each line. When a worker fails, the others
+    are ended, and the exit status is that of the first that failed. SIGINT (Ctrl-C), SIGTERM and
+    SIGHUP are passed on and end the job; SIGUSR1 and SIGUSR2 are only passed on. No process that a
+    worker started is left, even when the launcher is killed.
+
+    \b
+    Three workers with two devices each, on this host:
+      tfcdo launch --workers 3 --devices-per-worker 2 train.py --epochs 5
+    Two hosts: the first line on host a, the second on host b:
+      tfcdo launch --hosts a:2222,b:2222 --index 0 train.py
+      tfcdo launch --hosts a:2222,b:2222 --index 1 train.py
+    A module instead of a script, started again at most three times:
+      tfcdo launch --workers 2 --max-restarts 3 -m my_project.train
+    """  # noqa: D301 - click wants the character \b itself, and not its two letters.
+    _check_where(workers, hosts, index)
+    if not module and not pathlib.Path(script).exists():
+        raise click.UsageError(f"{script!r}: there is no such script (-m runs a module)")
+    make_workers = functools.partial(_workers, workers, hosts, index, devices_per_worker)
+    job = supervisor.Job(
+        command=(sys.executable, *(["-m"] if module else []), script, *arguments),
+        workers=make_workers,
+        max_restarts=max_restarts,
+        grace_seconds=grace,
+    )
+    return supervisor.run(job, lambda message: click.echo(f"tfcdo: {message}", err=True))
+
+
+def _check_where(workers: int | None, hosts: tuple[str, ...] | None, index: int | None) -> None:
+    """Raises a UsageError unless it is said on which hosts the workers are."""
+    if (workers is None) == (hosts is None):
+        raise click.UsageError(
+            "give either --workers N, to start all workers on this host, or --hosts A:PORT,B:PORT "
+            "--index I, to start worker I of several hosts"
+        )
+    if hosts is None:
+        if index is not None:
+            raise click.UsageError("--index needs --hosts: --workers starts all workers")
+        return
+    if index is None:
+        raise click.UsageError(
+            f"--hosts needs --index: which of the {len(hosts)} this host is, from 0"
+        )
+    if index >= len(hosts):
+        raise click.UsageError(
+            f"--index must be less than the number of hosts, {len(hosts)}; got {index}"
+        )
+
+
+@contextlib.contextmanager
+def _workers(
+    count: int | None,
+    hosts: tuple[str, ...] | None,
+    index: int | None,
+    devices_per_worker: int | None,
+) -> Iterator[Sequence[supervisor.WorkerSpec]]:
+    """Gives what each worker of one run is; on one host, with free ports of its own."""
+    with contextlib.ExitStack() as stack:
+        if hosts is None:
+            assert count is not None
+            addresses = stack.enter_context(cluster.reserved_ports(count))
+            indices: Sequence[int] = range(count)
+        else:
+            assert index is not None
+            _check_own_port(hosts[index])
+            addresses, indices = hosts, [index]
+        devices = {environment.DEVICES_PER_WORKER: str(devices_per_worker)}
+        yield [
+            _worker(worker, addresses, devices if devices_per_worker else {}) for worker in indices
+        ]
+
+
+def _check_own_port(address: str) -> None:
+    try:
+        cluster.check_port_is_free(address)
+    except OSError as error:
+        raise click.ClickException(
+            f"--hosts {address}: this host's worker cannot listen at port "
+            f"{address.rpartition(':')[2]}: {error.strerror}"
+        ) from error
+
+
+def _worker(
+    index: int, addresses: Sequence[str], variables: dict[str, str]
+) -> supervisor.WorkerSpec:
+    name = f"worker {index}"
+    prefix = f"{name:{len(f'worker {len(addresses) - 1}')}} | "
+    return supervisor.WorkerSpec(
+        name=name,
+        prefix=_coloured(prefix, index, sys.stdout),
+        error_prefix=_coloured(prefix, index, sys.stderr),
+        environment={"TF_CONFIG": cluster.tf_config(addresses, index), **variables},
+    )
+
+
+def _coloured(prefix: str, index: int, stream: TextIO) -> bytes:
+    """Returns a worker's prefix, in its colour where the stream is a terminal that has colours."""
+    console = Console(file=stream)
+    with console.capture() as captured:
+        console.print(Text(prefix, _COLOURS[index % len(_COLOURS)]), end="")
+    return captured.get().encode("ascii")

@@ -1,0 +1,113 @@
+"""A small process between the launcher and one worker, which leaves nothing behind.
+
+It runs the worker in a session of its own and reads the launcher's orders from standard input:
+each byte is a signal to pass on to the worker's process group, and the end of the input, which
+also comes when the launcher is killed, means to kill the worker. When the worker has ended, the
+guard kills whatever the worker started and ends with the worker's exit status.
+
+It runs as a script of its own: `python guard.py COMMAND ...`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import psutil
+
+# Of <linux/prctl.h>.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# A process that is not ours to kill (setuid), or that the kernel cannot end now, is left then.
+_ROUNDS = 5
+_SECONDS_A_ROUND = 1.0
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant that loses its own parent.
+
+    Without this, a worker's grandchild would become a child of process 1 and could not be found.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_descendants() -> None:
+    """Kills every process that descends from this one, and reaps them."""
+    for _ in range(_ROUNDS):
+        descendants = psutil.Process().children(recursive=True)
+        if not descendants:
+            return
+        for process in descendants:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        # One that was an orphan's child becomes ours now, and is reaped in the next round.
+        psutil.wait_procs(descendants, timeout=_SECONDS_A_ROUND)
+
+
+def main(command: Sequence[str]) -> int:
+    """Runs a worker until it ends or the launcher does.
+
+    Args:
+      command: The worker's program and its arguments.
+
+    Returns:
+      The worker's exit status; 128 and the signal's number, as in a shell, if a signal ended it.
+    """
+    adopt_orphans()
+    wakeups, wakeup_writer = os.pipe()
+    os.set_blocking(wakeup_writer, False)
+    # SIGCHLD is ignored by default, and what is ignored wakes nobody.
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wakeup_writer)
+
+    guard = os.getpid()
+    worker = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: _end_with_parent(guard),
+    )
+    sources = [sys.stdin.fileno(), wakeups]
+    while not (end := _exit_of(worker.pid)):
+        for source in select.select(sources, [], [])[0]:
+            received = os.read(source, 4096)
+            if source == wakeups:
+                continue
+            if not received:
+                sources.remove(source)
+            for number in received or [signal.SIGKILL]:
+                # Not reaped yet, so its number is still its own.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.pid, number)
+    end_descendants()
+    return end.si_status + (0 if end.si_code == os.CLD_EXITED else 128)
+
+
+def _exit_of(pid: int) -> os.waitid_result | None:
+    """Returns how a child ended, or None while it runs, and leaves it to be reaped."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Asks for a SIGKILL when the guard ends, in the worker before it becomes its program."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,320 @@
+"""Runs the workers of a job: all end when one fails, and may be started again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO
+
+from tfcdo import environment
+from tfcdo.launch import guard
+from tfcdo.launch.output import LinePrinter
+from tfcdo.launch.output import LineSplitter
+
+# Signals that end the job, and those that are only passed on.
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+# How long the output of a worker that has ended may take to be printed: before the launcher speaks
+# itself, and before it ends, where a pager may be waiting for a key.
+_DRAIN_SECONDS = 1.0
+_LAST_DRAIN_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerSpec:
+    """What one worker is.
+
+    Attributes:
+      name: What the user calls it, such as "worker 0".
+      prefix: What stands before each line of its output.
+      error_prefix: The same before lines of its standard error.
+      environment: Variables that it gets besides the launcher's own.
+    """
+
+    name: str
+    prefix: bytes
+    error_prefix: bytes
+    environment: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to run, and how.
+
+    Attributes:
+      command: The program and its arguments, the same for each worker.
+      workers: Returns a context that gives the workers; entered once for each run.
+      max_restarts: How often all workers may be started again after one has failed.
+      grace_seconds: How long workers that were asked to end may take before they are killed.
+    """
+
+    command: Sequence[str]
+    workers: Callable[[], contextlib.AbstractContextManager[Sequence[WorkerSpec]]]
+    max_restarts: int = 0
+    grace_seconds: float = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exit:
+    """A worker has ended."""
+
+    process: _Process
+    status: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Signal:
+    """The launcher was sent a signal."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _OutputError:
+    """The launcher's own output takes no more."""
+
+    error: OSError
+
+
+class _Process:
+    """A worker that runs, behind its guard."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        command: Sequence[str],
+        printers: tuple[LinePrinter, LinePrinter],
+        events: queue.SimpleQueue[_Exit | _Signal | _OutputError],
+    ) -> None:
+        self.spec = spec
+        self._events = events
+        self._guard = subprocess.Popen(
+            [sys.executable, guard.__file__, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **spec.environment},
+            # Ctrl-C in the terminal reaches the launcher only, which passes it on once.
+            start_new_session=True,
+        )
+        assert self._guard.stdout
+        assert self._guard.stderr
+        streams = (
+            (self._guard.stdout, spec.prefix, printers[0]),
+            (self._guard.stderr, spec.error_prefix, printers[1]),
+        )
+        self._readers = [
+            threading.Thread(target=self._read, args=stream, daemon=True) for stream in streams
+        ]
+        for thread in (*self._readers, threading.Thread(target=self._wait, daemon=True)):
+            thread.start()
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the worker's process group."""
+        assert self._guard.stdin
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._guard.stdin.write(bytes([number]))
+            self._guard.stdin.flush()
+
+    def kill(self) -> None:
+        """Kills the worker and all that it has started."""
+        assert self._guard.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.stdin.close()
+
+    def drain(self, seconds: float) -> None:
+        """Waits, for at most so long, until the output of a worker that has ended is printed."""
+        deadline = time.monotonic() + seconds
+        for reader in self._readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
+
+    def _wait(self) -> None:
+        self._events.put(_Exit(self, self._guard.wait()))
+
+    def _read(self, stream: IO[bytes], prefix: bytes, printer: LinePrinter) -> None:
+        splitter = LineSplitter()
+        while chunk := os.read(stream.fileno(), 65_536):
+            self._print(splitter.feed(chunk), prefix, printer)
+        self._print(splitter.flush(), prefix, printer)
+
+    def _print(self, lines: Iterator[bytes], prefix: bytes, printer: LinePrinter) -> None:
+        try:
+            for line in lines:
+                printer.print(prefix + line)
+        except OSError as error:
+            self._events.put(_OutputError(error))
+
+
+def run(job: Job, report: Callable[[str], None]) -> int:
+    """Runs a job to its end.
+
+    All workers are ended when one fails (SIGTERM, then SIGKILL), and no process that one of them
+    started is left. Call it in the main thread: it handles the signals that end or tell a job.
+
+    Args:
+      job: What to run.
+      report: Takes each sentence that the user should read: which worker failed and how, and
+        whether all are started again.
+
+    Returns:
+      0 if all workers ended well; else the status of the first that failed; or 128 and the number
+      of the signal that ended the job.
+
+    Raises:
+      OSError: If nobody takes the output any more.
+    """
+    guard.adopt_orphans()
+    events: queue.SimpleQueue[_Exit | _Signal | _OutputError] = queue.SimpleQueue()
+    with _handled(events):
+        for restart in range(job.max_restarts + 1):
+            with job.workers() as specs:
+                status, final = _run_once(job, specs, restart, events, report)
+            if not status or final:
+                break
+            if restart < job.max_restarts:
+                report(f"starting all workers again (restart {restart + 1} of {job.max_restarts})")
+    return status
+
+
+def _run_once(
+    job: Job,
+    specs: Sequence[WorkerSpec],
+    restart: int,
+    events: queue.SimpleQueue[_Exit | _Signal | _OutputError],
+    report: Callable[[str], None],
+) -> tuple[int, bool]:
+    """Returns the status of one run, and whether it is final: a signal ended the job."""
+    printers = (LinePrinter(sys.stdout.buffer), LinePrinter(sys.stderr.buffer))
+    processes: list[_Process] = []
+    try:
+        for spec in specs:
+            variables = {
+                **spec.environment,
+                environment.RESTART_COUNT: str(restart),
+                # Lines come as they are printed, not 8 KB of them at a time.
+                "PYTHONUNBUFFERED": "1",
+            }
+            spec = dataclasses.replace(spec, environment=variables)
+            processes.append(_Process(spec, job.command, printers, events))
+        return _Supervision(job, processes, events, report).run()
+    finally:
+        for process in processes:
+            process.kill()
+        # Those whose guard somebody has killed, and what they have started.
+        guard.end_descendants()
+        for process in processes:
+            process.drain(_LAST_DRAIN_SECONDS)
+
+
+class _Supervision:
+    """Waits for the workers of one run, and ends them when one has failed or a signal came."""
+
+    def __init__(
+        self,
+        job: Job,
+        processes: Sequence[_Process],
+        events: queue.SimpleQueue[_Exit | _Signal | _OutputError],
+        report: Callable[[str], None],
+    ) -> None:
+        self._job = job
+        self._running = set(processes)
+        self._events = events
+        self._report = report
+        self._status = 0
+        self._ended_by_signal = False
+        # Whether the workers were asked to end, and until when they may take.
+        self._ending = False
+        self._deadline: float | None = None
+
+    def run(self) -> tuple[int, bool]:
+        """Returns the status, and whether a signal ended the job."""
+        while self._running:
+            try:
+                event = self._events.get(timeout=self._seconds_left())
+            except queue.Empty:
+                self._kill()
+                continue
+            if isinstance(event, _Exit):
+                self._handle_exit(event)
+            elif isinstance(event, _Signal):
+                self._handle_signal(event.number)
+            else:
+                raise event.error
+        return self._status, self._ended_by_signal
+
+    def _seconds_left(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def _handle_exit(self, event: _Exit) -> None:
+        self._running.discard(event.process)
+        event.process.drain(_DRAIN_SECONDS)
+        # One that ends after it was asked to has not failed.
+        if event.status and not self._ending:
+            self._status = _as_shell_status(event.status)
+            others = "; ending the others" if self._running else ""
+            self._report(f"{event.process.spec.name} failed: {_describe(self._status)}{others}")
+            self._ask_to_end(signal.SIGTERM)
+
+    def _handle_signal(self, number: int) -> None:
+        if number in _PASSED_SIGNALS:
+            for process in self._running:
+                process.send(number)
+        elif self._ended_by_signal:
+            # Somebody who asks twice does not want to wait.
+            self._kill()
+        else:
+            self._ended_by_signal = True
+            self._status = 128 + number
+            self._report(f"got {signal.Signals(number).name}: passing it on to the workers")
+            self._ask_to_end(number)
+
+    def _ask_to_end(self, number: int) -> None:
+        self._ending = True
+        self._deadline = time.monotonic() + self._job.grace_seconds
+        for process in self._running:
+            process.send(number)
+            # A stopped process does not act on signals.
+            process.send(signal.SIGCONT)
+
+    def _kill(self) -> None:
+        if self._running:
+            names = ", ".join(sorted(process.spec.name for process in self._running))
+            self._report(f"killing {names}")
+        for process in self._running:
+            process.kill()
+        # Nothing is left to be done but to wait for them.
+        self._deadline = None
+
+
+@contextlib.contextmanager
+def _handled(events: queue.SimpleQueue[_Exit | _Signal | _OutputError]) -> Iterator[None]:
+    """Puts signals into the queue of events; a SimpleQueue may be put to while it is read."""
+    before = {
+        number: signal.signal(number, lambda number, frame: events.put(_Signal(number)))
+        for number in (*_ENDING_SIGNALS, *_PASSED_SIGNALS)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _as_shell_status(status: int) -> int:
+    """Returns a guard's status as a shell has it: the guard itself may have been killed."""
+    return status if status >= 0 else 128 - status
+
+
+def _describe(status: int) -> str:
+    try:
+        return f"exit status {status} ({signal.Signals(status - 128).name})"
+    except ValueError:
+        return f"exit status {status}"
