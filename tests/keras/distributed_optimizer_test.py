@@ -1,0 +1,500 @@
+"""`tfcdo.keras.DistributedOptimizer`: the oracle is Keras's own optimizer on one device."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+from keras import optimizers as ko
+
+import tfcdo
+from tfcdo.keras import DistributedOptimizer
+
+Make = Callable[[], Any]
+Layers = Callable[[], list[Any]]
+BATCH = 30  # Divides by 1, 2, 3 and 5 replicas.
+
+# What Keras does wrongly on several replicas, or not at all.
+MENDED: dict[str, Make] = {
+    "clipnorm": lambda: ko.SGD(0.3, clipnorm=0.05),
+    "clipvalue": lambda: ko.SGD(0.3, clipvalue=0.02),
+    "global_clipnorm": lambda: ko.SGD(0.3, momentum=0.5, global_clipnorm=0.05),
+    "accumulation": lambda: ko.Adam(0.05, gradient_accumulation_steps=2, global_clipnorm=0.05),
+    "schedule": lambda: ko.SGD(
+        ko.schedules.ExponentialDecay(0.5, 1, 0.7), gradient_accumulation_steps=3
+    ),
+    "ema": lambda: ko.SGD(0.2, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=2),
+    "ema_accumulation": lambda: ko.SGD(
+        0.2,
+        use_ema=True,
+        ema_momentum=0.7,
+        ema_overwrite_frequency=2,
+        gradient_accumulation_steps=2,
+        weight_decay=0.1,
+    ),
+    "loss_scale": lambda: ko.LossScaleOptimizer(
+        ko.SGD(0.2, clipnorm=0.05, gradient_accumulation_steps=2), 16.0, dynamic_growth_steps=2
+    ),
+    "fixed_loss_scale": lambda: ko.SGD(0.2, clipnorm=0.05, loss_scale_factor=8.0),
+    "several": lambda: ko.MultiOptimizer(
+        ko.OptimizerMap(
+            ko.SGD(0.2, clipnorm=0.05), {".*bias": ko.Adam(0.1, gradient_accumulation_steps=2)}
+        )
+    ),
+}
+OPTIMIZERS = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Muon"),
+    *("Nadam", "RMSprop", "SGD", "ScheduleFreeAdamW"),
+)
+
+
+def strategy_of(count: int, ops: Any = None) -> tf.distribute.Strategy:
+    if count == 1:
+        return tf.distribute.get_strategy()
+    ops = ops or tfcdo.HierarchicalCopyAllReduce()
+    return tf.distribute.MirroredStrategy(tu.device_names(count), cross_device_ops=ops)
+
+
+def wrapped(make: Make) -> Make:
+    return lambda: DistributedOptimizer(make())
+
+
+def dense_data(examples: int = BATCH) -> tuple[np.ndarray, np.ndarray]:
+    inputs = np.random.default_rng(0).normal(size=[examples, 4]).astype(np.float32)
+    return inputs, np.sin(inputs[:, :2]) * 2 + inputs[:, 2:]
+
+
+def dense_layers() -> list[Any]:
+    constrained = keras.layers.Dense(2, kernel_constraint=keras.constraints.MaxNorm(0.9))
+    return [
+        keras.layers.Input((4,)),
+        keras.layers.Dense(3, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.01)),
+        constrained,
+    ]
+
+
+def word_data(examples: int = BATCH) -> tuple[np.ndarray, np.ndarray]:
+    words = np.random.default_rng(0).integers(0, 7, [examples, 3])
+    return words, words[:, :2].astype(np.float32)
+
+
+def word_layers() -> list[Any]:
+    return [
+        keras.layers.Input((3,), dtype="int32"),
+        keras.layers.Embedding(9, 2),
+        keras.layers.Flatten(),
+        keras.layers.Dense(2),
+    ]
+
+
+def model_of(layers: Layers, optimizer: Any) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(layers())
+    model.compile(optimizer, "mse", auto_scale_loss=False)
+    return model
+
+
+def trained_eagerly(
+    count: int,
+    make: Make,
+    steps: int = 5,
+    layers: Layers = dense_layers,
+    data: Callable[[], tuple[np.ndarray, np.ndarray]] = dense_data,
+    ops: Any = None,
+    scale_of: Callable[[int], float] = lambda step: 1.0,
+) -> keras.Model:
+    """Trains in a loop of one's own, without `fit` and without a `tf.function`."""
+    strategy = strategy_of(count, ops)
+    with strategy.scope():
+        model = model_of(layers, make())
+        model.optimizer.build(model.trainable_variables)
+    inputs, targets = data()
+
+    def step(x: tf.Tensor, y: tf.Tensor, scale: float) -> None:
+        with tf.GradientTape() as tape:
+            losses = tf.reduce_sum((model(x, training=True) - y) ** 2) * scale / targets.size
+            losses += tf.cast(sum(model.losses, 0.0) / count, losses.dtype)
+            loss = model.optimizer.scale_loss(losses)
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    def part(values: np.ndarray) -> Any:
+        parts = np.split(values, count)
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(parts[context.replica_id_in_sync_group])
+        )
+
+    with strategy.scope():
+        for index in range(steps):
+            order = np.random.default_rng(index).permutation(len(inputs))
+            parts = (part(inputs[order]), part(targets[order])) if count > 1 else (inputs, targets)
+            strategy.run(step, (*parts, scale_of(index)))
+    return model
+
+
+def fitted(count: int, make: Make, epochs: int = 1, callbacks: Any = (), **options: Any) -> Any:
+    with strategy_of(count).scope():
+        model = model_of(dense_layers, make())
+    inputs, targets = dense_data(4 * BATCH)
+    model.fit(
+        inputs,
+        targets,
+        BATCH,
+        epochs,
+        callbacks=list(callbacks),
+        shuffle=False,
+        verbose=0,
+        **options,
+    )
+    return model
+
+
+class TrainingTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    def assert_same_training(
+        self, expected: keras.Model, model: keras.Model, tolerance: float = 2e-6
+    ) -> None:
+        """Asserts equal weights and slots but for rounding, and equal bits on all replicas."""
+        pairs = [
+            *zip(expected.weights, model.weights, strict=True),
+            *zip(expected.optimizer.variables, model.optimizer.variables, strict=True),
+        ]
+        for one, own in pairs:
+            np.testing.assert_allclose(
+                own.numpy(), one.numpy(), rtol=tolerance, atol=tolerance, err_msg=own.path
+            )
+            if own.synchronization != "on_read":
+                components = getattr(own.value, "values", (own.value,))
+                self.assert_bitwise_equal([component.read_value() for component in components])
+
+    def assert_moved(self, model: keras.Model, layers: Layers = dense_layers) -> None:
+        start = model_of(layers, "sgd").get_weights()
+        moved = [np.abs(a - b).max() for a, b in zip(start, model.get_weights(), strict=True)]
+        self.assertGreater(max(moved), 0.003)
+
+
+class MendedTest(TrainingTestCase):
+    @parameterized.product(row=tuple(MENDED), count=(1, 2, 3, 5))
+    def test_as_on_one_device(self, row, count):
+        expected = trained_eagerly(1, MENDED[row])
+        self.assert_same_training(expected, trained_eagerly(count, wrapped(MENDED[row])))
+        self.assert_moved(expected)
+
+    @parameterized.parameters("clipnorm", "clipvalue", "global_clipnorm")
+    def test_keras_alone_clips_before_the_sum(self, row):
+        expected = trained_eagerly(1, MENDED[row])
+        alone = trained_eagerly(3, MENDED[row])
+        differences = [
+            np.abs(a - b).max()
+            for a, b in zip(expected.get_weights(), alone.get_weights(), strict=True)
+        ]
+        self.assertGreater(max(differences), 1e-3)
+
+    @parameterized.parameters("global_clipnorm", "accumulation", "ema_accumulation", "loss_scale")
+    def test_fit(self, row):
+        # `fit` ends by giving the variables their moving average.
+        expected, model = fitted(1, MENDED[row]), fitted(3, wrapped(MENDED[row]))
+        self.assert_same_training(expected, model)
+        self.assert_moved(expected)
+
+    @parameterized.parameters("global_clipnorm", "accumulation")
+    def test_rows_of_embeddings(self, row):
+        arguments = {"layers": word_layers, "data": word_data}
+        expected = trained_eagerly(1, MENDED[row], **arguments)
+        model = trained_eagerly(3, wrapped(MENDED[row]), **arguments)
+        self.assert_same_training(expected, model)
+        self.assert_moved(expected, word_layers)
+
+    def test_steps_of_accumulation_given_to_the_wrapper(self):
+        expected = trained_eagerly(1, lambda: ko.Adam(0.05, gradient_accumulation_steps=2))
+        model = trained_eagerly(
+            2, lambda: DistributedOptimizer(ko.Adam(0.05), gradient_accumulation_steps=2)
+        )
+        self.assert_same_training(expected, model)
+
+
+class EveryOptimizerTest(TrainingTestCase):
+    def test_none_is_forgotten(self):
+        public = {
+            name
+            for name, item in vars(ko).items()
+            if isinstance(item, type) and issubclass(item, ko.Optimizer)
+        }
+        others = {"Optimizer", "LossScaleOptimizer", "MultiOptimizer"}
+        self.assertEqual(set(OPTIMIZERS), public - others)
+
+    @parameterized.parameters(OPTIMIZERS)
+    def test_clipped_and_accumulated(self, name):
+        def make():
+            return getattr(ko, name)(0.1, global_clipnorm=0.1, gradient_accumulation_steps=2)
+
+        expected = trained_eagerly(1, make)
+        self.assert_same_training(expected, trained_eagerly(2, wrapped(make)), 2e-5)
+
+
+class PropertyTest(TrainingTestCase):
+    @settings(max_examples=20, deadline=None, derandomize=True)
+    @given(
+        name=st.sampled_from(["SGD", "Adam", "RMSprop", "Adagrad", "Nadam", "AdamW"]),
+        clip=st.one_of(
+            st.just({}),
+            st.builds(
+                lambda kind, limit: {kind: limit},
+                st.sampled_from(["clipnorm", "clipvalue", "global_clipnorm"]),
+                st.floats(0.01, 2.0),
+            ),
+        ),
+        accumulation=st.sampled_from([None, 2, 3]),
+        ema=st.sampled_from([None, (None,), (1,), (3,)]),
+        decay=st.sampled_from([None, 0.05]),
+        count=st.sampled_from([2, 3, 5]),
+        steps=st.integers(1, 4),
+    )
+    def test_drawn_settings(self, name, clip, accumulation, ema, decay, count, steps):
+        averaging = {"use_ema": True, "ema_overwrite_frequency": ema[0]} if ema else {}
+
+        def make():
+            return getattr(ko, name)(
+                0.05,
+                gradient_accumulation_steps=accumulation,
+                weight_decay=decay,
+                **clip,
+                **averaging,
+            )
+
+        expected = trained_eagerly(1, make, steps)
+        self.assert_same_training(expected, trained_eagerly(count, wrapped(make), steps), 2e-5)
+
+
+class TrafficTest(TrainingTestCase):
+    def test_nothing_travels_while_gradients_accumulate(self):
+        ops = tfcdo.ReductionToOneDevice()
+        sums: list[list[int]] = []
+        original = ops.batch_reduce
+
+        def batch_reduce(reduce_op: Any, pairs: Any, options: Any = None) -> Any:
+            pairs = list(pairs)
+            sums[-1].append(len(pairs))
+            return original(reduce_op, pairs, options)
+
+        def count_from_here(step: int) -> float:
+            sums.append([])
+            return 1.0
+
+        with (
+            mock.patch.object(ops, "batch_reduce", batch_reduce),
+            mock.patch.object(ops, "reduce", side_effect=AssertionError),
+        ):
+            trained_eagerly(
+                3,
+                lambda: DistributedOptimizer(ko.Adam(0.1, clipnorm=1.0), 3),
+                steps=6,
+                ops=ops,
+                scale_of=count_from_here,
+            )
+        # All four gradients in one batch, at each update.
+        self.assertEqual(sums, [[], [], [4], [], [], [4]])
+
+    def test_one_sum_of_each_gradient_in_a_traced_step(self):
+        strategy = strategy_of(3)
+        with strategy.scope():
+            variable = tf.Variable([1.0, 2.0])
+            optimizer = DistributedOptimizer(ko.SGD(0.5, global_clipnorm=1.0))
+
+        @tf.function
+        def step(x: tf.Tensor) -> None:
+            # Nothing is built yet: the optimizer makes its variables here.
+            strategy.run(lambda: optimizer.apply([x * variable], [variable]))
+
+        step(tf.constant(2.0))
+        gradient = 3 * 2 * np.array([1.0, 2.0])
+        expected = [1.0, 2.0] - 0.5 * gradient / np.linalg.norm(gradient)
+        self.assertAllClose(expected, strategy.experimental_local_results(variable)[2])
+
+
+class LossScaleTest(TrainingTestCase):
+    @parameterized.parameters(0, 2)
+    def test_overflow_on_one_replica_only(self, replica):
+        """Keras alone looks at the first replica, and lets an overflow on another one in."""
+        strategy = strategy_of(3)
+        with strategy.scope():
+            variable = keras.Variable([1.0, 2.0])
+            optimizer = DistributedOptimizer(
+                ko.LossScaleOptimizer(ko.SGD(0.5), initial_scale=8.0, dynamic_growth_steps=2)
+            )
+            optimizer.build([variable])
+
+        @tf.function
+        def step(bad: tf.Tensor) -> None:
+            def on_replica() -> None:
+                own = tf.distribute.get_replica_context().replica_id_in_sync_group
+                gradient = tf.where(bad & (own == replica), np.inf, 8.0) * tf.ones([2])
+                optimizer.apply([gradient, None][:1], [variable])
+
+            strategy.run(on_replica)
+
+        scales = []
+        for bad in (True, False, False):
+            step(tf.constant(bad))
+            scales.append(float(optimizer.inner_optimizer.dynamic_scale.numpy()))
+        self.assertEqual(scales, [4.0, 4.0, 8.0])
+        self.assertEqual(int(optimizer.iterations.numpy()), 2)
+        # Two updates by half of the sum of three gradients of 8, unscaled by 4.
+        for copy in strategy.experimental_local_results(variable.value):
+            self.assertAllClose([1.0 - 6.0, 2.0 - 6.0], copy)
+
+    def test_sixteen_bits(self):
+        def make():
+            return ko.LossScaleOptimizer(ko.SGD(0.1, global_clipnorm=0.5), initial_scale=2.0**18)
+
+        def layers():
+            built = dense_layers()
+            for layer in built[1:]:
+                layer.dtype_policy = keras.DTypePolicy("mixed_float16")
+            return built
+
+        expected = trained_eagerly(1, make, layers=layers)
+        model = trained_eagerly(3, wrapped(make), layers=layers)
+        for one, own in zip(expected.get_weights(), model.get_weights(), strict=True):
+            self.assertAllClose(one, own, atol=2e-3)
+        scale, expected_scale = (
+            optimizer.dynamic_scale.numpy()
+            for optimizer in (model.optimizer.inner_optimizer, expected.optimizer)
+        )
+        self.assertLess(expected_scale, 2.0**18)  # There was an overflow.
+        self.assertEqual(expected_scale, scale)
+
+
+class KerasTest(TrainingTestCase):
+    """What Keras does with an optimizer beside calling it."""
+
+    def test_saved_amid_an_accumulation(self):
+        def make():
+            return ko.Adam(0.1, clipnorm=0.1, gradient_accumulation_steps=3)
+
+        path = pathlib.Path(self.get_temp_dir()) / "model.keras"
+        inputs, targets = dense_data(5 * BATCH)
+        options: dict[str, Any] = {"shuffle": False, "verbose": 0}
+        whole = model_of(dense_layers, make())
+        whole.fit(inputs, targets, BATCH, **options)
+
+        with strategy_of(3).scope():
+            model = model_of(dense_layers, wrapped(make)())
+        model.fit(inputs[: 2 * BATCH], targets[: 2 * BATCH], BATCH, **options)
+        model.save(path)
+        for count in (1, 2):
+            with strategy_of(count).scope():
+                loaded = keras.models.load_model(path)
+            self.assertIsInstance(loaded.optimizer, DistributedOptimizer)
+            loaded.fit(inputs[2 * BATCH :], targets[2 * BATCH :], BATCH, **options)
+            self.assert_same_training(whole, loaded)
+
+    @parameterized.parameters(
+        lambda: ko.SGD(0.1, global_clipnorm=0.5, name="mine"),
+        MENDED["loss_scale"],
+        MENDED["several"],
+    )
+    def test_config(self, make):
+        optimizer = DistributedOptimizer(make(), name="outer")
+        config = keras.optimizers.serialize(optimizer)
+        self.assertEqual(config["registered_name"], "tfcdo>DistributedOptimizer")
+        again = keras.optimizers.deserialize(config)
+        self.assertIsInstance(again, DistributedOptimizer)
+        self.assertEqual(again.get_config(), optimizer.get_config())
+        self.assertEqual(again.name, "outer")
+
+    def test_callbacks_find_what_they_change(self):
+        def with_callbacks(count, make):
+            return fitted(
+                count,
+                make,
+                epochs=3,
+                callbacks=[
+                    keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5),
+                    keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+                ],
+            )
+
+        def make():
+            return ko.SGD(0.2, use_ema=True, ema_momentum=0.7, clipnorm=0.05)
+
+        expected, model = with_callbacks(1, make), with_callbacks(2, wrapped(make))
+        self.assert_same_training(expected, model)
+        self.assertAllClose(0.2 / 8, model.optimizer.learning_rate)
+
+    def test_it_is_the_optimizer_inside(self):
+        inner = ko.AdamW(0.1, clipvalue=0.3)
+        optimizer = DistributedOptimizer(inner)
+        self.assertEqual((optimizer.clipvalue, optimizer.clipnorm), (0.3, None))
+        optimizer.learning_rate = 0.25
+        optimizer.weight_decay = 0.5
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+        self.assertEqual((float(inner.learning_rate.numpy()), inner.weight_decay), (0.25, 0.5))
+        kernel = keras.Variable([2.0], name="kernel")
+        bias = keras.Variable([2.0], name="bias")
+        optimizer.apply_gradients([(tf.zeros([1]), kernel), (tf.zeros([1]), bias)])
+        self.assertAllClose(([1.75], [2.0]), (kernel, bias))
+        self.assertEqual(int(optimizer.iterations.numpy()), 1)
+        self.assertFalse(hasattr(optimizer, "optimizers"))
+        weights = [np.full(v.shape, 3, v.dtype) for v in optimizer.variables]
+        optimizer.set_weights(weights)
+        self.assertAllEqual([3.0], inner.variables[-1])
+
+
+class RefusedTest(TrainingTestCase):
+    def test_what_is_not_an_optimizer(self):
+        for given_ in ("adam", None, ko.SGD, DistributedOptimizer(ko.SGD())):
+            with self.assertRaisesRegex(TypeError, "optimizer must be a Keras optimizer"):
+                DistributedOptimizer(given_)
+
+    @parameterized.parameters((True, TypeError), (2.0, TypeError), (1, ValueError), (0, ValueError))
+    def test_steps(self, steps, error):
+        with self.assertRaisesRegex(error, "gradient_accumulation_steps must be"):
+            DistributedOptimizer(ko.SGD(), steps)
+
+    def test_other_steps_than_the_optimizer_says(self):
+        with self.assertRaisesRegex(ValueError, "got 3 for .* gradient_accumulation_steps=2"):
+            DistributedOptimizer(ko.SGD(gradient_accumulation_steps=2), 3)
+        built = ko.SGD()
+        built.build([keras.Variable([1.0])])
+        with self.assertRaisesRegex(ValueError, "which is built"):
+            DistributedOptimizer(built, 3)
+
+    def test_not_the_outermost(self):
+        with self.assertRaisesRegex(ValueError, "outermost.*auto_scale_loss=False"):
+            ko.LossScaleOptimizer(DistributedOptimizer(ko.SGD()))
+        keras.config.set_dtype_policy("mixed_float16")
+        self.addCleanup(keras.config.set_dtype_policy, "float32")
+        model = keras.Sequential(dense_layers())
+        with self.assertRaisesRegex(ValueError, "outermost.*auto_scale_loss=False"):
+            model.compile(DistributedOptimizer(ko.SGD()), "mse")
+
+    def test_accumulation_by_optimizers_not_known_before_they_are_built(self):
+        accumulating = ko.SGD(gradient_accumulation_steps=2, name="mine")
+        optimizer = DistributedOptimizer(ko.MultiOptimizer(lambda variable: accumulating))
+        with self.assertRaisesRegex(ValueError, "OptimizerMap.*mine"):
+            optimizer.build([keras.Variable([1.0])])
+
+    def test_where_it_cannot_run(self):
+        variable = keras.Variable([1.0])
+        outside = DistributedOptimizer(ko.SGD())
+        strategy = strategy_of(2)
+        with self.assertRaisesRegex(ValueError, "made in the scope of the strategy"):
+            strategy.run(lambda: outside.apply([tf.ones([1])], [variable]))
+        with strategy.scope():
+            optimizer = DistributedOptimizer(ko.SGD())
+            with self.assertRaisesRegex(ValueError, "on each replica, in strategy.run"):
+                optimizer.apply([tf.ones([1])], [variable])
+
+
+if __name__ == "__main__":
+    tf.test.main()

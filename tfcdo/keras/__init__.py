@@ -1,0 +1,10 @@
+"""What users of Keras need beside a strategy: training on K replicas that ends as on one device.
+
+Nothing else of tfcdo imports this package, so Keras is loaded for those who use it.
+"""
+
+from __future__ import annotations
+
+from tfcdo.keras.optimizer import DistributedOptimizer
+
+__all__ = ["DistributedOptimizer"]

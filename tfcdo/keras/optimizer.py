@@ -1,0 +1,294 @@
+"""`DistributedOptimizer`: any Keras optimizer, with the sum over replicas before all else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfcdo.keras import updates
+
+# Keras's base class sets these on every optimizer; here they are those of the optimizer inside.
+_FORWARDED = (
+    "clipnorm",
+    "clipvalue",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "global_clipnorm",
+    "gradient_accumulation_steps",
+    "loss_scale_factor",
+    "use_ema",
+    "weight_decay",
+)
+
+
+@keras.saving.register_keras_serializable(package="tfcdo")
+class DistributedOptimizer(keras.optimizers.Optimizer):
+    """Sums gradients over replicas first; then an optimizer clips, accumulates and updates.
+
+    Keras alone clips (`clipnorm`, `clipvalue`, `global_clipnorm`) on each replica before the sum,
+    which is not what one device does, and cannot accumulate (`gradient_accumulation_steps`) or
+    overwrite weights with their average (`ema_overwrite_frequency`) on several replicas. In here
+    the same optimizer does as on one device. The sum is formed by the strategy's cross-device ops,
+    once an update: while gradients accumulate, each replica adds to its own and nothing travels.
+
+    On one replica this is the optimizer inside. It must be the outermost one: pass a
+    `LossScaleOptimizer` to it, not it to a `LossScaleOptimizer`, which would look for overflows on
+    the first replica only. With a policy such as `mixed_float16`, which makes `Model.compile` put a
+    `LossScaleOptimizer` around every other optimizer, write
+    `compile(DistributedOptimizer(LossScaleOptimizer(optimizer)), auto_scale_loss=False)`.
+
+    Args:
+      optimizer: the Keras optimizer to wrap, made in the strategy's scope as ever.
+      gradient_accumulation_steps: over how many steps gradients are accumulated before each
+        update; None for what `optimizer` says itself.
+      name: the optimizer's name; None for one made from its class.
+
+    Raises:
+      TypeError: if `optimizer` is not a Keras optimizer or a number not an int.
+      ValueError: if `gradient_accumulation_steps` is less than 2 or not what `optimizer` says.
+
+    References:
+      Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018,
+      whose class this one is named after.
+
+    Example:
+      >>> import keras
+      >>> import tensorflow as tf
+      >>> with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
+      ...     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+      ...     optimizer = DistributedOptimizer(keras.optimizers.Adam(global_clipnorm=1.0))
+      ...     model.compile(optimizer, "mse")
+      >>> optimizer.global_clipnorm
+      1.0
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradient_accumulation_steps: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        _check_optimizer(optimizer)
+        _set_accumulation_steps(optimizer, gradient_accumulation_steps)
+        super().__init__(learning_rate=lambda: optimizer.learning_rate, name=name)
+        self.inner_optimizer = optimizer
+        self._iterations = optimizer._iterations
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What wraps an optimizer takes its loss scale away: this is how one learns of it.
+        if name == "loss_scale_factor" and not _constructing(self):
+            raise ValueError(
+                "DistributedOptimizer must be the outermost optimizer; got one that is put in "
+                "another, or whose loss_scale_factor is set: put the LossScaleOptimizer or "
+                "MultiOptimizer in it, and compile with auto_scale_loss=False, or set the factor "
+                "of its inner_optimizer"
+            )
+        super().__setattr__(name, value)
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Makes the variables of the optimizer inside.
+
+        Args:
+          variables: the trainable variables.
+        """
+        if self.built:
+            return
+        if not self.inner_optimizer.built:
+            with updates.accumulated_on_each_replica(self.inner_optimizer):
+                self.inner_optimizer.build(variables)
+        self.built = True
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Sums gradients over replicas and updates the variables.
+
+        Args:
+          grads: one gradient per variable; None for a variable without one.
+          trainable_variables: the variables; None for those that the optimizer was built with.
+
+        Raises:
+          ValueError: if called where replicas meet rather than on each, or if the optimizer was not
+            made in the scope of the strategy that runs.
+        """
+        strategy = tf.distribute.get_strategy()
+        if strategy.num_replicas_in_sync == 1:
+            self.inner_optimizer.apply(grads, trainable_variables)
+            self.built = True
+            return
+        if tf.distribute.in_cross_replica_context():
+            raise ValueError(
+                "DistributedOptimizer.apply must be called on each replica, in strategy.run; "
+                "got a call from where the replicas meet"
+            )
+        if self._distribution_strategy is not strategy:
+            raise ValueError(
+                "DistributedOptimizer must be made in the scope of the strategy that runs it, "
+                f"{strategy}; it was made in that of {self._distribution_strategy}"
+            )
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+        tf.distribute.get_replica_context().merge_call(
+            self._apply_across_replicas, args=(list(grads), trainable_variables)
+        )
+
+    def _apply_across_replicas(
+        self, strategy: tf.distribute.Strategy, grads: list[Any], variables: list[Any] | None
+    ) -> None:
+        if not self.built and variables is not None:
+            self.build(variables)
+        with updates.summed_first(self.inner_optimizer):
+            strategy.run(self.inner_optimizer.apply, args=(grads, variables))
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The variables of the optimizer inside: there are no others."""
+        return self.inner_optimizer.variables
+
+    @property
+    def learning_rate(self) -> Any:
+        """The learning rate of the optimizer inside."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        self.inner_optimizer.learning_rate = learning_rate
+
+    @property
+    def iterations(self) -> Any:
+        """The number of updates."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """The parts of a `MultiOptimizer` inside; there is no such attribute with any other."""
+        return self.inner_optimizer.optimizers
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Scales a loss as the optimizer inside does.
+
+        Args:
+          loss: the loss.
+
+        Returns:
+          The scaled loss.
+        """
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Gives variables their values at the end of training, such as their moving average.
+
+        Args:
+          var_list: the variables.
+        """
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def exclude_from_weight_decay(
+        self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
+    ) -> None:
+        """Excludes variables from weight decay; call it before the optimizer is built.
+
+        Args:
+          var_list: the variables.
+          var_names: parts of the names of variables.
+        """
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets the variables of the optimizer inside.
+
+        Args:
+          weights: one array per variable.
+        """
+        self.inner_optimizer.set_weights(weights)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves nothing: Keras saves the optimizer inside by itself.
+
+        Args:
+          store: where an optimizer's variables go.
+        """
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads nothing: Keras loads the optimizer inside by itself.
+
+        Args:
+          store: where an optimizer's variables come from.
+        """
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns what `from_config` makes the same optimizer from."""
+        return {
+            "name": self.name,
+            "optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> DistributedOptimizer:
+        """Makes an optimizer from a configuration.
+
+        Args:
+          config: what `get_config` returned.
+          custom_objects: classes that Keras does not know, by name.
+
+        Returns:
+          The optimizer, without variables.
+        """
+        optimizer = keras.saving.deserialize_keras_object(config["optimizer"], custom_objects)
+        return cls(optimizer, name=config.get("name"))
+
+
+def _forwarded(name: str) -> property:
+    """Makes a property that is one of the optimizer inside."""
+
+    def get(self: DistributedOptimizer) -> Any:
+        return getattr(self.inner_optimizer, name)
+
+    def set_(self: DistributedOptimizer, value: Any) -> None:
+        if not _constructing(self):
+            setattr(self.inner_optimizer, name, value)
+
+    return property(get, set_, doc=f"The `{name}` of the optimizer inside.")
+
+
+for _name in _FORWARDED:
+    setattr(DistributedOptimizer, _name, _forwarded(_name))
+
+
+def _constructing(optimizer: DistributedOptimizer) -> bool:
+    """Whether the base class's constructor still runs, which sets attributes to their defaults."""
+    return "inner_optimizer" not in vars(optimizer)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, DistributedOptimizer) or not isinstance(
+        optimizer, keras.optimizers.Optimizer
+    ):
+        raise TypeError(
+            "optimizer must be a Keras optimizer that is not a DistributedOptimizer itself; "
+            f"got {optimizer!r}"
+        )
+
+
+def _set_accumulation_steps(optimizer: keras.optimizers.Optimizer, steps: int | None) -> None:
+    """Has each leaf of an optimizer accumulate; what it says itself must not differ."""
+    if steps is None:
+        return
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"gradient_accumulation_steps must be an int or None; got {steps!r}")
+    if steps < 2:
+        raise ValueError(f"gradient_accumulation_steps must be at least 2, or None; got {steps}")
+    for leaf in updates.leaves(optimizer):
+        if leaf.built or leaf.gradient_accumulation_steps not in (None, steps):
+            raise ValueError(
+                "gradient_accumulation_steps must be given before the optimizer is built and be "
+                f"what it says itself, if anything; got {steps} for {leaf.name}, which is "
+                f"{'built' if leaf.built else 'not built'} and has "
+                f"gradient_accumulation_steps={leaf.gradient_accumulation_steps}"
+            )
+    for leaf in updates.leaves(optimizer):
+        leaf.gradient_accumulation_steps = steps

@@ -1,0 +1,210 @@
+"""Changes the order in which a Keras optimizer works: first the sum over replicas, then the rest.
+
+Keras clips each replica's own gradients and adds up afterwards, and it accumulates and overwrites
+in a `tf.cond` on each replica, where the replicas cannot meet. Here they meet first. All methods of
+Keras's optimizers that are not public are used in this module only.
+
+  - a leaf is an optimizer that updates variables by itself: not one that wraps others;
+  - `_backend_apply_gradients` is the method that Keras has its backends override: it gets the
+    unscaled gradients, and clips, decays, accumulates, updates and averages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+SUM = tf.distribute.ReduceOp.SUM
+
+
+def leaves(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Returns the optimizers that update variables by themselves.
+
+    Args:
+      optimizer: any optimizer; `LossScaleOptimizer` and `MultiOptimizer` are looked through. A
+        `MultiOptimizer` that chooses by a function knows its optimizers once it is built.
+
+    Returns:
+      The optimizers, in order.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return leaves(optimizer.inner_optimizer)
+    if hasattr(optimizer, "optimizers"):
+        return [leaf for part in optimizer.optimizers for leaf in leaves(part)]
+    return [optimizer]
+
+
+@contextlib.contextmanager
+def summed_first(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Has an optimizer sum over the replicas before it does anything else with gradients.
+
+    Enter it where the replicas meet, so that it begins and ends once for all of them.
+
+    Args:
+      optimizer: the optimizer, built.
+
+    Yields:
+      Nothing: `optimizer.apply` called within sums first.
+    """
+    with contextlib.ExitStack() as stack:
+        for leaf in leaves(optimizer):
+            apply_gradients = functools.partial(_apply_gradients, leaf)
+            stack.enter_context(_replaced(leaf, "_backend_apply_gradients", apply_gradients))
+            stack.enter_context(_replaced(leaf, "_all_reduce_sum_gradients", _already_summed))
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            stack.enter_context(_replaced(optimizer, "check_finite", _finite_on_all_replicas))
+        yield
+
+
+@contextlib.contextmanager
+def accumulated_on_each_replica(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Has an optimizer that is built within keep one gradient accumulator for each replica.
+
+    What Keras makes is one value that all replicas are supposed to share. Here each replica adds to
+    its own, and what is saved in the midst of an accumulation is the sum of all, as it is on one
+    device.
+
+    Args:
+      optimizer: the optimizer, not yet built.
+
+    Yields:
+      Nothing.
+
+    Raises:
+      ValueError: at the end, if an optimizer was built that was not known at the start.
+    """
+    with contextlib.ExitStack() as stack:
+        for leaf in leaves(optimizer):
+            add_variable = functools.partial(_add_variable, leaf, leaf.add_variable_from_reference)
+            stack.enter_context(_replaced(leaf, "add_variable_from_reference", add_variable))
+        yield
+    for leaf in leaves(optimizer):
+        accumulators = getattr(leaf, "_accumulated_gradients", ())
+        if any(accumulator.synchronization != "on_read" for accumulator in accumulators):
+            raise ValueError(
+                "a MultiOptimizer whose optimizers accumulate gradients must be given an "
+                "OptimizerMap; got one that chooses its optimizers by a function, "
+                f"of which {leaf.name} has gradient_accumulation_steps="
+                f"{leaf.gradient_accumulation_steps}"
+            )
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces a method of one object for a while."""
+    # By way of `vars`, as Keras's optimizers track what is assigned to them.
+    attributes = vars(owner)
+    assert name not in attributes, name
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        del attributes[name]
+
+
+def _already_summed(gradients_and_variables: Any) -> Any:
+    return gradients_and_variables
+
+
+def _finite_on_all_replicas(gradients: Sequence[Any]) -> tf.Tensor:
+    """Tells each replica whether all gradients of all replicas are finite."""
+    finite = [
+        tf.reduce_all(tf.math.is_finite(getattr(gradient, "values", gradient)))
+        for gradient in gradients
+        if gradient is not None
+    ]
+    failures = tf.cast(tf.logical_not(tf.reduce_all(finite)), tf.float32)
+    return tf.equal(tf.distribute.get_replica_context().all_reduce(SUM, failures), 0.0)
+
+
+def _add_variable(
+    leaf: Any, original: Any, reference_variable: Any, name: str | None = None, **options: Any
+) -> keras.Variable:
+    """Makes a variable for an optimizer, as Keras does but for accumulators."""
+    if name != "gradient_accumulator":
+        return original(reference_variable, name=name, **options)
+    path = getattr(reference_variable, "path", None) or reference_variable.name
+    with keras.name_scope(leaf.name):
+        accumulator = keras.Variable(
+            "zeros",
+            shape=tuple(reference_variable.shape),
+            dtype=keras.backend.standardize_dtype(reference_variable.dtype),
+            trainable=False,
+            synchronization="on_read",
+            aggregation="sum",
+            name=f"{path}_{name}".replace("/", "_").replace(":", "_"),
+        )
+    leaf._track_variable(accumulator)
+    return accumulator
+
+
+def _apply_gradients(leaf: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Stands for a leaf's `_backend_apply_gradients`, on each replica."""
+    tf.distribute.get_replica_context().merge_call(
+        functools.partial(_apply_across_replicas, leaf), args=(list(gradients), list(variables))
+    )
+
+
+def _apply_across_replicas(
+    leaf: Any, strategy: tf.distribute.Strategy, gradients: list[Any], variables: list[Any]
+) -> None:
+    def run(step: Any, *arguments: Any) -> None:
+        strategy.run(functools.partial(step, leaf), args=arguments)
+
+    # A replica cannot meet the others within a `tf.cond` of its own, so the branch is chosen here.
+    if leaf.gradient_accumulation_steps:
+        is_update = tf.equal((leaf._iterations + 1) % leaf.gradient_accumulation_steps, 0)
+        tf.cond(
+            is_update,
+            lambda: run(_update, gradients, variables),
+            lambda: run(_accumulate, gradients, variables),
+        )
+    else:
+        run(_update, gradients, variables)
+    if leaf.use_ema:
+        run(_follow_with_average)
+        if leaf.ema_overwrite_frequency:
+            is_overwrite = tf.equal((leaf.iterations + 1) % leaf.ema_overwrite_frequency, 0)
+            tf.cond(is_overwrite, lambda: _overwrite_with_average(leaf), lambda: None)
+
+
+def _update(leaf: Any, gradients: list[Any], variables: list[Any]) -> None:
+    """Makes one update, on each replica."""
+    steps = leaf.gradient_accumulation_steps
+    accumulators = _accumulators(leaf, variables) if steps else []
+    if steps:
+        gradients = [
+            accumulator.value + tf.convert_to_tensor(gradient)
+            for gradient, accumulator in zip(gradients, accumulators, strict=True)
+        ]
+    gradients = tf.distribute.get_replica_context().all_reduce(SUM, gradients)
+    if steps:
+        gradients = [gradient / steps for gradient in gradients]
+    gradients = leaf._clip_gradients(gradients)
+    leaf._apply_weight_decay(variables)
+    leaf._backend_update_step(gradients, variables, leaf.learning_rate)
+    for accumulator in accumulators:
+        accumulator.assign(tf.zeros_like(accumulator.value))
+
+
+def _accumulate(leaf: Any, gradients: list[Any], variables: list[Any]) -> None:
+    """Adds a replica's gradients to its own accumulators: nothing travels."""
+    for gradient, accumulator in zip(gradients, _accumulators(leaf, variables), strict=True):
+        accumulator.assign_add(tf.convert_to_tensor(gradient))
+
+
+def _accumulators(leaf: Any, variables: list[Any]) -> list[keras.Variable]:
+    return [leaf._accumulated_gradients[leaf._get_variable_index(one)] for one in variables]
+
+
+def _follow_with_average(leaf: Any) -> None:
+    leaf._update_model_variables_moving_average(leaf._trainable_variables)
+
+
+def _overwrite_with_average(leaf: Any) -> None:
+    leaf._overwrite_model_variables_with_average_value(leaf._trainable_variables)
