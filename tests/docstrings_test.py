@@ -31,6 +31,7 @@ _MODULES = (
     "tfcdo.bench.workloads",
     "tfcdo.cross_device_ops",
     "tfcdo.execute.nccl",
+    "tfcdo.keras.optimizer",
     "tfcdo.plot.plans",
 )
 

@@ -65,6 +65,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
       1.0
     """
 
+    built: bool
+
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer,

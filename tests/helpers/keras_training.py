@@ -1,0 +1,138 @@
+"""Small Keras models and ways to train them, on any number of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+
+import tfcdo
+
+Make = Callable[[], Any]
+Layers = Callable[[], list[Any]]
+Data = tuple[np.ndarray, np.ndarray]
+BATCH = 30  # Divides by 1, 2, 3 and 5 replicas.
+
+
+def strategy_of(count: int, ops: Any = None) -> tf.distribute.Strategy:
+    if count == 1:
+        return tf.distribute.get_strategy()
+    ops = ops or tfcdo.HierarchicalCopyAllReduce()
+    return tf.distribute.MirroredStrategy(tu.device_names(count), cross_device_ops=ops)
+
+
+def dense_data(examples: int = BATCH) -> Data:
+    inputs = np.random.default_rng(0).normal(size=[examples, 4]).astype(np.float32)
+    return inputs, np.sin(inputs[:, :2]) * 2 + inputs[:, 2:]
+
+
+def dense_layers() -> list[Any]:
+    regularizer = keras.regularizers.L2(0.01)
+    constraint = keras.constraints.MaxNorm(0.9)
+    return [
+        keras.layers.Input((4,)),
+        keras.layers.Dense(2, kernel_regularizer=regularizer, kernel_constraint=constraint),
+    ]
+
+
+def word_data(examples: int = BATCH) -> Data:
+    words = np.random.default_rng(0).integers(0, 7, [examples, 3])
+    return words, words[:, :2].astype(np.float32)
+
+
+def word_layers() -> list[Any]:
+    return [
+        keras.layers.Input((3,), dtype="int32"),
+        keras.layers.Embedding(9, 2),
+        keras.layers.Flatten(),
+        keras.layers.Dense(2),
+    ]
+
+
+def model_of(layers: Layers, optimizer: Any) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(layers())
+    model.compile(optimizer, "mse", auto_scale_loss=False)
+    return model
+
+
+def trained_eagerly(
+    count: int,
+    make: Make,
+    steps: int = 4,
+    layers: Layers = dense_layers,
+    data: Callable[[], Data] = dense_data,
+    ops: Any = None,
+    scale_of: Callable[[int], float] = lambda step: 1.0,
+) -> keras.Model:
+    """Trains in a loop of one's own, without `fit` and without a `tf.function`."""
+    strategy = strategy_of(count, ops)
+    with strategy.scope():
+        model = model_of(layers, make())
+        model.optimizer.build(model.trainable_variables)
+    inputs, targets = data()
+
+    def step(x: tf.Tensor, y: tf.Tensor, scale: float) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((model(x, training=True) - y) ** 2) * scale / targets.size
+            loss = model.optimizer.scale_loss(loss + sum(model.losses) / count)
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    def part(values: np.ndarray) -> Any:
+        parts = np.split(values, count)
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(parts[context.replica_id_in_sync_group])
+        )
+
+    with strategy.scope():
+        for index in range(steps):
+            order = np.random.default_rng(index).permutation(len(inputs))
+            parts = (part(inputs[order]), part(targets[order])) if count > 1 else (inputs, targets)
+            strategy.run(step, (*parts, scale_of(index)))
+    return model
+
+
+def fitted(count: int, make: Make, epochs: int = 1, callbacks: Any = (), **options: Any) -> Any:
+    with strategy_of(count).scope():
+        model = model_of(dense_layers, make())
+    inputs, targets = dense_data(4 * BATCH)
+    model.fit(
+        inputs,
+        targets,
+        BATCH,
+        epochs,
+        callbacks=list(callbacks),
+        shuffle=False,
+        verbose=0,
+        **options,
+    )
+    return model
+
+
+class TrainingTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    def assert_same_training(
+        self, expected: keras.Model, model: keras.Model, tolerance: float = 2e-6
+    ) -> None:
+        """Asserts equal weights and slots but for rounding, and equal bits on all replicas."""
+        pairs = [
+            *zip(expected.weights, model.weights, strict=True),
+            *zip(expected.optimizer.variables, model.optimizer.variables, strict=True),
+        ]
+        for one, own in pairs:
+            np.testing.assert_allclose(
+                own.numpy(), one.numpy(), rtol=tolerance, atol=tolerance, err_msg=own.path
+            )
+            if own.synchronization != "on_read":
+                components = getattr(own.value, "values", (own.value,))
+                self.assert_bitwise_equal([component.read_value() for component in components])
+
+    def assert_moved(self, model: keras.Model, layers: Layers = dense_layers) -> None:
+        start = model_of(layers, "sgd").get_weights()
+        moved = [np.abs(a - b).max() for a, b in zip(start, model.get_weights(), strict=True)]
+        self.assertGreater(max(moved), 0.003)
