@@ -19,15 +19,21 @@ if TYPE_CHECKING:
     from tfcdo.cross_device_ops import ReductionToOneDevice
     from tfcdo.execute.nccl import NcclStatus
     from tfcdo.execute.nccl import nccl_status
+    from tfcdo.strategies import MirroredStrategy
+    from tfcdo.strategies import MultiWorkerMirroredStrategy
+    from tfcdo.strategies import is_chief
 
 __all__ = [
     "AllReduceCrossDeviceOps",
     "AutoAllReduce",
     "HierarchicalCopyAllReduce",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "NcclStatus",
     "ReductionToOneDevice",
     "__version__",
+    "is_chief",
     "nccl_status",
     "topology",
 ]
@@ -37,9 +43,12 @@ _MODULES = {
     "AllReduceCrossDeviceOps": "tfcdo.cross_device_ops",
     "AutoAllReduce": "tfcdo.cross_device_ops",
     "HierarchicalCopyAllReduce": "tfcdo.cross_device_ops",
+    "MirroredStrategy": "tfcdo.strategies",
+    "MultiWorkerMirroredStrategy": "tfcdo.strategies",
     "NcclAllReduce": "tfcdo.cross_device_ops",
     "NcclStatus": "tfcdo.execute.nccl",
     "ReductionToOneDevice": "tfcdo.cross_device_ops",
+    "is_chief": "tfcdo.strategies",
     "nccl_status": "tfcdo.execute.nccl",
 }
 

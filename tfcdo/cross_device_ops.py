@@ -6,6 +6,7 @@ where, and `tfcdo.execute`, which turns that into ops.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from tfcdo import tf_internals
 from tfcdo.execute import batch
 from tfcdo.execute import gather
 from tfcdo.execute import one_device
+from tfcdo.execute.hosts import Hosts
 from tfcdo.execute.reduction import Reduction
 from tfcdo.execute.reduction import check_broadcast
 from tfcdo.execute.reduction import check_choice
@@ -74,6 +76,7 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
             )
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
+        self._hosts: Hosts | None = None
 
     @_as_written
     def reduce(
@@ -127,8 +130,24 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
         self, per_replica_value: Any, destinations: Any, axis: Any, options: Any
     ) -> Any:
         check_options(options)
-        reduction = check_gather(per_replica_value, destinations, axis)
-        return _gather_on_one_device(reduction, axis, self._root_of()(reduction))
+        reduction = _placed(check_gather(per_replica_value, destinations, axis), self._hosts)
+        root = self._root_of()(reduction)
+        return _gather_on_one_device(reduction, axis, root, self._hosts)
+
+    @property
+    def _num_between_graph_workers(self) -> int:
+        return self._hosts.count if self._hosts else 1
+
+    def _between(self, hosts: Hosts) -> ReductionToOneDevice:
+        """Returns the same ops for several hosts that reduce together."""
+        if self.accumulation_fn is not None:
+            raise ValueError(
+                "cross_device_ops must add, to be used between hosts; got a ReductionToOneDevice "
+                f"with accumulation_fn={self.accumulation_fn!r}"
+            )
+        ops = copy.copy(self)
+        ops._hosts = hosts
+        return ops
 
     def _reduce(
         self, reduce_op: tf.distribute.ReduceOp, reductions: Sequence[Reduction]
@@ -138,7 +157,7 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
         if self.accumulation_fn is None or reduce_op == tf.distribute.ReduceOp.MEAN:
             check_numeric(reductions)
         if self.accumulation_fn is None:
-            return batch.reduce_on_roots(reduce_op, reductions, root_of)
+            return batch.reduce_on_roots(reduce_op, reductions, root_of, self._hosts)
         return [
             batch.reduce_on_one_device(
                 reduction,
@@ -312,13 +331,28 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
         self, per_replica_value: Any, destinations: Any, axis: Any, options: Any
     ) -> Any:
         check_options(options)
-        reduction = check_gather(per_replica_value, destinations, axis)
+        hosts = self._config.across_hosts
+        reduction = _placed(check_gather(per_replica_value, destinations, axis), hosts)
         self._config.check_topology([reduction])
         if not reduction.is_all_reduce:
-            return _gather_on_one_device(reduction, axis, reduction.destinations[0])
-        tree = self._config.plan([packing.UNKNOWN], reduction.devices).packs[0].tree
-        gathered = gather.all_gather(tree, reduction.values, reduction.devices, axis)
+            return _gather_on_one_device(reduction, axis, reduction.destinations[0], hosts)
+        devices = reduction.devices
+        tree = self._config.plan([packing.UNKNOWN], devices).packs[0].tree
+        root = devices[tree.root]
+        exchange = None if hosts is None else hosts.exchange_gather(root, reduction, axis)
+        gathered = gather.all_gather(tree, reduction.values, devices, axis, exchange)
         return batch.to_mirrored(gathered, reduction)
+
+    @property
+    def _num_between_graph_workers(self) -> int:
+        hosts = self._config.across_hosts
+        return hosts.count if hosts else 1
+
+    def _between(self, hosts: Hosts) -> AllReduceCrossDeviceOps:
+        """Returns the same ops for several hosts that reduce together."""
+        ops = copy.copy(self)
+        ops._config = dataclasses.replace(self._config, across_hosts=hosts)
+        return ops
 
     def _config_with(self, options: Any) -> batch.AllReduceConfig:
         check_options(options)
@@ -425,7 +459,16 @@ def _reduce(
     return batch.reduce(reduce_op, reductions, config)
 
 
-def _gather_on_one_device(reduction: Reduction, axis: Any, device: str) -> Any:
+def _placed(reduction: Reduction, hosts: Hosts | None) -> Reduction:
+    return reduction if hosts is None else hosts.placed(reduction)
+
+
+def _gather_on_one_device(
+    reduction: Reduction, axis: Any, device: str, hosts: Hosts | None
+) -> Any:
     with tf.device(device):
         gathered = tf.concat(list(reduction.values), axis)
+    if hosts is not None:
+        exchange = hosts.exchange_gather(device, reduction, axis)
+        gathered = exchange.concat(gathered, axis, device)
     return tf_internals.mirrored(one_device.copy_to(gathered, reduction.destinations))

@@ -9,19 +9,23 @@ registry of kernels.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy as _collective_strategy
 from tensorflow.python.distribute import device_util as _device_util
 from tensorflow.python.distribute import values as _values
+from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import kernels as _kernels
 from tensorflow.python.framework import op_def_registry as _op_def_registry
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 
 DistributedValues = _values.DistributedValues
+# The half of TensorFlow's MultiWorkerMirroredStrategy that does the work.
+MultiWorkerExtended = _collective_strategy.CollectiveAllReduceExtended
 # The public name is a function that makes one.
 OPTIONS_TYPE = type(tf.distribute.experimental.CommunicationOptions())
 
@@ -98,11 +102,13 @@ def replicas_of_plain_value() -> int:
     so that it looks like the value of one.
 
     Returns:
-      The number of replicas of the strategy in whose cross-replica context this is; 1 elsewhere.
+      The number of replicas of the strategy in whose cross-replica context this is; 1 elsewhere,
+      and where several hosts train together: there such a value is its host's.
     """
     if not tf.distribute.in_cross_replica_context():
         return 1
-    return tf.distribute.get_strategy().num_replicas_in_sync
+    strategy = tf.distribute.get_strategy()
+    return 1 if strategy.extended._in_multi_worker_mode() else strategy.num_replicas_in_sync
 
 
 def device_types_with_kernel(op_name: str) -> frozenset[str]:
@@ -177,3 +183,59 @@ def run_before_function_returns(op: tf.Operation) -> None:
     graph: Any = op.graph
     if graph.experimental_acd_manager is None and hasattr(graph, "control_outputs"):
         graph.control_outputs.append(op)
+
+
+def value_at_call_time(make: Callable[[], tf.Tensor], spec: tf.TensorSpec) -> tf.Tensor:
+    """Returns a tensor that is made anew each time that the function being traced is called.
+
+    Args:
+      make: makes the tensor; called eagerly, whenever the outermost function is called.
+      spec: the tensor's shape and dtype.
+
+    Returns:
+      What `make` returns if nothing is being traced; else what stands for it in the graph.
+    """
+    if tf.executing_eagerly():
+        return make()
+    graph: Any = tf.compat.v1.get_default_graph()
+    while getattr(graph, "is_control_flow_graph", False):
+        graph = graph.outer_graph
+    with graph.as_default():
+        return graph.capture_call_time_value(lambda: value_at_call_time(make, spec), spec)
+
+
+class KeyValueStore:
+    """The key-value store of TensorFlow's coordination service, which all hosts share."""
+
+    def set(self, key: str, value: str) -> None:
+        """Writes a key that is not there yet."""
+        _context.context().set_config_key_value(f"tfcdo/{key}", value)
+
+    def get(self, key: str, timeout: float) -> str | None:
+        """Waits up to `timeout` seconds for a key; returns its value, or None."""
+        milliseconds = max(1, round(timeout * 1000))  # 0 would wait without end.
+        try:
+            return _context.context().get_config_key_value(f"tfcdo/{key}", milliseconds)
+        except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):
+            return None
+
+    def delete(self, key: str) -> None:
+        """Removes a key, so that it can be written again."""
+        _context.context().delete_config_key_value(f"tfcdo/{key}")
+
+
+def abort_collectives(late: bool, reason: str) -> None:
+    """Ends all collective ops of this process with an error, those to come as well.
+
+    Args:
+      late: whether they have taken too long: `tf.errors.DeadlineExceededError`; otherwise it is a
+        `tf.errors.FailedPreconditionError`.
+      reason: the error's message.
+    """
+    code = tf.errors.DEADLINE_EXCEEDED if late else tf.errors.FAILED_PRECONDITION
+    _context.context().abort_collective_ops(code, reason)
+
+
+def tensorflow_has_started() -> bool:
+    """Whether TensorFlow has made its devices, after which no server can be set up."""
+    return _context.context()._context_handle is not None

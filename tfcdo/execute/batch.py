@@ -17,6 +17,7 @@ from tfcdo.execute import nccl
 from tfcdo.execute import numerics
 from tfcdo.execute import one_device
 from tfcdo.execute import packs
+from tfcdo.execute.hosts import Hosts
 from tfcdo.execute.reduction import Reduction
 from tfcdo.plan import copy_tree
 from tfcdo.plan.copy_tree import CopyTree
@@ -44,6 +45,7 @@ class AllReduceConfig:
       topology: the machine; None to find out.
       nccl: whether to use NCCL where it can run.
       require_nccl: whether to raise where NCCL is asked for and cannot run.
+      across_hosts: the hosts that all-reduce together; None for one host.
     """
 
     algorithm: str | tuple[CopyTree, ...]
@@ -51,11 +53,15 @@ class AllReduceConfig:
     topology: Topology | None
     nccl: bool = False
     require_nccl: bool = False
+    across_hosts: Hosts | None = None
 
     def plan(self, specs: Sequence[ValueSpec], devices: Sequence[str]) -> BatchPlan:
         """The plan for values on some devices; remembered for as long as nothing differs."""
         topology = self.topology or detect(tuple(devices))
-        return plan_batch(tuple(specs), self.packing, self.algorithm, topology)
+        algorithm, packing = self.algorithm, self.packing
+        if self.across_hosts is not None:
+            algorithm, packing = self.across_hosts.packing_for(algorithm, packing)
+        return plan_batch(tuple(specs), packing, algorithm, topology)
 
     def check_topology(self, reductions: Iterable[Reduction]) -> None:
         """Raises `ValueError` unless the topology, if one was given, fits all all-reduces."""
@@ -105,6 +111,8 @@ def reduce(
       One result per reduction, in order.
     """
     config.check_topology(reductions)
+    if config.across_hosts is not None:
+        reductions = [config.across_hosts.placed(reduction) for reduction in reductions]
     # Asking TensorFlow for its kernels takes longer than tracing a value, so ask once per dtype.
     with_nccl = functools.cache(config.with_nccl)
 
@@ -122,6 +130,7 @@ def reduce_on_roots(
     reduce_op: tf.distribute.ReduceOp,
     reductions: Sequence[Reduction],
     root_of: Callable[[Reduction], str],
+    hosts: Hosts | None = None,
 ) -> list[Any]:
     """Reduces each value of a batch on one device.
 
@@ -129,20 +138,24 @@ def reduce_on_roots(
       reduce_op: SUM or MEAN.
       reductions: the checked pairs.
       root_of: the device that a value is reduced on.
+      hosts: the hosts that reduce together; None for one host.
 
     Returns:
       One result per reduction, in order.
     """
+    if hosts is not None:
+        reductions = [hosts.placed(reduction) for reduction in reductions]
 
     def run(key: tuple[str, bool, tuple[str, ...]], group: Sequence[Reduction]) -> list[Any]:
         root, all_reduce, devices = key
         if all_reduce and root in devices:
             # One device is the simplest copy tree: a star, whose centre is that device.
             star = copy_tree.star(len(devices), devices.index(root))
-            return reduce(reduce_op, group, AllReduceConfig((star,), PackingOptions(1), None))
+            config = AllReduceConfig((star,), PackingOptions(1), None, across_hosts=hosts)
+            return reduce(reduce_op, group, config)
         final_op = final_op_for(reduce_op, group[0])
         return [
-            reduce_on_one_device(reduction, root, numerics.add, final_op)
+            reduce_on_one_device(reduction, root, numerics.add, final_op, hosts)
             for reduction in _as_added(reduce_op, group)
         ]
 
@@ -177,13 +190,13 @@ def _cast(reduction: Reduction, dtype: tf.DType) -> Reduction:
 
 def final_op_for(reduce_op: tf.distribute.ReduceOp, reduction: Reduction) -> numerics.FinalOp:
     """What is done to a sum of this reduction's values where it was formed."""
-    return numerics.FinalOp(len(reduction.values) if _is_mean(reduce_op, reduction) else None)
+    return numerics.FinalOp(reduction.num_replicas if _is_mean(reduce_op, reduction) else None)
 
 
 def _is_mean(reduce_op: tf.distribute.ReduceOp, reduction: Reduction) -> bool:
     # One replica that keeps its value keeps its dtype too; any other mean of integers is a float.
     return reduce_op == tf.distribute.ReduceOp.MEAN and not (
-        len(reduction.values) == 1 and reduction.is_all_reduce
+        reduction.num_replicas == 1 and reduction.is_all_reduce
     )
 
 
@@ -213,7 +226,7 @@ def _way(
         return _on_first_destination
     if reduction.is_sparse:
         return _all_reduce_slices
-    if with_nccl(reduction.devices, dtype):
+    if reduction.num_hosts == 1 and with_nccl(reduction.devices, dtype):
         return _all_reduce_with_nccl
     return _all_reduce_along_trees
 
@@ -221,9 +234,9 @@ def _way(
 def _on_first_destination(
     group: Sequence[Reduction], final_op: numerics.FinalOp, config: AllReduceConfig
 ) -> list[Any]:
-    del config  # These are no all-reduces.
+    hosts = config.across_hosts
     return [
-        reduce_on_one_device(reduction, reduction.destinations[0], numerics.add, final_op)
+        reduce_on_one_device(reduction, reduction.destinations[0], numerics.add, final_op, hosts)
         for reduction in group
     ]
 
@@ -232,14 +245,23 @@ def _all_reduce_along_trees(
     group: Sequence[Reduction], final_op: numerics.FinalOp, config: AllReduceConfig
 ) -> list[Any]:
     devices = group[0].devices
+    hosts, across_hosts = config.across_hosts, None
+    if hosts is not None:
+        # The backward pass makes the gradients of the last variables first: these leave first.
+        group = group[::-1]
     plan = config.plan([_value_spec(reduction) for reduction in group], devices)
+    if hosts is not None:
+        across_hosts = hosts.exchange_packs(plan, group, final_op).all_reduce
     tensors_by_device = packs.all_reduce(
         plan,
         _by_device(group),
         devices,
-        lambda pack, tensors: copy_trees.reduce_pack(pack.tree, tensors, devices, final_op),
+        lambda pack, tensors: copy_trees.reduce_pack(
+            pack.tree, tensors, devices, final_op, across_hosts
+        ),
     )
-    return _by_value(tensors_by_device, group)
+    results = _by_value(tensors_by_device, group)
+    return results if hosts is None else results[::-1]
 
 
 def _all_reduce_with_nccl(
@@ -258,9 +280,14 @@ def _all_reduce_slices(
     devices = group[0].devices
     # The number of rows differs between devices and steps, so each value is a pack of its own.
     plan = config.plan([UNKNOWN] * len(group), devices)
+    exchange = None
+    if config.across_hosts is not None:
+        roots = [devices[pack.tree.root] for pack in plan.packs]
+        exchange = config.across_hosts.exchange_slices(roots, group, final_op)
     return [
         to_mirrored(
-            gather.all_reduce_slices(pack.tree, reduction.values, devices, final_op), reduction
+            gather.all_reduce_slices(pack.tree, reduction.values, devices, final_op, exchange),
+            reduction,
         )
         for pack, reduction in zip(plan.packs, group, strict=True)
     ]
@@ -284,9 +311,11 @@ def reduce_on_one_device(
     device: str,
     accumulate: one_device.Accumulate,
     final_op: numerics.FinalOp,
+    hosts: Hosts | None = None,
 ) -> Any:
     """Reduces one value on any device and copies the result to its destinations."""
-    result = one_device.reduce_on(reduction.values, device, accumulate, final_op)
+    exchange = None if hosts is None else hosts.exchange_on(device, reduction, final_op)
+    result = one_device.reduce_on(reduction.values, device, accumulate, final_op, exchange)
     return tf_internals.mirrored(one_device.copy_to(result, reduction.destinations))
 
 

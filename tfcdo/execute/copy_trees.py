@@ -11,6 +11,7 @@ from tfcdo.execute import numerics
 from tfcdo.plan.copy_tree import CopyTree
 
 T = TypeVar("T")
+AcrossHosts = Callable[[Sequence[tf.Tensor], str], list[tf.Tensor]]
 
 
 def reduce_pack(
@@ -18,6 +19,7 @@ def reduce_pack(
     tensors_by_device: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str],
     final_op: numerics.FinalOp,
+    across_hosts: AcrossHosts | None = None,
 ) -> list[list[tf.Tensor]]:
     """All-reduces one pack along its copy tree.
 
@@ -26,6 +28,8 @@ def reduce_pack(
       tensors_by_device: `tensors_by_device[d]` are the tensors, one per bundle, of device `d`.
       devices: the device names.
       final_op: applied to each sum on the root of the tree.
+      across_hosts: adds to the sums on the root, given its name, those of other hosts; None for one
+        host.
 
     Returns:
       The results, indexed like `tensors_by_device`. All devices hold the same bits, because
@@ -37,6 +41,8 @@ def reduce_pack(
         devices,
         lambda parts: [numerics.add(bundle) for bundle in zip(*parts)],
     )
+    if across_hosts is not None:
+        totals = across_hosts(totals, devices[tree.root])
     with tf.device(devices[tree.root]):
         results = [
             final_op(total, tensor.dtype)

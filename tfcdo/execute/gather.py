@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfcdo.execute import copy_trees
 from tfcdo.execute import numerics
+from tfcdo.execute.exchange import Exchange
 from tfcdo.plan.copy_tree import CopyTree
 
 # The tensors of all replicas that have reached a device so far: (rank, tensors) pairs.
@@ -16,7 +17,11 @@ _Collected = list[tuple[int, list[tf.Tensor]]]
 
 
 def all_gather(
-    tree: CopyTree, values: Sequence[tf.Tensor], devices: Sequence[str], axis: Any
+    tree: CopyTree,
+    values: Sequence[tf.Tensor],
+    devices: Sequence[str],
+    axis: Any,
+    exchange: Exchange | None = None,
 ) -> list[tf.Tensor]:
     """Concatenates the devices' tensors, in the order of the devices, on all devices.
 
@@ -25,6 +30,7 @@ def all_gather(
       values: one tensor per device; their shapes may differ along `axis`.
       devices: the device names.
       axis: the axis to concatenate along, an int or a 0-D tensor of ints.
+      exchange: adds what other hosts have; None for one host.
 
     Returns:
       The concatenation, on each device.
@@ -32,6 +38,8 @@ def all_gather(
     collected = _collect(tree, [[value] for value in values], devices)
     with tf.device(devices[tree.root]):
         gathered = tf.concat([value for (value,) in collected], axis)
+    if exchange is not None:
+        gathered = exchange.concat(gathered, axis, devices[tree.root])
     return [value for (value,) in copy_trees.broadcast_down(tree, [gathered], devices)]
 
 
@@ -40,6 +48,7 @@ def all_reduce_slices(
     slices: Sequence[tf.IndexedSlices],
     devices: Sequence[str],
     final_op: numerics.FinalOp,
+    exchange: Exchange | None = None,
 ) -> list[tf.IndexedSlices]:
     """All-reduces `tf.IndexedSlices`: the rows of all devices together are the sum.
 
@@ -51,6 +60,7 @@ def all_reduce_slices(
       slices: one per device; the number of rows may differ.
       devices: the device names.
       final_op: applied to the rows on the root.
+      exchange: adds what other hosts have; None for one host.
 
     Returns:
       Equal rows and indices on each device, in the order of the devices, of a table whose shape is
@@ -61,6 +71,8 @@ def all_reduce_slices(
         joined = concat_slices(
             [tf.IndexedSlices(values, indices) for values, indices in collected], final_op
         )
+    if exchange is not None:
+        joined = exchange.join_slices(joined, devices[tree.root])
     copies = copy_trees.broadcast_down(tree, [joined.values, joined.indices], devices)
     return [
         tf.IndexedSlices(values, indices, part.dense_shape)

@@ -9,12 +9,17 @@ import tensorflow as tf
 
 from tfcdo.execute import gather
 from tfcdo.execute import numerics
+from tfcdo.execute.exchange import Exchange
 
 Accumulate = Callable[[list[tf.Tensor]], tf.Tensor]
 
 
 def reduce_on(
-    values: Sequence[Any], device: str, accumulate: Accumulate, final_op: numerics.FinalOp
+    values: Sequence[Any],
+    device: str,
+    accumulate: Accumulate,
+    final_op: numerics.FinalOp,
+    exchange: Exchange | None = None,
 ) -> Any:
     """Copies all values to one device and reduces them there.
 
@@ -23,14 +28,19 @@ def reduce_on(
       device: where to reduce.
       accumulate: adds up a list of tensors; slices are joined instead.
       final_op: applied to the sum.
+      exchange: adds what other hosts have; None for one host.
 
     Returns:
       The result, on `device`.
     """
     with tf.device(device):
         if isinstance(values[0], tf.IndexedSlices):
-            return gather.concat_slices(values, final_op)
-        return final_op(accumulate(list(values)), values[0].dtype)
+            joined = gather.concat_slices(values, final_op)
+            return joined if exchange is None else exchange.join_slices(joined, device)
+        total = accumulate(list(values))
+        if exchange is not None:
+            [total] = exchange.all_reduce([total], device)
+        return final_op(total, values[0].dtype)
 
 
 def copy_to(value: Any, devices: Sequence[str]) -> list[Any]:

@@ -21,11 +21,18 @@ class Reduction:
       values: one tensor or `tf.IndexedSlices` per replica.
       devices: the device of each value; `""` where it is not known at trace time.
       destinations: the devices that get the result.
+      num_hosts: how many hosts hold as many values each.
     """
 
     values: tuple[Any, ...]
     devices: tuple[str, ...]
     destinations: tuple[str, ...]
+    num_hosts: int = 1
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of values, on all hosts together."""
+        return len(self.values) * self.num_hosts
 
     @property
     def is_sparse(self) -> bool:

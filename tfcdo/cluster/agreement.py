@@ -1,0 +1,209 @@
+"""Agreeing, before hosts exchange anything, that all of them are about to do the same.
+
+Hosts that run one program start the same collectives in the same order. Each kind of collective is
+described by all that its hosts must have in common, and the first time that a host comes to a kind,
+it announces the description and waits until all others have announced the same. The chief then
+gives the kind a number, from which the keys of its collectives are made. So a collective never
+meets one of another kind, and hosts whose programs differ learn where.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from absl import logging
+
+from tfcdo.cluster import config
+from tfcdo.cluster import difference
+
+Description = Mapping[str, Any]
+
+LOG_AFTER = 60.0  # Seconds until the log says who is waited for.
+# Two hosts that have been waiting for this long, each for something that the other has not come to,
+# run different programs. Not at once, because several threads of one program may start collectives,
+# and their order is not the same on all hosts.
+_GRACE = 10.0
+_POLL = 0.5
+
+
+class Store(Protocol):
+    """A key-value store that all hosts share; a key is written once."""
+
+    def set(self, key: str, value: str) -> None:
+        """Writes a new key."""
+
+    def get(self, key: str, timeout: float) -> str | None:
+        """Waits up to `timeout` seconds for a key; returns its value, or None."""
+
+    def delete(self, key: str) -> None:
+        """Removes a key, so that it can be written again."""
+
+
+class DisagreementError(RuntimeError):
+    """The hosts do not do the same; the message names the difference."""
+
+
+class LateHostError(RuntimeError):
+    """A host did not come to a collective within the time-out; the message names it."""
+
+
+def digest(description: Description) -> str:
+    """Returns a short name for a description: equal for equal ones, on every host."""
+    text = json.dumps(description, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Agreement:
+    """This host's part in agreeing on kinds of collectives.
+
+    Args:
+      store: the store that the hosts share.
+      cluster: the hosts.
+      timeout: how many seconds to wait for another host.
+    """
+
+    def __init__(self, store: Store, cluster: config.Cluster, timeout: float) -> None:
+        self._store = store
+        self._cluster = cluster
+        self._timeout = timeout
+        self._lock = threading.Lock()  # Guards what follows; never held while waiting.
+        self._own: list[Description] = []
+        self._numbers: dict[str, int] = {}
+        self._next_number = 0
+        self._reading = threading.Lock()  # One thread at a time reads what others announce.
+        self._announced: dict[int, dict[str, Description]] = {h: {} for h in cluster.others}
+
+    def number(self, description: Description, size: int) -> int:
+        """Returns the number of a kind of collectives; the first call waits for the other hosts.
+
+        Args:
+          description: what the hosts must have in common: JSON values by name.
+          size: how many consecutive numbers to reserve for it.
+
+        Returns:
+          The first of its numbers: the same on all hosts, and no other kind's.
+
+        Raises:
+          DisagreementError: if another host does something else.
+          LateHostError: if another host does not come to this within the time-out.
+        """
+        name = digest(description)
+        with self._lock:
+            if name in self._numbers:
+                return self._numbers[name]
+            known = any(digest(own) == name for own in self._own)
+            if not known:
+                place = len(self._own)
+                self._own.append(description)
+        if not known:
+            self._store.set(f"announced/{self._cluster.index}/{place}", json.dumps(description))
+        number = self._lead(name, description, size) if self._cluster.is_chief else None
+        if number is None:
+            number = self._follow(name, description)
+        with self._lock:
+            self._numbers[name] = number
+        return number
+
+    def stray(self) -> str | None:
+        """Looks for a host that has come to a collective which this host has not.
+
+        Returns:
+          Where its program differs from this one's, in words; None if there is no such host.
+        """
+        with self._lock:
+            own = {digest(description): description for description in self._own}
+            waiting = [d for name, d in own.items() if name not in self._numbers]
+        # The chief hears all; any other host only the chief, which speaks up if a third differs.
+        for host in self._cluster.others if self._cluster.is_chief else (0,):
+            strange = [d for name, d in self._heard(host, 0.01).items() if name not in own]
+            if strange:
+                me, they = self._cluster.name(self._cluster.index), self._cluster.name(host)
+                if not waiting:
+                    return f"{they} has come to {brief(strange[0])}, but {me} has not"
+                # The host that is waited for last is at the first thing that this one has not.
+                details = difference.between(waiting[-1], me, strange[0], they)
+                return f"the programs of {me} and {they} differ: {details}"
+        return None
+
+    def failure(self) -> str | None:
+        """Returns why another host has given up, or None."""
+        return self._store.get("failed", 0.01)
+
+    def fail(self, reason: str) -> None:
+        """Tells the other hosts that this one gives up, and why."""
+        if self.failure() is None:
+            try:
+                self._store.set("failed", reason)
+            except Exception as error:  # Another host was first, or the chief is gone: as good.
+                logging.info("tfcdo: could not tell the other hosts: %s", error)
+
+    def _lead(self, name: str, description: Description, size: int) -> int:
+        for host in self._cluster.others:
+            self._wait(
+                lambda host=host: True if name in self._heard(host, _POLL) else None,
+                description,
+                host,
+            )
+        with self._lock:
+            if name in self._numbers:  # Another thread came to the same collective.
+                return self._numbers[name]
+            number = self._next_number
+            self._next_number += size
+            self._numbers[name] = number
+        self._store.set(f"agreed/{name}", str(number))
+        return number
+
+    def _follow(self, name: str, description: Description) -> int:
+        agreed = self._wait(lambda: self._store.get(f"agreed/{name}", _POLL), description, 0)
+        return int(agreed)
+
+    def _wait(self, ready: Any, description: Description, host: int) -> Any:
+        """Waits for another host to come to a collective, or for the news that it will not."""
+        start = time.monotonic()
+        next_line = LOG_AFTER
+        while True:
+            found = ready()
+            if found is not None:
+                return found
+            waited = time.monotonic() - start
+            reason = self.failure()
+            if reason is not None:
+                raise DisagreementError(reason)
+            if waited >= _GRACE:
+                reason = self.stray()
+                if reason is not None:
+                    self.fail(reason)
+                    raise DisagreementError(reason)
+            message = f"{waited:.0f} s for {self._cluster.name(host)} to come to the first "
+            if waited >= self._timeout:
+                reason = f"timed out after waiting {message}{brief(description)}"
+                self.fail(reason)
+                raise LateHostError(reason)
+            if waited >= next_line:
+                logging.warning("tfcdo: waiting since %s%s", message, brief(description))
+                next_line += LOG_AFTER
+
+    def _heard(self, host: int, timeout: float) -> Mapping[str, Description]:
+        """Reads what a host has announced since this was last asked; returns all of it."""
+        with self._reading:
+            heard = self._announced[host]
+            while True:
+                text = self._store.get(f"announced/{host}/{len(heard)}", timeout)
+                if text is None:
+                    return dict(heard)
+                description = json.loads(text)
+                heard[digest(description)] = description
+                timeout = 0.01
+
+
+def brief(description: Description) -> str:
+    """Names a collective in a message: what it is for, and its first values."""
+    values = description.get("values", [])
+    more = ", ..." if len(values) > 3 else ""
+    what = description.get("what", "collective")
+    return f"{what} of {len(values)} values ({', '.join(values[:3])}{more})"

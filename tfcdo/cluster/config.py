@@ -1,0 +1,184 @@
+"""Reading and checking what a process is told about its cluster, before any server starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# The jobs whose tasks train together, in the order in which they are counted.
+_TRAINING_JOBS = ("chief", "worker")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One host of a cluster, numbered as TensorFlow does: the chief first, then the workers.
+
+    Attributes:
+      job: "chief" or "worker".
+      index: its number in its job.
+      address: where its server listens, as `host:port`.
+    """
+
+    job: str
+    index: int
+    address: str
+
+    @property
+    def device_prefix(self) -> str:
+        """The beginning of the names of its devices."""
+        return f"/job:{self.job}/replica:0/task:{self.index}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The hosts that train together, and which of them this process is.
+
+    Attributes:
+      tasks: the hosts.
+      index: this process's place in `tasks`.
+
+    Example:
+      >>> cluster = from_spec({"worker": ["a:2222", "b:2222"]}, "worker", 1)
+      >>> cluster.is_chief, cluster.name(0)
+      (False, 'host 0 (/job:worker/task:0 at a:2222)')
+    """
+
+    tasks: tuple[Task, ...]
+    index: int
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is the host that others take initial values and instructions from."""
+        return self.index == 0
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The numbers of all other hosts."""
+        return tuple(host for host in range(len(self.tasks)) if host != self.index)
+
+    def name(self, host: int) -> str:
+        """Names a host in a message: its number, its task and its address."""
+        task = self.tasks[host]
+        return f"host {host} (/job:{task.job}/task:{task.index} at {task.address})"
+
+
+def from_spec(spec: Mapping[str, Sequence[str]], job: Any, index: Any) -> Cluster | None:
+    """Checks the description of a cluster and finds this process's place in it.
+
+    Args:
+      spec: the addresses of each job's tasks; empty for a process on its own.
+      job: the job that this process belongs to.
+      index: its number in that job.
+
+    Returns:
+      The hosts that train together; None if this process trains alone, as an evaluator does.
+
+    Raises:
+      ValueError: if the description contradicts itself; the message says where.
+    """
+    if not spec:
+        return None
+    if job is None or index is None:
+        raise ValueError(
+            "TF_CONFIG, or the cluster resolver, must say which task of the cluster this process "
+            f"is (a task type and an index); got the cluster {dict(spec)} and no task"
+        )
+    if job not in spec and job != "evaluator":
+        raise ValueError(f"the task type must be one of {sorted(spec)}; got {job!r}")
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise ValueError(f"the task index must be an int; got {index!r}")
+    if job == "evaluator":
+        return None
+    if job not in _TRAINING_JOBS:
+        raise ValueError(
+            f"the task type must be 'chief', 'worker' or 'evaluator' to train; got {job!r}"
+        )
+    if len(spec.get("chief", ())) > 1:
+        raise ValueError(f"a cluster has at most one chief; got {list(spec['chief'])}")
+    if not 0 <= index < len(spec[job]):
+        raise ValueError(
+            f"the task index must be one of the {len(spec[job])} of job {job!r}, 0 to "
+            f"{len(spec[job]) - 1}; got {index}"
+        )
+    tasks = [
+        Task(name, number, address)
+        for name in _TRAINING_JOBS
+        for number, address in enumerate(spec.get(name, ()))
+    ]
+    for task in tasks:
+        split_address(task.address)
+    addresses = [task.address for task in tasks]
+    twice = sorted({address for address in addresses if addresses.count(address) > 1})
+    if twice:
+        raise ValueError(f"each task must have an address of its own; {twice[0]} is there twice")
+    return Cluster(tuple(tasks), [(task.job, task.index) for task in tasks].index((job, index)))
+
+
+def check_tf_config() -> None:
+    """Checks the environment variable TF_CONFIG, as far as TensorFlow's resolver relies on it.
+
+    Raises:
+      ValueError: if it is not JSON, or not of the documented form.
+    """
+    text = os.environ.get("TF_CONFIG", "")
+    if not text.strip():
+        return
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"TF_CONFIG must be JSON; got {text!r}: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"TF_CONFIG must be a JSON object; got {text!r}")
+    cluster, task = config.get("cluster", {}), config.get("task", {})
+    if not isinstance(cluster, dict) or not isinstance(task, dict):
+        raise ValueError(
+            "TF_CONFIG must hold objects 'cluster' (addresses by job) and 'task' (a type and an "
+            f"index); got {text!r}"
+        )
+    for job, addresses in cluster.items():
+        if not isinstance(addresses, list) or not addresses:
+            raise ValueError(
+                f"TF_CONFIG: the tasks of job {job!r} must be a list of 'host:port'; "
+                f"got {addresses!r}"
+            )
+        for address in addresses:
+            split_address(address)
+    if cluster:
+        index = task.get("index")
+        if isinstance(index, str) and index.isdigit():  # As TensorFlow reads it.
+            index = int(index)
+        from_spec(cluster, task.get("type"), index)
+
+
+def split_address(address: Any) -> tuple[str, int]:
+    """Splits an address into a host name and a port.
+
+    Args:
+      address: `host:port`; a host may be a name, an IPv4 address or an IPv6 address in brackets.
+
+    Returns:
+      The host and the port.
+
+    Raises:
+      ValueError: if it is anything else.
+
+    Example:
+      >>> split_address("[::1]:2222")
+      ('::1', 2222)
+    """
+    try:
+        if not isinstance(address, str):
+            raise ValueError
+        parts = urllib.parse.urlsplit(f"//{address}")
+        if not parts.hostname or not parts.port or parts.path or parts.username:
+            raise ValueError
+        return parts.hostname, parts.port
+    except ValueError:
+        raise ValueError(
+            f"an address in a cluster must be 'host:port' with a port from 1 to 65535; "
+            f"got {address!r}"
+        ) from None

@@ -1,0 +1,43 @@
+"""Saying in words where two hosts differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_MOST = 3  # Differences that a message names.
+
+
+def between(
+    left: Mapping[str, Any], left_name: str, right: Mapping[str, Any], right_name: str
+) -> str:
+    """Says where two descriptions differ.
+
+    Args:
+      left: one description: JSON values by name.
+      left_name: whose it is.
+      right: the other description.
+      right_name: whose that is.
+
+    Returns:
+      The first differences, each with both values; lists are compared element by element.
+
+    Example:
+      >>> between({"values": ["int32[2]", "bool[]"]}, "a", {"values": ["int32[2]", "int8[]"]}, "b")
+      'values, element 1 of 2: bool[] on a, int8[] on b'
+    """
+    found = []
+    for key in [*left, *(key for key in right if key not in left)]:
+        if left.get(key) != right.get(key):
+            found.append(_one(key, left.get(key), left_name, right.get(key), right_name))
+    more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
+    return "; ".join(found[:_MOST]) + more
+
+
+def _one(key: str, left: Any, left_name: str, right: Any, right_name: str) -> str:
+    if isinstance(left, list) and isinstance(right, list):
+        if len(left) != len(right):
+            return f"{key}: {len(left)} on {left_name}, {len(right)} on {right_name}"
+        index = next(i for i, pair in enumerate(zip(left, right)) if pair[0] != pair[1])
+        key, left, right = f"{key}, element {index} of {len(left)}", left[index], right[index]
+    return f"{key}: {left} on {left_name}, {right} on {right_name}"

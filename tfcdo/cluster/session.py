@@ -1,0 +1,90 @@
+"""What this process shares with the other hosts from the start of the strategy to its end."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tfcdo.cluster import config
+from tfcdo.cluster import watch
+from tfcdo.cluster.agreement import Agreement
+from tfcdo.cluster.agreement import Store
+from tfcdo.cluster.agreement import digest
+
+# A key comes back after this many uses of its kind: long after the last one has ended, and
+# TensorFlow, which keeps what it learns of a key, keeps no more than this for each collective.
+_ROUNDS = 64
+
+
+class Session:
+    """A host's connection to the others: keys for collectives, and an eye on their progress.
+
+    Args:
+      cluster: the hosts.
+      store: the key-value store that they share.
+      abort: ends all collectives of this process with an error.
+      timeout: how many seconds a host waits for another one.
+    """
+
+    def __init__(
+        self, cluster: config.Cluster, store: Store, abort: watch.Abort, timeout: float
+    ) -> None:
+        self.cluster = cluster
+        self._agreement = Agreement(store, cluster, timeout)
+        self._watch = watch.Watch(cluster, store, self._agreement, abort, timeout)
+        self._lock = threading.Lock()
+        self._rounds: dict[str, Iterator[int]] = {}
+
+    def next_keys(self, description: Mapping[str, Any], count: int) -> list[int]:
+        """Returns the keys for the next use of one kind of collectives, the same on all hosts.
+
+        Args:
+          description: what all hosts must have in common.
+          count: how many keys.
+
+        Raises:
+          DisagreementError, LateHostError: see `Agreement.number`.
+        """
+        number = self._agreement.number(description, count)
+        with self._lock:
+            rounds = self._rounds.setdefault(digest(description), itertools.cycle(range(_ROUNDS)))
+            turn = next(rounds)
+        return [(number + index) * _ROUNDS + turn for index in range(count)]
+
+    def watch(self, description: Mapping[str, Any], read: Callable[[], int]) -> None:
+        """Starts to watch one kind of collectives; see `Watch.add`."""
+        self._watch.add(description, read)
+
+
+# TensorFlow joins one cluster in the life of a process, and its servers do not end before that.
+_current: Session | None = None
+
+
+def current() -> Session | None:
+    """Returns the session of this process, if it has joined a cluster."""
+    return _current
+
+
+def join(cluster: config.Cluster, store: Store, abort: watch.Abort, timeout: float) -> Session:
+    """Returns the session of this process, made by the first strategy.
+
+    Args:
+      cluster: the hosts.
+      store: the key-value store that they share.
+      abort: ends all collectives of this process with an error.
+      timeout: how many seconds a host waits for another one.
+
+    Raises:
+      ValueError: if the process has joined another cluster.
+    """
+    global _current
+    if _current is None:
+        _current = Session(cluster, store, abort, timeout)
+    if _current.cluster != cluster:
+        raise ValueError(
+            f"all strategies of a process must be of one cluster; got {cluster} after "
+            f"{_current.cluster}"
+        )
+    return _current

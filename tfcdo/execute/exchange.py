@@ -1,0 +1,372 @@
+"""The step between hosts, in the middle of a pack's way: up a copy tree, across, and down again.
+
+The roots of one pack on all hosts exchange what their trees have summed, with TensorFlow's own
+collective ops; nothing else crosses between hosts. Each root sends what its host sums to, so the
+network carries the data of one device a host, however many devices there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import tf_internals
+from tfcdo.cluster.agreement import digest
+from tfcdo.cluster.session import Session
+from tfcdo.execute import numerics
+
+# What `CollectiveReduceV2` adds, or what to turn other dtypes into for it, losing nothing: sums of
+# integers are right modulo their size in wider ones too, and a complex number is two real ones.
+_SUMMED_AS = {
+    tf.float16: tf.float32,
+    tf.bfloat16: tf.float32,
+    tf.int8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint8: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
+}
+_SUMMED_BITS = {tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
+# The same for ops that only copy.
+_COPIED_AS = {tf.bool: tf.int32, tf.int8: tf.int32, tf.uint8: tf.int32}
+_COPIED_BITS = {
+    tf.bfloat16: tf.float16,
+    tf.int16: tf.float16,
+    tf.uint16: tf.float16,
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.int64,
+    tf.complex128: tf.float64,
+}
+# Group keys of ours, far from those that TensorFlow's strategies count up from 1.
+_GROUP_KEYS = {"CPU": 7_001_000, "GPU": 7_002_000}
+_ALL_DEVICES_KEY = 7_003_000
+_lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What joins the hosts.
+
+    Attributes:
+      session: what this process shares with the other hosts.
+      hint: which implementation of collectives TensorFlow is to use: "auto", "ring" or "nccl".
+    """
+
+    session: Session
+    hint: str
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts."""
+        return len(self.session.cluster.tasks)
+
+    @property
+    def host_device(self) -> str:
+        """This host's own CPU."""
+        prefix = self.session.cluster.tasks[self.session.cluster.index].device_prefix
+        return f"{prefix}/device:CPU:0"
+
+    def exchange(self, description: Mapping[str, Any], num_collectives: int) -> Exchange:
+        """Begins what the hosts exchange for one batch.
+
+        Args:
+          description: what must be the same on all hosts: JSON values by name.
+          num_collectives: how many collectives it takes.
+
+        Returns:
+          The exchange, whose methods emit the collectives, in the same order on all hosts.
+        """
+        return Exchange(self, {**description, "collectives": num_collectives})
+
+
+class Exchange:
+    """What the hosts exchange for one batch of values: a few collectives, in a fixed order.
+
+    Args:
+      network: what joins the hosts.
+      description: what must be the same on all hosts; "collectives" is how many there are.
+    """
+
+    def __init__(self, network: Network, description: Mapping[str, Any]) -> None:
+        self._network = network
+        self._count: int = description["collectives"]
+        self._counter = _counter(network, description)
+        with tf.device(network.host_device):
+            keys = tf_internals.value_at_call_time(
+                lambda: self._next_keys(description), tf.TensorSpec([self._count], tf.int32)
+            )
+            self._keys = iter(tf.unstack(keys, self._count))
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
+        """Adds up what one device of each host holds, with one collective.
+
+        Args:
+          tensors: tensors of one dtype on `device`; of the same shapes on all hosts.
+          device: the device; the one with the same number takes part on each other host.
+
+        Returns:
+          The sums over all hosts, on the same device: the same bits on all hosts. Floats of 16 bits
+          come back in 32.
+        """
+        with tf.device(device):
+            flat = tensors[0] if len(tensors) == 1 else tf.concat([_flat(t) for t in tensors], 0)
+            total = self._differentiable_sum(flat, device)
+            if len(tensors) == 1:
+                return [total]
+            parts = tf.split(total, [_size(tensor) for tensor in tensors])
+            return [
+                tf.reshape(part, _shape(tensor))
+                for part, tensor in zip(parts, tensors, strict=True)
+            ]
+
+    def all_gather(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
+        """Concatenates the rows of all hosts, with one collective and one more for each tensor.
+
+        Args:
+          tensors: tensors with one number of rows, which may be another one on other hosts.
+          device: the device that they are on.
+
+        Returns:
+          Tensors of all rows, in the order of the hosts.
+        """
+        with tf.device(device):
+            rows = tf.shape(tensors[0], tf.int64)[0]
+            counts = self._gather(tf.reshape(rows, [1]), device)
+            # The collective takes as many rows from each host, and at least one.
+            most = tf.maximum(tf.reduce_max(counts), 1)
+            number = tf.range(most * self._network.num_hosts)
+            there = tf.reshape(tf.where(number % most < tf.gather(counts, number // most)), [-1])
+            results = []
+            for tensor in tensors:
+                wire = _as_copied(tensor)
+                padding = tf.concat([[most - rows], tf.shape(wire, tf.int64)[1:]], 0)
+                padded = tf.concat([wire, tf.zeros(padding, wire.dtype)], 0)
+                gathered = tf.gather(self._gather(padded, device), there)
+                results.append(_from_wire(gathered, tensor))
+            return results
+
+    def concat(self, tensor: tf.Tensor, axis: Any, device: str) -> tf.Tensor:
+        """Concatenates one tensor a host along an axis, with two collectives.
+
+        Args:
+          tensor: the tensor; another host's may have another size along the axis.
+          axis: the axis, an int or a 0-D tensor of ints; from the end if it is negative.
+          device: the device that it is on.
+
+        Returns:
+          The concatenation, in the order of the hosts.
+        """
+        with tf.device(device):
+            if tf.get_static_value(axis) == 0:
+                return self.all_gather([tensor], device)[0]
+            rank = tf.rank(tensor)
+            axis = tf.cast(axis, tf.int32) % rank
+            before, after = tf.range(axis), tf.range(axis + 1, rank)
+            [rows] = self.all_gather(
+                [tf.transpose(tensor, tf.concat([[axis], before, after], 0))], device
+            )
+            result = tf.transpose(rows, tf.concat([before + 1, [0], after], 0))
+            result.set_shape([None] * tensor.shape.rank if tensor.shape.rank else None)
+            return result
+
+    def join_slices(self, slices: tf.IndexedSlices, device: str) -> tf.IndexedSlices:
+        """Joins the rows of all hosts' slices, with three collectives.
+
+        Args:
+          slices: this host's rows of a table.
+          device: the device that they are on.
+
+        Returns:
+          The slices whose dense form is the sum of the hosts' dense forms.
+        """
+        values, indices = self.all_gather([slices.values, slices.indices], device)
+        return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+    def broadcast(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
+        """Returns the chief's tensor on every host, bit for bit; takes one collective.
+
+        Args:
+          tensor: this host's tensor, of the chief's dtype and shape.
+          device: the device that it is on.
+        """
+        with tf.device(device):
+            wire = _as_copied(tensor)
+            common = {
+                "group_size": self._network.num_hosts,
+                "group_key": _group_key(device),
+                "instance_key": next(self._keys),
+                "communication_hint": self._network.hint,
+                "timeout_seconds": 0.0,
+            }
+            entered = self._mark(wire)
+            if self._network.session.cluster.is_chief:
+                sent = tf.raw_ops.CollectiveBcastSendV2(input=wire, **common)
+            else:
+                sent = tf.raw_ops.CollectiveBcastRecvV2(
+                    T=wire.dtype, shape=tf.shape(wire), **common
+                )
+            self._mark(sent, entered)
+            return _from_wire(sent, tensor)
+
+    def _differentiable_sum(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
+        """Sums over the hosts; the gradient of a sum of all is the sum of all gradients."""
+
+        @tf.custom_gradient
+        def summed(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                description = {
+                    "what": "gradient of an all-reduce",
+                    "values": [describe(upstream)],
+                    "device": device_number(device),
+                }
+                [total] = self._network.exchange(description, 1).all_reduce([upstream], device)
+                return tf.cast(total, upstream.dtype)
+
+            return self._sum(value, device), gradient
+
+        return summed(tensor)
+
+    def _sum(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
+        with tf.device(device):
+            wire = _as_summed(tensor)
+            entered = self._mark(wire)
+            total = tf.raw_ops.CollectiveReduceV2(
+                input=wire,
+                group_size=self._network.num_hosts,
+                group_key=_group_key(device),
+                instance_key=next(self._keys),
+                ordering_token=[_ordering_token(device)],
+                merge_op="Add",
+                final_op="Id",
+                communication_hint=self._network.hint,
+            )
+            self._mark(total, entered)
+            return numerics.widened(_from_wire(total, tensor, summed=True))
+
+    def _gather(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
+        entered = self._mark(tensor)
+        gathered = tf.raw_ops.CollectiveGatherV2(
+            input=tensor,
+            group_size=self._network.num_hosts,
+            group_key=_group_key(device),
+            instance_key=next(self._keys),
+            ordering_token=[_ordering_token(device)],
+            communication_hint=self._network.hint,
+        )
+        self._mark(gathered, entered)
+        return gathered
+
+    def _mark(self, tensor: tf.Tensor, *after: tf.Operation) -> tf.Operation:
+        """Counts one more event, entering or leaving a collective, for whoever watches."""
+        with tf.control_dependencies([tensor, *after]), tf.device(self._network.host_device):
+            mark = tf.raw_ops.AssignAddVariableOp(
+                resource=tf_internals.captured(self._counter), value=tf.constant(1, tf.int64)
+            )
+        if mark is not None:
+            tf_internals.run_before_function_returns(mark)
+        return mark
+
+    def _next_keys(self, description: Mapping[str, Any]) -> tf.Tensor:
+        keys = self._network.session.next_keys(description, self._count)
+        with tf.device(self._network.host_device):
+            return tf.constant(keys, tf.int32)
+
+
+def describe(tensor: Any) -> str:
+    """Names a tensor's dtype and static shape, such as `float32[2,3]`; `?` is not known."""
+    if tensor.shape.rank is None:
+        return f"{tensor.dtype.name}[...]"
+    sizes = ",".join("?" if size is None else str(size) for size in tensor.shape.as_list())
+    return f"{tensor.dtype.name}[{sizes}]"
+
+
+def device_number(device: str) -> str:
+    """Returns a device's type and number, `CPU:0`: what it is called on every host."""
+    spec = tf.DeviceSpec.from_string(device)
+    return f"{spec.device_type}:{spec.device_index}"
+
+
+def _group_key(device: str) -> int:
+    """Returns the key of the group of this device and those with its number on other hosts."""
+    spec = tf.DeviceSpec.from_string(device)
+    return _GROUP_KEYS[spec.device_type] + spec.device_index
+
+
+def _ordering_token(device: str) -> tf.Tensor:
+    """Returns the resource by which TensorFlow runs the collectives of a device one by one."""
+    with _lock:
+        return tf_internals.captured(_make_token(device))
+
+
+def _counter(network: Network, description: Mapping[str, Any]) -> tf.Tensor:
+    """Returns the variable that counts how often a kind of collectives is entered and left."""
+    with _lock:
+        return _make_counter(network.session, network.host_device, json.dumps(description))
+
+
+@functools.cache
+def _make_counter(session: Session, device: str, description: str) -> tf.Tensor:
+    known = json.loads(description)
+    with tf.init_scope(), tf.device(device):
+        handle = tf.raw_ops.VarHandleOp(
+            dtype=tf.int64, shape=[], shared_name=f"tfcdo_progress_{digest(known)}"
+        )
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0, tf.int64))
+
+    def read() -> int:
+        return int(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64))
+
+    session.watch(known, read)
+    return handle
+
+
+@functools.cache
+def _make_token(device: str) -> tf.Tensor:
+    # A bare handle, because a strategy would mirror a variable.
+    with tf.init_scope(), tf.device(device):
+        handle = tf.raw_ops.VarHandleOp(
+            dtype=tf.float32, shape=[], shared_name=f"tfcdo_order_{device_number(device)}"
+        )
+        tf.raw_ops.AssignVariableOp(resource=handle, value=0.0)
+        return handle
+
+
+def _as_summed(tensor: tf.Tensor) -> tf.Tensor:
+    if tensor.dtype in _SUMMED_BITS:
+        return tf.bitcast(tensor, _SUMMED_BITS[tensor.dtype])
+    return tf.cast(tensor, _SUMMED_AS.get(tensor.dtype, tensor.dtype))
+
+
+def _as_copied(tensor: tf.Tensor) -> tf.Tensor:
+    if tensor.dtype in _COPIED_BITS:
+        return tf.bitcast(tensor, _COPIED_BITS[tensor.dtype])
+    return tf.cast(tensor, _COPIED_AS.get(tensor.dtype, tensor.dtype))
+
+
+def _from_wire(wire: tf.Tensor, like: tf.Tensor, summed: bool = False) -> tf.Tensor:
+    """Turns what travelled back into the dtype that was sent; sums of 16-bit floats stay wide."""
+    if like.dtype in (_SUMMED_BITS if summed else _COPIED_BITS):
+        return tf.bitcast(wire, like.dtype)
+    if summed and like.dtype in (tf.float16, tf.bfloat16):
+        return wire
+    return tf.cast(wire, like.dtype)
+
+
+def _flat(tensor: tf.Tensor) -> tf.Tensor:
+    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1])
+
+
+def _size(tensor: tf.Tensor) -> Any:
+    size = tensor.shape.num_elements()
+    return tf.size(tensor, tf.int64) if size is None else size
+
+
+def _shape(tensor: tf.Tensor) -> Any:
+    return tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)

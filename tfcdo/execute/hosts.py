@@ -1,0 +1,141 @@
+"""What hosts tell each other before they exchange a batch: how it is packed, and where it goes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo.execute import exchange
+from tfcdo.execute import numerics
+from tfcdo.execute.exchange import Exchange
+from tfcdo.execute.reduction import Reduction
+from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.packing import BatchPlan
+from tfcdo.plan.packing import PackingOptions
+from tfcdo.plan.packing import PackPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """The hosts that all-reduce together, as one of them sees it.
+
+    Attributes:
+      network: what joins the hosts.
+      devices: this host's devices, one a replica; as many on every host.
+      bytes_per_pack: the most bytes that a pack has where the caller does not say.
+    """
+
+    network: exchange.Network
+    devices: tuple[str, ...]
+    bytes_per_pack: int
+
+    @property
+    def count(self) -> int:
+        """The number of hosts."""
+        return self.network.num_hosts
+
+    def placed(self, reduction: Reduction) -> Reduction:
+        """Returns a reduction with the devices filled in that are not known while tracing."""
+        return dataclasses.replace(
+            reduction,
+            devices=self._filled(reduction.devices),
+            destinations=self._filled(reduction.destinations),
+            num_hosts=self.count,
+        )
+
+    def _filled(self, known: Sequence[str]) -> tuple[str, ...]:
+        """Takes one value a replica to be on the replicas' devices, anything else on the CPU."""
+        usual = self.devices
+        if len(known) != len(self.devices):
+            usual = (self.network.host_device,) * len(known)
+        return tuple(device or default for device, default in zip(known, usual, strict=True))
+
+    def packing_for(
+        self, algorithm: str | tuple[CopyTree, ...], options: PackingOptions
+    ) -> tuple[str | tuple[CopyTree, ...], PackingOptions]:
+        """Returns how to pack what crosses a network: in packs that begin to leave early.
+
+        Args:
+          algorithm: how to pack and reduce inside a host.
+          options: the same.
+
+        Returns:
+          Both for several hosts: packs of limited size, whose trees have the devices as roots in
+          turn, so that the way out of each device carries its share.
+        """
+        if algorithm == "auto" and options.num_packs is None:
+            algorithm, options = "shuffle", dataclasses.replace(options, num_packs=1)
+        most = options.bytes_per_pack or self.bytes_per_pack
+        return algorithm, dataclasses.replace(options, bytes_per_pack=most)
+
+    def exchange_packs(
+        self, plan: BatchPlan, group: Sequence[Reduction], final_op: numerics.FinalOp
+    ) -> Exchange:
+        """Begins the exchange of dense values: one collective a pack."""
+        devices = group[0].devices
+        packs = [_describe_pack(pack, devices) for pack in plan.packs]
+        description = {**_describe("all-reduce", group, final_op), "packs": packs}
+        return self.network.exchange(description, len(plan.packs))
+
+    def exchange_slices(
+        self, roots: Sequence[str], group: Sequence[Reduction], final_op: numerics.FinalOp
+    ) -> Exchange:
+        """Begins the exchange of slices: three collectives a value."""
+        description = {
+            **_describe("all-reduce of slices", group, final_op),
+            "roots": [exchange.device_number(root) for root in roots],
+        }
+        return self.network.exchange(description, 3 * len(group))
+
+    def exchange_on(
+        self, root: str, reduction: Reduction, final_op: numerics.FinalOp
+    ) -> Exchange:
+        """Begins the exchange of a value that is reduced on one device."""
+        if reduction.is_sparse:
+            return self.exchange_slices([root], [reduction], final_op)
+        description = {
+            **_describe("reduction", [reduction], final_op),
+            "roots": [exchange.device_number(root)],
+        }
+        return self.network.exchange(description, 1)
+
+    def exchange_gather(self, root: str, reduction: Reduction, axis: Any) -> Exchange:
+        """Begins the exchange of values that are concatenated: two collectives."""
+        value = reduction.values[0]
+        fixed = tf.get_static_value(axis)
+        description = {
+            "what": "gathering",
+            "values": [f"{value.dtype.name} of rank {value.shape.rank}"],
+            "axis": None if fixed is None else int(fixed),
+            "replicas of a host": len(reduction.values),
+            "roots": [exchange.device_number(root)],
+        }
+        return self.network.exchange(description, 2)
+
+
+def _describe(
+    what: str, group: Sequence[Reduction], final_op: numerics.FinalOp
+) -> dict[str, Any]:
+    return {
+        "what": what,
+        "values": [_describe_value(reduction.values[0]) for reduction in group],
+        "mean over": final_op.divisor,
+        "replicas of a host": len(group[0].values),
+    }
+
+
+def _describe_value(value: Any) -> str:
+    if isinstance(value, tf.IndexedSlices):
+        # The rows' number is free, and so is whether it is known while tracing.
+        return f"rows of {value.dtype.name} of rank {value.values.shape.rank}"
+    return exchange.describe(value)
+
+
+def _describe_pack(pack: PackPlan, devices: Sequence[str]) -> str:
+    pieces = [piece for fused in pack.bundles for piece in fused.pieces]
+    known = all(piece.stop is not None for piece in pieces)
+    total = sum(piece.size for piece in pieces) if known else "?"
+    return f"{total} elements on {exchange.device_number(devices[pack.tree.root])}"

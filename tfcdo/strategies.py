@@ -1,0 +1,358 @@
+"""TensorFlow's strategies, on which Keras 3 works and whose all-reduces are tfcdo's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import checks
+from tfcdo import environment
+from tfcdo import tf_internals
+from tfcdo import version
+from tfcdo import virtual_devices
+from tfcdo.cluster import config
+from tfcdo.cluster import roll_call
+from tfcdo.cluster import session
+from tfcdo.cross_device_ops import AllReduceCrossDeviceOps
+from tfcdo.cross_device_ops import AutoAllReduce
+from tfcdo.cross_device_ops import NcclAllReduce
+from tfcdo.cross_device_ops import ReductionToOneDevice
+from tfcdo.execute import exchange
+from tfcdo.execute import nccl
+from tfcdo.execute.hosts import Hosts
+
+_TIMEOUT_SECONDS = 600.0
+# Of gradients on their way through a network: large enough to fill it, and small enough that the
+# first ones leave while the backward pass still makes others.
+_BYTES_PER_PACK = 4 << 20
+
+
+class MirroredStrategy(tf.distribute.MirroredStrategy):
+    """`tf.distribute.MirroredStrategy` with tfcdo's all-reduces, on which Keras 3 works.
+
+    Args:
+      devices: the devices' names, one replica each; None for all GPUs, or the CPU.
+      cross_device_ops: how to reduce; None for `NcclAllReduce` where NCCL can run, else
+        `AutoAllReduce`.
+
+    Example:
+      >>> strategy = MirroredStrategy(["/cpu:0"])
+      >>> float(strategy.reduce("SUM", {"loss": tf.constant(2.0)}, axis=None)["loss"])
+      2.0
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
+    ) -> None:
+        super().__init__(devices, cross_device_ops)
+        if cross_device_ops is None:
+            self.extended._cross_device_ops = _default_ops(self.extended.worker_devices)
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Reduces a value, or each component of a structure of values; see `reduce_structure`."""
+        return reduce_structure(super().reduce, reduce_op, value, axis)
+
+
+class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """`tf.distribute.MultiWorkerMirroredStrategy` with tfcdo's all-reduces, on which Keras 3 works.
+
+    Inside a host, values are summed as `cross_device_ops` says; between hosts, one device a host
+    exchanges each pack. Create it before anything else of TensorFlow runs.
+
+    Args:
+      cluster_resolver: says which hosts there are and which this is; None to read TF_CONFIG.
+      communication_options: `implementation` and `bytes_per_pack` (by default 4 MiB) are those
+        between hosts; `timeout_seconds` (by default 600) is how long to wait for another host,
+        when it starts and in each collective.
+      cross_device_ops: how to reduce inside a host, one of tfcdo's classes; None for
+        `NcclAllReduce` where NCCL can run, else `AutoAllReduce`.
+      devices_per_worker: how many devices of this host to use, as many on each host; None for what
+        `tfcdo launch` says, else all GPUs, or all (virtual) CPU devices that are configured.
+
+    Raises:
+      ValueError: if TF_CONFIG or the cluster resolver contradicts itself.
+      TypeError: if an argument is of another type.
+      RuntimeError: if TensorFlow has already started, or there are fewer devices.
+      RollCallError: (a RuntimeError) if a host does not come in time, cannot be reached or is set
+        up differently, or if this host's port is in use; the message names it.
+
+    Example:
+      >>> strategy = MultiWorkerMirroredStrategy()  # Without TF_CONFIG, one host on its own.
+      >>> strategy.num_replicas_in_sync
+      1
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any = None,
+        communication_options: Any = None,
+        *,
+        cross_device_ops: AllReduceCrossDeviceOps | ReductionToOneDevice | None = None,
+        devices_per_worker: int | None = None,
+    ) -> None:
+        if communication_options is None:
+            communication_options = tf.distribute.experimental.CommunicationOptions()
+        _check_arguments(communication_options, cross_device_ops, devices_per_worker)
+        # TensorFlow's own __init__ would make its own extended class.
+        tf.distribute.Strategy.__init__(
+            self,
+            _MultiWorkerExtended(
+                self,
+                cluster_resolver,
+                communication_options,
+                cross_device_ops,
+                devices_per_worker or environment.devices_per_worker(),
+            ),
+        )
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Reduces a value, or each component of a structure of values; see `reduce_structure`."""
+        return reduce_structure(super().reduce, reduce_op, value, axis)
+
+
+def is_chief() -> bool:
+    """Whether this process is the one that writes what only one may: checkpoints, models, logs.
+
+    Returns:
+      Whether this host is the first one of the current strategy, else of TF_CONFIG; True for a
+      process that trains alone.
+
+    Raises:
+      ValueError: if TF_CONFIG is not valid.
+
+    Example:
+      >>> is_chief()
+      True
+    """
+    strategy = tf.distribute.get_strategy()
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return bool(strategy.extended.should_checkpoint)
+    joined = session.current()
+    if joined is not None:
+        return joined.cluster.is_chief
+    config.check_tf_config()
+    cluster = _cluster_of(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    return cluster is None or cluster.is_chief
+
+
+def reduce_structure(reduce: Any, reduce_op: Any, value: Any, axis: Any) -> Any:
+    """Reduces each component of a structure, as TensorFlow reduces a single value.
+
+    Keras 3 asks for two things that TensorFlow's strategies do not do: it reduces scalars along
+    axis 0, where they have none, and whole batches, only to learn their shapes.
+
+    Args:
+      reduce: TensorFlow's method.
+      reduce_op: SUM or MEAN, also as a string.
+      value: a value, or a structure of values.
+      axis: the axis to reduce along as well, inside each replica; of no effect on scalars. None for
+        none.
+
+    Returns:
+      The reduced value, or a structure of reduced values.
+    """
+    if axis is None and _is_symbolic_build(reduce_op):
+        return tf.nest.map_structure(lambda one: _for_its_shape(reduce, reduce_op, one), value)
+    return tf.nest.map_structure(
+        lambda one: reduce(reduce_op, one, axis=None if _is_scalar(one) else axis), value
+    )
+
+
+def _components(value: Any) -> tuple[Any, ...]:
+    return value.values if isinstance(value, tf_internals.DistributedValues) else (value,)
+
+
+def _is_scalar(value: Any) -> bool:
+    component = _components(value)[0]
+    shape = getattr(component, "shape", None)
+    return isinstance(component, (int, float, complex)) or (
+        shape is not None and tf.TensorShape(shape).rank == 0
+    )
+
+
+def _is_symbolic_build(reduce_op: Any) -> bool:
+    """Whether Keras asks for a batch's shapes, by reducing it.
+
+    Nobody else reduces to a mean without an axis from inside Keras.
+    """
+    frame = sys._getframe(3)
+    return frame.f_globals.get("__name__", "").startswith("keras.") and str(
+        getattr(reduce_op, "value", reduce_op)
+    ).upper() == "MEAN"
+
+
+def _for_its_shape(reduce: Any, reduce_op: Any, value: Any) -> Any:
+    """Returns the mean of a batch's component, or, where nobody can add it, a stand-in.
+
+    Several hosts may hold unlike shapes without knowing of each other, so there it is always the
+    stand-in: the value of this host's first replica.
+    """
+    extended = tf.distribute.get_strategy().extended
+    if extended._in_multi_worker_mode() or not _can_be_added(_components(value)):
+        return _components(value)[0]
+    return reduce(reduce_op, value, axis=None)
+
+
+def _can_be_added(components: Sequence[Any]) -> bool:
+    if not all(isinstance(component, tf.Tensor) for component in components):
+        return False
+    dtype, shape = components[0].dtype, components[0].shape
+    numeric = dtype.is_floating or dtype.is_integer or dtype.is_complex
+    return numeric and all(component.shape == shape for component in components)
+
+
+def _default_ops(devices: Sequence[str]) -> AllReduceCrossDeviceOps:
+    """Returns the fastest way of reducing on some devices of one host."""
+    return NcclAllReduce() if nccl.nccl_status(devices).can_run else AutoAllReduce()
+
+
+def _check_arguments(options: Any, ops: Any, devices_per_worker: Any) -> None:
+    if not isinstance(options, tf_internals.OPTIONS_TYPE):
+        raise TypeError(
+            "communication_options must be a tf.distribute.experimental.CommunicationOptions or "
+            f"None; got {options!r}"
+        )
+    if ops is not None and not isinstance(ops, (AllReduceCrossDeviceOps, ReductionToOneDevice)):
+        raise TypeError(
+            "cross_device_ops must be one of tfcdo's, such as tfcdo.HierarchicalCopyAllReduce(), "
+            f"or None; got {ops!r}"
+        )
+    if devices_per_worker is not None:
+        checks.check_int("devices_per_worker", devices_per_worker, at_least=1)
+
+
+def _cluster_of(resolver: Any) -> config.Cluster | None:
+    spec = resolver.cluster_spec()
+    return config.from_spec(
+        spec.as_dict() if spec else {}, resolver.task_type, resolver.task_id
+    )
+
+
+class _MultiWorkerExtended(tf_internals.MultiWorkerExtended):
+    """What the strategy does for TensorFlow: devices, variables, and who reduces what."""
+
+    def __init__(
+        self,
+        strategy: MultiWorkerMirroredStrategy,
+        resolver: Any,
+        options: Any,
+        cross_device_ops: AllReduceCrossDeviceOps | ReductionToOneDevice | None,
+        devices_per_worker: int | None,
+    ) -> None:
+        if resolver is None:
+            config.check_tf_config()
+            resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        cluster = _cluster_of(resolver)
+        timeout = options.timeout_seconds or _TIMEOUT_SECONDS
+        self._devices_wanted = devices_per_worker
+        self._network: exchange.Network | None = None
+        if not tf_internals.tensorflow_has_started():
+            _prepare(cluster, options, cross_device_ops, devices_per_worker, timeout)
+        elif cluster is not None and session.current() is None:
+            raise RuntimeError(
+                "MultiWorkerMirroredStrategy must be made before anything else of TensorFlow runs, "
+                "tf.config.list_logical_devices() included: its server can only start before"
+            )
+        super().__init__(strategy, cluster_resolver=resolver, communication_options=options)
+        ops = cross_device_ops or _default_ops(self.worker_devices)
+        if cluster is not None and len(cluster.tasks) > 1:
+            joined = session.join(
+                cluster, tf_internals.KeyValueStore(), tf_internals.abort_collectives, timeout
+            )
+            self._network = exchange.Network(joined, options.implementation.value.lower())
+            most = options.bytes_per_pack or _BYTES_PER_PACK
+            ops = ops._between(Hosts(self._network, self.worker_devices, most))
+        # Only now, because TensorFlow's constructor insists on its own.
+        self._cross_device_ops = self._host_cross_device_ops = ops
+
+    def _initialize_local_devices(
+        self, cluster_resolver: Any, worker_device: str
+    ) -> tuple[tuple[str, ...], str]:
+        kind, available = _devices_here(cluster_resolver)
+        count = self._devices_wanted or available
+        if count > available:
+            raise RuntimeError(
+                f"devices_per_worker must be at most the number of {kind} devices that TensorFlow "
+                f"has here, {available}; got {count}"
+            )
+        return tuple(f"{worker_device}/device:{kind}:{i}" for i in range(count)), kind
+
+    def _use_merge_call(self) -> bool:
+        return True  # A batch is reduced once, for all replicas.
+
+    def _get_cross_device_ops(self, value: Any) -> Any:
+        return self._cross_device_ops
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        tensorflows = super()._get_variable_creator_initial_value(
+            replica_id, device, primary_var, **kwargs
+        )
+        if replica_id > 0 or self._network is None:
+            return tensorflows
+        network = self._network
+
+        def initial_value() -> tf.Tensor:
+            if not tf.executing_eagerly():
+                return tensorflows()  # TensorFlow lifts this out of a function, keys and all.
+            value = kwargs["initial_value"]
+            with tf.device(device):
+                value = value() if callable(value) else value
+                value = getattr(value, "wrapped_value", value)  # Of a checkpoint.
+                value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
+            description = {
+                "what": "initial value of a variable",
+                "values": [exchange.describe(value)],
+                "roots": [exchange.device_number(device)],
+            }
+            return network.exchange(description, 1).broadcast(value, device)
+
+        return initial_value
+
+
+def _prepare(
+    cluster: config.Cluster | None,
+    options: Any,
+    ops: Any,
+    devices_per_worker: int | None,
+    timeout: float,
+) -> None:
+    """Does what can only be done before TensorFlow starts."""
+    if devices_per_worker is not None and not tf.config.get_visible_devices("GPU"):
+        virtual_devices.configure_virtual_cpus(devices_per_worker)
+    if cluster is None or len(cluster.tasks) == 1:
+        return
+    settings = {
+        "cluster": [f"{task.job} {task.index} at {task.address}" for task in cluster.tasks],
+        "version of tfcdo": version.__version__,
+        "version of TensorFlow": tf.__version__,
+        "devices_per_worker": devices_per_worker or _devices_here(None)[1],
+        "cross_device_ops": type(ops).__name__ if ops else "by default",
+        "communication_options": f"{options.implementation.value}, {options.bytes_per_pack} bytes",
+    }
+    roll_call.hold(cluster, settings, timeout)
+
+
+def _devices_here(resolver: Any) -> tuple[str, int]:
+    """Returns which devices a worker has, GPU or CPU, and how many; does not start TensorFlow."""
+    if resolver is not None and not isinstance(
+        resolver, tf.distribute.cluster_resolver.TFConfigClusterResolver
+    ):
+        gpus = resolver.num_accelerators().get("GPU", 0)
+        if gpus:
+            return "GPU", gpus
+    for kind in ("GPU", "CPU"):
+        # TensorFlow reports None for a device that nobody has divided: one logical device.
+        count = sum(
+            len(tf.config.get_logical_device_configuration(device) or [None])
+            for device in tf.config.get_visible_devices(kind)
+        )
+        if count:
+            return kind, count
+    raise RuntimeError("TensorFlow sees neither GPUs nor a CPU")
