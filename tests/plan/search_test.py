@@ -33,9 +33,9 @@ from tfcdo.plan.tree_packing import TreePacking
 from tfcdo.plan.tree_packing import packed
 from tfcdo.plan.tree_packing import ring_paths
 from tfcdo.plan.tree_packing import starting_forests
+from tfcdo.topology.links import Resource
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.presets import preset
-from tfcdo.topology.topology import Resource
 
 MB, GB = 10**6, 10**9
 DGX1 = preset("dgx1")

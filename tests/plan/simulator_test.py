@@ -24,10 +24,11 @@ from tfcdo.plan.schedule import assign
 from tfcdo.plan.schedule import cut
 from tfcdo.plan.schedule import needed_copies
 from tfcdo.plan.schedule import verify
+from tfcdo.topology.links import Resource
+from tfcdo.topology.links import ordered_pairs
 from tfcdo.topology.presets import preset
+from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
-from tfcdo.topology.topology import TopologyBuilder
-from tfcdo.topology.topology import ordered_pairs
 
 MB, GB = 10**6, 10**9
 DGX1 = preset("dgx1")
@@ -126,10 +127,12 @@ class BoundTest(parameterized.TestCase):
     def test_a_slow_way_back_counts(self):
         # All data must go into device 2 and come out of it: one of both takes 1 GB / 2 GB/s.
         for slow in ({(0, 2), (1, 2)}, {(2, 0), (2, 1)}):
-            builder = TopologyBuilder()
-            for pair in ordered_pairs(3):
-                builder.link(*pair, [(f"{pair}", 1e9 if pair in slow else 50e9)])
-            self.assertAlmostEqual(simulator.bound(builder.build("slow", 3), GB), 0.5)
+            routes = [
+                Route(*pair, [Resource(f"{pair}", 1e9 if pair in slow else 50e9)])
+                for pair in ordered_pairs(3)
+            ]
+            machine = Topology.from_routes("slow", 3, routes)
+            self.assertAlmostEqual(simulator.bound(machine, GB), 0.5)
 
     def test_detours_may_beat_the_bound_of_the_direct_links(self):
         machine = DGX1.subset((1, 3, 5))

@@ -18,10 +18,11 @@ from tfcdo.plan.schedule import Pack
 from tfcdo.plan.schedule import Schedule
 from tfcdo.plan.schedule import assign
 from tfcdo.plot import plans
+from tfcdo.topology.links import Resource
+from tfcdo.topology.links import ordered_pairs
 from tfcdo.topology.presets import preset
+from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
-from tfcdo.topology.topology import TopologyBuilder
-from tfcdo.topology.topology import ordered_pairs
 
 
 def _plan(name: str, algorithm: str, devices: int | None = None) -> tuple[Schedule, Topology]:
@@ -41,14 +42,15 @@ def _machine(
     name: str = "mine",
 ) -> Topology:
     """A machine of some links; any other pair has a detour of its own."""
-    builder = TopologyBuilder()
+    routes = []
     for source, target in ordered_pairs(devices):
         if (source, target) in ways:
-            builder.link(source, target, ways[source, target])
+            resources = [Resource(*resource) for resource in ways[source, target]]
+            routes.append(Route(source, target, resources))
         else:
-            way = [(f"host {source}→{target}", host(source, target))]
-            builder.link(source, target, way, via_host=True)
-    return builder.build(name, devices)
+            bridge = Resource(f"host {source}→{target}", host(source, target))
+            routes.append(Route(source, target, [bridge], via_host=True))
+    return Topology.from_routes(name, devices, routes)
 
 
 def _own_wires(speeds: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], Any]:

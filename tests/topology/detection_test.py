@@ -1,21 +1,26 @@
+"""Detection: CPUs, GPUs as nvidia-smi reports them, logical GPUs, and what cannot be known."""
+
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tfcdo import log
 from tfcdo import topology
 from tfcdo.topology import detection
 
-# Four GPUs, wired so that no two pairs of cards are alike.
+# Four GPUs, wired so that no two pairs of GPUs are alike.
 _TABLE = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
 GPU0\t X \tNV1\tNV2\tNV3\tPHB\t0-15\t0\t\tN/A
@@ -43,13 +48,9 @@ class DetectTest(parameterized.TestCase):
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         # Where another test of this process has imported TensorFlow, its devices must not count.
         stack.enter_context(mock.patch.dict(sys.modules, {"tensorflow": None}))
-        self.forget()
-        self.addCleanup(self.forget)
-
-    def forget(self):
-        detection._detect.cache_clear()
-        detection._output.cache_clear()
-        detection.log.info_once.cache_clear()
+        # A module that is loaded anew remembers nothing, as in a new process.
+        for module in (log, detection):
+            importlib.reload(module)
 
     def fake_nvidia_smi(self, topo: str = _TABLE, before: str = "", uuids: str = _UUIDS) -> None:
         """Puts a nvidia-smi on the PATH that counts its calls in the file `calls`."""
@@ -69,7 +70,7 @@ class DetectTest(parameterized.TestCase):
         program.chmod(0o755)
 
     def detect(self, *devices: str) -> tuple[topology.Topology, list[str]]:
-        """What is detected, and the lines that are logged."""
+        """Returns what is detected, and the lines that are logged."""
         found = None
         with self.assertLogs("absl", "INFO") as logs:
             found = detection.detect(devices)
@@ -114,12 +115,12 @@ class DetectTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "devices must hold .* got "):
             detection.detect(["/cpu:0", device])
 
-    def test_gpus_are_joined_as_nvidia_smi_says(self):
+    def test_gpus_are_joined_as_nvidia_smi_reports(self):
         self.fake_nvidia_smi()
         found, (line,) = self.detect(*(f"/device:GPU:{index}" for index in range(4)))
         wanted = {(0, 1): 1, (0, 2): 2, (0, 3): 3, (1, 2): 4, (1, 3): 5, (3, 2): 6}
         self.assert_nvlinks(found, wanted)
-        self.assertIn("as nvidia-smi says", line)
+        self.assertIn("as nvidia-smi reports", line)
 
     def test_in_the_order_of_the_devices(self):
         self.fake_nvidia_smi()
@@ -131,7 +132,7 @@ class DetectTest(parameterized.TestCase):
         (" 2, 3 ,1", {(0, 1): 6, (0, 2): 4}),
         ("GPU-bbbb,GPU-aaaa-0,3", {(0, 1): 2, (0, 2): 6}),
     )
-    def test_numbers_are_those_of_the_visible_cards(
+    def test_numbers_are_those_of_the_visible_gpus(
         self, visible: str, wanted: dict[tuple[int, int], int]
     ):
         self.fake_nvidia_smi()
@@ -140,7 +141,7 @@ class DetectTest(parameterized.TestCase):
         self.assert_nvlinks(found, wanted)
 
     @parameterized.parameters("", "0", "0,-1,1", "MIG-1234,0", "0,9", "0,GPU-aa,1", "0,GPU-dddd")
-    def test_a_card_that_is_not_visible(self, visible: str):
+    def test_a_gpu_that_is_not_visible(self, visible: str):
         self.fake_nvidia_smi()
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
         found, (line,) = self.detect("GPU:0", "GPU:1")
@@ -152,14 +153,14 @@ class DetectTest(parameterized.TestCase):
         ("No devices were found\n", "No devices were found"),
         ("GPU-aaaa-0, N/A\n", "GPU-aaaa-0, N/A"),
     )
-    def test_no_cards_by_their_names(self, uuids: str, said: str):
+    def test_uuids_that_cannot_be_read(self, uuids: str, said: str):
         self.fake_nvidia_smi(uuids=uuids)
         os.environ["CUDA_VISIBLE_DEVICES"] = "GPU-aaaa,GPU-bbbb"
         found, (line,) = self.detect("GPU:0", "GPU:1")
         self.assertEqual(found, topology.preset("fully_connected", 2))
         self.assertIn(f"printed '{said}'; pass topology=", line)
 
-    def test_names_of_cards_without_spaces(self):
+    def test_uuids_without_spaces(self):
         self.fake_nvidia_smi(uuids=_UUIDS.replace(", ", ","))
         os.environ["CUDA_VISIBLE_DEVICES"] = "GPU-bbbb,GPU-cccc"
         found, _ = self.detect("GPU:0", "GPU:1")
@@ -172,12 +173,12 @@ class DetectTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ("print('driver is not loaded'); sys.exit(9)", "status 9: driver is not loaded"),
-        ("print('hello'); sys.exit()", "cannot be read"),
+        ("print('hello'); sys.exit()", "no table of `nvidia-smi topo -m`"),
         ("time.sleep(60)", "did not answer within 0.5 s"),
     )
-    def test_nvidia_smi_does_not_tell(self, before: str, said: str):
+    def test_nvidia_smi_fails(self, before: str, said: str):
         self.fake_nvidia_smi(before=before)
-        with mock.patch.object(detection, "_TIME_OUT", 0.5 if "sleep" in before else 10.0):
+        with mock.patch.object(detection, "_TIMEOUT_SECONDS", 0.5 if "sleep" in before else 10.0):
             found, (line,) = self.detect("GPU:0", "GPU:1")
         self.assertEqual(found, topology.preset("fully_connected", 2))
         self.assertIn(said, line)
@@ -189,7 +190,7 @@ class DetectTest(parameterized.TestCase):
         self.assertEqual(found, topology.preset("fully_connected", 2))
         self.assertIn("cannot be run", line)
 
-    def test_asks_and_tells_once(self):
+    def test_runs_nvidia_smi_and_logs_once(self):
         self.fake_nvidia_smi()
         first, _ = self.detect("GPU:0", "GPU:1")
         with self.assertNoLogs("absl", "INFO"):
@@ -197,29 +198,47 @@ class DetectTest(parameterized.TestCase):
         self.detect("GPU:2", "GPU:1")
         self.assertEqual((self.folder / "calls").read_text(), "x")
 
-    def test_logical_gpus_of_one_card_share_it(self):
-        self.fake_nvidia_smi()
+    @contextlib.contextmanager
+    def tensorflow_with(self, logical_gpus: dict[int, int]) -> Iterator[None]:
+        """Puts a TensorFlow in place that has cut some GPUs into so many logical ones (0: not)."""
         tensorflow = mock.MagicMock()
-        cards = [mock.Mock(), mock.Mock()]
-        cards[0].name, cards[1].name = "/physical_device:GPU:1", "/physical_device:GPU:3"
-        tensorflow.config.get_visible_devices.return_value = cards
-        # Card 1 is cut in two, card 3 is whole.
-        tensorflow.config.get_logical_device_configuration.side_effect = [[1, 2], None]
+        physical = [mock.Mock() for _ in logical_gpus]
+        for device, number in zip(physical, logical_gpus):
+            device.name = f"/physical_device:GPU:{number}"
+        tensorflow.config.get_visible_devices.return_value = physical
+        tensorflow.config.get_logical_device_configuration.side_effect = [
+            [object()] * count or None for count in logical_gpus.values()
+        ]
         with mock.patch.dict(sys.modules, {"tensorflow": tensorflow}):
+            yield
+
+    def test_logical_gpus_of_one_physical_gpu_share_it(self):
+        self.fake_nvidia_smi()
+        with self.tensorflow_with({1: 2, 3: 0}):
             found, _ = self.detect("GPU:0", "GPU:1", "GPU:2")
         self.assert_nvlinks(found, {(0, 2): 5, (1, 2): 5, (2, 0): 5})
         self.assertGreater(found.bandwidth(0, 1), 5 * _NVLINK)
-        self.assertEqual(found.link_by_pair[0, 2].resources, found.link_by_pair[1, 2].resources)
-        self.assertNotEqual(found.link_by_pair[0, 2].resources, found.link_by_pair[2, 0].resources)
-        self.assertEqual(found.link_by_pair[0, 1].resources, found.link_by_pair[1, 0].resources)
+        links = found.link_by_pair
+        self.assertEqual(links[0, 2].resources, links[1, 2].resources)
+        self.assertNotEqual(links[0, 2].resources, links[2, 0].resources)
+        self.assertEqual(links[0, 1].resources, links[1, 0].resources)
 
-    def test_logical_gpus_where_nvidia_smi_does_not_tell(self):
-        tensorflow = mock.MagicMock()
-        card = mock.Mock()
-        card.name = "/physical_device:GPU:0"
-        tensorflow.config.get_visible_devices.return_value = [card]
-        tensorflow.config.get_logical_device_configuration.return_value = [1, 2, 3]
-        with mock.patch.dict(sys.modules, {"tensorflow": tensorflow}):
+    @parameterized.parameters("PHB", "SYS")
+    def test_links_of_logical_gpus_lead_through_the_host_where_those_of_the_gpus_do(
+        self, kind: str
+    ):
+        # GPU 0 and 1 are joined by NVLinks, GPU 2 is reached through the host.
+        self.fake_nvidia_smi(
+            f"GPU0 GPU1 GPU2\nGPU0 X NV4 {kind}\nGPU1 NV4 X {kind}\nGPU2 {kind} {kind} X\n"
+        )
+        with self.tensorflow_with({0: 2, 1: 0, 2: 0}):
+            found, _ = self.detect(*(f"GPU:{index}" for index in range(4)))
+        via_host = {pair for pair, link in found.link_by_pair.items() if link.via_host}
+        self.assertEqual(via_host, {(0, 3), (1, 3), (2, 3), (3, 0), (3, 1), (3, 2)})
+        self.assertEqual(found.bandwidth(0, 3), 10e9)
+
+    def test_logical_gpus_where_nvidia_smi_is_missing(self):
+        with self.tensorflow_with({0: 3}):
             found, _ = self.detect("GPU:0", "GPU:1", "GPU:2")
         self.assertLen(found.resources, 1)
 

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from tfcdo.plan import plan_cache
 from tfcdo.topology import presets
+from tfcdo.topology.isomorphism import isomorphisms
+from tfcdo.topology.links import Link
+from tfcdo.topology.links import Resource
+from tfcdo.topology.links import ordered_pairs
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.presets import dgx1
-from tfcdo.topology.topology import Link
-from tfcdo.topology.topology import Resource
+from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
-from tfcdo.topology.topology import TopologyBuilder
-from tfcdo.topology.topology import isomorphisms
-from tfcdo.topology.topology import ordered_pairs
 
 SAMPLES = pathlib.Path(__file__).parent / "data"
 # NVLinks per pair, as NVIDIA draws them.
@@ -41,6 +41,19 @@ DGX1_P100 = """
 def sample(name: str) -> Topology:
     text = (SAMPLES / f"nvidia_smi_{name}.txt").read_text(encoding="utf-8")
     return Topology.from_nvidia_smi(text)
+
+
+def table(rows: list[list[str]]) -> Topology:
+    """Reads a table that holds nothing but these entries."""
+    names = [f"GPU{i}" for i in range(len(rows))]
+    lines = [" ".join([name, *row]) for name, row in zip(names, rows, strict=True)]
+    return Topology.from_nvidia_smi("\n".join(["  ".join(names), *lines]))
+
+
+def all_alike(num_devices: int, nvlinks: int) -> Topology:
+    """Reads a table in which each pair is joined by the same number of NVLinks."""
+    gpus = range(num_devices)
+    return table([["X" if a == b else f"NV{nvlinks}" for b in gpus] for a in gpus])
 
 
 def gigabytes(topology: Topology, source: int, target: int) -> float:
@@ -212,7 +225,7 @@ class TopologyTest(parameterized.TestCase):
         ({"links": (Link(0, 1, 0.0, ()),)}, "indices from 0 to 1"),
         (
             {"links": (Link(0, 1, 0.0, (1, 0, 1)),)},
-            "resources of the link 0→1 must be different ones; '1→0' is there twice",
+            "resources of the link 0→1 must be different; '1→0' is there twice",
         ),
         (
             {"links": (Link(0, 1, -1e-6, (0,)),)},
@@ -231,14 +244,34 @@ class TopologyTest(parameterized.TestCase):
             Resource("wire", bandwidth)
 
 
-class BuilderTest(parameterized.TestCase):
+class RoutesTest(parameterized.TestCase):
+    def test_resources_of_one_name_are_one_resource(self):
+        bus, same, plug = Resource("bus", 1e9), Resource("bus", 1e9), Resource("plug", 5e8)
+        routes = [Route(1, 0, [same, plug], via_host=True, latency=2e-6), Route(0, 1, [bus])]
+        machine = Topology.from_routes("two", 2, routes, addition_bandwidth=7.0)
+        self.assertEqual(machine.resources, (bus, plug))
+        self.assertEqual(
+            machine.links, (Link(0, 1, 1e-5, (0,)), Link(1, 0, 2e-6, (0, 1), via_host=True))
+        )
+        self.assertEqual((machine.addition_bandwidth, machine.serial_reduction), (7.0, False))
+
     def test_a_resource_has_one_bandwidth(self):
-        builder = TopologyBuilder()
-        builder.link(0, 1, [("bus", 1e9)])
-        builder.link(1, 0, [("bus", 1e9)])
-        self.assertEqual(builder.build("two", 2).bandwidth(1, 0), 1e9)
-        with self.assertRaisesRegex(ValueError, "bandwidth of 'bus' must be 1.*got 2.* link 0→2"):
-            builder.link(0, 2, [("bus", 2e9)])
+        routes = [Route(0, 1, [Resource("bus", 1e9)]), Route(1, 0, [Resource("bus", 2e9)])]
+        with self.assertRaisesRegex(ValueError, "bandwidth of 'bus' must be 1.*got 2.* link 1→0"):
+            Topology.from_routes("two", 2, routes)
+
+    @parameterized.product(name=PRESETS, num_devices=[1, 3, 8])
+    def test_a_topology_is_its_routes(self, name, num_devices):
+        machine = presets.preset(name, num_devices)
+        routes = [machine.route(*pair) for pair in ordered_pairs(num_devices)]
+        again = Topology.from_routes(
+            machine.name,
+            num_devices,
+            routes[::-1],
+            addition_bandwidth=machine.addition_bandwidth,
+            serial_reduction=machine.serial_reduction,
+        )
+        self.assertEqual(again, machine)
 
 
 class IsomorphismsTest(parameterized.TestCase):
@@ -267,10 +300,11 @@ class IsomorphismsTest(parameterized.TestCase):
     @parameterized.parameters((0, 1), (1, 0))
     def test_both_ways_must_be_alike(self, *fast):
         def machine(speeds):
-            builder = TopologyBuilder()
-            for pair in ordered_pairs(2):
-                builder.link(*pair, [(f"{pair}", speeds.get(pair, 10e9))])
-            return builder.build("two", 2)
+            routes = [
+                Route(*pair, [Resource(f"{pair}", speeds.get(pair, 10e9))])
+                for pair in ordered_pairs(2)
+            ]
+            return Topology.from_routes("two", 2, routes)
 
         one, turned, even = machine({fast: 50e9}), machine({fast[::-1]: 50e9}), machine({})
         self.assertEmpty(list(isomorphisms(one, even, 2)))
@@ -307,44 +341,50 @@ class JsonTest(parameterized.TestCase):
     @parameterized.parameters(
         ("", "not a JSON text"),
         ("{", "not a JSON text"),
-        ("[]", "not a topology"),
-        ("7", "not a topology"),
-        ("{}", '"name" of the topology is missing'),
-        ('{"name": "a", "num_devices": 1, "resources": []}', '"links" of the .* is missing'),
-        ('{"name": "a", "num_devices": [], "resources": [], "links": []}', "not a topology"),
+        ("[]", r"not a topology: expected `object` \(fields: name, .*, links\); got \[\]"),
+        ("7", "not a topology: expected `object` .*; got 7"),
+        ("{}", "missing required field `name` .*; got {}"),
+        ('{"name": "a", "num_devices": 1, "resources": []}', "missing required field `links`"),
+        (
+            '{"name": "a", "num_devices": [], "resources": [], "links": []}',
+            r"num_devices: expected `int`; got \[\]",
+        ),
+        ('{"name": "a", "name": "b"}', 'not a topology: "name" is given twice'),
+        ('{"links": [{"detour": true, "via_host": false}]}', '"via_host" is given twice'),
     )
-    def test_what_is_no_topology(self, text, message):
+    def test_what_does_not_describe_a_topology(self, text, message):
         with self.assertRaisesRegex(ValueError, message):
             Topology.from_json(text)
 
     @parameterized.parameters(
-        ("name", 5, '"name" of the topology must be a text; got 5'),
-        ("num_devices", 2.9, '"num_devices" of the topology must be a whole number; got 2.9'),
-        ("num_devices", True, '"num_devices" of the topology must be a whole number; got true'),
+        ("name", 5, "name: expected `str`; got 5"),
+        ("num_devices", 2.9, "num_devices: expected `int`; got 2.9"),
+        ("num_devices", True, "num_devices: expected `int`; got true"),
         ("num_devices", 1000, "each ordered pair of the 1000 devices once, 999000 links; got 2"),
-        ("serial_reduction", "false", 'must be true or false; got "false"'),
-        ("serial_reduction", 0, "must be true or false; got 0"),
-        ("addition_bandwidth", "1e9", 'or null for no limit; got "1e9"'),
-        ("addition_bandwith", 1e9, 'no other fields than name, .*; got "addition_bandwith"'),
-        ("resources", {}, '"resources" of the topology must be a list; got {}'),
-        ("links", None, '"links" of the topology must be a list; got null'),
-        ("resources.1", "wire", 'resources.1. must be an object with name, .*; got "wire"'),
-        ("resources.1.name", None, '"name" of resources.1. must be a text; got null'),
-        ("resources.1.bandwidth", "fast", '"bandwidth" of resources.1. must be .*; got "fast"'),
-        ("resources.1.bandwidth", True, '"bandwidth" of resources.1. must be .*; got true'),
-        ("resources.1.bandwidth", 10**400, '"bandwidth" of resources.1. must .*; got 10+[.]{3}$'),
-        ("resources.1.bandwidth", math.nan, '"bandwidth" of resources.1. must .*; got NaN'),
-        ("resources.1.bandwidth", 0, "above 0 B/s; got 0"),
-        ("resources.1.speed", 1, 'resources.1. must have no other fields .*; got "speed"'),
-        ("links.1.source", 1.0, '"source" of links.1. must be a whole number; got 1.0'),
-        ("links.1.target", "0", '"target" of links.1. must be a whole number; got "0"'),
-        ("links.1.latency", None, '"latency" of links.1. must be a number of seconds; got null'),
-        ("links.1.via_host", "false", '"via_host" of links.1. must be true or false; got "false"'),
-        ("links.1.resources", ["wires"], '"resources" of links.1. must .*; got "wires"'),
-        ("links.1.resources", "0→1", '"resources" of links.1. must be a list of names; got "0→1"'),
-        ("links.1.resources", [["0→1"]], r'must be a list of names; got \[\["0→1"\]\]'),
-        ("links.1.resources", ["1→0"] * 2, "link 1→0 must be different ones; '1→0' is there twice"),
-        ("links.1.way", [], 'links.1. must have no other fields .*; got "way"'),
+        ("serial_reduction", "false", 'serial_reduction: expected `bool`; got "false"'),
+        ("serial_reduction", 0, "serial_reduction: expected `bool`; got 0"),
+        ("addition_bandwidth", "1e9", 'addition_bandwidth: expected `float . null`; got "1e9"'),
+        ("addition_bandwith", 1e9, "unknown field `addition_bandwith` .fields: name, .*, links.;"),
+        ("resources", {}, "resources: expected `array`; got {}"),
+        ("links", None, "links: expected `array`; got null"),
+        ("resources.1", "wire", 'resources.1.: .*`object` .fields: name, bandwidth.; got "wire"'),
+        ("resources.1.name", None, "resources.1..name: expected `str`; got null"),
+        ("resources.1.bandwidth", "fast", 'resources.1..bandwidth: expected `f.*`; got "fast"'),
+        ("resources.1.bandwidth", True, "resources.1..bandwidth: expected `float .*`; got true"),
+        ("resources.1.bandwidth", 10**400, "resources.1..bandwidth: .*; got 10{76}[.]{3}$"),
+        ("resources.1.bandwidth", math.nan, "bandwidth of '1→0' must be above 0 B/s; got nan"),
+        ("resources.1.bandwidth", 0, "bandwidth of '1→0' must be above 0 B/s; got 0"),
+        ("resources.1.speed", 1, "resources.1.: .* field `speed` .fields: name, bandwidth.;"),
+        ("links.1.source", 1.0, "links.1..source: expected `int`; got 1.0"),
+        ("links.1.target", "0", 'links.1..target: expected `int`; got "0"'),
+        ("links.1.latency", None, "links.1..latency: expected `float`; got null"),
+        ("links.1.latency", math.inf, "latency of the link 1→0 must be a number of seconds"),
+        ("links.1.via_host", "false", 'links.1..via_host: expected `bool`; got "false"'),
+        ("links.1.resources", ["wires"], 'links.1..resources must .*; got "wires"'),
+        ("links.1.resources", "0→1", 'links.1..resources: expected `array`; got "0→1"'),
+        ("links.1.resources", [["0→1"]], r'links.1..resources.0.: expected `str`; got \["0→1"\]'),
+        ("links.1.resources", ["1→0"] * 2, "link 1→0 must be different; '1→0' is there twice"),
+        ("links.1.way", [], "links.1.: .* field `way` .fields: source, .*, via_host.; got {.*$"),
     )
     def test_a_field_is_taken_as_it_is_written(self, place, value, message):
         content = json.loads(presets.preset("fully_connected", 2).to_json())
@@ -356,7 +396,7 @@ class JsonTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, message):
             Topology.from_json(json.dumps(content))
 
-    def test_what_is_missing_is_told_briefly(self):
+    def test_errors_about_many_missing_links_are_short(self):
         content = json.loads(presets.preset("fully_connected", 2).to_json())
         text = json.dumps(content | {"num_devices": 1000})
         tracemalloc.start()
@@ -439,27 +479,41 @@ class NvidiaSmiTest(parameterized.TestCase):
         for changed in (table, f"\ufeff{table}"):
             self.assertEqual(Topology.from_nvidia_smi(changed), sample(name))
 
-    def test_tables_that_are_joined_by_other_numbers_of_nvlinks(self):
-        def table(kinds):
-            names = [f"GPU{i}" for i in range(len(kinds))]
-            rows = [" ".join([name, *row]) for name, row in zip(names, kinds, strict=True)]
-            return Topology.from_nvidia_smi("\n".join(["  ".join(names), *rows]))
+    @parameterized.parameters(
+        (3, 6, False), (3, 9, False), (3, 10, True), (3, 12, True), (4, 6, False), (4, 7, True)
+    )
+    def test_more_nvlinks_than_a_gpu_has_are_those_of_a_switch(
+        self, num_devices, nvlinks, switched
+    ):
+        # A GPU has at most 18 NVLinks: where a row of the table adds up to more, a switch hands
+        # them out. For three GPUs that is from NV10 on, for four from NV7 on.
+        machine = all_alike(num_devices, nvlinks)
+        self.assertEqual(meet(machine, (0, 1), (0, 2)), switched)
+        self.assertEqual(gigabytes(machine, 0, 1), 25 * nvlinks)
 
-        # Three of NV6 each are 12 links: a card has them. Twelve times two are more: a switch.
-        direct = table([["X", "NV6", "NV6"], ["NV6", "X", "NV6"], ["NV6", "NV6", "X"]])
-        self.assertFalse(meet(direct, (0, 1), (0, 2)))
-        self.assertEqual(gigabytes(direct, 0, 1), 150)
-        switched = table([["X", "NV12", "NV12"], ["NV12", "X", "NV12"], ["NV12", "NV12", "X"]])
-        self.assertTrue(meet(switched, (0, 1), (0, 2)))
-        self.assertEqual(gigabytes(switched, 0, 1), 300)
+    def test_two_gpus_have_no_switch(self):
+        self.assertEqual([link.resources for link in all_alike(2, 18).links], [(0,), (1,)])
+
+    def test_pairs_of_unlike_numbers_of_nvlinks_have_no_switch(self):
+        rows = [["X", "NV12", "NV10"], ["NV12", "X", "NV12"], ["NV10", "NV12", "X"]]
+        machine = table(rows)
+        self.assertFalse(meet(machine, (0, 1), (0, 2)))
+        self.assertEqual([gigabytes(machine, 0, other) for other in (1, 2)], [300, 250])
 
     @parameterized.parameters(
         ("", "no table"),
         ("NVIDIA-SMI has failed because it couldn't communicate", "no table"),
         ("     GPU0  GPU1\nGPU0  X  NV1\n", "has no row GPU1"),
         ("     GPU0  GPU1\nGPU0  X  NV1\nGPU1  NV1\n", "row GPU1 has 1 entries for 2 GPUs"),
-        ("     GPU0  GPU1\nGPU0  X  NV1\nGPU1  NVX  X\n", "row GPU1, column GPU0: 'NVX' is none"),
-        ("     GPU0  GPU1\nGPU0  X  NV1\nGPU1  NV1  NV1\n", "row GPU1: expected X"),
+        (
+            "     GPU0  GPU1\nGPU0  X  NV1\nGPU1  NVX  X\n",
+            "column GPU0: expected NV# or PIX, .*; got NVX",
+        ),
+        (
+            "     GPU0  GPU1\nGPU0  X  NV1\nGPU1  NV1  NV1\n",
+            "line 3: row GPU1, column GPU1: expected X; got NV1",
+        ),
+        ("     GPU0  GPU1\nGPU0  X  NV1\nGPU1  NV2  X\n", "expected NV1, as in row GPU0; got NV2"),
     )
     def test_what_is_no_table(self, text, message):
         with self.assertRaisesRegex(ValueError, message):

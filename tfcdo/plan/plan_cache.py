@@ -13,9 +13,9 @@ from typing import Any
 from tfcdo import log
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.tree_packing import TreePacking
+from tfcdo.topology.isomorphism import isomorphisms
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
-from tfcdo.topology.topology import isomorphisms
 
 PRESETS_FILE = pathlib.Path(__file__).with_name("bundled_plans.json")
 # A forest found by another version of the search is not what this one would find.

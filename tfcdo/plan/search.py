@@ -25,8 +25,8 @@ from tfcdo.plan.tree_packing import Permutation
 from tfcdo.plan.tree_packing import TreePacking
 from tfcdo.plan.tree_packing import neighbours_of
 from tfcdo.plan.tree_packing import starting_forests
+from tfcdo.topology.isomorphism import isomorphisms
 from tfcdo.topology.topology import Topology
-from tfcdo.topology.topology import isomorphisms
 
 # Seeds of the disorderly runs; not those by which `simulate.robust_seconds` judges the outcome.
 _SEEDS = (101, 102, 103)

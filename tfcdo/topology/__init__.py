@@ -1,11 +1,11 @@
-"""What joins the devices of a machine: known machines, machines of your own, and this one."""
+"""Describes what joins the devices of a machine: known machines, your own, and this one."""
 
 from tfcdo.topology.detection import detect
+from tfcdo.topology.links import Link
+from tfcdo.topology.links import Resource
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.presets import preset
-from tfcdo.topology.topology import Link
-from tfcdo.topology.topology import Resource
+from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
-from tfcdo.topology.topology import TopologyBuilder
 
-__all__ = ["PRESETS", "Link", "Resource", "Topology", "TopologyBuilder", "detect", "preset"]
+__all__ = ["PRESETS", "Link", "Resource", "Route", "Topology", "detect", "preset"]

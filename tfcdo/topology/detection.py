@@ -1,4 +1,4 @@
-"""Topologies for users: known machines, machines of their own, and finding out about this one."""
+"""Finds out what joins the devices of this machine."""
 
 from __future__ import annotations
 
@@ -11,31 +11,29 @@ from collections.abc import Mapping, Sequence
 
 from tfcdo import checks
 from tfcdo import log
-from tfcdo.topology.presets import PRESETS
+from tfcdo.topology.links import Resource
+from tfcdo.topology.links import ordered_pairs
 from tfcdo.topology.presets import preset
+from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
-from tfcdo.topology.topology import TopologyBuilder
-from tfcdo.topology.topology import ordered_pairs
 
-__all__ = ["PRESETS", "Topology", "detect", "preset"]
-
-# A copy within a card reads and writes its memory: half of a V100's 900 GB/s.
-_ONE_CARD = 450e9
-_TIME_OUT = 10.0
+# A copy within a GPU reads and writes its memory: half of a V100's 900 GB/s.
+_GPU_MEMORY = 450e9
+_TIMEOUT_SECONDS = 10.0
 
 
-class _NotToldError(Exception):
-    """nvidia-smi does not tell what joins the GPUs; the message says why not."""
+class _NvidiaSmiError(Exception):
+    """Says why nvidia-smi did not report what joins the GPUs."""
 
 
 def detect(devices: Sequence[str]) -> Topology:
-    """The topology of some devices of this machine.
+    """Returns the topology of some devices of this machine.
 
-    GPUs are joined as `nvidia-smi topo -m` says, or, if it does not answer, all to all; logical
-    GPUs of one card share its memory. CPU devices are `shared_memory`, as are unknown ones if
-    TensorFlow sees nothing but CPUs. Devices of several types or hosts, and other unknown ones, are
-    taken as joined all to all. What was found, and how, is logged (level INFO) the first time that
-    these devices are asked for; later calls return the same.
+    GPUs are joined as `nvidia-smi topo -m` reports, or, if it does not run, all to all; logical
+    GPUs of one physical GPU share its memory. CPU devices are `shared_memory`, as are unknown ones
+    if TensorFlow sees nothing but CPUs. Devices of several types or hosts, and other unknown ones,
+    are taken as joined all to all. What was found, and how, is logged (level INFO) the first time
+    that these devices are asked for; later calls return the same.
 
     Args:
       devices: TensorFlow device names; "" for an unknown device.
@@ -44,7 +42,7 @@ def detect(devices: Sequence[str]) -> Topology:
       A topology over `len(devices)` devices, in their order.
 
     Raises:
-      ValueError: if there are no devices, or `devices` holds something that is no string.
+      ValueError: if there are no devices, or `devices` holds something that is not a string.
 
     References:
       The legend that `nvidia-smi topo -m` prints below its table.
@@ -72,7 +70,7 @@ def _detect(devices: tuple[str, ...]) -> Topology:
 
 
 def _choose(devices: Sequence[str]) -> tuple[Topology, str]:
-    """The topology of some devices, and why this one."""
+    """Returns the topology of some devices, and the reason for this one."""
     hosts, kinds, indices = map(list, zip(*map(_parse, devices)))
     several_hosts = len(set(hosts) - {""}) > 1
     if _only_cpus_here():
@@ -82,31 +80,31 @@ def _choose(devices: Sequence[str]) -> tuple[Topology, str]:
     if set(kinds) != {"GPU"} or several_hosts:
         reason = "these are not the CPUs of one host, nor its GPUs; pass topology= to say more"
         return preset("fully_connected", len(devices)), reason
-    positions = _positions(indices)
+    visible_gpus = _visible_gpus(indices)
     try:
-        machine, numbers = _nvidia_smi()
-        missing = sorted(set(positions) - set(range(len(numbers))))
+        machine, numbers = _read_nvidia_smi()
+        missing = sorted(set(visible_gpus) - set(range(len(numbers))))
         if missing:
-            raise _NotToldError(f"nvidia-smi and CUDA_VISIBLE_DEVICES show no card for {missing}")
-        return _on_cards(machine, [numbers[one] for one in positions]), "as nvidia-smi says"
-    except _NotToldError as error:
-        cards = sorted(set(positions))
-        machine = preset("fully_connected", len(cards))
+            raise _NvidiaSmiError(f"nvidia-smi and CUDA_VISIBLE_DEVICES show no GPU for {missing}")
+        return _on_gpus(machine, [numbers[gpu] for gpu in visible_gpus]), "as nvidia-smi reports"
+    except _NvidiaSmiError as error:
+        gpus = sorted(set(visible_gpus))
+        machine = preset("fully_connected", len(gpus))
         return (
-            _on_cards(machine, [cards.index(one) for one in positions]),
+            _on_gpus(machine, [gpus.index(gpu) for gpu in visible_gpus]),
             f"{error}; pass topology= to say what joins them",
         )
 
 
 def _parse(device: str) -> tuple[str, str, int]:
-    """Host, type and index of a device name; the host may be left out, the type unknown ("")."""
+    """Splits a device name into host, type and index; the host may be "", an unknown type is ""."""
     host, _, name = device.rpartition("/")
     found = re.fullmatch(r"(?:device:)?(\w+):(\d+)", name, re.IGNORECASE)
     return (host, found[1].upper(), int(found[2])) if found else (host, "", 0)
 
 
 def _only_cpus_here() -> bool:
-    """Whether TensorFlow sees no other devices than CPUs, so that an unknown one is a CPU."""
+    """Returns whether TensorFlow sees nothing but CPUs, so that an unknown device is a CPU."""
     if sys.modules.get("tensorflow") is None:
         return False
     import tensorflow as tf
@@ -114,61 +112,63 @@ def _only_cpus_here() -> bool:
     return {device.device_type for device in tf.config.get_visible_devices()} == {"CPU"}
 
 
-def _positions(gpus: Sequence[int]) -> list[int]:
-    """The card of each logical GPU, by its position among those that CUDA shows to this process."""
+def _visible_gpus(logical_gpus: Sequence[int]) -> list[int]:
+    """Returns the physical GPU of each logical GPU, numbered as CUDA shows them to this process."""
     if sys.modules.get("tensorflow") is None:
-        return list(gpus)
-    # It is there, so it may have cut cards into several logical GPUs or hidden some.
+        return list(logical_gpus)
+    # It is there, so it may have cut GPUs into several logical ones or hidden some.
     import tensorflow as tf
 
-    positions = [
-        int(card.name.rpartition(":")[2])
-        for card in tf.config.get_visible_devices("GPU")
-        for _ in tf.config.get_logical_device_configuration(card) or [None]
+    physical = [
+        int(gpu.name.rpartition(":")[2])
+        for gpu in tf.config.get_visible_devices("GPU")
+        for _ in tf.config.get_logical_device_configuration(gpu) or [None]
     ]
-    return [positions[gpu] if gpu < len(positions) else gpu for gpu in gpus]
+    return [physical[gpu] if gpu < len(physical) else gpu for gpu in logical_gpus]
 
 
-def _nvidia_smi() -> tuple[Topology, list[int]]:
-    """The machine, and the number that each card that CUDA shows has in it.
+def _read_nvidia_smi() -> tuple[Topology, list[int]]:
+    """Returns the machine, and the number in it of each GPU that CUDA shows to this process.
 
-    Cards are taken to be in the same order for CUDA as for nvidia-smi, as cards of one model are.
+    GPUs are taken to be in the same order for CUDA as for nvidia-smi, as GPUs of one model are.
     """
     try:
-        machine = Topology.from_nvidia_smi(_output("topo", "-m"))
+        machine = Topology.from_nvidia_smi(_run_nvidia_smi("topo", "-m"))
     except ValueError as error:
-        raise _NotToldError(f"the table of `nvidia-smi topo -m` cannot be read: {error}") from None
+        raise _NvidiaSmiError(
+            f"the table of `nvidia-smi topo -m` cannot be read: {error}"
+        ) from None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return machine, list(range(machine.num_devices))
     entries = visible.replace(" ", "").split(",")
-    known = _uuids() if any(entry.startswith("GPU-") for entry in entries) else {}
+    by_uuid = _number_by_uuid() if any(entry.startswith("GPU-") for entry in entries) else {}
     numbers = []
     for entry in entries:
-        found = [known[uuid] for uuid in known if entry and uuid.startswith(entry)]
+        found = [by_uuid[uuid] for uuid in by_uuid if entry and uuid.startswith(entry)]
         if re.fullmatch(r"\d+", entry):
             found = [int(entry)]
-        # As for CUDA, the first entry that is no card hides all after it.
+        # As for CUDA, the first entry that is not a GPU hides all after it.
         if len(found) != 1 or found[0] >= machine.num_devices:
             break
         numbers += found
     return machine, numbers
 
 
-def _uuids() -> Mapping[str, int]:
-    """The number of each card by its UUID."""
-    known = {}
-    for row in _output("--query-gpu=uuid,index", "--format=csv,noheader").splitlines():
+def _number_by_uuid() -> Mapping[str, int]:
+    """Asks nvidia-smi for the number of each GPU by its UUID."""
+    numbers = {}
+    for row in _run_nvidia_smi("--query-gpu=uuid,index", "--format=csv,noheader").splitlines():
         found = re.fullmatch(r"(\S+),\s*(\d+)", row.strip())
         if not found:
-            raise _NotToldError(f"`nvidia-smi --query-gpu=uuid,index` printed {row!r}")
-        known[found[1]] = int(found[2])
-    return known
+            raise _NvidiaSmiError(f"`nvidia-smi --query-gpu=uuid,index` printed {row!r}")
+        numbers[found[1]] = int(found[2])
+    return numbers
 
 
 @functools.lru_cache(maxsize=4)
-def _output(*arguments: str) -> str:
-    """What nvidia-smi prints."""
+def _run_nvidia_smi(*arguments: str) -> str:
+    """Returns what nvidia-smi prints."""
     command = " ".join(("nvidia-smi", *arguments))
     try:
         return subprocess.run(
@@ -178,36 +178,30 @@ def _output(*arguments: str) -> str:
             stderr=subprocess.STDOUT,
             encoding="utf-8",
             errors="replace",
-            timeout=_TIME_OUT,
+            timeout=_TIMEOUT_SECONDS,
             check=True,
         ).stdout
     except FileNotFoundError:
-        raise _NotToldError("there is no nvidia-smi on the PATH") from None
+        raise _NvidiaSmiError("there is no nvidia-smi on the PATH") from None
     except subprocess.TimeoutExpired:
-        raise _NotToldError(f"`{command}` did not answer within {_TIME_OUT:g} s") from None
+        raise _NvidiaSmiError(f"`{command}` did not answer within {_TIMEOUT_SECONDS:g} s") from None
     except subprocess.CalledProcessError as error:
-        said = " ".join(error.stdout.split())[:200]
-        raise _NotToldError(f"`{command}` failed with status {error.returncode}: {said}") from None
+        output = " ".join(error.stdout.split())[:200]
+        raise _NvidiaSmiError(
+            f"`{command}` failed with status {error.returncode}: {output}"
+        ) from None
     except OSError as error:
-        raise _NotToldError(f"`{command}` cannot be run: {error}") from None
+        raise _NvidiaSmiError(f"`{command}` cannot be run: {error}") from None
 
 
-def _on_cards(machine: Topology, cards: Sequence[int]) -> Topology:
-    """The topology of devices that are on some cards of a machine, perhaps several on one."""
-    if len(set(cards)) == len(cards):
-        return machine.subset(cards)
-    builder = TopologyBuilder()
-    for source, target in ordered_pairs(len(cards)):
-        one, other = cards[source], cards[target]
-        if one == other:
-            builder.link(source, target, [(f"card {one}", _ONE_CARD)])
-        else:
-            link = machine.link_by_pair[one, other]
-            way = [machine.resources[index] for index in link.resources]
-            builder.link(
-                source,
-                target,
-                [(part.name, part.bandwidth) for part in way],
-                via_host=link.via_host,
-            )
-    return builder.build(f"{machine.name}, {len(set(cards))} cards", len(cards))
+def _on_gpus(machine: Topology, gpus: Sequence[int]) -> Topology:
+    """Returns the topology of logical devices on some GPUs of a machine, perhaps several on one."""
+    if len(set(gpus)) == len(gpus):
+        return machine.subset(gpus)
+    routes = [
+        Route(source, target, [Resource(f"memory of GPU {gpus[source]}", _GPU_MEMORY)])
+        if gpus[source] == gpus[target]
+        else machine.route(gpus[source], gpus[target])._replace(source=source, target=target)
+        for source, target in ordered_pairs(len(gpus))
+    ]
+    return Topology.from_routes(f"{machine.name}, {len(set(gpus))} GPUs", len(gpus), routes)

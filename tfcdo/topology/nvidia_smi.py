@@ -1,4 +1,4 @@
-"""Reads the table of `nvidia-smi topo -m`: what joins the GPUs of a machine."""
+"""Reads what joins the GPUs of a machine in the table of `nvidia-smi topo -m`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import networkx as nx
 
-from tfcdo.topology.presets import HOST
-from tfcdo.topology.presets import NVLINK_V100
-from tfcdo.topology.presets import PCIE
-from tfcdo.topology.presets import crossbar
-from tfcdo.topology.presets import nvlinks_and_host
-from tfcdo.topology.topology import Topology
-from tfcdo.topology.topology import TopologyBuilder
-from tfcdo.topology.topology import ordered_pairs
+from tfcdo.topology.routes import NVLINK_V100
+from tfcdo.topology.routes import Route
+from tfcdo.topology.routes import crossbar_routes
+from tfcdo.topology.routes import mesh_routes
+from tfcdo.topology.routes import pcie_routes
 
 # What an NVLink carries each way from V100 to H200; the table does not say which GPUs these are.
 _NVLINK = NVLINK_V100
@@ -24,13 +21,14 @@ _MAX_NVLINKS = 18
 # Within a PCIe switch; within a socket; from socket to socket ("SOC" is what older drivers print).
 _ONE_SWITCH = ("PIX", "PXB")
 _ONE_SOCKET = (*_ONE_SWITCH, "PHB", "NODE")
-_KINDS = (*_ONE_SOCKET, "SYS", "SOC")
+_BETWEEN_SOCKETS = ("SYS", "SOC")
+_KINDS = (*_ONE_SOCKET, *_BETWEEN_SOCKETS)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-    """The part of the table that is about GPUs.
+    """Holds the part of the table that is about GPUs.
 
     Attributes:
       kinds: how each ordered pair of GPUs is joined.
@@ -42,24 +40,25 @@ class _Table:
 
     @property
     def num_devices(self) -> int:
+        """Returns how many GPUs there are."""
         return len(self.affinities)
 
 
-def parse(text: str) -> Topology:
-    """The topology that `nvidia-smi topo -m` shows.
+def read_routes(text: str) -> tuple[int, list[Route]]:
+    """Reads how the machine is wired that `nvidia-smi topo -m` shows.
 
     * `NV#`: # NVLinks of 25 GB/s. If all pairs have the same number, and more of them than a GPU
       has NVLinks, these are the ports of an NVSwitch.
     * On a machine with NVLinks, any other pair goes through the host, as on a DGX-1.
     * On a machine without, each GPU has a PCIe port; `PIX` and `PXB` pairs are under one switch;
-      all others also hold their switches' ways up and down, and those of different sockets (`SYS`)
-      the way from socket to socket.
+      all others also hold their switches' paths up and down, and those of different sockets
+      (`SYS`) the path from socket to socket.
 
     Args:
       text: what the command printed.
 
     Returns:
-      A topology over the GPUs of the table, in its order.
+      How many GPUs the table has, and the routes of all pairs, numbered in its order.
 
     Raises:
       ValueError: if the text holds no such table, or one that cannot be read.
@@ -68,34 +67,34 @@ def parse(text: str) -> Topology:
       The legend that `nvidia-smi topo -m` prints below its table.
 
     Example:
-      >>> parse('''
+      >>> num_devices, routes = read_routes('''
       ...         GPU0    GPU1    CPU Affinity    NUMA Affinity
       ... GPU0     X      NV4     0-15            0
       ... GPU1    NV4      X      0-15            0
-      ... ''').bandwidth(0, 1)
-      100000000000.0
+      ... ''')
+      >>> num_devices, routes[0].resources[0].bandwidth
+      (2, 100000000000.0)
     """
-    table = _read(text)
+    table = _read_table(text)
     nvlinks = {pair: int(kind[2:]) for pair, kind in table.kinds.items() if kind.startswith("NV")}
     if not nvlinks:
-        return _pcie(table)
-    counts = set(nvlinks.values())
-    if (
-        len(nvlinks) == len(table.kinds)
-        and len(counts) == 1
-        and max(counts) * (table.num_devices - 1) > _MAX_NVLINKS
-        and table.num_devices > 2
-    ):
-        return crossbar("nvidia-smi", table.num_devices, max(counts) * _NVLINK)
-    return nvlinks_and_host(
-        "nvidia-smi",
-        table.num_devices,
-        {pair: count * _NVLINK for pair, count in nvlinks.items()},
-        _sockets(table),
-    )
+        return table.num_devices, _pcie_routes(table)
+    if _is_switched(table, nvlinks):
+        bandwidth = next(iter(nvlinks.values())) * _NVLINK
+        return table.num_devices, crossbar_routes(table.num_devices, bandwidth)
+    speeds = {pair: count * _NVLINK for pair, count in nvlinks.items()}
+    return table.num_devices, mesh_routes(table.num_devices, speeds, _sockets(table))
 
 
-def _read(text: str) -> _Table:
+def _is_switched(table: _Table, nvlinks: Mapping[tuple[int, int], int]) -> bool:
+    """Returns whether an NVSwitch hands out the NVLinks of the table's pairs."""
+    if len(nvlinks) < len(table.kinds) or len(set(nvlinks.values())) > 1:
+        return False
+    return next(iter(nvlinks.values())) * (table.num_devices - 1) > _MAX_NVLINKS
+
+
+def _read_table(text: str) -> _Table:
+    """Returns the entries of the table, each checked."""
     lines = [
         (number, line.split())
         for number, line in enumerate(_COLOURS.sub("", text.lstrip("\ufeff")).splitlines(), 1)
@@ -133,15 +132,13 @@ def _read(text: str) -> _Table:
 def _check_kind(
     number: int, device: int, other: int, kind: str, above: Mapping[tuple[int, int], str]
 ) -> None:
-    """Refuses an entry of the table that cannot be there; `above` are those of the rows above."""
+    """Raises if a table has no such entry; `above` holds the entries of the rows above."""
     where = f"line {number}: row GPU{device}, column GPU{other}"
     if device == other:
         if kind != "X":
-            raise ValueError(
-                f"line {number}: row GPU{device}: expected X at column GPU{other}; got {kind}"
-            )
+            raise ValueError(f"{where}: expected X; got {kind}")
     elif kind not in _KINDS and not re.fullmatch(r"NV[1-9]\d*", kind):
-        raise ValueError(f"{where}: {kind!r} is none of NV#, {', '.join(_KINDS)}")
+        raise ValueError(f"{where}: expected NV# or {', '.join(_KINDS)}; got {kind}")
     elif above.get((other, device), kind) != kind:
         raise ValueError(
             f"{where}: expected {above[other, device]}, as in row GPU{other}; got {kind}"
@@ -149,7 +146,7 @@ def _check_kind(
 
 
 def _components(table: _Table, kinds: Sequence[str]) -> list[int]:
-    """Groups the devices that connections of some kinds join, and numbers the groups."""
+    """Returns the number of each device's group, if pairs of some kinds are in one group."""
     graph = nx.Graph()
     graph.add_nodes_from(range(table.num_devices))
     graph.add_edges_from(pair for pair, kind in table.kinds.items() if kind in kinds)
@@ -161,23 +158,18 @@ def _components(table: _Table, kinds: Sequence[str]) -> list[int]:
 
 
 def _sockets(table: _Table) -> list[int]:
-    """The socket of each device: that of its CPUs, if the table says which these are."""
+    """Returns the socket of each device: that of its CPUs, if the table says which these are."""
     if all(affinity not in ("", "N/A") for affinity in table.affinities):
         known = list(dict.fromkeys(table.affinities))
         return [known.index(affinity) for affinity in table.affinities]
     return _components(table, _ONE_SOCKET)
 
 
-def _pcie(table: _Table) -> Topology:
-    builder = TopologyBuilder()
-    switches, sockets = _components(table, _ONE_SWITCH), _sockets(table)
-    for source, target in ordered_pairs(table.num_devices):
-        way = [(f"{source} out", PCIE)]
-        if switches[source] != switches[target]:
-            way.append((f"switch {switches[source]} up", HOST))
-            if table.kinds[source, target] in ("SYS", "SOC"):
-                name = f"socket {sockets[source]}→{sockets[target]}"
-                way.append((name, HOST))
-            way.append((f"switch {switches[target]} down", HOST))
-        builder.link(source, target, [*way, (f"{target} in", PCIE)])
-    return builder.build("nvidia-smi", table.num_devices)
+def _pcie_routes(table: _Table) -> list[Route]:
+    sockets = _sockets(table)
+    between_sockets = {
+        (source, target): (sockets[source], sockets[target])
+        for (source, target), kind in table.kinds.items()
+        if kind in _BETWEEN_SOCKETS
+    }
+    return pcie_routes(_components(table, _ONE_SWITCH), between_sockets)

@@ -1,21 +1,24 @@
-"""Known machines, by name."""
+"""Names the machines that tfcdo knows."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from tfcdo import checks
+from tfcdo.topology.links import LATENCY
+from tfcdo.topology.links import Resource
+from tfcdo.topology.links import link_name
+from tfcdo.topology.links import ordered_pairs
+from tfcdo.topology.routes import NVLINK_V100
+from tfcdo.topology.routes import Route
+from tfcdo.topology.routes import crossbar_routes
+from tfcdo.topology.routes import mesh_routes
+from tfcdo.topology.routes import pcie_routes
 from tfcdo.topology.topology import Topology
-from tfcdo.topology.topology import TopologyBuilder
-from tfcdo.topology.topology import link_name
-from tfcdo.topology.topology import ordered_pairs
 
-NVLINK_V100 = 25e9
 NVLINK_P100 = 20e9
-HOST = 10e9
-PCIE = 12e9
 # One core adds two float streams in memory at about this rate.
 CPU_ADDITION = 10e9
 
@@ -30,51 +33,12 @@ _DGX1_P100_LINKS = {
 }  # fmt: skip
 
 
-def nvlinks_and_host(
-    name: str, num_devices: int, nvlinks: Mapping[tuple[int, int], float], socket: Sequence[int]
-) -> Topology:
-    """A machine of point-to-point links, whose other pairs meet in the host.
-
-    Args:
-      name: the topology's name.
-      num_devices: how many devices there are.
-      nvlinks: bytes per second, each way, of each joined pair `(a, b)` with `a < b`.
-      socket: the socket of each device; one resource carries all host traffic from one socket to
-        the same socket or another.
-
-    Returns:
-      The topology.
-    """
-    builder = TopologyBuilder()
-    for source, target in ordered_pairs(num_devices):
-        bandwidth = nvlinks.get((min(source, target), max(source, target)))
-        if bandwidth:
-            builder.link(source, target, [(link_name(source, target), bandwidth)])
-        else:
-            bridge = f"host {link_name(socket[source], socket[target])}"
-            builder.link(source, target, [(bridge, HOST)], via_host=True)
-    return builder.build(name, num_devices)
-
-
-def crossbar(name: str, num_devices: int, port: float) -> Topology:
-    """A machine whose devices meet in a switch that is never the slowest part.
-
-    Args:
-      name: the topology's name.
-      num_devices: how many devices there are.
-      port: bytes per second of each device's way in, and of its way out.
-
-    Returns:
-      The topology.
-    """
-    builder = TopologyBuilder()
-    for source, target in ordered_pairs(num_devices):
-        builder.link(source, target, [(f"{source} out", port), (f"{target} in", port)])
-    return builder.build(name, num_devices)
+def _dgx1(name: str, nvlinks: Mapping[tuple[int, int], float]) -> Topology:
+    return Topology.from_routes(name, 8, mesh_routes(8, nvlinks, sockets=[0] * 4 + [1] * 4))
 
 
 def dgx1() -> Topology:
-    """NVIDIA DGX-1 with V100: 8 GPUs, 6 NVLinks of 25 GB/s each, a hybrid cube mesh.
+    """Describes an NVIDIA DGX-1 with V100: 8 GPUs, 6 NVLinks of 25 GB/s each, a hybrid cube mesh.
 
     A pair with two NVLinks is one link of 50 GB/s. A pair without goes through the host at 10 GB/s,
     which all transfers from one socket (0-3, 4-7) to the same or the other share.
@@ -83,11 +47,11 @@ def dgx1() -> Topology:
       NVIDIA, "NVIDIA DGX-1 With Tesla V100 System Architecture", 2017.
     """
     links = {pair: count * NVLINK_V100 for pair, count in _DGX1_LINKS.items()}
-    return nvlinks_and_host("dgx1", 8, links, socket=(0, 0, 0, 0, 1, 1, 1, 1))
+    return _dgx1("dgx1", links)
 
 
 def dgx1_p100() -> Topology:
-    """NVIDIA DGX-1 with P100: 8 GPUs, 4 NVLinks of 20 GB/s each.
+    """Describes an NVIDIA DGX-1 with P100: 8 GPUs, 4 NVLinks of 20 GB/s each.
 
     Two fully joined groups of four, and one link between each device and its partner, four further.
 
@@ -95,66 +59,65 @@ def dgx1_p100() -> Topology:
       NVIDIA, "NVIDIA DGX-1 With Tesla V100 System Architecture", 2017.
     """
     links = {pair: count * NVLINK_P100 for pair, count in _DGX1_P100_LINKS.items()}
-    return nvlinks_and_host("dgx1_p100", 8, links, socket=(0, 0, 0, 0, 1, 1, 1, 1))
+    return _dgx1("dgx1_p100", links)
 
 
 def nvswitch(num_devices: int = 8) -> Topology:
-    """Devices on a full crossbar: each has one port in and one out, of 12 x 25 GB/s.
+    """Describes devices on a full crossbar: each has a port in and a port out, of 12 x 25 GB/s.
 
     Args:
       num_devices: how many devices there are.
     """
-    return crossbar("nvswitch", num_devices, 12 * NVLINK_V100)
+    routes = crossbar_routes(num_devices, 12 * NVLINK_V100)
+    return Topology.from_routes("nvswitch", num_devices, routes)
 
 
 def pcie(num_devices: int = 4) -> Topology:
-    """Devices in pairs, each pair under a PCIe switch, the switches joined by the host bridge.
+    """Describes pairs of devices under PCIe switches that the host bridge joins.
 
     A device's port carries 12 GB/s each way; a transfer to another pair also holds its own switch's
-    way up and the other's way down, 10 GB/s each.
+    path up and the other's path down, 10 GB/s each.
 
     Args:
       num_devices: how many devices there are; an odd one is alone under its switch.
     """
-    builder = TopologyBuilder()
-    for source, target in ordered_pairs(num_devices):
-        way = [(f"{source} out", PCIE)]
-        if source // 2 != target // 2:
-            way += [(f"switch {source // 2} up", HOST), (f"switch {target // 2} down", HOST)]
-        builder.link(source, target, [*way, (f"{target} in", PCIE)])
-    return builder.build("pcie", num_devices)
+    switches = [device // 2 for device in range(num_devices)]
+    return Topology.from_routes("pcie", num_devices, pcie_routes(switches, {}))
 
 
 def shared_memory(num_devices: int = 8) -> Topology:
-    """Virtual CPU devices of one host: copies cost nothing, additions cost memory bandwidth.
+    """Describes virtual CPU devices: copies cost nothing, additions cost memory bandwidth.
 
     All devices add with the same cores, so it does not matter where; one pack is as good as many.
 
     Args:
       num_devices: how many devices there are.
     """
-    builder = TopologyBuilder()
-    for source, target in ordered_pairs(num_devices):
-        builder.link(source, target, [(link_name(source, target), math.inf)])
-    return builder.build(
+    return Topology.from_routes(
         "shared_memory",
         num_devices,
-        latency=0.0,
+        _separate_wires(num_devices, math.inf, latency=0.0),
         addition_bandwidth=CPU_ADDITION,
         serial_reduction=True,
     )
 
 
 def fully_connected(num_devices: int = 8) -> Topology:
-    """Every pair has a link of its own, of 25 GB/s each way: what to assume of unknown devices.
+    """Describes links of 25 GB/s each way between every two devices, for unknown machines.
 
     Args:
       num_devices: how many devices there are.
     """
-    builder = TopologyBuilder()
+    routes = _separate_wires(num_devices, NVLINK_V100)
+    return Topology.from_routes("fully_connected", num_devices, routes)
+
+
+def _separate_wires(
+    num_devices: int, bandwidth: float, latency: float = LATENCY
+) -> Iterator[Route]:
     for source, target in ordered_pairs(num_devices):
-        builder.link(source, target, [(link_name(source, target), NVLINK_V100)])
-    return builder.build("fully_connected", num_devices)
+        wire = Resource(link_name(source, target), bandwidth)
+        yield Route(source, target, [wire], latency=latency)
 
 
 _FIXED: Mapping[str, Callable[[], Topology]] = {"dgx1": dgx1, "dgx1_p100": dgx1_p100}
@@ -166,11 +129,11 @@ _SCALABLE: Mapping[str, Callable[..., Topology]] = {
 }
 PRESETS: tuple[str, ...] = (*_FIXED, *_SCALABLE)
 # Every two devices have a link: more would be a mistake, and fill the memory.
-_MOST_DEVICES = 512
+_MAX_DEVICES = 512
 
 
 def preset(name: str, num_devices: int | None = None) -> Topology:
-    """A known machine.
+    """Returns a known machine.
 
     Args:
       name: one of `PRESETS`.
@@ -182,7 +145,7 @@ def preset(name: str, num_devices: int | None = None) -> Topology:
 
     Raises:
       ValueError: if there is no such preset or it does not have that many devices.
-      TypeError: if `num_devices` is no int.
+      TypeError: if `num_devices` is not an int.
 
     Example:
       >>> preset("nvswitch", 16).num_devices
@@ -201,7 +164,7 @@ def _preset(name: str, num_devices: int | None) -> Topology:
     machine = {**_FIXED, **_SCALABLE}[name]()
     if num_devices is None:
         return machine
-    most = _MOST_DEVICES if name in _SCALABLE else machine.num_devices
+    most = _MAX_DEVICES if name in _SCALABLE else machine.num_devices
     if num_devices > most:
         raise ValueError(f"num_devices of {name!r} must be at most {most}; got {num_devices}")
     if name in _SCALABLE:

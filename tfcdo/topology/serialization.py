@@ -1,150 +1,145 @@
-"""Reads a topology from a JSON text, as `Topology.to_json` writes it or a person does."""
+"""Reads and writes the JSON document that describes a topology.
+
+The document differs from a `Topology` in two points: links name their resources where a topology
+numbers them, and a bandwidth without a limit is null, because JSON has no infinity.
+"""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import re
+from typing import Any
 
-from tfcdo.topology.topology import LATENCY
-from tfcdo.topology.topology import Link
-from tfcdo.topology.topology import Resource
-from tfcdo.topology.topology import Topology
+import msgspec
+
+from tfcdo.topology.links import LATENCY
 
 
-class _Kind(NamedTuple):
-    """What a field may hold: in words, and the test."""
+class ResourceDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Describes a `Resource`; a bandwidth of None has no limit."""
 
-    accepted: str
-    holds: Callable[[Any], bool]
-
-
-def _is_number(value: Any) -> bool:
-    # True is an int to Python, and an int may be too large for a float.
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    name: str
+    bandwidth: float | None
 
 
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+class LinkDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Describes a `Link`, whose resources are named."""
+
+    source: int
+    target: int
+    latency: float = LATENCY
+    resources: tuple[str, ...]
+    via_host: bool = False
 
 
-_TEXT = _Kind("a text", lambda value: isinstance(value, str))
-_INT = _Kind("a whole number", lambda value: type(value) is int)
-_FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
-_LIST = _Kind("a list", lambda value: isinstance(value, list))
-_NAMES = _Kind("a list of names", _is_names)
-_SECONDS = _Kind("a number of seconds", _is_number)
-_BANDWIDTH = _Kind(
-    "a number of bytes per second, or null for no limit",
-    lambda value: value is None or _is_number(value),
-)
+class TopologyDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Describes a `Topology`; an addition bandwidth of None has no limit."""
 
-_TOPOLOGY = {
-    "name": _TEXT,
-    "num_devices": _INT,
-    "addition_bandwidth": _BANDWIDTH,
-    "serial_reduction": _FLAG,
-    "resources": _LIST,
-    "links": _LIST,
+    name: str
+    num_devices: int
+    addition_bandwidth: float | None = None
+    serial_reduction: bool = False
+    resources: tuple[ResourceDocument, ...]
+    links: tuple[LinkDocument, ...]
+
+
+_OBJECTS: dict[str, type[msgspec.Struct]] = {
+    "": TopologyDocument,
+    "resources": ResourceDocument,
+    "links": LinkDocument,
 }
-_RESOURCE = {"name": _TEXT, "bandwidth": _BANDWIDTH}
-_LINK = {
-    "source": _INT,
-    "target": _INT,
-    "latency": _SECONDS,
-    "resources": _NAMES,
-    "via_host": _FLAG,
-}
-# What may be left out, and what it is then.
-_DEFAULTS = {
-    "addition_bandwidth": None,
-    "serial_reduction": False,
-    "latency": LATENCY,
-    "via_host": False,
-}
-
 # Files from before these fields were renamed are read, too.
 _FORMER_NAMES = {"detour": "via_host", "shared_adder": "serial_reduction"}
 
 
-def parse(text: str) -> Topology:
-    """See `tfcdo.topology.topology.Topology.from_json`.
+def encode(document: TopologyDocument) -> str:
+    """Returns a document as a JSON text, with one resource or link a line.
+
+    Args:
+      document: the description of a topology.
+
+    Returns:
+      The text, which `decode` reads.
+    """
+    fields = msgspec.to_builtins(document)
+    lines = ",\n".join(f'  "{name}": {_lay_out(value)}' for name, value in fields.items())
+    return f"{{\n{lines}\n}}"
+
+
+def decode(text: str) -> TopologyDocument:
+    """Reads a JSON text that `encode` or a person has written.
 
     Args:
       text: the JSON text.
 
     Returns:
-      The topology.
+      A document whose fields have the right types, and whose links name resources that it has.
+      Whether it describes a topology, the topology's constructor checks.
 
     Raises:
-      ValueError: if the text is no JSON, or not of such an object, or not of a topology.
+      ValueError: if the text is not JSON, or not of such a document.
+
+    Example:
+      >>> decode('{"name": "one", "num_devices": "1", "resources": [], "links": []}')
+      Traceback (most recent call last):
+      ValueError: not a topology: num_devices: expected `int`; got "1"
     """
+    content = None
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_collect_fields)
+        document = msgspec.convert(content, TopologyDocument)
     except json.JSONDecodeError as error:
         raise ValueError(f"not a JSON text: {error}") from error
     except RecursionError:
         raise ValueError("not a topology: lists or objects are nested too deeply") from None
-    whole = _fields(content, "the topology", _TOPOLOGY)
-    resources = []
-    for position, entry in enumerate(whole["resources"]):
-        own = _fields(entry, f"resources[{position}]", _RESOURCE)
-        resources.append(Resource(own["name"], _bandwidth(own["bandwidth"])))
-    index = {resource.name: position for position, resource in enumerate(resources)}
-    links = []
-    for position, entry in enumerate(whole["links"]):
-        own = _fields(entry, f"links[{position}]", _LINK)
-        for name in own["resources"]:
-            if name not in index:
-                raise ValueError(
-                    f'not a topology: "resources" of links[{position}] must hold names that the '
-                    f'topology\'s "resources" have; got {_brief(name)}'
-                )
-        held = tuple(index[name] for name in own["resources"])
-        links.append(
-            Link(own["source"], own["target"], float(own["latency"]), held, own["via_host"])
-        )
-    return Topology(
-        whole["name"],
-        whole["num_devices"],
-        tuple(resources),
-        tuple(links),
-        _bandwidth(whole["addition_bandwidth"]),
-        whole["serial_reduction"],
-    )
-
-
-def _fields(entry: Any, where: str, kinds: Mapping[str, _Kind]) -> dict[str, Any]:
-    """The fields of a JSON object, of the right kinds and with those that were left out."""
-    known = ", ".join(kinds)
-    if not isinstance(entry, dict):
-        raise ValueError(
-            f"not a topology: {where} must be an object with {known}; got {_brief(entry)}"
-        )
-    entry = {_FORMER_NAMES.get(field, field): value for field, value in entry.items()}
-    unknown = [field for field in entry if field not in kinds]
-    if unknown:
-        raise ValueError(
-            f"not a topology: {where} must have no other fields than {known}; "
-            f"got {_brief(unknown[0])}"
-        )
-    fields = _DEFAULTS | entry
-    for field, kind in kinds.items():
-        if field not in fields:
-            raise ValueError(f'not a topology: "{field}" of {where} is missing')
-        if not kind.holds(fields[field]):
+    except msgspec.ValidationError as error:
+        raise ValueError(f"not a topology: {_explain(str(error), content)}") from None
+    known = {resource.name for resource in document.resources}
+    for position, link in enumerate(document.links):
+        unknown = [name for name in link.resources if name not in known]
+        if unknown:
             raise ValueError(
-                f'not a topology: "{field}" of {where} must be {kind.accepted}; '
-                f"got {_brief(fields[field])}"
+                f'not a topology: links[{position}].resources must hold names that "resources" of '
+                f"the topology have; got {_abbreviate(unknown[0])}"
             )
+    return document
+
+
+def _lay_out(value: Any) -> str:
+    """Returns a field's value as JSON; of a list, each entry is on a line of its own."""
+    if not isinstance(value, (list, tuple)):
+        return json.dumps(value, ensure_ascii=False)
+    # A person may want to read and change the entries.
+    lines = ",".join(f"\n    {json.dumps(entry, ensure_ascii=False)}" for entry in value)
+    return f"[{lines}\n  ]"
+
+
+def _collect_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the fields of a JSON object by their present names."""
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        present = _FORMER_NAMES.get(name, name)
+        if present in fields:
+            raise ValueError(f"not a topology: {_abbreviate(present)} is given twice in one object")
+        fields[present] = value
     return fields
 
 
-def _bandwidth(value: float | None) -> float:
-    return float("inf") if value is None else float(value)
+def _explain(message: str, content: Any) -> str:
+    """Returns msgspec's message with the place in front and what was given there at the end."""
+    wanted, _, path = message.partition(" - at `$")
+    path = path.strip(".`")
+    given = content
+    for step in re.findall(r"\w+", path):
+        given = given[int(step) if step.isdigit() else step]
+    place = f"{path}: " if path else ""
+    wanted = re.sub(", got `.*", "", wanted)
+    of_object = re.fullmatch(r"(?:(\w+)\[\d+\])?", path)
+    if of_object:
+        wanted += f" (fields: {', '.join(_OBJECTS[of_object[1] or ''].__struct_fields__)})"
+    return f"{place}{wanted[0].lower()}{wanted[1:]}; got {_abbreviate(given)}"
 
 
-def _brief(value: Any) -> str:
+def _abbreviate(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,69 +1,29 @@
-"""Topologies: what joins the devices of a machine, how fast, and what those joints share."""
+"""Defines topologies: what joins the devices of a machine, how fast, and what those links share."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import hashlib
-import itertools
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import networkx as nx
 
 from tfcdo import checks
-
-# The simulator's reference times use 10 us for every copy: about what an op launch and a
-# peer-to-peer copy of a few bytes take.
-LATENCY = 10e-6
-
-
-@dataclasses.dataclass(frozen=True)
-class Resource:
-    """Something that carries one transfer at a time: a wire, a switch port, a host bridge.
-
-    Attributes:
-      name: how reports and drawings call it.
-      bandwidth: bytes per second; `math.inf` if it is never the slowest part.
-    """
-
-    name: str
-    bandwidth: float
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth > 0:
-            raise ValueError(
-                f"bandwidth of {self.name!r} must be above 0 B/s; got {self.bandwidth}"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """The way from one device to another.
-
-    Attributes:
-      source: the sending device.
-      target: the receiving device.
-      latency: seconds that a transfer takes on top of its bytes.
-      resources: indices of the topology's resources on the way, in the order of travel; a transfer
-        holds all of them for its whole time, at the speed of the slowest.
-      via_host: whether this is a way through the host that stands in for a missing direct one. The
-        bandwidth bound is that of the other links, as long as they join all devices.
-    """
-
-    source: int
-    target: int
-    latency: float
-    resources: tuple[int, ...]
-    via_host: bool = False
+from tfcdo.topology import nvidia_smi
+from tfcdo.topology import serialization
+from tfcdo.topology.links import Link
+from tfcdo.topology.links import Resource
+from tfcdo.topology.links import check_links
+from tfcdo.topology.links import link_name
+from tfcdo.topology.links import ordered_pairs
+from tfcdo.topology.routes import Route
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices, and the directed links between every two of them.
+    """Describes the devices of a machine and the directed links between every two of them.
 
     A topology is a plain, hashable value: two that compare equal cost the same, so it serves as
     the key of a cache.
@@ -80,7 +40,7 @@ class Topology:
     Raises:
       ValueError: if a pair of devices has no link or several, or a link names a device or a
         resource that does not exist, or a resource twice, or a number is out of range.
-      TypeError: if `num_devices` is no int.
+      TypeError: if `num_devices` is not an int.
 
     Example:
       >>> from tfcdo.topology import preset
@@ -106,47 +66,71 @@ class Topology:
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"resources must have different names; {twice!r} is there twice")
-        for link in self.links:
-            way = link_name(link.source, link.target)
-            if not 0 <= link.latency < math.inf:
-                raise ValueError(
-                    f"latency of the link {way} must be a number of seconds, at least 0; "
-                    f"got {link.latency}"
-                )
-            if not link.resources or not all(
-                0 <= index < len(self.resources) for index in link.resources
-            ):
-                raise ValueError(
-                    f"resources of the link {way} must be at least one of the indices from 0 to "
-                    f"{len(self.resources) - 1}; got {link.resources}"
-                )
-            if len(set(link.resources)) != len(link.resources):
-                # A transfer either holds a resource or not: to hold it twice means nothing.
-                index = next(one for one in link.resources if link.resources.count(one) > 1)
-                raise ValueError(
-                    f"resources of the link {way} must be different ones; "
-                    f"{names[index]!r} is there twice"
-                )
-        self._check_pairs()
+        check_links(self.links, self.resources, self.num_devices)
 
-    def _check_pairs(self) -> None:
-        devices = range(self.num_devices)
-        given = collections.Counter((link.source, link.target) for link in self.links)
-        too_many = [
-            pair
-            for pair, count in given.items()
-            if count > 1 or pair[0] == pair[1] or not (pair[0] in devices and pair[1] in devices)
-        ]
-        wanted = self.num_devices * (self.num_devices - 1)
-        if too_many or len(self.links) != wanted:
-            # A wrong `num_devices` may ask for more pairs than can be listed.
-            missing = (pair for pair in ordered_pairs(self.num_devices) if pair not in given)
-            some = list(itertools.islice(itertools.chain(too_many, missing), 5))
-            raise ValueError(
-                f"links must hold each ordered pair of the {self.num_devices} devices once, "
-                f"{wanted} links; got {len(self.links)}; missing or too many (at most 5 shown): "
-                f"{some}"
+    @classmethod
+    def from_routes(
+        cls,
+        name: str,
+        num_devices: int,
+        routes: Iterable[Route],
+        *,
+        addition_bandwidth: float = math.inf,
+        serial_reduction: bool = False,
+    ) -> Topology:
+        """Makes a topology of one route for each ordered pair of devices.
+
+        The resources are those of the routes; what has the same name is one resource.
+
+        Args:
+          name: the topology's name.
+          num_devices: how many devices there are.
+          routes: one for each ordered pair of devices.
+          addition_bandwidth: see `Topology`.
+          serial_reduction: see `Topology`.
+
+        Returns:
+          The topology.
+
+        Raises:
+          ValueError: if two routes give one resource different bandwidths, or the routes are not
+            those of a topology.
+
+        Example:
+          >>> bus = Resource("bus", 12e9)
+          >>> Topology.from_routes("two", 2, [Route(0, 1, [bus]), Route(1, 0, [bus])]).resources
+          (Resource(name='bus', bandwidth=12000000000.0),)
+        """
+        routes = sorted(routes, key=lambda route: (route.source, route.target))
+        resources: dict[str, Resource] = {}
+        for route in routes:
+            for resource in route.resources:
+                known = resources.setdefault(resource.name, resource)
+                if resource is not known and resource != known:
+                    raise ValueError(
+                        f"bandwidth of {known.name!r} must be {known.bandwidth} B/s, as in another "
+                        f"route; got {resource.bandwidth} for the link "
+                        f"{link_name(route.source, route.target)}"
+                    )
+        numbers = {name: number for number, name in enumerate(resources)}
+        links = (
+            Link(
+                route.source,
+                route.target,
+                route.latency,
+                tuple(numbers[resource.name] for resource in route.resources),
+                route.via_host,
             )
+            for route in routes
+        )
+        return cls(
+            name,
+            num_devices,
+            tuple(resources.values()),
+            tuple(links),
+            addition_bandwidth,
+            serial_reduction,
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -166,7 +150,7 @@ class Topology:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A short text that two topologies share just if they differ in names only."""
+        """Returns a short text that is the same for topologies that differ in names only."""
         number: dict[int, int] = {}
         for link in sorted(self.links, key=lambda link: (link.source, link.target)):
             for index in link.resources:
@@ -188,26 +172,26 @@ class Topology:
 
     @functools.cached_property
     def link_by_pair(self) -> Mapping[tuple[int, int], Link]:
-        """The link of each ordered pair of devices."""
+        """Returns the link of each ordered pair of devices."""
         return {(link.source, link.target): link for link in self.links}
 
     @functools.cached_property
     def link_kinds(self) -> Mapping[tuple[int, int], tuple[float, float, bool]]:
-        """Bandwidth and latency of each ordered pair's link, and whether it is via the host."""
+        """Returns bandwidth, latency and `via_host` of each ordered pair's link."""
         return {
             pair: (self.bandwidth(*pair), link.latency, link.via_host)
             for pair, link in self.link_by_pair.items()
         }
 
     def bandwidth(self, source: int, target: int) -> float:
-        """The speed of a transfer that has the way alone.
+        """Returns the speed of a transfer that shares its path with no other.
 
         Args:
           source: the sending device.
           target: the receiving device.
 
         Returns:
-          Bytes per second, those of the slowest resource on the way.
+          Bytes per second, those of the slowest resource on the path.
 
         Raises:
           KeyError: if these are not two different devices.
@@ -216,7 +200,7 @@ class Topology:
         return min(self.resources[index].bandwidth for index in link.resources)
 
     def latency(self, source: int, target: int) -> float:
-        """What a transfer takes on top of its bytes.
+        """Returns what a transfer takes on top of its bytes.
 
         Args:
           source: the sending device.
@@ -230,16 +214,33 @@ class Topology:
         """
         return self.link_by_pair[source, target].latency
 
+    def route(self, source: int, target: int) -> Route:
+        """Returns the link of a pair of devices together with what it holds.
+
+        Args:
+          source: the sending device.
+          target: the receiving device.
+
+        Returns:
+          The route that `from_routes` would make this link of.
+
+        Raises:
+          KeyError: if these are not two different devices.
+        """
+        link = self.link_by_pair[source, target]
+        resources = tuple(self.resources[index] for index in link.resources)
+        return Route(source, target, resources, link.via_host, link.latency)
+
     @functools.cached_property
     def direct_links(self) -> tuple[Link, ...]:
-        """The links not via the host; all links where those do not reach every device."""
+        """Returns the links not via the host, or all links if those do not reach every device."""
         direct = tuple(link for link in self.links if not link.via_host)
         graph = nx.DiGraph((link.source, link.target) for link in direct)
         graph.add_nodes_from(range(self.num_devices))
         return direct if nx.is_strongly_connected(graph) else self.links
 
     def subset(self, devices: Sequence[int]) -> Topology:
-        """The part of the machine that some of its devices see.
+        """Returns the part of the machine that some of its devices see.
 
         Args:
           devices: the devices to keep; the i-th of them becomes device i.
@@ -264,30 +265,20 @@ class Topology:
             )
         if devices == tuple(known):
             return self
-        kept = [
-            self.link_by_pair[devices[source], devices[target]]
+        routes = [
+            self.route(devices[source], devices[target])._replace(source=source, target=target)
             for source, target in ordered_pairs(len(devices))
         ]
-        used = sorted({index for link in kept for index in link.resources})
-        return Topology(
-            name=f"{self.name}{{{','.join(map(str, devices))}}}",
-            num_devices=len(devices),
-            resources=tuple(self.resources[index] for index in used),
-            links=tuple(
-                dataclasses.replace(
-                    link,
-                    source=devices.index(link.source),
-                    target=devices.index(link.target),
-                    resources=tuple(used.index(index) for index in link.resources),
-                )
-                for link in kept
-            ),
+        return Topology.from_routes(
+            f"{self.name}{{{','.join(map(str, devices))}}}",
+            len(devices),
+            routes,
             addition_bandwidth=self.addition_bandwidth,
             serial_reduction=self.serial_reduction,
         )
 
     def to_json(self) -> str:
-        """This topology as a JSON text, which `from_json` reads.
+        """Returns this topology as a JSON text, which `from_json` reads.
 
         Returns:
           An object with the constructor's arguments; a bandwidth of null has no limit, and links
@@ -311,47 +302,45 @@ class Topology:
             ]
           }
         """
-
-        def lines(values: Iterable[Mapping[str, Any]]) -> str:
-            # One resource or link a line: a person may want to read and change them.
-            return ",".join(f"\n    {json.dumps(value, ensure_ascii=False)}" for value in values)
-
-        resources = lines(
-            {"name": resource.name, "bandwidth": _finite(resource.bandwidth)}
-            for resource in self.resources
-        )
-        links = lines(
-            {
-                **dataclasses.asdict(link),
-                "resources": [self.resources[index].name for index in link.resources],
-            }
-            for link in self.links
-        )
-        return (
-            "{\n"
-            f'  "name": {json.dumps(self.name, ensure_ascii=False)},\n'
-            f'  "num_devices": {self.num_devices},\n'
-            f'  "addition_bandwidth": {json.dumps(_finite(self.addition_bandwidth))},\n'
-            f'  "serial_reduction": {json.dumps(self.serial_reduction)},\n'
-            f'  "resources": [{resources}\n  ],\n'
-            f'  "links": [{links}\n  ]\n'
-            "}"
+        return serialization.encode(
+            serialization.TopologyDocument(
+                name=self.name,
+                num_devices=self.num_devices,
+                addition_bandwidth=_none_if_unlimited(self.addition_bandwidth),
+                serial_reduction=self.serial_reduction,
+                resources=tuple(
+                    serialization.ResourceDocument(
+                        name=resource.name, bandwidth=_none_if_unlimited(resource.bandwidth)
+                    )
+                    for resource in self.resources
+                ),
+                links=tuple(
+                    serialization.LinkDocument(
+                        source=link.source,
+                        target=link.target,
+                        latency=link.latency,
+                        resources=tuple(self.resources[index].name for index in link.resources),
+                        via_host=link.via_host,
+                    )
+                    for link in self.links
+                ),
+            )
         )
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
-        """Reads what `to_json` has written, or what somebody wrote in its likeness.
+        """Reads a JSON text that `to_json` or a person has written.
 
         Args:
           text: a JSON object with "name", "num_devices", "resources" and "links", perhaps
             "addition_bandwidth" and "serial_reduction", and nothing else; a link may leave out
-            "latency" and "via_host".
+            "latency" and "via_host". A bandwidth of null has no limit.
 
         Returns:
           The topology.
 
         Raises:
-          ValueError: if the text is no JSON, or not of such an object, or not of a topology.
+          ValueError: if the text is not JSON, or not of such an object, or not of a topology.
 
         Example:
           >>> from tfcdo.topology import preset
@@ -359,13 +348,32 @@ class Topology:
           >>> Topology.from_json(pcie.to_json()) == pcie
           True
         """
-        from tfcdo.topology import serialization
-
-        return serialization.parse(text)
+        document = serialization.decode(text)
+        numbers = {resource.name: number for number, resource in enumerate(document.resources)}
+        return cls(
+            document.name,
+            document.num_devices,
+            tuple(
+                Resource(resource.name, _infinite_if_none(resource.bandwidth))
+                for resource in document.resources
+            ),
+            tuple(
+                Link(
+                    link.source,
+                    link.target,
+                    link.latency,
+                    tuple(numbers[name] for name in link.resources),
+                    link.via_host,
+                )
+                for link in document.links
+            ),
+            _infinite_if_none(document.addition_bandwidth),
+            document.serial_reduction,
+        )
 
     @classmethod
     def from_nvidia_smi(cls, text: str) -> Topology:
-        """The topology that `nvidia-smi topo -m` shows; see `tfcdo.topology.nvidia_smi.parse`.
+        """Reads the table of `nvidia-smi topo -m`; see `tfcdo.topology.nvidia_smi.read_routes`.
 
         Args:
           text: what the command printed.
@@ -376,135 +384,12 @@ class Topology:
         Raises:
           ValueError: if the text holds no such table.
         """
-        from tfcdo.topology import nvidia_smi
-
-        return nvidia_smi.parse(text)
+        return cls.from_routes("nvidia-smi", *nvidia_smi.read_routes(text))
 
 
-def _finite(bandwidth: float) -> float | None:
+def _none_if_unlimited(bandwidth: float) -> float | None:
     return None if bandwidth == math.inf else bandwidth
 
 
-def isomorphisms(one: Topology, other: Topology, limit: int) -> Iterator[tuple[int, ...]]:
-    """The ways to match the devices of two topologies so that their links are alike.
-
-    Bandwidth, latency and `via_host` are compared, not what links share.
-
-    Args:
-      one: a topology.
-      other: another one, perhaps the same.
-      limit: stop after this many.
-
-    Yields:
-      `images`, where device `d` of `one` is like device `images[d]` of `other`; in ascending order.
-
-    Example:
-      >>> from tfcdo.topology import preset
-      >>> list(isomorphisms(preset("dgx1"), preset("dgx1"), 10))[1]
-      (2, 3, 0, 1, 6, 7, 4, 5)
-    """
-    if one.num_devices != other.num_devices:
-        return
-    kinds, other_kinds = one.link_kinds, other.link_kinds
-
-    def extend(images: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        new = len(images)
-        if new == one.num_devices:
-            yield images
-            return
-        for image in range(one.num_devices):
-            if image not in images and all(
-                kinds[new, old] == other_kinds[image, images[old]]
-                and kinds[old, new] == other_kinds[images[old], image]
-                for old in range(new)
-            ):
-                yield from extend((*images, image))
-
-    yield from itertools.islice(extend(()), limit)
-
-
-class TopologyBuilder:
-    """Collects resources by name and links by device, and numbers them."""
-
-    def __init__(self) -> None:
-        self._resources: dict[str, Resource] = {}
-        self._links: list[tuple[int, int, Sequence[str], bool]] = []
-
-    def link(
-        self, source: int, target: int, way: Iterable[tuple[str, float]], *, via_host: bool = False
-    ) -> None:
-        """Adds a link.
-
-        Args:
-          source: the sending device.
-          target: the receiving device.
-          way: name and bandwidth of each resource that it holds, in the order of travel.
-          via_host: see `Link`.
-
-        Raises:
-          ValueError: if another link has given one of these resources another bandwidth.
-        """
-        names = []
-        for name, bandwidth in way:
-            known = self._resources.setdefault(name, Resource(name, bandwidth))
-            if known.bandwidth != bandwidth:
-                raise ValueError(
-                    f"bandwidth of {name!r} must be {known.bandwidth} B/s, as in an earlier link; "
-                    f"got {bandwidth} for the link {link_name(source, target)}"
-                )
-            names.append(name)
-        self._links.append((source, target, names, via_host))
-
-    def build(
-        self,
-        name: str,
-        num_devices: int,
-        *,
-        latency: float = LATENCY,
-        addition_bandwidth: float = math.inf,
-        serial_reduction: bool = False,
-    ) -> Topology:
-        """Makes the topology.
-
-        Args:
-          name: its name.
-          num_devices: how many devices there are.
-          latency: that of every link, in seconds.
-          addition_bandwidth: see `Topology`.
-          serial_reduction: see `Topology`.
-
-        Returns:
-          The topology of all links so far.
-
-        Raises:
-          ValueError: if these are not all links of so many devices.
-        """
-        index = {resource: position for position, resource in enumerate(self._resources)}
-        return Topology(
-            name,
-            num_devices,
-            tuple(self._resources.values()),
-            tuple(
-                Link(source, target, latency, tuple(index[name] for name in names), via_host)
-                for source, target, names, via_host in sorted(self._links)
-            ),
-            addition_bandwidth,
-            serial_reduction,
-        )
-
-
-def ordered_pairs(num_devices: int) -> Iterable[tuple[int, int]]:
-    """All `(source, target)` of different devices.
-
-    Args:
-      num_devices: how many devices there are.
-
-    Returns:
-      The pairs, in ascending order.
-    """
-    return ((a, b) for a in range(num_devices) for b in range(num_devices) if a != b)
-
-
-def link_name(source: int, target: int) -> str:
-    """Returns how reports and drawings call the link from one device to another."""
-    return f"{source}→{target}"
+def _infinite_if_none(bandwidth: float | None) -> float:
+    return math.inf if bandwidth is None else bandwidth

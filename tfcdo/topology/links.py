@@ -1,0 +1,144 @@
+"""Defines what a machine is made of: resources, and the links that transfers take."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+# The simulator's reference times use 10 us for every copy: about what an op launch and a
+# peer-to-peer copy of a few bytes take.
+LATENCY = 10e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Resource:
+    """Carries one transfer at a time: a wire, a switch port or a host bridge.
+
+    Attributes:
+      name: how reports and drawings call it.
+      bandwidth: bytes per second; `math.inf` if it is never the slowest part.
+
+    Raises:
+      ValueError: if `bandwidth` is not above 0.
+    """
+
+    name: str
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise ValueError(
+                f"bandwidth of {self.name!r} must be above 0 B/s; got {self.bandwidth}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Leads from one device of a topology to another.
+
+    Attributes:
+      source: the sending device.
+      target: the receiving device.
+      latency: seconds that a transfer takes on top of its bytes.
+      resources: indices of the topology's resources on the path, in the order of travel; a transfer
+        holds all of them for its whole time, at the speed of the slowest.
+      via_host: whether the path through the host stands in for a missing direct one. The bandwidth
+        bound is that of the other links, as long as they join all devices.
+    """
+
+    source: int
+    target: int
+    latency: float
+    resources: tuple[int, ...]
+    via_host: bool = False
+
+
+def link_name(source: int, target: int) -> str:
+    """Returns how reports and drawings call the link from one device to another.
+
+    Args:
+      source: the sending device.
+      target: the receiving device.
+
+    Returns:
+      The two numbers with an arrow between them.
+
+    Example:
+      >>> link_name(0, 5)
+      '0→5'
+    """
+    return f"{source}→{target}"
+
+
+def ordered_pairs(num_devices: int) -> Iterator[tuple[int, int]]:
+    """Yields each `(source, target)` of two different devices.
+
+    Args:
+      num_devices: how many devices there are.
+
+    Yields:
+      The pairs, in ascending order.
+
+    Example:
+      >>> list(ordered_pairs(2))
+      [(0, 1), (1, 0)]
+    """
+    for source in range(num_devices):
+        for target in range(num_devices):
+            if source != target:
+                yield source, target
+
+
+def check_links(links: Sequence[Link], resources: Sequence[Resource], num_devices: int) -> None:
+    """Raises unless links join each ordered pair of devices once, by resources that exist.
+
+    Args:
+      links: the links of a topology.
+      resources: its resources.
+      num_devices: how many devices it has.
+
+    Raises:
+      ValueError: if a pair of devices has no link or several, or the latency of a link is not a
+        number of seconds, or a link holds no resource, one that does not exist, or one twice.
+    """
+    for link in links:
+        _check_latency_and_resources(link, resources)
+    devices = range(num_devices)
+    given = collections.Counter((link.source, link.target) for link in links)
+    too_many = [
+        pair
+        for pair, count in given.items()
+        if count > 1 or pair[0] == pair[1] or not (pair[0] in devices and pair[1] in devices)
+    ]
+    wanted = num_devices * (num_devices - 1)
+    if too_many or len(links) != wanted:
+        # A wrong `num_devices` may ask for more pairs than can be listed.
+        missing = (pair for pair in ordered_pairs(num_devices) if pair not in given)
+        some = list(itertools.islice(itertools.chain(too_many, missing), 5))
+        raise ValueError(
+            f"links must hold each ordered pair of the {num_devices} devices once, {wanted} links; "
+            f"got {len(links)}; missing or too many (at most 5 shown): {some}"
+        )
+
+
+def _check_latency_and_resources(link: Link, resources: Sequence[Resource]) -> None:
+    where = f"of the link {link_name(link.source, link.target)}"
+    if not 0 <= link.latency < math.inf:
+        raise ValueError(
+            f"latency {where} must be a number of seconds, at least 0; got {link.latency}"
+        )
+    numbers = range(len(resources))
+    if not link.resources or not all(index in numbers for index in link.resources):
+        raise ValueError(
+            f"resources {where} must be at least one of the indices from 0 to "
+            f"{len(resources) - 1}; got {link.resources}"
+        )
+    if len(set(link.resources)) != len(link.resources):
+        # A transfer either holds a resource or not: to hold it twice means nothing.
+        index = next(index for index in link.resources if link.resources.count(index) > 1)
+        raise ValueError(
+            f"resources {where} must be different; {resources[index].name!r} is there twice"
+        )
