@@ -33,6 +33,7 @@ from tfcdo.execute.reduction import devices_of
 from tfcdo.execute.reduction import existing_device
 from tfcdo.plan import algorithms
 from tfcdo.plan import packing
+from tfcdo.plan.batch_plan import UNKNOWN
 from tfcdo.topology.topology import Topology
 
 # A tf.function rewrites the Python that it calls, for tensors in `if` and `for`. There are none
@@ -337,7 +338,7 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
         if not reduction.is_all_reduce:
             return _gather_on_one_device(reduction, axis, reduction.destinations[0], hosts)
         devices = reduction.devices
-        tree = self._config.plan([packing.UNKNOWN], devices).packs[0].tree
+        tree = self._config.plan([UNKNOWN], devices).packs[0].tree
         root = devices[tree.root]
         exchange = None if hosts is None else hosts.exchange_gather(root, reduction, axis)
         gathered = gather.all_gather(tree, reduction.values, devices, axis, exchange)
@@ -463,9 +464,7 @@ def _placed(reduction: Reduction, hosts: Hosts | None) -> Reduction:
     return reduction if hosts is None else hosts.placed(reduction)
 
 
-def _gather_on_one_device(
-    reduction: Reduction, axis: Any, device: str, hosts: Hosts | None
-) -> Any:
+def _gather_on_one_device(reduction: Reduction, axis: Any, device: str, hosts: Hosts | None) -> Any:
     with tf.device(device):
         gathered = tf.concat(list(reduction.values), axis)
     if hosts is not None:

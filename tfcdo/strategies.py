@@ -181,9 +181,10 @@ def _is_symbolic_build(reduce_op: Any) -> bool:
     Nobody else reduces to a mean without an axis from inside Keras.
     """
     frame = sys._getframe(3)
-    return frame.f_globals.get("__name__", "").startswith("keras.") and str(
-        getattr(reduce_op, "value", reduce_op)
-    ).upper() == "MEAN"
+    return (
+        frame.f_globals.get("__name__", "").startswith("keras.")
+        and str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+    )
 
 
 def _for_its_shape(reduce: Any, reduce_op: Any, value: Any) -> Any:
@@ -228,9 +229,7 @@ def _check_arguments(options: Any, ops: Any, devices_per_worker: Any) -> None:
 
 def _cluster_of(resolver: Any) -> config.Cluster | None:
     spec = resolver.cluster_spec()
-    return config.from_spec(
-        spec.as_dict() if spec else {}, resolver.task_type, resolver.task_id
-    )
+    return config.from_spec(spec.as_dict() if spec else {}, resolver.task_type, resolver.task_id)
 
 
 class _MultiWorkerExtended(tf_internals.MultiWorkerExtended):

@@ -19,6 +19,7 @@ from tfcdo.plan import plan_cache
 from tfcdo.plan import search
 from tfcdo.plan import simulator
 from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.lower_bound import lower_bound
 from tfcdo.plan.tree_packing import Permutation
 from tfcdo.plan.tree_packing import TreePacking
 from tfcdo.plan.tree_packing import neighbours_of
@@ -224,15 +225,14 @@ def entries(case: Case, found: Iterable[tuple[int, TreePacking]]) -> list[dict[s
     topology = case.machine.build()
     lines = []
     for num_bytes, forest in found:
-        schedule = simulator.longest_path_first(forest.schedule(num_bytes), topology)
-        bound = simulator.bound(topology, num_bytes)
+        schedule = forest.schedule(num_bytes)
+        bound = lower_bound(topology, num_bytes)
         lines.append(
             {
                 "topology": case.machine.topology,
                 "num_devices": case.machine.num_devices,
                 **({"subset": list(case.machine.subset)} if case.machine.subset else {}),
                 "num_bytes": num_bytes,
-                "ratio": round(simulator.simulate(schedule, topology).seconds / bound, 3),
                 "robust_ratio": round(simulator.robust_seconds(schedule, topology) / bound, 3),
                 "forest": plan_cache.encode(forest),
             }

@@ -18,6 +18,7 @@ from tfcdo.execute import one_device
 from tfcdo.execute import packs
 from tfcdo.execute.reduction import check_pairs
 from tfcdo.plan import algorithms
+from tfcdo.plan import batch_plan
 from tfcdo.plan import packing
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.copy_tree import two_level
@@ -183,13 +184,13 @@ class CopyTreesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 class PacksTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     SHAPES = ((2, 3), (), (0, 4), (7,), (2, 3), (5, 1, 2), (1,), (7,))
 
-    def plan(self, how: packing.PackingOptions, machine: str) -> packing.BatchPlan:
-        specs = tuple(packing.ValueSpec("float32", 4, shape) for shape in self.SHAPES)
+    def plan(self, how: packing.PackingOptions, machine: str) -> batch_plan.BatchPlan:
+        specs = tuple(batch_plan.ValueSpec("float32", 4, shape) for shape in self.SHAPES)
         return packing.plan_batch(specs, how, "ring", topology.preset(machine, 3))
 
     HOWS = (
         *(packing.PackingOptions(num_packs) for num_packs in (1, 2, 5, 100, 0, None)),
-        packing.PackingOptions(0, small_bytes=24, small_group=3),
+        packing.PackingOptions(0, agg_small_grads_max_bytes=24, agg_small_grads_max_group=3),
         packing.PackingOptions(1, bytes_per_pack=10),
     )
 
@@ -204,7 +205,7 @@ class PacksTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         def round_trip(*values: tf.Tensor) -> list[tf.Tensor]:
             loaded = packs.pack(plan, values, "/cpu:2")
             for pack, tensors in zip(plan.packs, loaded, strict=True):
-                self.assertLen(tensors, len(pack.bundles))
+                self.assertLen(tensors, len(pack.fused_tensors))
             back = packs.unpack(plan, loaded, values, "/cpu:2")
             for tensor, shape in zip(back, self.SHAPES, strict=True):
                 self.assertEqual(shape, tensor.shape)
@@ -237,7 +238,7 @@ class PacksTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
     def test_a_value_that_travels_alone_is_not_copied(self):
         value = tf.ones([2, 3])
-        spec = (packing.ValueSpec("float32", 4, (2, 3)),)
+        spec = (batch_plan.ValueSpec("float32", 4, (2, 3)),)
         plan = packing.plan_batch(
             spec, packing.PackingOptions(1), "ring", topology.preset("nvswitch", 3)
         )

@@ -10,6 +10,7 @@ from absl.testing import parameterized
 import tfcdo
 from tfcdo import topology
 from tfcdo.plan import algorithms
+from tfcdo.plan import batch_plan
 from tfcdo.plan import packing
 
 DEVICES = 8
@@ -53,7 +54,7 @@ class PlanExecutionTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase
         num_packs = 5
         ops = tfcdo.AllReduceCrossDeviceOps(algorithm, num_packs=num_packs, topology=place)
         graph = self._graph(ops, own)
-        spec = packing.ValueSpec("float32", 4, (4096,))
+        spec = batch_plan.ValueSpec("float32", 4, (4096,))
         plan = packing.plan_batch((spec,), packing.PackingOptions(num_packs), algorithm, place)
         edges = sorted((child, parent) for pack in plan.packs for child, parent in pack.tree.edges)
         up, down = self._copies(graph)

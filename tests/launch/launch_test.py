@@ -57,9 +57,7 @@ class _LaunchTestCase(parameterized.TestCase):
         self.addCleanup(process.kill)
         return process
 
-    def launch(
-        self, *arguments: str, script: str = ""
-    ) -> subprocess.CompletedProcess[str]:
+    def launch(self, *arguments: str, script: str = "") -> subprocess.CompletedProcess[str]:
         """Runs `tfcdo launch` to its end."""
         return self.finish(self.start(*arguments, script=script))
 
@@ -261,8 +259,7 @@ class FailureTest(_LaunchTestCase):
         self.assertEqual(result.returncode, 3)
         self.assertEqual(
             result.stderr,
-            "worker 1 | last words\n"
-            "tfcdo: worker 1 failed: exit status 3; ending the others\n",
+            "worker 1 | last words\ntfcdo: worker 1 failed: exit status 3; ending the others\n",
         )
         self.assert_ended("worker0", "worker1", "worker2")
 

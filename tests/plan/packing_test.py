@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tfcdo import topology
 from tfcdo.plan import algorithms
+from tfcdo.plan import batch_plan
 from tfcdo.plan import packing
 from tfcdo.plan.copy_tree import chain
 from tfcdo.plan.copy_tree import star
@@ -23,27 +24,29 @@ ITEMSIZES = {"float16": 2, "float32": 4, "int64": 8}
 MACHINES = ("shared_memory", "nvswitch")  # With and without a limit on what is concatenated.
 
 
-def specs(*shapes: tuple[int, ...] | None, dtype: str = "float32") -> tuple[packing.ValueSpec, ...]:
-    return tuple(packing.ValueSpec(dtype, ITEMSIZES[dtype], shape) for shape in shapes)
+def specs(
+    *shapes: tuple[int, ...] | None, dtype: str = "float32"
+) -> tuple[batch_plan.ValueSpec, ...]:
+    return tuple(batch_plan.ValueSpec(dtype, ITEMSIZES[dtype], shape) for shape in shapes)
 
 
 def plan_of(
-    values: Sequence[packing.ValueSpec],
+    values: Sequence[batch_plan.ValueSpec],
     how: packing.PackingOptions,
     algorithm: str = "hierarchical_copy",
     num_devices: int = 3,
     machine: str = "shared_memory",
-) -> packing.BatchPlan:
+) -> batch_plan.BatchPlan:
     return packing.plan_batch(tuple(values), how, algorithm, topology.preset(machine, num_devices))
 
 
-def contents(plan: packing.BatchPlan) -> list[list[Any]]:
-    """The pieces of each pack, whatever bundles they are in, in the order of the values."""
+def contents(plan: batch_plan.BatchPlan) -> list[list[Any]]:
+    """The slices of each pack, whatever tensors they are fused in, in the order of the values."""
     return [
         sorted(
-            (piece.value, piece.start, piece.stop)
-            for bundle in pack.bundles
-            for piece in bundle.pieces
+            (part.value, part.start, part.stop)
+            for fused in pack.fused_tensors
+            for part in fused.slices
         )
         for pack in plan.packs
     ]
@@ -52,7 +55,7 @@ def contents(plan: packing.BatchPlan) -> list[list[Any]]:
 _SHAPES = st.none() | st.lists(st.integers(0, 40), max_size=3).map(tuple)
 _VALUES = st.lists(
     st.builds(
-        lambda dtype, shape: packing.ValueSpec(dtype, ITEMSIZES[dtype], shape),
+        lambda dtype, shape: batch_plan.ValueSpec(dtype, ITEMSIZES[dtype], shape),
         st.sampled_from(sorted(ITEMSIZES)),
         _SHAPES,
     ),
@@ -61,8 +64,8 @@ _VALUES = st.lists(
 _PACKINGS = st.builds(
     packing.PackingOptions,
     num_packs=st.none() | st.integers(0, 9) | st.just(10**6),
-    small_bytes=st.integers(0, 300),
-    small_group=st.integers(0, 4),
+    agg_small_grads_max_bytes=st.integers(0, 300),
+    agg_small_grads_max_group=st.integers(0, 4),
     bytes_per_pack=st.just(0) | st.integers(1, 500),
 )
 
@@ -84,7 +87,7 @@ class EveryPlanTest(absltest.TestCase):
         plan = plan_of(values, how, algorithm, num_devices, machine)
         self.check_elements(plan, values)
         self.check_packs(plan, values, how)
-        self.check_bundles(plan, values)
+        self.check_fused_tensors(plan, values)
         for pack in plan.packs:
             self.assertEqual(num_devices, pack.tree.num_devices)
 
@@ -104,15 +107,15 @@ class EveryPlanTest(absltest.TestCase):
         }
         self.assertEqual(expected, set(seen))
         self.assertLen(expected, sum(seen.values()))
-        self.assertLen(values, plan.num_values)
-        self.assertLen(values, len(plan.pieces_of))
-        for index, (value, pieces) in enumerate(zip(values, plan.pieces_of, strict=True)):
-            self.assertTrue(all(piece.value == index for piece in pieces))
-            self.assertNotEmpty(pieces)  # Empty values and those of unknown size too.
-            stops = [piece.stop for piece in pieces]
-            self.assertEqual([0, *stops[:-1]], [piece.start for piece in pieces])
+        self.assertEqual(tuple(value.size for value in values), plan.sizes)
+        self.assertLen(values, len(plan.slices_of))
+        for index, (value, slices) in enumerate(zip(values, plan.slices_of, strict=True)):
+            self.assertTrue(all(part.value == index for part in slices))
+            self.assertNotEmpty(slices)  # Empty values and those of unknown size too.
+            stops = [part.stop for part in slices]
+            self.assertEqual([0, *stops[:-1]], [part.start for part in slices])
             self.assertEqual(value.size, stops[-1])
-            self.assertEqual([len(pieces) == 1] * len(pieces), [piece.whole for piece in pieces])
+            self.assertEqual([len(slices) == 1] * len(slices), [part.whole for part in slices])
 
     def check_packs(self, plan, values, how):
         """No pack mixes dtypes, nor is too large, nor empty unless its value is."""
@@ -128,15 +131,15 @@ class EveryPlanTest(absltest.TestCase):
             if how.bytes_per_pack:
                 self.assertLessEqual(size * itemsize, max(how.bytes_per_pack, itemsize))
 
-    def check_bundles(self, plan, values):
+    def check_fused_tensors(self, plan, values):
         for pack in plan.packs:
-            for bundle in pack.bundles:
-                self.assertNotEmpty(bundle.pieces)
-                if len(bundle.pieces) > 1:
-                    self.assertNotIn(None, [piece.stop for piece in bundle.pieces])
-                if bundle.stacked:
-                    self.assertTrue(all(piece.whole for piece in bundle.pieces))
-                    self.assertLen({values[piece.value].shape for piece in bundle.pieces}, 1)
+            for fused in pack.fused_tensors:
+                self.assertNotEmpty(fused.slices)
+                if len(fused.slices) > 1:
+                    self.assertNotIn(None, [part.stop for part in fused.slices])
+                if fused.stacked:
+                    self.assertTrue(all(part.whole for part in fused.slices))
+                    self.assertLen({values[part.value].shape for part in fused.slices}, 1)
 
 
 class NumPacksTest(parameterized.TestCase):
@@ -170,7 +173,14 @@ class NumPacksTest(parameterized.TestCase):
         values = specs((2,), (2,), (100,))
         self.assertEqual(
             contents(plan_of(values, packing.PackingOptions(1))),
-            contents(plan_of(values, packing.PackingOptions(1, small_bytes=100, small_group=2))),
+            contents(
+                plan_of(
+                    values,
+                    packing.PackingOptions(
+                        1, agg_small_grads_max_bytes=100, agg_small_grads_max_group=2
+                    ),
+                )
+            ),
         )
 
     @parameterized.parameters("ring", "shuffle", "halving_doubling", "hierarchical_copy")
@@ -186,16 +196,29 @@ class NumPacksTest(parameterized.TestCase):
         self.assertEqual([[(0, 20 * i, 20 * i + 20)] for i in range(4)], contents(plan))
         self.assertEqual(list(algorithms.ring(4)), [pack.tree for pack in plan.packs])
 
-    def test_given_trees_are_dealt_out(self):
+    @parameterized.parameters((3, [0, 1, 0], [3, 3, 3]), (None, [0, 1], [5, 4]))
+    def test_given_trees_are_dealt_out(self, num_packs, expected, sizes):
         trees = (star(3, 1), chain(3, 2))
-        plan = packing.plan_batch(
-            specs((9,)), packing.PackingOptions(3), trees, topology.preset("nvswitch", 3)
+        machine = topology.preset("nvswitch", 3)
+        values = specs((9,))
+        plan = packing.plan_batch(values, packing.PackingOptions(num_packs), trees, machine)
+        self.assertEqual([trees[index] for index in expected], [pack.tree for pack in plan.packs])
+        self.assertEqual(sizes, [stop - start for ((_, start, stop),) in contents(plan)])
+
+    @parameterized.product(algorithm=algorithms.ALGORITHMS, machine=("dgx1", "shared_memory"))
+    def test_every_algorithm_decides(self, algorithm, machine):
+        place = topology.preset(machine, 8)
+        options = packing.PackingOptions(None)
+        plan = packing.plan_batch(specs((1000, 25), (0,)), options, algorithm, place)
+        schedule = algorithms.make_schedule(algorithm, place, 4 * 25_000)
+        self.assertEqual(
+            [pack.tree for pack in schedule.packs], [pack.tree for pack in plan.packs[:-1]]
         )
-        self.assertEqual([trees[0], trees[1], trees[0]], [pack.tree for pack in plan.packs])
+        self.assertLen(plan.packs, len(schedule.packs) + 1)  # The empty value travels alone.
 
     @parameterized.parameters(
         ((), packing.PackingOptions(3), r"algorithm must be .* at least one copy tree; got \(\)"),
-        ((star(3),), packing.PackingOptions(None), "num_packs must be an int .*; got None"),
+        ((star(3), star(2)), packing.PackingOptions(3), r"algorithm\[1\] must span the 3 devices"),
         ("bogus", packing.PackingOptions(None), "unknown algorithm 'bogus'"),
     )
     def test_what_gives_no_trees(self, algorithm, how, message):
@@ -224,8 +247,16 @@ class NumPacksTest(parameterized.TestCase):
         ({"num_packs": 3.0}, TypeError, "num_packs must be an int; got 3.0"),
         ({"num_packs": True}, TypeError, "num_packs must be an int; got True"),
         ({"num_packs": -1}, ValueError, "num_packs must be at least 0; got -1"),
-        ({"small_bytes": 1e6}, TypeError, "small_bytes must be an int; got 1000000.0"),
-        ({"small_group": None}, TypeError, "small_group must be an int; got None"),
+        (
+            {"agg_small_grads_max_bytes": 1e6},
+            TypeError,
+            "agg_small_grads_max_bytes must be an int; got 1000000.0",
+        ),
+        (
+            {"agg_small_grads_max_group": None},
+            TypeError,
+            "agg_small_grads_max_group must be an int; got None",
+        ),
         ({"bytes_per_pack": -8}, ValueError, "bytes_per_pack must be at least 0; got -8"),
     )
     def test_no_such_packing(self, arguments, error, message):
@@ -239,7 +270,10 @@ class SmallGroupsTest(parameterized.TestCase):
     def test_groups(self):
         # Of 4 bytes each element; "smaller than 16 bytes" leaves out 4 elements.
         values = specs((3,), (4,), (), (1,), (50,), (2,), (3,))
-        plan = plan_of(values, packing.PackingOptions(0, small_bytes=16, small_group=2))
+        plan = plan_of(
+            values,
+            packing.PackingOptions(0, agg_small_grads_max_bytes=16, agg_small_grads_max_group=2),
+        )
         self.assertEqual(
             [
                 [(0, 0, 3), (2, 0, 1)],
@@ -267,7 +301,8 @@ class SmallGroupsTest(parameterized.TestCase):
     def test_the_limit_is_in_bytes(self):
         values = specs((5,)) + specs((5,), dtype="float16") + specs((5,), dtype="float16")
         plan = plan_of(
-            values + specs((5,)), packing.PackingOptions(0, small_bytes=20, small_group=9)
+            values + specs((5,)),
+            packing.PackingOptions(0, agg_small_grads_max_bytes=20, agg_small_grads_max_group=9),
         )
         self.assertEqual([[(0, 0, 5)], [(3, 0, 5)], [(1, 0, 5), (2, 0, 5)]], contents(plan))
 
@@ -281,7 +316,7 @@ class NoPackingTest(parameterized.TestCase):
         plan = plan_of(values, packing.PackingOptions(0, small_bytes, small_group))
         self.assertEqual([[(0, 0, 3)], [(1, 0, 1)], [(2, 0, 600)]], contents(plan))
         for pack in plan.packs:
-            self.assertTrue(pack.bundles[0].pieces[0].whole)
+            self.assertTrue(pack.fused_tensors[0].slices[0].whole)
 
     def test_no_values_no_packs(self):
         for how in (
@@ -327,47 +362,47 @@ class UnknownSizesTest(parameterized.TestCase):
         values = specs(None, (1,), (0, 4), None)
         plan = plan_of(values, how)
         for index, size in [(0, None), (2, 0), (3, None)]:
-            (piece,) = plan.pieces_of[index]
-            self.assertEqual(packing.ValueSlice(index, 0, size, whole=True), piece)
+            (part,) = plan.slices_of[index]
+            self.assertEqual(batch_plan.ValueSlice(index, 0, size, whole=True), part)
             self.assertIn([(index, 0, size)], contents(plan))
         with self.assertRaisesRegex(ValueError, "value 0.*not known"):
-            _ = plan.pieces_of[0][0].size
+            _ = plan.slices_of[0][0].size
 
 
-class BundlesTest(parameterized.TestCase):
+class FusedTensorsTest(parameterized.TestCase):
     def test_large_values_are_not_concatenated_in_shared_memory(self):
         values = specs((4,), (10**6,), (5,))
         (pack,) = plan_of(values, packing.PackingOptions(1), machine="shared_memory").packs
-        bundles = [[piece.value for piece in bundle.pieces] for bundle in pack.bundles]
-        self.assertCountEqual([[0, 2], [1]], bundles)
+        tensors = [[part.value for part in fused.slices] for fused in pack.fused_tensors]
+        self.assertCountEqual([[0, 2], [1]], tensors)
         # Where each tensor costs the latency of a link, all is one tensor.
         (pack,) = plan_of(values, packing.PackingOptions(1), machine="nvswitch").packs
-        self.assertEqual([[0, 1, 2]], [[p.value for p in b.pieces] for b in pack.bundles])
+        self.assertEqual([[0, 1, 2]], [[p.value for p in b.slices] for b in pack.fused_tensors])
 
     def test_shapes_do_not_matter_where_each_tensor_costs_a_latency(self):
         values = specs((2, 3), (4,), (2, 3), (), ())
         (pack,) = plan_of(values, packing.PackingOptions(1), machine="nvswitch").packs
-        (bundle,) = pack.bundles
-        self.assertEqual([piece.value for piece in bundle.pieces], [0, 1, 2, 3, 4])
-        self.assertFalse(bundle.stacked)
+        (fused,) = pack.fused_tensors
+        self.assertEqual([part.value for part in fused.slices], [0, 1, 2, 3, 4])
+        self.assertFalse(fused.stacked)
 
     def test_values_of_one_shape_are_stacked(self):
         (pack,) = plan_of(specs((2, 3), (6,), (2, 3), (2, 3)), packing.PackingOptions(1)).packs
-        stacks = [b for b in pack.bundles if b.stacked]
-        self.assertEqual([[0, 2, 3]], [[p.value for p in b.pieces] for b in stacks])
+        stacks = [b for b in pack.fused_tensors if b.stacked]
+        self.assertEqual([[0, 2, 3]], [[p.value for p in b.slices] for b in stacks])
 
     def test_flat_values_are_concatenated_as_they_are(self):
         (pack,) = plan_of(specs((6,), (4,), (2, 3), (6,), (6,)), packing.PackingOptions(1)).packs
         self.assertEqual(
             [([0, 1, 2, 3, 4], False)],
-            [([piece.value for piece in b.pieces], b.stacked) for b in pack.bundles],
+            [([part.value for part in b.slices], b.stacked) for b in pack.fused_tensors],
         )
 
     def test_cut_values_are_not_stacked(self):
         for pack in plan_of(specs((2, 3), (2, 3)), packing.PackingOptions(3)).packs:
-            for bundle in pack.bundles:
-                if bundle.stacked:
-                    self.assertTrue(all(piece.whole for piece in bundle.pieces))
+            for fused in pack.fused_tensors:
+                if fused.stacked:
+                    self.assertTrue(all(part.whole for part in fused.slices))
 
 
 class CacheTest(absltest.TestCase):
@@ -403,49 +438,46 @@ class CacheTest(absltest.TestCase):
         with self.assertRaises(dataclasses.FrozenInstanceError):
             plan.packs[0].tree = None
         with self.assertRaises(dataclasses.FrozenInstanceError):
-            plan.packs[0].bundles[0].pieces[0].start = 1
+            plan.packs[0].fused_tensors[0].slices[0].start = 1
         self.assertIsInstance(plan.packs, tuple)
-        self.assertIsInstance(plan.packs[0].bundles, tuple)
-        self.assertIsInstance(plan.packs[0].bundles[0].pieces, tuple)
+        self.assertIsInstance(plan.packs[0].fused_tensors, tuple)
+        self.assertIsInstance(plan.packs[0].fused_tensors[0].slices, tuple)
 
 
-class VerifyTest(absltest.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.values = specs((10,), (5,))
-        self.plan = plan_of(self.values, packing.PackingOptions(3))
+class CheckedTest(parameterized.TestCase):
+    """A plan that would leave something out, or add it twice, cannot be built."""
 
-    def broken(self, index: int, **changes: Any) -> packing.BatchPlan:
-        """The plan with one pack changed, or left out."""
-        packs = list(self.plan.packs)
-        packs[index : index + 1] = [dataclasses.replace(packs[index], **changes)] if changes else []
-        return packing.BatchPlan(tuple(packs), 2)
+    SIZES = (10, 5)
+
+    def packs(self) -> list[batch_plan.PackPlan]:
+        return list(plan_of(specs((10,), (5,)), packing.PackingOptions(3)).packs)
 
     def test_accepts_the_plan(self):
-        packing.verify(self.plan, self.values, 3)
+        batch_plan.BatchPlan(tuple(self.packs()), self.SIZES)
 
-    def test_rejects_a_gap(self):
-        for index in range(3):
-            with self.assertRaisesRegex(ValueError, "value [01]"):
-                packing.verify(self.broken(index), self.values, 3)
+    @parameterized.parameters(0, 1, 2)
+    def test_rejects_a_gap(self, index):
+        packs = self.packs()
+        del packs[index]
+        with self.assertRaisesRegex(ValueError, "value [01], of size"):
+            batch_plan.BatchPlan(tuple(packs), self.SIZES)
 
     def test_rejects_an_overlap(self):
-        with self.assertRaisesRegex(ValueError, "value 0"):
-            twice = packing.BatchPlan((*self.plan.packs, self.plan.packs[0]), 2)
-            packing.verify(twice, self.values, 3)
+        with self.assertRaisesRegex(ValueError, "value 0, of size 10, once; got it cut at"):
+            batch_plan.BatchPlan((*self.packs(), self.packs()[0]), self.SIZES)
 
-    def test_rejects_a_piece_that_is_too_long(self):
-        piece = packing.ValueSlice(1, 0, 6, whole=False)
-        with self.assertRaisesRegex(ValueError, "value 1 of size 5"):
-            packing.verify(self.broken(2, bundles=(packing.FusedTensor((piece,)),)), self.values, 3)
+    def test_rejects_a_slice_that_is_too_long(self):
+        fused = batch_plan.FusedTensor((batch_plan.ValueSlice(1, 0, 6, whole=False),))
+        packs = self.packs()
+        packs[2] = dataclasses.replace(packs[2], fused_tensors=(fused,))
+        with self.assertRaisesRegex(ValueError, "value 1, of size 5"):
+            batch_plan.BatchPlan(tuple(packs), self.SIZES)
 
-    def test_rejects_a_tree_over_other_devices(self):
-        with self.assertRaisesRegex(ValueError, "pack 1: its tree spans 2 devices, not 3"):
-            packing.verify(self.broken(1, tree=star(2)), self.values, 3)
-
-    def test_rejects_an_unknown_algorithm(self):
-        with self.assertRaisesRegex(ValueError, "bogus"):
-            plan_of(self.values, packing.PackingOptions(1), "bogus")
+    def test_rejects_trees_over_different_devices(self):
+        packs = self.packs()
+        packs[1] = dataclasses.replace(packs[1], tree=star(2))
+        with self.assertRaisesRegex(ValueError, r"same devices; got \[2, 3\] devices"):
+            batch_plan.BatchPlan(tuple(packs), self.SIZES)
 
 
 class LargeBatchTest(absltest.TestCase):

@@ -150,7 +150,7 @@ class GanttTest(parameterized.TestCase):
 
     def test_there_is_no_line_of_a_bound_that_was_beaten(self):
         schedule, machine = _plan("dgx1", "hierarchical_copy")
-        with mock.patch.object(simulator, "bound", return_value=1.0):
+        with mock.patch.object(plans, "lower_bound", return_value=1.0):
             figure = _gantt(schedule, machine)
         self.assertEmpty(figure.axes[0].lines)
         legend = [text.get_text() for text in figure.legends[0].get_texts()]

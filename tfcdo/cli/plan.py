@@ -16,6 +16,7 @@ from rich.table import Table
 from tfcdo.cli import options
 from tfcdo.plan import algorithms
 from tfcdo.plan import simulator
+from tfcdo.plan.lower_bound import lower_bound
 from tfcdo.plan.schedule import Schedule
 from tfcdo.plot.plans import format_bytes
 from tfcdo.plot.plans import format_seconds
@@ -145,7 +146,8 @@ def plan(
     """Compare the all-reduce algorithms on a machine, without that machine.
 
     Each algorithm's copies are simulated: a link carries one at a time, as fast as it can, after
-    the link's latency. The last column compares with the bound of the direct links.
+    the link's latency. The time is the median of runs in which each copy takes up to 5 % more or
+    less. The last column compares it with the bound of the direct links.
     """
     if trees_file and gantt_file and trees_file.resolve() == gantt_file.resolve():
         raise click.UsageError(f"--draw and --gantt need different files; both are {gantt_file}")
@@ -183,14 +185,15 @@ def _show(
     num_bytes: int,
     console: Console,
 ) -> None:
-    bound = simulator.bound(topology, num_bytes)
+    bound = lower_bound(topology, num_bytes)
     seconds = {
-        name: simulator.simulate(schedule, topology).seconds for name, schedule in schedules.items()
+        name: simulator.robust_seconds(schedule, topology) for name, schedule in schedules.items()
     }
     table = Table(
         title=f"All-reduce of {format_bytes(num_bytes)} on each of {topology.num_devices} "
         f"devices of {topology.name}",
-        caption=f"Simulated. Bound: {format_seconds(bound)}",
+        caption=f"Simulated: the median of runs in which copies take up to 5 % more or less. "
+        f"Bound: {format_seconds(bound)}",
         title_justify="left",
         caption_justify="left",
     )
@@ -200,7 +203,7 @@ def _show(
     for heading in shown:
         table.add_column(heading, justify="right", no_wrap=heading.startswith("Time"))
     for name, schedule in schedules.items():
-        link, load = simulator.fullest(schedule, topology)
+        link, load = simulator.bottleneck(schedule, topology)
         cells = (
             str(len(schedule.packs)),
             str(max((pack.tree.depth for pack in schedule.packs), default=0)),
@@ -239,10 +242,9 @@ def _as_json(schedule: Schedule, topology: Topology, algorithm: str) -> str:
         "algorithm": json.dumps(algorithm),
         "num_devices": json.dumps(schedule.num_devices),
         "size": json.dumps(schedule.size),
-        "seconds": json.dumps(simulator.simulate(schedule, topology).seconds),
-        "bound": json.dumps(simulator.bound(topology, schedule.size)),
+        "seconds": json.dumps(simulator.robust_seconds(schedule, topology)),
+        "bound": json.dumps(lower_bound(topology, schedule.size)),
         "packs": lines(packs),
-        "order": json.dumps(schedule.order),
     }
     return "{\n" + ",\n".join(f'  "{key}": {value}' for key, value in fields.items()) + "\n}"
 
@@ -254,9 +256,9 @@ def _draw(
     trees_file: pathlib.Path | None,
     gantt_file: pathlib.Path | None,
 ) -> None:
-    seconds = simulator.simulate(schedule, topology).seconds
+    seconds = simulator.robust_seconds(schedule, topology)
     title = f"{name} on {topology.name}: {format_bytes(schedule.size)} in {format_seconds(seconds)}"
-    bound = simulator.bound(topology, schedule.size)
+    bound = lower_bound(topology, schedule.size)
     if bound:
         title += f", {seconds / bound:.3f} x the bound"
     for path, picture in (

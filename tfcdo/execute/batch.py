@@ -20,11 +20,11 @@ from tfcdo.execute import packs
 from tfcdo.execute.hosts import Hosts
 from tfcdo.execute.reduction import Reduction
 from tfcdo.plan import copy_tree
+from tfcdo.plan.batch_plan import UNKNOWN
+from tfcdo.plan.batch_plan import BatchPlan
+from tfcdo.plan.batch_plan import ValueSpec
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.packing import UNKNOWN
-from tfcdo.plan.packing import BatchPlan
 from tfcdo.plan.packing import PackingOptions
-from tfcdo.plan.packing import ValueSpec
 from tfcdo.plan.packing import plan_batch
 from tfcdo.topology.detection import detect
 from tfcdo.topology.presets import preset

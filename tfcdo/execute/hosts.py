@@ -90,9 +90,7 @@ class Hosts:
         }
         return self.network.exchange(description, 3 * len(group))
 
-    def exchange_on(
-        self, root: str, reduction: Reduction, final_op: numerics.FinalOp
-    ) -> Exchange:
+    def exchange_on(self, root: str, reduction: Reduction, final_op: numerics.FinalOp) -> Exchange:
         """Begins the exchange of a value that is reduced on one device."""
         if reduction.is_sparse:
             return self.exchange_slices([root], [reduction], final_op)
@@ -116,9 +114,7 @@ class Hosts:
         return self.network.exchange(description, 2)
 
 
-def _describe(
-    what: str, group: Sequence[Reduction], final_op: numerics.FinalOp
-) -> dict[str, Any]:
+def _describe(what: str, group: Sequence[Reduction], final_op: numerics.FinalOp) -> dict[str, Any]:
     return {
         "what": what,
         "values": [_describe_value(reduction.values[0]) for reduction in group],

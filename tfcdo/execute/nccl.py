@@ -19,7 +19,7 @@ from tfcdo.execute import copy_trees
 from tfcdo.execute import numerics
 from tfcdo.execute import packs
 from tfcdo.execute.reduction import check_device
-from tfcdo.plan import packing
+from tfcdo.plan import batch_plan
 
 OP = "NcclAllReduce"
 # The kernels of one pack find each other by this name: never used twice in a process, and not in
@@ -162,7 +162,7 @@ def _physical_devices(device_type: str) -> list[str]:
 
 
 def all_reduce(
-    plan: packing.BatchPlan,
+    plan: batch_plan.BatchPlan,
     values: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str],
     final_op: numerics.FinalOp,
@@ -195,7 +195,9 @@ def all_reduce(
 
 # Tracing costs much more than running; the bound keeps a process that draws ever new shapes small.
 @functools.lru_cache(maxsize=64)
-def _function(plan: packing.BatchPlan, devices: Sequence[str], final_op: numerics.FinalOp) -> Any:
+def _function(
+    plan: batch_plan.BatchPlan, devices: Sequence[str], final_op: numerics.FinalOp
+) -> Any:
     return tf.function(lambda values: all_reduce(plan, values, devices, final_op), autograph=False)
 
 
@@ -207,14 +209,14 @@ def reduce_pack(
     """All-reduces the tensors of one pack.
 
     Args:
-      tensors_by_device: `tensors_by_device[d]` are the tensors, one per bundle, of device `d`.
+      tensors_by_device: `tensors_by_device[d]` are the fused tensors of device `d`.
       devices: the device names.
       final_op: applied to each sum.
 
     Returns:
       The results, indexed like `tensors_by_device`.
     """
-    bundles = []
+    results_by_tensor = []
     for tensors in zip(*tensors_by_device, strict=True):
         wide = []
         for tensor, device in zip(tensors, devices, strict=True):
@@ -225,8 +227,8 @@ def reduce_pack(
         for total, tensor, device in zip(totals, tensors, devices, strict=True):
             with tf.device(device):
                 results.append(final_op(total, tensor.dtype))
-        bundles.append(results)
-    return [list(per_device) for per_device in zip(*bundles, strict=True)]
+        results_by_tensor.append(results)
+    return [list(per_device) for per_device in zip(*results_by_tensor, strict=True)]
 
 
 def differentiable_sum(devices: Sequence[str]) -> Any:

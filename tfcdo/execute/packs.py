@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 
-from tfcdo.plan import packing
+from tfcdo.plan import batch_plan
 
-# Reduces one pack: given `[d][b]`, the tensor of bundle `b` on device `d`, returns the same of the
+# Reduces one pack: given `[d][b]`, the fused tensor `b` on device `d`, returns the same of the
 # results.
-ReducePack = Callable[[packing.PackPlan, Sequence[Sequence[tf.Tensor]]], list[list[tf.Tensor]]]
+ReducePack = Callable[[batch_plan.PackPlan, Sequence[Sequence[tf.Tensor]]], list[list[tf.Tensor]]]
 
 
 def all_reduce(
-    plan: packing.BatchPlan,
+    plan: batch_plan.BatchPlan,
     values: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str],
     reduce_pack: ReducePack,
@@ -44,34 +44,34 @@ def all_reduce(
 
 
 def pack(
-    plan: packing.BatchPlan, values: Sequence[tf.Tensor], device: str
+    plan: batch_plan.BatchPlan, values: Sequence[tf.Tensor], device: str
 ) -> list[list[tf.Tensor]]:
     """Gathers one device's values into the tensors that travel.
 
     Args:
-      plan: says which pieces of which values are in which bundle of which pack.
+      plan: says which slices of which values are in which fused tensor of which pack.
       values: the device's values.
       device: the device's name.
 
     Returns:
-      `[p][b]`: the tensor of bundle `b` of pack `p`. A whole value that travels alone is that value
+      `[p][b]`: the fused tensor `b` of pack `p`. A whole value that travels alone is that value
       as it is; anything else is flat.
     """
     with tf.device(device):
-        parts: dict[packing.ValueSlice, tf.Tensor] = {}
-        for value, pieces in zip(values, plan.pieces_of, strict=True):
-            parts.update(zip(pieces, _cut(value, pieces)))
+        parts: dict[batch_plan.ValueSlice, tf.Tensor] = {}
+        for value, slices in zip(values, plan.slices_of, strict=True):
+            parts.update(zip(slices, _cut(value, slices)))
         return [
             [
-                _bundle(bundle, [parts[piece] for piece in bundle.pieces])
-                for bundle in pack_plan.bundles
+                _fuse(fused, [parts[part] for part in fused.slices])
+                for fused in pack_plan.fused_tensors
             ]
             for pack_plan in plan.packs
         ]
 
 
 def unpack(
-    plan: packing.BatchPlan,
+    plan: batch_plan.BatchPlan,
     packs: Sequence[Sequence[tf.Tensor]],
     values: Sequence[tf.Tensor],
     device: str,
@@ -80,7 +80,7 @@ def unpack(
 
     Args:
       plan: the plan that the tensors were packed with.
-      packs: `[p][b]`: the result for bundle `b` of pack `p` on this device.
+      packs: `[p][b]`: the result for fused tensor `b` of pack `p` on this device.
       values: the device's values, for their shapes.
       device: the device's name.
 
@@ -88,36 +88,36 @@ def unpack(
       One result per value, of the value's shape.
     """
     with tf.device(device):
-        parts: dict[packing.ValueSlice, tf.Tensor] = {}
+        parts: dict[batch_plan.ValueSlice, tf.Tensor] = {}
         for pack_plan, tensors in zip(plan.packs, packs, strict=True):
-            for bundle, tensor in zip(pack_plan.bundles, tensors, strict=True):
-                parts.update(zip(bundle.pieces, _unbundle(bundle, tensor)))
+            for fused, tensor in zip(pack_plan.fused_tensors, tensors, strict=True):
+                parts.update(zip(fused.slices, _unfuse(fused, tensor)))
         return [
-            _join([parts[piece] for piece in pieces], value.shape)
-            for value, pieces in zip(values, plan.pieces_of, strict=True)
+            _join([parts[part] for part in slices], value.shape)
+            for value, slices in zip(values, plan.slices_of, strict=True)
         ]
 
 
-def _cut(value: tf.Tensor, pieces: Sequence[packing.ValueSlice]) -> list[tf.Tensor]:
-    if len(pieces) == 1:
+def _cut(value: tf.Tensor, slices: Sequence[batch_plan.ValueSlice]) -> list[tf.Tensor]:
+    if len(slices) == 1:
         return [value]
-    return tf.split(_flat(value), _int64(piece.size for piece in pieces))
+    return tf.split(_flat(value), _int64(part.size for part in slices))
 
 
-def _bundle(bundle: packing.FusedTensor, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+def _fuse(fused: batch_plan.FusedTensor, parts: Sequence[tf.Tensor]) -> tf.Tensor:
     if len(parts) == 1:
         return parts[0]
-    if bundle.stacked:
+    if fused.stacked:
         return tf.stack(parts)
     return tf.concat([_flat(part) for part in parts], axis=0)
 
 
-def _unbundle(bundle: packing.FusedTensor, tensor: tf.Tensor) -> list[tf.Tensor]:
-    if len(bundle.pieces) == 1:
+def _unfuse(fused: batch_plan.FusedTensor, tensor: tf.Tensor) -> list[tf.Tensor]:
+    if len(fused.slices) == 1:
         return [tensor]
-    if bundle.stacked:
-        return tf.unstack(tensor, len(bundle.pieces))
-    return tf.split(tensor, _int64(piece.size for piece in bundle.pieces))
+    if fused.stacked:
+        return tf.unstack(tensor, len(fused.slices))
+    return tf.split(tensor, _int64(part.size for part in fused.slices))
 
 
 def _join(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from tfcdo import checks
 from tfcdo.plan import search
@@ -13,6 +15,7 @@ from tfcdo.plan.copy_tree import binomial
 from tfcdo.plan.copy_tree import chain
 from tfcdo.plan.copy_tree import star
 from tfcdo.plan.copy_tree import two_level
+from tfcdo.plan.lower_bound import additions_bound
 from tfcdo.plan.schedule import Schedule
 from tfcdo.plan.schedule import assign
 from tfcdo.plan.schedule import cut
@@ -119,6 +122,9 @@ def hierarchical_copy(num_devices: int) -> tuple[CopyTree, ...]:
     return tuple(two_level(num_devices, root) for root in range(num_devices))
 
 
+Algorithm: TypeAlias = "str | tuple[CopyTree, ...]"
+# Makes the schedule for a number of bytes and of packs, None for as many as the algorithm asks for.
+Scheduler: TypeAlias = Callable[[int, "int | None"], Schedule]
 CLASSICS: Mapping[str, Callable[[int], tuple[CopyTree, ...]]] = {
     "one_device": one_device,
     "ring": ring,
@@ -129,6 +135,7 @@ CLASSICS: Mapping[str, Callable[[int], tuple[CopyTree, ...]]] = {
 ALGORITHMS: tuple[str, ...] = (*CLASSICS, "packed_trees", "auto")
 # Of more packs than this, `auto` judges the algorithms by a part: the links are as busy with it.
 _MAX_JUDGED_PACKS = 64
+_WORTH_MORE_PACKS = 0.99
 
 
 def check_algorithm(algorithm: str) -> None:
@@ -138,10 +145,50 @@ def check_algorithm(algorithm: str) -> None:
       algorithm: the name.
 
     Raises:
-      ValueError: if it is none of `ALGORITHMS`.
+      ValueError: if it is not one of `ALGORITHMS`.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {algorithm!r}; known are {', '.join(ALGORITHMS)}")
+
+
+def scheduler(algorithm: Algorithm, topology: Topology) -> Scheduler:
+    """Returns the function that makes the schedules of an algorithm on a machine.
+
+    Args:
+      algorithm: one of `ALGORITHMS`, or copy trees to be dealt out in turn, which ask for one pack
+        each.
+      topology: the machine.
+
+    Returns:
+      A function of the number of bytes and of packs, as `make_schedule`.
+
+    Raises:
+      ValueError: if `algorithm` is an unknown name, no trees at all, or trees that do not span the
+        topology's devices.
+
+    Example:
+      >>> from tfcdo.topology import preset
+      >>> schedule = scheduler((star(4, 2),), preset("pcie", 4))(10, None)
+      >>> [(pack.start, pack.stop, pack.tree.root) for pack in schedule.packs]
+      [(0, 10, 2)]
+    """
+    if isinstance(algorithm, str):
+        check_algorithm(algorithm)
+        return functools.partial(make_schedule, algorithm, topology)
+    trees = algorithm
+    if not trees:
+        raise ValueError(f"algorithm must be a name or at least one copy tree; got {trees!r}")
+    for index, tree in enumerate(trees):
+        if tree.num_devices != topology.num_devices:
+            raise ValueError(
+                f"algorithm[{index}] must span the {topology.num_devices} devices of the topology; "
+                f"got a tree over {tree.num_devices}"
+            )
+
+    def deal_out(num_bytes: int, num_packs: int | None) -> Schedule:
+        return assign(num_bytes, cut(num_bytes, num_packs or len(trees)), trees)
+
+    return deal_out
 
 
 def make_schedule(
@@ -165,7 +212,7 @@ def make_schedule(
 
     Raises:
       ValueError: if the algorithm is unknown, `num_bytes` is negative or `num_packs` is below 1.
-      TypeError: if `num_bytes` or `num_packs` is no int.
+      TypeError: if `num_bytes` or `num_packs` is not an int.
 
     Example:
       >>> from tfcdo.topology import preset
@@ -201,8 +248,8 @@ def fastest_algorithm(topology: Topology, num_bytes: int, num_packs: int | None 
       num_packs: see `make_schedule`.
 
     Returns:
-      The name of the algorithm whose schedule takes the least time in the simulator; of several the
-      one with the fewest packs, then of the shallowest trees.
+      The name of the algorithm whose schedule takes the least time in the simulator, see
+      `tfcdo.plan.simulator.robust_seconds`; the first of those that take nearly as little.
 
     Raises:
       ValueError, TypeError: as `make_schedule`.
@@ -216,12 +263,14 @@ def fastest_algorithm(topology: Topology, num_bytes: int, num_packs: int | None 
     if num_packs is not None and num_packs > _MAX_JUDGED_PACKS:
         num_bytes = num_bytes * _MAX_JUDGED_PACKS // num_packs
         num_packs = _MAX_JUDGED_PACKS
-
-    def judged(name: str) -> tuple[float, int, int]:
+    chosen, least = "one_device", math.inf
+    enough = additions_bound(topology, num_bytes) / _WORTH_MORE_PACKS
+    for name in (*CLASSICS, "packed_trees"):
+        if least <= enough:
+            break  # Where the additions alone take as long, nothing is faster than one device.
         schedule = make_schedule(name, topology, num_bytes, num_packs)
-        seconds = simulator.simulate(schedule, topology).seconds
-        depth = max((pack.tree.depth for pack in schedule.packs), default=0)
-        # Sums of the same times differ by rounding; that shall not decide.
-        return float(f"{seconds:.9g}"), len(schedule.packs), depth
-
-    return min((name for name in ALGORITHMS if name != "auto"), key=judged)
+        seconds = simulator.robust_seconds(schedule, topology, cutoff=least)
+        # Packs cost ops, which the simulator does not count: more of them must be worth it.
+        if seconds < least * _WORTH_MORE_PACKS:
+            chosen, least = name, seconds
+    return chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -10,8 +11,12 @@ from collections.abc import Iterator, Sequence
 
 from tfcdo import checks
 from tfcdo.plan import algorithms
+from tfcdo.plan.batch_plan import BatchPlan
+from tfcdo.plan.batch_plan import FusedTensor
+from tfcdo.plan.batch_plan import PackPlan
+from tfcdo.plan.batch_plan import ValueSlice
+from tfcdo.plan.batch_plan import ValueSpec
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.schedule import Schedule
 from tfcdo.plan.schedule import cut
 from tfcdo.topology.topology import Topology
 
@@ -20,48 +25,25 @@ _SECONDS_PER_OP = 6.5e-6
 
 
 @dataclasses.dataclass(frozen=True)
-class ValueSpec:
-    """What a plan needs to know of one replica value.
-
-    Attributes:
-      dtype: the name of its dtype; values of different dtypes never share a pack.
-      itemsize: bytes per element.
-      shape: its dimensions; None if they are not all known until the step runs.
-    """
-
-    dtype: str
-    itemsize: int
-    shape: tuple[int, ...] | None
-
-    @functools.cached_property
-    def size(self) -> int | None:
-        """The number of elements; None if it is not known until the step runs."""
-        return None if self.shape is None else math.prod(self.shape)
-
-
-# Stands for a value about whose elements a plan can say nothing, such as slices of a table.
-UNKNOWN = ValueSpec("unknown", 1, None)
-
-
-@dataclasses.dataclass(frozen=True)
 class PackingOptions:
     """How a caller wants values to be packed.
 
     Attributes:
       num_packs: cut all values of one dtype into this many packs; 0 for no such packing, None to
-        leave the number and the sizes of the packs to the algorithm, which must then be a name.
-      small_bytes: with `num_packs` 0, values smaller than this many bytes are grouped; 0 for none.
-      small_group: at most this many values in such a group; 0 for no grouping.
+        leave the number and the sizes of the packs to the algorithm.
+      agg_small_grads_max_bytes: with `num_packs` 0, values smaller than this many bytes are
+        grouped; 0 for none.
+      agg_small_grads_max_group: at most this many values in such a group; 0 for no grouping.
       bytes_per_pack: no pack is larger than this many bytes; 0 for no limit.
 
     Raises:
       ValueError: if a number is negative.
-      TypeError: if a number is no int.
+      TypeError: if a number is not an int.
     """
 
     num_packs: int | None = 1
-    small_bytes: int = 0
-    small_group: int = 0
+    agg_small_grads_max_bytes: int = 0
+    agg_small_grads_max_group: int = 0
     bytes_per_pack: int = 0
 
     def __post_init__(self) -> None:
@@ -71,79 +53,58 @@ class PackingOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class ValueSlice:
-    """A range of the elements of one flattened value.
+class _Line:
+    """The values of one dtype, laid end to end.
 
     Attributes:
-      value: the value's index in the batch.
-      start: the first element.
-      stop: one past the last element; None for a whole value of unknown size.
-      whole: whether the piece is the whole value, which then needs no flattening to travel alone.
+      values: the index in the batch and the number of elements, at least one, of each value.
+      itemsize: bytes per element.
     """
 
-    value: int
-    start: int
-    stop: int | None
-    whole: bool
+    values: tuple[tuple[int, int], ...]
+    itemsize: int
+
+    @functools.cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each value begins, in elements, and where the line ends."""
+        return tuple(itertools.accumulate((size for _, size in self.values), initial=0))
 
     @property
     def size(self) -> int:
-        """The number of elements; only for a piece whose size is known."""
-        if self.stop is None:
-            raise ValueError(f"the size of value {self.value} is not known before the step runs")
-        return self.stop - self.start
+        """The number of elements of all values."""
+        return self.starts[-1]
+
+    def slices(self, start: int, stop: int) -> tuple[ValueSlice, ...]:
+        """Returns what the elements from `start` to `stop` are of the values."""
+        slices = []
+        for position in range(bisect.bisect_right(self.starts, start) - 1, len(self.values)):
+            (value, size), begin = self.values[position], self.starts[position]
+            if begin >= stop:
+                break
+            first, last = max(start - begin, 0), min(stop - begin, size)
+            slices.append(ValueSlice(value, first, last, whole=last - first == size))
+        return tuple(slices)
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedTensor:
-    """Pieces that travel as one tensor.
+class _Range:
+    """The elements of a line that form a pack.
 
     Attributes:
-      pieces: the pieces; one alone travels as it is.
-      stacked: several pieces are whole values of one shape, stacked along a new first axis; if not,
-        they are flattened and concatenated.
+      start: the first element.
+      stop: one past the last element.
+      tree: the copy tree; None for the next one of those that are dealt out in turn.
     """
 
-    pieces: tuple[ValueSlice, ...]
-    stacked: bool = False
+    start: int
+    stop: int
+    tree: CopyTree | None = None
 
-
-@dataclasses.dataclass(frozen=True)
-class PackPlan:
-    """One pack: its copy tree and what travels along it.
-
-    Attributes:
-      tree: the copy tree.
-      bundles: the pack's content.
-    """
-
-    tree: CopyTree
-    bundles: tuple[FusedTensor, ...]
-
-
-# Compared and hashed by identity: `plan_batch` gives the same object for the same question, and a
-# plan of many pieces as a key should cost no more than that.
-@dataclasses.dataclass(frozen=True, eq=False)
-class BatchPlan:
-    """The whole all-reduce of a batch of values.
-
-    Attributes:
-      packs: the packs; together they hold every element of every value exactly once.
-      num_values: the number of values in the batch.
-    """
-
-    packs: tuple[PackPlan, ...]
-    num_values: int
-
-    @functools.cached_property
-    def pieces_of(self) -> tuple[tuple[ValueSlice, ...], ...]:
-        """`pieces_of[v]`: the pieces of value `v`, in the order of its elements."""
-        pieces: list[list[ValueSlice]] = [[] for _ in range(self.num_values)]
-        for pack in self.packs:
-            for bundle in pack.bundles:
-                for piece in bundle.pieces:
-                    pieces[piece.value].append(piece)
-        return tuple(tuple(sorted(own, key=lambda piece: piece.start)) for own in pieces)
+    def cut(self, limit: int) -> list[_Range]:
+        """Returns ranges of nearly equal sizes, none of more than `limit` elements."""
+        size = self.stop - self.start
+        ends = cut(size, -(-size // limit))
+        return [_Range(self.start + start, self.start + stop, self.tree) for start, stop in ends]
 
 
 # Plans are small and pure; the bound only keeps a process that draws ever new shapes from growing.
@@ -151,7 +112,7 @@ class BatchPlan:
 def plan_batch(
     values: tuple[ValueSpec, ...],
     packing: PackingOptions,
-    algorithm: str | tuple[CopyTree, ...],
+    algorithm: algorithms.Algorithm,
     topology: Topology,
 ) -> BatchPlan:
     """Plans the all-reduce of a batch of values.
@@ -168,240 +129,128 @@ def plan_batch(
 
     Raises:
       ValueError: if `algorithm` is an unknown name, no trees at all, or trees that do not span the
-        topology's devices; or if it is trees and `packing` leaves the packs to the algorithm.
+        topology's devices.
 
     Example:
       >>> from tfcdo.topology.presets import nvswitch
       >>> specs = (ValueSpec("float32", 4, (3, 2)), ValueSpec("float32", 4, (2,)))
       >>> plan = plan_batch(specs, PackingOptions(2), "one_device", nvswitch(3))
-      >>> [[(p.value, p.start, p.stop) for p in pack.bundles[0].pieces] for pack in plan.packs]
+      >>> [[(s.value, s.start, s.stop) for s in pack.fused_tensors[0].slices]
+      ...  for pack in plan.packs]
       [[(0, 0, 4)], [(0, 4, 6), (1, 0, 2)]]
     """
-    _check_algorithm(algorithm, packing)
-    contents = [
-        content
-        for own in _by_dtype(values)
-        for content in _contents(values, own, packing, algorithm, topology)
+    scheduler = algorithms.scheduler(algorithm, topology)
+    packs = [
+        (line.slices(part.start, part.stop), part.tree)
+        for line, ranges in (_ranges(line, packing, scheduler) for line in _lines(values))
+        for part in ranges
     ]
     # An empty value has nothing to share a pack, and of a value whose size is not known nobody can
     # say where its parts would lie in one: both travel alone, as they are.
-    contents += [
-        _Content((ValueSlice(index, 0, value.size, whole=True),))
+    packs += [
+        ((ValueSlice(index, 0, value.size, whole=True),), None)
         for index, value in enumerate(values)
         if not value.size
     ]
-    in_turn = _trees(algorithm, topology, values, sum(not content.tree for content in contents))
+    in_turn = _trees_in_turn(scheduler, values, sum(tree is None for _, tree in packs))
     limit = _concat_limit(topology)
-    packs = tuple(
-        PackPlan(content.tree or next(in_turn), _bundles(content.pieces, values, limit))
-        for content in contents
+    plans = tuple(
+        PackPlan(tree or next(in_turn), _fuse(slices, values, limit)) for slices, tree in packs
     )
-    plan = BatchPlan(packs, len(values))
-    verify(plan, values, topology.num_devices)
-    return plan
+    return BatchPlan(plans, tuple(value.size for value in values))
 
 
-def _check_algorithm(algorithm: str | tuple[CopyTree, ...], packing: PackingOptions) -> None:
-    if isinstance(algorithm, str):
-        algorithms.check_algorithm(algorithm)
-    elif not algorithm:
-        raise ValueError(f"algorithm must be a name or at least one copy tree; got {algorithm!r}")
-    elif packing.num_packs is None:
-        raise ValueError(
-            "num_packs must be an int if algorithm is given as copy trees, which cannot tell how "
-            "many packs they are for; got None"
-        )
-
-
-def verify(plan: BatchPlan, values: Sequence[ValueSpec], num_devices: int) -> None:
-    """Checks that a plan all-reduces exactly its values over exactly its devices.
-
-    Args:
-      plan: the plan to check.
-      values: the values that it is for.
-      num_devices: the number of devices that it is for.
-
-    Raises:
-      ValueError: if a tree spans another number of devices, or the pieces of a value leave a gap,
-        overlap or do not end where the value ends.
-    """
-    for index, pack in enumerate(plan.packs):
-        if pack.tree.num_devices != num_devices:
-            raise ValueError(
-                f"pack {index}: its tree spans {pack.tree.num_devices} devices, not {num_devices}"
-            )
-    for index, (value, pieces) in enumerate(zip(values, plan.pieces_of, strict=True)):
-        stops: list[int | None] = [0, *(piece.stop for piece in pieces)]
-        if [piece.start for piece in pieces] != stops[:-1] or stops[-1] != value.size:
-            raise ValueError(f"value {index} of size {value.size} is cut at {stops}")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Content:
-    """What one pack holds, and its tree if that is not just the next in turn."""
-
-    pieces: tuple[ValueSlice, ...]
-    tree: CopyTree | None = None
-
-
-def _by_dtype(values: Sequence[ValueSpec]) -> list[list[int]]:
-    """The values of known, positive size, by dtype in the order of their first appearance."""
-    groups: dict[str, list[int]] = {}
+def _lines(values: Sequence[ValueSpec]) -> list[_Line]:
+    """Lays the values of known, positive size end to end, each dtype in a line of its own."""
+    by_dtype: dict[str, list[tuple[int, int]]] = {}
     for index, value in enumerate(values):
         if value.size:
-            groups.setdefault(value.dtype, []).append(index)
-    return list(groups.values())
+            by_dtype.setdefault(value.dtype, []).append((index, value.size))
+    return [_Line(tuple(own), values[own[0][0]].itemsize) for own in by_dtype.values()]
 
 
-def _contents(
-    values: Sequence[ValueSpec],
-    own: Sequence[int],
-    packing: PackingOptions,
-    algorithm: str | tuple[CopyTree, ...],
-    topology: Topology,
-) -> list[_Content]:
-    """What each pack holds, for the values of one dtype.
-
-    The values are laid end to end, the line is cut into ranges, and these are found again in the
-    values.
-    """
-    itemsize = values[own[0]].itemsize
-    total = sum(_size(values[index]) for index in own)
-    order = list(own)
-    trees: list[CopyTree | None]
+def _ranges(
+    line: _Line, packing: PackingOptions, scheduler: algorithms.Scheduler
+) -> tuple[_Line, list[_Range]]:
+    """Cuts a line into packs; returns it, perhaps in another order, with its ranges."""
     if packing.num_packs is None:
-        assert isinstance(algorithm, str)
-        schedule = algorithms.make_schedule(algorithm, topology, total * itemsize).resized(total)
-        stops, trees = _ends_and_trees(schedule)
+        ranges = _as_scheduled(line, scheduler)
     elif packing.num_packs:
-        stops = [stop for _, stop in cut(total, packing.num_packs)]
-        trees = [None] * len(stops)
+        ranges = [_Range(start, stop) for start, stop in cut(line.size, packing.num_packs)]
     else:
-        order, stops = _small_first(values, own, packing)
-        trees = [None] * len(stops)
-    limit = max(1, packing.bytes_per_pack // itemsize) if packing.bytes_per_pack else total
-    counts = [-(-(stop - start) // limit) for start, stop in zip([0, *stops], stops)]
-    stops = _capped(stops, counts)
-    trees = [tree for tree, count in zip(trees, counts, strict=True) for _ in range(count)]
-    pieces = _pieces_between([(index, _size(values[index])) for index in order], stops)
-    return [_Content(*content) for content in zip(pieces, trees, strict=True)]
+        line, ranges = _small_values_grouped(line, packing)
+    if packing.bytes_per_pack:
+        limit = max(1, packing.bytes_per_pack // line.itemsize)
+        ranges = [part for whole in ranges for part in whole.cut(limit)]
+    return line, ranges
 
 
-def _ends_and_trees(
-    schedule: Schedule,
-) -> tuple[list[int], list[CopyTree | None]]:
-    return [pack.stop for pack in schedule.packs], [pack.tree for pack in schedule.packs]
+def _as_scheduled(line: _Line, scheduler: algorithms.Scheduler) -> list[_Range]:
+    """Cuts a line as the algorithm does, whose schedule also says which tree each pack takes."""
+    schedule = scheduler(line.size * line.itemsize, None).resized(line.size)
+    return [_Range(pack.start, pack.stop, pack.tree) for pack in schedule.packs]
 
 
-def _small_first(
-    values: Sequence[ValueSpec], own: Sequence[int], packing: PackingOptions
-) -> tuple[list[int], list[int]]:
-    """The order in which values are laid end to end, and the ends of the packs in that line.
-
-    Small values come first, in groups; each other value is a pack of its own.
-    """
-    # Values of one dtype, so one limit in elements stands for the limit in bytes.
-    limit = packing.small_bytes / values[own[0]].itemsize if packing.small_group else 0
-    small = [index for index in own if _size(values[index]) < limit]
-    order = small + [index for index in own if _size(values[index]) >= limit]
-    ends = list(itertools.accumulate(_size(values[index]) for index in order))
-    groups = ends[: len(small)][packing.small_group - 1 :: packing.small_group] if small else []
-    if small and groups[-1:] != [ends[len(small) - 1]]:
-        groups.append(ends[len(small) - 1])
-    return order, groups + ends[len(small) :]
-
-
-def _capped(stops: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """Cuts each range between two stops into a number of ranges of nearly the same size."""
-    return [
-        start + end
-        for start, stop, count in zip([0, *stops], stops, counts)
-        for _, end in cut(stop - start, count)
+def _small_values_grouped(line: _Line, packing: PackingOptions) -> tuple[_Line, list[_Range]]:
+    """Puts small values first, in groups; each other value is a pack of its own."""
+    group_size = packing.agg_small_grads_max_group
+    limit = packing.agg_small_grads_max_bytes if group_size else 0
+    small = [value for value in line.values if value[1] * line.itemsize < limit]
+    large = [value for value in line.values if value[1] * line.itemsize >= limit]
+    groups = [small[first : first + group_size] for first in range(0, len(small), group_size or 1)]
+    counts = [len(group) for group in groups] + [1] * len(large)
+    line = _Line((*small, *large), line.itemsize)
+    ends = itertools.accumulate(counts, initial=0)
+    return line, [
+        _Range(line.starts[first], line.starts[last]) for first, last in itertools.pairwise(ends)
     ]
 
 
-def _pieces_between(
-    sizes: Sequence[tuple[int, int]], stops: Sequence[int]
-) -> list[tuple[ValueSlice, ...]]:
-    """Cuts values that lie end to end where packs end.
-
-    Args:
-      sizes: `(value, size)` of each value, in the order in which they lie.
-      stops: where each pack ends, in elements from the first value's start.
-
-    Returns:
-      The pieces of each pack.
-    """
-    packs = []
-    remaining = iter(sizes)
-    value, size, begin = -1, 0, 0  # `begin` is where `value` begins in the line.
-    position = 0
-    for stop in stops:
-        pieces = []
-        while position < stop:
-            if position == begin + size:
-                begin += size
-                value, size = next(remaining)
-            start, end = position - begin, min(stop - begin, size)
-            pieces.append(ValueSlice(value, start, end, whole=(start, end) == (0, size)))
-            position = begin + end
-        packs.append(tuple(pieces))
-    return packs
-
-
-def _trees(
-    algorithm: str | tuple[CopyTree, ...],
-    topology: Topology,
-    values: Sequence[ValueSpec],
-    num_packs: int,
+def _trees_in_turn(
+    scheduler: algorithms.Scheduler, values: Sequence[ValueSpec], num_packs: int
 ) -> Iterator[CopyTree]:
-    """The trees to deal out to `num_packs` packs."""
-    if not isinstance(algorithm, str):
-        return itertools.cycle(algorithm)
+    """Returns the trees to deal out to `num_packs` packs."""
     if not num_packs:
-        return iter(())  # To plan may be to search.
+        return iter(())  # To make a schedule may be to search.
     num_bytes = sum((value.size or 0) * value.itemsize for value in values)
     # Tiny batches may have fewer bytes than packs (of values of unknown size): the trees stay.
-    schedule = algorithms.make_schedule(algorithm, topology, max(num_bytes, num_packs), num_packs)
-    return (pack.tree for pack in schedule.packs)
+    return (pack.tree for pack in scheduler(max(num_bytes, num_packs), num_packs).packs)
 
 
 def _concat_limit(topology: Topology) -> float:
-    """The bytes up to which a piece is concatenated with others rather than sent on its own.
+    """Returns the bytes up to which a slice is concatenated with others rather than sent alone.
 
-    Concatenating costs a pass over the piece, sending it on its own costs an op's overhead: up to
-    the bytes that are passed over in that time it pays to concatenate. Where memory is much faster
-    than the links (`addition_bandwidth` is infinite) it always does.
+    Concatenating costs a pass over the slice, sending it alone costs an op's overhead: up to the
+    bytes that are passed over in that time it pays to concatenate. Where memory is much faster than
+    the links (`addition_bandwidth` is infinite) it always does.
     """
     return _SECONDS_PER_OP * topology.addition_bandwidth
 
 
-def _bundles(
-    content: Sequence[ValueSlice], values: Sequence[ValueSpec], limit: float
+def _fuse(
+    slices: Sequence[ValueSlice], values: Sequence[ValueSpec], limit: float
 ) -> tuple[FusedTensor, ...]:
-    """The content of a pack, split into what travels as one tensor."""
+    """Divides the content of a pack into tensors."""
 
-    def large(piece: ValueSlice) -> bool:
-        return piece.stop is None or piece.size * values[piece.value].itemsize > limit
+    def is_large(part: ValueSlice) -> bool:
+        return part.stop is None or part.size * values[part.value].itemsize > limit
 
-    bundles = [FusedTensor((piece,)) for piece in content if large(piece)]
-    small = [piece for piece in content if not large(piece)]
-    if not math.isfinite(limit):
-        # Each tensor that travels costs a link's latency, so there is to be one.
-        return (FusedTensor(tuple(small)), *bundles) if small else tuple(bundles)
-    # Each tensor that travels only costs an op. Flat values are concatenated as they are; others
-    # would have to be flattened first, each by an op, but those of one shape can be stacked.
-    stackable: dict[tuple[int, ...], list[ValueSlice]] = {}
-    for piece in small:
-        shape = values[piece.value].shape if piece.whole else None
+    alone = [FusedTensor((part,)) for part in slices if is_large(part)]
+    small = [part for part in slices if not is_large(part)]
+    # Each tensor that travels costs a link's latency, so there is to be one. Where there are no
+    # links it only costs an op: then flat values are concatenated as they are; others would have to
+    # be flattened first, each by an op, but those of one shape can be stacked.
+    stacks = _stacks(small, values) if math.isfinite(limit) else []
+    stacked = {part for stack in stacks for part in stack.slices}
+    rest = tuple(part for part in small if part not in stacked)
+    return (*stacks, *([FusedTensor(rest)] if rest else []), *alone)
+
+
+def _stacks(slices: Sequence[ValueSlice], values: Sequence[ValueSpec]) -> list[FusedTensor]:
+    """Stacks the whole values that are not flat and have a shape in common with others."""
+    by_shape: dict[tuple[int, ...], list[ValueSlice]] = {}
+    for part in slices:
+        shape = values[part.value].shape if part.whole else None
         if shape is not None and len(shape) != 1:
-            stackable.setdefault(shape, []).append(piece)
-    stacks = [FusedTensor(tuple(own), stacked=True) for own in stackable.values() if len(own) > 1]
-    stacked = {piece for stack in stacks for piece in stack.pieces}
-    odd = tuple(piece for piece in small if piece not in stacked)
-    return (*stacks, *([FusedTensor(odd)] if odd else []), *bundles)
-
-
-def _size(value: ValueSpec) -> int:
-    assert value.size is not None  # Values of unknown size are never laid end to end.
-    return value.size
+            by_shape.setdefault(shape, []).append(part)
+    return [FusedTensor(tuple(own), stacked=True) for own in by_shape.values() if len(own) > 1]

@@ -34,30 +34,53 @@ class Pack:
 class Schedule:
     """A whole all-reduce: packs that tile the data, each with its copy tree.
 
+    A schedule that would not all-reduce exactly its data over exactly its devices cannot be built.
+
     Attributes:
       num_devices: how many devices take part.
       size: the number of units that each device holds.
       packs: the packs, in the order of the data.
-      order: the copies `(pack, source, target)` of all packs in the order in which links serve
-        them: of two copies that wait for one link, the earlier in `order` goes first. None for
-        first come, first served.
+
+    Raises:
+      ValueError: if a tree spans another number of devices, or the packs leave a gap, overlap, are
+        empty, or do not end where the data ends.
 
     Example:
       >>> from tfcdo.plan.copy_tree import star
-      >>> ranges = cut(10, 2)
-      >>> schedule = assign(10, ranges, [star(3, 0), star(3, 1)])
-      >>> verify(schedule)
+      >>> schedule = assign(10, cut(10, 2), [star(3, 0), star(3, 1)])
       >>> [(pack.start, pack.stop, pack.tree.root) for pack in schedule.packs]
       [(0, 5, 0), (5, 10, 1)]
+      >>> Schedule(3, 11, schedule.packs)
+      Traceback (most recent call last):
+      ValueError: packs must end where the data ends, at 11; got packs that end at 10
     """
 
     num_devices: int
     size: int
     packs: tuple[Pack, ...]
-    order: tuple[tuple[int, int, int], ...] | None = None
+
+    def __post_init__(self) -> None:
+        position = 0
+        for index, pack in enumerate(self.packs):
+            if pack.tree.num_devices != self.num_devices:
+                raise ValueError(
+                    f"packs[{index}] must have a tree over {self.num_devices} devices; got one "
+                    f"over {pack.tree.num_devices}"
+                )
+            if pack.start != position or pack.stop <= pack.start:
+                raise ValueError(
+                    f"packs[{index}] must begin at {position} and must not be empty; got the range "
+                    f"[{pack.start}, {pack.stop})"
+                )
+            position = pack.stop
+        if position != self.size:
+            raise ValueError(
+                f"packs must end where the data ends, at {self.size}; got packs that end at "
+                f"{position}"
+            )
 
     def resized(self, size: int) -> Schedule:
-        """The same trees with the same shares of another amount of data.
+        """Returns the same trees with the same shares of another amount of data.
 
         Args:
           size: the number of units of the new schedule.
@@ -66,105 +89,12 @@ class Schedule:
           A schedule whose packs tile `size` units; packs that become empty are left out.
         """
         stops = [(pack.stop * size + self.size // 2) // max(self.size, 1) for pack in self.packs]
-        starts = [0, *stops[:-1]]
-        kept = [
-            i for i, (start, stop) in enumerate(zip(starts, stops, strict=True)) if stop > start
-        ]
-        packs = tuple(Pack(starts[i], stops[i], self.packs[i].tree) for i in kept)
-        if self.order is None:
-            return Schedule(self.num_devices, size, packs)
-        new_index = {old: new for new, old in enumerate(kept)}
-        order = tuple(
-            (new_index[pack], source, target)
-            for pack, source, target in self.order
-            if pack in new_index
+        packs = (
+            Pack(start, stop, pack.tree)
+            for start, stop, pack in zip([0, *stops], stops, self.packs, strict=False)
+            if stop > start
         )
-        return Schedule(self.num_devices, size, packs, order)
-
-
-def verify(schedule: Schedule) -> None:
-    """Checks that a schedule all-reduces exactly its data over exactly its devices.
-
-    A `CopyTree` cannot be built unless it is a spanning tree, so it remains to check that every
-    tree spans this schedule's devices, that the packs tile the data, and that the order of the
-    copies, if the schedule gives one, can be kept.
-
-    Args:
-      schedule: the schedule to check.
-
-    Raises:
-      ValueError: if a tree spans another number of devices, or the packs leave a gap, overlap, are
-        empty, or do not end where the data ends, or the order does not hold each copy once, after
-        all copies whose data it needs.
-    """
-    position = 0
-    for index, pack in enumerate(schedule.packs):
-        if pack.tree.num_devices != schedule.num_devices:
-            raise ValueError(
-                f"pack {index}: its tree spans {pack.tree.num_devices} devices, "
-                f"the schedule has {schedule.num_devices}"
-            )
-        if pack.start != position or pack.stop <= pack.start:
-            raise ValueError(
-                f"pack {index}: the range [{pack.start}, {pack.stop}) must begin at {position} "
-                "and must not be empty"
-            )
-        position = pack.stop
-    if position != schedule.size:
-        raise ValueError(f"the packs end at {position}, the data at {schedule.size}")
-    if schedule.order is not None:
-        _verify_order(schedule.packs, schedule.order)
-
-
-def _verify_order(packs: Sequence[Pack], order: Sequence[tuple[int, int, int]]) -> None:
-    wanted = {
-        (index, source, target)
-        for index, pack in enumerate(packs)
-        for child, parent in pack.tree.edges
-        for source, target in ((child, parent), (parent, child))
-    }
-    if len(order) != len(wanted) or set(order) != wanted:
-        raise ValueError(
-            f"order must hold each of the {len(wanted)} copies once; it has {len(order)} entries, "
-            f"{len(wanted & set(order))} of the right ones"
-        )
-    done = set()
-    for pack, source, target in order:
-        missing = [
-            copy
-            for copy in needed_copies(packs[pack].tree, source, target)
-            if (pack, *copy) not in done
-        ]
-        if missing:
-            raise ValueError(
-                f"order: pack {pack} goes from {source} to {target} before {missing[0]}, "
-                "whose data it needs"
-            )
-        done.add((pack, source, target))
-
-
-def needed_copies(tree: CopyTree, source: int, target: int) -> tuple[tuple[int, int], ...]:
-    """The copies that must have arrived before one copy of the same pack can begin.
-
-    Args:
-      tree: the pack's copy tree.
-      source: the device that sends.
-      target: the device that receives, `source`'s neighbour in the tree.
-
-    Returns:
-      The `(source, target)` of the copies to `source` that make up what it sends: those of all its
-      children on the way up and at the root, that of its parent on the way down.
-
-    Example:
-      >>> from tfcdo.plan.copy_tree import chain
-      >>> tree = chain(3)
-      >>> needed_copies(tree, 1, 0), needed_copies(tree, 0, 1), needed_copies(tree, 1, 2)
-      (((2, 1),), ((1, 0),), ((0, 1),))
-    """
-    parent = tree.parents[source]
-    if parent is None or parent == target:
-        return tuple((child, source) for child in tree.children[source])
-    return ((parent, source),)
+        return Schedule(self.num_devices, size, tuple(packs))
 
 
 def cut(size: int, num_packs: int) -> tuple[tuple[int, int], ...]:
@@ -180,7 +110,7 @@ def cut(size: int, num_packs: int) -> tuple[tuple[int, int], ...]:
 
     Raises:
       ValueError: if `size` is negative or `num_packs` is below 1.
-      TypeError: if one of them is no int.
+      TypeError: if one of them is not an int.
 
     Example:
       >>> cut(7, 3)
@@ -205,7 +135,7 @@ def assign(size: int, ranges: Iterable[tuple[int, int]], trees: Sequence[CopyTre
       The schedule.
 
     Raises:
-      ValueError: if there are no trees.
+      ValueError: if there are no trees, or the ranges do not tile the data.
     """
     if not trees:
         raise ValueError(f"trees must hold at least one copy tree; got {trees!r}")

@@ -16,15 +16,17 @@ from tfcdo import checks
 from tfcdo.plan import copy_tree
 from tfcdo.plan import plan_cache
 from tfcdo.plan import simulator
+from tfcdo.plan import task_graph
 from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.lower_bound import lower_bound
 from tfcdo.plan.schedule import Schedule
 from tfcdo.plan.schedule import assign
 from tfcdo.plan.schedule import cut
 from tfcdo.plan.tree_packing import MAX_PACKS
 from tfcdo.plan.tree_packing import Permutation
 from tfcdo.plan.tree_packing import TreePacking
+from tfcdo.plan.tree_packing import initial_candidates
 from tfcdo.plan.tree_packing import neighbours_of
-from tfcdo.plan.tree_packing import starting_forests
 from tfcdo.topology.isomorphism import isomorphisms
 from tfcdo.topology.topology import Topology
 
@@ -55,12 +57,11 @@ def packed_trees(topology: Topology, num_bytes: int, num_packs: int | None = Non
       num_packs: how many packs, then of equal sizes; by default as many as are fast.
 
     Returns:
-      A schedule in bytes, which fixes the order of its copies. The same arguments give the same
-      schedule.
+      A schedule in bytes. The same arguments give the same schedule.
 
     Raises:
       ValueError: if `num_bytes` is negative or `num_packs` is below 1.
-      TypeError: if one of them is no int.
+      TypeError: if one of them is not an int.
 
     References:
       Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020.
@@ -71,7 +72,7 @@ def packed_trees(topology: Topology, num_bytes: int, num_packs: int | None = Non
       >>> machine = preset("dgx1")
       >>> schedule = packed_trees(machine, 10**9)
       >>> seconds = simulator.simulate(schedule, machine).seconds
-      >>> bool(seconds < 1.05 * simulator.bound(machine, 10**9))
+      >>> bool(seconds < 1.05 * lower_bound(machine, 10**9))
       True
     """
     checks.check_sizes(num_bytes, num_packs)
@@ -79,11 +80,8 @@ def packed_trees(topology: Topology, num_bytes: int, num_packs: int | None = Non
         num_packs = min(num_packs, max(num_bytes, 1))  # A pack without a byte moves nothing.
     chosen = _best_forest(topology, num_bytes, num_packs)
     if num_packs is None:
-        schedule = chosen.schedule(num_bytes)
-    else:
-        ranges = cut(num_bytes, num_packs)
-        schedule = assign(num_bytes, ranges, chosen.trees)
-    return simulator.longest_path_first(schedule, topology)
+        return chosen.schedule(num_bytes)
+    return assign(num_bytes, cut(num_bytes, num_packs), chosen.trees)
 
 
 @functools.lru_cache(maxsize=512)
@@ -131,7 +129,7 @@ def search(topology: Topology, num_bytes: int, num_packs: int | None = None) -> 
     Returns:
       The best forest found. The same arguments give the same forest.
     """
-    forests = starting_forests(topology)
+    forests = initial_candidates(topology)
     if num_packs is not None:
         forests = list(dict.fromkeys(forest.dealt(num_packs) for forest in forests))
     start = fastest(forests, topology, num_bytes)
@@ -155,11 +153,11 @@ def fastest(forests: Sequence[TreePacking], topology: Topology, num_bytes: int) 
     if not forests:
         raise ValueError(f"forests must hold at least one forest; got {forests!r}")
     chosen, least = forests[0], math.inf
-    enough = simulator.bound(topology, num_bytes) * _GOOD_ENOUGH
+    enough = lower_bound(topology, num_bytes) * _GOOD_ENOUGH
     for forest in sorted(forests, key=lambda forest: len(forest.trees)):
         if least <= enough:
             break
-        own = cost(forest, topology, num_bytes, give_up=least)
+        own = cost(forest, topology, num_bytes, cutoff=least)
         # Packs cost ops, which the simulator does not count: more of them must be worth it.
         if own < least * _WORTH_MORE_PACKS:
             chosen, least = forest, own
@@ -171,7 +169,7 @@ def cost(
     topology: Topology,
     num_bytes: int,
     *,
-    give_up: float = math.inf,
+    cutoff: float = math.inf,
     robustness: float = 0.5,
     smoothness: float = 0.0,
 ) -> float:
@@ -181,28 +179,28 @@ def cost(
       forest: the trees and shares.
       topology: the machine.
       num_bytes: how many bytes each device holds.
-      give_up: a cost that is of no interest; if it is certain to be exceeded, the rest is not run.
+      cutoff: a cost that is of no interest; if it is certain to be exceeded, the rest is not run.
       robustness: how much the time without order and with jitter counts beside the time in order.
       smoothness: how much the mean time at which the links end counts, from 0 to 1. The time of the
         whole does not show whether a step has relieved one of several links that end last.
 
     Returns:
       A weighted mean of two times in seconds: links serving the longest path first, and the median
-      of runs with shuffled ties and jitter; or something above `give_up`.
+      of runs with shuffled ties and jitter; or something above `cutoff`.
     """
-    network = simulator.prepare(forest.schedule(num_bytes), topology)
-    _, ends = simulator.ordered_run(network)
+    graph = task_graph.build(forest.schedule(num_bytes), topology)
+    _, ends = simulator.run_longest_path_first(graph)
     ordered = max(ends, default=0.0)
     if smoothness and ends:
         last: dict[tuple[int, int], float] = {}
-        for (_, _, source, target), end in zip(network.names, ends, strict=True):
+        for (_, _, source, target), end in zip(graph.names, ends, strict=True):
             last[source, target] = max(end, last.get((source, target), 0.0))
         ordered += smoothness * (sum(last.values()) / len(last) - ordered)
     # Disorder rarely helps by more than the jitter does.
-    if not robustness or ordered * (1 - _JITTER) > give_up:
+    if not robustness or ordered * (1 - _JITTER) > cutoff:
         return ordered
     times = sorted(
-        max(simulator.shuffled_run(network, _JITTER, seed)[1], default=0.0) for seed in _SEEDS
+        max(simulator.run_shuffled(graph, _JITTER, seed)[1], default=0.0) for seed in _SEEDS
     )
     return (ordered + robustness * times[len(times) // 2]) / (1 + robustness)
 
@@ -267,17 +265,17 @@ def improve(
     group = tuple(group or (tuple(range(topology.num_devices)),))
     neighbours = neighbours_of(topology)
     max_trees = MAX_PACKS // len(group)
-    unit = simulator.bound(topology, num_bytes)
+    unit = lower_bound(topology, num_bytes)
     if not unit:
         return start  # Nothing travels, so no forest is better than another.
 
-    def judge(forest: TreePacking, give_up: float = math.inf) -> float:
+    def judge(forest: TreePacking, cutoff: float = math.inf) -> float:
         return (
             cost(
                 forest.expanded(group),
                 topology,
                 num_bytes,
-                give_up=give_up * unit,
+                cutoff=cutoff * unit,
                 robustness=robustness,
                 smoothness=0.1,
             )

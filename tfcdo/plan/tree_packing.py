@@ -124,7 +124,7 @@ def _image(tree: CopyTree, permutation: Permutation) -> CopyTree:
     return CopyTree(tuple(parents))
 
 
-def starting_forests(topology: Topology) -> list[TreePacking]:
+def initial_candidates(topology: Topology) -> list[TreePacking]:
     """Forests that are good on one machine or another.
 
     Args:

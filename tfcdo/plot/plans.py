@@ -17,6 +17,7 @@ import networkx as nx
 
 from tfcdo.plan import simulator
 from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.lower_bound import lower_bound
 from tfcdo.plan.schedule import Schedule
 from tfcdo.topology.topology import Topology
 
@@ -136,7 +137,7 @@ def gantt(schedule: Schedule, topology: Topology, title: str = "") -> Figure:
     axes.set_xlabel(f"time, {name}")
     axes.spines[["top", "right"]].set_visible(False)
     _write_busy_times(axes, [tasks for _, tasks in shown], timeline.seconds)
-    bound = simulator.bound(topology, schedule.size)
+    bound = lower_bound(topology, schedule.size)
     entries = _explain_bars(schedule, colors)
     if 0 < bound <= timeline.seconds:
         label = f"bound {format_seconds(bound)}"
