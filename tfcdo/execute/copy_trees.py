@@ -25,7 +25,7 @@ def reduce_pack(
 
     Args:
       tree: the copy tree.
-      tensors_by_device: `tensors_by_device[d]` are the tensors, one per bundle, of device `d`.
+      tensors_by_device: `tensors_by_device[d]` are the fused tensors of device `d`.
       devices: the device names.
       final_op: applied to each sum on the root of the tree.
       across_hosts: adds to the sums on the root, given its name, those of other hosts; None for one
@@ -39,7 +39,7 @@ def reduce_pack(
         tree,
         tensors_by_device,
         devices,
-        lambda parts: [numerics.add(bundle) for bundle in zip(*parts)],
+        lambda parts: [numerics.add(operands) for operands in zip(*parts)],
     )
     if across_hosts is not None:
         totals = across_hosts(totals, devices[tree.root])

@@ -131,7 +131,7 @@ def _describe_value(value: Any) -> str:
 
 
 def _describe_pack(pack: PackPlan, devices: Sequence[str]) -> str:
-    pieces = [piece for fused in pack.fused_tensors for piece in fused.pieces]
-    known = all(piece.stop is not None for piece in pieces)
-    total = sum(piece.size for piece in pieces) if known else "?"
+    slices = [part for fused in pack.fused_tensors for part in fused.slices]
+    known = all(part.stop is not None for part in slices)
+    total = sum(part.size for part in slices) if known else "?"
     return f"{total} elements on {exchange.device_number(devices[pack.tree.root])}"
