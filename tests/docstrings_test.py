@@ -32,7 +32,9 @@ _MODULES = (
     "tfcdo.cross_device_ops",
     "tfcdo.execute.nccl",
     "tfcdo.keras.optimizer",
-    "tfcdo.plot.plans",
+    "tfcdo.plot.gantt",
+    "tfcdo.plot.trees",
+    "tfcdo.units",
 )
 
 

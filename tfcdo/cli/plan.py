@@ -18,14 +18,11 @@ from tfcdo.plan import algorithms
 from tfcdo.plan import simulator
 from tfcdo.plan.lower_bound import lower_bound
 from tfcdo.plan.schedule import Schedule
-from tfcdo.plot.plans import format_bytes
-from tfcdo.plot.plans import format_seconds
-from tfcdo.plot.plans import gantt
-from tfcdo.plot.plans import machine_and_trees
-from tfcdo.plot.plans import save
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
+from tfcdo.units import format_bytes
+from tfcdo.units import format_seconds
 
 # Below this many columns, only those that say how fast an algorithm is and why.
 _WIDE = 98
@@ -256,14 +253,15 @@ def _draw(
     trees_file: pathlib.Path | None,
     gantt_file: pathlib.Path | None,
 ) -> None:
+    from tfcdo.plot.figures import save_figure
+    from tfcdo.plot.gantt import draw_gantt
+    from tfcdo.plot.trees import draw_trees
+
     seconds = simulator.robust_seconds(schedule, topology)
     title = f"{name} on {topology.name}: {format_bytes(schedule.size)} in {format_seconds(seconds)}"
     bound = lower_bound(topology, schedule.size)
     if bound:
         title += f", {seconds / bound:.3f} x the bound"
-    for path, picture in (
-        (trees_file, machine_and_trees),
-        (gantt_file, gantt),
-    ):
+    for path, draw in ((trees_file, draw_trees), (gantt_file, draw_gantt)):
         if path is not None:
-            save(picture(schedule, topology, title), path)
+            save_figure(draw(schedule, topology, title), path)

@@ -1,0 +1,73 @@
+"""Writes bytes and seconds for readers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_Units = Sequence[tuple[float, str]]
+_BYTE_UNITS: _Units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_TIME_UNITS: _Units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+def format_bytes(size: int) -> str:
+    """Writes a number of bytes in powers of 1000.
+
+    Args:
+      size: how many bytes.
+
+    Returns:
+      Three digits or more, and the unit.
+
+    Example:
+      >>> format_bytes(4_166_667), format_bytes(999), format_bytes(10**8)
+      ('4.17 MB', '999 B', '100 MB')
+    """
+    if size < _BYTE_UNITS[-1][0]:
+        return f"{size} B"
+    return _with_unit(size, 3, _BYTE_UNITS)
+
+
+def format_seconds(seconds: float) -> str:
+    """Writes a time.
+
+    Args:
+      seconds: how long.
+
+    Returns:
+      Four digits, and the unit.
+
+    Example:
+      >>> format_seconds(0.0012604), format_seconds(8e-5), format_seconds(0)
+      ('1.260 ms', '80.00 µs', '0 s')
+    """
+    return _with_unit(seconds, 4, _TIME_UNITS) if seconds else "0 s"
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Chooses the unit of an axis.
+
+    Args:
+      seconds: the longest time on it.
+
+    Returns:
+      The largest unit of which that time holds one, or the smallest of all: its length in seconds
+      and its name.
+
+    Example:
+      >>> time_unit(0.0126)
+      (0.001, 'ms')
+    """
+    return _largest_unit(seconds, _TIME_UNITS)
+
+
+def _with_unit(value: float, digits: int, units: _Units) -> str:
+    # Rounded before the unit is chosen: 999,999 bytes are 1.00 MB, not 1000 kB.
+    rounded = float(f"{value:.{digits}g}")
+    unit, name = _largest_unit(rounded, units)
+    scaled = rounded / unit
+    number = f"{scaled:.0f}" if scaled >= 10**digits else f"{scaled:#.{digits}g}".rstrip(".")
+    return f"{number} {name}"
+
+
+def _largest_unit(value: float, units: _Units) -> tuple[float, str]:
+    return next((unit for unit in units if value >= unit[0]), units[-1])
