@@ -31,7 +31,7 @@ class GanttTest(parameterized.TestCase):
     @parameterized.parameters(
         ("dgx1", "hierarchical_copy"), ("pcie", "ring"), ("shared_memory", "shuffle")
     )
-    def test_each_task_is_a_bar_in_each_lane_that_it_holds(self, name: str, algorithm: str):
+    def test_each_task_is_a_bar_in_each_of_its_lanes(self, name: str, algorithm: str):
         schedule, machine = _plan(name, algorithm)
         timeline = simulator.simulate(schedule, machine)
         axes = _draw(schedule, machine).axes[0]
@@ -84,7 +84,7 @@ class GanttTest(parameterized.TestCase):
         legend = [text.get_text() for text in figure.legends[0].get_texts()]
         self.assertIn("bound 1.167 ms", legend)
 
-    def test_there_is_no_line_of_a_bound_that_was_beaten(self):
+    def test_a_bound_that_was_beaten_is_not_drawn(self):
         schedule, machine = _plan("dgx1", "hierarchical_copy")
         with mock.patch.object(gantt, "lower_bound", return_value=1.0):
             figure = _draw(schedule, machine)

@@ -125,7 +125,7 @@ class TreesTest(parameterized.TestCase):
     def test_links_that_share_their_path_are_dashed(self, name: str, dashed: bool):
         axes = _machine_axes(preset(name, 4))
         lines = [one for one in axes.collections if hasattr(one, "get_segments")]
-        # Of a solid line there is no pattern.
+        # A solid line has no pattern.
         styles = {pattern is not None for one in lines for _, pattern in one.get_linestyle()}
         self.assertEqual(styles, {dashed})
         self.assertEqual({line.get_linestyle() for line in axes.lines}, {"--" if dashed else "-"})
@@ -151,10 +151,10 @@ class TreesTest(parameterized.TestCase):
     @parameterized.parameters(((0, 1, 2),), ((2, 1, 0),))
     def test_one_way_links_are_arrows(self, ring: tuple[int, int, int]):
         a, b, c = ring
-        ways = {(a, b), (b, c), (c, a)}
-        machine = _machine(3, _separate_wires(dict.fromkeys(ways, 25e9)))
+        pairs = {(a, b), (b, c), (c, a)}
+        machine = _machine(3, _separate_wires(dict.fromkeys(pairs, 25e9)))
         axes = _machine_axes(machine)
-        self.assertEqual(_arrows(axes), ways)
+        self.assertEqual(_arrows(axes), pairs)
         self.assertEmpty(_joined_pairs(axes))
         detours = "no line, or against the arrow: through the host, 10 GB/s"
         self.assertEqual(_legend(axes), ["25 GB/s, along the arrow", detours])
@@ -169,8 +169,8 @@ class TreesTest(parameterized.TestCase):
         self.assertEqual(_legend(axes)[:2], ["5 GB/s each way", "20 GB/s, one way at a time"])
 
     def test_the_legend_has_the_slowest_link_via_the_host(self):
-        ways = _separate_wires({(0, 1): 25e9, (1, 0): 25e9, (1, 2): 25e9, (2, 1): 25e9})
-        machine = _machine(3, ways, host=lambda source, target: (4 + source) * 1e9)
+        wires = _separate_wires({(0, 1): 25e9, (1, 0): 25e9, (1, 2): 25e9, (2, 1): 25e9})
+        machine = _machine(3, wires, host=lambda source, target: (4 + source) * 1e9)
         self.assertEqual(
             _legend(_machine_axes(machine))[-1], "no line: through the host, 4 GB/s or more"
         )

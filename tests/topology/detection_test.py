@@ -106,12 +106,12 @@ class DetectTest(parameterized.TestCase):
         self.assertIn("pass topology=", line)
 
     @parameterized.parameters(([],), "/cpu:0", "")
-    def test_no_devices(self, devices: Any):
+    def test_at_least_one_device(self, devices: Any):
         with self.assertRaisesRegex(ValueError, "devices must be .* at least one device"):
             detection.detect(devices)
 
     @parameterized.parameters(0, None, b"/cpu:0")
-    def test_no_device_name(self, device: Any):
+    def test_devices_must_be_names(self, device: Any):
         with self.assertRaisesRegex(ValueError, "devices must hold .* got "):
             detection.detect(["/cpu:0", device])
 
@@ -153,12 +153,12 @@ class DetectTest(parameterized.TestCase):
         ("No devices were found\n", "No devices were found"),
         ("GPU-aaaa-0, N/A\n", "GPU-aaaa-0, N/A"),
     )
-    def test_uuids_that_cannot_be_read(self, uuids: str, said: str):
+    def test_uuids_that_cannot_be_read(self, uuids: str, message: str):
         self.fake_nvidia_smi(uuids=uuids)
         os.environ["CUDA_VISIBLE_DEVICES"] = "GPU-aaaa,GPU-bbbb"
         found, (line,) = self.detect("GPU:0", "GPU:1")
         self.assertEqual(found, topology.preset("fully_connected", 2))
-        self.assertIn(f"printed '{said}'; pass topology=", line)
+        self.assertIn(f"printed '{message}'; pass topology=", line)
 
     def test_uuids_without_spaces(self):
         self.fake_nvidia_smi(uuids=_UUIDS.replace(", ", ","))
@@ -166,7 +166,7 @@ class DetectTest(parameterized.TestCase):
         found, _ = self.detect("GPU:0", "GPU:1")
         self.assert_nvlinks(found, {(0, 1): 6})
 
-    def test_no_nvidia_smi(self):
+    def test_nvidia_smi_is_missing(self):
         found, (line,) = self.detect("GPU:0", "GPU:1")
         self.assertEqual(found, topology.preset("fully_connected", 2))
         self.assertIn("no nvidia-smi on the PATH; pass topology=", line)
@@ -176,12 +176,12 @@ class DetectTest(parameterized.TestCase):
         ("print('hello'); sys.exit()", "no table of `nvidia-smi topo -m`"),
         ("time.sleep(60)", "did not answer within 0.5 s"),
     )
-    def test_nvidia_smi_fails(self, before: str, said: str):
+    def test_nvidia_smi_fails(self, before: str, message: str):
         self.fake_nvidia_smi(before=before)
         with mock.patch.object(detection, "_TIMEOUT_SECONDS", 0.5 if "sleep" in before else 10.0):
             found, (line,) = self.detect("GPU:0", "GPU:1")
         self.assertEqual(found, topology.preset("fully_connected", 2))
-        self.assertIn(said, line)
+        self.assertIn(message, line)
 
     def test_nvidia_smi_that_cannot_be_run(self):
         (self.folder / "nvidia-smi").write_text("no program")

@@ -1,1 +1,1 @@
-"""Pictures: copy trees and what the links carry, and what the bench measured."""
+"""Draws pictures: copy trees, transfers over time, and what the bench measured."""

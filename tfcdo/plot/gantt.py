@@ -59,7 +59,7 @@ def draw_gantt(schedule: Schedule, topology: Topology, title: str = "") -> Figur
     axes.set_yticks(range(len(shown)), list(shown), fontsize=8, parse_math=False)
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlim(0, timeline.seconds / unit or 1)
-    axes.set_xlabel(f"time, {unit_name}")
+    axes.set_xlabel(f"time, {unit_name}, if no copy is disturbed")
     axes.spines[["top", "right"]].set_visible(False)
     _write_busy_shares(axes, shown.values(), timeline.seconds)
     entries = _explain_bars(schedule, colors)
