@@ -18,7 +18,7 @@ from click import testing
 from rich import console as rich_console
 
 from tfcdo.cli import commands
-from tfcdo.cli import plan
+from tfcdo.cli import options
 from tfcdo.plan import algorithms
 from tfcdo.plan import simulator
 from tfcdo.plan.copy_tree import CopyTree
@@ -48,7 +48,7 @@ class PlanTest(parameterized.TestCase):
         stack.enter_context(mock.patch.dict(os.environ, cache))
 
     def plan(self, *arguments: str, stdin: str | None = None) -> str:
-        """What `tfcdo plan` prints."""
+        """Returns what `tfcdo plan` prints."""
         result = testing.CliRunner().invoke(
             commands.tfcdo, ["plan", *arguments], input=stdin, catch_exceptions=False
         )
@@ -56,7 +56,7 @@ class PlanTest(parameterized.TestCase):
         return result.output
 
     def rows(self, *arguments: str) -> dict[str, list[str]]:
-        """The cells of the table, by the algorithm."""
+        """Returns the cells of the table by the algorithm."""
         lines = [line for line in self.plan(*arguments).splitlines() if line.startswith("│")]
         cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
         return {name: rest for name, *rest in cells}
@@ -65,7 +65,7 @@ class PlanTest(parameterized.TestCase):
         return json.loads(self.plan(*arguments, "--json"))
 
     def test_compares_all_algorithms(self):
-        rows = self.rows("--topology", "dgx1", "--bytes", "100M")
+        rows = self.rows("--topology", "dgx1", "--bytes", "100MB")
         *names, auto = rows
         self.assertEqual((*names, "auto"), algorithms.ALGORITHMS)
         # On 8 packs, 100 MB / 8 on each of 4 of them.
@@ -85,6 +85,10 @@ class PlanTest(parameterized.TestCase):
         rows = self.rows("--topology", "dgx1", "--devices", "3")
         self.assertEqual(rows["ring"], ["1", "0", "none", "0 B", "0 s", "-"])
 
+    def test_one_device_is_not_each_of_several(self):
+        output = self.plan("--topology", "dgx1", "--devices", "3")
+        self.assertIn("100 MB on the only device of dgx1", output)
+
     @parameterized.product(
         algorithm=("one_device", "hierarchical_copy", "packed_trees", "auto"),
         machine=(
@@ -96,7 +100,7 @@ class PlanTest(parameterized.TestCase):
     )
     def test_json_is_a_schedule(self, algorithm: str, machine: tuple[str, str | None, int]):
         name, devices, count = machine
-        arguments = ["-t", name, "-b", "1M", "-a", algorithm]
+        arguments = ["-t", name, "-b", "1MB", "-a", algorithm]
         found = self.json(*arguments, *(["--devices", devices] if devices else []))
         packs = tuple(
             Pack(one["start"], one["stop"], CopyTree(tuple(one["parents"])))
@@ -152,7 +156,7 @@ class PlanTest(parameterized.TestCase):
     @parameterized.product(option=("--draw", "--gantt"), suffix=(".png", ".svg"))
     def test_draws(self, option: str, suffix: str):
         path = self.folder / f"picture{suffix}"
-        arguments = ("-t", "pcie", "-b", "1M", "-a", "hierarchical_copy", option, str(path))
+        arguments = ("-t", "pcie", "-b", "1MB", "-a", "hierarchical_copy", option, str(path))
         output = self.plan(*arguments)
         self.assertIn(f"Drew hierarchical_copy in {path}", output)
         first = path.read_bytes()
@@ -163,7 +167,7 @@ class PlanTest(parameterized.TestCase):
 
     def test_draws_beside_json(self):
         path = self.folder / "picture.png"
-        self.json("-t", "pcie", "-b", "1M", "-a", "ring", "--draw", str(path))
+        self.json("-t", "pcie", "-b", "1MB", "-a", "ring", "--draw", str(path))
         self.assertTrue(path.exists())
 
     def test_says_which_algorithm_was_drawn(self):
@@ -175,41 +179,78 @@ class PlanTest(parameterized.TestCase):
 
     @parameterized.parameters("ring", "auto")
     def test_the_chosen_algorithm_stands_out(self, chosen: str):
-        machine = preset("pcie")
-        schedules = {
-            name: algorithms.make_schedule(name, machine, 10**6) for name in ("ring", "auto")
-        }
-        output = io.StringIO()
-        console = rich_console.Console(
-            file=output, width=120, force_terminal=True, color_system="standard"
-        )
-        plan._show(schedules, chosen, machine, 10**6, console)
-        rows = [line for line in output.getvalue().splitlines() if "│" in line]
+        with mock.patch.dict(os.environ, FORCE_COLOR="1", TERM="xterm"):
+            output = self.plan("-t", "pcie", "-b", "1MB", "-a", chosen)
+        rows = [line for line in output.splitlines() if "│" in line]
         (bold,) = [row for row in rows if "\x1b[1m" in row]
         self.assertIn(chosen, bold)
 
     def test_an_algorithm_alone_changes_no_word(self):
-        table = self.plan("-t", "pcie", "-b", "1M")
-        self.assertEqual(self.plan("-t", "pcie", "-b", "1M", "-a", "ring"), table)
+        table = self.plan("-t", "pcie", "-b", "1MB")
+        self.assertEqual(self.plan("-t", "pcie", "-b", "1MB", "-a", "ring"), table)
 
     @parameterized.parameters(60, 80, 97, 98, 120)
     def test_the_table_fits(self, width: int):
-        machine = preset("dgx1")
-        schedules = {
-            name: algorithms.make_schedule(name, machine, 10**8) for name in ("ring", "auto")
-        }
-        output = io.StringIO()
-        console = rich_console.Console(file=output, width=width)
-        plan._show(schedules, "auto", machine, 10**8, console)
-        self.assertNotIn("…", output.getvalue())
-        auto = algorithms.fastest_algorithm(machine, 10**8)
+        def make_console(width_of_a_pipe: int) -> rich_console.Console:
+            del width_of_a_pipe
+            return rich_console.Console(width=width)
+
+        with mock.patch.object(options, "make_console", make_console):
+            output = self.plan("-t", "dgx1")
+        self.assertNotIn("…", output)
+        self.assertLessEqual(max(map(len, output.splitlines())), width)
+        auto = algorithms.fastest_algorithm(preset("dgx1"), 10**8)
         for shown in ("ring", f"auto: {auto}", "host 0→1", "Time / bound", "18.51 ms", "15.863"):
-            self.assertIn(f" {shown} ", output.getvalue())
+            self.assertIn(f" {shown} ", output)
         for left_out in ("Packs", "Depth", "Bytes on it", "175 MB"):
-            self.assertEqual(left_out in output.getvalue(), width >= 98)
+            self.assertEqual(left_out in output, width >= 98)
+
+    @parameterized.parameters((), ("--json",), ("--draw", "a.png"))
+    def test_each_schedule_is_simulated_once(self, *arguments: str):
+        self.addCleanup(os.chdir, pathlib.Path.cwd())
+        os.chdir(self.folder)
+        machine = preset("nvswitch", 3)
+        # Packed trees that are searched for are simulated, too.
+        algorithms.make_schedule("packed_trees", machine, 10**6)
+        evaluated = simulator.robust_seconds
+        with (
+            mock.patch.object(algorithms, "fastest_algorithm", return_value="ring"),
+            mock.patch.object(simulator, "robust_seconds", wraps=evaluated) as robust_seconds,
+        ):
+            self.plan("-t", "nvswitch:3", "-b", "1MB", "-a", "ring", *arguments)
+        simulated = [call.args[0] for call in robust_seconds.call_args_list]
+        self.assertIn(algorithms.make_schedule("ring", machine, 10**6), simulated)
+        self.assertLen(simulated, 1 if arguments == ("--json",) else len(algorithms.ALGORITHMS) - 1)
 
     def test_help_says_what_m_means(self):
-        self.assertIn("10^6", self.plan("--help"))
+        self.assertIn("K, M and G are powers of 1024", " ".join(self.plan("--help").split()))
+
+    def test_k_means_the_same_as_in_nccl_tests(self):
+        self.assertEqual(self.json("-t", "pcie", "-b", "1K", "-a", "ring")["size"], 1024)
+        self.assertEqual(self.json("-t", "pcie", "-b", "1KB", "-a", "ring")["size"], 1000)
+
+    def test_an_ascii_terminal_gets_ascii_letters(self):
+        machine = Topology(
+            "réseau", 2, (Resource("0→1", 1e9),), (Link(0, 1, 0.0, (0,)), Link(1, 0, 0.0, (0,)))
+        )
+        path = self.folder / "machine.json"
+        path.write_text(machine.to_json(), encoding="utf-8")
+        environment = {
+            **os.environ,
+            "PYTHONIOENCODING": "ascii",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        result = subprocess.run(
+            [sys.executable, "-m", "tfcdo.cli.main", "plan", "-t", str(path), "-b", "1K"],
+            capture_output=True,
+            env=environment,
+            check=False,
+        )
+        output = result.stdout.decode("ascii")
+        self.assertEqual((result.returncode, result.stderr), (0, b""))
+        self.assertIn("r\\xe9seau", output)
+        self.assertIn(" 0->1 ", output)
+        self.assertIn(" us ", output)
 
 
 class WrongTest(parameterized.TestCase):
@@ -220,11 +261,11 @@ class WrongTest(parameterized.TestCase):
         self.folder = pathlib.Path(folder.name)
 
     def assert_one_line(self, pattern: str, *arguments: str) -> None:
-        told, output = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(output):
+        errors, output = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
             status = commands.run(["plan", *arguments])
         self.assertEqual((status, output.getvalue()), (2, ""))
-        (line,) = told.getvalue().splitlines()
+        (line,) = errors.getvalue().splitlines()
         self.assertRegex(line, f"^tfcdo: .*{pattern}")
 
     @parameterized.parameters(
@@ -236,17 +277,17 @@ class WrongTest(parameterized.TestCase):
         ("num_devices must be at least 1", "-t", "nvswitch:0"),
         ("'nvswitch:9999999999' is neither", "-t", "nvswitch:9999999999"),
         ("'dgx1:many' is neither", "-t", "dgx1:many"),
-        ("--devices: .*0 to 7; got \\[0, 8\\]", "-t", "dgx1", "-d", "0,8"),
-        ("--devices: .*different devices", "-t", "dgx1", "-d", "1,1"),
-        ("'0;1' is no list of device numbers", "-t", "dgx1", "-d", "0;1"),
-        ("'100X' is no number of bytes", "-t", "dgx1", "-b", "100X"),
-        ("'0' is no number of bytes", "-t", "dgx1", "-b", "0"),
-        ("'-1' is no number of bytes", "-t", "dgx1", "-b", "-1"),
+        ("--devices: .*0 to 7; got \\[0, 8\\]", "-t", "dgx1", "--devices", "0,8"),
+        ("--devices: .*different devices", "-t", "dgx1", "--devices", "1,1"),
+        ("'0;1' is not a list of device numbers", "-t", "dgx1", "--devices", "0;1"),
+        ("'100X' is not a number of bytes", "-t", "dgx1", "-b", "100X"),
+        ("'0' is not a number of bytes", "-t", "dgx1", "-b", "0"),
+        ("'-1' is not a number of bytes", "-t", "dgx1", "-b", "-1"),
         ("'magic'.*'packed_trees'", "-t", "dgx1", "-a", "magic"),
         ("'a.pdf' does not end in .png or .svg", "-t", "dgx1", "--draw", "a.pdf"),
         ("there is no folder 'no'", "-t", "dgx1", "--gantt", "no/a.png"),
         ("--bytes': there can be at most", "-t", "dgx1", "-b", "9" * 400),
-        ("9' is no list of device numbers", "-t", "dgx1", "-d", "0," + "9" * 5000),
+        ("9' is not a list of device numbers", "-t", "dgx1", "--devices", "0," + "9" * 5000),
         ("both are a.png", "-t", "dgx1", "--draw", "./a.png", "--gantt", "a.png"),
     )
     def test_argument(self, pattern: str, *arguments: str):
@@ -274,10 +315,10 @@ class WrongTest(parameterized.TestCase):
         with mock.patch.object(sys, "stdin", None):
             self.assert_one_line("-: standard input is closed", "-t", "-")
 
-    def test_a_folder_is_no_file(self):
+    def test_a_folder_is_refused_as_a_file(self):
         self.assert_one_line(re.escape(str(self.folder)), "-t", str(self.folder))
 
-    def test_a_folder_is_no_picture(self):
+    def test_a_folder_is_refused_as_a_picture(self):
         path = self.folder / "a.png"
         path.mkdir()
         self.assert_one_line(f"'{path}' is a folder", "-t", "pcie", "--gantt", str(path))
@@ -285,10 +326,10 @@ class WrongTest(parameterized.TestCase):
     def test_a_picture_that_cannot_be_written(self):
         path = self.folder / "a.png"
         path.symlink_to(self.folder / "missing" / "a.png")
-        told = io.StringIO()
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
-            status = commands.run(["plan", "-t", "pcie", "-b", "1M", "--draw", str(path)])
-        self.assertEqual((status, told.getvalue()), (1, f"tfcdo: {path}: {_NO_SUCH_FILE}\n"))
+        errors = io.StringIO()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+            status = commands.run(["plan", "-t", "pcie", "-b", "1MB", "--draw", str(path)])
+        self.assertEqual((status, errors.getvalue()), (1, f"tfcdo: {path}: {_NO_SUCH_FILE}\n"))
 
 
 class ProcessTest(absltest.TestCase):
@@ -299,7 +340,7 @@ class ProcessTest(absltest.TestCase):
             "try: main()\n"
             "finally: print('tensorflow' in sys.modules, file=sys.stderr)"
         )
-        arguments = ["plan", "-t", "dgx1", "-b", "100M", "-a", "ring", "--json"]
+        arguments = ["plan", "-t", "dgx1", "-b", "100MB", "-a", "ring", "--json"]
         result = subprocess.run(
             [sys.executable, "-c", script, *arguments], capture_output=True, text=True
         )

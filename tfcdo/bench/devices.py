@@ -1,4 +1,4 @@
-"""Which devices are measured."""
+"""Chooses the devices that are measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfcdo import virtual_devices
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The devices of a run.
+    """Devices of one run.
 
     Attributes:
       names: their full names.
@@ -26,8 +26,8 @@ class Devices:
     on_cpu: bool
 
 
-def choose(count: int) -> Devices:
-    """Takes GPUs if there are enough of them, and otherwise virtual CPU devices.
+def choose_devices(count: int) -> Devices:
+    """Chooses GPUs if there are enough of them, and otherwise virtual CPU devices.
 
     Args:
       count: how many devices.
@@ -38,15 +38,15 @@ def choose(count: int) -> Devices:
     Raises:
       RuntimeError: if virtual devices are needed but TensorFlow has started with fewer.
     """
-    cards = tf.config.list_physical_devices("GPU")
-    if len(cards) >= count:
-        details = tf.config.experimental.get_device_details(cards[0])
+    gpus = tf.config.list_physical_devices("GPU")
+    if len(gpus) >= count:
+        details = tf.config.experimental.get_device_details(gpus[0])
         name = details.get("device_name", "GPU")
-        return Devices(_in_full([f"GPU:{n}" for n in range(count)]), f"{count} x {name}", False)
+        return Devices(_canonical([f"GPU:{n}" for n in range(count)]), f"{count} x {name}", False)
     names = virtual_devices.configure_virtual_cpus(count)
-    because = f", because there are only {len(cards)} GPUs" if cards else ""
-    return Devices(_in_full(names), f"{count} virtual CPU devices{because}", True)
+    reason = f", because there are only {len(gpus)} GPUs" if gpus else ""
+    return Devices(_canonical(names), f"{count} virtual CPU devices{reason}", True)
 
 
-def _in_full(names: Sequence[str]) -> tuple[str, ...]:
+def _canonical(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(map(tf_internals.canonical_device, names))

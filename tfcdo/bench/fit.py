@@ -1,4 +1,4 @@
-"""Milliseconds a step of a real Keras model under each implementation."""
+"""Times the training steps of a real Keras model under each implementation."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ import numpy as np
 import tensorflow as tf
 
 from tfcdo.bench import implementations
+from tfcdo.bench import tracking
 from tfcdo.bench import workloads
 from tfcdo.bench.devices import Devices
 
 _SEED = 7
 _CLASSES = 10
-# The smallest images that the models take: on a processor, larger ones hide the all-reduce.
+# The smallest images that the models take: on a processor, larger images hide the all-reduce.
 _IMAGE = (32, 32, 3)
 _IMAGES_PER_DEVICE = 4
 
 MODELS: Mapping[str, Callable[..., Any]] = {
-    name: getattr(keras.applications, known) for name, known in workloads.KERAS_MODELS.items()
+    name: getattr(keras.applications, keras_name)
+    for name, keras_name in workloads.KERAS_MODELS.items()
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class FitMeasurement:
-    """What training took.
+    """Times of training a model under one implementation.
 
     Attributes:
-      model: which.
+      model: the model's name.
       num_devices: on how many devices.
-      name: the implementation.
+      name: the implementation's name.
       kind: `"tfcdo"` or `"tf"`.
       seconds: the median time of one step, in seconds.
       spread: the distance between the quartiles of these times, in seconds.
@@ -51,7 +53,7 @@ class FitMeasurement:
 
 
 class _StepTimes(keras.callbacks.Callback):
-    """Notes how long each training step takes."""
+    """Records how long each training step takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,13 +65,8 @@ class _StepTimes(keras.callbacks.Callback):
         self._start = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stops it; Keras has waited for the step, because it hands over the loss."""
+        """Stops the clock; Keras has waited for the step, because it passes the loss."""
         self.seconds.append(time.perf_counter() - self._start)
-
-
-def num_pieces(num_implementations: int, rounds: int) -> int:
-    """How often `run` tells its progress."""
-    return num_implementations * (1 + rounds)
 
 
 def run(
@@ -77,7 +74,7 @@ def run(
     devices: Devices,
     compared: Sequence[implementations.Implementation],
     rounds: int,
-    progress: Callable[[str], None] = lambda _: None,
+    track: tracking.Track = tracking.silently,
 ) -> list[FitMeasurement]:
     """Trains one copy of a model under each implementation, a step of each in turn.
 
@@ -86,7 +83,7 @@ def run(
       devices: on which devices.
       compared: the implementations.
       rounds: how many steps of each count.
-      progress: told what is done next.
+      track: shows the progress.
 
     Returns:
       One measurement each.
@@ -94,36 +91,52 @@ def run(
     Raises:
       implementations.UnusableArgumentsError: if one cannot run with its arguments.
     """
-    trained = {}
-    firsts = {}
-    for one in compared:
-        progress(f"building {model} under {one.name}")
-        trained[one.name], firsts[one.name] = one.make(functools.partial(_start, model, devices))
+    copies = {}
+    first_steps = {}
+    for implementation in track(compared, description=f"building {model}"):
+        name = implementation.name
+        copies[name], first_steps[name] = implementation.build_with(
+            functools.partial(_start, model, devices)
+        )
         # Keras traces once more when it is called the second time.
-        _train(trained[one.name], devices, 1)
-    times: dict[str, list[float]] = {one.name: [] for one in compared}
-    for number in range(rounds):
-        for name, copy in trained.items():
-            progress(f"step {number + 1} of {rounds}")
-            # Keras sets out anew at each call: the second step is one in the middle of training.
+        _train(copies[name], devices, 1)
+    times: dict[str, list[float]] = {name: [] for name in copies}
+    for _ in track(range(rounds), description=f"steps of {model}"):
+        for name, copy in copies.items():
+            # Keras starts anew at each call: the second step is one in the middle of training.
             times[name].append(_train(copy, devices, 2)[-1])
-    return [
-        _measurement(model, devices, one, times[one.name], firsts[one.name]) for one in compared
-    ]
+    found = []
+    for implementation in compared:
+        name = implementation.name
+        lower, median, upper = np.quantile(times[name], (0.25, 0.5, 0.75))
+        found.append(
+            FitMeasurement(
+                model=model,
+                num_devices=len(devices.names),
+                name=name,
+                kind=implementation.package,
+                seconds=float(median),
+                spread=float(upper - lower),
+                first_step=first_steps[name],
+            )
+        )
+    return found
 
 
-def _start(model: str, devices: Devices, one: implementations.Implementation) -> tuple[Any, float]:
-    """A model, and the seconds of its first step."""
-    made = _compiled(model, one.strategy(devices.names))
-    return made, _train(made, devices, 1)[0]
+def _start(
+    model: str, devices: Devices, implementation: implementations.Implementation
+) -> tuple[Any, float]:
+    """Builds a model; returns it with the seconds of its first step."""
+    built = _compiled(model, implementation.strategy(devices.names))
+    return built, _train(built, devices, 1)[0]
 
 
 def _compiled(model: str, strategy: tf.distribute.Strategy) -> Any:
     keras.utils.set_random_seed(_SEED)
     with strategy.scope():
-        made = MODELS[model](weights=None, input_shape=_IMAGE, classes=_CLASSES)
-        made.compile(optimizer=keras.optimizers.SGD(0.01), loss="sparse_categorical_crossentropy")
-    return made
+        built = MODELS[model](weights=None, input_shape=_IMAGE, classes=_CLASSES)
+        built.compile(optimizer=keras.optimizers.SGD(0.01), loss="sparse_categorical_crossentropy")
+    return built
 
 
 def _train(model: Any, devices: Devices, steps: int) -> list[float]:
@@ -131,26 +144,7 @@ def _train(model: Any, devices: Devices, steps: int) -> list[float]:
     generator = np.random.default_rng(_SEED)
     images = generator.random((steps * count, *_IMAGE), np.float32)
     labels = generator.integers(0, _CLASSES, steps * count)
-    clock = _StepTimes()
+    step_times = _StepTimes()
     batches = tf.data.Dataset.from_tensor_slices((images, labels)).batch(count, drop_remainder=True)
-    model.fit(batches, callbacks=[clock], shuffle=False, verbose=0)
-    return clock.seconds
-
-
-def _measurement(
-    model: str,
-    devices: Devices,
-    one: implementations.Implementation,
-    times: Sequence[float],
-    first: float,
-) -> FitMeasurement:
-    lower, median, upper = np.quantile(times, (0.25, 0.5, 0.75))
-    return FitMeasurement(
-        model,
-        len(devices.names),
-        one.name,
-        one.package,
-        float(median),
-        float(upper - lower),
-        first,
-    )
+    model.fit(batches, callbacks=[step_times], shuffle=False, verbose=0)
+    return step_times.seconds

@@ -1,8 +1,8 @@
-"""What no all-reduce can be faster than.
+"""Builds what no all-reduce can be faster than.
 
-The floor is one fused pass that reads what K devices hold and writes their sum, once: the limit of
-large values. Small ones are limited by the number of tensors that go into ops and come out again:
-the least that packing needs is one op that takes them and one that gives them back.
+The floor is one fused pass that reads what K devices hold and writes their sum, once: it limits
+large values. Small values are limited by the number of tensors that go into ops and come out again:
+packing needs at least one op that takes them and one that gives them back.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from tfcdo.bench import steps
 from tfcdo.bench import workloads
 from tfcdo.bench.devices import Devices
 
-# Large enough that a call costs nothing beside it. Much larger tensors would have their memory
-# fetched from the system anew in each step.
-_PIECE = 2**20
+# Elements of a tensor: so many that the cost of a call does not count. The memory of much larger
+# tensors would be requested from the system anew in each step.
+_CHUNK = 2**20
 
 
-def place(workload: workloads.Workload, devices: Devices) -> steps.Data:
-    """Makes values of the same bytes, as cheap to add as can be: in few pieces, on one device.
+def place_values(workload: workloads.Workload, devices: Devices) -> steps.Data:
+    """Places as many bytes where they are cheapest to add: in few chunks, on one device.
 
     Args:
-      workload: says how many elements of which dtype.
-      devices: how many values each sum has, and on which device all of them are.
+      workload: the number of elements and their dtype.
+      devices: as many values are summed as there are devices, all on the first device.
 
     Returns:
       The values.
     """
-    pieces = [_PIECE] * (workload.count // _PIECE)
-    rest = workload.count % _PIECE
-    shapes = tuple((count,) for count in [*pieces, *([rest] if rest else [])])
-    return steps.place(
+    chunks = [_CHUNK] * (workload.count // _CHUNK)
+    rest = workload.count % _CHUNK
+    shapes = tuple((count,) for count in [*chunks, *([rest] if rest else [])])
+    return steps.place_values(
         dataclasses.replace(workload, shapes=shapes),
         dataclasses.replace(devices, names=devices.names[:1] * len(devices.names)),
     )
 
 
-def passes(device: str) -> Mapping[str, implementations.Reduce]:
-    """The ways to make such a pass; the fastest is the floor.
+def single_passes(device: str) -> Mapping[str, implementations.Reduce]:
+    """Returns functions that sum in a single pass; the fastest is the floor.
 
     Args:
-      device: where the values are. Nothing leaves it: on GPUs the floor is what the memory of one
-        card can do.
+      device: where the values are. Nothing leaves it, so on GPUs the memory of one GPU sets the
+        floor.
 
     Returns:
-      For each way a function to use like an implementation's, by name.
+      By name, functions to use like an implementation's.
     """
 
     def with_xla(values: Sequence[Any]) -> list[Any]:
@@ -66,36 +66,37 @@ def passes(device: str) -> Mapping[str, implementations.Reduce]:
 
 
 def repack(data: steps.Data) -> implementations.Reduce:
-    """The way to pack small values and to take them apart again, with nothing added or sent.
+    """Returns a function that packs and unpacks small values, and neither adds nor sends them.
 
     Args:
-      data: the values; those that are not read together stay as they are.
+      data: the values; those with a variable of their own stay as they are.
 
     Returns:
       A function to use like an implementation's, that gives each device its own values.
     """
 
     def repacked(values: Sequence[Any]) -> list[Any]:
-        held = [list(own) for own in zip(*(value.values for value in values), strict=True)]
-        for device, own in zip(data.devices.names, held, strict=True):
+        components = zip(*(value.values for value in values), strict=True)
+        values_by_device = [list(device_values) for device_values in components]
+        for device, device_values in zip(data.devices.names, values_by_device, strict=True):
             with tf.device(device):
-                for indices in data.together:
-                    alike = _repack([own[index] for index in indices])
-                    for index, value in zip(indices, alike, strict=True):
-                        own[index] = value
-        return [tf_internals.mirrored(list(value)) for value in zip(*held, strict=True)]
+                for indices in data.coalesced:
+                    unpacked = _repack([device_values[index] for index in indices])
+                    for index, value in zip(indices, unpacked, strict=True):
+                        device_values[index] = value
+        return [tf_internals.mirrored(list(value)) for value in zip(*values_by_device, strict=True)]
 
     return repacked
 
 
-def _repack(alike: list[tf.Tensor]) -> list[tf.Tensor]:
-    """With the fastest pair of ops, measured on processors."""
-    if len(alike) == 1:
-        return alike
-    if alike[0].shape.rank == 1:
-        sizes = tf.constant([alike[0].shape[0]] * len(alike), tf.int64)
-        return tf.split(tf.concat(alike, axis=0), sizes)
-    return tf.unstack(tf.stack(alike))
+def _repack(same_shape: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Packs and unpacks tensors of one shape by the pair of ops that is fastest on processors."""
+    if len(same_shape) == 1:
+        return same_shape
+    if same_shape[0].shape.rank == 1:
+        sizes = tf.constant([same_shape[0].shape[0]] * len(same_shape), tf.int64)
+        return tf.split(tf.concat(same_shape, axis=0), sizes)
+    return tf.unstack(tf.stack(same_shape))
 
 
 @tf.function(jit_compile=True, autograph=False)

@@ -1,4 +1,4 @@
-"""Which all-reduces are compared, by the names a user writes in Python."""
+"""Finds the all-reduces that are compared, by the names a user writes in Python."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import tensorflow as tf
 
 import tfcdo
 
-_Made = TypeVar("_Made")
+_Built = TypeVar("_Built")
 
-# What TensorFlow's classes raise where they use an argument that they did not check.
+# The errors of TensorFlow's classes where they use an argument that they did not check.
 _WRONG_ARGUMENTS = (AttributeError, TypeError, ValueError, tf.errors.OpError)
 
 # From one `PerReplica` per value to one `Mirrored` per value.
@@ -23,26 +23,26 @@ Reduce = Callable[[Sequence[Any]], Sequence[Any]]
 
 OURS, TENSORFLOW = "tfcdo", "tf"
 
-_DEFAULT_OF_STRATEGY = "CollectiveAllReduce"
-_TENSORFLOWS = (
+_STRATEGY_DEFAULT = "CollectiveAllReduce"
+_TENSORFLOW_CALLS = (
     "tf.HierarchicalCopyAllReduce(num_packs=0)",
     "tf.HierarchicalCopyAllReduce(num_packs=1)",
     "tf.HierarchicalCopyAllReduce(num_packs=8)",
     "tf.ReductionToOneDevice",
     "tf.NcclAllReduce",
-    f"tf.{_DEFAULT_OF_STRATEGY}",
+    f"tf.{_STRATEGY_DEFAULT}",
 )
 # The other classes are ways to configure this one.
 _GENERAL = "AllReduceCrossDeviceOps"
 
 
 class UnusableArgumentsError(ValueError):
-    """What a user wrote as an implementation's arguments cannot be used for this run."""
+    """Says that an implementation cannot use the arguments that a user wrote."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """A way to all-reduce.
+    """An implementation of all-reduce.
 
     Attributes:
       name: its constructor call as Python, such as `tf.HierarchicalCopyAllReduce(num_packs=8)`.
@@ -57,41 +57,41 @@ class Implementation:
     arguments: tuple[tuple[str, Any], ...] = ()
 
     def cross_device_ops(self) -> tf.distribute.CrossDeviceOps | None:
-        """A new instance; None for the one that a strategy chooses if it is given none."""
-        if (self.package, self.class_name) == (TENSORFLOW, _DEFAULT_OF_STRATEGY):
+        """Makes an instance; returns None for the one that a strategy chooses by itself."""
+        if (self.package, self.class_name) == (TENSORFLOW, _STRATEGY_DEFAULT):
             return None
         return _classes(self.package)[self.class_name](**dict(self.arguments))
 
     def strategy(self, devices: Sequence[str]) -> tf.distribute.MirroredStrategy:
-        """A strategy over these devices that reduces in this way."""
+        """Makes a strategy over these devices that reduces by this implementation."""
         return tf.distribute.MirroredStrategy(
             list(devices), cross_device_ops=self.cross_device_ops()
         )
 
     def reducer(self, devices: Sequence[str]) -> Reduce:
-        """The function that sums a batch of values over these devices."""
+        """Returns the function that sums a batch of values over these devices."""
         batch_reduce = _batch_reduce(self, tuple(devices))
         return lambda values: batch_reduce(
             tf.distribute.ReduceOp.SUM, [(value, value) for value in values]
         )
 
-    def why_not(self, devices: Sequence[str], dtype: str) -> str | None:
-        """Says whether it can run.
+    def reason_not_to_run(self, devices: Sequence[str], dtype: str) -> str | None:
+        """Returns the reason why this implementation cannot run.
 
         Args:
           devices: over which devices, by their TensorFlow names.
           dtype: the name of the dtype of the values.
 
         Returns:
-          Why it cannot run over these devices; None if it can.
+          The reason and its remedy, or None if it can run over these devices.
         """
-        if not self._is_for_nccl():
+        if not self._wants_nccl():
             return None
         status = tfcdo.nccl_status(devices, dtype)
         return None if status.can_run else str(status)
 
-    def make(self, build: Callable[[Implementation], _Made]) -> _Made:
-        """Builds what runs this implementation; only then do some arguments prove to be wrong.
+    def build_with(self, build: Callable[[Implementation], _Built]) -> _Built:
+        """Builds something that runs this implementation, which shows if its arguments are wrong.
 
         Args:
           build: takes an implementation.
@@ -114,7 +114,7 @@ class Implementation:
     def _arguments_are_wrong(
         self, error: Exception, build: Callable[[Implementation], Any]
     ) -> bool:
-        """Whether that is what an error is about; it may also be a bug, even of ours."""
+        """Returns whether an error is about the arguments; it may also be a bug, even of ours."""
         if self.package == OURS:
             # The errors of tfcdo's checks begin with the argument's name.
             return any(str(error).startswith(f"{name} ") for name, _ in self.arguments)
@@ -126,8 +126,8 @@ class Implementation:
             return False
         return True
 
-    def _is_for_nccl(self) -> bool:
-        """Whether NCCL is asked for; the copy trees that replace it have a name of their own."""
+    def _wants_nccl(self) -> bool:
+        """Returns whether the user asks for NCCL."""
         if (self.package, self.class_name) != (OURS, _GENERAL):
             return self.class_name == "NcclAllReduce"
         call = inspect.signature(_classes(OURS)[_GENERAL]).bind(**dict(self.arguments))
@@ -138,13 +138,15 @@ class Implementation:
 # One instance for all workloads: a second strategy over the same devices would number its
 # collective ops like the first one's, which TensorFlow takes for the same ops.
 @functools.cache
-def _batch_reduce(one: Implementation, devices: tuple[str, ...]) -> Callable[..., Sequence[Any]]:
-    ops = one.cross_device_ops()
-    return ops.batch_reduce if ops else one.strategy(devices).extended.batch_reduce_to
+def _batch_reduce(
+    implementation: Implementation, devices: tuple[str, ...]
+) -> Callable[..., Sequence[Any]]:
+    ops = implementation.cross_device_ops()
+    return ops.batch_reduce if ops else implementation.strategy(devices).extended.batch_reduce_to
 
 
 def parse(name: str) -> list[Implementation]:
-    """Finds implementations by name.
+    """Returns the implementations that a name stands for.
 
     Args:
       name: `tfcdo` or `tf` for all of one package, `all`, or a constructor call as Python writes
@@ -156,7 +158,7 @@ def parse(name: str) -> list[Implementation]:
       The implementations, at least one.
 
     Raises:
-      ValueError: if that names none.
+      ValueError: if the name stands for none.
 
     Example:
       >>> [found.class_name for found in parse("tf.ReductionToOneDevice()")]
@@ -165,7 +167,7 @@ def parse(name: str) -> list[Implementation]:
     if name in (OURS, TENSORFLOW, "all"):
         return [found for found in _known() if name in (found.package, "all")]
     package, class_name, arguments = _read_call(name)
-    if class_name == _DEFAULT_OF_STRATEGY and arguments:
+    if class_name == _STRATEGY_DEFAULT and arguments:
         raise ValueError(f"{name}: a strategy makes it without arguments")
     if class_name not in _classes(package):
         raise ValueError(
@@ -180,9 +182,9 @@ def parse(name: str) -> list[Implementation]:
 
 
 def _known() -> list[Implementation]:
-    """All implementations, ours first."""
+    """Returns all implementations, tfcdo's first."""
     ours = [f"{OURS}.{name}" for name in _classes(OURS) if name != _GENERAL]
-    return [Implementation(name, *_read_call(name)) for name in (*ours, *_TENSORFLOWS)]
+    return [Implementation(name, *_read_call(name)) for name in (*ours, *_TENSORFLOW_CALLS)]
 
 
 def _classes(package: str) -> dict[str, Any]:
@@ -198,12 +200,12 @@ def _classes(package: str) -> dict[str, Any]:
         and item is not tf.distribute.CrossDeviceOps
     }
     if package == TENSORFLOW:
-        classes[_DEFAULT_OF_STRATEGY] = None
+        classes[_STRATEGY_DEFAULT] = None
     return classes
 
 
 def _read_call(text: str) -> tuple[str, str, tuple[tuple[str, Any], ...]]:
-    """Takes `package.Class(argument=literal)` apart."""
+    """Splits `package.Class(argument=literal)` into its parts."""
     try:
         node = ast.parse(text, mode="eval").body
     except SyntaxError as error:
@@ -216,13 +218,14 @@ def _read_call(text: str) -> tuple[str, str, tuple[tuple[str, Any], ...]]:
     package = {"tf.distribute": TENSORFLOW}.get(package, package)
     if package not in (OURS, TENSORFLOW):
         raise ValueError(
-            f"{text!r} names no implementation: write all, tfcdo, tf, tfcdo.CLASS or tf.CLASS"
+            f"{text!r} is not the name of an implementation: write all, tfcdo, tf, tfcdo.CLASS or "
+            "tf.CLASS"
         )
     return package, class_name, arguments
 
 
 def _read_arguments(call: ast.Call) -> tuple[tuple[str, Any], ...]:
-    """The arguments of a call, which must have names and literal values."""
+    """Returns the arguments of a call, which must have names and literal values."""
     found: list[tuple[str, Any]] = []
     for argument in (*call.args, *call.keywords):
         name = argument.arg if isinstance(argument, ast.keyword) else None

@@ -1,13 +1,14 @@
-"""Timing steps side by side."""
+"""Times steps side by side."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import gc
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,23 +17,21 @@ from tfcdo.bench import floor
 from tfcdo.bench import implementations
 from tfcdo.bench import memory
 from tfcdo.bench import steps
+from tfcdo.bench import tracking
 from tfcdo.bench import workloads
 from tfcdo.bench.devices import Devices
-
-# Told after each piece of work what comes next.
-Progress = Callable[[str], None]
 
 BASELINE, FLOOR, PACKING = "baseline", "floor", "packing"
 _REPACK = "pack and unpack"
 _BASELINE_OF_FLOOR = "baseline of the floor"
 
-# A sample of less would measure the clock and the switch from one graph to the next.
+# Seconds. A shorter sample would measure the clock and the switch from one graph to the next.
 _SHORTEST_SAMPLE = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How to measure.
+    """Settings of a measurement.
 
     Attributes:
       iterations: how many samples of each step count.
@@ -47,7 +46,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What one implementation did to one workload.
+    """Measurement of one implementation on one workload.
 
     Attributes:
       workload: its name.
@@ -57,10 +56,10 @@ class Measurement:
       num_devices: over how many devices they were summed.
       name: the implementation's.
       kind: `"tfcdo"`, `"tf"`, `FLOOR`, `PACKING` (see `floor.repack`) or `BASELINE`.
-      seconds: the time of one all-reduce in seconds: the median over the rounds of what it took
-        more than the baseline in the same round. Of the baseline, what it took.
-      spread: the distance between the quartiles of the same, in seconds.
-      cpu_seconds: the same median of the time that all threads of the process computed, which other
+      seconds: the median time per round minus the baseline's in the same round; for the baseline
+        itself, its own time.
+      spread: the distance between the quartiles of the same times, in seconds.
+      cpu_seconds: the same median of the CPU time of all threads of the process, which other
         processes do not lengthen by taking turns with it.
       wrong: how many elements were not what numpy found; None if there was nothing to check.
       first_call: seconds for tracing the graph and running it once; None if nothing is traced.
@@ -85,25 +84,39 @@ class Measurement:
 
     @property
     def algbw(self) -> float:
-        """Bytes per second that the caller sees; NaN where the time is lost in the baseline's."""
+        """Returns the bytes per second that the caller sees; NaN if the time is not above 0."""
         return self.size / self.seconds if self.seconds > 0 else math.nan
 
     @property
     def busbw(self) -> float:
-        """Bytes per second over the busiest link if the ring algorithm needed that time."""
+        """Returns the bytes per second over each link of a ring that takes the same time."""
         return self.algbw * 2 * (self.num_devices - 1) / self.num_devices
 
 
 class Times(NamedTuple):
-    """Seconds of a step, on the clock and of all threads together; of one sample, or of several."""
+    """Seconds of a step on the clock, and of CPU time of all threads; of one sample, or several."""
 
     wall: Any
     cpu: Any
 
 
-def num_pieces(settings: Settings, num_implementations: int) -> int:
-    """How often `run` tells its progress: once for each graph that is built, and each round."""
-    return num_implementations + 2 + settings.iterations + settings.warmup
+@dataclasses.dataclass(frozen=True)
+class _TimedRun:
+    """All that is known about one step at the end of a run."""
+
+    step: steps.TimedStep
+    times: Times
+    peak_memory: int | None
+
+    def minus(self, baseline: _TimedRun) -> _TimedRun:
+        """Returns this run without the times and the nodes of a baseline."""
+        nodes, baseline_nodes = self.step.num_nodes, baseline.step.num_nodes
+        added = None if nodes is None or baseline_nodes is None else nodes - baseline_nodes
+        return dataclasses.replace(
+            self,
+            step=dataclasses.replace(self.step, num_nodes=added),
+            times=Times(self.times.wall - baseline.times.wall, self.times.cpu - baseline.times.cpu),
+        )
 
 
 def run(
@@ -111,7 +124,7 @@ def run(
     devices: Devices,
     compared: Sequence[implementations.Implementation],
     settings: Settings,
-    progress: Progress = lambda _: None,
+    track: tracking.Track = tracking.silently,
 ) -> list[Measurement]:
     """Measures implementations, the floor, packing and the baseline in turn.
 
@@ -120,7 +133,7 @@ def run(
       devices: over which devices.
       compared: the implementations.
       settings: how to measure.
-      progress: told what is done next.
+      track: shows the progress.
 
     Returns:
       One measurement each: the implementations' in the order given, the floors', that of packing if
@@ -130,107 +143,126 @@ def run(
       implementations.UnusableArgumentsError: if one cannot run with its arguments.
     """
     build = steps.build_eager if settings.eager else steps.build_graph
-    # What is subtracted comes first: whatever is built first also pays for what TensorFlow does
-    # only once.
-    data = steps.place(workload, devices)
-    progress("building the graph to subtract")
-    built = {BASELINE: build(data, None)}
-    for one in compared:
-        progress(f"building and checking {one.name}")
-        built[one.name] = one.make(lambda made: build(data, made.reducer(devices.names)))
-    progress("building the floor")
-    at_one_place = floor.place(workload, devices)
-    floors = floor.passes(devices.names[0])
-    built[_BASELINE_OF_FLOOR] = steps.build_graph(at_one_place, None)
-    for name, reduce in floors.items():
-        built[name] = steps.build_graph(at_one_place, reduce)
-    kinds = {one.name: one.package for one in compared} | dict.fromkeys(floors, FLOOR)
-    if data.has_small:
+    # The baseline comes first: whatever is built first also pays for what TensorFlow does only
+    # once.
+    data = steps.place_values(workload, devices)
+    timed_steps = {BASELINE: build(data, None)}
+    kinds: dict[str, str] = {}
+    for implementation in track(compared, description="building and checking"):
+        kinds[implementation.name] = implementation.package
+        timed_steps[implementation.name] = implementation.build_with(
+            lambda built: build(data, built.reducer(devices.names))
+        )
+    floor_data = floor.place_values(workload, devices)
+    timed_steps[_BASELINE_OF_FLOOR] = steps.build_graph(floor_data, None)
+    for name, reduce in floor.single_passes(devices.names[0]).items():
+        kinds[name] = FLOOR
+        timed_steps[name] = steps.build_graph(floor_data, reduce)
+    if data.has_coalesced:
         kinds[_REPACK] = PACKING
-        built[_REPACK] = build(data, floor.repack(data))
+        timed_steps[_REPACK] = build(data, floor.repack(data))
 
-    times = interleave({name: one.step for name, one in built.items()}, settings, progress)
-    peaks = {name: memory.peak_of(one.step, devices) for name, one in built.items()}
+    times = interleave({name: one.step for name, one in timed_steps.items()}, settings, track)
+    runs = {
+        name: _TimedRun(timed_step, times[name], memory.peak_of(timed_step.step, devices))
+        for name, timed_step in timed_steps.items()
+    }
+    found = []
+    for name, kind in kinds.items():
+        baseline = runs[_BASELINE_OF_FLOOR if kind == FLOOR else BASELINE]
+        found.append(
+            _measurement(workload, len(devices.names), name, kind, runs[name].minus(baseline))
+        )
     return [
-        *(
-            _measurement((workload, devices), name, kind, times, built, peaks)
-            for name, kind in kinds.items()
-        ),
-        _measurement((workload, devices), BASELINE, BASELINE, times, built, peaks),
+        *found,
+        _measurement(workload, len(devices.names), BASELINE, BASELINE, runs[BASELINE]),
     ]
 
 
 def interleave(
-    compared: Mapping[str, steps.Step], settings: Settings, progress: Progress = lambda _: None
+    steps_by_name: Mapping[str, steps.Step],
+    settings: Settings,
+    track: tracking.Track = tracking.silently,
 ) -> dict[str, Times]:
-    """Times steps A B C A B C ..., so that a change of the machine's load hits all of them.
+    """Times steps A B C A B C ..., so that a change of the machine's load affects all of them.
 
     Args:
-      compared: the steps by name.
+      steps_by_name: the steps.
       settings: how many rounds.
-      progress: told of each round.
+      track: shows the progress.
 
     Returns:
-      For each step one sample per round: the mean of the calls in a row that it took to fill
+      For each step one sample per round: the mean of as many calls in a row as it takes to fill
       `_SHORTEST_SAMPLE`.
     """
-    samples: dict[str, list[Times]] = {name: [] for name in compared}
-    calls = dict.fromkeys(compared, 1)
-    rounds = settings.warmup + settings.iterations
+    samples: dict[str, list[Times]] = {name: [] for name in steps_by_name}
+    num_calls = dict.fromkeys(steps_by_name, 1)
     with _no_garbage_collection():
-        for number in range(rounds):
-            progress(f"round {number + 1} of {rounds}")
-            for name, step in compared.items():
-                samples[name].append(_sample(step, calls[name]))
+        for number in track(range(settings.warmup + settings.iterations), description="rounds"):
+            for name, step in steps_by_name.items():
+                samples[name].append(_sample(step, num_calls[name]))
                 if number < settings.warmup:
                     fastest = min(sample.wall for sample in samples[name])
-                    calls[name] = max(1, math.ceil(_SHORTEST_SAMPLE / fastest))
-    return {name: Times(*np.array(all_of[settings.warmup :]).T) for name, all_of in samples.items()}
+                    num_calls[name] = max(1, math.ceil(_SHORTEST_SAMPLE / fastest))
+    return {
+        name: Times(*np.array(collected[settings.warmup :]).T)
+        for name, collected in samples.items()
+    }
 
 
-def _sample(step: steps.Step, calls: int) -> Times:
+def _sample(step: steps.Step, num_calls: int) -> Times:
     wall, cpu = time.perf_counter(), time.process_time()
-    for _ in range(calls):
+    for _ in range(num_calls):
         step()
-    return Times((time.perf_counter() - wall) / calls, (time.process_time() - cpu) / calls)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return Times(wall / num_calls, cpu / num_calls)
 
 
 def _measurement(
-    what: tuple[workloads.Workload, Devices],
-    name: str,
-    kind: str,
-    times: Mapping[str, Times],
-    built: Mapping[str, steps.Built],
-    peaks: Mapping[str, int | None],
+    workload: workloads.Workload, num_devices: int, name: str, kind: str, timed_run: _TimedRun
 ) -> Measurement:
-    workload, devices = what
-    base = {BASELINE: None, FLOOR: _BASELINE_OF_FLOOR}.get(kind, BASELINE)
-    wall, cpu = times[name]
-    if base:
-        wall, cpu = wall - times[base].wall, cpu - times[base].cpu
-    nodes, base_nodes = built[name].nodes, built[base].nodes if base else 0
-    lower, median, upper = np.quantile(wall, (0.25, 0.5, 0.75))
+    lower, median, upper = np.quantile(timed_run.times.wall, (0.25, 0.5, 0.75))
     return Measurement(
         workload=workload.name,
         size=workload.size,
         count=workload.count,
         dtype=workload.dtype,
-        num_devices=len(devices.names),
+        num_devices=num_devices,
         name=name,
         kind=kind,
         seconds=float(median),
         spread=float(upper - lower),
-        cpu_seconds=float(np.median(cpu)),
-        wrong=None if kind in (PACKING, BASELINE) else built[name].wrong,
-        first_call=built[name].first_call,
-        nodes=None if nodes is None or base_nodes is None else nodes - base_nodes,
-        peak_memory=peaks[name],
+        cpu_seconds=float(np.median(timed_run.times.cpu)),
+        wrong=None if kind in (PACKING, BASELINE) else timed_run.step.num_wrong,
+        first_call=timed_run.step.first_call,
+        nodes=timed_run.step.num_nodes,
+        peak_memory=timed_run.peak_memory,
     )
+
+
+def by_workload(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
+    """Splits measurements, of one workload after the other, into those of one workload each."""
+    groups = itertools.groupby(measurements, lambda one: (one.workload, one.size))
+    return [list(group) for _, group in groups]
+
+
+def fastest(measurements: Sequence[Measurement], kind: str) -> Measurement | None:
+    """Returns the fastest measurement of one kind among those without wrong results.
+
+    Args:
+      measurements: of one workload.
+      kind: as in `Measurement.kind`.
+
+    Returns:
+      The measurement, or None if there is none.
+    """
+    right = [one for one in measurements if one.kind == kind and not one.wrong]
+    return min(right, key=lambda one: one.seconds, default=None)
 
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Keeps Python from looking through the graphs' many objects in the middle of a sample."""
+    """Keeps the garbage collector out of the samples: a graph has many objects."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""How much memory a step needs while it runs."""
+"""Measures how much memory a step needs while it runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tfcdo.bench.devices import Devices
 
 
 def peak_of(step: steps.Step, devices: Devices) -> int | None:
-    """Runs a step once and asks TensorFlow's allocators.
+    """Runs a step once and reads the counts of TensorFlow's allocators.
 
     Args:
       step: what to run; it has run before, so that building it is not counted.

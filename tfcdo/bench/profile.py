@@ -1,4 +1,4 @@
-"""Which ops an all-reduce runs, and how many bytes each kind of them makes."""
+"""Counts the ops that an all-reduce runs, and the bytes that each type of op produces."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tfcdo.bench import implementations
 from tfcdo.bench import steps
 from tfcdo.bench import workloads
 
-# What the graph reads and uses its values with, and its plumbing.
+# The ops that read and use the values, and that only hold the graph together.
 _NOT_OF_THE_ALL_REDUCE = ("VarHandleOp", "ReadVariableOp", "Assert", "Const", "NoOp", "unknown")
 _WARMUP = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class OpProfile:
-    """What all ops of one type did in one step.
+    """All ops of one type in one step.
 
     Attributes:
       op: the type, such as `AddN`.
@@ -35,18 +35,20 @@ class OpProfile:
 
 
 def profile(
-    workload: workloads.Workload, num_devices: int, one: implementations.Implementation
+    workload: workloads.Workload,
+    num_devices: int,
+    implementation: implementations.Implementation,
 ) -> list[OpProfile]:
     """Runs one step on virtual CPU devices and lists what ran after the graph was optimized.
 
     Args:
       workload: what is all-reduced.
       num_devices: over how many virtual devices.
-      one: how.
+      implementation: how.
 
     Returns:
-      One entry for each type of op, the one that makes most bytes first. Values that pass from one
-      device to another show as `_Recv`.
+      One entry for each type of op, the one that produces most bytes first. Values that pass from
+      one device to another show as `_Recv`.
     """
     names = [tf_internals.canonical_device(f"CPU:{number}") for number in range(num_devices)]
     # A session is the only public way to see what TensorFlow makes of a graph.
@@ -55,12 +57,14 @@ def profile(
     # leaves the graph like that of the tf.function that is timed.
     config.graph_options.rewrite_options.memory_optimization = 1
     with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
-        held, true = _variables(workload, names)
-        results = steps.reduce_held(one.reducer(names), held)
+        values_by_device, always_true = _variables(workload, names)
+        results = steps.all_reduce(implementation.reducer(names), values_by_device)
         used = []
-        for device, condition, own in zip(names, true, results, strict=True):
+        for device, condition, device_results in zip(names, always_true, results, strict=True):
             with tf.device(device):
-                used.append(tf.raw_ops.Assert(condition=condition, data=own, summarize=1))
+                used.append(
+                    tf.raw_ops.Assert(condition=condition, data=device_results, summarize=1)
+                )
         session.run(tf.compat.v1.global_variables_initializer())
         step = tf.group(*used)
         for _ in range(_WARMUP):
@@ -75,11 +79,11 @@ def profile(
 
 def _variables(
     workload: workloads.Workload, names: list[str]
-) -> tuple[steps.Held, list[tf.Tensor]]:
-    held, true = [], []
+) -> tuple[steps.ValuesByDevice, list[tf.Tensor]]:
+    values_by_device, always_true = [], []
     for rank, device in enumerate(names):
         with tf.device(device):
-            own = [
+            device_values = [
                 tf.compat.v1.get_variable(
                     f"value_{rank}_{index}",
                     shape,
@@ -92,9 +96,9 @@ def _variables(
             condition = tf.compat.v1.get_variable(
                 f"true_{rank}", initializer=True, use_resource=True
             )
-        held.append(own)
-        true.append(condition.read_value())
-    return held, true
+        values_by_device.append(device_values)
+        always_true.append(condition.read_value())
+    return values_by_device, always_true
 
 
 def _by_op(metadata: tf.compat.v1.RunMetadata) -> list[OpProfile]:

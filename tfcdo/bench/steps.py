@@ -1,4 +1,4 @@
-"""Turning an implementation into a step that can be timed, and checking what it computes."""
+"""Turns an implementation into a step that can be timed, and checks what it computes."""
 
 from __future__ import annotations
 
@@ -17,69 +17,69 @@ from tfcdo.bench import workloads
 from tfcdo.bench.devices import Devices
 
 # `[d][v]`: value `v` as device `d` holds it.
-Held = list[list[tf.Tensor]]
+ValuesByDevice = list[list[tf.Tensor]]
 Step = Callable[[], Any]
 
-# To read one variable takes longer than to all-reduce one small value, whose time would be lost in
-# that of the reads: values of one shape up to this many bytes are read together.
-_SMALL = 2**16
+# Reading one variable takes longer than all-reducing one small value, whose time would be lost in
+# that of the reads: values of one shape up to this many bytes share a variable.
+_MAX_COALESCED_BYTES = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The values that all implementations of a run reduce.
+    """Values that all implementations of a run reduce.
 
     Attributes:
       workload: their shapes and dtype.
       devices: where they are.
-      together: the indices of the values that share a variable on each device, for each variable.
-      variables: `[d][i]`: what device `d` holds of the values `together[i]`: one as it is, several
+      coalesced: for each variable, the indices of the values that share it on each device.
+      variables: `[d][i]`: what device `d` holds of the values `coalesced[i]`: one as it is, several
         along a new first axis.
       sums: for each value, the sum that numpy finds.
-      true: a variable on each device that holds True; see `_consume`.
+      always_true: a variable on each device that holds True; see `_consume`.
     """
 
     workload: workloads.Workload
     devices: Devices
-    together: tuple[tuple[int, ...], ...]
+    coalesced: tuple[tuple[int, ...], ...]
     variables: tuple[tuple[tf.Variable, ...], ...]
     sums: tuple[np.ndarray, ...]
-    true: tuple[tf.Variable, ...]
+    always_true: tuple[tf.Variable, ...]
 
     @property
-    def has_small(self) -> bool:
-        """Whether any values are read together."""
-        return any(len(indices) > 1 for indices in self.together)
+    def has_coalesced(self) -> bool:
+        """Returns whether any values share a variable."""
+        return any(len(indices) > 1 for indices in self.coalesced)
 
-    def read(self) -> Held:
+    def read(self) -> ValuesByDevice:
         """Reads the variables, each on its device."""
-        held = []
-        for device, own in zip(self.devices.names, self.variables, strict=True):
+        values_by_device = []
+        for device, variables in zip(self.devices.names, self.variables, strict=True):
             with tf.device(device):
-                held.append(self._read(own))
-        return held
+                values_by_device.append(self._read(variables))
+        return values_by_device
 
-    def _read(self, own: Sequence[tf.Variable]) -> list[tf.Tensor]:
+    def _read(self, variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
         values: dict[int, tf.Tensor] = {}
-        for indices, variable in zip(self.together, own, strict=True):
+        for indices, variable in zip(self.coalesced, variables, strict=True):
             read = variable.read_value()
             values.update(zip(indices, tf.unstack(read) if len(indices) > 1 else [read]))
         return [values[index] for index in range(len(values))]
 
-    def num_wrong(self, results: Held) -> int:
-        """How many elements, over all devices, are not what numpy says."""
+    def num_wrong(self, results: ValuesByDevice) -> int:
+        """Counts the elements, over all devices, that differ from numpy's sums."""
         return sum(
             _num_wrong(result, expected)
-            for own in results
-            for result, expected in zip(own, self.sums, strict=True)
+            for device_results in results
+            for result, expected in zip(device_results, self.sums, strict=True)
         )
 
 
-def place(workload: workloads.Workload, devices: Devices) -> Data:
-    """Makes the values: on each device other small integers, whose sums every dtype holds exactly.
+def place_values(workload: workloads.Workload, devices: Devices) -> Data:
+    """Places other small integers on each device, whose sums every dtype holds exactly.
 
     Args:
-      workload: says how many, of which shapes and dtype.
+      workload: the shapes and the dtype.
       devices: where.
 
     Returns:
@@ -87,27 +87,27 @@ def place(workload: workloads.Workload, devices: Devices) -> Data:
     """
     dtype = tf.as_dtype(workload.dtype).as_numpy_dtype
     sums = [np.zeros(shape, np.int16) for shape in workload.shapes]
-    together = _together(workload)
+    coalesced = _coalesced(workload)
     variables = []
     for rank, device in enumerate(devices.names):
-        own = workloads.numbers(workload, seed=rank)
-        for total, array in zip(sums, own, strict=True):
+        arrays = workloads.draw_values(workload, seed=rank)
+        for total, array in zip(sums, arrays, strict=True):
             total += array
         with tf.device(device):
             variables.append(
-                tuple(tf.Variable(_stacked(own, indices).astype(dtype)) for indices in together)
+                tuple(tf.Variable(_stacked(arrays, indices).astype(dtype)) for indices in coalesced)
             )
-    true = []
+    always_true = []
     for device in devices.names:
         with tf.device(device):
-            true.append(tf.Variable(True))
-    return Data(workload, devices, together, tuple(variables), tuple(sums), tuple(true))
+            always_true.append(tf.Variable(True))
+    return Data(workload, devices, coalesced, tuple(variables), tuple(sums), tuple(always_true))
 
 
-def _together(workload: workloads.Workload) -> tuple[tuple[int, ...], ...]:
+def _coalesced(workload: workloads.Workload) -> tuple[tuple[int, ...], ...]:
     groups: dict[Any, list[int]] = {}
     for index, shape in enumerate(workload.shapes):
-        small = math.prod(shape) * workload.itemsize <= _SMALL
+        small = math.prod(shape) * workload.itemsize <= _MAX_COALESCED_BYTES
         groups.setdefault(shape if small else index, []).append(index)
     return tuple(map(tuple, groups.values()))
 
@@ -118,49 +118,52 @@ def _stacked(arrays: Sequence[np.ndarray], indices: Sequence[int]) -> np.ndarray
     return np.stack([arrays[index] for index in indices])
 
 
-def reduce_held(reduce: implementations.Reduce | None, held: Held) -> Held:
+def all_reduce(
+    reduce: implementations.Reduce | None, values_by_device: ValuesByDevice
+) -> ValuesByDevice:
     """All-reduces one batch.
 
     Args:
       reduce: how; None leaves the values as they are.
-      held: the values.
+      values_by_device: the values.
 
     Returns:
-      The results, indexed like `held`.
+      The results, indexed like the values.
     """
     if reduce is None:
-        return held
-    results = reduce([tf_internals.per_replica(value) for value in zip(*held, strict=True)])
-    parts = [
+        return values_by_device
+    values = zip(*values_by_device, strict=True)
+    results = reduce([tf_internals.per_replica(value) for value in values])
+    components = [
         result.values if isinstance(result, tf_internals.DistributedValues) else (result,)
         for result in results
     ]
-    return [list(own) for own in zip(*parts, strict=True)]
+    return [list(device_results) for device_results in zip(*components, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Built:
-    """A step, and what was found out while it was built.
+class TimedStep:
+    """A step that can be timed, and what was found out while it was built.
 
     Attributes:
       step: all-reduces once and waits for the end.
       first_call: seconds for tracing it and for its first call; None if nothing is traced.
-      nodes: how many ops its graph has; None likewise.
-      wrong: how many elements of its results are wrong.
+      num_nodes: how many ops its graph has; None if it has none.
+      num_wrong: how many elements of its results are wrong.
     """
 
     step: Step
     first_call: float | None
-    nodes: int | None
-    wrong: int
+    num_nodes: int | None
+    num_wrong: int
 
 
-def build_graph(data: Data, reduce: implementations.Reduce | None) -> Built:
+def build_graph(data: Data, reduce: implementations.Reduce | None) -> TimedStep:
     """Builds a graph that reads the values from variables, all-reduces, and uses every result.
 
     Args:
       data: the values.
-      reduce: how they are reduced; None for the graph that is subtracted: it only reads and uses.
+      reduce: how they are reduced; None for the baseline, which only reads and uses the values.
 
     Returns:
       The step.
@@ -172,11 +175,11 @@ def build_graph(data: Data, reduce: implementations.Reduce | None) -> Built:
     first_call = time.perf_counter() - start
     # Traced once more, so that what is timed hands nothing to Python.
     wrong = 0 if reduce is None else data.num_wrong(_returning(data, reduce)())
-    return Built(step, first_call, num_nodes(function), wrong)
+    return TimedStep(step, first_call, count_nodes(function), wrong)
 
 
 def trace(data: Data, reduce: implementations.Reduce | None) -> Any:
-    """Makes the graph of `build_graph` without running it.
+    """Traces the graph of `build_graph` without running it.
 
     Args:
       data: the values.
@@ -190,29 +193,29 @@ def trace(data: Data, reduce: implementations.Reduce | None) -> Any:
 
     @tf.function(autograph=False)
     def step() -> None:
-        _consume(data, reduce_held(reduce, data.read()))
+        _consume(data, all_reduce(reduce, data.read()))
 
     return step.get_concrete_function()
 
 
-def num_nodes(function: Any) -> int:
-    """How many ops the graph of a concrete function has, those of its functions included."""
+def count_nodes(function: Any) -> int:
+    """Counts the ops in the graph of a concrete function, those of its functions included."""
     graph = function.graph.as_graph_def()
     return len(graph.node) + sum(len(inner.node_def) for inner in graph.library.function)
 
 
 def _returning(data: Data, reduce: implementations.Reduce | None) -> Any:
-    """The same graph, whose results are returned instead."""
+    """Returns the same graph as a function that returns its results."""
 
     @tf.function(autograph=False)
-    def step() -> Held:
-        return reduce_held(reduce, data.read())
+    def step() -> ValuesByDevice:
+        return all_reduce(reduce, data.read())
 
     return step
 
 
-def build_eager(data: Data, reduce: implementations.Reduce | None) -> Built:
-    """The same without a graph: the values are tensors, and each call runs op by op.
+def build_eager(data: Data, reduce: implementations.Reduce | None) -> TimedStep:
+    """Builds a step without a graph: the values are tensors, and each call runs op by op.
 
     Args:
       data: the values.
@@ -221,20 +224,23 @@ def build_eager(data: Data, reduce: implementations.Reduce | None) -> Built:
     Returns:
       The step.
     """
-    held = data.read()
-    wrong = 0 if reduce is None else data.num_wrong(reduce_held(reduce, held))
-    return Built(_synchronous(lambda: reduce_held(reduce, held), data.devices), None, None, wrong)
+    values = data.read()
+    wrong = 0 if reduce is None else data.num_wrong(all_reduce(reduce, values))
+    step = _synchronous(lambda: all_reduce(reduce, values), data.devices)
+    return TimedStep(step, None, None, wrong)
 
 
-def _consume(data: Data, results: Held) -> None:
-    """Uses each result on its device, at as good as no cost.
+def _consume(data: Data, results: ValuesByDevice) -> None:
+    """Uses each result on its device at almost no cost.
 
     `Assert` takes any number of tensors, neither reads nor copies them while its condition holds,
-    and is never optimized away; a variable's value is nothing that TensorFlow could fold.
+    and is never optimized away. The condition is a variable, because TensorFlow folds constants.
     """
-    for device, true, own in zip(data.devices.names, data.true, results, strict=True):
+    for device, always_true, device_results in zip(
+        data.devices.names, data.always_true, results, strict=True
+    ):
         with tf.device(device):
-            tf.raw_ops.Assert(condition=true.read_value(), data=own, summarize=1)
+            tf.raw_ops.Assert(condition=always_true.read_value(), data=device_results, summarize=1)
 
 
 def _synchronous(call: Callable[[], Any], devices: Devices) -> Step:

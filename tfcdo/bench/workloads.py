@@ -1,4 +1,4 @@
-"""What is all-reduced: one value of a given size, or the gradients of a model."""
+"""Describes what is all-reduced: one value of a given size, or the gradients of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 Shape = tuple[int, ...]
 
-# The dtypes by the names that nccl-tests has for them. All end in their number of bits.
+# The dtypes by the names that nccl-tests has for them. Each ends in its number of bits.
 DTYPES = {
     "float": "float32",
     "double": "float64",
@@ -24,13 +24,13 @@ DTYPES = {
     "int64": "int64",
 }
 
-# Those of the models that Keras can build, by the names that it has for them.
+# The models that Keras can build, by the names that it has for them.
 KERAS_MODELS = {"mobilenet": "MobileNetV2", "resnet50": "ResNet50"}
 
 _MODELS_FILE = pathlib.Path(__file__).with_name("models.json")
-# Sums of this many small integers are exact in every dtype, the narrow floats among them, so that
-# a wrong element can be told from a rounded one.
-_LARGEST = 4
+# Sums of integers up to this one are exact in every dtype, the narrow floats among them, so that a
+# wrong element can be told from a rounded one.
+_LARGEST_VALUE = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,34 +49,34 @@ class Workload:
 
     @property
     def count(self) -> int:
-        """How many elements one device holds."""
+        """Returns the number of elements that one device holds."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     @property
     def itemsize(self) -> int:
-        """How many bytes an element has."""
+        """Returns the number of bytes of an element."""
         return _bytes_of(self.dtype)
 
     @property
     def size(self) -> int:
-        """How many bytes one device holds."""
+        """Returns the number of bytes that one device holds."""
         return self.count * self.itemsize
 
 
 @functools.cache
 def _runs_of_models() -> dict[str, list[tuple[int, list[int]]]]:
-    """For each model, its shapes in order as pairs: how often in a row, and the shape."""
+    """Returns for each model pairs of how often a shape comes in a row, and the shape."""
     models = json.loads(_MODELS_FILE.read_text(encoding="utf-8"))
     return {name: model["runs"] for name, model in models.items()}
 
 
 def model_names() -> list[str]:
-    """The names that `gradients_of` takes."""
+    """Returns the names that `gradients_of` takes."""
     return list(_runs_of_models())
 
 
 def gradients_of(model: str, dtype: str = "float32") -> Workload:
-    """The gradients of a model, in the order of its variables.
+    """Returns the gradients of a model, in the order of its variables.
 
     Args:
       model: one of `model_names()`.
@@ -99,7 +99,7 @@ def gradients_of(model: str, dtype: str = "float32") -> Workload:
 
 
 def sizes(begin: int, end: int, factor: int) -> Iterator[int]:
-    """The sizes from `begin` to `end`, each `factor` times as large as the one before.
+    """Yields the sizes from `begin` to `end`, each `factor` times as large as the one before.
 
     Args:
       begin: the first size in bytes, at least 1.
@@ -124,7 +124,7 @@ def sizes(begin: int, end: int, factor: int) -> Iterator[int]:
 
 
 def one_value(size: int, dtype: str = "float32") -> Workload:
-    """One flat value of about `size` bytes: whole elements, at least one."""
+    """Returns one flat value of about `size` bytes: whole elements, at least one."""
     count = max(1, size // _bytes_of(dtype))
     return Workload("sweep", ((count,),), dtype)
 
@@ -134,8 +134,8 @@ def _bytes_of(dtype: str) -> int:
     return int(bits) // 8
 
 
-def numbers(workload: Workload, seed: int) -> list[np.ndarray]:
-    """One device's values: small integers, as bytes to be converted to the workload's dtype.
+def draw_values(workload: Workload, seed: int) -> list[np.ndarray]:
+    """Draws one device's values: small integers, to be converted to the workload's dtype.
 
     Args:
       workload: gives the shapes.
@@ -146,5 +146,6 @@ def numbers(workload: Workload, seed: int) -> list[np.ndarray]:
     """
     generator = np.random.default_rng(seed)
     return [
-        generator.integers(-_LARGEST, _LARGEST + 1, shape, np.int8) for shape in workload.shapes
+        generator.integers(-_LARGEST_VALUE, _LARGEST_VALUE + 1, shape, np.int8)
+        for shape in workload.shapes
     ]

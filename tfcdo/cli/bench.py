@@ -1,13 +1,11 @@
-"""`tfcdo bench`: tfcdo's all-reduces and TensorFlow's side by side on this machine."""
+"""`tfcdo bench`: measures tfcdo's all-reduces and TensorFlow's side by side."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -20,27 +18,34 @@ from tfcdo.cli.quiet_start import quiet_start
 
 if TYPE_CHECKING:
     from tfcdo.bench import implementations
+    from tfcdo.bench import measure
+    from tfcdo.bench import tracking
     from tfcdo.bench.devices import Devices
 
-# What only some runs have a use for, by the names of the parameters.
+_Item = TypeVar("_Item")
+
+# The names of parameters that only some runs use.
 _OF_A_SWEEP = ("minbytes", "maxbytes", "stepfactor")
 _NOT_OF_FIT = (*_OF_A_SWEEP, "warmup", "datatype", "eager", "plot_file")
 _FIT_MODEL = "mobilenet"
+# More would not end in a day.
+_MAX_ITERATIONS = 10**6
 
 
 @click.command()
 @click.option(
     "-b",
     "--minbytes",
-    type=options.Size(1024),
+    type=options.Size(),
     default="8",
     show_default=True,
-    help="Smallest size of the one value that is all-reduced; K, M and G are 2^10, 2^20 and 2^30.",
+    help="Smallest size of the one value that is all-reduced; K, M and G are powers of 1024, KB, "
+    "MB and GB of 1000.",
 )
 @click.option(
     "-e",
     "--maxbytes",
-    type=options.Size(1024),
+    type=options.Size(),
     default="128M",
     show_default=True,
     help="Largest size.",
@@ -66,7 +71,7 @@ _FIT_MODEL = "mobilenet"
     "-n",
     "--iters",
     "iterations",
-    type=click.IntRange(1),
+    type=click.IntRange(1, _MAX_ITERATIONS),
     default=20,
     show_default=True,
     help="How many samples of each implementation count, taken in turn.",
@@ -74,7 +79,7 @@ _FIT_MODEL = "mobilenet"
 @click.option(
     "-w",
     "--warmup",
-    type=click.IntRange(0),
+    type=click.IntRange(0, _MAX_ITERATIONS),
     default=5,
     show_default=True,
     help="How many are taken before.",
@@ -142,7 +147,7 @@ def bench(
     take turns. Every result is compared with numpy's: the exit status is 1 if one of tfcdo's is
     wrong.
     """
-    # All that can be found wrong without TensorFlow, which takes seconds to start.
+    # First the checks that need no TensorFlow, which takes seconds to start.
     if fit:
         _check_fit(context, models)
     if models:
@@ -152,37 +157,36 @@ def bench(
             f"--minbytes must be at most --maxbytes; got {minbytes} and {maxbytes} bytes"
         )
     if plot_file:
-        options.need_matplotlib()
+        options.require_matplotlib()
     dtype = workloads.DTYPES[datatype]
     sizes = workloads.sizes(minbytes, maxbytes, stepfactor)
-    loads = [workloads.gradients_of(name, dtype) for name in models] or [
+    found = [workloads.gradients_of(name, dtype) for name in models] or [
         workloads.one_value(size, dtype) for size in sizes
     ]
-    # Sizes below that of one element are all rounded up to it; measurements of a workload twice
-    # over could not be told apart.
-    loads = list(dict.fromkeys(loads))
+    # Sizes below that of one element are all rounded up to it: each workload is measured once.
+    measured = list(dict.fromkeys(found))
     console = options.make_console(width_of_a_pipe=160)
-    with console.status("Starting TensorFlow ..."), quiet_start():
+    with options.status(console, "Starting TensorFlow ..."), quiet_start():
         import tensorflow as tf
 
         from tfcdo.bench import implementations
-        from tfcdo.bench.devices import choose
+        from tfcdo.bench import measure
+        from tfcdo.bench.devices import choose_devices
 
         tf.get_logger().setLevel("ERROR")
-        with _one_line():
-            # The devices first: what `parse` constructs may start TensorFlow.
-            devices = choose(num_devices)
-            named = [one for name in names for one in implementations.parse(name)]
+        with _errors_as_messages():
+            # Devices come first, because constructing implementations may start TensorFlow.
+            devices = choose_devices(num_devices)
+            parsed = [found for name in names for found in implementations.parse(name)]
         tf.config.list_logical_devices()
 
     console.print(f"{devices.description}, TensorFlow {tf.__version__}")
-    compared = _that_run(list(dict.fromkeys(named)), devices, dtype, console)
+    compared = _runnable(list(dict.fromkeys(parsed)), devices, dtype, console)
     try:
         if fit:
             return _fit(models, devices, compared, iterations, json_file, console)
-        return _all_reduce(
-            loads, devices, compared, (iterations, warmup, eager), json_file, plot_file, console
-        )
+        settings = measure.Settings(iterations, warmup, eager)
+        return _all_reduce(measured, devices, compared, settings, json_file, plot_file, console)
     except implementations.UnusableArgumentsError as error:
         raise click.UsageError(str(error)) from error
 
@@ -196,7 +200,7 @@ def _check_fit(context: click.Context, models: Sequence[str]) -> None:
 
 
 def _refuse(context: click.Context, parameters: Sequence[str], beside: str) -> None:
-    """Refuses options that would have no effect."""
+    """Refuses options that would have no effect beside another one."""
     given = [
         parameter.opts[-1]
         for parameter in context.command.params
@@ -208,10 +212,10 @@ def _refuse(context: click.Context, parameters: Sequence[str], beside: str) -> N
 
 
 def _all_reduce(
-    loads: Sequence[workloads.Workload],
+    measured: Sequence[workloads.Workload],
     devices: Devices,
     compared: Sequence[implementations.Implementation],
-    settings: tuple[int, int, bool],
+    settings: measure.Settings,
     json_file: pathlib.Path | None,
     plot_file: pathlib.Path | None,
     console: Console,
@@ -220,12 +224,10 @@ def _all_reduce(
     from tfcdo.bench import measure
     from tfcdo.cli import bench_report
 
-    how = measure.Settings(*settings)
     results = []
-    with _progress(len(loads) * measure.num_pieces(how, len(compared)), console) as tell:
-        for load in loads:
-            told = functools.partial(_tell_of, load, tell)
-            results += measure.run(load, devices, compared, how, told)
+    with _progress(console) as track:
+        for workload in track(measured, description="workloads"):
+            results += measure.run(workload, devices, compared, settings, track)
     bench_report.show(results, console)
     if json_file:
         bench_report.write_json(results, devices, json_file)
@@ -233,12 +235,7 @@ def _all_reduce(
         from tfcdo.plot import bench
 
         bench.save(results, devices, plot_file)
-    ours = [one for one in results if one.kind == implementations.OURS]
-    return int(any(one.wrong for one in ours))
-
-
-def _tell_of(load: workloads.Workload, tell: Callable[[str], None], what: str) -> None:
-    tell(f"{load.name}, {load.size} bytes: {what}")
+    return int(any(one.wrong for one in results if one.kind == implementations.OURS))
 
 
 def _fit(
@@ -254,30 +251,30 @@ def _fit(
 
     names = tuple(dict.fromkeys(models)) or (_FIT_MODEL,)
     results = []
-    with _progress(len(names) * fit.num_pieces(len(compared), rounds), console) as tell:
-        for name in names:
-            results += fit.run(name, devices, compared, rounds, tell)
+    with _progress(console) as track:
+        for name in track(names, description="models"):
+            results += fit.run(name, devices, compared, rounds, track)
     bench_report.show_fit(results, console)
     if json_file:
         bench_report.write_json(results, devices, json_file)
     return 0
 
 
-def _that_run(
-    named: Sequence[implementations.Implementation],
+def _runnable(
+    parsed: Sequence[implementations.Implementation],
     devices: Devices,
     dtype: str,
     console: Console,
 ) -> list[implementations.Implementation]:
-    """Leaves out what cannot run here, and says why."""
+    """Leaves out the implementations that cannot run here, and prints the reason."""
     compared = []
     left_out: dict[str, list[str]] = {}
-    for one in named:
-        reason = one.why_not(devices.names, dtype)
+    for implementation in parsed:
+        reason = implementation.reason_not_to_run(devices.names, dtype)
         if reason:
-            left_out.setdefault(reason, []).append(one.name)
+            left_out.setdefault(reason, []).append(implementation.name)
         else:
-            compared.append(one)
+            compared.append(implementation)
     for reason, names in left_out.items():
         console.print(f"Without {' and '.join(names)}: {reason}")
     if not compared:
@@ -286,8 +283,8 @@ def _that_run(
 
 
 @contextlib.contextmanager
-def _one_line() -> Iterator[None]:
-    """Tells what is wrong with the options, or cannot be had here, without a traceback."""
+def _errors_as_messages() -> Iterator[None]:
+    """Reports wrong options, and what this machine does not have, without a traceback."""
     try:
         yield
     except ValueError as error:
@@ -297,21 +294,27 @@ def _one_line() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(total: int, console: Console) -> Iterator[Callable[[str], None]]:
-    """A bar that moves on each time it is told what comes next."""
+def _progress(console: Console) -> Iterator[tracking.Track]:
+    """Shows progress bars on a terminal, one for each sequence that is being gone through."""
     columns = (
         rich_progress.BarColumn(),
         rich_progress.MofNCompleteColumn(),
         rich_progress.TimeRemainingColumn(),
         rich_progress.TextColumn("{task.description}", markup=False),
     )
+    # Without refreshes by a thread, which would run in the middle of what is being timed.
     with rich_progress.Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=total)
-        done = itertools.count()
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        auto_refresh=False,
+    ) as progress:
 
-        def tell(what: str) -> None:
-            bar.update(task, completed=next(done), description=what)
+        def track(sequence: Sequence[_Item], *, description: str) -> Iterable[_Item]:
+            task = progress.add_task(description, total=len(sequence))
+            progress.refresh()
+            yield from progress.track(sequence, task_id=task)
+            progress.remove_task(task)
 
-        yield tell
+        yield track

@@ -1,4 +1,4 @@
-"""The sub-commands of `tfcdo` by name; the module of one is imported when it is asked for."""
+"""Finds the sub-commands of `tfcdo` by name, each imported when it is needed, and runs them."""
 
 from __future__ import annotations
 
@@ -55,11 +55,14 @@ def run(arguments: Sequence[str]) -> int:
       arguments: What follows `tfcdo` on the command line.
 
     Returns:
-      The exit status: 0, or 2 where the arguments are wrong, or 1 where something cannot be read or
-      written, or what the sub-command chose.
+      The exit status: 0, 2 if the arguments are wrong, 1 if something cannot be read or written, or
+      what the sub-command returned.
     """
     if sys.stdout is None:
         return _complain("standard output is closed")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A letter that the terminal does not have, such as one of a file's name, stops no command.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         # Not click's standalone mode, which prints three lines where one says it all.
         status = tfcdo.main(list(arguments), prog_name="tfcdo", standalone_mode=False) or 0
@@ -68,15 +71,9 @@ def run(arguments: Sequence[str]) -> int:
         return _complain(error.format_message(), error.exit_code)
     except click.Abort:
         return _complain("interrupted", 130)
-    except UnicodeEncodeError as error:
-        letter = error.object[error.start]
-        return _complain(
-            f"standard output takes {error.encoding} only, without {letter!a}: set "
-            "PYTHONIOENCODING=utf-8"
-        )
     except OSError as error:
         if error.filename is None:
-            # What is still in its buffer would fail, and be told of, once more at the exit.
+            # What is still in its buffer would fail, and be reported, once more at the exit.
             sys.stdout = io.StringIO()
         return _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
     return status

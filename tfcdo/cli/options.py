@@ -1,4 +1,10 @@
-"""What several sub-commands have in common: kinds of options, and where the output goes."""
+"""Parses options and makes consoles: what several sub-commands have in common.
+
+A letter means the same in all commands, and what it means in nccl-tests where that has it: `-b` and
+`-e` sizes in bytes, `-f` the factor between sizes, `-g` a number of devices, `-n` iterations, `-w`
+warm-up iterations, `-d` a datatype; K, M and G are powers of 1024. Of tfcdo's own, `-t` is a
+topology and `-a` an algorithm.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +18,30 @@ from typing import Any, NoReturn
 
 import click
 from rich.console import Console
+from rich.status import Status
 
-# What TensorFlow can count.
+# The largest number of bytes that TensorFlow can count.
 _LARGEST_SIZE = 2**63 - 1
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3}
+# nccl-tests' unit, and those that GNU's coreutils have beside it.
+_KILO = {"": 1024, "IB": 1024, "B": 1000}
+# Arrows and signs for output whose encoding has none of them.
+_ASCII = str.maketrans({"→": "->", "µ": "u", "±": "+-"})
 
 
 class Size(click.ParamType):
-    """A number of bytes such as 4096, 64K, 100M or 1.5G.
-
-    Args:
-      kilo: what K stands for, 1000 or 1024; M and G are its powers.
-    """
+    """A number of bytes such as 4096, 64K (65536) or 100MB (100000000)."""
 
     name = "size"
 
-    def __init__(self, kilo: int) -> None:
-        self.kilo = kilo
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Reads it."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", str(value).upper())
+        """Reads a number with a unit."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(|B|(?<=[KMG])IB)", str(value).upper())
         if not found:
             return self._fail(value, param, ctx)
         # A Decimal takes any number of digits, and a Fraction does not round what it multiplies.
         number = fractions.Fraction(decimal.Decimal(found[1]))
-        size = round(number * self.kilo ** _EXPONENTS[found[2]])
+        size = round(number * _KILO[found[3]] ** _EXPONENTS[found[2]])
         if size > _LARGEST_SIZE:
             self.fail("there can be at most 2^63 - 1 bytes", param, ctx)
         return size or self._fail(value, param, ctx)
@@ -45,11 +49,13 @@ class Size(click.ParamType):
     def _fail(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> NoReturn:
-        self.fail(f"{value!r} is no number of bytes such as 4096, 64K, 100M or 1.5G", param, ctx)
+        self.fail(
+            f"{value!r} is not a number of bytes such as 4096, 64K, 1.5G or 100MB", param, ctx
+        )
 
 
 class NewFile(click.ParamType):
-    """A file to write, in a folder that is there.
+    """A file to write, in a folder that exists.
 
     Args:
       *suffixes: how its name may end.
@@ -63,7 +69,7 @@ class NewFile(click.ParamType):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> pathlib.Path:
-        """Checks it before time is spent on what would go there."""
+        """Checks the path before time is spent on its content."""
         path = pathlib.Path(value)
         if path.suffix not in self.suffixes:
             self.fail(f"{value!r} does not end in {' or '.join(self.suffixes)}", param, ctx)
@@ -75,23 +81,55 @@ class NewFile(click.ParamType):
 
 
 def make_console(width_of_a_pipe: int) -> Console:
-    """Where a sub-command prints.
+    """Makes the console that a sub-command prints on.
 
     Args:
-      width_of_a_pipe: how many columns it has where there is no terminal whose width to keep to.
+      width_of_a_pipe: the number of columns if standard output is not a terminal.
 
     Returns:
-      A console that prints what it is given, without colours or pictures of its own. What the user
-      named may have square brackets: none are markup.
+      A console without colours or pictures of its own. Names that users give may have square
+      brackets, so nothing is read as markup.
     """
     width = None if sys.stdout.isatty() else width_of_a_pipe
     return Console(highlight=False, emoji=False, markup=False, width=width)
 
 
-def need_matplotlib() -> None:
-    """Raises ModuleNotFoundError, which `main` tells, before time is spent on what it would draw.
+def status(console: Console, message: str) -> Status:
+    """Shows on a terminal that something is being done.
+
+    Args:
+      console: where.
+      message: what is being done.
+
+    Returns:
+      A context manager; the message is there as long as its block runs.
+    """
+    return console.status(message, spinner="line" if console.options.ascii_only else "dots")
+
+
+def printable(text: str, console: Console) -> str:
+    """Spells a text with the letters that a console has.
+
+    Args:
+      text: the text.
+      console: where it will be printed.
+
+    Returns:
+      The text; with `->` for an arrow and the like if the console's encoding is not a Unicode one.
+
+    Example:
+      >>> import io
+      >>> ascii_console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+      >>> printable("0→2 in 4 µs", ascii_console)
+      '0->2 in 4 us'
+    """
+    return text.translate(_ASCII) if console.options.ascii_only else text
+
+
+def require_matplotlib() -> None:
+    """Raises before time is spent on what matplotlib would draw.
 
     Raises:
-      ModuleNotFoundError: if matplotlib is not installed.
+      ModuleNotFoundError: if matplotlib is not installed; `main` reports it.
     """
     importlib.import_module("matplotlib")

@@ -1,4 +1,4 @@
-"""`tfcdo plan`: what each algorithm would do on a machine, and how long that would take."""
+"""`tfcdo plan`: compares algorithms on a machine by simulation."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from rich.table import Table
 
 from tfcdo.cli import options
 from tfcdo.plan import algorithms
-from tfcdo.plan import simulator
+from tfcdo.plan.evaluation import Evaluation
+from tfcdo.plan.evaluation import evaluate
+from tfcdo.plan.evaluation import evaluate_all
 from tfcdo.plan.lower_bound import lower_bound
-from tfcdo.plan.schedule import Schedule
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_bytes
 from tfcdo.units import format_seconds
 
-# Below this many columns, only those that say how fast an algorithm is and why.
+# On narrower consoles only the columns that say how fast an algorithm is, and why.
 _WIDE = 98
-_ALWAYS_SHOWN = ("Fullest link", "Time", "Time / bound")
-# Of a device, or of devices. Of thousands of digits, Python would make no int.
+_ALWAYS_SHOWN = ("Busiest link", "Time", "Time / bound")
+# Limited to 9 digits: int() refuses huge strings.
 _NUMBER = r"\d{1,9}"
 
 
 class Devices(click.ParamType):
-    """Device numbers, separated by commas."""
+    """Device numbers separated by commas."""
 
     name = "devices"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
-        """Reads them."""
+        """Reads the numbers."""
         if not re.fullmatch(rf"{_NUMBER}(,{_NUMBER})*", str(value)):
-            self.fail(f"{value!r} is no list of device numbers such as 0,1,2")
+            self.fail(f"{value!r} is not a list of device numbers such as 0,1,2")
         return tuple(map(int, value.split(",")))
 
 
@@ -53,7 +54,7 @@ class Machine(click.ParamType):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Topology:
-        """Reads it."""
+        """Looks the preset up, or reads the file."""
         name, _, count = str(value).partition(":")
         try:
             if name in PRESETS and re.fullmatch(f"({_NUMBER})?", count):
@@ -102,13 +103,13 @@ class Machine(click.ParamType):
     "-b",
     "--bytes",
     "num_bytes",
-    type=options.Size(1000),
-    default="100M",
+    type=options.Size(),
+    default="100MB",
     show_default=True,
-    help="How many bytes each device holds; K, M and G are 10^3, 10^6 and 10^9.",
+    help="The bytes that each device holds; K, M and G are powers of 1024, KB, MB and GB of 1000.",
 )
 @click.option(
-    "-d", "--devices", type=Devices(), metavar="0,1,...", help="Only these devices of the machine."
+    "--devices", type=Devices(), metavar="0,1,...", help="Only these devices of the machine."
 )
 @click.option(
     "-a",
@@ -149,119 +150,115 @@ def plan(
     if trees_file and gantt_file and trees_file.resolve() == gantt_file.resolve():
         raise click.UsageError(f"--draw and --gantt need different files; both are {gantt_file}")
     if trees_file or gantt_file:
-        options.need_matplotlib()
+        options.require_matplotlib()
     if devices is not None:
         try:
             topology = topology.subset(devices)
         except ValueError as error:
             raise click.UsageError(f"--devices: {error}") from None
     console = options.make_console(width_of_a_pipe=120)
-    with console.status("Searching for trees ..."):
-        names = [algorithm] if as_json else algorithms.ALGORITHMS
-        schedules = {
-            name: algorithms.make_schedule(name, topology, num_bytes)
-            for name in dict.fromkeys((*names, algorithm))
-        }
-    chosen = schedules[algorithm]
+    with options.status(console, "Searching for trees ..."):
+        if as_json:
+            evaluations = [evaluate(algorithm, topology, num_bytes)]
+        else:
+            evaluations = evaluate_all(topology, num_bytes)
+    (chosen,) = (found for found in evaluations if found.algorithm == algorithm)
+    bound = lower_bound(topology, num_bytes)
     if as_json:
-        click.echo(_as_json(chosen, topology, algorithm))
+        click.echo(_to_json(chosen, topology, bound))
     else:
-        _show(schedules, algorithm, topology, num_bytes, console)
-    if trees_file or gantt_file:
-        drawn = _full_name(algorithm, topology, num_bytes)
-        _draw(chosen, topology, drawn, trees_file, gantt_file)
+        _print_table(evaluations, algorithm, topology, bound, console)
+    for path in _draw(chosen, topology, bound, trees_file, gantt_file):
         if not as_json:
-            for path in filter(None, (trees_file, gantt_file)):
-                console.print(f"Drew {drawn} in {path}", soft_wrap=True)
+            console.print(f"Drew {chosen.label} in {path}", soft_wrap=True)
 
 
-def _show(
-    schedules: dict[str, Schedule],
-    chosen: str,
+def _print_table(
+    evaluations: Sequence[Evaluation],
+    highlighted: str,
     topology: Topology,
-    num_bytes: int,
+    bound: float,
     console: Console,
 ) -> None:
-    bound = lower_bound(topology, num_bytes)
-    seconds = {
-        name: simulator.robust_seconds(schedule, topology) for name, schedule in schedules.items()
-    }
+    size = format_bytes(evaluations[0].schedule.size)
+    count = topology.num_devices
+    holders = f"each of {count} devices" if count > 1 else "the only device"
     table = Table(
-        title=f"All-reduce of {format_bytes(num_bytes)} on each of {topology.num_devices} "
-        f"devices of {topology.name}",
-        caption=f"Simulated: the median of runs in which copies take up to 5 % more or less. "
-        f"Bound: {format_seconds(bound)}",
+        title=f"All-reduce of {size} on {holders} of {topology.name}",
+        caption=options.printable(
+            "Simulated: the median of runs in which copies take up to 5 % more or less. "
+            f"Bound: {format_seconds(bound)}",
+            console,
+        ),
         title_justify="left",
         caption_justify="left",
     )
     table.add_column("Algorithm", no_wrap=True)
-    headings = ("Packs", "Depth", "Fullest link", "Bytes on it", "Time", "Time / bound")
+    headings = ("Packs", "Depth", "Busiest link", "Bytes on it", "Time", "Time / bound")
     shown = headings if console.width >= _WIDE else _ALWAYS_SHOWN
     for heading in shown:
         table.add_column(heading, justify="right", no_wrap=heading.startswith("Time"))
-    for name, schedule in schedules.items():
-        link, load = simulator.bottleneck(schedule, topology)
+    for evaluation in evaluations:
         cells = (
-            str(len(schedule.packs)),
-            str(max((pack.tree.depth for pack in schedule.packs), default=0)),
-            link or "none",
-            format_bytes(load),
-            format_seconds(seconds[name]),
-            f"{seconds[name] / bound:.3f}" if bound else "-",
+            str(len(evaluation.schedule.packs)),
+            str(evaluation.depth),
+            options.printable(evaluation.bottleneck or "none", console),
+            format_bytes(evaluation.bottleneck_bytes),
+            options.printable(format_seconds(evaluation.seconds), console),
+            f"{evaluation.seconds / bound:.3f}" if bound else "-",
         )
         table.add_row(
-            _full_name(name, topology, num_bytes),
+            evaluation.label,
             *(cell for heading, cell in zip(headings, cells, strict=True) if heading in shown),
-            style="bold" if name == chosen else None,
+            style="bold" if evaluation.algorithm == highlighted else None,
         )
     console.print(table)
 
 
-def _full_name(algorithm: str, topology: Topology, num_bytes: int) -> str:
-    """The algorithm's name; of "auto" also which one that is."""
-    if algorithm != "auto":
-        return algorithm
-    return f"auto: {algorithms.fastest_algorithm(topology, num_bytes)}"
-
-
-def _as_json(schedule: Schedule, topology: Topology, algorithm: str) -> str:
-    """The schedule as JSON, one pack a line."""
+def _to_json(evaluation: Evaluation, topology: Topology, bound: float) -> str:
+    """Returns the schedule as JSON, one pack a line."""
 
     def lines(values: Sequence[Any]) -> str:
         return "[\n" + ",\n".join(f"    {json.dumps(value)}" for value in values) + "\n  ]"
 
+    schedule = evaluation.schedule
     packs = [
         {"start": pack.start, "stop": pack.stop, "parents": pack.tree.parents}
         for pack in schedule.packs
     ]
     fields = {
-        "topology": json.dumps(topology.name, ensure_ascii=False),
-        "algorithm": json.dumps(algorithm),
+        "topology": json.dumps(topology.name),
+        "algorithm": json.dumps(evaluation.algorithm),
         "num_devices": json.dumps(schedule.num_devices),
         "size": json.dumps(schedule.size),
-        "seconds": json.dumps(simulator.robust_seconds(schedule, topology)),
-        "bound": json.dumps(lower_bound(topology, schedule.size)),
+        "seconds": json.dumps(evaluation.seconds),
+        "bound": json.dumps(bound),
         "packs": lines(packs),
     }
     return "{\n" + ",\n".join(f'  "{key}": {value}' for key, value in fields.items()) + "\n}"
 
 
 def _draw(
-    schedule: Schedule,
+    evaluation: Evaluation,
     topology: Topology,
-    name: str,
+    bound: float,
     trees_file: pathlib.Path | None,
     gantt_file: pathlib.Path | None,
-) -> None:
+) -> list[pathlib.Path]:
+    """Draws the pictures that are asked for and returns their files."""
+    drawn = [path for path in (trees_file, gantt_file) if path is not None]
+    if not drawn:
+        return []
     from tfcdo.plot.figures import save_figure
     from tfcdo.plot.gantt import draw_gantt
     from tfcdo.plot.trees import draw_trees
 
-    seconds = simulator.robust_seconds(schedule, topology)
-    title = f"{name} on {topology.name}: {format_bytes(schedule.size)} in {format_seconds(seconds)}"
-    bound = lower_bound(topology, schedule.size)
+    size, seconds = evaluation.schedule.size, evaluation.seconds
+    title = f"{evaluation.label} on {topology.name}: {format_bytes(size)} in "
+    title += format_seconds(seconds)
     if bound:
         title += f", {seconds / bound:.3f} x the bound"
     for path, draw in ((trees_file, draw_trees), (gantt_file, draw_gantt)):
         if path is not None:
-            save_figure(draw(schedule, topology, title), path)
+            save_figure(draw(evaluation.schedule, topology, title), path)
+    return drawn

@@ -1,4 +1,4 @@
-"""The picture of `tfcdo bench --plot`."""
+"""Draws the picture of `tfcdo bench --plot`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections.abc import Sequence
 
 import matplotlib
 
-matplotlib.use("Agg")  # Draws in a file, and needs no screen.
+matplotlib.use("Agg")  # Draws in a file, without a screen.
 
 from matplotlib import pyplot as plt
 
 from tfcdo.bench import implementations
 from tfcdo.bench import measure
 from tfcdo.bench.devices import Devices
-from tfcdo.cli import bench_report
 
 _LINES = {implementations.OURS: "-o", implementations.TENSORFLOW: "--s", measure.FLOOR: ":"}
 _BARS = {
@@ -25,19 +24,33 @@ _BARS = {
 }
 
 
-def save(results: Sequence[measure.Measurement], devices: Devices, path: pathlib.Path) -> None:
-    """Draws busbw over size, one line an implementation; of models, a bar each.
+def draw(results: Sequence[measure.Measurement], devices: Devices) -> plt.Figure:
+    """Draws busbw over size, one line for each implementation; of models, one bar for each.
 
     Args:
       results: as `measure.run` returns them, of one workload after the other.
       devices: what they were made on.
-      path: the PNG file.
+
+    Returns:
+      The figure; the caller closes it.
     """
     drawn = [one for one in results if one.kind in _LINES]
-    groups = list(bench_report.by_workload(drawn))
+    groups = measure.by_workload(drawn)
     sweep = len({one.workload for one in drawn}) == 1 and len(groups) > 1
     figure = _lines(drawn) if sweep else _bars(groups)
     figure.suptitle(f"All-reduce over {devices.description}")
+    return figure
+
+
+def save(results: Sequence[measure.Measurement], devices: Devices, path: pathlib.Path) -> None:
+    """Draws the same in a file.
+
+    Args:
+      results: as for `draw`.
+      devices: what they were made on.
+      path: the PNG file.
+    """
+    figure = draw(results, devices)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -46,13 +59,13 @@ def _lines(drawn: Sequence[measure.Measurement]) -> plt.Figure:
     figure, axes = plt.subplots(figsize=(10, 6), layout="constrained")
     for name in dict.fromkeys(one.name for one in drawn):
         line = [one for one in drawn if one.name == name]
-        # What is less than its own spread is noise, and its busbw anything up to infinity.
+        # A time below its own spread is noise, and its busbw anything up to infinity.
         busbw = [one.busbw / 1e9 if one.seconds > one.spread else math.nan for one in line]
         axes.plot(
             [one.size for one in line],
             busbw,
             _LINES[line[0].kind],
-            label=bench_report.short(name),
+            label=_label(name),
             markersize=4,
         )
     axes.set_xscale("log", base=2)
@@ -70,7 +83,7 @@ def _bars(groups: Sequence[Sequence[measure.Measurement]]) -> plt.Figure:
     )
     for axes, group in zip(columns[:, 0], groups, strict=True):
         bars = axes.barh(
-            [bench_report.short(one.name) for one in group],
+            [_label(one.name) for one in group],
             [max(0.0, one.seconds * 1e3) for one in group],
             xerr=[one.spread * 1e3 / 2 for one in group],
             color=[_BARS[one.kind] for one in group],
@@ -80,3 +93,7 @@ def _bars(groups: Sequence[Sequence[measure.Measurement]]) -> plt.Figure:
         axes.set_xlabel("ms")
         axes.set_title(f"{group[0].workload}, {group[0].size / 1e6:.1f} MB", loc="left")
     return figure
+
+
+def _label(name: str) -> str:
+    return name.replace("num_packs=", "")

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+
+from tfcdo import tf_internals
+from tfcdo import virtual_devices
+from tfcdo.bench import implementations
+from tfcdo.bench import measure
+from tfcdo.bench import memory
+from tfcdo.bench import profile
+from tfcdo.bench import steps
+from tfcdo.bench import workloads
+from tfcdo.bench.devices import choose_devices
+
+virtual_devices.configure_virtual_cpus(8)
+
+_environment = contextlib.ExitStack()
+
+
+def setUpModule() -> None:
+    # Another test file of this process may have loaded NCCL's kernel for CPUs.
+    _environment.enter_context(tu.kernels_for("GPU"))
+
+
+def tearDownModule() -> None:
+    _environment.close()
+
+
+_SMALL = workloads.Workload("small", ((3, 2), (5,), ()))
+_QUICK = measure.Settings(iterations=2, warmup=1)
+_NO_FUNCTION = "tf.ReductionToOneDevice(accumulation_fn=5)"
+_TF_HIERARCHICAL = "tf.HierarchicalCopyAllReduce(num_packs=1)"
+
+
+def _implementation(name: str) -> implementations.Implementation:
+    (found,) = implementations.parse(name)
+    return found
+
+
+def _names(found: list[implementations.Implementation]) -> list[str]:
+    return [one.name for one in found]
+
+
+class _ForgetsTheLastDevice(tf.distribute.CrossDeviceOps):
+    """Sums all values but the last device's."""
+
+    def batch_reduce(
+        self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
+    ) -> Any:
+        del reduce_op, options
+        return [_broadcast(tf.add_n(value.values[:-1])) for value, _ in value_destination_pairs]
+
+
+def _broadcast(total: tf.Tensor, count: int = 3) -> Any:
+    copies = []
+    for rank in range(count):
+        with tf.device(f"CPU:{rank}"):
+            copies.append(tf.identity(total))
+    return tf_internals.mirrored(copies)
+
+
+class StepTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters(steps.build_graph, steps.build_eager)
+    def test_wrong_elements_are_counted(self, build: Any):
+        data = steps.place_values(_SMALL, choose_devices(3))
+        last = [variable.numpy() for variable in data.variables[-1]]
+        # What is left out is missed wherever it is not 0, on each of the three devices.
+        expected = 3 * sum(np.count_nonzero(array) for array in last)
+        self.assertGreater(expected, 0)
+        ops = _ForgetsTheLastDevice()
+        wrong = build(
+            data, lambda values: ops.batch_reduce(None, [(v, v) for v in values])
+        ).num_wrong
+        self.assertEqual(wrong, expected)
+
+    def test_a_wrong_shape_is_wrong_in_every_element(self):
+        data = steps.place_values(_SMALL, choose_devices(2))
+        values = [[tf.reshape(total, [1, -1]) for total in data.sums]] * 2
+        self.assertEqual(data.num_wrong(values), 2 * _SMALL.count)
+
+    @parameterized.parameters(*_names(implementations.parse("all")))
+    def test_every_implementation_is_right_on_two_devices(self, name: str):
+        devices = choose_devices(2)
+        one = _implementation(name)
+        if one.reason_not_to_run(devices.names, "float32"):
+            self.assertIn("Nccl", name)
+            return
+        built = steps.build_graph(steps.place_values(_SMALL, devices), one.reducer(devices.names))
+        self.assertEqual(built.num_wrong, 0)
+        self.assertIsInstance(built.first_call, float)
+
+    def test_each_device_has_other_values(self):
+        data = steps.place_values(_SMALL, choose_devices(2))
+        first, second = data.variables
+        self.assertNotAllEqual(first[0], second[0])
+        self.assertEqual([value.device for value in second], [data.devices.names[1]] * 3)
+        self.assertAllEqual(first[0] + second[0], data.sums[0])
+
+    def test_small_values_of_one_shape_are_read_together(self):
+        shapes = ((2, 3), (2**14 + 1,), (5,), (2, 3), (2**14 + 1,), (5,), (), (2, 3))
+        data = steps.place_values(workloads.Workload("w", shapes), choose_devices(2))
+        self.assertEqual(data.coalesced, ((0, 3, 7), (1,), (2, 5), (4,), (6,)))
+        self.assertTrue(data.has_coalesced)
+        values = data.read()
+        self.assertEqual([value.shape for value in values[1]], list(shapes))
+        for addends, total in zip(zip(*values, strict=True), data.sums, strict=True):
+            self.assertAllEqual(tf.add_n(addends), total)
+        self.assertFalse(steps.place_values(_SMALL, choose_devices(2)).has_coalesced)
+
+    def test_packing_and_unpacking_changes_nothing(self):
+        shapes = ((2, 3), (2**14 + 1,), (5,), (2, 3), (2**14 + 1,), (5,), (), (), (2, 3))
+        data = steps.place_values(workloads.Workload("w", shapes), choose_devices(2))
+        values = data.read()
+        ops: list[str] = []
+
+        @tf.function(autograph=False)
+        def repack() -> Any:
+            results = steps.all_reduce(measure.floor.repack(data), values)
+            ops.extend(op.type for op in tf.compat.v1.get_default_graph().get_operations())
+            return results
+
+        for results, expected in zip(repack(), values, strict=True):
+            self.assertAllEqual([value.shape for value in results], shapes)
+            for result, value in zip(results, expected, strict=True):
+                self.assertAllEqual(result, value)
+        # On each of the two devices.
+        counts = {op: ops.count(op) for op in ("Pack", "Unpack", "ConcatV2", "SplitV")}
+        self.assertEqual(counts, {"Pack": 4, "Unpack": 4, "ConcatV2": 2, "SplitV": 2})
+
+    def test_only_what_the_all_reduce_adds_is_counted(self):
+        devices = choose_devices(3)
+        data = steps.place_values(_SMALL, devices)
+        nodes = [
+            steps.count_nodes(steps.trace(data, reduce))
+            for reduce in (
+                None,
+                lambda values: [_broadcast(value.values[0]) for value in values],
+            )
+        ]
+        self.assertEqual(nodes[1] - nodes[0], len(_SMALL.shapes) * 3)
+
+    def test_the_graph_is_a_tenth_of_tensorflows(self):
+        data = steps.place_values(workloads.gradients_of("mobilenet"), choose_devices(4))
+        base = steps.count_nodes(steps.trace(data, None))
+
+        def added(name: str) -> int:
+            reduce = _implementation(name).reducer(data.devices.names)
+            return steps.count_nodes(steps.trace(data, reduce)) - base
+
+        self.assertLessEqual(added("tfcdo.AutoAllReduce"), 0.10 * added(_TF_HIERARCHICAL))
+
+
+class MemoryTest(tf.test.TestCase):
+    def test_peak_is_what_a_step_makes_at_the_same_time(self):
+        devices = choose_devices(2)
+        data = steps.place_values(workloads.Workload("w", ((2**20,),)), devices)
+
+        def reduce(values: Any) -> Any:
+            first, second = values[0].values
+            # Two temporary tensors that live at the same time, the product in the place of one.
+            return [_broadcast(tf.negative(first) * tf.exp(second), 2)]
+
+        step = steps.build_graph(data, reduce).step
+        # Not every build of TensorFlow has an allocator for processors that counts.
+        self.assertIn(memory.peak_of(step, devices), (2 * 4 * 2**20, None))
+        self.assertIn(memory.peak_of(steps.build_graph(data, None).step, devices), (0, None))
+
+    def test_peak_is_counted_from_what_was_in_use_before(self):
+        in_use = [{"current": 5, "peak": 9}]
+        info = mock.patch.object(
+            tf.config.experimental, "get_memory_info", side_effect=lambda _: in_use[-1]
+        )
+        reset = mock.patch.object(tf.config.experimental, "reset_memory_stats")
+        with info, reset:
+            peak = memory.peak_of(
+                lambda: in_use.append({"current": 6, "peak": 105}), choose_devices(2)
+            )
+        self.assertEqual(peak, 100)
+
+    def test_no_count_is_no_number(self):
+        error = ValueError("Allocator stats not available")
+        with mock.patch.object(tf.config.experimental, "get_memory_info", side_effect=error):
+            self.assertIsNone(memory.peak_of(lambda: None, choose_devices(2)))
+
+
+class ProfileTest(tf.test.TestCase):
+    def test_ops_and_their_bytes(self):
+        workload = workloads.Workload("w", ((300, 300),))
+        found = profile.profile(workload, 2, _implementation("tf.ReductionToOneDevice"))
+        by_op = {entry.op: entry for entry in found}
+        self.assertEqual((by_op["AddN"].count, by_op["AddN"].size), (1, workload.size))
+        self.assertGreaterEqual(by_op["AddN"].seconds, 0.0)
+        self.assertNotIn("ReadVariableOp", by_op)
+
+
+class DevicesTest(tf.test.TestCase):
+    def test_cards_are_taken_if_there_are_enough(self):
+        cards = [tf.config.PhysicalDevice(f"/physical_device:GPU:{n}", "GPU") for n in range(2)]
+
+        def list_devices(kind: str) -> list[tf.config.PhysicalDevice]:
+            return cards if kind == "GPU" else processors
+
+        processors = tf.config.list_physical_devices("CPU")
+        details = {"device_name": "Some Card"}
+        with (
+            mock.patch.object(tf.config, "list_physical_devices", list_devices),
+            mock.patch.object(tf.config.experimental, "get_device_details", lambda _: details),
+        ):
+            two, three = choose_devices(2), choose_devices(3)
+        self.assertEqual(two.description, "2 x Some Card")
+        self.assertFalse(two.on_cpu)
+        self.assertEndsWith(two.names[1], "device:GPU:1")
+        self.assertEqual(three.description, "3 virtual CPU devices, because there are only 2 GPUs")
+        self.assertEndsWith(three.names[2], "device:CPU:2")
+
+
+if __name__ == "__main__":
+    tf.test.main()

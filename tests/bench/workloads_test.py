@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tfcdo.bench import workloads
+
+
+class WorkloadTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters(
+        ("resnet50", keras.applications.ResNet50), ("mobilenet", keras.applications.MobileNetV2)
+    )
+    def test_shapes_are_those_of_the_keras_model(self, name: str, model: Any):
+        variables = model(weights=None).trainable_variables
+        expected = [tuple(variable.shape) for variable in variables]
+        self.assertEqual(list(workloads.gradients_of(name).shapes), expected)
+
+    @parameterized.parameters(
+        # The published number of parameters of BERT-base, uncased.
+        ("bert-base", 199, 109_482_240),
+        ("tiny", 500, 32_000),
+        ("tiny-matrices", 500, 32_000),
+    )
+    def test_number_of_values_and_elements(self, name: str, num_values: int, count: int):
+        workload = workloads.gradients_of(name, "float16")
+        self.assertLen(workload.shapes, num_values)
+        self.assertEqual((workload.count, workload.size), (count, 2 * count))
+
+    def test_sizes_go_up_to_the_last_one(self):
+        self.assertEqual(list(workloads.sizes(8, 512, 4)), [8, 32, 128, 512])
+        self.assertEqual(list(workloads.sizes(8, 500, 4)), [8, 32, 128])
+
+    @parameterized.parameters((0, 8, 2), (8, 4, 2), (8, 16, 1))
+    def test_sizes_that_lead_nowhere(self, begin: int, end: int, factor: int):
+        with self.assertRaisesRegex(ValueError, f"begin={begin}, end={end}, factor={factor}"):
+            list(workloads.sizes(begin, end, factor))
+
+    def test_one_value_holds_whole_elements(self):
+        self.assertEqual(workloads.one_value(1, "float64").shapes, ((1,),))
+        self.assertEqual(workloads.one_value(31, "float64").size, 24)
+
+    @parameterized.parameters(*workloads.DTYPES.values())
+    def test_sums_are_exact_in_every_dtype(self, dtype: str):
+        workload = workloads.Workload("w", ((1000,),), dtype)
+        arrays = [workloads.draw_values(workload, seed)[0] for seed in range(16)]
+        exact = np.sum(arrays, axis=0, dtype=np.int64)
+        summed = tf.add_n([tf.cast(array, dtype) for array in arrays])
+        self.assertAllEqual(tf.cast(summed, tf.int64), exact)
+        self.assertGreater(len(np.unique(exact)), 10)
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import io
+import json
+import os
+import pathlib
+import sys
+import tempfile
+from typing import Any
+from unittest import mock
+
+import keras
+import rich.console
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+
+import tfcdo
+from tfcdo import tf_internals
+from tfcdo import virtual_devices
+from tfcdo.bench import fit
+from tfcdo.bench import implementations
+from tfcdo.bench import measure
+from tfcdo.bench import workloads
+from tfcdo.cli import bench_report
+from tfcdo.cli import commands
+
+virtual_devices.configure_virtual_cpus(8)
+
+_environment = contextlib.ExitStack()
+
+
+def setUpModule() -> None:
+    # Another test file of this process may have loaded NCCL's kernel for CPUs.
+    _environment.enter_context(tu.kernels_for("GPU"))
+
+
+def tearDownModule() -> None:
+    _environment.close()
+
+
+_SMALL = workloads.Workload("small", ((3, 2), (5,), ()))
+_QUICK = measure.Settings(iterations=2, warmup=1)
+_NO_FUNCTION = "tf.ReductionToOneDevice(accumulation_fn=5)"
+_TF_HIERARCHICAL = "tf.HierarchicalCopyAllReduce(num_packs=1)"
+
+
+def _tfcdo(*arguments: str) -> tuple[int, str, str]:
+    """Runs the command in this process; returns its exit status, its output and its errors."""
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        status = commands.run(arguments)
+    return status, output.getvalue(), errors.getvalue()
+
+
+def _bench(*arguments: str) -> tuple[int, str, str]:
+    warmup = () if "--fit" in arguments else ("-w", "0")
+    return _tfcdo("bench", "-n", "1", *warmup, *arguments)
+
+
+class _ForgetsTheLastDevice(tf.distribute.CrossDeviceOps):
+    """Sums all values but the last device's."""
+
+    def batch_reduce(
+        self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
+    ) -> Any:
+        del reduce_op, options
+        return [_broadcast(tf.add_n(value.values[:-1])) for value, _ in value_destination_pairs]
+
+
+def _broadcast(total: tf.Tensor, count: int = 3) -> Any:
+    copies = []
+    for rank in range(count):
+        with tf.device(f"CPU:{rank}"):
+            copies.append(tf.identity(total))
+    return tf_internals.mirrored(copies)
+
+
+def _measurement(name: str, kind: str, seconds: float, wrong: int = 0) -> measure.Measurement:
+    return measure.Measurement("w", 4000, 1000, "float32", 4, name, kind, seconds, 0.0, 0.0, wrong)
+
+
+class ReportTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters(80, 160)
+    def test_the_table_fits(self, width: int):
+        results = [
+            dataclasses.replace(_measurement("tf.CollectiveAllReduce", "tf", 0.2), size=437928960),
+            dataclasses.replace(_measurement(_TF_HIERARCHICAL, "tf", 0.2), size=437928960),
+        ]
+        output = io.StringIO()
+        bench_report.show(results, rich.console.Console(file=output, width=width))
+        self.assertNotIn("…", output.getvalue())
+        for shown in ("437928960", "1000", "float32", "sum", "tf.HierarchicalCopyAllReduce(1)"):
+            self.assertIn(shown, output.getvalue())
+        self.assertLessEqual(max(map(len, output.getvalue().splitlines())), width)
+
+    def test_ratios_to_what_is_lost_in_its_spread_are_not_shown(self):
+        reference = _measurement("tf.X", "tf", 2e-3)
+        ours = _measurement("tfcdo.X", "tfcdo", 1e-3)
+        for spread, shown in ((1e-3, "0.50"), (3e-3, "-")):
+            output = io.StringIO()
+            noisy = dataclasses.replace(reference, spread=spread)
+            bench_report.show([ours, noisy], rich.console.Console(file=output, width=160))
+            row = next(line for line in output.getvalue().splitlines() if "tfcdo.X" in line)
+            self.assertEqual(row.split()[-2:], [shown, "-"])
+
+
+class CommandTest(parameterized.TestCase, tf.test.TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def test_a_sweep(self):
+        json_file, plot_file = self.folder / "out.json", self.folder / "out.png"
+        status, output, _ = _bench(
+            *("-b", "64", "-e", "4K", "-f", "64", "-g", "2", "-d", "double"),
+            *("--ops", "tfcdo.ReductionToOneDevice", "--ops", "tf.ReductionToOneDevice"),
+            *("--json", str(json_file), "--plot", str(plot_file)),
+        )
+        self.assertEqual(status, 0, output)
+        self.assertIn("2 virtual CPU devices", output)
+        header = next(line for line in output.splitlines() if "algbw" in line)
+        self.assertEqual(
+            " ".join(header.split()),
+            "size count type redop implementation time ± algbw busbw #wrong of of",
+        )
+        rows = [line.split() for line in output.splitlines() if " sum " in line]
+        self.assertLen(rows, 2 * (2 + 2 + 1))
+        self.assertEqual(rows[0][:5], ["64", "8", "float64", "sum", "tfcdo.ReductionToOneDevice"])
+        self.assertEqual(rows[5][:2], ["4096", "512"])
+        for heading in ("CPU time", "first call", "graph nodes", "peak memory"):
+            self.assertIn(heading, output)
+
+        written = json.loads(json_file.read_text())
+        self.assertEqual(written["versions"]["tensorflow"], tf.__version__)
+        self.assertEqual(written["devices"], "2 virtual CPU devices")
+        self.assertGreaterEqual(written["machine"]["cores"], 1)
+        self.assertLen(written["results"], len(rows))
+        self.assertEqual({one["wrong"] for one in written["results"]}, {0, None})
+        self.assertEqual(plot_file.read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
+
+    def test_models_eagerly(self):
+        plot_file = self.folder / "bars.png"
+        status, output, _ = _bench(
+            *("--model", "tiny", "--model", "tiny-matrices", "-g", "2", "--eager"),
+            *("--ops", "tfcdo.ReductionToOneDevice", "--plot", str(plot_file)),
+        )
+        self.assertEqual(status, 0, output)
+        rows = [line.split()[:4] for line in output.splitlines() if " sum " in line]
+        # The implementation, the floors, packing and the baseline of each model.
+        self.assertEqual(rows, [["128000", "32000", "float32", "sum"]] * 2 * (1 + 2 + 1 + 1))
+        self.assertIn("pack and unpack: what TensorFlow's ops take", output)
+        self.assertGreater(plot_file.stat().st_size, 1000)
+
+    @parameterized.parameters(
+        (("-b", "1", "-e", "8", "-f", "2"), ["4", "8"]),
+        (("--model", "tiny", "--model", "tiny"), ["128000"]),
+    )
+    def test_each_workload_is_measured_once(self, arguments: tuple[str, ...], sizes: list[str]):
+        ours = "tfcdo.ReductionToOneDevice"
+        status, output, _ = _bench(*arguments, "-g", "2", "--ops", ours)
+        self.assertEqual(status, 0, output)
+        rows = [line.split() for line in output.splitlines() if " sum " in line]
+        self.assertEqual([row[0] for row in rows if row[4] == ours], sizes)
+
+    def test_a_wrong_result_of_tensorflow_is_shown(self):
+        status, output, _ = _bench("-b", "4K", "-e", "4K", "-g", "3", "--ops", _TF_HIERARCHICAL)
+        # Only what tfcdo gets wrong fails.
+        self.assertEqual(status, 0)
+        (row,) = [
+            line
+            for line in output.splitlines()
+            if "tf.HierarchicalCopyAllReduce(1)" in line and " sum " in line
+        ]
+        self.assertGreater(int(row.split()[9]), 0)
+
+    def test_a_wrong_result_of_ours_fails(self):
+        with (
+            mock.patch.object(tfcdo, "Wrong", _ForgetsTheLastDevice, create=True),
+            # One that is wrong is enough.
+            mock.patch.object(tfcdo, "__all__", ["Wrong", "ReductionToOneDevice"]),
+        ):
+            status, output, _ = _bench("-b", "4K", "-e", "4K", "-g", "3", "--ops", "tfcdo")
+        self.assertEqual(status, 1, output)
+
+    def test_what_cannot_run_is_named_and_left_out(self):
+        status, output, _ = _bench("-b", "64", "-e", "64", "-g", "2", "--ops", "tf")
+        self.assertEqual(status, 0, output)
+        self.assertIn("Without tf.NcclAllReduce: ", output)
+        self.assertIn("tf.CollectiveAllReduce", output)
+
+    def test_square_brackets_in_names_are_printed(self):
+        status, output, _ = _bench(
+            *("-b", "64", "-e", "64", "-g", "2", "--ops", "tf.NcclAllReduce()  # [/x]"),
+            *("--ops", "tfcdo.ReductionToOneDevice()  # [bold]"),
+        )
+        self.assertEqual(status, 0, output)
+        self.assertIn("Without tf.NcclAllReduce()  # [/x]: ", output)
+        self.assertIn(" tfcdo.ReductionToOneDevice()  # [bold] ", output)
+
+    @parameterized.parameters(
+        (("-b", "8X"), "'8X' is not a number of bytes"),
+        (("-b", "0"), "'0' is not a number of bytes"),
+        (("-f", "1"), "--stepfactor"),
+        (("-g", "1"), "--devices"),
+        (("-n", "0"), "--iters"),
+        (("-n", "99999999999999999999"), "--iters"),
+        (("-w", "99999999999999999999"), "--warmup"),
+        (("-d", "float8"), "float8"),
+        (("--model", "vgg"), "'vgg'"),
+        (("--ops", "ring"), "'ring' is not the name of an implementation"),
+        (("--ops", "tfcdo.Ring"), "no class 'Ring' in tfcdo"),
+        (("--ops", "tf.("), "cannot read 'tf.('"),
+        (("--ops", "tf.HierarchicalCopyAllReduce(8)"), "written as in num_packs=8"),
+        (("--ops", "tfcdo.HierarchicalCopyAllReduce(num_packs=-1)"), "num_packs"),
+        (("--ops", "tf.HierarchicalCopyAllReduce(packs=1)"), "packs"),
+        (("--ops", "tf.CollectiveAllReduce(foo=1)"), "a strategy makes it without arguments"),
+        (("--ops", "tf.NcclAllReduce(num_packs=1, num_packs=2)"), "num_packs is given twice"),
+        (("--ops", _NO_FUNCTION), "not callable"),
+        (("--ops", "tf.NcclAllReduce"), "none of the implementations can run here"),
+    )
+    def test_a_wrong_option_gets_one_line(self, arguments: tuple[str, ...], named: str):
+        self.assert_one_line(named, *arguments)
+
+    @parameterized.parameters(
+        (("-b", "1K", "-e", "8"), "--minbytes must be at most --maxbytes; got 1024 and 8 bytes"),
+        (("--model", "vgg"), "'vgg' is not one of 'resnet50', "),
+        (("--json", "out.txt"), "does not end in .json"),
+        (("--json", "folder.json"), "'folder.json' is a folder"),
+        (("--plot", "no-such-folder/out.png"), "there is no folder 'no-such-folder'"),
+        (("--fit", "--model", "tiny"), "mobilenet or resnet50, not tiny"),
+        (("--fit", "--plot", "out.png"), "--plot cannot be given beside --fit"),
+        (("--fit", "-b", "8"), "--minbytes cannot"),
+        (("--fit", "-e", "8", "-f", "2"), "--maxbytes and --stepfactor cannot"),
+        (("--fit", "-w", "5", "-d", "float"), "--warmup and --datatype cannot"),
+        (("--fit", "--eager"), "--eager cannot"),
+        (("--model", "tiny", "-b", "8"), "--minbytes cannot be given beside --model"),
+        (("--model", "tiny", "-e", "8"), "--maxbytes cannot"),
+        (("--model", "tiny", "-f", "2"), "--stepfactor cannot"),
+    )
+    def test_a_wrong_option_is_found_before_tensorflow_starts(
+        self, arguments: tuple[str, ...], named: str
+    ):
+        (self.folder / "folder.json").mkdir()
+        self.addCleanup(os.chdir, pathlib.Path.cwd())
+        os.chdir(self.folder)
+        with mock.patch.dict(sys.modules, tensorflow=None):
+            self.assert_one_line(named, *arguments)
+
+    def assert_one_line(self, named: str, *arguments: str) -> None:
+        status, _, errors = _bench(*arguments)
+        self.assertEqual(status, 2)
+        (line,) = errors.splitlines()
+        self.assertStartsWith(line, "tfcdo: ")
+        self.assertIn(named, line)
+
+    def test_devices_are_chosen_before_anything_is_constructed(self):
+        # As in a process where what was constructed has started TensorFlow with one device.
+        error = RuntimeError("TensorFlow has already started with 1")
+        with (
+            mock.patch("tfcdo.bench.devices.choose_devices", side_effect=error),
+            mock.patch.object(implementations, "parse") as parse,
+        ):
+            status, _, errors = _bench("-b", "64", "-e", "64", "-g", "2")
+        self.assertEqual((status, errors), (1, f"tfcdo: {error}\n"))
+        parse.assert_not_called()
+
+    def test_a_file_that_cannot_be_written_gets_one_line_after_the_results(self):
+        path = self.folder / "out.json"
+        path.symlink_to(self.folder / "missing" / "out.json")
+        status, output, errors = _bench(
+            *("-b", "64", "-e", "64", "-g", "2", "--json", str(path)),
+            *("--ops", "tfcdo.ReductionToOneDevice"),
+        )
+        self.assertEqual(status, 1)
+        self.assertIn(" tfcdo.ReductionToOneDevice ", output)
+        # What was logged comes before it, if this process logs to standard error.
+        self.assertEndsWith(errors, f"tfcdo: {path}: {os.strerror(errno.ENOENT)}\n")
+        self.assertNotIn("Traceback", errors)
+
+    def test_fit(self):
+        json_file = self.folder / "fit.json"
+        with mock.patch.dict(fit.MODELS, {"mobilenet": _small_model}):
+            status, output, _ = _bench(
+                *("--fit", "-g", "2", "--json", str(json_file)),
+                *("--model", "mobilenet", "--model", "mobilenet"),
+                *("--ops", "tfcdo.ReductionToOneDevice", "--ops", "tf.ReductionToOneDevice"),
+            )
+        self.assertEqual(status, 0, output)
+        for heading in ("step", "first step", "of"):
+            self.assertIn(heading, output)
+        results = json.loads(json_file.read_text())["results"]
+        self.assertEqual(
+            [one["name"] for one in results],
+            ["tfcdo.ReductionToOneDevice", "tf.ReductionToOneDevice"],
+        )
+        for one in results:
+            self.assertGreater(one["seconds"], 0.0)
+            self.assertGreater(one["first_step"], 0.0)
+
+    def test_fit_with_arguments_that_cannot_be_used(self):
+        with mock.patch.dict(fit.MODELS, {"mobilenet": _small_model}):
+            status, _, errors = _bench("--fit", "-g", "2", "--ops", _NO_FUNCTION)
+        self.assertEqual(status, 2)
+        self.assertEndsWith(errors, f"tfcdo: {_NO_FUNCTION}: 'int' object is not callable\n")
+        self.assertNotIn("Traceback", errors)
+
+
+def _small_model(weights: None, input_shape: tuple[int, ...], classes: int) -> Any:
+    del weights
+    return keras.Sequential(
+        [
+            keras.layers.Input(input_shape),
+            keras.layers.Flatten(),
+            keras.layers.Dense(classes, activation="softmax"),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,95 @@
+"""Evaluates algorithms on a topology: the schedule, its simulated time and its busiest link."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tfcdo.plan import algorithms
+from tfcdo.plan import simulator
+from tfcdo.plan.schedule import Schedule
+from tfcdo.topology.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What one algorithm's schedule does on a topology.
+
+    Attributes:
+      algorithm: the name that was asked for.
+      resolved: the same name, or for `auto` that of the algorithm it stands for.
+      schedule: the schedule, in bytes.
+      seconds: its simulated time, see `tfcdo.plan.simulator.robust_seconds`.
+      bottleneck: the name of the link that carries most bytes for its bandwidth; "" if none
+        carries any.
+      bottleneck_bytes: how many bytes it carries.
+    """
+
+    algorithm: str
+    resolved: str
+    schedule: Schedule
+    seconds: float
+    bottleneck: str
+    bottleneck_bytes: int
+
+    @property
+    def depth(self) -> int:
+        """Returns the depth of the deepest tree."""
+        return max((pack.tree.depth for pack in self.schedule.packs), default=0)
+
+    @property
+    def label(self) -> str:
+        """Returns the name for people: of `auto` also the algorithm that it stands for."""
+        if self.algorithm == self.resolved:
+            return self.algorithm
+        return f"{self.algorithm}: {self.resolved}"
+
+
+def evaluate(algorithm: str, topology: Topology, num_bytes: int) -> Evaluation:
+    """Plans an all-reduce by one algorithm and simulates it.
+
+    Args:
+      algorithm: one of `algorithms.ALGORITHMS`.
+      topology: the machine.
+      num_bytes: how many bytes each device holds.
+
+    Returns:
+      The evaluation.
+
+    Raises:
+      ValueError, TypeError: as `algorithms.make_schedule`.
+
+    Example:
+      >>> from tfcdo.topology import preset
+      >>> found = evaluate("hierarchical_copy", preset("dgx1"), 10**8)
+      >>> found.depth, found.bottleneck_bytes, f"{found.seconds * 1e3:.2f} ms"
+      (2, 50000000, '2.61 ms')
+    """
+    resolved = algorithm
+    if algorithm == "auto":
+        resolved = algorithms.fastest_algorithm(topology, num_bytes)
+    schedule = algorithms.make_schedule(resolved, topology, num_bytes)
+    seconds = simulator.robust_seconds(schedule, topology)
+    bottleneck, bottleneck_bytes = simulator.bottleneck(schedule, topology)
+    return Evaluation(algorithm, resolved, schedule, seconds, bottleneck, bottleneck_bytes)
+
+
+def evaluate_all(topology: Topology, num_bytes: int) -> list[Evaluation]:
+    """Plans an all-reduce by each algorithm and simulates each schedule once.
+
+    Args:
+      topology: the machine.
+      num_bytes: how many bytes each device holds.
+
+    Returns:
+      One evaluation for each of `algorithms.ALGORITHMS`, in their order; the last one is `auto`'s,
+      which is that of the algorithm that it stands for.
+
+    Raises:
+      ValueError, TypeError: as `algorithms.make_schedule`.
+    """
+    found = [
+        evaluate(name, topology, num_bytes) for name in algorithms.ALGORITHMS if name != "auto"
+    ]
+    fastest = algorithms.fastest_algorithm(topology, num_bytes)
+    (best,) = (evaluation for evaluation in found if evaluation.algorithm == fastest)
+    return [*found, dataclasses.replace(best, algorithm="auto")]
