@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import math
-import pathlib
-import tempfile
 from typing import Any
 from unittest import mock
 
 import performance
+import performance_page
+import performance_targets
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -29,59 +29,69 @@ def _result(name: str, kind: str, seconds: float, **others: Any) -> dict[str, An
 
 
 _RESULTS = (
-    _result(performance.AUTO, "tfcdo", 0.003, nodes=20),
-    _result(performance.TF_HIERARCHICAL, "tf", 0.001, wrong=5, nodes=100),
+    _result(performance_targets.AUTO, "tfcdo", 0.003, nodes=20),
+    _result(performance_targets.TF_HIERARCHICAL, "tf", 0.001, wrong=5, nodes=100),
     _result("tf.ReductionToOneDevice", "tf", 0.004),
     _result("floor (XLA)", "floor", 0.0035),
     _result("floor (add_n)", "floor", 0.002),
     _result("baseline", "baseline", 0.001, wrong=None, peak_memory=None),
 )
-_CASE = performance.Case("resnet50", 4)
+_CASE = performance_targets.Case("resnet50", 4)
 
 
-def _outcome(against: str, at_most: float, quantity: str = "seconds") -> performance.Outcome:
-    target = performance.Target(_CASE, performance.AUTO, against, at_most, quantity)
-    return performance.outcome(target, _RESULTS)
+def _outcome(
+    against: str, at_most: float, quantity: str = "seconds"
+) -> performance_targets.Outcome:
+    target = performance_targets.Target(_CASE, performance_targets.AUTO, against, at_most, quantity)
+    return performance_targets.outcome(target, _RESULTS)
 
 
 class OutcomeTest(parameterized.TestCase):
     def test_the_fastest_is_one_that_is_right(self):
-        outcome = _outcome(performance.FASTEST, 0.75)
+        outcome = _outcome(performance_targets.FASTEST, 0.75)
         self.assertAlmostEqual(outcome.ratio, 0.75)
         self.assertAlmostEqual(outcome.limit or 0.0, 0.5)
         self.assertTrue(outcome.met)
-        self.assertFalse(_outcome(performance.FASTEST, 0.74).met)
+        self.assertFalse(_outcome(performance_targets.FASTEST, 0.74).met)
 
     def test_what_takes_longer_than_the_floor_is_the_limit(self):
-        target = performance.Target(_CASE, performance.AUTO, performance.FASTEST, 0.75)
+        target = performance_targets.Target(
+            _CASE, performance_targets.AUTO, performance_targets.FASTEST, 0.75
+        )
         packing = _result("pack and unpack", "packing", 0.0025)
-        outcome = performance.outcome(target, [*_RESULTS, packing])
+        outcome = performance_targets.outcome(target, [*_RESULTS, packing])
         self.assertAlmostEqual(outcome.limit or 0.0, 0.625)
         quick = _result("pack and unpack", "packing", 0.001)
-        self.assertAlmostEqual(performance.outcome(target, [*_RESULTS, quick]).limit or 0.0, 0.5)
+        self.assertAlmostEqual(
+            performance_targets.outcome(target, [*_RESULTS, quick]).limit or 0.0, 0.5
+        )
 
     @parameterized.parameters((-0.001, 0.004, 0.0), (0.003, 0.004, 0.005))
     def test_times_that_are_lost_in_their_spread(self, ours: float, other: float, spread: float):
-        target = performance.Target(_CASE, performance.AUTO, performance.FASTEST, 0.75)
+        target = performance_targets.Target(
+            _CASE, performance_targets.AUTO, performance_targets.FASTEST, 0.75
+        )
         results = [
-            _result(performance.AUTO, "tfcdo", ours),
+            _result(performance_targets.AUTO, "tfcdo", ours),
             _result("tf.ReductionToOneDevice", "tf", other, spread=spread),
             _result("floor (XLA)", "floor", 0.002),
         ]
-        outcome = performance.outcome(target, results)
+        outcome = performance_targets.outcome(target, results)
         self.assertTrue(math.isnan(outcome.ratio))
         self.assertFalse(outcome.met)
 
     def test_the_floor_is_the_fastest_pass(self):
-        self.assertAlmostEqual(_outcome(performance.FLOOR, 1.15).ratio, 1.5)
+        self.assertAlmostEqual(_outcome(performance_targets.FLOOR, 1.15).ratio, 1.5)
 
     def test_other_quantities_have_no_limit(self):
-        outcome = _outcome(performance.TF_HIERARCHICAL, 0.1, "nodes")
+        outcome = _outcome(performance_targets.TF_HIERARCHICAL, 0.1, "nodes")
         self.assertAlmostEqual(outcome.ratio, 0.2)
         self.assertIsNone(outcome.limit)
 
     def test_every_target_is_about_a_case_that_is_measured(self):
-        self.assertContainsSubset({one.case for one in performance.TARGETS}, performance.CASES)
+        self.assertContainsSubset(
+            {one.case for one in performance_targets.TARGETS}, performance_targets.CASES
+        )
 
 
 class DisturbanceTest(parameterized.TestCase):
@@ -118,16 +128,20 @@ class PageTest(parameterized.TestCase):
             "versions": {"tfcdo": "0.1.0"},
             "results": [
                 *_RESULTS,
-                _result(f"tfcdo.{performance.HIERARCHICAL}", "tfcdo", 0.003),
-                _result(f"tfcdo.{performance.ONE_DEVICE}", "tfcdo", 0.003),
-                _result(performance.COLLECTIVE, "tf", 0.005),
+                _result(f"tfcdo.{performance_targets.HIERARCHICAL}", "tfcdo", 0.003),
+                _result(f"tfcdo.{performance_targets.ONE_DEVICE}", "tfcdo", 0.003),
+                _result(performance_targets.COLLECTIVE, "tf", 0.005),
             ],
         }
         entry = {"op": "AddN", "count": 3, "size": 5_000_000, "seconds": 0.001}
-        page = performance.page({_CASE: run}, {performance.AUTO: [entry]}, _CASE, "x.png")
+        page = performance_page.page(
+            {_CASE: run}, {performance_targets.AUTO: [entry]}, _CASE, "x.png"
+        )
         self.assertIn("Some CPU with 2 cores (Linux), tfcdo 0.1.0, on 2026-01-02", page)
         auto = "`tfcdo.AutoAllReduce`"
-        fastest = f"| resnet50, K = 4 | time | of | {performance.FASTEST}".replace("of", auto)
+        fastest = f"| resnet50, K = 4 | time | of | {performance_targets.FASTEST}".replace(
+            "of", auto
+        )
         self.assertIn(f"{fastest} | 0.75 | 0.75 | 0.50 | met |", page)
         floor = f"| resnet50, K = 4 | time | {auto} | the floor"
         self.assertIn(f"{floor} | 1.15 | 1.50 | 1.00 | **missed** |", page)
@@ -139,20 +153,6 @@ class PageTest(parameterized.TestCase):
         self.assertIn("| baseline | 1.00 | 0.00 | 2.00 |  |  |  |  | 10 | 1.00 |  |", page)
         self.assertIn("| AddN | 3 | 5.0 | 1.00 |", page)
         self.assertIn("](x.png)", page)
-
-    def test_a_short_run(self):
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder, "performance.md")
-            case = performance.Case("tiny", 2)
-            few = ["--ops", performance.AUTO, "--ops", "tf.ReductionToOneDevice"]
-            extra = ["-n", "2", "-w", "1", *few]
-            performance.main(path, [case], case, extra, sizes=["-e", "512"], max_tries=1)
-            page = path.read_text(encoding="utf-8")
-            self.assertTrue(path.with_suffix(".png").exists())
-        self.assertIn("## tiny, K = 2", page)
-        for name in ("tfcdo.AutoAllReduce", "tf.ReductionToOneDevice", "floor (XLA)"):
-            self.assertIn(name, page)
-        self.assertIn("| AddN |", page)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`tfcdo demo`: a real Keras model trains on several devices and is checked against one."""
+"""`tfcdo demo`: trains a real Keras model on several devices and checks it against one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 MIN_ACCURACY = 0.95
-# What that accuracy takes.
+# The epochs that it takes to reach that accuracy.
 MIN_EPOCHS = 8
 # Two right trainings differ by the rounding of their sums: seen here, three units in float32's last
 # place. A device left out of the sums makes it 0.1 and more.
@@ -44,15 +44,15 @@ class Digits:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of the table: what was looked at, what came out, and what should have."""
+    """One line of the table: what was checked, the result, and the wanted result."""
 
     subject: str
     result: str
     wanted: str
-    # None for what is only shown.
+    # None if the result is only shown.
     passed: bool | None
-    # Whether the demo stands for it: it does not for TensorFlow's own sums.
-    ours: bool = True
+    # False for TensorFlow's own sums, which do not fail the demo.
+    is_tfcdo: bool = True
 
 
 @click.command()
@@ -88,7 +88,7 @@ def demo(devices: int, ops_name: str, epochs: int) -> int:
     from sklearn import datasets
 
     console = options.make_console(width_of_a_pipe=100)
-    with console.status("Starting TensorFlow ..."), quiet_start():
+    with options.status(console, "Starting TensorFlow ..."), quiet_start():
         import tensorflow as tf
 
         from tfcdo.virtual_devices import configure_virtual_cpus
@@ -104,7 +104,7 @@ def demo(devices: int, ops_name: str, epochs: int) -> int:
     strategy = tf.distribute.MirroredStrategy(device_names[:devices], cross_device_ops=ops_class())
     # Keras's bar redraws its line, which a file or a pipe cannot.
     model = _train(digits, devices, epochs, strategy, "auto" if sys.stdout.isatty() else 2)
-    with console.status("The same training on one device, to compare ..."):
+    with options.status(console, "The same training on one device, to compare ..."):
         alone = _train(digits, devices, epochs, tf.distribute.get_strategy(), 0)
         checks = [
             _check_accuracy(model, digits, epochs),
@@ -117,7 +117,7 @@ def demo(devices: int, ops_name: str, epochs: int) -> int:
 
 
 def _cross_device_ops_class(name: str) -> type[tf.distribute.CrossDeviceOps]:
-    """Finds one of the package's classes by its name, whatever the case of the letters."""
+    """Finds one of the package's classes by its name in any case."""
     import tensorflow as tf
 
     import tfcdo
@@ -243,7 +243,7 @@ def _check_sums(
         values = strategy.experimental_distribute_values_from_function(
             lambda context: tf.constant(_SUMMED[context.replica_id_in_sync_group])
         )
-        # As a training step does it: TensorFlow's `reduce` would take another way.
+        # As in a training step: TensorFlow's `reduce` would sum differently.
         (total,) = ops.batch_reduce(tf.distribute.ReduceOp.SUM, [(values, values)])
         sums = [float(copy) for copy in strategy.experimental_local_results(total)]
         checks.append(
@@ -252,7 +252,7 @@ def _check_sums(
                 _spaced(sums),
                 _spaced(expected),
                 sums == expected,
-                ours=package == "tfcdo",
+                is_tfcdo=package == "tfcdo",
             )
         )
     return checks
@@ -268,16 +268,16 @@ def _show(checks: list[Check], console: Console) -> None:
         table.add_row(check.subject, check.result, check.wanted, _VERDICTS[check.passed])
     console.print()
     console.print(table)
-    if not all(check.passed for check in checks if not check.ours):
+    if not all(check.passed for check in checks if not check.is_tfcdo):
         console.print("TensorFlow's class leaves a device out of an odd number; shown to compare.")
     failed = [check.subject for check in checks if _failed(check)]
     if failed:
-        told = Text("Not as wanted:", "bold red")
-        console.print(Text.assemble(told, " ", "; ".join(failed)))
+        heading = Text("Not as wanted:", "bold red")
+        console.print(Text.assemble(heading, " ", "; ".join(failed)))
 
 
 def _failed(check: Check) -> bool:
-    return check.ours and check.passed is False
+    return check.is_tfcdo and check.passed is False
 
 
 def _count(devices: int) -> str:
