@@ -40,7 +40,6 @@ class Hosts(click.ParamType):
     context_settings={"allow_interspersed_args": False},
 )
 @click.option(
-    "-w",
     "--workers",
     type=click.IntRange(1, 256),
     help="How many workers to start, all on this host.",
@@ -53,13 +52,12 @@ class Hosts(click.ParamType):
     "its own --index.",
 )
 @click.option(
-    "-i",
     "--index",
     type=click.IntRange(0),
     help="Which of --hosts this one is, from 0.",
 )
 @click.option(
-    "-d",
+    "-g",
     "--devices-per-worker",
     type=click.IntRange(1, 256),
     metavar="D",
