@@ -5,6 +5,8 @@ Nothing else of tfcdo imports this package, so Keras is loaded for those who use
 
 from __future__ import annotations
 
+from tfcdo.keras.in_sync import CheckInSync
 from tfcdo.keras.optimizer import DistributedOptimizer
+from tfcdo.keras.statistics import SynchronizeStatistics
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["CheckInSync", "DistributedOptimizer", "SynchronizeStatistics"]
