@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfcdo import checks
 from tfcdo import environment
+from tfcdo import moving_statistics
 from tfcdo import tf_internals
 from tfcdo import version
 from tfcdo import virtual_devices
@@ -49,9 +50,11 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         devices: Sequence[str] | None = None,
         cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
     ) -> None:
-        super().__init__(devices, cross_device_ops)
+        # TensorFlow's own __init__ would make its own extended class.
+        extended = _MirroredExtended(self, devices, cross_device_ops)
+        tf.distribute.Strategy.__init__(self, extended)
         if cross_device_ops is None:
-            self.extended._cross_device_ops = _default_ops(self.extended.worker_devices)
+            extended._cross_device_ops = _default_ops(extended.worker_devices)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces a value, or each component of a structure of values; see `reduce_structure`."""
@@ -156,6 +159,8 @@ def reduce_structure(reduce: Any, reduce_op: Any, value: Any, axis: Any) -> Any:
     Returns:
       The reduced value, or a structure of reduced values.
     """
+    if moving_statistics.is_averaged(value):
+        return moving_statistics.reduced(reduce, reduce_op, value, axis)
     if axis is None and _is_symbolic_build(reduce_op):
         return tf.nest.map_structure(lambda one: _for_its_shape(reduce, reduce_op, one), value)
     return tf.nest.map_structure(
@@ -232,7 +237,19 @@ def _cluster_of(resolver: Any) -> config.Cluster | None:
     return config.from_spec(spec.as_dict() if spec else {}, resolver.task_type, resolver.task_id)
 
 
-class _MultiWorkerExtended(tf_internals.MultiWorkerExtended):
+class _AveragesStatistics:
+    """Makes moving statistics variables of which each replica keeps its own."""
+
+    def _create_variable(self, next_creator: Any, **options: Any) -> Any:
+        averaged = moving_statistics.averaged_when_read(options)
+        return super()._create_variable(next_creator, **averaged)  # type: ignore[misc]
+
+
+class _MirroredExtended(_AveragesStatistics, tf_internals.MirroredExtended):
+    """What the strategy does for TensorFlow: as TensorFlow's own, but for moving statistics."""
+
+
+class _MultiWorkerExtended(_AveragesStatistics, tf_internals.MultiWorkerExtended):
     """What the strategy does for TensorFlow: devices, variables, and who reduces what."""
 
     def __init__(

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy as _collective_strategy
 from tensorflow.python.distribute import device_util as _device_util
+from tensorflow.python.distribute import mirrored_strategy as _mirrored_strategy
 from tensorflow.python.distribute import values as _values
 from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import kernels as _kernels
@@ -25,6 +26,7 @@ from tensorflow.python.ops import resource_variable_ops as _resource_variable_op
 
 DistributedValues = _values.DistributedValues
 # The half of TensorFlow's MultiWorkerMirroredStrategy that does the work.
+MirroredExtended = _mirrored_strategy.MirroredExtended
 MultiWorkerExtended = _collective_strategy.CollectiveAllReduceExtended
 # The public name is a function that makes one.
 OPTIONS_TYPE = type(tf.distribute.experimental.CommunicationOptions())

@@ -1,0 +1,117 @@
+"""Moving statistics: the mean over replicas is what is saved, and what all replicas use."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+from keras_training import TrainingTestCase
+
+import tfcdo
+from tfcdo import moving_statistics
+from tfcdo.keras import SynchronizeStatistics
+
+
+def model_with_statistics() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    frozen = keras.layers.Dense(3, trainable=False)
+    model = keras.Sequential(
+        [
+            keras.layers.Input((2,)),
+            frozen,
+            keras.layers.BatchNormalization(momentum=0.5),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+def data(examples: int = 24) -> tuple[np.ndarray, np.ndarray]:
+    inputs = np.random.default_rng(0).normal(1, 3, [examples, 2]).astype(np.float32)
+    return inputs, inputs.sum(1, keepdims=True)
+
+
+def trained(strategy: tf.distribute.Strategy, *callbacks: Any) -> keras.Model:
+    with strategy.scope():
+        model = model_with_statistics()
+    model.fit(*data(), 6, verbose=0, shuffle=False, callbacks=list(callbacks))
+    return model
+
+
+def by_replica(model: keras.Model) -> list[list[np.ndarray]]:
+    """Returns each replica's own moving mean and variance."""
+    strategy = model.distribute_strategy
+    moving = [v.value for v in model.layers[1].non_trainable_variables]
+    return [[copy.numpy() for copy in strategy.experimental_local_results(v)] for v in moving]
+
+
+class StatisticsTest(TrainingTestCase):
+    @parameterized.parameters(2, 5)
+    def test_what_is_read_is_the_mean(self, count):
+        model = trained(tfcdo.MirroredStrategy(tu.device_names(count)))
+        for own, read in zip(by_replica(model), model.layers[1].get_weights()[2:], strict=True):
+            self.assertNotAllClose(own[0], own[1])
+            self.assertAllClose(np.mean(own, 0, np.float64), read, rtol=1e-6)
+
+    @parameterized.parameters(tfcdo.MirroredStrategy, tf.distribute.MirroredStrategy)
+    def test_saved_used_and_loaded_agree(self, strategy_class):
+        path = pathlib.Path(self.get_temp_dir()) / "model.keras"
+        strategy = strategy_class(tu.device_names(3), tfcdo.HierarchicalCopyAllReduce())
+        means = [np.mean(own, 0, np.float64) for own in by_replica(trained(strategy))]
+        model = trained(strategy, SynchronizeStatistics())
+        for mean, own in zip(means, by_replica(model), strict=True):
+            self.assert_bitwise_equal([tf.constant(copy) for copy in own])
+            self.assertAllClose(mean, own[0], rtol=1e-6)
+        # What is equal stays as it is, to the last bit: here, the frozen layer.
+        first = model_with_statistics().layers[0].get_weights()[0]
+        self.assertAllEqual(first, model.layers[0].get_weights()[0])
+        model.save(path)
+        loaded = keras.models.load_model(path)
+        inside, outside = (m.evaluate(*data(), 6, verbose=0) for m in (model, loaded))
+        self.assertAllClose(inside, outside, rtol=1e-6)
+
+    def test_validation_within_fit_uses_them_too(self):
+        strategy = tfcdo.MirroredStrategy(tu.device_names(3))
+        with strategy.scope():
+            model = model_with_statistics()
+        history = model.fit(
+            *data(),
+            6,
+            verbose=0,
+            shuffle=False,
+            validation_data=data(12),
+            validation_batch_size=6,
+            callbacks=[SynchronizeStatistics()],
+        ).history
+        self.assertAllClose(
+            history["val_loss"][-1], model.evaluate(*data(12), 6, verbose=0), rtol=1e-6
+        )
+
+    def test_one_replica(self):
+        expected = trained(tf.distribute.get_strategy(), SynchronizeStatistics())
+        model = trained(tfcdo.MirroredStrategy(tu.device_names(1)), SynchronizeStatistics())
+        self.assert_same_training(expected, model)
+
+
+class CreationTest(parameterized.TestCase):
+    @parameterized.parameters(
+        {"trainable": True},
+        {"dtype": "int64"},
+        {"dtype": None},
+        {"aggregation": tf.VariableAggregation.ONLY_FIRST_REPLICA},
+        {"synchronization": tf.VariableSynchronization.ON_WRITE},
+        {"colocate_with": object()},
+    )
+    def test_other_variables_stay_as_they_are(self, **changes):
+        options = {"trainable": False, "dtype": "float32", **changes}
+        self.assertEqual(moving_statistics.averaged_when_read(options), options)
+
+
+if __name__ == "__main__":
+    tf.test.main()
