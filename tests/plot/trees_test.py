@@ -96,6 +96,17 @@ def _arrows(axes: Any) -> set[tuple[int, int]]:
     return found
 
 
+def _neighbours(axes: Any) -> set[tuple[int, int]]:
+    """Returns the pairs `a < b` of devices that stand next to each other on the circle."""
+    places = _places(axes)
+    side = 2 * math.sin(math.pi / len(places))
+    return {
+        (a, b)
+        for a, b in itertools.combinations(sorted(places), 2)
+        if math.dist(places[a], places[b]) < side + 1e-6
+    }
+
+
 class TreesTest(parameterized.TestCase):
     def test_one_picture_for_each_tree(self):
         schedule, machine = _plan("dgx1", "hierarchical_copy")
@@ -121,9 +132,11 @@ class TreesTest(parameterized.TestCase):
         wanted = {(0, 1), (1, 2), (3, 2), (4, 0), (5, 1), (6, 2), (7, 3)}
         self.assertEqual(_arrows(figure.axes[1]), wanted)
 
-    @parameterized.parameters(("pcie", True), ("nvswitch", True), ("dgx1", False))
-    def test_links_that_share_their_path_are_dashed(self, name: str, dashed: bool):
-        axes = _machine_axes(preset(name, 4))
+    @parameterized.parameters(
+        ("pcie", 4, True), ("nvswitch", 4, True), ("nvswitch", 3, True), ("dgx1", 4, False)
+    )
+    def test_links_that_share_their_path_are_dashed(self, name: str, devices: int, dashed: bool):
+        axes = _machine_axes(preset(name, devices))
         lines = [one for one in axes.collections if hasattr(one, "get_segments")]
         # A solid line has no pattern.
         styles = {pattern is not None for one in lines for _, pattern in one.get_linestyle()}
@@ -198,17 +211,18 @@ class TreesTest(parameterized.TestCase):
 
     def test_well_joined_devices_are_neighbours(self):
         machine = preset("dgx1")
-        figure = _draw(algorithms.make_schedule("ring", machine, 10**6), machine)
-        places = _places(figure.axes[0])
-        side = 2 * math.sin(math.pi / 8)
-        neighbours = [
-            (a, b)
-            for a in range(8)
-            for b in range(a)
-            if math.dist(places[a], places[b]) < side + 1e-6
-        ]
+        neighbours = _neighbours(_machine_axes(machine))
         self.assertLen(neighbours, 8)
         self.assertEqual({machine.bandwidth(*pair) for pair in neighbours}, {50e9})
+
+    def test_directly_joined_devices_are_neighbours(self):
+        # The host is as fast as the links of this ring, but still the longer path.
+        ring = [(0, 2), (2, 4), (4, 1), (1, 3), (3, 5), (5, 0)]
+        speeds = {pair: 10e9 for a, b in ring for pair in ((a, b), (b, a))}
+        machine = _machine(6, _separate_wires(speeds))
+        self.assertEqual(
+            _neighbours(_machine_axes(machine)), {(min(pair), max(pair)) for pair in ring}
+        )
 
 
 if __name__ == "__main__":
