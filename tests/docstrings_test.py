@@ -34,6 +34,7 @@ _MODULES = (
     "tfcdo.keras.in_sync",
     "tfcdo.keras.optimizer",
     "tfcdo.keras.statistics",
+    "tfcdo.keras.uneven",
     "tfcdo.moving_statistics",
     "tfcdo.plot.gantt",
     "tfcdo.plot.trees",

@@ -8,5 +8,11 @@ from __future__ import annotations
 from tfcdo.keras.in_sync import CheckInSync
 from tfcdo.keras.optimizer import DistributedOptimizer
 from tfcdo.keras.statistics import SynchronizeStatistics
+from tfcdo.keras.uneven import weight_by_examples
 
-__all__ = ["CheckInSync", "DistributedOptimizer", "SynchronizeStatistics"]
+__all__ = [
+    "CheckInSync",
+    "DistributedOptimizer",
+    "SynchronizeStatistics",
+    "weight_by_examples",
+]

@@ -1,0 +1,57 @@
+"""Batches that do not divide by the number of replicas, weighted by examples."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+from keras_training import TrainingTestCase
+from keras_training import dense_data
+from keras_training import dense_layers
+from keras_training import model_of
+
+import tfcdo
+from tfcdo.keras import DistributedOptimizer
+from tfcdo.keras import weight_by_examples
+
+
+def trained(count: int, examples: int, weighted: bool) -> tuple[keras.Model, list[float]]:
+    strategy = tf.distribute.get_strategy()
+    if count > 1:
+        strategy = tfcdo.MirroredStrategy(tu.device_names(count), tfcdo.ReductionToOneDevice())
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.3, global_clipnorm=0.5)
+        model = model_of(dense_layers, DistributedOptimizer(optimizer))
+    if weighted:
+        assert weight_by_examples(model) is model
+    inputs, targets = dense_data(examples)
+    weights = np.linspace(0.5, 2, examples, dtype=np.float32)
+    options = {"batch_size": 10, "shuffle": False, "verbose": 0}
+    history = model.fit(inputs, targets, sample_weight=weights, **options).history
+    return model, history["loss"]
+
+
+class WeightByExamplesTest(TrainingTestCase):
+    # A last batch of 7 examples, a batch of 4 alone, and one that leaves replicas without any.
+    @parameterized.parameters((3, 17), (5, 4), (3, 11))
+    def test_as_on_one_device(self, count, examples):
+        expected, losses = trained(1, examples, weighted=False)
+        model, weighted_losses = trained(count, examples, weighted=True)
+        self.assert_same_training(expected, model)
+        self.assertAllClose(losses, weighted_losses)
+
+    def test_without_it_examples_count_unequally(self):
+        expected, losses = trained(1, 17, weighted=False)
+        model, unweighted_losses = trained(3, 17, weighted=False)
+        self.assertGreater(np.abs(expected.get_weights()[0] - model.get_weights()[0]).max(), 1e-3)
+        self.assertAllClose(losses, unweighted_losses, rtol=1e-2)
+
+    def test_what_is_not_a_model(self):
+        with self.assertRaisesRegex(TypeError, "model must be a keras.Model; got 3"):
+            weight_by_examples(3)
+
+
+if __name__ == "__main__":
+    tf.test.main()
