@@ -13,7 +13,11 @@ BIN := $(VENV)/bin
 # 2: TensorFlow's C++ half logs errors only.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help demo test lint wheel check-wheel coverage compat bench clean
+# A worker a core, four at most: each starts TensorFlow and takes 1 GB of memory. Whoever has run out
+# of tests takes half of what another still has to do.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+.PHONY: help demo test test-fast lint wheel check-wheel coverage compat bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -22,11 +26,16 @@ demo: $(VENV)/.installed-demo ## Train a real model on 4 virtual devices and che
 	@$(BIN)/tfcdo demo
 
 test: $(VENV)/.installed-dev ## Run all tests
-	@$(BIN)/python -m pytest
+	@$(PYTEST)
 
-lint: $(VENV)/.installed-dev ## Check style and types
+test-fast: $(VENV)/.installed-dev ## Run one test of each kind, between two edits
+	@$(PYTEST) -q @tests/fast_tests.txt
+
+lint: $(VENV)/.installed-dev ## Check style, types and the arrows between the rooms
 	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports
 
 wheel: $(VENV)/.installed-dev ## Build dist/tfcdo-*.whl
 	@$(BIN)/python pip_package/build_wheel.py --output dist
@@ -36,7 +45,7 @@ check-wheel: wheel ## Install the wheel in an empty environment and use it there
 
 coverage: $(VENV)/.installed-dev ## Run all tests and show which branches of tfcdo/ they miss
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest -q
+	@$(BIN)/coverage run -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage report
 
@@ -47,7 +56,7 @@ bench: $(VENV)/.installed-dev ## Measure everything on this machine, alone on it
 	@$(BIN)/python tools/performance.py docs/performance.md
 
 clean: ## Remove .venv and all that the other targets made
-	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find tfcdo tests tools pip_package -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment. A stamp names the extra that is installed and is as old as the pyproject.toml

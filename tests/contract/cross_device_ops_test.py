@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import re
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from unittest import mock
 
 import block_tensorflow_reductions
 import contract
+import contract_calls
+import contract_instances
+import contract_values
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
@@ -41,7 +45,16 @@ SETTINGS: dict[str, Callable[[], tf.distribute.CrossDeviceOps]] = {
         "ring", num_packs=0, agg_small_grads_max_bytes=40, agg_small_grads_max_group=2
     ),
 }
-globals().update(contract.settings_tests(SETTINGS, __name__))
+# What has the same code in all settings of a class.
+ONE_SETTING_A_BASE_CLASS = {
+    name: SETTINGS[name] for name in ("ReductionToOneDevice", "HierarchicalManyPacks")
+}
+for part in contract_values.ValuesContract, contract_instances.InstancesContract:
+    globals().update(contract.settings_tests(part, SETTINGS, __name__))
+globals().update(
+    contract.settings_tests(contract_calls.CallsContract, ONE_SETTING_A_BASE_CLASS, __name__)
+)
+del part  # No test class of this module.
 
 _environment = contextlib.ExitStack()
 
@@ -261,10 +274,15 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class OptionsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(bytes_per_pack=(0, 1, 7, 8, 64, 10**9), make=ALL_REDUCES)
+    @parameterized.product(bytes_per_pack=(0, 1, 7, 8, 20, 10**9), make=ALL_REDUCES)
     def test_bytes_per_pack_does_not_change_values(self, bytes_per_pack, make):
         options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=bytes_per_pack)
-        arrays = contract.batch(5, dtypes=(tf.float32, tf.int64, tf.float16))
+        arrays = [
+            [tu.numbers(shape, dtype, 10 * index + rank) for rank in range(3)]
+            for index, (shape, dtype) in enumerate(
+                itertools.product(((), (0,), (2, 3)), (tf.float32, tf.int64, tf.float16))
+            )
+        ]
         values = [tu.per_replica(own) for own in arrays]
         for result, own in zip(
             tu.all_reduce(make(), SUM, values, options=options), arrays, strict=True

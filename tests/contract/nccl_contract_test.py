@@ -1,4 +1,4 @@
-"""The whole contract with NCCL: its ops run, on virtual CPU devices, by the tests' own kernel.
+"""The contract with NCCL: its ops run, on virtual CPU devices, by the tests' own kernel.
 
 What NCCL does not take, other dtypes for one, goes along copy trees, so the ops are not strict.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 
 import contract
+import contract_instances
+import contract_values
 import nccl_on_cpu
 import tensorflow as tf
 import testing_utils as tu
@@ -21,7 +23,9 @@ SETTINGS = {
         "nccl", num_packs=0, agg_small_grads_max_bytes=40, agg_small_grads_max_group=3
     ),
 }
-globals().update(contract.settings_tests(SETTINGS, __name__))
+for part in contract_values.ValuesContract, contract_instances.InstancesContract:
+    globals().update(contract.settings_tests(part, SETTINGS, __name__))
+del part  # No test class of this module.
 
 _nccl = contextlib.ExitStack()
 

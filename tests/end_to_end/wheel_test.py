@@ -11,7 +11,7 @@ from types import ModuleType
 from absl.testing import absltest
 
 # Not resolve(): Bazel lays out links, and pip_package lies beside tests only in its layout.
-_PIP_PACKAGE = Path(__file__).absolute().parents[1] / "pip_package"
+_PIP_PACKAGE = Path(__file__).absolute().parents[2] / "pip_package"
 
 
 def _load(name: str) -> ModuleType:

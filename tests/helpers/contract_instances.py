@@ -1,0 +1,212 @@
+"""The contract: where results are, and what an instance shares with others."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import traceback
+
+import contract
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+from testing_utils import ARGUMENTS
+from testing_utils import EAGER
+from testing_utils import FUNCTION
+from testing_utils import MEAN
+from testing_utils import SUM
+
+from tfcdo import tf_internals
+from tfcdo.plan import packing
+
+
+class InstancesContract(contract.Contract):
+    """What is promised of each class, in every setting, whatever the values are."""
+
+    # Destinations.
+
+    @parameterized.parameters((EAGER, MEAN), (FUNCTION, SUM), (ARGUMENTS, MEAN))
+    def test_results_are_on_the_destinations(self, mode, reduce_op):
+        with tf.device("/cpu:6"):
+            variable = tf.Variable([9.0, 9.0])
+            tensor = tf.constant(0)
+        with tf.device("/cpu:4"):
+            tall = tf.Variable(1, dtype=tf.int64)
+        cases = {
+            "/cpu:3": [3],
+            "cpu:3": [3],
+            "CPU:0": [0],
+            "/device:CPU:7": [7],
+            tu.device_name(2): [2],
+            variable.ref(): [6],
+            tall.ref(): [4],
+            tensor.ref(): [6],
+            "others": [5, 4],
+            "same": [0, 1, 2],
+            "turned": [2, 0, 1],
+            "more": [0, 1, 2, 3],
+            "one of them": [1],
+        }
+        destinations = []
+        for key, devices in cases.items():
+            if isinstance(key, str) and key[-1].isdigit():
+                destinations.append(key)
+            elif isinstance(key, str):
+                on = [tu.device_name(index) for index in devices]
+                destinations.append(tu.per_replica([0] * len(devices), on))
+            else:
+                destinations.append(key.deref())
+        arrays = [
+            [tu.numbers((2,), tf.float32, 10 * i + rank) for rank in range(3)]
+            for i in range(len(cases))
+        ]
+        ops = self.make()
+        results = tu.call(
+            mode,
+            lambda *own: ops.batch_reduce(reduce_op, list(zip(own, destinations, strict=True))),
+            *[tu.per_replica(own) for own in arrays],
+        )
+        for result, devices, own in zip(results, cases.values(), arrays, strict=True):
+            self.assert_on(result, [tu.device_name(index) for index in devices])
+            for component in result.values:
+                self.assert_exact(component, tu.oracle(reduce_op, own), tf.float32)
+        self.assertAllEqual([9.0, 9.0], variable)
+        self.assertEqual(1, tall.numpy())
+
+    def test_variables_are_not_changed(self):
+        variables = []
+        for rank in range(3):
+            with tf.device(tu.device_name(rank)):
+                variables.append(tf.Variable([5.0]))
+        ops = self.make()
+        value = tu.per_replica([[1.0], [2.0], [3.0]])
+        mirrored = tf_internals.mirrored(variables)
+        (result,) = tu.call(EAGER, lambda: ops.reduce(SUM, value, mirrored))
+        self.assert_on(result, tu.device_names(3))
+        self.assertAllEqual([[6.0]] * 3, result.values)
+        (result,) = tu.call(EAGER, lambda: ops.broadcast(tf.constant([7.0]), mirrored))
+        self.assert_on(result, tu.device_names(3))
+        self.assertAllEqual([[5.0]] * 3, variables)
+
+    # Isolation and determinism.
+
+    @parameterized.parameters(1, 5)
+    def test_users_data_is_never_changed(self, count):
+        arrays = contract.batch(count)
+        values = [tu.per_replica(own) for own in arrays]
+        slices_before = contract.slices(count)
+        values.append(tu.per_replica(slices_before))
+        before = [[np.array(one) for one in own] for own in arrays]
+        self_ops = self.make()
+        results = self_ops.batch_reduce(MEAN, [(value, value) for value in values])
+        for own, value, old in zip(arrays, values[:-1], before, strict=True):
+            for one, held, unchanged in zip(own, value.values, old, strict=True):
+                self.assertAllEqual(unchanged, one)
+                self.assertAllEqual(unchanged, held)
+        self.assert_bitwise_equal([contract.slices(count), slices_before])
+        self.assertLen(results, len(values))
+
+    def test_results_do_not_follow_what_is_written_later(self):
+        variables = []
+        for rank in range(3):
+            with tf.device(tu.device_name(rank)):
+                variables.append(tf.Variable([1.0, 2.0]))
+        value = tf_internals.per_replica(variables)
+        single = tf_internals.per_replica(variables[:1])
+        results = tu.all_reduce(self.make(), SUM, [value, value])
+        results += tu.all_reduce(self.make(), SUM, [single])
+        for variable in variables:
+            variable.assign([8.0, 8.0])
+        for result, expected in zip(results, ([3, 6], [3, 6], [1, 2]), strict=True):
+            self.assertAllEqual(expected, result.value)
+
+    @parameterized.parameters(EAGER, FUNCTION)
+    def test_repeats_bit_for_bit(self, mode):
+        generator = np.random.default_rng(0)
+        values = [
+            tu.per_replica([generator.normal(size=shape).astype(dtype) for _ in range(7)])
+            for shape in ((), (9,), (64, 5))
+            for dtype in (np.float32, np.float64, np.float16)
+        ]
+        runs = [tu.all_reduce(self.make(), MEAN, values, mode) for _ in range(2)]
+        for own in zip(*runs, strict=True):
+            self.assert_bitwise_equal([component for result in own for component in result.values])
+
+    def test_one_instance_for_many_batches(self):
+        ops = self.make()
+        for seed, count in enumerate([3, 8, 3, 2, 5]):
+            arrays = contract.batch(count, seed=1000 * seed, dtypes=(tf.float32, tf.int64))
+            results = tu.all_reduce(ops, SUM, [tu.per_replica(own) for own in arrays])
+            for result, own in zip(results, arrays, strict=True):
+                self.assertAllEqual(tu.oracle(SUM, own), result.value)
+
+    def test_deep_copies_give_the_same_bits(self):
+        ops = self.make()
+        arrays = contract.batch(3, dtypes=(tf.float32,))
+        values = [tu.per_replica(own) for own in arrays]
+        results = [tu.all_reduce(one, SUM, values) for one in (ops, copy.deepcopy(ops))]
+        for own in zip(*results, strict=True):
+            self.assert_bitwise_equal([result.value for result in own])
+
+    def test_six_threads_share_one_instance(self):
+        ops = self.make()
+        failures: list[str] = []
+
+        def work(thread: int) -> None:
+            try:
+                for step in range(3):
+                    arrays = contract.batch(
+                        2 + thread, seed=1000 * thread + step, dtypes=(tf.float32,)
+                    )
+                    values = [tu.per_replica(own) for own in arrays]
+                    mode = EAGER if step else FUNCTION
+                    for result, own in zip(
+                        tu.all_reduce(ops, SUM, values, mode), arrays, strict=True
+                    ):
+                        np.testing.assert_array_equal(tu.oracle(SUM, own), result.value)
+            except BaseException:  # Whatever it is, it must not be lost in the thread.
+                failures.append(traceback.format_exc())
+
+        threads = [threading.Thread(target=work, args=(thread,)) for thread in range(6)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(timeout=120)
+        self.assertFalse(any(one.is_alive() for one in threads))
+        self.assertEmpty(failures, "\n".join(failures))
+
+    def test_plans_are_computed_once(self):
+        ops = self.make()
+
+        def reduce(seed: int) -> None:
+            arrays = contract.batch(7, seed=seed, dtypes=(tf.float32,))
+            tu.all_reduce(ops, SUM, [tu.per_replica(own) for own in arrays])
+
+        reduce(0)
+        computed = packing.plan_batch.cache_info().misses
+        for seed in range(1, 4):
+            reduce(seed)
+        self.assertEqual(computed, packing.plan_batch.cache_info().misses)
+
+    # Gradients.
+
+    @parameterized.parameters(2, 3, 8)
+    def test_gradient(self, count):
+        own = [tf.constant(tu.numbers((5,), tf.float32, rank)) for rank in range(count)]
+        weights = [tu.numbers((5,), tf.float32, 50 + rank) for rank in range(count)]
+        ops = self.make()
+
+        def loss() -> list[tf.Tensor]:
+            with tf.GradientTape() as tape:
+                tape.watch(own)
+                value = tu.per_replica(own)
+                results = ops.reduce(MEAN, value, value).values
+                total = tf.add_n(
+                    [tf.reduce_sum(w * one) for w, one in zip(weights, results, strict=True)]
+                )
+            return tape.gradient(total, own)
+
+        for gradients in loss(), tf.function(loss, autograph=False)():
+            for gradient in gradients:
+                self.assertAllClose(np.sum(weights, axis=0) / count, gradient, rtol=1e-6)

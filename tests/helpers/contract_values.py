@@ -1,0 +1,272 @@
+"""The contract: which values, dtypes and shapes are reduced to what."""
+
+from __future__ import annotations
+
+import contract
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+from testing_utils import ARGUMENTS
+from testing_utils import EAGER
+from testing_utils import FUNCTION
+from testing_utils import MEAN
+from testing_utils import SUM
+
+from tfcdo import tf_internals
+
+
+class ValuesContract(contract.Contract):
+    """What each class computes, in every setting."""
+
+    # Values.
+
+    @parameterized.parameters(
+        # property_test draws the other combinations.
+        *[(EAGER, SUM, count) for count in (1, 2, 3, 4, 5, 6, 7, 8)],
+        *[(EAGER, MEAN, count) for count in (1, 3, 8)],
+        *[(FUNCTION, SUM, count) for count in (1, 5)],
+        *[(ARGUMENTS, MEAN, count) for count in (1, 3)],
+    )
+    def test_all_reduces_a_mixed_batch(self, mode, reduce_op, count):
+        arrays = contract.batch(count)
+        own_slices = [contract.slices(count, seed) for seed in range(3)]
+        values = [tu.per_replica(own) for own in arrays]
+        for position, own in enumerate(own_slices):
+            values.insert(3 * position, tu.per_replica(own))  # In between, and first.
+
+        results = tu.all_reduce(self.make(), reduce_op, values, mode)
+
+        self.assertLen(results, len(values))
+        for position, own in enumerate(own_slices):
+            self._check_slices(reduce_op, results.pop(2 * position), own)
+        for result, own in zip(results, arrays, strict=True):
+            dtype = tf.as_dtype(own[0].dtype)
+            # TensorFlow gives the value itself back if there is one replica and nowhere to go.
+            expected_dtype = tu.result_dtype(reduce_op, dtype) if count > 1 else dtype
+            self.assert_exact(result.value, tu.oracle(reduce_op, own), expected_dtype)
+            self.assert_bitwise_equal(result.values)
+            if mode != ARGUMENTS:
+                self.assert_on(result, tu.device_names(count))
+
+    def _check_slices(self, reduce_op, result, own):
+        expected = tu.oracle(reduce_op, [tu.dense(one, 6) for one in own])
+        first = result.value
+        self.assertIsInstance(first, tf.IndexedSlices)
+        self.assertEqual(own[0].values.dtype, first.values.dtype)
+        self.assertEqual(own[0].indices.dtype, first.indices.dtype)
+        self.assertAllEqual([6, 2], first.dense_shape)
+        self.assertAllClose(expected, tu.dense(first, 6), rtol=1e-6, atol=1e-6)
+        # The rows are those of the replicas, in their order: none is added up or left out.
+        self.assertAllEqual(np.concatenate([one.indices for one in own]), first.indices)
+        self.assert_bitwise_equal([(one.values, one.indices) for one in result.values])
+
+    @parameterized.product(dtype=contract.DTYPES, reduce_op=(SUM, MEAN))
+    def test_keeps_the_dtype(self, dtype, reduce_op):
+        # The sum of three fits in 8 bits.
+        arrays = [[tu.numbers((5,), dtype, rank, limit=40) for rank in range(3)]] * 2
+        results = tu.all_reduce(self.make(), reduce_op, [tu.per_replica(own) for own in arrays])
+        for result, own in zip(results, arrays, strict=True):
+            self.assert_exact(
+                result.value, tu.oracle(reduce_op, own), tu.result_dtype(reduce_op, dtype)
+            )
+
+    @parameterized.product(dtype=contract.FLOATS_16, reduce_op=(SUM, MEAN), mode=(EAGER, FUNCTION))
+    def test_rounds_16_bit_floats_once(self, dtype, reduce_op, mode):
+        # Adding 1 to the large value is lost in 16 bits, but seven of them are not.
+        large = 2048 if dtype == tf.float16 else 256
+        own = [np.full([9], value, dtype.as_numpy_dtype) for value in [large] + [1] * 7]
+        for result in tu.all_reduce(self.make(), reduce_op, [tu.per_replica(own)] * 2, mode):
+            self.assert_exact(result.value, tu.oracle(reduce_op, own), dtype)
+
+    @parameterized.product(dtype=(tf.uint8, tf.int8, tf.int16, tf.int32), mode=(EAGER, FUNCTION))
+    def test_mean_of_integers_whose_sum_overflows(self, dtype, mode):
+        # Every float has this power of two, and no integer of this dtype has three times as much.
+        large = 2 ** (8 * dtype.size - (1 if dtype == tf.uint8 else 2))
+        own = [np.full([9], large, dtype.as_numpy_dtype) for _ in range(3)]
+        for result in tu.all_reduce(self.make(), MEAN, [tu.per_replica(own)] * 2, mode):
+            self.assert_exact(result.value, np.full([9], large), tu.result_dtype(MEAN, dtype))
+
+    @parameterized.parameters(EAGER, FUNCTION)
+    def test_mean_of_64_bit_integers_is_exact(self, mode):
+        # No float64 holds the first, so whoever adds floats gets 0.
+        own = [np.array([2**60 + 3]), np.array([-(2**60)])]
+        for result in tu.all_reduce(self.make(), MEAN, [tu.per_replica(own)] * 2, mode):
+            self.assertAllEqual([1.5], result.value)
+
+    def test_sums_special_values(self):
+        own = [np.array([np.inf, -np.inf, np.nan, 1], np.float32), np.ones([4], np.float32)]
+        own.append(np.array([1, 1, 1, np.inf], np.float32))
+        (result,) = tu.all_reduce(self.make(), SUM, [tu.per_replica(own)])
+        self.assertAllEqual([np.inf, -np.inf, np.nan, np.inf], result.value)
+
+    @parameterized.parameters(2, 3, 8)
+    def test_reduces_one_value(self, count):
+        own = [tu.numbers((4, 3), tf.float32, rank) for rank in range(count)]
+        value = tu.per_replica(own)
+        ops = self.make()
+        (result,) = tu.call(EAGER, lambda: ops.reduce(SUM, value, value))
+        self.assert_on(result, tu.device_names(count))
+        self.assert_exact(result.value, tu.oracle(SUM, own), tf.float32)
+
+    def test_one_replica_keeps_its_value(self):
+        value = tu.per_replica([np.arange(3)], tu.ALL_DEVICES[2:])
+        for reduce_op in SUM, MEAN:
+            (result,) = tu.all_reduce(self.make(), reduce_op, [value])
+            self.assertAllEqual([0, 1, 2], result.value)
+            self.assert_on(result, [tu.device_name(2)])
+
+    def test_reduces_a_tensor_as_one_replica(self):
+        results = tu.call(
+            EAGER, lambda: self.make().reduce(SUM, tf.constant([1.0, 2.0]), tu.per_replica([0] * 3))
+        )
+        self.assert_on(results[0], tu.device_names(3))
+        for component in results[0].values:
+            self.assertAllEqual([1.0, 2.0], component)
+
+    @parameterized.parameters(tf.int32, tf.int64, tf.int16)
+    def test_mean_of_one_integer_is_a_float_elsewhere(self, dtype):
+        value = tu.per_replica([tf.constant(3, dtype)])
+        for destinations in "/cpu:5", tu.per_replica([0, 0, 0]):
+            result = tu.call(EAGER, lambda: self.make().reduce(MEAN, value, destinations))[0]  # noqa: B023
+            self.assert_exact(result.value, np.array(3.0), tu.result_dtype(MEAN, dtype))
+
+    def test_reads_variables(self):
+        variables = []
+        for rank in range(3):
+            with tf.device(tu.device_name(rank)):
+                variables.append(tf.Variable([1.0 + rank]))
+        value = tf_internals.per_replica(variables)
+        (result,) = tu.all_reduce(self.make(), SUM, [value])
+        self.assert_on(result, tu.device_names(3))
+        self.assertAllEqual([6.0], result.value)
+
+    def test_reads_arrays_and_numbers(self):
+        for own in ([1.5, 2.5, 3.0], [np.float32(1.5), np.float32(2.5), np.float32(3.0)]):
+            (result,) = tu.all_reduce(self.make(), SUM, [tf_internals.per_replica(own)])
+            self.assertLen(result.values, 3)
+            self.assertAllEqual([7.0] * 3, result.values)
+
+    def test_empty_batch(self):
+        self.assertEqual([], self.make().batch_reduce(SUM, []))
+        self.assertEqual([], self.make().batch_reduce(MEAN, iter(())))
+
+    def test_takes_any_iterable_of_pairs(self):
+        value = tu.per_replica([1.0, 2.0])
+        results = self.make().batch_reduce(SUM, ((value, value) for _ in range(3)))
+        self.assertLen(results, 3)
+
+    # Shapes.
+
+    @parameterized.parameters(
+        *[(SUM, shape, 3) for shape in (None, [None], [None, 2], [3, None])],
+        *[(MEAN, shape, 2) for shape in (None, [None], [None, 2], [3, None])],
+        (MEAN, [None], 8),
+    )
+    def test_shapes_unknown_while_traced(self, reduce_op, shape, count):
+        ops = self.make()
+        spec = [tf.TensorSpec(shape, dtype) for dtype in (tf.float32, tf.bfloat16, tf.int64)]
+
+        @tf.function(input_signature=[[spec] * count], autograph=False)
+        def reduce(rows):
+            values = [tu.per_replica(own) for own in zip(*rows, strict=True)]
+            # Values of known shape travel in the same batch.
+            values.insert(1, tu.per_replica([tf.ones([2, 2])] * count))
+            results = ops.batch_reduce(reduce_op, [(value, value) for value in values])
+            return [result.values for result in results]
+
+        full = {None: (4,), (None,): (5,), (None, 2): (0, 2), (3, None): (3, 4)}
+        own_shape = full[None if shape is None else tuple(shape)]
+        rows = [
+            [tu.numbers(own_shape, own.dtype, 10 * rank + i) for i, own in enumerate(spec)]
+            for rank in range(count)
+        ]
+        results = reduce([[tf.constant(one) for one in row] for row in rows])
+        known = results.pop(1)
+        self.assertAllEqual(np.full([2, 2], count if reduce_op == SUM else 1), known[-1])
+        for result, own, one in zip(results, zip(*rows, strict=True), spec, strict=True):
+            for component in result:
+                self.assert_exact(
+                    component, tu.oracle(reduce_op, own), tu.result_dtype(reduce_op, one.dtype)
+                )
+
+    @parameterized.parameters(((1,), (4,)), ((4,), (1,)), ((), (3,)), ((2, 2), (4,)), ((0,), (1,)))
+    def test_shapes_that_differ_at_run_time_raise(self, first, second):
+        ops = self.make()
+
+        @tf.function(input_signature=[tf.TensorSpec(None)] * 3, autograph=False)
+        def reduce(*own):
+            value = tu.per_replica(own)
+            return ops.reduce(SUM, value, value).values
+
+        ok, bad = tf.ones(first), tf.ones(second)
+        for own in [ok, ok, bad], [bad, ok, ok], [ok, bad, ok]:
+            with self.assertRaises(tf.errors.InvalidArgumentError):
+                reduce(*own)
+        # The step after it works.
+        self.assertAllEqual(np.full(first, 3.0), reduce(ok, ok, ok)[2])
+
+    def test_the_number_of_rows_unknown_while_traced(self):
+        ops = self.make()
+
+        @tf.function(
+            input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([None], tf.int64)] * 3,
+            autograph=False,
+        )
+        def reduce(*parts):
+            value = tu.per_replica(
+                [tf.IndexedSlices(*parts[i : i + 2], tf.constant([6, 2])) for i in (0, 2, 4)]
+            )
+            (result,) = ops.batch_reduce(SUM, [(value, value)])
+            return result.values
+
+        own = contract.slices(3, seed=5)
+        result = reduce(*[part for one in own for part in (one.values, one.indices)])
+        self.assertAllEqual(sum(tu.dense(one, 6) for one in own), tu.dense(result[1], 6))
+
+    # Slices.
+
+    def test_slices_without_a_dense_shape(self):
+        own = [tf.IndexedSlices(tf.ones([2, 3]) * rank, tf.constant([0, 0])) for rank in range(3)]
+        (result,) = tu.all_reduce(self.make(), SUM, [tu.per_replica(own)])
+        for component in result.values:
+            self.assertIsNone(component.dense_shape)
+            self.assertAllEqual([0, 0, 1, 1, 2, 2], component.values[:, 0])
+            self.assertAllEqual([0] * 6, component.indices)
+
+    @parameterized.parameters("/cpu:5", None)
+    def test_slices_to_another_place(self, device):
+        own = contract.slices(3, seed=2)
+        destinations = device or tu.per_replica([0] * 2, tu.ALL_DEVICES[4:6])
+        (result,) = tu.call(
+            EAGER, lambda: self.make().reduce(MEAN, tu.per_replica(own), destinations)
+        )
+        self.assert_on(result, [tu.device_name(5)] if device else tu.ALL_DEVICES[4:6])
+        self._check_slices(MEAN, result, own)
+
+    def test_slices_of_16_bits_and_of_whole_rows(self):
+        own = contract.slices(3, seed=7, dtype=tf.bfloat16)
+        (result,) = tu.all_reduce(self.make(), SUM, [tu.per_replica(own)])
+        self._check_slices(SUM, result, own)
+        own = [tf.IndexedSlices(tf.constant([1.0]), tf.constant([rank])) for rank in range(3)]
+        (result,) = tu.all_reduce(self.make(), SUM, [tu.per_replica(own)])
+        self.assertAllEqual([0, 1, 2], result.value.indices)
+
+    @parameterized.parameters(tf.int8, tf.int32, tf.int64)
+    def test_mean_of_slices_of_integers(self, dtype):
+        own = contract.slices(3, seed=7, dtype=dtype)
+        expected = tu.oracle(MEAN, [tu.dense(one, 6) for one in own])
+        for value, destinations in [(tu.per_replica(own), "/cpu:1"), (tu.per_replica(own),) * 2]:
+            result = tu.call(EAGER, lambda: self.make().reduce(MEAN, value, destinations))[0]  # noqa: B023
+            self.assertEqual(tu.result_dtype(MEAN, dtype), result.value.values.dtype)
+            self.assertAllClose(expected, tu.dense(result.value, 6), rtol=1e-6)
+
+    def test_slices_with_indices_of_two_dtypes(self):
+        own = [
+            tf.IndexedSlices(tf.ones([1, 2]), tf.constant([rank], dtype))
+            for rank, dtype in enumerate([tf.int32, tf.int64, tf.int32])
+        ]
+        for value, destinations in [(tu.per_replica(own), "/cpu:1"), (tu.per_replica(own),) * 2]:
+            result = tu.call(EAGER, lambda: self.make().reduce(SUM, value, destinations))[0]  # noqa: B023
+            self.assertAllEqual([0, 1, 2], result.value.indices)
+            self.assertEqual(tf.int64, result.value.indices.dtype)
