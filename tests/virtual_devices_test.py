@@ -58,12 +58,12 @@ class ConfigureVirtualCpusTest(parameterized.TestCase):
 
     @parameterized.parameters(0, -1)
     def test_rejects_numbers_below_one(self, count: int):
-        with self.assertRaisesRegex(ValueError, f"count must be at least 1, got {count}"):
+        with self.assertRaisesRegex(ValueError, f"count must be at least 1; got {count}"):
             configure_virtual_cpus(count)
 
     @parameterized.parameters(True, 2.0, "2", None)
     def test_rejects_what_is_not_an_int(self, count: Any):
-        with self.assertRaisesRegex(TypeError, "count must be an int, got"):
+        with self.assertRaisesRegex(TypeError, "count must be an int; got"):
             configure_virtual_cpus(count)
 
 

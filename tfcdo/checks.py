@@ -1,4 +1,4 @@
-"""Checks of what callers pass, so that the same mistake is told in the same words."""
+"""Checks what callers pass, so that the same mistake gives the same message."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def check_int(name: str, value: object, at_least: int, at_most: int | None = Non
       at_most: the largest one; None for no limit.
 
     Raises:
-      TypeError: if `value` is no int; a bool is none either.
-      ValueError: if it is out of range.
+      TypeError: if `value` is not an int; a bool is refused, too.
+      ValueError: if `value` is out of range.
 
     Example:
       >>> check_int("root", 3, at_least=0, at_most=2)
@@ -35,16 +35,18 @@ def check_int(name: str, value: object, at_least: int, at_most: int | None = Non
 
 
 def check_device_list(devices: Any) -> tuple[Any, ...]:
-    """The argument `devices` as a tuple, if it lists at least one; what it lists is not looked at.
+    """Returns the argument `devices` as a tuple, if it lists at least one.
+
+    What it lists is not checked.
 
     Args:
-      devices: any iterable, read once. A text is none: it would be a list of letters.
+      devices: any iterable, read once. Strings are rejected.
 
     Returns:
-      What it holds.
+      Its entries.
 
     Raises:
-      ValueError: if it is no iterable, or empty.
+      ValueError: if `devices` is not iterable, or empty.
 
     Example:
       >>> check_device_list(f"/cpu:{number}" for number in range(2))
@@ -62,10 +64,10 @@ def check_sizes(num_bytes: object, num_packs: object) -> None:
 
     Args:
       num_bytes: how many bytes each device holds.
-      num_packs: how many packs; None for as many as are good.
+      num_packs: how many packs; None for as many as suit the algorithm.
 
     Raises:
-      TypeError: if one of them is no int.
+      TypeError: if one of them is not an int.
       ValueError: if `num_bytes` is negative or `num_packs` is below 1.
     """
     check_int("num_bytes", num_bytes, at_least=0)

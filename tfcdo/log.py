@@ -1,4 +1,4 @@
-"""Telling the user once what cannot be done as asked, or what was found out."""
+"""Logs once what cannot be done as requested, or what was found out."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from absl import logging
 
 @functools.lru_cache(maxsize=256)
 def warn_once(message: str) -> None:
-    """Logs a warning, the first time that this process has it to say.
+    """Logs a warning the first time that this process calls it with this message.
 
     Args:
-      message: the whole line: what happens instead of what was asked for, why, and the remedy.
+      message: the whole line: what happens instead of what was requested, why, and the remedy.
     """
     logging.warning("tfcdo: %s", message)
 
 
 @functools.lru_cache(maxsize=256)
 def info_once(message: str) -> None:
-    """Logs what was found out, the first time that this process has it to say.
+    """Logs a piece of information the first time that this process calls it with this message.
 
     Args:
       message: the whole line.

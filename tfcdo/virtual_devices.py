@@ -1,4 +1,4 @@
-"""Virtual CPU devices: several logical devices on one processor.
+"""Configures virtual CPU devices: several logical devices on one processor.
 
 They let a machine without a GPU run everything a machine with eight runs. TensorFlow accepts their
 number only before it starts, so this is the one place of tfcdo that configures them: the demo, the
@@ -8,6 +8,8 @@ bench and the tests all come through here.
 from __future__ import annotations
 
 import tensorflow as tf
+
+from tfcdo import checks
 
 
 def configure_virtual_cpus(count: int) -> list[str]:
@@ -34,11 +36,7 @@ def configure_virtual_cpus(count: int) -> list[str]:
       >>> configure_virtual_cpus(3)
       ['CPU:0', 'CPU:1', 'CPU:2']
     """
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"count must be an int, got {count!r} of type {type(count).__name__}")
-    if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
-
+    checks.check_int("count", count, at_least=1)
     processor = tf.config.list_physical_devices("CPU")[0]
     # TensorFlow reports None for a processor that nobody has divided: one logical device.
     existing = tf.config.get_logical_device_configuration(processor) or [None]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import tensorflow as tf
 
@@ -27,15 +28,13 @@ class PlotTest(tf.test.TestCase):
             )
             for index, (seconds, spread) in enumerate(times)
         ]
-        figure = bench.draw(measured, _DEVICES)
-        self.addCleanup(bench.plt.close, figure)
+        figure: Any = bench.draw(measured, _DEVICES)
         (line,) = figure.axes[0].lines
         self.assertAllClose(line.get_ydata(), [6.0, math.nan, math.nan, 2.0], rtol=1e-2)
 
     def test_error_bars_are_as_long_as_the_spread(self):
         measured = dataclasses.replace(_measurement("tfcdo.X", "tfcdo", 5e-3), spread=2e-3)
-        figure = bench.draw([measured], _DEVICES)
-        self.addCleanup(bench.plt.close, figure)
+        figure: Any = bench.draw([measured], _DEVICES)
         (axes,) = figure.axes
         (bar,) = axes.patches
         self.assertAllClose(bar.get_width(), 5.0)

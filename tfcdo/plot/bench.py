@@ -6,11 +6,7 @@ import math
 import pathlib
 from collections.abc import Sequence
 
-import matplotlib
-
-matplotlib.use("Agg")  # Draws in a file, without a screen.
-
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from tfcdo.bench import implementations
 from tfcdo.bench import measure
@@ -24,7 +20,7 @@ _BARS = {
 }
 
 
-def draw(results: Sequence[measure.Measurement], devices: Devices) -> plt.Figure:
+def draw(results: Sequence[measure.Measurement], devices: Devices) -> Figure:
     """Draws busbw over size, one line for each implementation; of models, one bar for each.
 
     Args:
@@ -32,7 +28,7 @@ def draw(results: Sequence[measure.Measurement], devices: Devices) -> plt.Figure
       devices: what they were made on.
 
     Returns:
-      The figure; the caller closes it.
+      The figure.
     """
     drawn = [one for one in results if one.kind in _LINES]
     groups = measure.by_workload(drawn)
@@ -43,20 +39,19 @@ def draw(results: Sequence[measure.Measurement], devices: Devices) -> plt.Figure
 
 
 def save(results: Sequence[measure.Measurement], devices: Devices, path: pathlib.Path) -> None:
-    """Draws the same in a file.
+    """Draws measurements, as `draw` does, and writes the picture to a file.
 
     Args:
       results: as for `draw`.
       devices: what they were made on.
       path: the PNG file.
     """
-    figure = draw(results, devices)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    draw(results, devices).savefig(path, dpi=120)
 
 
-def _lines(drawn: Sequence[measure.Measurement]) -> plt.Figure:
-    figure, axes = plt.subplots(figsize=(10, 6), layout="constrained")
+def _lines(drawn: Sequence[measure.Measurement]) -> Figure:
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    axes = figure.subplots()
     for name in dict.fromkeys(one.name for one in drawn):
         line = [one for one in drawn if one.name == name]
         # A time below its own spread is noise, and its busbw anything up to infinity.
@@ -76,11 +71,10 @@ def _lines(drawn: Sequence[measure.Measurement]) -> plt.Figure:
     return figure
 
 
-def _bars(groups: Sequence[Sequence[measure.Measurement]]) -> plt.Figure:
+def _bars(groups: Sequence[Sequence[measure.Measurement]]) -> Figure:
     height = 0.8 + 0.3 * max(map(len, groups))
-    figure, columns = plt.subplots(
-        len(groups), 1, figsize=(10, height * len(groups)), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(10, height * len(groups)), layout="constrained")
+    columns = figure.subplots(len(groups), 1, squeeze=False)
     for axes, group in zip(columns[:, 0], groups, strict=True):
         bars = axes.barh(
             [_label(one.name) for one in group],
