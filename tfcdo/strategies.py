@@ -304,6 +304,32 @@ class _MultiWorkerExtended(_AveragesStatistics, tf_internals.MultiWorkerExtended
     def _get_cross_device_ops(self, value: Any) -> Any:
         return self._cross_device_ops
 
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
+        pairs = [(value, self._located(where)) for value, where in value_destination_pairs]
+        return super()._batch_reduce_to(reduce_op, pairs, options)
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        return super()._reduce_to(reduce_op, value, self._located(destinations), options)
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: Any, options: Any
+    ) -> Any:
+        return super()._gather_to_implementation(
+            value, self._located(destinations), axis, options
+        )
+
+    def _located(self, destinations: Any) -> Any:
+        """Returns destinations, or the first device for a value whose device is not known yet.
+
+        Such are the arguments of a function that is being traced. Several devices hold a
+        `PerReplica`; anything else belongs to one.
+        """
+        if isinstance(destinations, tf_internals.DistributedValues):
+            return destinations
+        named = destinations if isinstance(destinations, str) else None
+        known = named or getattr(destinations, "device", "")
+        return destinations if known else self.worker_devices[0]
+
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
     ) -> Any:

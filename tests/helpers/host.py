@@ -1,0 +1,33 @@
+"""One host of a cluster: runs scenarios of `host_scenarios`, and saves what they return.
+
+Usage: host.py DEVICES FOLDER SCENARIO...
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import time
+
+import host_scenarios
+import numpy as np
+import tensorflow as tf
+
+import tfcdo
+
+
+def main(devices: str, folder: str, *names: str) -> None:
+    tf.get_logger().setLevel("ERROR")
+    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=30.0)
+    strategy = tfcdo.MultiWorkerMirroredStrategy(None, options, devices_per_worker=int(devices))
+    host = strategy.cluster_resolver.task_id
+    for name in names:
+        start = time.monotonic()
+        results = getattr(host_scenarios, name)(strategy)
+        print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
+        if results:
+            np.savez(pathlib.Path(folder, f"{name}-{host}.npz"), **results)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,212 @@
+"""Values of every kind, reduced and gathered over all replicas of all hosts; numpy checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from testing_utils import MEAN
+from testing_utils import SUM
+
+DTYPES = (
+    tf.float16,
+    tf.bfloat16,
+    tf.float32,
+    tf.float64,
+    tf.int8,
+    tf.int16,
+    tf.int32,
+    tf.int64,
+    tf.uint8,
+    tf.uint16,
+    tf.uint32,
+    tf.uint64,
+    tf.complex64,
+    tf.complex128,
+)
+COPIED = (*DTYPES, tf.bool)
+SHAPE = (3, 5)
+
+
+def check(strategy: Any) -> None:
+    """Checks everything, eagerly and in a function."""
+    case = _Case(strategy)
+    for wrap in (lambda body: body, lambda body: tf.function(body, autograph=False)):
+        case.all_reduce(wrap)
+        case.slices(wrap)
+        case.gather(wrap)
+        case.cross_replica(wrap)
+    case.gradient()
+    case.loop()
+    case.options()
+
+
+class _Case:
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+        self.replicas = strategy.num_replicas_in_sync
+        self.local = len(strategy.extended.worker_devices)
+        self.hosts = self.replicas // self.local
+        self.host = strategy.cluster_resolver.task_id
+
+    def per_replica(self, make: Callable[[int], Any]) -> Any:
+        return self.strategy.experimental_distribute_values_from_function(
+            lambda context: make(context.replica_id_in_sync_group)
+        )
+
+    def same(self, expected: np.ndarray, value: Any, dtype: tf.DType | None = None) -> None:
+        """Asserts exact values, equal on all replicas of this host."""
+        for part in self.strategy.experimental_local_results(value):
+            np.testing.assert_array_equal(tu.exact(part), expected)
+            assert dtype is None or part.dtype == dtype, (part.dtype, dtype)
+
+    def all_reduce(self, wrap: Any) -> None:
+        numbers = {
+            dtype.name: [tu.numbers(SHAPE, dtype, r, limit=8) for r in range(self.replicas)]
+            for dtype in DTYPES
+        }
+        scalars = [np.float32(r + 1) for r in range(self.replicas)]
+        arguments = {
+            name: self.per_replica(lambda r, own=own: tf.constant(own[r]))
+            for name, own in numbers.items()
+        }
+        arguments["scalar"] = self.per_replica(lambda r: tf.constant(scalars[r]))
+        arguments["empty"] = self.per_replica(lambda r: tf.zeros([0, 2]))
+        for reduce_op in (SUM, MEAN):
+
+            def step(values: Mapping[str, tf.Tensor], reduce_op: Any = reduce_op) -> Any:
+                return tf.distribute.get_replica_context().all_reduce(reduce_op, values)
+
+            results = wrap(lambda values, step=step: self.strategy.run(step, (values,)))(arguments)
+            self.same(tu.oracle(reduce_op, scalars), results["scalar"], tf.float32)
+            self.same(np.zeros([0, 2]), results["empty"], tf.float32)
+            for dtype in DTYPES:
+                # Of 8 values of up to 8, all sums are exact; means are so for 4 replicas.
+                expected = tu.oracle(reduce_op, numbers[dtype.name])
+                wanted = tu.result_dtype(reduce_op, dtype)
+                for part in self.strategy.experimental_local_results(results[dtype.name]):
+                    assert part.dtype == wanted, (part.dtype, wanted)
+                    slack = 8 * tu.unit_roundoff(wanted) if reduce_op == MEAN else 0.0
+                    np.testing.assert_allclose(tu.exact(part), expected, rtol=slack, atol=slack)
+
+    def slices(self, wrap: Any) -> None:
+        def make(replica: int) -> tf.IndexedSlices:
+            # As many rows as the replica's number: none on the first.
+            rows = np.arange(2.0 * replica, dtype=np.float32).reshape(replica, 2)
+            return tf.IndexedSlices(
+                tf.constant(rows), tf.range(replica, dtype=tf.int64), tf.constant([9, 2], tf.int64)
+            )
+
+        tables = [tu.dense(make(replica), 9) for replica in range(self.replicas)]
+        for reduce_op in (SUM, MEAN):
+
+            def merge(strategy: Any, value: Any, reduce_op: Any = reduce_op) -> Any:
+                return strategy.extended.batch_reduce_to(reduce_op, [(value, value)])[0]
+
+            def step(value: tf.IndexedSlices, merge: Any = merge) -> Any:
+                return tf.distribute.get_replica_context().merge_call(merge, (value,))
+
+            result = wrap(lambda value, step=step: self.strategy.run(step, (value,)))(
+                self.per_replica(make)
+            )
+            for part in self.strategy.experimental_local_results(result):
+                expected = tu.oracle(reduce_op, tables)
+                np.testing.assert_allclose(tu.dense(part, 9), expected, rtol=1e-6)
+
+    def gather(self, wrap: Any) -> None:
+        for axis in (0, 1, -1):
+
+            def make(replica: int, axis: int = axis) -> np.ndarray:
+                shape = [2, 2, 2]
+                shape[axis] = replica + 1
+                return np.full(shape, replica, np.float32)
+
+            expected = np.concatenate([make(r) for r in range(self.replicas)], axis)
+            value = self.per_replica(lambda r, make=make: tf.constant(make(r)))
+            gathered = wrap(lambda value, axis=axis: self.strategy.gather(value, axis))(value)
+            np.testing.assert_array_equal(gathered.numpy(), expected)
+        for dtype in COPIED:
+            value = self.per_replica(lambda r, dtype=dtype: tf.cast(tf.fill([r + 1], r), dtype))
+            expected = np.concatenate([np.full([r + 1], r) for r in range(self.replicas)])
+            gathered = wrap(lambda value: self.strategy.gather(value, 0))(value)
+            assert gathered.dtype == dtype
+            np.testing.assert_array_equal(gathered.numpy(), expected.astype(dtype.as_numpy_dtype))
+
+    def cross_replica(self, wrap: Any) -> None:
+        counted = self.per_replica(lambda r: tf.constant(r + 1))
+        rows = self.per_replica(lambda r: tf.fill([r + 1, 2], float(r)))
+        total = sum(range(1, self.replicas + 1))
+        per_row = sum(r * (r + 1) for r in range(self.replicas)) / total
+
+        def reduce(counted: Any, rows: Any) -> Any:
+            loss = {"loss": rows, "count": counted}
+            return {
+                "sum": self.strategy.reduce("SUM", counted, axis=None),
+                "mean": self.strategy.reduce("MEAN", counted, axis=None),
+                "scalar along an axis": self.strategy.reduce("MEAN", counted, axis=0),
+                "rows": self.strategy.reduce("MEAN", rows, axis=0),
+                "structure": self.strategy.reduce("SUM", loss, axis=0),
+            }
+
+        results = wrap(reduce)(counted, rows)
+        assert results["sum"].numpy() == total
+        np.testing.assert_allclose(results["mean"].numpy(), total / self.replicas, rtol=1e-6)
+        np.testing.assert_allclose(
+            results["scalar along an axis"].numpy(), total / self.replicas, rtol=1e-6
+        )
+        np.testing.assert_allclose(results["rows"].numpy(), [per_row] * 2, rtol=1e-6)
+        np.testing.assert_allclose(results["structure"]["loss"].numpy(), [per_row * total] * 2)
+        assert results["structure"]["count"].numpy() == total
+        # A value of the host's own, as of early stopping, counts once a host.
+        own = wrap(lambda value: self.strategy.reduce("SUM", value, axis=None))(
+            tf.constant(self.host + 1.0)
+        )
+        assert own.numpy() == sum(range(1, self.hosts + 1))
+
+    def gradient(self) -> None:
+        """The sum on each replica depends on all inputs: the gradient is a sum over replicas."""
+
+        @tf.function
+        def train() -> Any:
+            def step() -> tf.Tensor:
+                value = tf.constant([1.0, 2.0])
+                with tf.GradientTape() as tape:
+                    tape.watch(value)
+                    total = tf.distribute.get_replica_context().all_reduce(SUM, value)
+                    loss = tf.reduce_sum(total * total)
+                return tape.gradient(loss, value)
+
+            return self.strategy.run(step)
+
+        expected = 2.0 * self.replicas * np.array([1.0, 2.0]) * self.replicas
+        self.same(expected, train())
+
+    def loop(self) -> None:
+        """Collectives in a loop of TensorFlow's, called twice."""
+
+        @tf.function
+        def repeat(value: Any) -> tf.Tensor:
+            factor = tf.constant(1.0)
+            for _ in tf.range(3):
+
+                def step(value: tf.Tensor, factor: tf.Tensor = factor) -> tf.Tensor:
+                    return tf.distribute.get_replica_context().all_reduce(SUM, value * factor)
+
+                factor = self.strategy.reduce("MEAN", self.strategy.run(step, (value,)), None)
+            return factor
+
+        value = self.per_replica(lambda r: tf.constant(float(r + 1)))
+        for _ in range(2):
+            total = sum(range(1, self.replicas + 1))
+            np.testing.assert_allclose(repeat(value).numpy(), total**3, rtol=1e-6)
+
+    def options(self) -> None:
+        """Packs of a few bytes: many collectives, on all devices in turn."""
+        numbers = [tu.numbers((40,), tf.float32, r) for r in range(self.replicas)]
+        value = self.per_replica(lambda r: tf.constant(numbers[r]))
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=32)
+        [result] = self.strategy.extended.batch_reduce_to(SUM, [(value, value)], options)
+        self.same(tu.oracle(SUM, numbers), result)

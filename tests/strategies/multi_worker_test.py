@@ -1,0 +1,60 @@
+"""Training on several hosts, processes of this machine, compared with training on one device."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+
+import clusters
+import host_scenarios
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+_TIMEOUT = 240.0
+# (scenario, how far from one device): near float32 rounding, but for layers that compute in 16
+# bits, whose gradients are rounded on each replica.
+TRAINING = (("fit", 2e-6), ("own_loop", 2e-2))
+
+
+class TrainingTest(tf.test.TestCase, parameterized.TestCase):
+    """Hosts x devices of each: all scenarios in one set of processes."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.expected = {name: getattr(host_scenarios, name)(None) for name, _ in TRAINING}
+
+    @parameterized.parameters((2, 2), (3, 1), (2, 3))
+    def test_as_one_device(self, hosts, devices):
+        with tempfile.TemporaryDirectory() as folder:
+            names = [name for name, _ in TRAINING]
+            outcomes = clusters.run(hosts, [str(devices), folder, *names, "values"], _TIMEOUT)
+            for outcome in outcomes:
+                self.assertEqual(0, outcome.returncode, outcome.output)
+            for name, tolerance in TRAINING:
+                results = [
+                    dict(np.load(pathlib.Path(folder, f"{name}-{host}.npz")))
+                    for host in range(hosts)
+                ]
+                with self.subTest(name):
+                    self.check(name, results, devices, tolerance)
+
+    def check(self, name, results, devices, tolerance):
+        for key, expected in self.expected[name].items():
+            for host in results:
+                actual = host[key]
+                if key.startswith("replica"):
+                    self.assertLen(actual, devices)
+                    for replica in actual:
+                        self.assertEqual(results[0][key][0].tobytes(), replica.tobytes(), key)
+                    actual, expected_here = actual[0], expected[0]
+                else:
+                    expected_here = expected
+                np.testing.assert_allclose(
+                    actual, expected_here, rtol=tolerance, atol=tolerance, err_msg=key
+                )
+
+
+if __name__ == "__main__":
+    tf.test.main()
