@@ -349,7 +349,7 @@ class _MultiWorkerExtended(_AveragesStatistics, tf_internals.MultiWorkerExtended
                 value = getattr(value, "wrapped_value", value)  # Of a checkpoint.
                 value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
             description = {
-                "what": "initial value of a variable",
+                "what": "initialization",
                 "values": [exchange.describe(value)],
                 "roots": [exchange.device_number(device)],
             }

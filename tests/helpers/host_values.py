@@ -119,17 +119,21 @@ class _Case:
     def gather(self, wrap: Any) -> None:
         for axis in (0, 1, -1):
 
-            def make(replica: int, axis: int = axis) -> np.ndarray:
+            def make(replica: int, axis: int = axis) -> tf.Tensor:
                 shape = [2, 2, 2]
                 shape[axis] = replica + 1
-                return np.full(shape, replica, np.float32)
+                return tf.fill(shape, float(replica))
 
             expected = np.concatenate([make(r) for r in range(self.replicas)], axis)
-            value = self.per_replica(lambda r, make=make: tf.constant(make(r)))
+            value = self.per_replica(make)
             gathered = wrap(lambda value, axis=axis: self.strategy.gather(value, axis))(value)
             np.testing.assert_array_equal(gathered.numpy(), expected)
         for dtype in COPIED:
-            value = self.per_replica(lambda r, dtype=dtype: tf.cast(tf.fill([r + 1], r), dtype))
+
+            def fill(replica: int, dtype: tf.DType = dtype) -> tf.Tensor:
+                return tf.cast(tf.fill([replica + 1], replica), dtype)
+
+            value = self.per_replica(fill)
             expected = np.concatenate([np.full([r + 1], r) for r in range(self.replicas)])
             gathered = wrap(lambda value: self.strategy.gather(value, 0))(value)
             assert gathered.dtype == dtype

@@ -123,11 +123,14 @@ class Agreement:
             strange = [d for name, d in self._heard(host, 0.01).items() if name not in own]
             if strange:
                 me, they = self._cluster.name(self._cluster.index), self._cluster.name(host)
-                if not waiting:
-                    return f"{they} has come to {brief(strange[0])}, but {me} has not"
-                # The host that is waited for last is at the first thing that this one has not.
-                details = difference.between(waiting[-1], me, strange[0], they)
-                return f"the programs of {me} and {they} differ: {details}"
+                mine = waiting[-1] if waiting else None
+                if mine is None:
+                    return f"{they} has come to the {brief(strange[0])}, and {me} has not"
+                if mine.get("what") != strange[0].get("what"):
+                    details = f"here the {brief(mine)}, there the {brief(strange[0])}"
+                else:
+                    details = difference.between(mine, "here", strange[0], "there")
+                return f"the programs of {me}, here, and {they}, there, differ: {details}"
         return None
 
     def failure(self) -> str | None:
@@ -205,5 +208,5 @@ def brief(description: Description) -> str:
     """Names a collective in a message: what it is for, and its first values."""
     values = description.get("values", [])
     more = ", ..." if len(values) > 3 else ""
-    what = description.get("what", "collective")
-    return f"{what} of {len(values)} values ({', '.join(values[:3])}{more})"
+    count = f"{len(values)} value{'' if len(values) == 1 else 's'}"
+    return f"{description.get('what', 'collective')} of {count} ({', '.join(values[:3])}{more})"

@@ -1,0 +1,80 @@
+"""One host of a cluster that may do something wrong; a small loop without Keras.
+
+Usage: faulty_host.py FAULT [HOST]: the fault happens on one host, or on all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+from unittest import mock
+
+import tensorflow as tf
+
+import tfcdo
+from tfcdo.cluster import session
+from tfcdo.execute import exchange
+
+TIMEOUT = 15.0
+
+
+def main(fault: str, where: str = "all") -> None:
+    task = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    here = where in ("all", str(task))
+    options = tf.distribute.experimental.CommunicationOptions(
+        timeout_seconds=TIMEOUT, bytes_per_pack=64
+    )
+    settings = {}
+    if fault == "another setting" and here:
+        settings["cross_device_ops"] = tfcdo.HierarchicalCopyAllReduce()
+    if fault == "absent" and here:
+        return
+    if fault == "late" and here:
+        time.sleep(6.0)
+    strategy = tfcdo.MultiWorkerMirroredStrategy(
+        None, options, devices_per_worker=2, **settings
+    )
+    print("started", flush=True)
+    width = 33 if fault == "another shape" and here else 32
+    with strategy.scope():
+        variable = tf.Variable(tf.zeros([width]))
+        if fault == "another variable" and here:
+            tf.Variable(0)
+    if fault == "no collective":
+        replacement: Any = lambda self, tensors, device: list(tensors)  # noqa: E731
+        mock.patch.object(exchange.Exchange, "all_reduce", replacement).start()
+    if fault == "unlike keys" and here:
+        keys = session.Session.next_keys
+        replacement = lambda *arguments: [key + 1 for key in keys(*arguments)]  # noqa: E731
+        mock.patch.object(session.Session, "next_keys", replacement).start()
+
+    @tf.function
+    def train(extra: bool) -> None:
+        def step() -> None:
+            context = tf.distribute.get_replica_context()
+            replica = tf.cast(context.replica_id_in_sync_group, tf.float32)
+            gradient = tf.fill([width], replica + 1.0)
+            if extra:
+                gradient = context.all_reduce("MEAN", tf.stack([gradient, gradient]))[0]
+            variable.assign_add(context.all_reduce("SUM", gradient))
+
+        strategy.run(step)
+
+    for number in range(8):
+        if here and number == 4:
+            if fault == "ends":
+                return
+            if fault == "dies":
+                os._exit(3)
+            if fault == "sleeps":
+                time.sleep(3 * TIMEOUT)
+        train(fault == "another step" and here and number >= 4)
+    values = {float(part[0]) for part in map(tf.Variable.numpy, variable.values)}
+    print("values", sorted(values), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
