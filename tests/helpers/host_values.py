@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,10 @@ def check(strategy: Any) -> None:
     case.options()
 
 
+def _constant(arrays: Sequence[Any], replica: int) -> tf.Tensor:
+    return tf.constant(arrays[replica])
+
+
 class _Case:
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
@@ -70,10 +75,10 @@ class _Case:
         }
         scalars = [np.float32(r + 1) for r in range(self.replicas)]
         arguments = {
-            name: self.per_replica(lambda r, own=own: tf.constant(own[r]))
+            name: self.per_replica(functools.partial(_constant, own))
             for name, own in numbers.items()
         }
-        arguments["scalar"] = self.per_replica(lambda r: tf.constant(scalars[r]))
+        arguments["scalar"] = self.per_replica(functools.partial(_constant, scalars))
         arguments["empty"] = self.per_replica(lambda r: tf.zeros([0, 2]))
         for reduce_op in (SUM, MEAN):
 

@@ -60,7 +60,7 @@ class AllReduceConfig:
         topology = self.topology or detect(tuple(devices))
         algorithm, packing = self.algorithm, self.packing
         if self.across_hosts is not None:
-            algorithm, packing = self.across_hosts.packing_for(algorithm, packing)
+            algorithm, packing = self.across_hosts.packing_for(algorithm, packing, topology, specs)
         return plan_batch(tuple(specs), packing, algorithm, topology)
 
     def check_topology(self, reductions: Iterable[Reduction]) -> None:

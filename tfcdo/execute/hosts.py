@@ -12,10 +12,13 @@ from tfcdo.execute import exchange
 from tfcdo.execute import numerics
 from tfcdo.execute.exchange import Exchange
 from tfcdo.execute.reduction import Reduction
+from tfcdo.plan.algorithms import fastest_algorithm
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.packing import BatchPlan
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.packing import PackPlan
+from tfcdo.plan.packing import ValueSpec
+from tfcdo.topology.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,22 +57,32 @@ class Hosts:
         return tuple(device or default for device, default in zip(known, usual, strict=True))
 
     def packing_for(
-        self, algorithm: str | tuple[CopyTree, ...], options: PackingOptions
+        self,
+        algorithm: str | tuple[CopyTree, ...],
+        options: PackingOptions,
+        topology: Topology,
+        specs: Sequence[ValueSpec],
     ) -> tuple[str | tuple[CopyTree, ...], PackingOptions]:
         """Returns how to pack what crosses a network: in packs that begin to leave early.
 
         Args:
           algorithm: how to pack and reduce inside a host.
           options: the same.
+          topology: this host's devices and their links.
+          specs: what is known of the values.
 
         Returns:
           Both for several hosts: packs of limited size, whose trees have the devices as roots in
           turn, so that the way out of each device carries its share.
         """
-        if algorithm == "auto" and options.num_packs is None:
-            algorithm, options = "shuffle", dataclasses.replace(options, num_packs=1)
+        if algorithm == "auto":
+            num_bytes = sum((spec.size or 0) * spec.itemsize for spec in specs)
+            algorithm = fastest_algorithm(topology, num_bytes, topology.num_devices)
+            # Where one device is as good as another, they still take turns.
+            algorithm = "shuffle" if algorithm == "one_device" else algorithm
+        num_packs = 1 if options.num_packs is None else options.num_packs
         most = options.bytes_per_pack or self.bytes_per_pack
-        return algorithm, dataclasses.replace(options, bytes_per_pack=most)
+        return algorithm, dataclasses.replace(options, num_packs=num_packs, bytes_per_pack=most)
 
     def exchange_packs(
         self, plan: BatchPlan, group: Sequence[Reduction], final_op: numerics.FinalOp
