@@ -6,42 +6,32 @@ where, and `tfcdo.execute`, which turns that into ops.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
 
 import tensorflow as tf
 
-from tfcdo import tf_internals
-from tfcdo.execute import batch
-from tfcdo.execute import gather
-from tfcdo.execute import one_device
+from tfcdo.execute.base import ConfiguredCrossDeviceOps
+from tfcdo.execute.config import AllReduceConfig
 from tfcdo.execute.hosts import Hosts
+from tfcdo.execute.one_device import Accumulate
 from tfcdo.execute.reduction import Reduction
-from tfcdo.execute.reduction import check_broadcast
 from tfcdo.execute.reduction import check_choice
 from tfcdo.execute.reduction import check_count
 from tfcdo.execute.reduction import check_device
-from tfcdo.execute.reduction import check_gather
-from tfcdo.execute.reduction import check_numeric
-from tfcdo.execute.reduction import check_options
-from tfcdo.execute.reduction import check_pair
-from tfcdo.execute.reduction import check_pairs
-from tfcdo.execute.reduction import check_reduce_op
-from tfcdo.execute.reduction import devices_of
 from tfcdo.execute.reduction import existing_device
 from tfcdo.plan import algorithms
-from tfcdo.plan import packing
-from tfcdo.plan.batch_plan import UNKNOWN
+from tfcdo.plan import copy_tree
+from tfcdo.plan.packing import PackingOptions
 from tfcdo.topology.topology import Topology
 
-# A tf.function rewrites the Python that it calls, for tensors in `if` and `for`. There are none
-# here, so rewriting all of tfcdo would only make tracing slow.
-_as_written = tf.autograph.experimental.do_not_convert
+# The algorithms that TensorFlow's class of the same name has.
+_TENSORFLOW_ALGORITHMS = ("nccl", "hierarchical_copy")
 
 
-class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
+class ReductionToOneDevice(ConfiguredCrossDeviceOps):
     """Copies all values to one device, accumulates them there, and copies the result back.
 
     Args:
@@ -54,8 +44,8 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
     Raises:
       ValueError: if `reduce_to_device` does not spell a device; when values are reduced, if that
         device does not exist.
-      TypeError: if `accumulation_fn` cannot be called; when values are reduced, if it returns no
-        tensor.
+      TypeError: if `accumulation_fn` cannot be called; when values are reduced, if it does not
+        return a tensor.
 
     Example:
       >>> strategy = tf.distribute.MirroredStrategy(
@@ -67,7 +57,7 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
         reduce_to_device: str | None = None,
         accumulation_fn: Callable[[list[tf.Tensor]], tf.Tensor] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(reduce_to_device=reduce_to_device, accumulation_fn=accumulation_fn)
         if reduce_to_device is not None:
             check_device("reduce_to_device", reduce_to_device)
         if accumulation_fn is not None and not callable(accumulation_fn):
@@ -77,97 +67,24 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
             )
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
-        self._hosts: Hosts | None = None
 
-    @_as_written
-    def reduce(
-        self,
-        reduce_op: tf.distribute.ReduceOp,
-        per_replica_value: Any,
-        destinations: Any,
-        options: Any = None,
-    ) -> Any:
-        """See `AllReduceCrossDeviceOps.reduce`."""
-        return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
+    def _config_for(self, options: Any) -> Callable[[Reduction], AllReduceConfig]:
+        del options  # What is not packed has no size of packs.
+        fixed_root = None
+        if self.reduce_to_device is not None:
+            fixed_root = existing_device("reduce_to_device", self.reduce_to_device)
 
-    @_as_written
-    def batch_reduce(
-        self,
-        reduce_op: tf.distribute.ReduceOp,
-        value_destination_pairs: Iterable[tuple[Any, Any]],
-        options: Any = None,
-    ) -> list[Any]:
-        """See `AllReduceCrossDeviceOps.batch_reduce`."""
-        return self.batch_reduce_implementation(reduce_op, value_destination_pairs, options)
+        def config_for(reduction: Reduction) -> AllReduceConfig:
+            root = fixed_root or reduction.destinations[0]
+            accumulates = self.accumulation_fn is not None
+            if accumulates or not reduction.is_all_reduce or root not in reduction.devices:
+                accumulate = self._accumulate if accumulates else None
+                return _on_root(root, accumulate, self._hosts)
+            # One device is the simplest copy tree: a star, whose centre is that device.
+            devices = reduction.devices
+            return _along_star(len(devices), devices.index(root), self._hosts)
 
-    def reduce_implementation(
-        self,
-        reduce_op: tf.distribute.ReduceOp,
-        per_replica_value: Any,
-        destinations: Any,
-        options: Any,
-    ) -> Any:
-        """Reduces one value; see `reduce`."""
-        check_reduce_op(reduce_op)
-        check_options(options)
-        return self._reduce(reduce_op, [check_pair(per_replica_value, destinations)])[0]
-
-    def batch_reduce_implementation(
-        self,
-        reduce_op: tf.distribute.ReduceOp,
-        value_destination_pairs: Iterable[tuple[Any, Any]],
-        options: Any,
-    ) -> list[Any]:
-        """Reduces several values; see `batch_reduce`."""
-        check_reduce_op(reduce_op)
-        check_options(options)
-        return self._reduce(reduce_op, check_pairs(value_destination_pairs))
-
-    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """Copies a tensor to each destination; see `broadcast`."""
-        return _broadcast(tensor, destinations)
-
-    def _gather_implementation(
-        self, per_replica_value: Any, destinations: Any, axis: Any, options: Any
-    ) -> Any:
-        check_options(options)
-        reduction = _placed(check_gather(per_replica_value, destinations, axis), self._hosts)
-        root = self._root_of()(reduction)
-        return _gather_on_one_device(reduction, axis, root, self._hosts)
-
-    @property
-    def _num_between_graph_workers(self) -> int:
-        return self._hosts.count if self._hosts else 1
-
-    def _between(self, hosts: Hosts) -> ReductionToOneDevice:
-        """Returns the same ops for several hosts that reduce together."""
-        if self.accumulation_fn is not None:
-            raise ValueError(
-                "cross_device_ops must add, to be used between hosts; got a ReductionToOneDevice "
-                f"with accumulation_fn={self.accumulation_fn!r}"
-            )
-        ops = copy.copy(self)
-        ops._hosts = hosts
-        return ops
-
-    def _reduce(
-        self, reduce_op: tf.distribute.ReduceOp, reductions: Sequence[Reduction]
-    ) -> list[Any]:
-        root_of = self._root_of()
-        # What an accumulation_fn makes of other dtypes is its own business, unless it is divided.
-        if self.accumulation_fn is None or reduce_op == tf.distribute.ReduceOp.MEAN:
-            check_numeric(reductions)
-        if self.accumulation_fn is None:
-            return batch.reduce_on_roots(reduce_op, reductions, root_of, self._hosts)
-        return [
-            batch.reduce_on_one_device(
-                reduction,
-                root_of(reduction),
-                self._accumulate,
-                batch.final_op_for(reduce_op, reduction),
-            )
-            for reduction in reductions
-        ]
+        return config_for
 
     def _accumulate(self, values: list[tf.Tensor]) -> tf.Tensor:
         """Calls the caller's function and checks what it returns."""
@@ -177,15 +94,29 @@ class ReductionToOneDevice(tf.distribute.CrossDeviceOps):
             raise TypeError(f"accumulation_fn must return a tensor; it returned {total!r}")
         return total
 
-    def _root_of(self) -> Callable[[Reduction], str]:
-        """What tells the device that a value is reduced on."""
-        if self.reduce_to_device is None:
-            return lambda reduction: reduction.destinations[0]
-        root = existing_device("reduce_to_device", self.reduce_to_device)
-        return lambda reduction: root
+    def _between(self, hosts: Hosts) -> ConfiguredCrossDeviceOps:
+        if self.accumulation_fn is not None:
+            raise ValueError(
+                "cross_device_ops must add, to be used between hosts; got a ReductionToOneDevice "
+                f"with accumulation_fn={self.accumulation_fn!r}"
+            )
+        return super()._between(hosts)
 
 
-class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
+@functools.lru_cache(maxsize=256)
+def _on_root(root: str, accumulate: Accumulate | None, hosts: Hosts | None) -> AllReduceConfig:
+    return AllReduceConfig(
+        "one_device", PackingOptions(1), root=root, accumulate=accumulate, across_hosts=hosts
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _along_star(num_devices: int, root: int, hosts: Hosts | None) -> AllReduceConfig:
+    star = copy_tree.star(num_devices, root)
+    return AllReduceConfig((star,), PackingOptions(1), across_hosts=hosts)
+
+
+class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
     """All-reduces batches of values, packed, along copy trees or with NCCL.
 
     Before the all-reduce, values are repacked:
@@ -202,15 +133,18 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
       all_reduce_alg: "nccl", or the algorithm that gives the copy trees: "hierarchical_copy" or
         another of `tfcdo.plan.algorithms.ALGORITHMS`. Where NCCL cannot run, "nccl" says why, once,
         and uses "hierarchical_copy".
-      num_packs: see above; 0 for no such packing.
+      num_packs: see above; 0 for no such packing, None for as many packs as the algorithm asks for.
+        Left out, it is 1 for TensorFlow's own algorithms, "nccl" and "hierarchical_copy", and None
+        for all others: "ring" is then a ring, and "auto" is `AutoAllReduce`.
       agg_small_grads_max_bytes: see above.
       agg_small_grads_max_group: see above.
       topology: the machine that the devices are part of; None to find out.
-      require_nccl: raise `RuntimeError` where "nccl" is asked for and NCCL cannot sum some values,
-        rather than use copy trees. `tf.IndexedSlices` are never summed, so this is not about them.
+      require_nccl: raise `RuntimeError` where NCCL cannot sum some values, rather than use copy
+        trees; only with "nccl". `tf.IndexedSlices` are never summed, so this is not about them.
 
     Raises:
-      ValueError: if a number is negative or the algorithm is unknown.
+      ValueError: if a number is negative, the algorithm is unknown, or NCCL is required with
+        another algorithm.
       TypeError: if a number is not an int, `topology` not a topology or `require_nccl` not a bool.
 
     Example:
@@ -221,24 +155,32 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
     def __init__(
         self,
         all_reduce_alg: str = "nccl",
-        num_packs: int = 1,
+        num_packs: int | Literal["default"] | None = "default",
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
         *,
         topology: Topology | None = None,
         require_nccl: bool = False,
     ) -> None:
-        super().__init__()
         check_choice("all_reduce_alg", all_reduce_alg, ("nccl", *algorithms.ALGORITHMS))
+        if num_packs == "default":
+            num_packs = 1 if all_reduce_alg in _TENSORFLOW_ALGORITHMS else None
+        super().__init__(
+            all_reduce_alg=all_reduce_alg,
+            num_packs=num_packs,
+            agg_small_grads_max_bytes=agg_small_grads_max_bytes,
+            agg_small_grads_max_group=agg_small_grads_max_group,
+            topology=topology,
+            require_nccl=require_nccl,
+        )
         if topology is not None and not isinstance(topology, Topology):
             raise TypeError(f"topology must be a tfcdo.topology.Topology or None; got {topology!r}")
-        if not isinstance(require_nccl, bool):
-            raise TypeError(f"require_nccl must be True or False; got {require_nccl!r}")
         nccl = all_reduce_alg == "nccl"
-        self._config = batch.AllReduceConfig(
+        _check_require_nccl(require_nccl, all_reduce_alg)
+        self._config = AllReduceConfig(
             algorithm="hierarchical_copy" if nccl else all_reduce_alg,
-            packing=packing.PackingOptions(
-                check_count("num_packs", num_packs),
+            packing=PackingOptions(
+                None if num_packs is None else check_count("num_packs", num_packs),
                 check_count("agg_small_grads_max_bytes", agg_small_grads_max_bytes),
                 check_count("agg_small_grads_max_group", agg_small_grads_max_group),
             ),
@@ -247,121 +189,25 @@ class AllReduceCrossDeviceOps(tf.distribute.CrossDeviceOps):
             require_nccl=require_nccl,
         )
 
-    @_as_written
-    def reduce(
-        self,
-        reduce_op: tf.distribute.ReduceOp,
-        per_replica_value: Any,
-        destinations: Any,
-        options: Any = None,
-    ) -> Any:
-        """Reduces one value to its destinations.
+    def _config_for(self, options: Any) -> Callable[[Reduction], AllReduceConfig]:
+        config = self._config
+        if self._hosts is not None:
+            config = dataclasses.replace(config, across_hosts=self._hosts)
+        if options is not None and options.bytes_per_pack:
+            most = check_count("options.bytes_per_pack", options.bytes_per_pack)
+            packing = dataclasses.replace(config.packing, bytes_per_pack=most)
+            config = dataclasses.replace(config, packing=packing)
+        return lambda reduction: config
 
-        Args:
-          reduce_op: `tf.distribute.ReduceOp.SUM` or `MEAN`.
-          per_replica_value: a `tf.distribute.DistributedValues`, or a tensor.
-          destinations: a `tf.distribute.DistributedValues`, variable, tensor or device name; the
-            result goes to its devices. Give the value itself to all-reduce. A variable is not
-            updated.
-          options: a `tf.distribute.experimental.CommunicationOptions`; `bytes_per_pack` is used.
 
-        Returns:
-          A `Mirrored` with one component per destination device, or a tensor for one device; dtype
-          and shape as given, but for the MEAN of integers, which is a float.
-
-        Raises:
-          ValueError: if `reduce_op` is no `ReduceOp`, the replicas differ in dtype or static shape,
-            a dtype cannot be added, a destination is none, or the topology is of another number of
-            devices.
-          TypeError: if `options` are none.
-          RuntimeError: if `require_nccl` and NCCL cannot sum the value.
-        """
-        return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
-
-    @_as_written
-    def batch_reduce(
-        self,
-        reduce_op: tf.distribute.ReduceOp,
-        value_destination_pairs: Iterable[tuple[Any, Any]],
-        options: Any = None,
-    ) -> list[Any]:
-        """Reduces several values to their destinations.
-
-        Args:
-          reduce_op: `tf.distribute.ReduceOp.SUM` or `MEAN`.
-          value_destination_pairs: `(value, destinations)` tuples; each as for `reduce`.
-          options: as for `reduce`.
-
-        Returns:
-          One result per pair, in order.
-
-        Raises:
-          ValueError: as for `reduce`, and if a pair is no 2-tuple; the message names the pair.
-        """
-        return self.batch_reduce_implementation(reduce_op, value_destination_pairs, options)
-
-    def reduce_implementation(
-        self,
-        reduce_op: tf.distribute.ReduceOp,
-        per_replica_value: Any,
-        destinations: Any,
-        options: Any,
-    ) -> Any:
-        """Reduces one value; see `reduce`."""
-        check_reduce_op(reduce_op)
-        config = self._config_with(options)
-        reduction = check_pair(per_replica_value, destinations)
-        return _reduce(reduce_op, [reduction], config)[0]
-
-    def batch_reduce_implementation(
-        self,
-        reduce_op: tf.distribute.ReduceOp,
-        value_destination_pairs: Iterable[tuple[Any, Any]],
-        options: Any,
-    ) -> list[Any]:
-        """Reduces several values together; see `batch_reduce`."""
-        check_reduce_op(reduce_op)
-        config = self._config_with(options)
-        return _reduce(reduce_op, check_pairs(value_destination_pairs), config)
-
-    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """Copies a tensor to each destination; see `broadcast`."""
-        return _broadcast(tensor, destinations)
-
-    def _gather_implementation(
-        self, per_replica_value: Any, destinations: Any, axis: Any, options: Any
-    ) -> Any:
-        check_options(options)
-        hosts = self._config.across_hosts
-        reduction = _placed(check_gather(per_replica_value, destinations, axis), hosts)
-        self._config.check_topology([reduction])
-        if not reduction.is_all_reduce:
-            return _gather_on_one_device(reduction, axis, reduction.destinations[0], hosts)
-        devices = reduction.devices
-        tree = self._config.plan([UNKNOWN], devices).packs[0].tree
-        root = devices[tree.root]
-        exchange = None if hosts is None else hosts.exchange_gather(root, reduction, axis)
-        gathered = gather.all_gather(tree, reduction.values, devices, axis, exchange)
-        return batch.to_mirrored(gathered, reduction)
-
-    @property
-    def _num_between_graph_workers(self) -> int:
-        hosts = self._config.across_hosts
-        return hosts.count if hosts else 1
-
-    def _between(self, hosts: Hosts) -> AllReduceCrossDeviceOps:
-        """Returns the same ops for several hosts that reduce together."""
-        ops = copy.copy(self)
-        ops._config = dataclasses.replace(self._config, across_hosts=hosts)
-        return ops
-
-    def _config_with(self, options: Any) -> batch.AllReduceConfig:
-        check_options(options)
-        if options is None or not options.bytes_per_pack:
-            return self._config
-        most = check_count("options.bytes_per_pack", options.bytes_per_pack)
-        packs = dataclasses.replace(self._config.packing, bytes_per_pack=most)
-        return dataclasses.replace(self._config, packing=packs)
+def _check_require_nccl(require_nccl: Any, algorithm: str) -> None:
+    if not isinstance(require_nccl, bool):
+        raise TypeError(f"require_nccl must be True or False; got {require_nccl!r}")
+    if require_nccl and algorithm != "nccl":
+        raise ValueError(
+            f"require_nccl must be False unless all_reduce_alg is 'nccl'; got all_reduce_alg="
+            f"{algorithm!r}, which does not use NCCL"
+        )
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):
@@ -371,7 +217,8 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
     along the copy trees of `HierarchicalCopyAllReduce`.
 
     Args:
-      num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value.
+      num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value, None
+        for as many as suit NCCL (one) or the copy trees.
       topology: the machine that the devices are part of; None to find out. Only the copy trees use
         it.
       require_nccl: raise `RuntimeError`, when values are reduced, instead of using copy trees.
@@ -387,12 +234,17 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 
     def __init__(
         self,
-        num_packs: int = 1,
+        num_packs: int | None = 1,
         *,
         topology: Topology | None = None,
         require_nccl: bool = False,
     ) -> None:
         super().__init__("nccl", num_packs, topology=topology, require_nccl=require_nccl)
+        self._arguments = {
+            "num_packs": num_packs,
+            "topology": topology,
+            "require_nccl": require_nccl,
+        }
 
 
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
@@ -404,7 +256,8 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     they are of the same kind and leave no device out.
 
     Args:
-      num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value.
+      num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value, None
+        for one pack per device.
       topology: the machine that the devices are part of; None to find out.
 
     Raises:
@@ -416,8 +269,9 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
       ...     ["/cpu:0"], cross_device_ops=HierarchicalCopyAllReduce(num_packs=2))
     """
 
-    def __init__(self, num_packs: int = 1, *, topology: Topology | None = None) -> None:
+    def __init__(self, num_packs: int | None = 1, *, topology: Topology | None = None) -> None:
         super().__init__("hierarchical_copy", num_packs, topology=topology)
+        self._arguments = {"num_packs": num_packs, "topology": topology}
 
 
 class AutoAllReduce(AllReduceCrossDeviceOps):
@@ -442,32 +296,4 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
 
     def __init__(self, *, topology: Topology | None = None) -> None:
         super().__init__("auto", topology=topology)
-        own_packs = dataclasses.replace(self._config.packing, num_packs=None)
-        self._config = dataclasses.replace(self._config, packing=own_packs)
-
-
-def _broadcast(tensor: Any, destinations: Any) -> Any:
-    devices = devices_of(destinations)
-    return tf_internals.mirrored(one_device.copy_to(check_broadcast(tensor), devices))
-
-
-def _reduce(
-    reduce_op: tf.distribute.ReduceOp,
-    reductions: Sequence[Reduction],
-    config: batch.AllReduceConfig,
-) -> list[Any]:
-    check_numeric(reductions)
-    return batch.reduce(reduce_op, reductions, config)
-
-
-def _placed(reduction: Reduction, hosts: Hosts | None) -> Reduction:
-    return reduction if hosts is None else hosts.placed(reduction)
-
-
-def _gather_on_one_device(reduction: Reduction, axis: Any, device: str, hosts: Hosts | None) -> Any:
-    with tf.device(device):
-        gathered = tf.concat(list(reduction.values), axis)
-    if hosts is not None:
-        exchange = hosts.exchange_gather(device, reduction, axis)
-        gathered = exchange.concat(gathered, axis, device)
-    return tf_internals.mirrored(one_device.copy_to(gathered, reduction.destinations))
+        self._arguments = {"topology": topology}

@@ -113,6 +113,17 @@ def replicas_of_plain_value() -> int:
     return 1 if strategy.extended._in_multi_worker_mode() else strategy.num_replicas_in_sync
 
 
+def devices_of_strategy() -> tuple[str, ...]:
+    """Returns the devices of this process that a strategy trains on.
+
+    Returns:
+      The devices of the strategy in whose cross-replica context this is; none elsewhere.
+    """
+    if not tf.distribute.in_cross_replica_context():
+        return ()
+    return tuple(tf.distribute.get_strategy().extended.worker_devices)
+
+
 def device_types_with_kernel(op_name: str) -> frozenset[str]:
     """The device types for which a kernel of an op is registered in this process.
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
 
+import tfcdo
 from tfcdo import topology
 from tfcdo.execute import batch
 from tfcdo.execute import copy_trees
@@ -16,6 +17,7 @@ from tfcdo.execute import gather
 from tfcdo.execute import numerics
 from tfcdo.execute import one_device
 from tfcdo.execute import packs
+from tfcdo.execute.config import AllReduceConfig
 from tfcdo.execute.reduction import check_pairs
 from tfcdo.plan import algorithms
 from tfcdo.plan import batch_plan
@@ -306,7 +308,7 @@ class OneDeviceTest(tf.test.TestCase):
 
 
 class BatchTest(tu.ValuesMixin, tf.test.TestCase):
-    CONFIG = batch.AllReduceConfig("hierarchical_copy", packing.PackingOptions(1), None)
+    CONFIG = AllReduceConfig("hierarchical_copy", packing.PackingOptions(1))
 
     def test_results_keep_the_order_of_the_batch(self):
         """Values that are done together are not neighbours in the batch."""
@@ -329,7 +331,7 @@ class BatchTest(tu.ValuesMixin, tf.test.TestCase):
             (values[3], values[3]),
             (values[4], elsewhere),
         ]
-        results = batch.reduce(tu.SUM, check_pairs(pairs), self.CONFIG)
+        results = batch.reduce(tu.SUM, check_pairs(pairs), [self.CONFIG] * len(pairs))
         self.assertLen(results, len(pairs))
         dense = {0: 0, 2: 1, 3: 2, 4: 5, 6: 3, 7: 4}
         for index, source in dense.items():
@@ -340,16 +342,13 @@ class BatchTest(tu.ValuesMixin, tf.test.TestCase):
             self.assertAllEqual([0, 1, 2], result.value.indices)
 
     def test_a_topology_must_fit(self):
-        config = batch.AllReduceConfig(
-            "ring", packing.PackingOptions(1), topology.preset("nvswitch", 4)
-        )
+        ops = tfcdo.AllReduceCrossDeviceOps("ring", topology=topology.preset("nvswitch", 4))
         with tf.Graph().as_default() as graph:
             own = tu.per_replica([tf.ones([2], tf.int32)] * 2)
             # The first is no all-reduce, so its topology does not matter.
-            pairs = check_pairs([(own, "/cpu:0"), (own, own)])
             before = len(graph.get_operations())
             with self.assertRaisesRegex(ValueError, "topology must have .*2; 'nvswitch' has 4"):
-                batch.reduce(tu.MEAN, pairs, config)
+                ops.batch_reduce(tu.MEAN, [(own, "/cpu:0"), (own, own)])
             self.assertLen(graph.get_operations(), before)
 
 

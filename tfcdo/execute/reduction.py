@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfcdo import checks
 from tfcdo import tf_internals
+from tfcdo.topology.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +105,17 @@ def check_numeric(reductions: Sequence[Reduction]) -> None:
             raise ValueError(
                 f"{pair}the values must be of a dtype that TensorFlow adds; got {dtype.name}"
             )
+
+
+def check_topology(topology: Topology | None, reduction: Reduction) -> None:
+    """Raises `ValueError` unless the topology, if one was given, fits an all-reduce."""
+    if topology is None or not reduction.is_all_reduce:
+        return
+    if topology.num_devices != len(reduction.devices):
+        raise ValueError(
+            "topology must have as many devices as the values have replicas, "
+            f"{len(reduction.devices)}; {topology.name!r} has {topology.num_devices}"
+        )
 
 
 def check_pairs(value_destination_pairs: Any) -> list[Reduction]:
@@ -223,7 +235,8 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
 
     Returns:
       Full device names, at least one; `""` for a component of a `DistributedValues` whose device is
-      not known while a function is traced.
+      not known while a function is traced. For a tensor whose device is not known, the devices of
+      the strategy in whose cross-replica context this is.
 
     Raises:
       ValueError: if it is anything else, is empty, or names a device that TensorFlow cannot use.
@@ -239,6 +252,9 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
         device = destinations
     elif tf.is_tensor(destinations) or tf_internals.is_variable(destinations):
         device = getattr(destinations, "device", None) or ""
+        if not device and (devices := tf_internals.devices_of_strategy()):
+            # A tensor that all replicas share, in a traced function that got it as an argument.
+            return devices
     else:
         raise ValueError(
             "destinations must be a tf.distribute.DistributedValues, a tf.Variable, a tensor or a "
@@ -279,7 +295,7 @@ def _as_tensor(value: Any, device: str, name: str = "value") -> Any:
                 f"{name} must have one index for each row; got tf.IndexedSlices with values of "
                 f"shape {value.values.shape} and indices of shape {value.indices.shape}"
             )
-        return value
+        return _with_tensor_shape(value, device)
     with tf.device(device or None):
         try:
             return tf.convert_to_tensor(value)
@@ -288,6 +304,15 @@ def _as_tensor(value: Any, device: str, name: str = "value") -> Any:
                 f"{name} must be a tensor, or what tf.convert_to_tensor takes; got "
                 f"{_brief(value)}: {error}"
             ) from error
+
+
+def _with_tensor_shape(slices: tf.IndexedSlices, device: str) -> tf.IndexedSlices:
+    """Returns the slices with `dense_shape` as a tensor; a Python sequence is accepted too."""
+    if slices.dense_shape is None or tf.is_tensor(slices.dense_shape):
+        return slices
+    with tf.device(device or None):
+        shape = tf.convert_to_tensor(slices.dense_shape)
+    return tf.IndexedSlices(slices.values, slices.indices, shape)
 
 
 def _check_replicas_agree(reduction: Reduction) -> None:

@@ -35,6 +35,8 @@ class PackingOptions:
         grouped; 0 for none.
       agg_small_grads_max_group: at most this many values in such a group; 0 for no grouping.
       bytes_per_pack: no pack is larger than this many bytes; 0 for no limit.
+      one_tensor_per_pack: whether the slices of a pack always travel as one tensor, however large
+        they are; only values whose size is not known travel alone.
 
     Raises:
       ValueError: if a number is negative.
@@ -45,10 +47,11 @@ class PackingOptions:
     agg_small_grads_max_bytes: int = 0
     agg_small_grads_max_group: int = 0
     bytes_per_pack: int = 0
+    one_tensor_per_pack: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "num_packs" or value is not None:
+            if name != "one_tensor_per_pack" and (name != "num_packs" or value is not None):
                 checks.check_int(name, value, at_least=0)
 
 
@@ -153,7 +156,7 @@ def plan_batch(
         if not value.size
     ]
     in_turn = _trees_in_turn(scheduler, values, sum(tree is None for _, tree in packs))
-    limit = _concat_limit(topology)
+    limit = math.inf if packing.one_tensor_per_pack else _concat_limit(topology)
     plans = tuple(
         PackPlan(tree or next(in_turn), _fuse(slices, values, limit)) for slices, tree in packs
     )

@@ -1,0 +1,213 @@
+"""The base of all classes: what they share, from a caller's arguments to a batch that is run."""
+
+from __future__ import annotations
+
+import abc
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import tf_internals
+from tfcdo.execute import batch
+from tfcdo.execute import explanation
+from tfcdo.execute import one_device
+from tfcdo.execute.config import AllReduceConfig
+from tfcdo.execute.explanation import Explanation
+from tfcdo.execute.hosts import Hosts
+from tfcdo.execute.reduction import Reduction
+from tfcdo.execute.reduction import check_broadcast
+from tfcdo.execute.reduction import check_gather
+from tfcdo.execute.reduction import check_numeric
+from tfcdo.execute.reduction import check_options
+from tfcdo.execute.reduction import check_pair
+from tfcdo.execute.reduction import check_pairs
+from tfcdo.execute.reduction import check_reduce_op
+from tfcdo.execute.reduction import check_topology
+from tfcdo.execute.reduction import devices_of
+from tfcdo.topology.topology import Topology
+
+# A tf.function rewrites the Python that it calls, for tensors in `if` and `for`. There are none
+# here, so rewriting all of tfcdo would only make tracing slow.
+_as_written = tf.autograph.experimental.do_not_convert
+
+
+class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps):
+    """What all classes share: they differ in the config that they give to each reduction.
+
+    Args:
+      **arguments: the arguments of the class, for its `repr`.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self._arguments = arguments
+        self._hosts: Hosts | None = None
+
+    @abc.abstractmethod
+    def _config_for(self, options: Any) -> Callable[[Reduction], AllReduceConfig]:
+        """Returns a function that says how a value is to be reduced.
+
+        Args:
+          options: the checked options of the call.
+        """
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(
+            f"{name}={value.name if isinstance(value, Topology) else value!r}"
+            for name, value in self._arguments.items()
+        )
+        return f"{type(self).__name__}({arguments})"
+
+    @_as_written
+    def reduce(
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        per_replica_value: Any,
+        destinations: Any,
+        options: Any = None,
+    ) -> Any:
+        """Reduces one value to its destinations.
+
+        A plain tensor counts once outside a strategy: its sum is the tensor. In the cross-replica
+        context of a strategy of K replicas it stands for K equal values, since `MirroredStrategy`
+        passes one plain tensor if all replicas hold the same object: its sum is K times the tensor.
+
+        Args:
+          reduce_op: `tf.distribute.ReduceOp.SUM` or `MEAN`.
+          per_replica_value: a `tf.distribute.DistributedValues`, or a tensor.
+          destinations: a `tf.distribute.DistributedValues`, variable, tensor or device name; the
+            result goes to its devices. Give the value itself to all-reduce. A variable is not
+            updated.
+          options: a `tf.distribute.experimental.CommunicationOptions`; `bytes_per_pack` is used.
+
+        Returns:
+          A `Mirrored` with one component per destination device, or a tensor for one device; dtype
+          and shape as given, but for the MEAN of integers, which is a float.
+
+        Raises:
+          ValueError: if `reduce_op` is not a `ReduceOp`, the replicas differ in dtype or static
+            shape, a dtype cannot be added, `destinations` is None, or the topology is of another
+            number of devices.
+          TypeError: if `options` is neither None nor a `CommunicationOptions`.
+          RuntimeError: if `require_nccl` and NCCL cannot sum the value.
+        """
+        return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
+
+    @_as_written
+    def batch_reduce(
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: Any = None,
+    ) -> list[Any]:
+        """Reduces several values to their destinations.
+
+        Args:
+          reduce_op: `tf.distribute.ReduceOp.SUM` or `MEAN`.
+          value_destination_pairs: `(value, destinations)` tuples; each as for `reduce`.
+          options: as for `reduce`.
+
+        Returns:
+          One result per pair, in order.
+
+        Raises:
+          ValueError: as for `reduce`, and if a pair is not a 2-tuple; the message names the pair.
+        """
+        return self.batch_reduce_implementation(reduce_op, value_destination_pairs, options)
+
+    def reduce_implementation(
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        per_replica_value: Any,
+        destinations: Any,
+        options: Any,
+    ) -> Any:
+        """Reduces one value; see `reduce`."""
+        check_reduce_op(reduce_op)
+        check_options(options)
+        return self._reduce(reduce_op, [check_pair(per_replica_value, destinations)], options)[0]
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: Any,
+    ) -> list[Any]:
+        """Reduces several values together; see `batch_reduce`."""
+        check_reduce_op(reduce_op)
+        check_options(options)
+        return self._reduce(reduce_op, check_pairs(value_destination_pairs), options)
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+        """Copies a tensor to each destination; see `broadcast`."""
+        devices = devices_of(destinations)
+        return tf_internals.mirrored(one_device.copy_to(check_broadcast(tensor), devices))
+
+    def explain(
+        self,
+        shapes: Iterable[Any],
+        dtype: Any = tf.float32,
+        devices: Sequence[str] | None = None,
+    ) -> Explanation:
+        """Says what all-reducing such a batch would do, without doing it.
+
+        Args:
+          shapes: the shape of each value, fully known, in any form that `tf.TensorShape` takes.
+          dtype: the dtype of all values.
+          devices: the replicas' devices; None for those of the current strategy or, outside a
+            strategy, of `tf.distribute.MirroredStrategy()`.
+
+        Returns:
+          The algorithm and why, packs, copy trees, bytes between devices and graph ops; its `str`
+          is made to be read.
+
+        Raises:
+          ValueError: if `devices` is empty or holds something that is not a device name, or a shape
+            is not fully known; and as `reduce`.
+          TypeError: if `dtype` is not a dtype.
+          RuntimeError: as `reduce`.
+
+        Example:
+          >>> ops = HierarchicalCopyAllReduce(num_packs=2)
+          >>> ops.explain([(1000,)], devices=["/cpu:0", "/cpu:1"]).num_packs
+          2
+        """
+        return explanation.explain(self, self._config_for(None), shapes, dtype, devices)
+
+    def _gather_implementation(
+        self, per_replica_value: Any, destinations: Any, axis: Any, options: Any
+    ) -> Any:
+        check_options(options)
+        reduction = self._placed(check_gather(per_replica_value, destinations, axis))
+        config = self._config_for(None)(reduction)
+        check_topology(config.topology, reduction)
+        return batch.gather_values(reduction, axis, config)
+
+    def _reduce(
+        self, reduce_op: tf.distribute.ReduceOp, reductions: Sequence[Reduction], options: Any
+    ) -> list[Any]:
+        config_for = self._config_for(options)
+        reductions = [self._placed(reduction) for reduction in reductions]
+        configs = [config_for(reduction) for reduction in reductions]
+        accumulates = any(config.accumulate for config in configs)
+        if not accumulates or reduce_op == tf.distribute.ReduceOp.MEAN:
+            # What an accumulation_fn makes of other dtypes is its own business until it is divided.
+            check_numeric(reductions)
+        for reduction, config in zip(reductions, configs, strict=True):
+            check_topology(config.topology, reduction)
+        return batch.reduce(reduce_op, reductions, configs)
+
+    def _placed(self, reduction: Reduction) -> Reduction:
+        return reduction if self._hosts is None else self._hosts.placed(reduction)
+
+    @property
+    def _num_between_graph_workers(self) -> int:
+        return self._hosts.count if self._hosts else 1
+
+    def _between(self, hosts: Hosts) -> ConfiguredCrossDeviceOps:
+        """Returns the same ops for several hosts that reduce together."""
+        ops = copy.copy(self)
+        ops._hosts = hosts
+        return ops

@@ -1,0 +1,84 @@
+"""How a class all-reduces: the value that carries its choices to `tfcdo.execute.batch`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from tfcdo.execute.hosts import Hosts
+from tfcdo.execute.one_device import Accumulate
+from tfcdo.plan.algorithms import Algorithm
+from tfcdo.plan.algorithms import scheduler
+from tfcdo.plan.batch_plan import BatchPlan
+from tfcdo.plan.batch_plan import ValueSpec
+from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.packing import PackingOptions
+from tfcdo.plan.packing import plan_batch
+from tfcdo.topology.detection import detect
+from tfcdo.topology.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduceConfig:
+    """How a value is to be reduced.
+
+    Attributes:
+      algorithm: the name of the algorithm that gives the copy trees, or the trees themselves.
+      packing: how values are packed.
+      topology: the machine; None to find out.
+      nccl: whether to use NCCL where it can run.
+      require_nccl: whether to raise where NCCL is asked for and cannot run.
+      root: the device that even all-reduces are reduced on, without copy trees; None to reduce
+        along copy trees, and what is not an all-reduce on its first destination.
+      accumulate: sums a list of dense tensors on the root; None for `numerics.add`.
+      across_hosts: the hosts that reduce together; None for one host.
+    """
+
+    algorithm: Algorithm
+    packing: PackingOptions
+    topology: Topology | None = None
+    nccl: bool = False
+    require_nccl: bool = False
+    root: str | None = None
+    accumulate: Accumulate | None = None
+    across_hosts: Hosts | None = None
+
+    def topology_of(self, devices: Sequence[str]) -> Topology:
+        """Returns the topology that was given, or the one that is found for some devices."""
+        return self.topology or detect(tuple(devices))
+
+    def plan(self, specs: Sequence[ValueSpec], devices: Sequence[str]) -> BatchPlan:
+        """Plans the all-reduce of values on some devices; equal questions get the same object."""
+        topology = self.topology_of(devices)
+        algorithm, options = self._across_hosts(topology, specs)
+        return plan_batch(tuple(specs), options, algorithm, topology)
+
+    def plan_for_nccl(self, specs: Sequence[ValueSpec], devices: Sequence[str]) -> BatchPlan:
+        """Plans an all-reduce by NCCL: one tensor per pack, unless asked otherwise in one pack."""
+        num_packs = 1 if self.packing.num_packs is None else self.packing.num_packs
+        options = dataclasses.replace(self.packing, num_packs=num_packs, one_tensor_per_pack=True)
+        # Each pack is one op; NCCL knows the machine itself and does not use the copy trees.
+        return dataclasses.replace(self, packing=options).plan(specs, devices)
+
+    def trees(self, count: int, devices: Sequence[str]) -> list[CopyTree]:
+        """Returns the copy trees of values whose sizes are known only when the step runs.
+
+        Args:
+          count: the number of values, at least one; each travels along a tree of its own.
+          devices: the device names.
+
+        Returns:
+          One tree per value, the algorithm's in turn.
+        """
+        topology = self.topology_of(devices)
+        algorithm, _ = self._across_hosts(topology, ())
+        # Nothing is known of the sizes: the trees are those of tiny values.
+        schedule = scheduler(algorithm, topology)(count, count)
+        return [pack.tree for pack in schedule.packs]
+
+    def _across_hosts(
+        self, topology: Topology, specs: Sequence[ValueSpec]
+    ) -> tuple[Algorithm, PackingOptions]:
+        if self.across_hosts is None:
+            return self.algorithm, self.packing
+        return self.across_hosts.packing_for(self.algorithm, self.packing, topology, specs)

@@ -1,0 +1,261 @@
+"""Explaining what a class would do with a batch: the plan, and what its graph really holds."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import checks
+from tfcdo import tf_internals
+from tfcdo.execute import batch
+from tfcdo.execute import nccl
+from tfcdo.execute.batch import Group
+from tfcdo.execute.batch import Transport
+from tfcdo.execute.config import AllReduceConfig
+from tfcdo.execute.reduction import Reduction
+from tfcdo.execute.reduction import check_device
+from tfcdo.execute.reduction import check_pairs
+from tfcdo.execute.reduction import check_topology
+from tfcdo.plan.algorithms import fastest_algorithm
+from tfcdo.plan.batch_plan import BatchPlan
+from tfcdo.plan.copy_tree import CopyTree
+
+_SUM = tf.distribute.ReduceOp.SUM
+_MAX_LINES = 8  # Of packs and of links; an explanation fits on a screen.
+
+
+@dataclasses.dataclass(frozen=True)
+class PackExplanation:
+    """One pack of a batch.
+
+    Attributes:
+      num_bytes: the bytes of its values on one device.
+      num_values: how many values have a part in it.
+      num_tensors: how many tensors travel.
+      tree: the copy tree, over the indices of the devices; None for NCCL, which has its own.
+    """
+
+    num_bytes: int
+    num_values: int
+    num_tensors: int
+    tree: CopyTree | None
+
+    def __str__(self) -> str:
+        parts = [
+            f"{_bytes(self.num_bytes)} of {_count(self.num_values, 'value')}",
+            f"in {_count(self.num_tensors, 'tensor')}",
+        ]
+        return " ".join(parts + ([f"along {_nested(self.tree)}"] if self.tree else []))
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a class does with a batch of values of one dtype.
+
+    Attributes:
+      ops: the `repr` of the object that was asked.
+      devices: the devices, by whose indices the copy trees name them.
+      algorithm: what all-reduces the values, such as "ring", "NCCL" or "one device".
+      reason: why it is that.
+      packs: the packs; none if each value is reduced on one device as it is.
+      bytes_by_link: how many bytes each device sends to each other one, `{(source, target): bytes}`
+        by index; empty for NCCL.
+      num_ops: how many ops of each type the all-reduce adds to a graph.
+    """
+
+    ops: str
+    devices: tuple[str, ...]
+    algorithm: str
+    reason: str
+    packs: tuple[PackExplanation, ...]
+    bytes_by_link: Mapping[tuple[int, int], int]
+    num_ops: Mapping[str, int]
+
+    @property
+    def num_packs(self) -> int:
+        """The number of packs."""
+        return len(self.packs)
+
+    @property
+    def num_graph_ops(self) -> int:
+        """The number of ops that the all-reduce adds to a graph."""
+        return sum(self.num_ops.values())
+
+    def __str__(self) -> str:
+        links = sorted(self.bytes_by_link.items(), key=lambda item: (-item[1], item[0]))
+        ops = sorted(self.num_ops.items(), key=lambda item: (-item[1], item[0]))
+        lines = [
+            f"{self.ops} on {_count(len(self.devices), 'device')}: {self.algorithm}",
+            f"  because {self.reason}",
+            *_shortened("pack", [f"pack {i}: {pack}" for i, pack in enumerate(self.packs)]),
+            *_shortened("link", [f"link {a} -> {b}: {_bytes(n)}" for (a, b), n in links]),
+            f"  {self.num_graph_ops:,} graph ops: "
+            + ", ".join(f"{count:,} {name}" for name, count in ops),
+        ]
+        return "\n".join(lines)
+
+
+def explain(
+    ops: tf.distribute.CrossDeviceOps,
+    config_for: Callable[[Reduction], AllReduceConfig],
+    shapes: Iterable[Any],
+    dtype: Any,
+    devices: Sequence[str] | None,
+) -> Explanation:
+    """Explains how a class sums a batch of values; see `ConfiguredCrossDeviceOps.explain`.
+
+    Args:
+      ops: the object that is asked.
+      config_for: how it reduces a value.
+      shapes: the shape of each value.
+      dtype: the dtype of all values.
+      devices: the replicas' devices; None for the usual ones.
+
+    Returns:
+      The explanation.
+    """
+    dtype = tf.as_dtype(dtype)
+    names = _device_names(devices)
+    sizes = [_known_shape(index, shape) for index, shape in enumerate(shapes)]
+    found: list[Group] = []
+    plans: list[BatchPlan] = []
+
+    def all_reduce() -> None:
+        values = [_placeholders(shape, dtype, names) for shape in sizes]
+        reductions = check_pairs([(value, value) for value in values])
+        configs = [config_for(reduction) for reduction in reductions]
+        for reduction, config in zip(reductions, configs, strict=True):
+            check_topology(config.topology, reduction)
+        found.extend(batch.group_batch(_SUM, reductions, configs))
+        for group in found:
+            if group.transport in (Transport.NCCL, Transport.COPY_TREES):
+                plans.append(batch.plan_group(group, reductions))
+        ops.batch_reduce(_SUM, [(value, value) for value in values])
+
+    graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
+    operations = [op for op in graph.get_operations() if op.type != "Placeholder"]
+    algorithm, reason = _algorithm(found, dtype, sum(s.num_elements() for s in sizes) * dtype.size)
+    uses_nccl = any(group.transport is Transport.NCCL for group in found)
+    return Explanation(
+        repr(ops),
+        names,
+        algorithm,
+        reason,
+        tuple(pack for plan in plans for pack in _packs(plan, dtype.size, uses_nccl)),
+        {} if uses_nccl else _bytes_by_link(operations, names),
+        dict(collections.Counter(op.type for op in operations)),
+    )
+
+
+def _device_names(devices: Sequence[str] | None) -> tuple[str, ...]:
+    if devices is None and tf.distribute.has_strategy():
+        devices = tf.distribute.get_strategy().extended.worker_devices
+    elif devices is None:
+        logical = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+        devices = [device.name for device in logical]
+    names = checks.check_device_list(devices)
+    for name in names:
+        check_device("each of devices", name)
+    return tuple(tf_internals.canonical_device(name) for name in names)
+
+
+def _known_shape(index: int, given: Any) -> tf.TensorShape:
+    shape = tf.TensorShape(given)
+    if not shape.is_fully_defined():
+        raise ValueError(f"shapes[{index}] must be fully known; got {shape}")
+    return shape
+
+
+def _placeholders(shape: tf.TensorShape, dtype: tf.DType, devices: Sequence[str]) -> Any:
+    values = []
+    for device in devices:
+        with tf.device(device):
+            values.append(tf.raw_ops.Placeholder(dtype=dtype, shape=shape))
+    return tf_internals.per_replica(values)
+
+
+def _algorithm(groups: Sequence[Group], dtype: tf.DType, num_bytes: int) -> tuple[str, str]:
+    """Returns the name of what reduces a batch, and the reason for it."""
+    if not groups:
+        return "nothing", "the batch is empty"
+    group = groups[0]  # All values have one dtype and are on the same devices.
+    config, devices = group.config, group.devices
+    match group.transport:
+        case Transport.NCCL:
+            return "NCCL", str(nccl.nccl_status(devices, dtype))
+        case Transport.ONE_DEVICE:
+            if config.accumulate is not None:
+                return "one device", f"accumulation_fn is called on {config.root}"
+            return "one device", f"reduce_to_device is {config.root}, not one of the devices"
+    topology = config.topology_of(devices)
+    origin = "was detected" if config.topology is None else "was given"
+    machine = f"the topology {topology.name!r} {origin}"
+    if not isinstance(config.algorithm, str):
+        return "one_device", f"everything is summed on {devices[config.algorithm[0].root]}"
+    if config.nccl and len(devices) > 1:
+        return config.algorithm, f"NCCL cannot run: {nccl.nccl_status(devices, dtype)}"
+    if config.algorithm != "auto":
+        return config.algorithm, f"it was asked for; {machine}"
+    fastest = fastest_algorithm(topology, num_bytes, config.packing.num_packs or None)
+    return fastest, f"auto found it fastest for {_bytes(num_bytes)} in the simulator; {machine}"
+
+
+def _packs(plan: BatchPlan, itemsize: int, uses_nccl: bool) -> list[PackExplanation]:
+    explanations = []
+    for pack in plan.packs:
+        slices = [part for fused in pack.fused_tensors for part in fused.slices]
+        explanations.append(
+            PackExplanation(
+                sum(part.size for part in slices) * itemsize,
+                len(slices),
+                len(pack.fused_tensors),
+                None if uses_nccl else pack.tree,
+            )
+        )
+    return explanations
+
+
+def _bytes_by_link(
+    operations: Iterable[tf.Operation], devices: Sequence[str]
+) -> dict[tuple[int, int], int]:
+    """Adds up the tensors that ops take from other devices; TensorFlow sends each to each once."""
+    index = {device: rank for rank, device in enumerate(devices)}
+    sent: dict[tuple[str, str], tuple[tuple[int, int], int]] = {}
+    for op in operations:
+        for tensor in op.inputs:
+            source, target = tensor.op.device, op.device
+            if source in index and target in index and source != target:
+                num_bytes = (tensor.shape.num_elements() or 0) * tensor.dtype.size
+                sent[tensor.name, target] = (index[source], index[target]), num_bytes
+    totals: collections.Counter[tuple[int, int]] = collections.Counter()
+    for link, num_bytes in sent.values():
+        totals[link] += num_bytes
+    return dict(totals)
+
+
+def _nested(tree: CopyTree) -> str:
+    """Writes a tree as its root followed by the subtrees: `0(1, 2(3))`."""
+
+    def subtree(device: int) -> str:
+        children = ", ".join(map(subtree, tree.children[device]))
+        return f"{device}({children})" if children else f"{device}"
+
+    return subtree(tree.root)
+
+
+def _shortened(what: str, lines: Sequence[str]) -> list[str]:
+    shown = [f"  {line}" for line in lines[:_MAX_LINES]]
+    hidden = len(lines) - len(shown)
+    return shown + ([f"  ... and {_count(hidden, f'more {what}')}"] if hidden else [])
+
+
+def _bytes(number: int) -> str:
+    return f"{number:,} bytes"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
