@@ -9,16 +9,12 @@ import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
 
-import tfcdo
 from tfcdo import topology
-from tfcdo.execute import batch
 from tfcdo.execute import copy_trees
 from tfcdo.execute import gather
 from tfcdo.execute import numerics
 from tfcdo.execute import one_device
 from tfcdo.execute import packs
-from tfcdo.execute.config import AllReduceConfig
-from tfcdo.execute.reduction import check_pairs
 from tfcdo.plan import algorithms
 from tfcdo.plan import batch_plan
 from tfcdo.plan import packing
@@ -305,51 +301,6 @@ class OneDeviceTest(tf.test.TestCase):
                 ):
                     self.assertEqual(tu.device_name(index), part.device)
                     self.assertAllEqual(given, part)
-
-
-class BatchTest(tu.ValuesMixin, tf.test.TestCase):
-    CONFIG = AllReduceConfig("hierarchical_copy", packing.PackingOptions(1))
-
-    def test_results_keep_the_order_of_the_batch(self):
-        """Values that are done together are not neighbours in the batch."""
-        arrays = [[np.float32(10 * index + rank) for rank in range(3)] for index in range(6)]
-        values = [tu.per_replica(own) for own in arrays]
-        elsewhere = tu.per_replica(arrays[5], tu.ALL_DEVICES[4:7])
-        row = tu.per_replica(
-            [
-                tf.IndexedSlices(tf.fill([1, 1], float(rank)), tf.constant([rank]))
-                for rank in range(3)
-            ]
-        )
-        pairs: list[Any] = [
-            (values[0], values[0]),
-            (row, row),
-            (values[1], "/cpu:7"),
-            (values[2], values[2]),
-            (elsewhere, elsewhere),
-            (row, "/cpu:6"),
-            (values[3], values[3]),
-            (values[4], elsewhere),
-        ]
-        results = batch.reduce(tu.SUM, check_pairs(pairs), [self.CONFIG] * len(pairs))
-        self.assertLen(results, len(pairs))
-        dense = {0: 0, 2: 1, 3: 2, 4: 5, 6: 3, 7: 4}
-        for index, source in dense.items():
-            (result,) = tu.call(tu.EAGER, lambda: results[index])  # noqa: B023
-            self.assert_exact(result.value, tu.oracle(tu.SUM, arrays[source]), tf.float32)
-        for index in 1, 5:
-            (result,) = tu.call(tu.EAGER, lambda: results[index])  # noqa: B023
-            self.assertAllEqual([0, 1, 2], result.value.indices)
-
-    def test_a_topology_must_fit(self):
-        ops = tfcdo.AllReduceCrossDeviceOps("ring", topology=topology.preset("nvswitch", 4))
-        with tf.Graph().as_default() as graph:
-            own = tu.per_replica([tf.ones([2], tf.int32)] * 2)
-            # The first is no all-reduce, so its topology does not matter.
-            before = len(graph.get_operations())
-            with self.assertRaisesRegex(ValueError, "topology must have .*2; 'nvswitch' has 4"):
-                ops.batch_reduce(tu.MEAN, [(own, "/cpu:0"), (own, own)])
-            self.assertLen(graph.get_operations(), before)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from tfcdo.plan.batch_plan import BatchPlan
 from tfcdo.plan.copy_tree import CopyTree
 
 _SUM = tf.distribute.ReduceOp.SUM
-_MAX_LINES = 8  # Of packs and of links; an explanation fits on a screen.
+_MAX_LINES = 8  # Of each kind; an explanation fits on a screen.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +86,15 @@ class Explanation:
         return sum(self.num_ops.values())
 
     def __str__(self) -> str:
-        links = sorted(self.bytes_by_link.items(), key=lambda item: (-item[1], item[0]))
+        by_amount: dict[int, list[str]] = {}
+        for (source, target), num_bytes in sorted(self.bytes_by_link.items()):
+            by_amount.setdefault(num_bytes, []).append(f"{source} -> {target}")
         ops = sorted(self.num_ops.items(), key=lambda item: (-item[1], item[0]))
         lines = [
             f"{self.ops} on {_count(len(self.devices), 'device')}: {self.algorithm}",
             f"  because {self.reason}",
             *_shortened("pack", [f"pack {i}: {pack}" for i, pack in enumerate(self.packs)]),
-            *_shortened("link", [f"link {a} -> {b}: {_bytes(n)}" for (a, b), n in links]),
+            *_shortened("amount", [_links(*item) for item in sorted(by_amount.items())[::-1]]),
             f"  {self.num_graph_ops:,} graph ops: "
             + ", ".join(f"{count:,} {name}" for name, count in ops),
         ]
@@ -245,6 +247,12 @@ def _nested(tree: CopyTree) -> str:
         return f"{device}({children})" if children else f"{device}"
 
     return subtree(tree.root)
+
+
+def _links(num_bytes: int, links: Sequence[str]) -> str:
+    more = ", ..." if len(links) > _MAX_LINES else ""
+    listed = ", ".join(links[:_MAX_LINES]) + more
+    return f"{_bytes(num_bytes)} on each of {_count(len(links), 'link')}: {listed}"
 
 
 def _shortened(what: str, lines: Sequence[str]) -> list[str]:

@@ -235,8 +235,8 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
 
     Returns:
       Full device names, at least one; `""` for a component of a `DistributedValues` whose device is
-      not known while a function is traced. For a tensor whose device is not known, the devices of
-      the strategy in whose cross-replica context this is.
+      not known while a function is traced. For a tensor whose device is not known, or for `""`, the
+      devices of the strategy in whose cross-replica context this is.
 
     Raises:
       ValueError: if it is anything else, is empty, or names a device that TensorFlow cannot use.
@@ -252,15 +252,16 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
         device = destinations
     elif tf.is_tensor(destinations) or tf_internals.is_variable(destinations):
         device = getattr(destinations, "device", None) or ""
-        if not device and (devices := tf_internals.devices_of_strategy()):
-            # A tensor that all replicas share, in a traced function that got it as an argument.
-            return devices
     else:
         raise ValueError(
             "destinations must be a tf.distribute.DistributedValues, a tf.Variable, a tensor or a "
             f"device name; got {_brief(destinations)}"
         )
     if not device:
+        # So a strategy names the device of a tensor that all replicas share, in a traced function
+        # that got it as an argument.
+        if devices := tf_internals.devices_of_strategy():
+            return devices
         raise ValueError(
             f"destinations must name at least one device; got {_brief(destinations)}, "
             "which has none"
