@@ -314,9 +314,7 @@ class _MultiWorkerExtended(_AveragesStatistics, tf_internals.MultiWorkerExtended
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: Any, options: Any
     ) -> Any:
-        return super()._gather_to_implementation(
-            value, self._located(destinations), axis, options
-        )
+        return super()._gather_to_implementation(value, self._located(destinations), axis, options)
 
     def _located(self, destinations: Any) -> Any:
         """Returns destinations, or the first device for a value whose device is not known yet.

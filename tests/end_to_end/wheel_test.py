@@ -62,7 +62,9 @@ class WheelTest(absltest.TestCase):
             for line in lines
             if line.startswith("Requires-Dist") and "extra ==" not in line
         }
-        self.assertEqual(plain, {"absl-py", "networkx", "numpy", "tensorflow>=2.16"})
+        self.assertEqual(
+            plain, {"absl-py", "msgspec>=0.18", "networkx", "numpy", "tensorflow>=2.16"}
+        )
         self.assertTrue(any(name.startswith("click") for name in required), required)
         self.assertIn("Requires-Python: >=3.10", lines)
 

@@ -34,9 +34,7 @@ def main(fault: str, where: str = "all") -> None:
         return
     if fault == "late" and here:
         time.sleep(6.0)
-    strategy = tfcdo.MultiWorkerMirroredStrategy(
-        None, options, devices_per_worker=2, **settings
-    )
+    strategy = tfcdo.MultiWorkerMirroredStrategy(None, options, devices_per_worker=2, **settings)
     print("started", flush=True)
     width = 33 if fault == "another shape" and here else 32
     with strategy.scope():
