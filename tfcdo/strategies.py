@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from tfcdo.execute import nccl
 from tfcdo.execute.hosts import Hosts
 
 _TIMEOUT_SECONDS = 600.0
+# TensorFlow's servers, once all hosts are there, take less than one.
+_SERVER_START_SECONDS = 120.0
 # Of gradients on their way through a network: large enough to fill it, and small enough that the
 # first ones leave while the backward pass still makes others.
 _BYTES_PER_PACK = 4 << 20
@@ -377,6 +380,11 @@ def _prepare(
         "communication_options": f"{options.implementation.value}, {options.bytes_per_pack} bytes",
     }
     roll_call.hold(cluster, settings, timeout)
+    tf_internals.configure_coordination(
+        leader=cluster.tasks[0].device_prefix,
+        jobs=collections.Counter(task.job for task in cluster.tasks),
+        start_seconds=_SERVER_START_SECONDS,
+    )
 
 
 def _devices_here(resolver: Any) -> tuple[str, int]:

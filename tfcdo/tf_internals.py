@@ -9,7 +9,7 @@ registry of kernels.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -215,6 +215,29 @@ def value_at_call_time(make: Callable[[], tf.Tensor], spec: tf.TensorSpec) -> tf
         graph = graph.outer_graph
     with graph.as_default():
         return graph.capture_call_time_value(lambda: value_at_call_time(make, spec), spec)
+
+
+def configure_coordination(leader: str, jobs: Mapping[str, int], start_seconds: float) -> None:
+    """Sets up the coordination service as TensorFlow's strategy does, with a limit to its start.
+
+    By default, TensorFlow waits for an hour, with Python's lock held, for a host that has ended
+    while the servers started.
+
+    Args:
+      leader: The device prefix of the host that runs the service.
+      jobs: How many tasks each job has.
+      start_seconds: How long the servers may take to start. After that, making the strategy raises
+        `tf.errors.DeadlineExceededError`, whose message names the hosts that are missing.
+    """
+    make_job = _context.coordination_config_pb2.CoordinatedJob
+    _context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=leader,
+        cluster_register_timeout_in_ms=round(start_seconds * 1000),
+        coordinated_jobs=[make_job(name=job, num_tasks=count) for job, count in jobs.items()],
+    )
+    # Registers all hosts or none, so that from then on their heartbeats tell who has ended.
+    _context.context().coordination_service.cluster_register_with_barrier = True
 
 
 class KeyValueStore:

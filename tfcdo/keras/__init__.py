@@ -5,12 +5,14 @@ Nothing else of tfcdo imports this package, so Keras is loaded for those who use
 
 from __future__ import annotations
 
+from tfcdo.keras.backup import BackupAndRestore
 from tfcdo.keras.in_sync import CheckInSync
 from tfcdo.keras.optimizer import DistributedOptimizer
 from tfcdo.keras.statistics import SynchronizeStatistics
 from tfcdo.keras.uneven import weight_by_examples
 
 __all__ = [
+    "BackupAndRestore",
     "CheckInSync",
     "DistributedOptimizer",
     "SynchronizeStatistics",
