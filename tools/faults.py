@@ -33,6 +33,13 @@ EPOCHS = 4
 STEPS = 10
 # A case that takes longer hangs. Most of it is the import of TensorFlow by each process.
 LIMIT_SECONDS = 300
+KINDS = {
+    "start": "killed while starting, `tfcdo launch --max-restarts 1`",
+    "launch": "killed, `tfcdo launch --max-restarts 1`",
+    "kill": "killed, started by hand",
+    "stop": "stopped (SIGSTOP), started by hand",
+    "late": "late, started by hand",
+}
 # What TensorFlow and tfcdo raise when another host is gone or does not answer.
 DOCUMENTED_ERRORS = (
     "UnavailableError",
@@ -60,10 +67,10 @@ class Case:
     """One fault.
 
     Attributes:
-      kind: "kill", "launch" (a kill under `tfcdo launch --max-restarts 1`), "stop" or "late".
-      hosts: who trains.
-      victim: which host is killed, stopped or late.
-      moment: When: the number of the step, of all epochs', or for "launch" and "late" seconds since
+      kind: One of `KINDS`.
+      hosts: Who trains.
+      victim: Which host is killed, stopped or late.
+      moment: When: the number of the step, of all epochs', or for "start" and "late" seconds since
         the start.
       delay: How many seconds after the beginning of that step.
     """
@@ -105,18 +112,16 @@ def draw_cases(kills: int = 20, stops: int = 5, lates: int = 5) -> list[Case]:
     for index in range(kills + stops):
         hosts = drawn.choice([Hosts(2, 2), Hosts(2, 2), Hosts(3, 1)])
         victim = drawn.randrange(hosts.count)
-        if index < kills // 2:
-            # Any moment, also while TensorFlow is imported or the hosts meet.
-            cases.append(Case("launch", hosts, victim, drawn.uniform(0.0, 20.0)))
+        if index < kills * 3 // 20:
+            # While TensorFlow is imported, or the hosts meet.
+            cases.append(Case("start", hosts, victim, drawn.uniform(0.0, 10.0)))
         else:
-            kind = "kill" if index < kills else "stop"
+            kind = "launch" if index < kills // 2 else "kill" if index < kills else "stop"
             step = drawn.randrange(EPOCHS * STEPS - 1)
             cases.append(Case(kind, hosts, victim, step, drawn.uniform(0.0, 0.3)))
     for _ in range(lates):
         hosts = drawn.choice([Hosts(2, 2), Hosts(3, 1)])
-        cases.append(
-            Case("late", hosts, drawn.randrange(hosts.count), drawn.uniform(3.0, 20.0))
-        )
+        cases.append(Case("late", hosts, drawn.randrange(hosts.count), drawn.uniform(3.0, 20.0)))
     return cases
 
 
@@ -159,7 +164,7 @@ class Training:
     def wait_for(self, *indices: int) -> dict[int, int]:
         """Waits for some hosts; returns their statuses."""
         processes = [self._processes[index] for index in indices]
-        _wait_until(lambda: all(one.poll() is not None for one in processes), "the end")
+        _wait_until(lambda: all(one.poll() is not None for one in processes), "end")
         return {index: self._processes[index].returncode for index in indices}
 
     def send(self, index: int, number: int) -> None:
@@ -211,12 +216,7 @@ class Training:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={
-                    **os.environ,
-                    "CUDA_VISIBLE_DEVICES": "",
-                    "TF_CPP_MIN_LOG_LEVEL": "2",
-                    **variables,
-                },
+                env={**environment_of_a_host(), **variables},
             )
 
     @contextlib.contextmanager
@@ -224,6 +224,16 @@ class Training:
         """Holds ports for hosts that are started by hand."""
         with cluster.reserved_ports(self.hosts.count) as self._addresses:
             yield
+
+
+def environment_of_a_host() -> dict[str, str]:
+    """Returns the environment variables of a process that finds tfcdo and no GPU."""
+    return {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
 
 
 @contextlib.contextmanager
@@ -255,7 +265,9 @@ def run_case(case: Case, expected: list[np.ndarray]) -> Outcome:
       case: What to do.
       expected: The weights of an undisturbed training.
     """
-    run = {"kill": _kill, "stop": _stop, "launch": _launch, "late": _late}[case.kind]
+    run = {"start": _launch, "launch": _launch, "kill": _kill, "stop": _stop, "late": _late}[
+        case.kind
+    ]
     with training(case.hosts) as one:
         try:
             return run(case, one, expected)
@@ -289,28 +301,26 @@ def _stop(case: Case, one: Training, expected: list[np.ndarray]) -> Outcome:
 
 def _launch(case: Case, one: Training, expected: list[np.ndarray]) -> Outcome:
     launcher = one.launch("--max-restarts", "1")
-    time.sleep(case.moment)
-    _wait_until(lambda: one.pid(case.victim) is not None, "the start")
+    if case.kind == "start":
+        time.sleep(case.moment)
+        _wait_until(lambda: one.pid(case.victim) is not None, "start of the host")
+    else:
+        _wait_for_moment(case, one)
     steps = one.steps_done(case.victim)
     pid = one.pid(case.victim)
     assert pid is not None
+    os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        steps = [EPOCHS * STEPS - 1]
     _wait_until(
         lambda: "starting all workers again" in one.log("launch") or launcher.poll() is not None,
-        "the restart",
+        "restart",
     )
     seconds = time.monotonic() - killed
-    restarted = "starting all workers again" in one.log("launch")
     one.wait_all()
     problem = _check_end(one, expected)
-    continued = min(one.steps_done(0), default=0) // STEPS + 1 if restarted else None
-    moment = _step_name(steps) if steps else f"{case.moment:.1f} s, before the first step"
-    others = "ended by the launcher" if restarted else "had ended"
-    return Outcome(moment, others, seconds if restarted else None, continued, problem)
+    continued = min(one.steps_done(0), default=0) // STEPS + 1
+    moment = _step_name(steps) if steps else f"{case.moment:.1f} s after the start"
+    return Outcome(moment, "ended by the launcher", seconds, continued, problem)
 
 
 def _late(case: Case, one: Training, expected: list[np.ndarray]) -> Outcome:
@@ -322,8 +332,12 @@ def _late(case: Case, one: Training, expected: list[np.ndarray]) -> Outcome:
 
 
 def _start_and_reach(case: Case, one: Training) -> None:
-    """Starts all hosts and waits until the victim has come to the case's moment."""
     one.start(*range(case.hosts.count))
+    _wait_for_moment(case, one)
+
+
+def _wait_for_moment(case: Case, one: Training) -> None:
+    """Waits until the victim has come to a step, and then for the delay."""
     _wait_until(lambda: len(one.steps_done(case.victim)) > case.moment, f"step {case.moment}")
     time.sleep(case.delay)
 
@@ -464,25 +478,18 @@ def document(results: Sequence[tuple[Case, Outcome]]) -> str:
         "| fault | cases | hangs | right | the others end after (median, most) |",
         "|---|---|---|---|---|",
     ]
-    for kind, name in _NAMES.items():
+    for kind, name in KINDS.items():
         outcomes = [outcome for case, outcome in results if case.kind == kind]
         if outcomes:
             lines.append(_summary_line(name, outcomes))
     lines += [
         "",
-        "| fault | hosts x devices | host | when | the others | after | continues with | result |",
+        "| fault | hosts x devices | which host | when | the others | after | continues with | "
+        "result |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [_line(case, outcome) for case, outcome in results]
     return "\n".join(lines) + "\n"
-
-
-_NAMES = {
-    "launch": "killed, under `tfcdo launch --max-restarts 1`",
-    "kill": "killed, started by hand",
-    "stop": "stopped (SIGSTOP), started by hand",
-    "late": "late, started by hand",
-}
 
 
 def _summary_line(name: str, outcomes: Sequence[Outcome]) -> str:
@@ -495,9 +502,7 @@ def _summary_line(name: str, outcomes: Sequence[Outcome]) -> str:
 
 def _line(case: Case, outcome: Outcome) -> str:
     fields = (
-        {"launch": "killed, launcher", "kill": "killed", "stop": "stopped", "late": "late"}[
-            case.kind
-        ],
+        KINDS[case.kind],
         str(case.hosts),
         str(case.victim),
         outcome.moment,
