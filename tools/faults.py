@@ -117,7 +117,8 @@ def draw_cases(kills: int = 20, stops: int = 5, lates: int = 5) -> list[Case]:
             cases.append(Case("start", hosts, victim, drawn.uniform(0.0, 10.0)))
         else:
             kind = "launch" if index < kills // 2 else "kill" if index < kills else "stop"
-            step = drawn.randrange(EPOCHS * STEPS - 1)
+            # Not so late that the training could end before the fault comes.
+            step = drawn.randrange(EPOCHS * STEPS - 4)
             cases.append(Case(kind, hosts, victim, step, drawn.uniform(0.0, 0.3)))
     for _ in range(lates):
         hosts = drawn.choice([Hosts(2, 2), Hosts(3, 1)])

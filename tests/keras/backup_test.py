@@ -90,7 +90,7 @@ class BackupAndRestoreTest(tf.test.TestCase, parameterized.TestCase):
                 raise KeyboardInterrupt
             remove(path, **options)
 
-        broken = {
+        broken: Any = {
             "rename": mock.patch.object(pathlib.Path, "rename", side_effect=KeyboardInterrupt),
             "rmtree": mock.patch.object(shutil, "rmtree", end_at_the_older_one),
         }[last]

@@ -94,8 +94,8 @@ class CasesTest(absltest.TestCase):
         text = faults.document([(case, right), (case, hangs)])
         self.assertIn("| killed, started by hand | 2 | 1 | 1 | 1.5 s, 1.5 s |", text)
         self.assertIn(
-            "| killed, started by hand | 2 x 1 | 1 | epoch 2, after step 2 | UnavailableError | 1.5 s | "
-            "epoch 2 | right |",
+            "| killed, started by hand | 2 x 1 | 1 | epoch 2, after step 2 | UnavailableError | "
+            "1.5 s | epoch 2 | right |",
             text,
         )
         self.assertIn("| - | - | hangs: no end |", text)
