@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import pathlib
 import random
@@ -48,6 +49,8 @@ DOCUMENTED_ERRORS = (
     "DisagreementError",
     "RollCallError",
 )
+_FORKING = multiprocessing.get_context("forkserver")
+_FORKING.set_forkserver_preload(["tensorflow", "keras", "tfcdo.keras"])
 _ERROR = re.compile(r"^(?:[\w.]+\.)?(\w+Error): ", re.MULTILINE)
 
 
@@ -126,13 +129,43 @@ def draw_cases(kills: int = 20, stops: int = 5, lates: int = 5) -> list[Case]:
     return cases
 
 
+class _Host:
+    """A host that was started by hand, as `subprocess.Popen` has it.
+
+    It is forked from a process that has imported TensorFlow, which takes ten times as long as all
+    else that a host does here.
+    """
+
+    def __init__(self, folder: pathlib.Path, log: pathlib.Path, variables: dict[str, str]) -> None:
+        arguments = (folder, log, {**environment_of_a_host(), **variables})
+        self._process = _FORKING.Process(target=_work_forked, args=arguments, daemon=True)
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> None:
+        self._process.join()
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+
 class Training:
     """A training in a folder of its own, whose processes end when the block does."""
 
     def __init__(self, hosts: Hosts, folder: pathlib.Path) -> None:
         self.hosts = hosts
         self.folder = folder
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, subprocess.Popen[bytes] | _Host] = {}
         self._addresses: tuple[str, ...] = ()
 
     def start(self, *indices: int) -> None:
@@ -143,26 +176,32 @@ class Training:
                 "TF_CONFIG": cluster.tf_config(self._addresses, index),
                 environment.DEVICES_PER_WORKER: str(self.hosts.devices),
             }
-            command = _worker_command(self.folder)
-            self._processes[index] = self._popen(str(index), command, variables)
+            self._processes[index] = _Host(self.folder, self.folder / f"log-{index}", variables)
 
     def launch(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Starts all hosts with `tfcdo launch`."""
         command = [
             *(sys.executable, "-m", "tfcdo.cli.main", "launch"),
             *("--workers", str(self.hosts.count), "--devices-per-worker", str(self.hosts.devices)),
-            *("--grace", "3", *arguments),
-            *_worker_command(self.folder)[1:],
+            *("--grace", "3", *arguments, __file__, "--worker", str(self.folder)),
         ]
+        with (self.folder / "log-launch").open("wb") as log:
+            launcher = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment_of_a_host(),
+            )
         # By the key of no host.
-        self._processes[-1] = self._popen("launch", command, {})
-        return self._processes[-1]
+        self._processes[-1] = launcher
+        return launcher
 
-    def wait_all(self) -> dict[int, int]:
+    def wait_all(self) -> dict[int, int | None]:
         """Waits for all hosts that were started; returns their statuses."""
         return self.wait_for(*self._processes)
 
-    def wait_for(self, *indices: int) -> dict[int, int]:
+    def wait_for(self, *indices: int) -> dict[int, int | None]:
         """Waits for some hosts; returns their statuses."""
         processes = [self._processes[index] for index in indices]
         _wait_until(lambda: all(one.poll() is not None for one in processes), "end")
@@ -207,18 +246,6 @@ class Training:
             process.kill()
             process.wait()
         self._processes.clear()
-
-    def _popen(
-        self, name: str, command: Sequence[str], variables: dict[str, str]
-    ) -> subprocess.Popen[bytes]:
-        with (self.folder / f"log-{name}").open("wb") as log:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**environment_of_a_host(), **variables},
-            )
 
     @contextlib.contextmanager
     def with_ports(self) -> Iterator[None]:
@@ -390,8 +417,13 @@ def _wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def _worker_command(folder: pathlib.Path) -> list[str]:
-    return [sys.executable, __file__, "--worker", str(folder)]
+def _work_forked(folder: pathlib.Path, log: pathlib.Path, variables: dict[str, str]) -> None:
+    """One host of a training, in a process that has imported TensorFlow already."""
+    with log.open("wb") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    os.environ.update(variables)
+    _work(folder)
 
 
 def _work(folder: pathlib.Path) -> None:
