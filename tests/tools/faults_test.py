@@ -7,12 +7,13 @@ import subprocess
 import sys
 from unittest import mock
 
+import fault_training
 import faults
 from absl.testing import absltest
 
 from tfcdo.launch import cluster
 
-_HOSTS = faults.Hosts(2, 1)
+_HOSTS = fault_training.Hosts(2, 1)
 
 # A host that comes to the roll call and ends before TensorFlow's server has started, and one that
 # is left alone with a server that has.
@@ -47,7 +48,7 @@ class FaultsTest(absltest.TestCase):
             processes = [
                 subprocess.Popen(
                     [sys.executable, "-c", _ENDS_EARLY, what],
-                    env={**faults.environment_of_a_host(), "TF_CONFIG": config},
+                    env={**fault_training.environment_of_a_host(), "TF_CONFIG": config},
                     stderr=subprocess.PIPE,
                     text=True,
                 )
@@ -57,7 +58,7 @@ class FaultsTest(absltest.TestCase):
                 )
             ]
             try:
-                _, error = processes[0].communicate(timeout=faults.LIMIT_SECONDS)
+                _, error = processes[0].communicate(timeout=fault_training.LIMIT_SECONDS)
             finally:
                 for process in processes:
                     process.kill()
@@ -77,11 +78,11 @@ class CasesTest(absltest.TestCase):
             self.assertGreater(len({case.victim for case in cases if case.kind == kind}), 1)
 
     def test_a_hang_is_seen_and_nothing_is_left(self):
-        with faults.training(_HOSTS) as one:
+        with fault_training.training(_HOSTS) as one:
             # As if it were a host.
             one._processes[0] = subprocess.Popen(["sleep", "600"])
-            self.enter_context(mock.patch.object(faults, "LIMIT_SECONDS", 0.2))
-            with self.assertRaisesRegex(faults.HangError, "no end within 0.2 s"):
+            self.enter_context(mock.patch.object(fault_training, "LIMIT_SECONDS", 0.2))
+            with self.assertRaisesRegex(fault_training.HangError, "no end within 0.2 s"):
                 one.wait_all()
             process = one._processes[0]
         self.assertEqual(process.returncode, -9)
