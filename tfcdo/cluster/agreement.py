@@ -13,7 +13,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from absl import logging
@@ -29,6 +29,9 @@ LOG_AFTER = 60.0  # Seconds until the log says who is waited for.
 # and their order is not the same on all hosts.
 _GRACE = 10.0
 _POLL = 0.5
+# By how much the other hosts are more patient than the chief, which knows who is late.
+_PATIENCE = 5.0
+LATE = "timed out"  # How each reason of this kind begins.
 
 
 class Store(Protocol):
@@ -150,7 +153,8 @@ class Agreement:
             self._wait(
                 lambda host=host: True if name in self._heard(host, _POLL) else None,
                 description,
-                host,
+                lambda host=host: self._cluster.name(host),
+                self._timeout,
             )
         with self._lock:
             if name in self._numbers:  # Another thread came to the same collective.
@@ -162,11 +166,36 @@ class Agreement:
         return number
 
     def _follow(self, name: str, description: Description) -> int:
-        agreed = self._wait(lambda: self._store.get(f"agreed/{name}", _POLL), description, 0)
+        def late() -> str:
+            chief = self._cluster.name(0)
+            return f"a host that {chief} waits for" if name in self._heard(0, 0.01) else chief
+
+        agreed = self._wait(
+            lambda: self._store.get(f"agreed/{name}", _POLL),
+            description,
+            late,
+            self._timeout + _PATIENCE,
+        )
         return int(agreed)
 
-    def _wait(self, ready: Any, description: Description, host: int) -> Any:
-        """Waits for another host to come to a collective, or for the news that it will not."""
+    def _wait(
+        self,
+        ready: Callable[[], Any],
+        description: Description,
+        late: Callable[[], str],
+        timeout: float,
+    ) -> Any:
+        """Waits until a collective may begin, or for the news that it will not.
+
+        Args:
+          ready: looks, for a moment, whether it may begin; returns None if not.
+          description: the collective.
+          late: names the host that is waited for.
+          timeout: how many seconds to wait.
+
+        Returns:
+          What `ready` returned.
+        """
         start = time.monotonic()
         next_line = LOG_AFTER
         while True:
@@ -176,20 +205,25 @@ class Agreement:
             waited = time.monotonic() - start
             reason = self.failure()
             if reason is not None:
-                raise DisagreementError(reason)
+                raise (LateHostError if reason.startswith(LATE) else DisagreementError)(reason)
             if waited >= _GRACE:
                 reason = self.stray()
                 if reason is not None:
                     self.fail(reason)
                     raise DisagreementError(reason)
-            message = f"{waited:.0f} s for {self._cluster.name(host)} to come to the first "
-            if waited >= self._timeout:
-                reason = f"timed out after waiting {message}{brief(description)}"
+            if waited < min(timeout, next_line):
+                continue
+            message = (
+                f"has waited {waited:.0f} s for {late()} to come to its first "
+                f"{brief(description)}"
+            )
+            me = self._cluster.name(self._cluster.index)
+            if waited >= timeout:
+                reason = f"{LATE}: {me} {message}"
                 self.fail(reason)
                 raise LateHostError(reason)
-            if waited >= next_line:
-                logging.warning("tfcdo: waiting since %s%s", message, brief(description))
-                next_line += LOG_AFTER
+            logging.warning("tfcdo: %s %s", me, message)
+            next_line += LOG_AFTER
 
     def _heard(self, host: int, timeout: float) -> Mapping[str, Description]:
         """Reads what a host has announced since this was last asked; returns all of it."""

@@ -26,6 +26,8 @@ Settings = Mapping[str, Any]
 _FIRST_LINE = 10.0  # Seconds until the log says who is waited for; then each minute.
 _NEXT_LINES = 60.0
 _RETRY = 0.2
+# By how much the others are more patient than the chief, which knows who is missing.
+_PATIENCE = 5.0
 _MOST_BYTES = 1 << 20
 
 
@@ -96,11 +98,12 @@ def _accept_all(
     here: dict[int, socket.socket],
 ) -> None:
     lines = _Lines()
+    problem = None
     while len(here) < len(cluster.others):
         missing = ", ".join(cluster.name(host) for host in cluster.others if host not in here)
         lines.log(f"waiting for {missing} to start")
         if time.monotonic() > deadline:
-            raise RollCallError(f"timed out waiting for {missing} to start")
+            raise RollCallError(problem or f"timed out waiting for {missing} to start")
         listener.settimeout(1.0)
         try:
             connection, _ = listener.accept()
@@ -119,11 +122,14 @@ def _accept_all(
         if host in here:
             here[host].close()  # It has been started again.
         here[host] = connection
-        if dict(theirs) != dict(settings):
-            raise RollCallError(
-                "the hosts are not set up alike: "
-                + difference.between(settings, cluster.name(0), theirs, cluster.name(host))
-            )
+        if problem is None and dict(theirs) != dict(settings):
+            names = cluster.name(0), cluster.name(host)
+            details = difference.between(settings, names[0], theirs, names[1])
+            problem = f"the hosts are not set up alike: {details}"
+            # All are to learn of it, also those that are still on their way.
+            deadline = min(deadline, time.monotonic() + _FIRST_LINE)
+    if problem is not None:
+        raise RollCallError(problem)
 
 
 def _check_reachable(cluster: config.Cluster, host: int) -> None:
@@ -166,7 +172,7 @@ def _wait_for_answer(
 ) -> dict[str, Any]:
     while not select.select([connection], [], [], 1.0)[0]:
         lines.log(f"{cluster.name(0)} is there and waits for other hosts")
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline + _PATIENCE:
             raise RollCallError(
                 f"timed out: {cluster.name(0)} is there, but not all other hosts are"
             )

@@ -133,7 +133,7 @@ class Watch:
             self._give_up(False, reason)
             return True
         if waited >= self._timeout:
-            self._give_up(True, f"timed out: {self._line(waiting, waited)}")
+            self._give_up(True, f"{agreement.LATE}: {self._line(waiting, waited)}")
             return True
         if waited >= self._next_line:
             self._next_line += agreement.LOG_AFTER

@@ -1,0 +1,245 @@
+"""Agreement and watch, with hosts that are threads and a store that is a dictionary."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from absl import logging
+from absl.testing import absltest
+
+from tfcdo.cluster import agreement
+from tfcdo.cluster import config
+from tfcdo.cluster import session
+from tfcdo.cluster import watch
+
+SPEC = {"worker": ["a:1", "b:2", "c:3"]}
+
+
+class Store:
+    """A key-value store in which a key is written once."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self._changed:
+            if key in self._values:
+                raise ValueError(f"{key} is there")
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, timeout: float) -> str | None:
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._values, timeout)
+            return self._values.get(key)
+
+    def delete(self, key: str) -> None:
+        with self._changed:
+            del self._values[key]
+
+
+def kind(*values: str, what: str = "all-reduce") -> dict[str, Any]:
+    return {"what": what, "values": list(values), "collectives": 2}
+
+
+def cluster(host: int) -> config.Cluster:
+    found = config.from_spec(SPEC, "worker", host)
+    assert found is not None
+    return found
+
+
+def on_all_hosts(program: Callable[[int, agreement.Agreement], Any], timeout: float) -> list[Any]:
+    """Runs a program on each host; returns what it returned or raised."""
+    store = Store()
+    ends: list[Any] = [None] * len(SPEC["worker"])
+
+    def run(host: int) -> None:
+        try:
+            ends[host] = program(host, agreement.Agreement(store, cluster(host), timeout))
+        except RuntimeError as error:
+            ends[host] = error
+
+    threads = [threading.Thread(target=run, args=[host], daemon=True) for host in range(len(ends))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+        assert not thread.is_alive()
+    return ends
+
+
+class AgreementTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.enterContext(mock.patch.object(agreement, "_GRACE", 0.5))
+        self.enterContext(mock.patch.object(agreement, "_POLL", 0.1))
+
+    def enterContext(self, context):  # noqa: N802 (of Python 3.11, here for 3.10)
+        value = context.__enter__()
+        self.addCleanup(context.__exit__, None, None, None)
+        return value
+
+    def test_equal_numbers_on_all_hosts_and_no_number_twice(self):
+        def program(host, own):
+            time.sleep(0.2 * host)
+            kinds = [kind("f[2]"), kind("f[3]"), kind("f[2]"), kind("f[2]", what="gather")]
+            return [own.number(one, 2) for one in kinds]
+
+        self.assertEqual([[0, 2, 0, 4]] * 3, on_all_hosts(program, 10.0))
+
+    def test_threads_may_come_in_any_order(self):
+        def program(host, own):
+            numbers = {}
+
+            def ask(value):
+                numbers[value] = own.number(kind(value), 2)
+
+            threads = [threading.Thread(target=ask, args=[value]) for value in ("x", "y", "z")]
+            for thread in threads[:: -1 if host == 1 else 1]:
+                thread.start()
+                time.sleep(0.1)
+            for thread in threads:
+                thread.join(10.0)
+            return sorted(numbers.items())
+
+        first, *others = on_all_hosts(program, 10.0)
+        self.assertLen({number for _, number in first}, 3)
+        self.assertEqual([first, first], others)
+
+    def test_another_shape(self):
+        def program(host, own):
+            own.number(kind("f[2]"), 2)
+            own.number(kind("f[5]", "i[]") if host == 2 else kind("f[4]", "i[]"), 2)
+
+        for end in on_all_hosts(program, 10.0):
+            self.assertIsInstance(end, agreement.DisagreementError)
+            self.assertRegex(str(end), r"the programs of host \d .* and host \d .* differ: values")
+            self.assertRegex(str(end), r"element 0 of 2: f\[[45]\] on \w+, f\[[54]\] on \w+")
+
+    def test_another_collective(self):
+        def program(host, own):
+            own.number(kind("f[4]", what="gather" if host == 1 else "all-reduce"), 2)
+
+        for end in on_all_hosts(program, 10.0):
+            self.assertIsInstance(end, agreement.DisagreementError)
+            self.assertRegex(str(end), r"the (gather|all-reduce) of 1 value \(f\[4\]\)")
+
+    def test_a_host_that_does_not_come(self):
+        self.enterContext(mock.patch.object(agreement, "LOG_AFTER", 0.3))
+        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+            ends = on_all_hosts(
+                lambda host, own: None if host == 1 else own.number(kind("f[4]"), 2), 1.5
+            )
+        self.assertIsNone(ends[1])
+        for end in (ends[0], ends[2]):
+            self.assertIsInstance(end, agreement.LateHostError)
+            self.assertRegex(str(end), r"timed out: host 0 .* s for host 1 \(.*b:2\) to come to")
+        self.assertRegex(" ".join(logs.output), "s for a host that host 0 .* waits for to come to")
+
+
+class WatchTest(absltest.TestCase):
+    """A clock and counters that the test moves."""
+
+    def setUp(self):
+        super().setUp()
+        self.store = Store()
+        self.now = 0.0
+        self.counts = [0, 0, 0]
+        self.aborts: list[tuple[int, bool, str]] = []
+        self.agreements = [agreement.Agreement(self.store, cluster(h), 600.0) for h in range(3)]
+        self.watches = [self.make_watch(host) for host in range(3)]
+        for watched in self.watches:
+            watched._thread = threading.current_thread()  # None of its own: the test looks.
+        self.description = kind("f[4]")
+        for host, watched in enumerate(self.watches):
+            watched.add(self.description, lambda host=host: self.counts[host])
+
+    def make_watch(self, host):
+        return watch.Watch(
+            cluster(host),
+            self.store,
+            self.agreements[host],
+            lambda late, reason: self.aborts.append((host, late, reason)),
+            600.0,
+            lambda: self.now,
+        )
+
+    def look(self, *hosts, until, step=2.0):
+        while self.now < until:
+            self.now += step
+            for host in hosts:
+                self.watches[host].look()
+
+    def test_says_who_is_waited_for(self):
+        self.counts = [11, 11, 10]  # Third step; hosts 0 and 1 wait in its second pack.
+        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+            self.look(0, 1, 2, until=70.0)
+        self.assertLen(logs.output, 2)
+        self.assertRegex(
+            logs.output[0],
+            r"pack 2 of 2, time 3, of the all-reduce of 1 value \(f\[4\]\) has waited 6\d s on "
+            r"host 0 \(.*\) for host 2 \(/job:worker/task:2 at c:3\), which is busy or stopped$",
+        )
+        self.assertEmpty(self.aborts)
+
+    def test_silent_while_all_goes_on(self):
+        for _ in range(100):
+            self.counts = [count + 1 for count in self.counts]
+            self.look(0, 1, 2, until=self.now + 8.0)
+        self.counts = [200, 200, 200]
+        with self.assertNoLogs(logging.get_absl_logger(), "WARNING"):
+            self.look(0, 1, 2, until=self.now + 1000.0)
+        self.assertEmpty(self.aborts)
+
+    def test_a_host_that_waits_elsewhere(self):
+        self.counts = [11, 9, 11]
+        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+            self.look(0, 1, 2, until=70.0)
+        self.assertRegex(logs.output[0], r"for host 1 \(.*\), which waits in pack 1 of 2, time 3")
+
+    def test_ends_what_waits_too_long(self):
+        self.counts = [11, 10, 10]
+        self.look(0, until=610.0, step=30.0)
+        [(host, late, reason)] = self.aborts[:1]
+        self.assertEqual((0, True), (host, late))
+        self.assertRegex(reason, r"timed out: pack 2 of 2.*waited 6\d\d s.*for host 1 .*, host 2 ")
+        self.assertEqual(reason, self.agreements[1].failure())
+
+    def test_a_host_that_has_come_to_something_else(self):
+        self.counts = [11, 10, 10]
+
+        def stray():
+            with self.assertRaises(agreement.DisagreementError):
+                self.agreements[2].number(kind("g[1]"), 2)
+
+        thread = threading.Thread(target=stray)
+        thread.start()
+        self.addCleanup(thread.join)
+        time.sleep(0.2)
+        self.look(0, until=14.0)
+        [(host, late, reason)] = self.aborts[:1]
+        self.assertEqual((0, False), (host, late))
+        self.assertRegex(reason, r"host 2 .* has come to the all-reduce of 1 value \(g\[1\]\)")
+
+
+class SessionTest(absltest.TestCase):
+    def test_keys_differ_within_many_uses(self):
+        alone = config.Cluster(cluster(0).tasks[:1], 0)
+        own = session.Session(alone, Store(), lambda late, reason: None, 10.0)
+        kinds = [kind("f[2]"), kind("f[3]")]
+        keys = [key for _ in range(32) for one in kinds for key in own.next_keys(one, 2)]
+        self.assertLen(set(keys), 128)
+        for _ in range(100):
+            keys += own.next_keys(kinds[0], 2)
+        self.assertLess(max(keys), 2**31)
+        # They come back, so what TensorFlow keeps of each is bounded.
+        self.assertLen(set(keys), 2 * 64 + 2 * 32)
+
+
+if __name__ == "__main__":
+    absltest.main()

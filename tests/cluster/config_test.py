@@ -1,0 +1,94 @@
+"""What a process is told about its cluster, and what it says of mistakes there."""
+
+from __future__ import annotations
+
+import json
+import os
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tfcdo.cluster import config
+from tfcdo.cluster import difference
+
+TWO = {"worker": ["a:1", "b:2"]}
+
+
+class FromSpecTest(parameterized.TestCase):
+    def test_the_chief_comes_first(self):
+        spec = {"worker": ["b:2", "c:3"], "chief": ["a:1"], "ps": ["p:9"], "evaluator": ["e:5"]}
+        cluster = config.from_spec(spec, "worker", 1)
+        chief = config.from_spec(spec, "chief", 0)
+        assert cluster is not None
+        assert chief is not None
+        self.assertEqual(["a:1", "b:2", "c:3"], [task.address for task in cluster.tasks])
+        self.assertEqual((2, (0, 1)), (cluster.index, cluster.others))
+        self.assertFalse(cluster.is_chief)
+        self.assertTrue(chief.is_chief)
+        self.assertEqual("host 1 (/job:worker/task:0 at b:2)", cluster.name(1))
+        self.assertEqual("/job:worker/replica:0/task:1", cluster.tasks[2].device_prefix)
+
+    @parameterized.parameters(({}, None, None), (TWO, "evaluator", 0))
+    def test_alone(self, spec, job, index):
+        self.assertIsNone(config.from_spec(spec, job, index))
+
+    @parameterized.parameters(
+        (TWO, None, None, "must say which task"),
+        (TWO, "chief", 0, r"one of \['worker'\]; got 'chief'"),
+        (TWO, "worker", 2, "one of the 2 of job 'worker', 0 to 1; got 2"),
+        (TWO, "worker", -1, "got -1"),
+        (TWO, "worker", "0", "must be an int; got '0'"),
+        ({"ps": ["a:1"]}, "ps", 0, "to train; got 'ps'"),
+        ({"chief": ["a:1", "b:1"]}, "chief", 0, "at most one chief"),
+        ({"worker": ["a:1", "a:1"]}, "worker", 0, "a:1 is there twice"),
+        ({"worker": ["a:1", "a"]}, "worker", 0, "'host:port' with a port .*; got 'a'"),
+    )
+    def test_mistakes(self, spec, job, index, message):
+        with self.assertRaisesRegex(ValueError, message):
+            config.from_spec(spec, job, index)
+
+
+class TfConfigTest(parameterized.TestCase):
+    def check(self, text: str) -> None:
+        with mock.patch.dict(os.environ, {"TF_CONFIG": text}):
+            config.check_tf_config()
+
+    @parameterized.parameters(
+        "", " ", "{}", json.dumps({"cluster": TWO, "task": {"type": "worker", "index": "1"}})
+    )
+    def test_valid(self, text):
+        self.check(text)
+
+    @parameterized.parameters(
+        ("{'cluster': 1}", "TF_CONFIG must be JSON; got"),
+        ("[1]", "must be a JSON object"),
+        ('{"cluster": ["a:1"]}', "objects 'cluster'"),
+        ('{"cluster": {"worker": "a:1"}}', "job 'worker' must be a list of 'host:port'; got 'a:1'"),
+        ('{"cluster": {"worker": []}}', "must be a list"),
+        ('{"cluster": {"worker": ["a:b"]}}', "got 'a:b'"),
+        ('{"cluster": {"worker": ["a:1"]}}', "must say which task"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}', "got 1"),
+    )
+    def test_mistakes(self, text, message):
+        with self.assertRaisesRegex(ValueError, message):
+            self.check(text)
+
+    @parameterized.parameters("a", "a:", ":1", "a:0", "a:65536", "a:b", "a:1/x", "u@a:1", 5, None)
+    def test_no_address(self, address):
+        with self.assertRaisesRegex(ValueError, "an address in a cluster must be 'host:port'"):
+            config.split_address(address)
+
+
+class DifferenceTest(absltest.TestCase):
+    def test_names_the_first_differences(self):
+        left = {"a": 1, "b": [1, 2], "c": [1], "d": 5, "same": 0}
+        right = {"a": 2, "b": [1, 3], "c": [], "same": 0, "e": 6}
+        self.assertEqual(
+            "a: 1 on x, 2 on y; b, element 1 of 2: 2 on x, 3 on y; c: 1 on x, 0 on y; and 2 more",
+            difference.between(left, "x", right, "y"),
+        )
+
+
+if __name__ == "__main__":
+    absltest.main()
