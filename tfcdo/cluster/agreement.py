@@ -9,6 +9,7 @@ meets one of another kind, and hosts whose programs differ learn where.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import threading
@@ -151,9 +152,9 @@ class Agreement:
     def _lead(self, name: str, description: Description, size: int) -> int:
         for host in self._cluster.others:
             self._wait(
-                lambda host=host: True if name in self._heard(host, _POLL) else None,
+                functools.partial(self._has_announced, host, name),
                 description,
-                lambda host=host: self._cluster.name(host),
+                functools.partial(self._cluster.name, host),
                 self._timeout,
             )
         with self._lock:
@@ -164,6 +165,9 @@ class Agreement:
             self._numbers[name] = number
         self._store.set(f"agreed/{name}", str(number))
         return number
+
+    def _has_announced(self, host: int, name: str) -> bool | None:
+        return True if name in self._heard(host, _POLL) else None
 
     def _follow(self, name: str, description: Description) -> int:
         def late() -> str:
