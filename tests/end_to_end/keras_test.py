@@ -7,6 +7,7 @@ oracle does so by hand, part by part, on one device.
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import shutil
 import tempfile
@@ -144,6 +145,12 @@ def on_each_replica(data: Data, batch_size: int, count: int) -> Data:
     return np.concatenate([x for x, _ in batches]), np.concatenate([y for _, y in batches])
 
 
+@functools.cache
+def fitted_alone(count: int) -> tuple[keras.Model, dict[str, list[float]]]:
+    """The training on one device that several tests compare with: what `count` replicas do."""
+    return fitted(ONE_DEVICE, dense_model, regression(6 * count), 2 * count)
+
+
 class KerasTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     def ops(self, name: str) -> tf.distribute.CrossDeviceOps:
         """One of the classes, and an assertion that the test has made use of it."""
@@ -166,19 +173,25 @@ class KerasTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
 
 class FitTest(KerasTestCase):
-    @parameterized.product(name=tuple(CLASSES), count=(3, 5, 7))
+    # All classes; the one that TensorFlow gets wrong at odd numbers with all of them.
+    @parameterized.parameters(
+        ("hierarchical", 3),
+        ("hierarchical", 5),
+        ("hierarchical", 7),
+        ("one_device", 3),
+        ("all_reduce", 5),
+        ("nccl", 7),
+    )
     def test_odd_numbers_of_devices(self, name, count):
         data = regression(6 * count)
-        expected, losses = fitted(ONE_DEVICE, dense_model, data, 2 * count)
+        expected, losses = fitted_alone(count)
         model, own_losses = fitted(strategy_of(self.ops(name), count), dense_model, data, 2 * count)
         self.assert_same_model(expected, model)
         self.assertAllClose(losses, own_losses)
 
     def test_tensorflows_hierarchical_copy_is_wrong_on_three_devices(self):
         data = regression(18)
-        expected, _ = fitted(ONE_DEVICE, dense_model, data, 6)
-        ours, _ = fitted(strategy_of(self.ops("hierarchical"), 3), dense_model, data, 6)
-        self.assert_same_model(expected, ours)
+        expected, _ = fitted_alone(3)  # As tfcdo's class of this name trains: see the test above.
         stock = strategy_of(tf.distribute.HierarchicalCopyAllReduce(), 3)
         theirs, _ = fitted(stock, dense_model, data, 6)
         difference = np.abs(expected.get_weights()[0] - theirs.get_weights()[0]).max()
@@ -188,7 +201,7 @@ class FitTest(KerasTestCase):
         ("one_device", 3, {}),
         ("all_reduce", 3, {"steps_per_execution": 2}),
         ("nccl", 2, {"run_eagerly": True}),
-        ("hierarchical", 5, {}),
+        ("hierarchical", 4, {}),
     )
     def test_all_layers(self, name, count, arguments):
         data, test_data = sentences(12 * count), sentences(4 * count, seed=1)
@@ -253,8 +266,9 @@ class OptimizerTest(KerasTestCase):
         model, _ = fitted(strategy_of(self.ops(name), count), build, data, 2 * count)
         self.assert_same_model(expected, model)
 
-    @parameterized.parameters(("hierarchical", 3), ("all_reduce", 4))
-    def test_loss_scale_with_16_bit_floats(self, name, count):
+    def test_loss_scale_with_16_bit_floats(self):
+        name, count = "hierarchical", 3
+
         # Keras looks for an overflow on the first replica only, before it adds up the gradients, so
         # all replicas get equal data. Their losses are that of one device, over their number.
         def build(number=count):

@@ -591,8 +591,10 @@ class LoaderTest(parameterized.TestCase):
         self.assertEmpty(list(directory.iterdir()))
 
     def test_builds_at_the_same_time(self):
-        # Each one writes its file in two pieces: nobody may see the first piece alone.
-        self.fake_compiler("printf a >$out; sleep 0.2; printf b >>$out")
+        # The file is written in two pieces: nobody may see the first piece alone.
+        script = self.fake_compiler(
+            'echo . >>"${0%/*}/runs"; printf a >$out; sleep 0.2; printf b >>$out'
+        )
         directory = self.directory()
         start = threading.Barrier(4)
 
@@ -603,6 +605,22 @@ class LoaderTest(parameterized.TestCase):
         with futures.ThreadPoolExecutor(4) as pool:
             self.assertEqual(4 * ["ab"], list(pool.map(build, range(4))))
         self.assertLen(list(directory.iterdir()), 1)
+        self.assertEqual(script.with_name("runs").read_text(), ".\n")
+
+    def test_a_kept_library_needs_no_writable_directory(self):
+        cache = self.directory()
+        (cache / "tfcdo").mkdir()
+        with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}):
+            kept = cache / "tfcdo" / nccl_cpu_kernel._library_name()
+            kept.touch()
+            with (
+                mock.patch.object(nccl_cpu_kernel, "_loaded_library", None),
+                mock.patch.object(nccl_cpu_kernel, "_cache_directory") as writable,
+                mock.patch.object(tf, "load_op_library") as load,
+            ):
+                self.assertEqual(kept, nccl_cpu_kernel.load())
+        writable.assert_not_called()
+        load.assert_called_once_with(str(kept))
 
     def test_builds_again_only_if_something_changed(self):
         runs = self.fake_compiler('echo . >>"${0%/*}/runs"; : >$out').with_name("runs")

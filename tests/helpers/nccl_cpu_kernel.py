@@ -14,6 +14,8 @@ Example:
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import hashlib
 import os
 import pathlib
@@ -22,6 +24,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterator
 
 import tensorflow as tf
 from absl import logging
@@ -63,7 +66,9 @@ def load() -> pathlib.Path:
     global _loaded_library
     with _load_lock:
         if _loaded_library is None:
-            library = build(_cache_directory())
+            library = _kept_directory() / _library_name()
+            if not library.exists():  # Where it does, the directory need not be writable.
+                library = build(_cache_directory())
             tf.load_op_library(str(library))
             _loaded_library = library
         return _loaded_library
@@ -72,7 +77,7 @@ def load() -> pathlib.Path:
 def build(directory: pathlib.Path) -> pathlib.Path:
     """Compiles the kernel into a directory, unless it is there already.
 
-    Several processes may do so at the same time: a library gets its name only when it is complete.
+    Several processes may ask for it at the same time: the first compiles, the others wait.
 
     Args:
         directory: Where to keep the library; it exists and is writable.
@@ -87,11 +92,17 @@ def build(directory: pathlib.Path) -> pathlib.Path:
     reason = why_unavailable()
     if reason is not None:
         raise RuntimeError(reason)
+    library = directory / _library_name()
+    with _locked(directory):
+        if not library.exists():
+            _compile(library)
+    return library
+
+
+def _compile(library: pathlib.Path) -> None:
+    """Compiles the kernel; the library gets its name only when it is complete."""
     command = _compile_command()
-    library = directory / f"nccl_cpu_kernel-{_fingerprint(command)}.so"
-    if library.exists():
-        return library
-    unfinished = directory / f"{library.stem}.{os.getpid()}-{threading.get_ident()}.tmp"
+    unfinished = library.with_suffix(".tmp")
     try:
         result = subprocess.run(
             [*command, "-o", str(unfinished)], capture_output=True, text=True, check=False
@@ -104,7 +115,17 @@ def build(directory: pathlib.Path) -> pathlib.Path:
         unfinished.replace(library)
     finally:
         unfinished.unlink(missing_ok=True)
-    return library
+
+
+@contextlib.contextmanager
+def _locked(directory: pathlib.Path) -> Iterator[None]:
+    """While this lasts, no other thread or process builds in the directory."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # This unlocks it, as does the end of the process.
 
 
 def _find_compiler() -> str | None:
@@ -125,7 +146,9 @@ def _compile_command() -> list[str]:
     ]
 
 
-def _fingerprint(command: list[str]) -> str:
+def _library_name() -> str:
+    """The name of the library that the source, the compiler and TensorFlow make now."""
+    command = _compile_command()
     compiler = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
     parts = [
         _SOURCE.read_bytes(),
@@ -138,17 +161,24 @@ def _fingerprint(command: list[str]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(hashlib.sha256(part).digest())
-    return digest.hexdigest()[:16]
+    return f"nccl_cpu_kernel-{digest.hexdigest()[:16]}.so"
+
+
+def _kept_directory() -> pathlib.Path:
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    # Without a home directory the name stays as it is, and no such directory exists.
+    return pathlib.Path(os.path.expanduser(cache)) / "tfcdo"  # noqa: PTH111
 
 
 def _cache_directory() -> pathlib.Path:
-    directory = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "tfcdo"
+    directory = _kept_directory()
     try:
-        directory = directory.expanduser()
+        if str(directory).startswith("~"):
+            raise OSError("there is no home directory")
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             return directory
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory.
+    except OSError as error:
         # A directory of our own, not a fixed name under /tmp that another user could have filled.
         # Bazel's sandbox may come here: what it lets a test write to is TEST_TMPDIR.
         fallback = pathlib.Path(

@@ -1,0 +1,107 @@
+"""What tests of the four classes inside a `tf.distribute.MirroredStrategy` share."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+
+import tfcdo
+
+CLASSES: dict[str, Callable[[], tf.distribute.CrossDeviceOps]] = {
+    "one_device": tfcdo.ReductionToOneDevice,
+    "all_reduce": lambda: tfcdo.AllReduceCrossDeviceOps("halving_doubling", num_packs=3),
+    "nccl": lambda: tfcdo.NcclAllReduce(num_packs=2),
+    "hierarchical": tfcdo.HierarchicalCopyAllReduce,
+    "unpacked": lambda: tfcdo.AllReduceCrossDeviceOps("ring", 0, agg_small_grads_max_bytes=64),
+}
+EAGER, FUNCTION = "eager", "function"  # The function is called by another function.
+
+# Every class in both modes; the device counts take turns.
+CASES = [
+    (*pair, count)
+    for pair, count in zip(
+        itertools.product(CLASSES, (EAGER, FUNCTION)), itertools.cycle((3, 5, 4, 8, 7, 3, 2))
+    )
+]
+BY_CLASS = list(zip(CLASSES, (3, 5, 4, 7, 3)))
+# Of classes that share a public base, and all the code that is not about packs, one.
+BASES = [("one_device", 3), ("hierarchical", 5)]
+BASE_CASES = [
+    (name, mode, count) for (name, count), mode in itertools.product(BASES, (EAGER, FUNCTION))
+]
+
+
+def strategy_of(
+    ops: tf.distribute.CrossDeviceOps, count: int, first: int = 0
+) -> tf.distribute.MirroredStrategy:
+    return tf.distribute.MirroredStrategy(
+        tu.ALL_DEVICES[first : first + count], cross_device_ops=ops
+    )
+
+
+def in_mode(mode: str, body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body as it is, or as a `tf.function` that is called by another one."""
+    if mode == EAGER:
+        return body
+    function = tf.function(body, autograph=False)
+    return tf.function(lambda *arguments: function(*arguments), autograph=False)
+
+
+def context() -> Any:
+    return tf.distribute.get_replica_context()
+
+
+def on_replica(value: Any) -> Any:
+    """The value with a device: a function's arguments have none while it is traced."""
+    return tf.nest.map_structure(tf.identity, value)
+
+
+@contextlib.contextmanager
+def instead_of_tensorflows(ops: tf.distribute.CrossDeviceOps) -> Iterator[None]:
+    """Gives `ops` what the strategy keeps for a class of TensorFlow's.
+
+    Whatever it was made with, a MirroredStrategy reduces int32 values, and on CPUs all values of
+    `strategy.reduce`, with a `tf.distribute.ReductionToOneDevice` of its own.
+    """
+    cls = tf.distribute.ReductionToOneDevice
+    with mock.patch.object(sys.modules[cls.__module__], cls.__name__, lambda: ops):
+        yield
+
+
+class StrategyTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    @contextlib.contextmanager
+    def used(self, ops: tf.distribute.CrossDeviceOps, method: str = "batch_reduce") -> Iterator:
+        """Asserts that the strategy calls a method of `ops`, so that this is what is tested."""
+        with mock.patch.object(ops, method, wraps=getattr(ops, method)) as spy:
+            yield
+        self.assertGreater(spy.call_count, 0)
+
+    def assert_close(self, expected: Any, actual: tf.Tensor, dtype: Any = None) -> None:
+        """Asserts a result of a few roundings of numbers that may be larger than it is."""
+        self.assertEqual(tf.as_dtype(dtype or actual.dtype), actual.dtype)
+        self.assertEqual(np.shape(expected), tuple(actual.shape))
+        rtol = 4 * tu.unit_roundoff(actual.dtype)
+        np.testing.assert_allclose(tu.exact(actual), expected, rtol=rtol, atol=100 * rtol)
+
+    def assert_replicas(self, expected: Any, value: Any, count: int) -> None:
+        """Asserts the value of each replica, and that all have the same bits."""
+        self.assert_components(expected, strategy_results(value), count)
+
+    def assert_components(self, expected: Any, components: Sequence[Any], count: int) -> None:
+        self.assertLen(components, count)
+        for component in components:
+            self.assert_close(expected, component)
+        self.assert_bitwise_equal(components)
+
+
+def strategy_results(value: Any) -> tuple[Any, ...]:
+    return tuple(getattr(value, "values", (value,)))
