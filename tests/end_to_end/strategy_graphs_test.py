@@ -15,6 +15,7 @@ from strategy_testing import BY_CLASS
 from strategy_testing import CLASSES
 from strategy_testing import StrategyTestCase
 from strategy_testing import context
+from strategy_testing import distributed
 from strategy_testing import strategy_of
 from strategy_testing import strategy_results
 from testing_utils import MEAN
@@ -64,9 +65,7 @@ class ControlFlowTest(StrategyTestCase):
         ops = CLASSES[name]()
         strategy = strategy_of(ops, count)
         rows = np.arange(1.0, 2 * count + 2, dtype=np.float32)  # The last batch: a single row.
-        dataset = strategy.experimental_distribute_dataset(
-            tf.data.Dataset.from_tensor_slices(rows).batch(count)
-        )
+        dataset = distributed(strategy, rows, count)
         with strategy.scope():
             sums = tf.Variable(0.0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
 

@@ -23,6 +23,7 @@ from strategy_testing import EAGER
 from strategy_testing import FUNCTION
 from strategy_testing import StrategyTestCase
 from strategy_testing import context
+from strategy_testing import distributed
 from strategy_testing import in_mode
 from strategy_testing import on_replica
 from strategy_testing import strategy_of
@@ -123,9 +124,7 @@ def train(
     epochs: int = 1,
     mode: str = FUNCTION,
 ) -> None:
-    dataset = strategy.experimental_distribute_dataset(
-        tf.data.Dataset.from_tensor_slices(data).batch(batch_size)
-    )
+    dataset = distributed(strategy, data, batch_size)
 
     def step(batch):
         strategy.run(lambda ids, targets: train_step(model, ids, targets), args=batch)

@@ -65,6 +65,19 @@ def on_replica(value: Any) -> Any:
     return tf.nest.map_structure(tf.identity, value)
 
 
+def distributed(
+    strategy: tf.distribute.Strategy, data: Any, batch_size: int
+) -> tf.distribute.DistributedDataset:
+    """Batches of `data`, without the thread that tunes what makes them.
+
+    Such a thread may sleep on for seconds when its iterator ends, which waits for it.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(batch_size).with_options(options)
+    return strategy.experimental_distribute_dataset(dataset)
+
+
 @contextlib.contextmanager
 def instead_of_tensorflows(ops: tf.distribute.CrossDeviceOps) -> Iterator[None]:
     """Gives `ops` what the strategy keeps for a class of TensorFlow's.
