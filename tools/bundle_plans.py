@@ -1,29 +1,31 @@
-"""Finds the forests that come with the package: `python tools/bundle_plans.py`.
+"""Searches the tree packings that come with the package: `python tools/bundle_plans.py`.
 
 Writes `bundled_plans.json` anew, the same on every run; it takes about four minutes on two cores.
-What is found for one size serves all sizes: `packed_trees` tries all forests of a machine.
+What is found for one size serves all sizes: `packed_trees` tries all packings of a machine.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import json
 import os
 import random
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tfcdo.plan import plan_cache
+import msgspec
+
+from tfcdo.plan import bundled_plans
 from tfcdo.plan import search
 from tfcdo.plan import simulator
+from tfcdo.plan.bundled_plans import BundledPlan
+from tfcdo.plan.candidates import neighbours_of
+from tfcdo.plan.candidates import ring_paths
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.lower_bound import lower_bound
 from tfcdo.plan.tree_packing import Permutation
 from tfcdo.plan.tree_packing import TreePacking
-from tfcdo.plan.tree_packing import neighbours_of
-from tfcdo.plan.tree_packing import ring_paths
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
@@ -45,18 +47,18 @@ class Machine:
     subset: tuple[int, ...] = ()
 
     def build(self) -> Topology:
-        """The topology."""
+        """Returns the topology."""
         whole = preset(self.topology, self.num_devices)
         return whole.subset(self.subset) if self.subset else whole
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What to search for, and how.
+    """Says what to search for, and how.
 
-    Several annealings begin at random forests; the best few of what they find are annealed thrice
+    Several annealings begin at random packings; the best few of what they find are annealed thrice
     more, each time cooler, and the best of that is kept. For larger sizes the search goes on from
-    copies of the forest, because smaller packs keep more links busy.
+    copies of the packing, because smaller packs keep more links busy.
 
     Attributes:
       machine: the machine.
@@ -127,46 +129,46 @@ EASY_CASES = tuple(
 
 
 def solve(case: Case) -> list[tuple[int, TreePacking]]:
-    """Searches the forests of a case.
+    """Searches the packings of a case.
 
     Args:
       case: what to search for.
 
     Returns:
-      The sizes and the forests found for them.
+      The sizes and the packings found for them.
     """
     topology = case.machine.build()
     if not case.trees:
         return [(case.num_bytes, search.search(topology, case.num_bytes))]
     group = search.symmetries(topology) if case.symmetric else search.symmetries(topology)[:1]
 
-    def cost(forest: TreePacking, num_bytes: int) -> float:
-        images = forest.expanded(group)
+    def cost(packing: TreePacking, num_bytes: int) -> float:
+        images = packing.expanded(group)
         return search.cost(images, topology, num_bytes, robustness=case.robustness)
 
-    def polished(forest: TreePacking, num_bytes: int, seed: int) -> TreePacking:
+    def polished(packing: TreePacking, num_bytes: int, seed: int) -> TreePacking:
         for round_ in range(3):
-            forest = search.improve(
-                forest, topology, num_bytes, group=group, tasks=case.polish_tasks,
+            packing = search.improve(
+                packing, topology, num_bytes, group=group, tasks=case.polish_tasks,
                 seed=seed + 100 * (round_ + 1), temperature=case.polish_temperature / 2**round_,
                 robustness=case.robustness,
             )  # fmt: skip
-        return forest
+        return packing
 
     rough = []
     for seed in range(case.seeds):
         start = _start(case, topology, group, random.Random(seed))
-        forest = search.improve(
+        packing = search.improve(
             start, topology, case.num_bytes, group=group,
             tasks=case.tasks, seed=seed, temperature=case.temperature, robustness=case.robustness,
         )  # fmt: skip
-        rough.append((cost(forest, case.num_bytes), seed, forest))
+        rough.append((cost(packing, case.num_bytes), seed, packing))
     rough.sort(key=lambda entry: entry[:2])
-    fine = [polished(forest, case.num_bytes, seed) for _, seed, forest in rough[: case.kept]]
-    best = min(fine, key=lambda forest: cost(forest, case.num_bytes))
+    fine = [polished(packing, case.num_bytes, seed) for _, seed, packing in rough[: case.kept]]
+    best = min(fine, key=lambda packing: cost(packing, case.num_bytes))
     found = [(case.num_bytes, best.expanded(group).rounded())]
     for num_bytes, copies in case.larger:
-        copied = TreePacking(best.trees * copies, best.shares * copies)
+        copied = TreePacking(best.trees * copies, best.weights * copies)
         found.append((num_bytes, polished(copied, num_bytes, 0).expanded(group).rounded()))
     return found
 
@@ -184,10 +186,10 @@ def _start(
     assert paths is not None
     # Of paths that are images of one another, one is enough; and each ring gets as many of them.
     orbits: dict[frozenset[CopyTree], tuple[CopyTree, float]] = {}
-    for tree, share in zip(paths.trees, paths.shares, strict=True):
-        images = TreePacking((tree,), (share,)).expanded(group).trees
-        orbits.setdefault(frozenset(images), (tree, share))
-    rings = sorted(set(paths.shares), reverse=True)
+    for tree, weight in zip(paths.trees, paths.weights, strict=True):
+        images = TreePacking((tree,), (weight,)).expanded(group).trees
+        orbits.setdefault(frozenset(images), (tree, weight))
+    rings = sorted(set(paths.weights), reverse=True)
     chosen = [
         path
         for ring in rings
@@ -195,7 +197,7 @@ def _start(
             [path for path in orbits.values() if path[1] == ring], case.trees // len(rings)
         )
     ]
-    return TreePacking(tuple(tree for tree, _ in chosen), tuple(share for _, share in chosen))
+    return TreePacking(tuple(tree for tree, _ in chosen), tuple(weight for _, weight in chosen))
 
 
 def _random_tree(topology: Topology, rng: random.Random) -> CopyTree:
@@ -212,49 +214,59 @@ def _random_tree(topology: Topology, rng: random.Random) -> CopyTree:
     return CopyTree(tuple(parents))
 
 
-def entries(case: Case, found: Iterable[tuple[int, TreePacking]]) -> list[dict[str, Any]]:
-    """What `bundled_plans.json` says of the forests of a case.
+def entries(case: Case, found: Iterable[tuple[int, TreePacking]]) -> list[BundledPlan]:
+    """Returns what `bundled_plans.json` says of the packings of a case.
 
     Args:
       case: the case.
       found: what `solve` returned.
 
     Returns:
-      One entry for each forest, with its times against the bound for the reader's information.
+      One entry for each packing, with its time against the bound for the reader's information.
     """
     topology = case.machine.build()
-    lines = []
-    for num_bytes, forest in found:
-        schedule = forest.schedule(num_bytes)
-        bound = lower_bound(topology, num_bytes)
-        lines.append(
-            {
-                "topology": case.machine.topology,
-                "num_devices": case.machine.num_devices,
-                **({"subset": list(case.machine.subset)} if case.machine.subset else {}),
-                "num_bytes": num_bytes,
-                "robust_ratio": round(simulator.robust_seconds(schedule, topology) / bound, 3),
-                "forest": plan_cache.encode(forest),
-            }
+    return [
+        BundledPlan(
+            topology=case.machine.topology,
+            num_devices=case.machine.num_devices,
+            subset=case.machine.subset or None,
+            num_bytes=num_bytes,
+            robust_ratio=round(
+                simulator.robust_seconds(packing.schedule(num_bytes), topology)
+                / lower_bound(topology, num_bytes),
+                3,
+            ),
+            weights=packing.weights,
+            parents=packing.to_document().parents,
         )
-    return lines
+        for num_bytes, packing in found
+    ]
+
+
+def write(plans: Iterable[BundledPlan]) -> None:
+    """Writes `bundled_plans.json`, one plan a line; of plans that are alike, the first."""
+    unique: dict[Any, str] = {}
+    for plan in plans:
+        same = (plan.topology, plan.num_devices, plan.subset, plan.weights, plan.parents)
+        unique.setdefault(same, msgspec.json.encode(plan).decode())
+    bundled_plans.FILE.write_text("[\n" + ",\n".join(unique.values()) + "\n]\n", encoding="utf-8")
 
 
 def main() -> None:
     """Searches all cases and writes `bundled_plans.json`."""
     cases = (*HARD_CASES, *EASY_CASES)
-    unique: dict[str, str] = {}
+    plans = []
     with concurrent.futures.ProcessPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         for case, found in zip(cases, pool.map(solve, cases), strict=True):
-            for entry in entries(case, found):
-                machine = [entry["topology"], entry["num_devices"], entry.get("subset")]
-                forest = json.dumps([machine, entry["forest"]])
-                unique.setdefault(forest, json.dumps(entry))
-                shown = {key: value for key, value in entry.items() if key != "forest"}
-                sys.stdout.write(f"{shown} packs: {len(entry['forest']['shares'])}\n")
+            for plan in entries(case, found):
+                plans.append(plan)
+                where = f"{plan.topology}:{plan.num_devices} {plan.subset or ''}"
+                sys.stdout.write(
+                    f"{where} {plan.num_bytes} bytes: {len(plan.weights)} packs, "
+                    f"{plan.robust_ratio} times the bound\n"
+                )
                 sys.stdout.flush()
-    text = "[\n" + ",\n".join(unique.values()) + "\n]\n"
-    plan_cache.PRESETS_FILE.write_text(text, encoding="utf-8")
+    write(plans)
 
 
 if __name__ == "__main__":

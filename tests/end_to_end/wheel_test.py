@@ -63,7 +63,15 @@ class WheelTest(absltest.TestCase):
             if line.startswith("Requires-Dist") and "extra ==" not in line
         }
         self.assertEqual(
-            plain, {"absl-py", "msgspec>=0.18", "networkx", "numpy", "tensorflow>=2.16"}
+            plain,
+            {
+                "absl-py",
+                "msgspec>=0.18",
+                "networkx",
+                "numpy",
+                "platformdirs>=3",
+                "tensorflow>=2.16",
+            },
         )
         self.assertTrue(any(name.startswith("click") for name in required), required)
         self.assertIn("Requires-Python: >=3.10", lines)

@@ -25,7 +25,7 @@ from tfcdo.topology.presets import preset
 MACHINES = [
     (name, devices)
     for name in PRESETS
-    for devices in range(1, 17)
+    for devices in (1, 2, 3, 5, 8, 13)
     if devices <= (8 if name.startswith("dgx1") else 16)
 ]
 
@@ -61,12 +61,14 @@ def all_reduce(schedule: Schedule, values: np.ndarray) -> np.ndarray:
 
 
 class AlgorithmsTest(plan_testing.PlanTestCase):
-    @hypothesis.settings(max_examples=150, deadline=None)
+    tasks_per_search = 100
+
+    @hypothesis.settings(max_examples=100, deadline=None)
     @hypothesis.given(
         algorithm=st.sampled_from(algorithms.ALGORITHMS),
         machine=st.sampled_from(MACHINES),
         num_bytes=st.sampled_from([0, 1, 5, 100, 1000]),
-        num_packs=st.none() | st.integers(1, 20),
+        num_packs=st.none() | st.sampled_from([1, 2, 7, 20]),
     )
     def test_every_schedule_is_an_all_reduce(self, algorithm, machine, num_bytes, num_packs):
         topology = preset(*machine)

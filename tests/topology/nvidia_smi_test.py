@@ -9,7 +9,7 @@ from absl.testing import parameterized
 from topology_testing import gigabytes
 from topology_testing import meet
 
-from tfcdo.plan import plan_cache
+from tfcdo.plan import bundled_plans
 from tfcdo.topology.isomorphism import isomorphisms
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
@@ -43,7 +43,7 @@ class NvidiaSmiTest(parameterized.TestCase):
         self.assertLen(orders, 4)
         self.assertEqual(machine.subset(orders[0]).fingerprint, dgx1.fingerprint)
         # So what was found for the preset serves the real machine.
-        self.assertLen(plan_cache.presets(machine), len(plan_cache.presets(dgx1)))
+        self.assertLen(bundled_plans.find(machine), len(bundled_plans.find(dgx1)))
 
     def test_nvswitch_has_ports(self):
         machine = sample("hgx_h100")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from tfcdo import checks
+from tfcdo import log
 from tfcdo.plan import search
 from tfcdo.plan import simulator
 from tfcdo.plan.copy_tree import CopyTree
@@ -19,6 +21,7 @@ from tfcdo.plan.lower_bound import additions_bound
 from tfcdo.plan.schedule import Schedule
 from tfcdo.plan.schedule import assign
 from tfcdo.plan.schedule import cut
+from tfcdo.plan.size_class import size_class
 from tfcdo.topology.topology import Topology
 
 
@@ -135,6 +138,8 @@ CLASSICS: Mapping[str, Callable[[int], tuple[CopyTree, ...]]] = {
 ALGORITHMS: tuple[str, ...] = (*CLASSICS, "packed_trees", "auto")
 # Of more packs than this, `auto` judges the algorithms by a part: the links are as busy with it.
 _MAX_JUDGED_PACKS = 64
+# For more devices than this `auto` does not simulate, which takes time with their cube.
+MAX_SIMULATED_DEVICES = 64
 _WORTH_MORE_PACKS = 0.99
 
 
@@ -197,11 +202,11 @@ def make_schedule(
     num_bytes: int,
     num_packs: int | None = None,
 ) -> Schedule:
-    """The schedule by which an algorithm all-reduces some data on a machine.
+    """Plans how an algorithm all-reduces some data on a machine.
 
     Args:
       algorithm: one of `ALGORITHMS`; `packed_trees` is `tfcdo.plan.search.packed_trees`, `auto`
-        whichever of the others the simulator finds fastest.
+        whichever of the others `fastest_algorithm` names.
       topology: the machine.
       num_bytes: how many bytes each device holds; 0 gives a schedule without packs.
       num_packs: cut the data into this many packs whose sizes differ by at most one byte, and give
@@ -240,7 +245,12 @@ def _make_schedule(
 
 
 def fastest_algorithm(topology: Topology, num_bytes: int, num_packs: int | None = None) -> str:
-    """The algorithm that `auto` stands for.
+    """Returns the name of the algorithm that `auto` stands for, and logs it once.
+
+    Sizes that differ little share a decision. Where all devices add with the same cores, one device
+    is as fast as anything. On more than `MAX_SIMULATED_DEVICES` devices it is the ring, in which
+    each device sends and receives the least, or, in fewer packs than a ring has, halving-doubling,
+    which has the fewest copies one after another.
 
     Args:
       topology: the machine.
@@ -260,14 +270,37 @@ def fastest_algorithm(topology: Topology, num_bytes: int, num_packs: int | None 
       'packed_trees'
     """
     checks.check_sizes(num_bytes, num_packs)
+    return _decide(topology, size_class(num_bytes), num_packs)
+
+
+@functools.lru_cache(maxsize=512)
+def _decide(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
+    """Decides for all sizes of a class; logs the decision, and how long it took if that is long."""
+    began = time.monotonic()
+    name = _fastest(topology, num_bytes, num_packs)
+    if num_bytes and topology.num_devices > 1:
+        packs = len(make_schedule(name, topology, num_bytes, num_packs).packs)
+        seconds = time.monotonic() - began
+        log.info_once(
+            f"auto takes {name}, {packs} pack{'s' if packs > 1 else ''}, for about "
+            f"{num_bytes / 1e6:.2g} MB on each of the {topology.num_devices} devices of "
+            f"{topology.name}" + (f"; to plan this took {seconds:.1f} s" if seconds > 1 else "")
+        )
+    return name
+
+
+def _fastest(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
+    alone = simulator.robust_seconds(make_schedule("one_device", topology, num_bytes), topology)
+    if alone <= additions_bound(topology, num_bytes) / _WORTH_MORE_PACKS:
+        return "one_device"
+    if topology.num_devices > MAX_SIMULATED_DEVICES:
+        few = num_packs is not None and num_packs < topology.num_devices
+        return "halving_doubling" if few else "ring"
     if num_packs is not None and num_packs > _MAX_JUDGED_PACKS:
         num_bytes = num_bytes * _MAX_JUDGED_PACKS // num_packs
         num_packs = _MAX_JUDGED_PACKS
     chosen, least = "one_device", math.inf
-    enough = additions_bound(topology, num_bytes) / _WORTH_MORE_PACKS
     for name in (*CLASSICS, "packed_trees"):
-        if least <= enough:
-            break  # Where the additions alone take as long, nothing is faster than one device.
         schedule = make_schedule(name, topology, num_bytes, num_packs)
         seconds = simulator.robust_seconds(schedule, topology, cutoff=least)
         # Packs cost ops, which the simulator does not count: more of them must be worth it.

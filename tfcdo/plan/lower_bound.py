@@ -83,12 +83,19 @@ def _seconds_per_byte(topology: Topology) -> float:
     if devices == 1:
         return 0.0
     all_links = 2 * (devices - 1) / _flow(topology, range(devices), range(devices))
-    cuts = max(
-        1 / _flow(topology, [source], [target])
-        for other in range(1, devices)
-        for source, target in ((0, other), (other, 0))
-    )
-    return max(all_links, cuts, additions_bound(topology, 1))
+    return max(all_links, 1 / _least_cut(topology), additions_bound(topology, 1))
+
+
+def _least_cut(topology: Topology) -> float:
+    """Returns the bytes per second that can cross the cut of the machine that lets least pass."""
+    direct = {(link.source, link.target) for link in topology.direct_links}
+    least = math.inf
+    for other in range(1, topology.num_devices):
+        for pair in ((0, other), (other, 0)):
+            # At least as much as the link alone carries can flow.
+            if pair not in direct or topology.bandwidth(*pair) < least:
+                least = min(least, _flow(topology, [pair[0]], [pair[1]]))
+    return least
 
 
 def _flow(topology: Topology, sources: Sequence[int], targets: Sequence[int]) -> float:

@@ -1,8 +1,8 @@
 """The search for packed trees: which trees, and how much of the data along each.
 
-Some packings suit many machines (see `tfcdo.plan.tree_packing`). The one of them that the simulator
-finds fastest is improved by annealing, each step of which changes a tree or a share. What was found
-is kept; for some machines it comes with the package.
+Some tree packings suit many machines (see `tfcdo.plan.candidates`). The one of them that the
+simulator finds fastest is improved by annealing, each step of which changes a tree or a weight.
+What was found is kept; for some machines it comes with the package.
 """
 
 from __future__ import annotations
@@ -13,27 +13,33 @@ import random
 from collections.abc import Sequence
 
 from tfcdo import checks
+from tfcdo.plan import bundled_plans
 from tfcdo.plan import copy_tree
 from tfcdo.plan import plan_cache
 from tfcdo.plan import simulator
 from tfcdo.plan import task_graph
+from tfcdo.plan.candidates import few_candidates
+from tfcdo.plan.candidates import initial_candidates
+from tfcdo.plan.candidates import neighbours_of
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.lower_bound import lower_bound
 from tfcdo.plan.schedule import Schedule
 from tfcdo.plan.schedule import assign
 from tfcdo.plan.schedule import cut
+from tfcdo.plan.size_class import size_class
 from tfcdo.plan.tree_packing import MAX_PACKS
 from tfcdo.plan.tree_packing import Permutation
 from tfcdo.plan.tree_packing import TreePacking
-from tfcdo.plan.tree_packing import initial_candidates
-from tfcdo.plan.tree_packing import neighbours_of
 from tfcdo.topology.isomorphism import isomorphisms
 from tfcdo.topology.topology import Topology
 
-# Seeds of the disorderly runs; not those by which `simulate.robust_seconds` judges the outcome.
+# On more devices than this there is no search, only a choice between a few candidates: a step
+# costs as many simulated tasks as there are devices, and more of them are needed.
+MAX_SEARCHED_DEVICES = 16
+# Seeds of the disorderly runs; not those by which `robust_seconds` judges the outcome.
 _SEEDS = (101, 102, 103)
 _JITTER = 0.05
-# A forest this close to the bound is not worth improving. The bound is that of the direct links,
+# A packing this close to the bound is not worth improving. The bound is that of the direct links,
 # along which trees are improved; that links via the host might beat it on a few machines is let go.
 _GOOD_ENOUGH = 1.002
 _WORTH_MORE_PACKS = 0.99
@@ -45,11 +51,12 @@ _TASKS_PER_STEP = 20
 
 
 def packed_trees(topology: Topology, num_bytes: int, num_packs: int | None = None) -> Schedule:
-    """Packs sized and routed so that they fill all links of the machine at once.
+    """Plans packs sized and routed so that they fill all links of the machine at once.
 
-    Takes a forest that comes with the package for this machine, or that an earlier call has found,
-    and else searches for one, which takes a second or two for the first size of a size class (a
-    factor of two).
+    Takes a tree packing that comes with the package for this machine, or that an earlier call has
+    found, and else searches for one, which takes a second or two for the first size of a size class
+    (a factor of two). On more than `MAX_SEARCHED_DEVICES` devices it takes the better one of two
+    simple ones instead.
 
     Args:
       topology: the machine.
@@ -71,101 +78,101 @@ def packed_trees(topology: Topology, num_bytes: int, num_packs: int | None = Non
       >>> from tfcdo.topology import preset
       >>> machine = preset("dgx1")
       >>> schedule = packed_trees(machine, 10**9)
-      >>> seconds = simulator.simulate(schedule, machine).seconds
+      >>> seconds = simulator.robust_seconds(schedule, machine)
       >>> bool(seconds < 1.05 * lower_bound(machine, 10**9))
       True
     """
     checks.check_sizes(num_bytes, num_packs)
     if num_packs is not None:
         num_packs = min(num_packs, max(num_bytes, 1))  # A pack without a byte moves nothing.
-    chosen = _best_forest(topology, num_bytes, num_packs)
+    chosen = _best_packing(topology, size_class(num_bytes), num_packs)
     if num_packs is None:
         return chosen.schedule(num_bytes)
     return assign(num_bytes, cut(num_bytes, num_packs), chosen.trees)
 
 
 @functools.lru_cache(maxsize=512)
-def _best_forest(topology: Topology, num_bytes: int, num_packs: int | None) -> TreePacking:
-    """The forest of `packed_trees`, for the same arguments; known or searched."""
+def _best_packing(topology: Topology, num_bytes: int, num_packs: int | None) -> TreePacking:
+    """Returns the tree packing of `packed_trees` for a size; known or searched."""
     if topology.num_devices == 1 or not num_bytes:
         star = TreePacking((copy_tree.star(topology.num_devices),), (1.0,))
-        return star.dealt(num_packs or 1)
+        return star.round_robin(num_packs or 1)
     if num_packs is not None and num_packs > MAX_PACKS:
         # Trees that are good for some of the packs are good for all: the links are busy anyhow.
         part = max(num_bytes * MAX_PACKS // num_packs, 1)
-        return _best_forest(topology, part, MAX_PACKS).dealt(num_packs)
-    known = plan_cache.presets(topology)
-    if num_packs is not None:
-        known = [forest.dealt(num_packs) for forest in known]
+        return _best_packing(topology, part, MAX_PACKS).round_robin(num_packs)
+    known: Sequence[TreePacking]
+    if topology.num_devices > MAX_SEARCHED_DEVICES:
+        known = few_candidates(topology)
+    else:
+        known = bundled_plans.find(topology)
     if known:
-        return fastest(known, topology, num_bytes)
-    return _searched(topology, _size_class(num_bytes), num_packs)
+        return fastest(_with(num_packs, known), topology, num_bytes)
+    return _searched(topology, size_class(num_bytes, per_doubling=1), num_packs)
 
 
-def _size_class(num_bytes: int) -> int:
-    """The nearest power of two: sizes that share a search."""
-    return 1 << round(math.log2(num_bytes))
+def _with(num_packs: int | None, packings: Sequence[TreePacking]) -> list[TreePacking]:
+    """Returns the different packings, with so many packs each if a number is given."""
+    if num_packs is not None:
+        packings = [packing.round_robin(num_packs) for packing in packings]
+    return list(dict.fromkeys(packings))
 
 
 @functools.lru_cache(maxsize=512)
 def _searched(topology: Topology, num_bytes: int, num_packs: int | None) -> TreePacking:
     key = f"{num_bytes}-{num_packs or 'any'}"
-    forest = plan_cache.load(topology, key)
-    if forest is not None and num_packs in (None, len(forest.trees)):
-        return forest
-    forest = search(topology, num_bytes, num_packs)
-    plan_cache.save(topology, key, forest)
-    return forest
+    packing = plan_cache.load(topology, key)
+    if packing is not None and num_packs in (None, len(packing.trees)):
+        return packing
+    packing = search(topology, num_bytes, num_packs)
+    plan_cache.save(topology, key, packing)
+    return packing
 
 
 def search(topology: Topology, num_bytes: int, num_packs: int | None = None) -> TreePacking:
-    """Searches a forest, without looking at any that is known.
+    """Searches a tree packing, without looking at any that is known.
 
     Args:
       topology: the machine.
       num_bytes: how many bytes each device holds.
-      num_packs: how many trees, then of equal shares; by default as many as are fast.
+      num_packs: how many trees, then of equal weights; by default as many as are fast.
 
     Returns:
-      The best forest found. The same arguments give the same forest.
+      The best packing found. The same arguments give the same packing.
     """
-    forests = initial_candidates(topology)
-    if num_packs is not None:
-        forests = list(dict.fromkeys(forest.dealt(num_packs) for forest in forests))
-    start = fastest(forests, topology, num_bytes)
-    return improve(start, topology, num_bytes, equal_shares=num_packs is not None).rounded()
+    start = fastest(_with(num_packs, initial_candidates(topology)), topology, num_bytes)
+    found = improve(start, topology, num_bytes, equal_weights=num_packs is not None).rounded()
+    # What guides the search is not quite the time that counts.
+    return fastest([start, found], topology, num_bytes)
 
 
-def fastest(forests: Sequence[TreePacking], topology: Topology, num_bytes: int) -> TreePacking:
-    """The forest of the least cost, of several the one with the fewest trees.
+def fastest(packings: Sequence[TreePacking], topology: Topology, num_bytes: int) -> TreePacking:
+    """Returns the packing of the least robust time, of several the one with the fewest trees.
 
     Args:
-      forests: the forests to choose from.
+      packings: the packings to choose from.
       topology: the machine.
       num_bytes: how many bytes each device holds.
 
     Returns:
-      One of `forests`.
+      One of `packings`.
 
     Raises:
-      ValueError: if there are no forests.
+      ValueError: if there are no packings.
     """
-    if not forests:
-        raise ValueError(f"forests must hold at least one forest; got {forests!r}")
-    chosen, least = forests[0], math.inf
-    enough = lower_bound(topology, num_bytes) * _GOOD_ENOUGH
-    for forest in sorted(forests, key=lambda forest: len(forest.trees)):
-        if least <= enough:
-            break
-        own = cost(forest, topology, num_bytes, cutoff=least)
+    if not packings:
+        raise ValueError(f"packings must hold at least one tree packing; got {packings!r}")
+    chosen, least = packings[0], math.inf
+    for packing in sorted(packings, key=lambda packing: len(packing.trees)):
+        seconds = simulator.robust_seconds(packing.schedule(num_bytes), topology, cutoff=least)
         # Packs cost ops, which the simulator does not count: more of them must be worth it.
-        if own < least * _WORTH_MORE_PACKS:
-            chosen, least = forest, own
+        if seconds < least * _WORTH_MORE_PACKS:
+            chosen, least = packing, seconds
     return chosen
 
 
 def cost(
-    forest: TreePacking,
+    packing: TreePacking,
     topology: Topology,
     num_bytes: int,
     *,
@@ -173,22 +180,22 @@ def cost(
     robustness: float = 0.5,
     smoothness: float = 0.0,
 ) -> float:
-    """What the search minimises: mostly the time in order, but also the time without.
+    """Returns what the search minimises: a time that guides it well, and also one that counts.
 
     Args:
-      forest: the trees and shares.
+      packing: the trees and weights.
       topology: the machine.
       num_bytes: how many bytes each device holds.
       cutoff: a cost that is of no interest; if it is certain to be exceeded, the rest is not run.
-      robustness: how much the time without order and with jitter counts beside the time in order.
+      robustness: how much the time with jitter counts beside the time of a run in good order.
       smoothness: how much the mean time at which the links end counts, from 0 to 1. The time of the
         whole does not show whether a step has relieved one of several links that end last.
 
     Returns:
-      A weighted mean of two times in seconds: links serving the longest path first, and the median
-      of runs with shuffled ties and jitter; or something above `cutoff`.
+      A weighted mean of two times in seconds: of a run in which links serve the longest path first,
+      and the median of runs with shuffled ties and jitter; or something above `cutoff`.
     """
-    graph = task_graph.build(forest.schedule(num_bytes), topology)
+    graph = task_graph.build(packing.schedule(num_bytes), topology)
     _, ends = simulator.run_longest_path_first(graph)
     ordered = max(ends, default=0.0)
     if smoothness and ends:
@@ -206,7 +213,7 @@ def cost(
 
 
 def symmetries(topology: Topology, limit: int = 16) -> tuple[Permutation, ...]:
-    """The permutations of the devices that change no link's bandwidth and latency.
+    """Returns the permutations of the devices that change no link's bandwidth and latency.
 
     Args:
       topology: the machine.
@@ -234,28 +241,28 @@ def improve(
     seed: int = 0,
     temperature: float = 0.02,
     robustness: float = 0.5,
-    equal_shares: bool = False,
+    equal_weights: bool = False,
 ) -> TreePacking:
-    """Simulated annealing from a forest.
+    """Improves a tree packing by simulated annealing.
 
     Each step hangs a device and what is below it on another parent, moves a root along an edge, or
-    changes a share. With a symmetric machine's `group`, the search changes representatives only and
-    tries them with all their images: far fewer choices, and evenly filled links.
+    changes a weight. With a symmetric machine's `group`, the search changes representatives only
+    and tries them with all their images: far fewer choices, and evenly filled links.
 
     Args:
       start: where to begin; representatives if there is a group.
       topology: the machine.
       num_bytes: the size to improve it for.
-      group: permutations of the devices; the images of the trees under each are part of the forest.
+      group: permutations of the devices; the packing has the images of the trees under each.
       tasks: about how many tasks to simulate before stopping; by default what takes a second.
       seed: draws the steps.
       temperature: how much worse a step may be to be taken at first, about, relative to the bound.
       robustness: see `cost`.
-      equal_shares: leave the shares and the number of trees as they are.
+      equal_weights: leave the weights and the number of trees as they are.
 
     Returns:
-      The best forest found, with a group its representatives; never worse than the one it began
-      with. The same arguments give the same forest.
+      The best packing found, with a group its representatives; never worse than the one it began
+      with. The same arguments give the same packing.
 
     References:
       Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", 1983.
@@ -267,12 +274,12 @@ def improve(
     max_trees = MAX_PACKS // len(group)
     unit = lower_bound(topology, num_bytes)
     if not unit:
-        return start  # Nothing travels, so no forest is better than another.
+        return start  # Nothing travels, so no packing is better than another.
 
-    def judge(forest: TreePacking, cutoff: float = math.inf) -> float:
+    def judge(packing: TreePacking, cutoff: float = math.inf) -> float:
         return (
             cost(
-                forest.expanded(group),
+                packing.expanded(group),
                 topology,
                 num_bytes,
                 cutoff=cutoff * unit,
@@ -289,7 +296,7 @@ def improve(
         heat = temperature * (1 - spent / tasks) ** 2
         # The Metropolis rule, with its random number drawn first so that `judge` can stop early.
         accepted = current_cost - heat * math.log(1 - rng.random())
-        candidate = _neighbour(current, neighbours, rng, equal_shares, max_trees)
+        candidate = _changed(current, neighbours, rng, equal_weights, max_trees)
         candidate_cost = judge(candidate, accepted)
         runs = 1 if candidate_cost > accepted or not robustness else 1 + len(_SEEDS)
         copies = len(candidate.trees) * len(group) * 2 * (topology.num_devices - 1)
@@ -301,36 +308,36 @@ def improve(
     return best
 
 
-def _neighbour(
-    forest: TreePacking,
+def _changed(
+    packing: TreePacking,
     neighbours: Sequence[Sequence[int]],
     rng: random.Random,
-    equal_shares: bool,
+    equal_weights: bool,
     max_trees: int,
 ) -> TreePacking:
-    """A forest that differs from another one in a little."""
-    trees, shares = list(forest.trees), list(forest.shares)
+    """Returns a packing that differs from another one in a little."""
+    trees, weights = list(packing.trees), list(packing.weights)
     index = rng.randrange(len(trees))
     kind = rng.random()
-    if kind < 0.2 and not equal_shares:
+    if kind < 0.2 and not equal_weights:
         # Mostly a little, now and then by half.
-        shares[index] *= 2 ** (rng.uniform(-1, 1) * rng.random() ** 2)
-    elif kind < 0.22 and not equal_shares and len(trees) > 1:
-        del trees[index], shares[index]
-    elif kind < 0.24 and not equal_shares and len(trees) < max_trees:
-        shares[index] /= 2
+        weights[index] *= 2 ** (rng.uniform(-1, 1) * rng.random() ** 2)
+    elif kind < 0.22 and not equal_weights and len(trees) > 1:
+        del trees[index], weights[index]
+    elif kind < 0.24 and not equal_weights and len(trees) < max_trees:
+        weights[index] /= 2
         trees.append(_root_moved(trees[index], rng))
-        shares.append(shares[index])
+        weights.append(weights[index])
     elif kind < 0.4:
         trees[index] = _root_moved(trees[index], rng)
     else:
         for _ in range(rng.choice((1, 1, 2))):
             trees[index] = _rehung(trees[index], neighbours, rng)
-    return TreePacking(tuple(trees), tuple(shares))
+    return TreePacking(tuple(trees), tuple(weights))
 
 
 def _root_moved(tree: CopyTree, rng: random.Random) -> CopyTree:
-    """The same edges, rooted at one of the root's children."""
+    """Returns the same edges, rooted at one of the root's children."""
     new_root = rng.choice(tree.children[tree.root])
     parents = list(tree.parents)
     parents[tree.root], parents[new_root] = new_root, None
@@ -338,7 +345,7 @@ def _root_moved(tree: CopyTree, rng: random.Random) -> CopyTree:
 
 
 def _rehung(tree: CopyTree, neighbours: Sequence[Sequence[int]], rng: random.Random) -> CopyTree:
-    """One device, with all below it, under another parent, if it has a link to one."""
+    """Hangs one device, with all below it, under another parent, if it has a link to one."""
     device = rng.randrange(tree.num_devices)
     below = {device}
     for child, parent in tree.edges:

@@ -1,0 +1,158 @@
+"""`auto`: as fast as any algorithm, decided once for similar sizes, and in bounded work."""
+
+from __future__ import annotations
+
+import random
+from unittest import mock
+
+import hypothesis
+import plan_testing
+from absl.testing import absltest
+from absl.testing import parameterized
+from hypothesis import strategies as st
+
+from tfcdo import log
+from tfcdo.plan import algorithms
+from tfcdo.plan import packing
+from tfcdo.plan import simulator
+from tfcdo.plan.batch_plan import ValueSpec
+from tfcdo.plan.size_class import size_class
+from tfcdo.topology.presets import PRESETS
+from tfcdo.topology.presets import preset
+
+MB, GB = 10**6, 10**9
+
+
+class AutoTest(plan_testing.PlanTestCase):
+    tasks_per_search = 200
+
+    @hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+    @hypothesis.given(
+        st.sampled_from(PRESETS),
+        st.integers(1, 8),
+        st.sampled_from([0, 4, 1000, MB, 30 * MB, GB]),
+        st.none() | st.integers(1, 12),
+    )
+    def test_never_loses(self, name, devices, num_bytes, num_packs):
+        machine = preset(name, devices)
+        num_bytes = size_class(num_bytes)  # Others of the class share the decision.
+        times = {
+            algorithm: simulator.robust_seconds(
+                algorithms.make_schedule(algorithm, machine, num_bytes, num_packs), machine
+            )
+            for algorithm in algorithms.ALGORITHMS
+        }
+        self.assertLessEqual(times["auto"], min(times.values()) / 0.99)
+
+    def test_takes_the_simplest_of_equals(self):
+        # Wherever virtual CPUs add, they add with the same cores: one pack, one star.
+        machine = preset("shared_memory", 8)
+        self.assertEqual(algorithms.fastest_algorithm(machine, 100 * MB), "one_device")
+
+    def test_judges_by_the_time_that_nothing_need_be_in_order_for(self):
+        # Without jitter, shuffle is as fast as a ring; with it, stars get in each other's way.
+        machine = preset("nvswitch")
+        self.assertEqual(algorithms.fastest_algorithm(machine, 100 * MB), "ring")
+
+    def test_many_packs_are_judged_by_few(self):
+        with plan_testing.counted_work() as work:
+            schedule = algorithms.make_schedule("auto", preset("nvswitch"), MB, num_packs=2000)
+        self.assertLen(schedule.packs, 2000)
+        self.assertLessEqual(work["longest"], 64 * 2 * 7)
+
+    def test_says_once_what_was_decided(self):
+        log.info_once.cache_clear()
+        machine = preset("nvswitch")
+        with (
+            mock.patch.object(log.logging, "info") as info,
+            mock.patch.object(algorithms.time, "monotonic", side_effect=[0.0, 2.5, 10.0, 10.9]),
+        ):
+            for num_bytes in (100 * MB, 101 * MB, GB):
+                algorithms.make_schedule("auto", machine, num_bytes)
+        lines = [call.args[0] % call.args[1:] for call in info.mock_calls]
+        self.assertEqual(
+            lines,
+            [
+                "tfcdo: auto takes ring, 8 packs, for about 95 MB on each of the 8 devices of "
+                "nvswitch; to plan this took 2.5 s",
+                "tfcdo: auto takes ring, 8 packs, for about 1.1e+03 MB on each of the 8 devices of "
+                "nvswitch",
+            ],
+        )
+
+
+class SizeClassTest(parameterized.TestCase):
+    @hypothesis.given(st.integers(100, 10**12))
+    def test_no_size_is_far_from_that_of_its_class(self, num_bytes):
+        self.assertAlmostEqual(size_class(num_bytes) / num_bytes, 1, delta=0.1)
+        ratio = size_class(num_bytes, per_doubling=1) / num_bytes
+        self.assertBetween(ratio, 0.7, 1.42)
+
+    @hypothesis.given(st.integers(0, 10**6), st.integers(0, 10**6))
+    def test_classes_are_in_order(self, one, other):
+        smaller, larger = sorted((one, other))
+        self.assertLessEqual(size_class(smaller), size_class(larger))
+        self.assertEqual(size_class(larger) == 0, larger == 0)
+
+    def test_sizes_too_large_for_a_float(self):
+        self.assertLess(abs(size_class(10**400) - 10**400), 10**399)
+
+
+class WorkTest(plan_testing.PlanTestCase):
+    """How much is simulated and searched, which decides how long a first call takes."""
+
+    tasks_per_search = 60_000  # As in the product.
+
+    @parameterized.parameters(8, 33, 64, 80)
+    def test_virtual_devices_are_decided_at_once(self, devices):
+        with plan_testing.counted_work() as work:
+            schedule = algorithms.make_schedule("auto", preset("shared_memory", devices), 100 * MB)
+        self.assertLen(schedule.packs, 1)
+        self.assertEqual(work["searches"], 0)
+        self.assertEqual(work["longest"], 3 * (devices - 1))  # Up, added and down.
+        self.assertLessEqual(work["tasks"], 20 * work["longest"])
+
+    @parameterized.parameters(("nvswitch", 33), ("pcie", 20))
+    def test_many_devices_are_not_searched(self, name, devices):
+        machine = preset(name, devices)
+        with plan_testing.counted_work() as work:
+            algorithms.make_schedule("auto", machine, 100 * MB)
+        self.assertEqual(work["searches"], 0)
+        self.assertLessEqual(work["longest"], max(64, devices) * 2 * (devices - 1))
+        self.assertLessEqual(work["tasks"], 200_000)
+
+    @parameterized.parameters((None, "ring"), (100, "ring"), (3, "halving_doubling"))
+    def test_more_devices_are_not_simulated(self, num_packs, expected):
+        machine = preset("nvswitch", 70)
+        with plan_testing.counted_work() as work:
+            chosen = algorithms.fastest_algorithm(machine, 100 * MB, num_packs)
+        self.assertEqual(chosen, expected)
+        self.assertEqual(work["longest"], 2 * 69)  # One device alone.
+        self.assertEqual(work["searches"], 0)
+
+    def test_a_search_is_bounded(self):
+        machine = preset("pcie", 7)
+        with plan_testing.counted_work() as work:
+            algorithms.make_schedule("packed_trees", machine, 100 * MB)
+        self.assertEqual(work["searches"], 1)
+        self.assertLessEqual(work["tasks"], 500_000)
+
+    def test_sizes_that_change_share_plans(self):
+        # As eager calls do whose values have another size each time.
+        machine = preset("dgx1")
+        sizes = [random.Random(0).randrange(10 * MB, 11 * MB) for _ in range(50)]
+        algorithms.make_schedule("auto", machine, 10 * MB)
+        algorithms.make_schedule("auto", machine, 11 * MB)
+        with plan_testing.counted_work() as work:
+            for size in sizes:
+                self.assertEqual(algorithms.make_schedule("auto", machine, size).size, size)
+                options = packing.PackingOptions(None)
+                plan = packing.plan_batch(
+                    (ValueSpec("float32", 4, (size // 4,)),), options, "auto", machine
+                )
+                self.assertEqual(plan.sizes, (size // 4,))
+        self.assertEqual(work["tasks"], 0)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,243 @@
+"""Candidates: tree packings that suit many machines, for a search to choose from and begin with."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import networkx as nx
+
+from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.copy_tree import binomial
+from tfcdo.plan.copy_tree import chain
+from tfcdo.plan.copy_tree import path
+from tfcdo.plan.copy_tree import star
+from tfcdo.plan.copy_tree import two_level
+from tfcdo.plan.tree_packing import MAX_PACKS
+from tfcdo.plan.tree_packing import TreePacking
+from tfcdo.topology.topology import Topology
+
+_MAX_RINGS = 100
+
+
+def initial_candidates(topology: Topology) -> list[TreePacking]:
+    """Returns tree packings that are good on one machine or another.
+
+    Args:
+      topology: the machine.
+
+    Returns:
+      The classic algorithms' trees in turn for various numbers of packs, paths along rings, and
+      trees packed greedily; none of more than `MAX_PACKS` trees where fewer make sense.
+    """
+    devices = topology.num_devices
+    counts = sorted({1, 2, 4, 8, 16, 32, MAX_PACKS, devices, 2 * devices, 3 * devices})
+    classics = [
+        TreePacking(tuple(make(devices, root) for root in range(devices)), (1.0,) * devices)
+        for make in (star, chain, binomial, two_level)
+    ]
+    candidates: list[TreePacking | None] = [
+        classic.round_robin(count) for classic in classics for count in counts
+    ]
+    candidates += [ring_paths(topology, copies) for copies in (1, 2, 3, 4)]
+    candidates += [pack_greedily(topology, count) for count in (2, 4, 8, 16, 32)]
+    return _small(topology, candidates)
+
+
+def few_candidates(topology: Topology) -> list[TreePacking]:
+    """Returns the tree packings to choose from where each takes long to simulate.
+
+    Args:
+      topology: the machine.
+
+    Returns:
+      Paths along rings, if there are few, and a few trees packed greedily.
+    """
+    return _small(topology, [pack_greedily(topology, 8), ring_paths(topology)])
+
+
+def _small(topology: Topology, candidates: Sequence[TreePacking | None]) -> list[TreePacking]:
+    """Returns the different candidates that do not have more packs than make sense."""
+    unique = dict.fromkeys(candidate for candidate in candidates if candidate is not None)
+    return [one for one in unique if len(one.trees) <= max(MAX_PACKS, topology.num_devices)]
+
+
+def ring_paths(topology: Topology, copies: int = 1) -> TreePacking | None:
+    """Makes paths along Hamiltonian rings, one for each edge that a path can leave out of its ring.
+
+    Together the paths load all edges of a ring alike. Several rings get the weights that load all
+    links of the machine as evenly as they can; on a DGX-1, the ring of the double links twice that
+    of the single ones, which fills every link. Rooted in its middle, a path is only half as deep.
+
+    Args:
+      topology: the machine.
+      copies: into how many packs to split each path; their roots alternate between its middles.
+
+    Returns:
+      The packing, or None if the machine has no Hamiltonian ring of direct links.
+
+    References:
+      Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations",
+      2009 (ring all-reduce, here with more than one ring and from the middle).
+
+    Example:
+      >>> from tfcdo.topology import preset
+      >>> packing = ring_paths(preset("dgx1"))
+      >>> len(packing.trees), packing.trees[0].depth, sorted(set(packing.weights))
+      (16, 4, [1.0, 2.0])
+    """
+    devices = topology.num_devices
+    rings = _rings(topology)
+    if not rings:
+        return None
+    counts = _evenly(topology, [list(itertools.pairwise((*ring, ring[0]))) for ring in rings])
+    trees, weights = [], []
+    for copy in range(copies):
+        for cut in range(devices):
+            for ring, count in zip(rings, counts, strict=True):
+                if count:
+                    order = ring[cut:] + ring[:cut]
+                    trees.append(path(order, order[(devices - copy % 2) // 2]))
+                    weights.append(float(count))
+    return TreePacking(tuple(trees), tuple(weights))
+
+
+def _rings(topology: Topology) -> list[tuple[int, ...]]:
+    """Finds Hamiltonian rings of direct links, not more than `_MAX_RINGS`."""
+    neighbours = neighbours_of(topology)
+    # A machine may have no ring or hide it well; no search of this kind is worth more steps.
+    steps = itertools.islice(itertools.count(), 50_000)
+
+    def extend(ring: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(ring) == topology.num_devices:
+            # Each ring is found in both directions; one is enough.
+            if ring[0] in neighbours[ring[-1]] and ring[1] < ring[-1]:
+                yield ring
+            return
+        for device in neighbours[ring[-1]]:
+            if device not in ring and next(steps, None) is not None:
+                yield from extend((*ring, device))
+
+    if topology.num_devices < 3:
+        return []
+    return list(itertools.islice(extend((0,)), _MAX_RINGS))
+
+
+def neighbours_of(topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """Returns the devices that each device is joined to directly.
+
+    Args:
+      topology: the machine.
+
+    Returns:
+      For each device its neighbours, those on the fastest links first.
+    """
+    joined = {(link.source, link.target) for link in topology.direct_links}
+    both_ways = sorted(
+        (pair for pair in joined if pair[::-1] in joined),
+        key=lambda pair: (-topology.bandwidth(*pair), pair),
+    )
+    return tuple(
+        tuple(target for source, target in both_ways if source == device)
+        for device in range(topology.num_devices)
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _edge_loads(
+    topology: Topology,
+) -> dict[tuple[int, int], tuple[tuple[int, float], ...]]:
+    """Returns what a byte up and down an edge costs, `(resource, seconds)` of each resource."""
+    loads = {}
+    for source, target in topology.link_by_pair:
+        held: dict[int, float] = {}
+        for pair in ((source, target), (target, source)):
+            for resource in topology.link_by_pair[pair].resources:
+                held[resource] = held.get(resource, 0.0) + 1 / topology.bandwidth(*pair)
+        loads[source, target] = tuple(held.items())
+    return loads
+
+
+def _evenly(topology: Topology, candidates: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
+    """Returns how often to take each set of edges so that the load of the bottleneck is smallest.
+
+    Takes one set after another, always the one that loads least, and stops where the load of the
+    bottleneck was smallest in proportion to the number of sets.
+    """
+    edge_loads = _edge_loads(topology)
+    columns = []
+    for edges in candidates:
+        column = [0.0] * len(topology.resources)
+        for edge in edges:
+            for resource, seconds in edge_loads[edge]:
+                column[resource] += seconds
+        columns.append(column)
+    counts = [0] * len(columns)
+    load = [0.0] * len(topology.resources)
+    best: tuple[float, list[int]] = (math.inf, counts)
+    for taken in range(1, 13):
+        sums = [[a + b for a, b in zip(load, column, strict=True)] for column in columns]
+        chosen = min(
+            range(len(columns)),
+            key=lambda index: (max(sums[index]), sum(x * x for x in sums[index])),
+        )
+        load = sums[chosen]
+        counts[chosen] += 1
+        if max(load) / taken < best[0] * (1 - 1e-9):
+            best = (max(load) / taken, list(counts))
+    return best[1]
+
+
+def pack_greedily(topology: Topology, count: int) -> TreePacking:
+    """Packs spanning trees into the links, each of which avoids what the earlier ones have filled.
+
+    Args:
+      topology: the machine.
+      count: how many trees.
+
+    Returns:
+      A packing of `count` equal weights, each tree rooted where it is shallowest.
+
+    References:
+      Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020.
+
+    Example:
+      >>> from tfcdo.topology import preset
+      >>> pack_greedily(preset("dgx1"), 2).trees[0].num_devices
+      8
+    """
+    edge_loads = _edge_loads(topology)
+    load = [0.0] * len(topology.resources)
+    roots = [0] * topology.num_devices
+    joined = {
+        (min(link.source, link.target), max(link.source, link.target))
+        for link in topology.direct_links
+    }
+    trees = []
+    for _ in range(count):
+        graph = nx.Graph()
+        graph.add_nodes_from(range(topology.num_devices))
+        for edge in sorted(joined):
+            # The rise of the sum of the fourth powers of all loads, dominated by the bottleneck.
+            rise = sum((load[r] + seconds) ** 4 - load[r] ** 4 for r, seconds in edge_loads[edge])
+            graph.add_edge(*edge, rise=rise)
+        spanning = nx.minimum_spanning_tree(graph, weight="rise")
+        for source, target in spanning.edges:
+            for resource, seconds in edge_loads[source, target]:
+                load[resource] += seconds
+        tree = min(
+            (_rooted(spanning, root) for root in range(topology.num_devices)),
+            key=lambda tree: (tree.depth, roots[tree.root]),
+        )
+        roots[tree.root] += 1
+        trees.append(tree)
+    return TreePacking(tuple(trees), (1.0,) * count)
+
+
+def _rooted(spanning: nx.Graph, root: int) -> CopyTree:
+    parent = nx.predecessor(spanning, root)
+    return CopyTree(
+        tuple(parent[device][0] if parent[device] else None for device in range(len(parent)))
+    )

@@ -1,0 +1,32 @@
+"""Size classes: sizes that differ little share what was planned for one of them."""
+
+from __future__ import annotations
+
+import math
+
+# 1, 2**(1/4), 2**(2/4) and 2**(3/4), in thousandths: sizes may be too large for a float.
+_ROOTS = (1000, 1189, 1414, 1682)
+
+
+def size_class(num_bytes: int, per_doubling: int = 4) -> int:
+    """Returns the size that stands for all sizes of a class.
+
+    Args:
+      num_bytes: a size.
+      per_doubling: how many classes there are between a size and its double, 1, 2 or 4; by default
+        no size differs from that of its class by more than a tenth, apart from a few bytes.
+
+    Returns:
+      A size near `num_bytes`; 0 only for 0.
+
+    Example:
+      >>> [size_class(size) for size in (0, 1, 99_000_000, 100_000_000, 101_000_000, 110_000_000)]
+      [0, 1, 94891933, 94891933, 94891933, 112877109]
+      >>> size_class(100_000_000, per_doubling=1) == 2**27
+      True
+    """
+    if not num_bytes:
+        return 0
+    step = round(per_doubling * math.log2(num_bytes))
+    doublings, part = divmod(step, per_doubling)
+    return (_ROOTS[part * len(_ROOTS) // per_doubling] << doublings) // 1000
