@@ -46,6 +46,7 @@ class DemoTest(absltest.TestCase):
         self.assertNotIn("Traceback", output)
         name = "HierarchicalCopyAllReduce"
         self.assertIn(f"Training on 3 virtual CPU devices with tfcdo.{name}", output)
+        self.assertIn(f"{name}(num_packs=1, topology=None) on 3 devices: hierarchical_copy", output)
         self.assertEqual(
             table["Weights on 3 virtual CPU devices"], ("bitwise equal", "bitwise equal", "ok")
         )

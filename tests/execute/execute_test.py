@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,22 @@ def held_by(count: int, shape: tuple[int, ...] = (3,)) -> list[tf.Tensor]:
     return [
         tu.place(tu.numbers(shape, tf.float32, rank), tu.device_name(rank)) for rank in range(count)
     ]
+
+
+def crossed_by(graph: tf.Graph, names: Sequence[str]) -> set[tuple[int, ...]]:
+    """The pairs of devices that a tensor goes between."""
+    crossed = set()
+    for op in graph.get_operations():
+        for tensor in op.inputs:
+            ends = (tensor.op.device, op.device)
+            if tensor.op.type != "Placeholder" and all(ends) and ends[0] != ends[1]:
+                crossed.add(tuple(map(names.index, ends)))
+    return crossed
+
+
+def both_ways(tree: CopyTree) -> set[tuple[int, ...]]:
+    """The edges of a tree, up and down."""
+    return {ends for child, parent in tree.edges for ends in ((child, parent), (parent, child))}
 
 
 class AddTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
@@ -136,14 +153,7 @@ class CopyTreesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             return copy_trees.reduce_pack(tree, held, names, numerics.FinalOp(count))
 
         graph = reduce.get_concrete_function(*held_by(count)).graph
-        crossed = set()
-        for op in graph.get_operations():
-            for tensor in op.inputs:
-                ends = (tensor.op.device, op.device)
-                if tensor.op.type != "Placeholder" and all(ends) and ends[0] != ends[1]:
-                    crossed.add(tuple(map(names.index, ends)))
-        edges = {(child, parent) for child, parent in enumerate(tree.parents) if parent is not None}
-        self.assertEqual(edges | {(parent, child) for child, parent in edges}, crossed)
+        self.assertEqual(both_ways(tree), crossed_by(graph, names))
         sums = [op.device for op in graph.get_operations() if op.type == "AddN"]
         self.assertCountEqual([names[rank] for rank in range(count) if tree.children[rank]], sums)
         self.assertEqual(
@@ -234,6 +244,18 @@ class PacksTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             for result, *given in zip(own, *values, strict=True):
                 self.assertAllEqual(np.max(given, axis=0), result)
 
+    @parameterized.parameters("shared_memory", "nvswitch")
+    def test_sizes_and_shapes_are_of_64_bits(self, machine):
+        # TensorFlow 2.21 mixes up those of 32 bits where several threads run eager ops.
+        plan = self.plan(packing.PackingOptions(2), machine)
+        values = [tf.ones(shape) for shape in self.SHAPES]
+        operations = tu.traced_ops(
+            lambda: packs.unpack(plan, packs.pack(plan, values, "/cpu:0"), values, "/cpu:0")
+        )
+        sizes = [op.inputs[1] for op in operations if op.type in ("Reshape", "SplitV")]
+        self.assertLen({size.op.type for size in sizes}, 1)
+        self.assertEqual({tf.int64}, {size.dtype for size in sizes})
+
     def test_a_value_that_travels_alone_is_not_copied(self):
         value = tf.ones([2, 3])
         spec = (batch_plan.ValueSpec("float32", 4, (2, 3)),)
@@ -267,6 +289,24 @@ class GatherTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual([name] * 2, [result.values.device, result.indices.device])
             self.assertAllEqual(np.concatenate([one.indices for one in own]), result.indices)
             self.assertAllClose(np.concatenate([one.values for one in own]) / count, result.values)
+
+    @parameterized.product(tree=TREES[::3], slices=(False, True))
+    def test_travels_along_the_edges_only(self, tree, slices):
+        names = tu.device_names(tree.num_devices)
+
+        @tf.function(autograph=False)
+        def run() -> Any:
+            parts: list[Any] = [tf.fill([2, 3], float(rank)) for rank in range(len(names))]
+            if slices:
+                parts = [tf.IndexedSlices(part, tf.range(2)) for part in parts]
+            parts = [tu.place(part, name) for part, name in zip(parts, names, strict=True)]
+            if slices:
+                results = gather.all_reduce_slices(tree, parts, names, numerics.FinalOp())
+                return [result.values for result in results]
+            return gather.all_gather(tree, parts, names, 0)
+
+        graph = run.get_concrete_function().graph
+        self.assertEqual(both_ways(tree), crossed_by(graph, names))
 
     def test_only_rows_travel(self):
         """A table of a terabyte: whoever makes it dense runs out of memory."""

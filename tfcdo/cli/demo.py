@@ -101,9 +101,14 @@ def demo(devices: int, ops_name: str, epochs: int) -> int:
     digits = _split(*datasets.load_digits(return_X_y=True))
 
     console.print(f"Training on {_count(devices)} with tfcdo.{ops_class.__name__}", style="bold")
-    strategy = tf.distribute.MirroredStrategy(device_names[:devices], cross_device_ops=ops_class())
+    ops = ops_class()
+    strategy = tf.distribute.MirroredStrategy(device_names[:devices], cross_device_ops=ops)
     # Keras's bar redraws its line, which a file or a pipe cannot.
     model = _train(digits, devices, epochs, strategy, "auto" if sys.stdout.isatty() else 2)
+    shapes = [weight.shape for weight in model.trainable_weights]
+    console.print(
+        str(ops.explain(shapes, devices=device_names[:devices])), highlight=False, markup=False
+    )
     with options.status(console, "The same training on one device, to compare ..."):
         alone = _train(digits, devices, epochs, tf.distribute.get_strategy(), 0)
         checks = [

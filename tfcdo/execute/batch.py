@@ -96,12 +96,17 @@ def group_batch(
     """
     # Asking TensorFlow for its kernels takes longer than tracing a value, so ask once per dtype.
     uses_nccl = functools.cache(_uses_nccl)
-    indices: dict[tuple[Transport, tuple[str, ...], AllReduceConfig], list[int]] = {}
+    # By identity of the config, whose hash would take longer than all the rest.
+    groups: dict[tuple[Transport, tuple[str, ...], int], tuple[AllReduceConfig, list[int]]] = {}
     for index, (reduction, config) in enumerate(zip(reductions, configs, strict=True)):
         dtype = _dtype_added(reduce_op, reduction)
         transport = _transport(reduction, dtype, config, uses_nccl)
-        indices.setdefault((transport, reduction.devices, config), []).append(index)
-    return [Group(*key, tuple(positions)) for key, positions in indices.items()]
+        key = (transport, reduction.devices, id(config))
+        groups.setdefault(key, (config, []))[1].append(index)
+    return [
+        Group(transport, devices, config, tuple(indices))
+        for (transport, devices, _), (config, indices) in groups.items()
+    ]
 
 
 def _transport(

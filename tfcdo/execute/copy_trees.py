@@ -101,5 +101,5 @@ def copy(tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
     """Copies tensors to a device, with one op for all of them."""
     with tf.device(device):
         if len(tensors) == 1:
-            return [tf.identity(tensors[0])]
+            return [tf.raw_ops.Identity(input=tensors[0])]
         return list(tf.raw_ops.IdentityN(input=list(tensors))) if tensors else []

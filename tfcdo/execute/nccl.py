@@ -288,38 +288,36 @@ def _emit(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tenso
                     shared_name=shared_name,
                 )
             )
+    _serialize_calls(sums)
     # Each kernel waits for all others, but TensorFlow does not know: it prunes those whose results
     # nobody asks for, and the rest would wait for ever. So each result depends on all of them.
     results = []
-    with tf.control_dependencies([*sums, *_serialize_calls(sums)]):
+    with tf.control_dependencies(sums):
         for total, device in zip(sums, devices, strict=True):
             with tf.device(device):
                 results.append(tf.identity(total))
     return results
 
 
-def _serialize_calls(sums: Sequence[tf.Tensor]) -> list[tf.Operation]:
+def _serialize_calls(sums: Sequence[tf.Tensor]) -> None:
     """Makes repeated calls of the `tf.function` that is being traced wait for each other.
 
     A function that is called twice in one step is there twice with the same shared names, and
     kernels of the one call would meet kernels of the other. TensorFlow runs the calls in turn if
-    they write to the same resource; nothing else tells it that they must.
+    they write to the same resource and the function waits for the write; nothing else tells it that
+    they must. A graph of TensorFlow 1 does not order calls: there, call such a function once in a
+    step.
 
     Args:
-      sums: what the kernels of a pack give.
-
-    Returns:
-      The ops that write; none in a graph of TensorFlow 1, which does not order calls: there, call
-      such a function once in a step.
+      sums: the results of the kernels of a pack.
     """
     if not tf.compat.v1.executing_eagerly_outside_functions():
-        return []
+        return
     with _counter_lock:
         counter = _sequencing_counter()
     with tf.control_dependencies(sums), tf.device(_HOST):
         write = tf.raw_ops.AssignAddVariableOp(resource=tf_internals.captured(counter), value=1)
     tf_internals.run_before_function_returns(write)
-    return [write]
 
 
 @functools.lru_cache(maxsize=1)

@@ -275,6 +275,8 @@ def _reduction(value: Any, destinations: Any) -> Reduction:
             raise ValueError("value must hold at least one replica's value; it is empty")
         devices = tf_internals.devices_of_values(value)
         components = tuple(map(_as_tensor, value.values, devices))
+        if destinations is value:
+            return Reduction(components, devices, devices)
     else:
         tensor = _as_tensor(value, "")
         count = tf_internals.replicas_of_plain_value()
@@ -319,7 +321,8 @@ def _with_tensor_shape(slices: tf.IndexedSlices, device: str) -> tf.IndexedSlice
 def _check_replicas_agree(reduction: Reduction) -> None:
     values = reduction.values
     _check_same(reduction, "kind", [_kind(value) for value in values])
-    _check_same(reduction, "dtype", [value.dtype.name for value in values])
+    if any(value.dtype != values[0].dtype for value in values):
+        _check_same(reduction, "dtype", [value.dtype.name for value in values])
     _check_same_shape(reduction, "shape", [_shape(value) for value in values])
     if reduction.is_sparse:
         _check_same_shape(reduction, "dense_shape", [_table_shape(value) for value in values])
@@ -332,7 +335,7 @@ def _kind(value: Any) -> str:
 
 
 def _check_same_shape(reduction: Reduction, what: str, shapes: Sequence[tf.TensorShape]) -> None:
-    # A shape that is not fully known agrees with shapes that do not agree with each other.
+    # Compatibility of partial shapes is not transitive, so compare all pairs.
     for first in range(1 if shapes[0].is_fully_defined() else len(shapes)):
         for other in range(first + 1, len(shapes)):
             if not shapes[other].is_compatible_with(shapes[first]):
