@@ -66,6 +66,7 @@ class WheelTest(absltest.TestCase):
             plain,
             {
                 "absl-py",
+                "lazy-loader>=0.4",
                 "msgspec>=0.18",
                 "networkx",
                 "numpy",
