@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import os
 import pathlib
 import platform
 from typing import Any
-
-import tensorflow as tf
 
 from tfcdo.version import __version__
 
@@ -32,10 +31,16 @@ def describe_environment(devices: str) -> dict[str, Any]:
         "devices": devices,
         "versions": {
             "tfcdo": __version__,
-            "tensorflow": tf.__version__,
+            "tensorflow": _tensorflow_version(),
             "python": platform.python_version(),
         },
     }
+
+
+def _tensorflow_version() -> str:
+    """Returns the version in the package's metadata: importing TensorFlow takes seconds."""
+    names = importlib.metadata.packages_distributions()["tensorflow"]
+    return importlib.metadata.version(names[0])
 
 
 def _num_cores() -> int | None:

@@ -12,8 +12,12 @@ from click.core import ParameterSource
 from rich import progress as rich_progress
 from rich.console import Console
 
+from tfcdo.bench import hosts
 from tfcdo.bench import workloads
+from tfcdo.bench import link
 from tfcdo.cli import options
+from tfcdo.cli.bench_hosts import RateType
+from tfcdo.cli.bench_hosts import bench_hosts
 from tfcdo.cli.quiet_start import quiet_start
 
 if TYPE_CHECKING:
@@ -26,7 +30,8 @@ _Item = TypeVar("_Item")
 
 # The names of parameters that only some runs use.
 _OF_A_SWEEP = ("minbytes", "maxbytes", "stepfactor")
-_NOT_OF_FIT = (*_OF_A_SWEEP, "warmup", "datatype", "eager", "plot_file")
+_NOT_OF_FIT = (*_OF_A_SWEEP, "warmup", "datatype", "eager", "plot_file", "rate")
+_NOT_OF_WORKERS = (*_OF_A_SWEEP, "datatype", "models", "names", "eager", "fit", "plot_file")
 _FIT_MODEL = "mobilenet"
 # More would not end in a day.
 _MAX_ITERATIONS = 10**6
@@ -62,10 +67,11 @@ _MAX_ITERATIONS = 10**6
     "-g",
     "--devices",
     "num_devices",
-    type=click.IntRange(2, 16),
+    type=click.IntRange(1, 16),
     default=4,
     show_default=True,
-    help="How many devices: GPUs if there are that many, else virtual CPU devices.",
+    help="How many devices: GPUs if there are that many, else virtual CPU devices; with --workers, "
+    "virtual CPU devices of each worker.",
 )
 @click.option(
     "-n",
@@ -118,6 +124,19 @@ _MAX_ITERATIONS = 10**6
     help="Train a real Keras model (--model mobilenet or resnet50) and time its steps instead.",
 )
 @click.option(
+    "--workers",
+    "num_workers",
+    type=click.IntRange(2, 16),
+    help="Train a model on so many processes of this host instead, under TensorFlow's and tfcdo's "
+    "MultiWorkerMirroredStrategy in turn: step time, and bytes between the processes.",
+)
+@click.option(
+    "--rate",
+    type=RateType(),
+    metavar="1gbit",
+    help="Limit the link between the workers, in a network namespace of its own.",
+)
+@click.option(
     "--json", "json_file", type=options.NewFile(".json"), help="Write the results to this file."
 )
 @click.option(
@@ -137,6 +156,8 @@ def bench(
     names: Sequence[str],
     eager: bool,
     fit: bool,
+    num_workers: int | None,
+    rate: link.Rate | None,
     json_file: pathlib.Path | None,
     plot_file: pathlib.Path | None,
 ) -> int:
@@ -148,6 +169,16 @@ def bench(
     wrong.
     """
     # First the checks that need no TensorFlow, which takes seconds to start.
+    if num_workers:
+        _refuse(context, _NOT_OF_WORKERS, "--workers, which trains one model under two strategies")
+        settings = hosts.Settings(num_workers, num_devices, iterations, warmup)
+        console = options.make_console(width_of_a_pipe=120)
+        with _progress(console) as track:
+            return bench_hosts(settings, rate, json_file, console, track)
+    if rate:
+        raise click.UsageError("--rate limits the link between --workers, which are not given")
+    if num_devices < 2:
+        raise click.UsageError(f"--devices must be at least 2 without --workers; got {num_devices}")
     if fit:
         _check_fit(context, models)
     if models:
@@ -185,8 +216,8 @@ def bench(
     try:
         if fit:
             return _fit(models, devices, compared, iterations, json_file, console)
-        settings = measure.Settings(iterations, warmup, eager)
-        return _all_reduce(measured, devices, compared, settings, json_file, plot_file, console)
+        timing = measure.Settings(iterations, warmup, eager)
+        return _all_reduce(measured, devices, compared, timing, json_file, plot_file, console)
     except implementations.UnusableArgumentsError as error:
         raise click.UsageError(str(error)) from error
 

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+from absl.testing import absltest
+
+from tfcdo.bench import worker_pool
+
+_WORKER = """
+import os, sys, time
+from tfcdo.bench import worker_pool
+
+def handle(request):
+    if "sleep" in request:
+        time.sleep(request["sleep"])
+    if request.get("fail") == os.environ["NAME"]:
+        raise SystemExit("no more")
+    print("noise")
+    return {"name": os.environ["NAME"], "twice": 2 * request["number"], "pid": os.getpid()}
+
+worker_pool.serve(handle)
+"""
+_COMMAND = (sys.executable, "-c", _WORKER)
+_VARIABLES = ({"NAME": "a"}, {"NAME": "b"})
+
+
+class WorkerPoolTest(absltest.TestCase):
+    def test_all_workers_answer_each_request(self):
+        with worker_pool.start_workers(_COMMAND, _VARIABLES) as pool:
+            for number in (1, 2):
+                answers = pool.request({"number": number}, 60)
+                self.assertEqual([answer["name"] for answer in answers], ["a", "b"])
+                self.assertEqual([answer["twice"] for answer in answers], [2 * number] * 2)
+        for answer in answers:
+            with self.assertRaises(ProcessLookupError):
+                os.kill(answer["pid"], 0)
+
+    def test_a_worker_that_ends_is_named_with_its_last_words(self):
+        with (
+            self.assertRaisesRegex(
+                worker_pool.WorkerError, "worker 1 ended with status 1:\n(.*\n)*no more"
+            ),
+            worker_pool.start_workers(_COMMAND, _VARIABLES) as pool,
+        ):
+            pool.request({"number": 1, "fail": "b"}, 60)
+
+    def test_a_worker_that_does_not_answer_is_ended(self):
+        with worker_pool.start_workers(_COMMAND, _VARIABLES[:1]) as pool:
+            (answer,) = pool.request({"number": 1}, 60)
+            start = time.monotonic()
+            with self.assertRaisesRegex(worker_pool.WorkerError, "worker 0 did not answer in time"):
+                pool.request({"number": 1, "sleep": 600}, 0.2)
+        self.assertLess(time.monotonic() - start, 60)
+        with self.assertRaises(ProcessLookupError):
+            os.kill(answer["pid"], 0)
+
+    def test_workers_end_with_the_process_that_started_them(self):
+        script = (
+            "import os, signal, sys\n"
+            "from tfcdo.bench import worker_pool\n"
+            f"with worker_pool.start_workers({_COMMAND!r}, {_VARIABLES!r}) as pool:\n"
+            "    answers = pool.request({'number': 1}, 60)\n"
+            "    print(*(answer['pid'] for answer in answers), flush=True)\n"
+            "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        pids = [int(pid) for pid in result.stdout.split()]
+        self.assertLen(pids, 2)
+        deadline = time.monotonic() + 60
+        while any(_is_running(pid) for pid in pids):
+            self.assertLess(time.monotonic(), deadline, "workers are left")
+            time.sleep(0.05)
+
+
+def _is_running(pid: int) -> bool:
+    """Returns whether a process runs; one that nobody has reaped does not."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:  # noqa: PTH123
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+if __name__ == "__main__":
+    absltest.main()

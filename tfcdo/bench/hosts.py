@@ -1,0 +1,228 @@
+"""Measures TensorFlow's and tfcdo's multi-worker strategies in turn, on processes of this host."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tfcdo.bench import link
+from tfcdo.bench import tracking
+from tfcdo.bench import worker_pool
+from tfcdo.launch import cluster
+
+# The names in requests, and what results are called. `hosts_worker` has the same: importing it
+# would start TensorFlow.
+_TENSORFLOW, _TFCDO, _ALONE = "tf", "tfcdo", "computing alone"
+NAMES = {
+    _TFCDO: "tfcdo.MultiWorkerMirroredStrategy",
+    _TENSORFLOW: "tf.distribute.MultiWorkerMirroredStrategy",
+    _ALONE: "computing alone",
+}
+# Seconds. Tracing takes a minute on a busy machine; a step takes a second.
+_BUILD_TIMEOUT = 900.0
+_STEP_TIMEOUT = 300.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Settings of a measurement.
+
+    Attributes:
+      num_workers: how many processes.
+      num_devices: how many virtual CPU devices each of them has.
+      iterations: how many steps of each strategy count.
+      warmup: how many are taken before and thrown away.
+    """
+
+    num_workers: int
+    num_devices: int
+    iterations: int = 10
+    warmup: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class HostsMeasurement:
+    """Measurement of training steps under one strategy.
+
+    Attributes:
+      name: the strategy's, or "computing alone" for steps that make gradients and drop them.
+      kind: `"tfcdo"`, `"tf"` or `"computing alone"`.
+      num_workers: how many processes trained.
+      num_devices: on how many devices each.
+      rate: the limit of the link between them as tc writes it; None if it has none.
+      gradient_bytes: the bytes of one replica's gradients.
+      seconds: the median time of a step, from its start to the end of the last worker's.
+      spread: the distance between the quartiles of these times, in seconds.
+      bytes_sent: the bytes that crossed the link in a step, on average.
+      wrong: how many elements of an all-reduce of known values were not what numpy found; None
+        for computing alone.
+      distinct_copies: how many different copies of the weights the replicas have in the end: 1 if
+        they are bitwise equal; None for computing alone.
+    """
+
+    name: str
+    kind: str
+    num_workers: int
+    num_devices: int
+    rate: str | None
+    gradient_bytes: int
+    seconds: float
+    spread: float
+    bytes_sent: float
+    wrong: int | None
+    distinct_copies: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class HostsResult:
+    """Everything that one run found.
+
+    Attributes:
+      measurements: tfcdo's, TensorFlow's and that of computing alone.
+      weight_difference: the largest difference of a weight between the two trainings.
+      least_sending_seconds: the least time that the link needs for the gradients; 0 if it has no
+        rate.
+    """
+
+    measurements: tuple[HostsMeasurement, ...]
+    weight_difference: float
+    least_sending_seconds: float
+
+    def of_kind(self, kind: str) -> HostsMeasurement:
+        """Returns the measurement of one kind."""
+        (found,) = (one for one in self.measurements if one.kind == kind)
+        return found
+
+    @property
+    def limit(self) -> float:
+        """Returns the least seconds of a step: the longer of computing and sending."""
+        return max(self.of_kind(_ALONE).seconds, self.least_sending_seconds)
+
+
+def least_bytes(num_workers: int, gradient_bytes: int) -> int:
+    """Returns the bytes that workers must at least send each other to sum their gradients.
+
+    Args:
+      num_workers: how many workers.
+      gradient_bytes: how many bytes each of them contributes.
+
+    Returns:
+      The bytes of all workers together.
+
+    References:
+      Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+      2009: each worker sends at least 2 (N - 1) / N times its data.
+
+    Example:
+      >>> least_bytes(4, 100)
+      600
+    """
+    return 2 * (num_workers - 1) * gradient_bytes
+
+
+def run(
+    settings: Settings, opened: link.Link, track: tracking.Track = tracking.silently
+) -> HostsResult:
+    """Trains the same model on the same data under both strategies, a step of each in turn.
+
+    Args:
+      settings: how to measure.
+      opened: the link between the workers.
+      track: shows the progress.
+
+    Returns:
+      What was found.
+
+    Raises:
+      worker_pool.WorkerError: if a worker ends, or does not answer in time.
+    """
+    with _workers(settings, opened) as pool:
+        (description, *_) = pool.request({"do": "describe"}, _BUILD_TIMEOUT)
+        wrong = {
+            kind: sum(pool.request({"do": "count wrong", "name": kind}, _BUILD_TIMEOUT))
+            for kind in track((_TFCDO, _TENSORFLOW), description="checking")
+        }
+        seconds: dict[str, list[float]] = {kind: [] for kind in NAMES}
+        sent: dict[str, list[int]] = {kind: [] for kind in NAMES}
+        for number in track(range(settings.warmup + settings.iterations), description="steps"):
+            for kind in NAMES:
+                before = opened.count_bytes()
+                timeout = _STEP_TIMEOUT if number else _BUILD_TIMEOUT
+                times = pool.request({"do": "step", "name": kind}, timeout)
+                if number >= settings.warmup:
+                    seconds[kind].append(max(times))
+                    sent[kind].append(opened.count_bytes() - before)
+        compared = pool.request({"do": "compare"}, _STEP_TIMEOUT)
+    measurements = []
+    for kind in NAMES:
+        digests = {
+            digest for answer in compared for digest in answer["digests"].get(kind, ())
+        }
+        measurements.append(
+            _measurement(
+                settings,
+                kind,
+                seconds[kind],
+                sent[kind],
+                rate=opened.rate.text if opened.rate else None,
+                gradient_bytes=description["gradient_bytes"],
+                wrong=wrong.get(kind),
+                distinct_copies=len(digests) or None,
+            )
+        )
+    least = least_bytes(settings.num_workers, description["gradient_bytes"])
+    return HostsResult(
+        tuple(measurements),
+        weight_difference=max(answer["difference"] for answer in compared),
+        least_sending_seconds=least / opened.rate.bytes_per_second if opened.rate else 0.0,
+    )
+
+
+@contextlib.contextmanager
+def _workers(settings: Settings, opened: link.Link) -> Iterator[worker_pool.WorkerPool]:
+    with cluster.reserved_ports(settings.num_workers) as addresses:
+        variables = [
+            {
+                "TF_CONFIG": cluster.tf_config(addresses, index),
+                "TF_CPP_MIN_LOG_LEVEL": "2",
+                "CUDA_VISIBLE_DEVICES": "",
+            }
+            for index in range(settings.num_workers)
+        ]
+        command = [
+            *opened.command,
+            *(sys.executable, "-m", "tfcdo.bench.hosts_worker", str(settings.num_devices)),
+        ]
+        with worker_pool.start_workers(command, variables) as pool:
+            yield pool
+
+
+def _measurement(
+    settings: Settings,
+    kind: str,
+    seconds: Sequence[float],
+    sent: Sequence[int],
+    *,
+    rate: str | None,
+    gradient_bytes: int,
+    wrong: int | None,
+    distinct_copies: int | None,
+) -> HostsMeasurement:
+    lower, median, upper = np.quantile(seconds, (0.25, 0.5, 0.75))
+    return HostsMeasurement(
+        name=NAMES[kind],
+        kind=kind,
+        num_workers=settings.num_workers,
+        num_devices=settings.num_devices,
+        rate=rate,
+        gradient_bytes=gradient_bytes,
+        seconds=float(median),
+        spread=float(upper - lower),
+        bytes_sent=float(np.mean(sent)),
+        wrong=wrong,
+        distinct_copies=distinct_copies,
+    )

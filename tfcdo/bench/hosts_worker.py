@@ -1,0 +1,268 @@
+"""Trains under TensorFlow's and tfcdo's multi-worker strategies, in one worker process.
+
+Runs as `python -m tfcdo.bench.hosts_worker NUM_DEVICES` with TF_CONFIG set, and answers the
+requests of `tfcdo.bench.hosts`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfcdo
+from tfcdo import tf_internals
+from tfcdo.bench import worker_pool
+
+_SEED = 7
+_LEARNING_RATE = 0.01
+_IMAGE = (32, 32, 3)
+_PATCH = 8
+_CLASSES = 10
+# A small vision transformer: 7.5 million parameters, 30 MB of gradients, alike in all its blocks.
+_WIDTH = 320
+_BLOCKS = 6
+_HEADS = 5
+# As many however many devices share them, so that the time of computing is much the same.
+_IMAGES_PER_WORKER = 12
+
+TENSORFLOW, TFCDO, ALONE = "tf", "tfcdo", "computing alone"
+
+
+class _TensorFlowExtended(tf_internals.MultiWorkerExtended):
+    """TensorFlow's own implementation; it would use one CPU device of each worker."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, num_devices: int) -> None:
+        self._num_devices = num_devices
+        super().__init__(
+            strategy,
+            cluster_resolver=tf.distribute.cluster_resolver.TFConfigClusterResolver(),
+            communication_options=tf.distribute.experimental.CommunicationOptions(),
+        )
+
+    def _initialize_local_devices(
+        self, cluster_resolver: Any, worker_device: str
+    ) -> tuple[tuple[str, ...], str]:
+        devices = (f"{worker_device}/device:CPU:{index}" for index in range(self._num_devices))
+        return tuple(devices), "CPU"
+
+
+class _TensorFlowStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """`tf.distribute.MultiWorkerMirroredStrategy` over several CPU devices of each worker."""
+
+    def __init__(self, num_devices: int) -> None:
+        # TensorFlow's own __init__ would make its own extended class.
+        tf.distribute.Strategy.__init__(self, _TensorFlowExtended(self, num_devices))
+
+
+class _Training:
+    """A model in training under one strategy.
+
+    Args:
+      strategy: the strategy.
+      worker: this worker's index.
+      num_devices: how many devices each worker has.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, worker: int, num_devices: int) -> None:
+        self._strategy = strategy
+        self._num_replicas = strategy.num_replicas_in_sync
+        self._first_replica = worker * num_devices
+        keras.utils.set_random_seed(_SEED)
+        with strategy.scope():
+            self._model = _build_model()
+        self._variables = [variable.value for variable in self._model.trainable_variables]
+        images, labels = _draw_batch(self._num_replicas, max(1, _IMAGES_PER_WORKER // num_devices))
+        self._images, self._labels = self._distribute(images), self._distribute(labels)
+        self.train = self._make_step(self._replica_step)
+        self.compute = self._make_step(self._replica_gradients)
+
+    @property
+    def gradient_shapes(self) -> list[tuple[int, ...]]:
+        """Returns the shapes of the gradients, in the order of the variables."""
+        return [tuple(variable.shape) for variable in self._variables]
+
+    def count_wrong(self) -> int:
+        """All-reduces known values as large as the gradients; counts what differs from numpy."""
+        addends = [
+            [_draw_values(shape, replica) for shape in self.gradient_shapes]
+            for replica in range(self._num_replicas)
+        ]
+        sums = [np.sum(values, axis=0) for values in zip(*addends, strict=True)]
+        values = [
+            self._distribute([addend[index] for addend in addends]) for index in range(len(sums))
+        ]
+
+        @tf.function(autograph=False)
+        def all_reduce(*values: Any) -> Any:
+            return self._strategy.run(_sum_copies_over_replicas, args=(list(values),))
+
+        results = [self._strategy.experimental_local_results(one) for one in all_reduce(*values)]
+        return sum(
+            int(np.count_nonzero(component.numpy() != total))
+            for components, total in zip(results, sums, strict=True)
+            for component in components
+        )
+
+    def digests(self) -> list[str]:
+        """Returns a digest of the weights on each device of this worker."""
+        copies = [self._strategy.experimental_local_results(one) for one in self._variables]
+        return [
+            hashlib.sha256(b"".join(copy.numpy().tobytes() for copy in weights)).hexdigest()
+            for weights in zip(*copies, strict=True)
+        ]
+
+    def weights(self) -> list[np.ndarray]:
+        """Returns the weights on the first device."""
+        return [
+            self._strategy.experimental_local_results(one)[0].numpy() for one in self._variables
+        ]
+
+    def _distribute(self, by_replica: Sequence[np.ndarray]) -> Any:
+        """Puts on each device of this worker what its replica gets."""
+        devices = self._strategy.extended.worker_devices
+        components = []
+        for index, device in enumerate(devices):
+            with tf.device(device):
+                components.append(tf.constant(by_replica[self._first_replica + index]))
+        return tf_internals.per_replica(components)
+
+    def _make_step(self, replica_step: Callable[..., Any]) -> Callable[[], None]:
+        @tf.function(autograph=False)
+        def step(images: Any, labels: Any) -> Any:
+            losses = self._strategy.run(replica_step, args=(images, labels))
+            return self._strategy.experimental_local_results(losses)
+
+        def step_and_wait() -> None:
+            for loss in step(self._images, self._labels):
+                loss.numpy()
+
+        return step_and_wait
+
+    def _gradients(self, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+        with tf.GradientTape() as tape:
+            logits = self._model(images, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            loss = tf.reduce_mean(losses) / self._num_replicas
+        return loss, tape.gradient(loss, self._variables)
+
+    def _replica_gradients(self, images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        loss, gradients = self._gradients(images, labels)
+        with tf.control_dependencies(gradients):
+            return tf.identity(loss)
+
+    def _replica_step(self, images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        loss, gradients = self._gradients(images, labels)
+        sums = _sum_over_replicas(gradients)
+        tf.distribute.get_replica_context().merge_call(self._update, args=(sums,))
+        return loss
+
+    def _update(self, strategy: tf.distribute.Strategy, sums: Sequence[Any]) -> None:
+        for variable, total in zip(self._variables, sums, strict=True):
+            strategy.extended.update(variable, _descend, args=(total,), group=False)
+
+
+def _sum_over_replicas(values: Sequence[tf.Tensor]) -> Any:
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, values)
+
+
+def _sum_copies_over_replicas(values: Sequence[tf.Tensor]) -> Any:
+    # Unlike the results of ops, arguments of a function do not tell on which device they are.
+    return _sum_over_replicas([tf.identity(value) for value in values])
+
+
+def _descend(variable: tf.Variable, gradient: tf.Tensor) -> None:
+    variable.assign_sub(_LEARNING_RATE * gradient)
+
+
+def _build_model() -> keras.Model:
+    """Builds a vision transformer."""
+    images = keras.layers.Input(_IMAGE)
+    x = keras.layers.Conv2D(_WIDTH, _PATCH, strides=_PATCH)(images)
+    x = keras.layers.Reshape((-1, _WIDTH))(x)
+    for _ in range(_BLOCKS):
+        y = keras.layers.LayerNormalization()(x)
+        x = x + keras.layers.MultiHeadAttention(_HEADS, _WIDTH // _HEADS)(y, y)
+        y = keras.layers.LayerNormalization()(x)
+        y = keras.layers.Dense(4 * _WIDTH, activation="gelu")(y)
+        x = x + keras.layers.Dense(_WIDTH)(y)
+    x = keras.layers.GlobalAveragePooling1D()(x)
+    return keras.Model(images, keras.layers.Dense(_CLASSES)(x))
+
+
+def _draw_batch(num_replicas: int, count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Draws each replica's images and labels, the same in each worker."""
+    generator = np.random.default_rng(_SEED)
+    images = generator.random((num_replicas, count, *_IMAGE), np.float32)
+    labels = generator.integers(0, _CLASSES, (num_replicas, count))
+    return list(images), list(labels)
+
+
+def _draw_values(shape: tuple[int, ...], replica: int) -> np.ndarray:
+    """Draws small integers, whose sums are exact."""
+    generator = np.random.default_rng((replica, *shape))
+    return generator.integers(-4, 5, shape).astype(np.float32)
+
+
+class _Worker:
+    """Answers the requests of `tfcdo.bench.hosts`.
+
+    Args:
+      num_devices: how many devices each worker has.
+    """
+
+    def __init__(self, num_devices: int) -> None:
+        worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+        # tfcdo's comes first, because it starts the server of this process.
+        strategies = {
+            TFCDO: tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=num_devices),
+            TENSORFLOW: _TensorFlowStrategy(num_devices),
+        }
+        self._trainings = {
+            name: _Training(strategy, worker, num_devices) for name, strategy in strategies.items()
+        }
+        self._steps = {name: training.train for name, training in self._trainings.items()}
+        self._steps[ALONE] = self._trainings[TENSORFLOW].compute
+
+    def answer(self, request: Mapping[str, Any]) -> Any:
+        """Answers one request."""
+        if request["do"] == "describe":
+            shapes = self._trainings[TFCDO].gradient_shapes
+            return {"gradient_bytes": 4 * sum(int(np.prod(shape)) for shape in shapes)}
+        if request["do"] == "count wrong":
+            return self._trainings[request["name"]].count_wrong()
+        if request["do"] == "step":
+            start = time.perf_counter()
+            self._steps[request["name"]]()
+            return time.perf_counter() - start
+        if request["do"] == "compare":
+            pairs = zip(*(one.weights() for one in self._trainings.values()), strict=True)
+            return {
+                "digests": {name: one.digests() for name, one in self._trainings.items()},
+                "difference": max(float(np.abs(one - other).max()) for one, other in pairs),
+            }
+        raise ValueError(f"unknown request {request!r}")
+
+
+def main() -> None:
+    """Builds both trainings and answers requests until standard input ends."""
+    worker: list[_Worker] = []
+
+    def handle(request: Mapping[str, Any]) -> Any:
+        if not worker:
+            worker.append(_Worker(int(sys.argv[1])))
+        return worker[0].answer(request)
+
+    worker_pool.serve(handle)
+
+
+if __name__ == "__main__":
+    main()

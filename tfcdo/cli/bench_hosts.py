@@ -1,0 +1,149 @@
+"""`tfcdo bench --workers`: measures multi-worker strategies on processes of this host."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tfcdo.bench import link
+from tfcdo.cli import options
+from tfcdo.units import format_bytes
+from tfcdo.units import format_seconds
+
+if TYPE_CHECKING:
+    from tfcdo.bench import hosts
+    from tfcdo.bench import tracking
+
+
+class RateType(click.ParamType):
+    """A rate as tc writes it, such as 1gbit."""
+
+    name = "rate"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> link.Rate:
+        """Reads the rate."""
+        try:
+            return link.parse_rate(str(value))
+        except ValueError as error:
+            self.fail(str(error).removeprefix("rate "), param, ctx)
+
+
+def bench_hosts(
+    settings: hosts.Settings,
+    rate: link.Rate | None,
+    json_file: pathlib.Path | None,
+    console: Console,
+    track: tracking.Track,
+) -> int:
+    """Measures, prints the table and writes the JSON file.
+
+    Args:
+      settings: how to measure.
+      rate: the rate of the link between the workers; None to leave it as it is.
+      json_file: where to write the results; None for nowhere.
+      console: where to print.
+      track: shows the progress.
+
+    Returns:
+      The exit status: 1 if a result of tfcdo's is wrong.
+    """
+    from tfcdo.bench import hosts
+    from tfcdo.bench import worker_pool
+
+    with _open_link(rate, console) as opened:
+        try:
+            result = hosts.run(settings, opened, track)
+        except worker_pool.WorkerError as error:
+            raise click.ClickException(str(error)) from error
+    print_result(result, console)
+    if json_file:
+        _write_json(result, json_file)
+    ours = result.of_kind("tfcdo")
+    return int(ours.wrong != 0 or ours.distinct_copies != 1)
+
+
+@contextlib.contextmanager
+def _open_link(rate: link.Rate | None, console: Console) -> Iterator[link.Link]:
+    """Opens a link of the workers' own; without a rate, falls back on the shared one."""
+    with contextlib.ExitStack() as stack:
+        try:
+            opened = stack.enter_context(link.open_link(rate))
+        except link.LinkError as error:
+            if rate:
+                raise click.ClickException(f"--rate: {error}") from error
+            console.print(
+                f"Counting all bytes on the machine's loopback, also other programs': {error}"
+            )
+            opened = link.shared_link()
+        yield opened
+
+
+def print_result(result: hosts.HostsResult, console: Console) -> None:
+    """Prints the table of one run.
+
+    Args:
+      result: what was found.
+      console: where.
+    """
+    theirs = result.of_kind("tf")
+    rate = f", {theirs.rate} for both directions together" if theirs.rate else ""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{theirs.num_workers} workers with {theirs.num_devices} virtual CPU devices each, "
+        f"{format_bytes(theirs.gradient_bytes)} of gradients{rate}",
+        title_justify="left",
+    )
+    table.add_column("strategy\n")
+    for heading in ("step\n(ms)", "±\n(ms)", "of\nTF", "sent\n(MB)", "of\nTF", "#wrong\n"):
+        table.add_column(options.printable(heading, console), justify="right", no_wrap=True)
+    for one in result.measurements:
+        is_strategy = one.wrong is not None
+        table.add_row(
+            one.name,
+            f"{one.seconds * 1e3:.0f}",
+            f"{one.spread * 1e3:.0f}",
+            f"{one.seconds / theirs.seconds:.2f}",
+            f"{one.bytes_sent / 1e6:.1f}",
+            f"{one.bytes_sent / theirs.bytes_sent:.3f}" if is_strategy else "",
+            str(one.wrong) if is_strategy else "",
+        )
+    console.print(table)
+    sending = ""
+    if result.least_sending_seconds:
+        sending = f" or sending ({format_seconds(result.least_sending_seconds)} at least)"
+    ratio = result.limit / theirs.seconds
+    console.print(
+        options.printable(
+            f"No step is shorter than computing{sending}: {format_seconds(result.limit)}, "
+            f"{ratio:.2f} of TensorFlow's. Both trainings started alike; their weights now differ "
+            f"by at most {result.weight_difference:.0e}.",
+            console,
+        )
+    )
+    for one in result.measurements:
+        if one.distinct_copies not in (None, 1):
+            console.print(f"{one.name}: the replicas have {one.distinct_copies} different weights")
+
+
+def _write_json(result: hosts.HostsResult, path: pathlib.Path) -> None:
+    from tfcdo.bench import machine
+
+    content = {
+        **machine.describe_environment("virtual CPU devices of several processes"),
+        "results": [dataclasses.asdict(one) for one in result.measurements],
+        "weight_difference": result.weight_difference,
+        "least_sending_seconds": result.least_sending_seconds,
+        "limit": result.limit,
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
