@@ -253,6 +253,42 @@ class PlanTest(parameterized.TestCase):
         self.assertIn(" us ", output)
 
 
+class HostsTest(parameterized.TestCase):
+    def run_plan(self, *arguments: str) -> str:
+        result = testing.CliRunner().invoke(
+            commands.tfcdo, ["plan", *arguments], catch_exceptions=False
+        )
+        self.assertEqual(result.exit_code, 0, result.output)
+        return result.output
+
+    def test_a_table_with_a_flat_ring_and_what_hides(self):
+        output = self.run_plan(
+            *("--hosts", "4", "--topology", "pcie", "--network", "1.25G", "-b", "10MB"),
+            *("--backward", "60ms"),
+        )
+        self.assertIn("4 devices of each of 4 hosts, pcie", " ".join(output.split()))
+        rows = {
+            line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:-1]]
+            for line in output.splitlines()
+            if line.startswith("│")
+        }
+        self.assertEqual((*rows,), (*algorithms.ALGORITHMS, "flat ring"))
+        # 2 x 3/4 of 10 MB at 1.25 GB/s.
+        self.assertIn("Bound: 12.00 ms", output)
+        self.assertEqual(rows["flat ring"][-1], "0%")
+        self.assertGreater(int(rows["shuffle"][-1].rstrip("%")), 50)
+
+    def test_json(self):
+        found = json.loads(
+            self.run_plan(
+                *("--hosts", "1024", "-t", "nvswitch:2", "--network", "100gbit"),
+                *("-b", "1MB", "-a", "shuffle", "--json"),
+            )
+        )
+        self.assertEqual((found["num_hosts"], found["network"]["bandwidth"]), (1024, 12.5e9))
+        self.assertGreater(found["seconds"], found["bound"])
+
+
 class WrongTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
@@ -288,6 +324,12 @@ class WrongTest(parameterized.TestCase):
         ("there is no folder 'no'", "-t", "dgx1", "--gantt", "no/a.png"),
         ("--bytes': there can be at most", "-t", "dgx1", "-b", "9" * 400),
         ("9' is not a list of device numbers", "-t", "dgx1", "--devices", "0," + "9" * 5000),
+        ("--hosts", "-t", "dgx1", "--hosts", "1025"),
+        ("'fast' is not a bandwidth", "-t", "dgx1", "--hosts", "2", "--network", "fast"),
+        ("'0' is not a bandwidth", "-t", "dgx1", "--hosts", "2", "--network", "0"),
+        ("'60' is not a time", "-t", "dgx1", "--hosts", "2", "--backward", "60"),
+        ("--backward needs --hosts", "-t", "dgx1", "--backward", "60ms"),
+        ("draw one host", "-t", "dgx1", "--hosts", "2", "--draw", "a.png"),
         ("both are a.png", "-t", "dgx1", "--draw", "./a.png", "--gantt", "a.png"),
     )
     def test_argument(self, pattern: str, *arguments: str):

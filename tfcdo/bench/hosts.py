@@ -159,9 +159,7 @@ def run(
         compared = pool.request({"do": "compare"}, _STEP_TIMEOUT)
     measurements = []
     for kind in NAMES:
-        digests = {
-            digest for answer in compared for digest in answer["digests"].get(kind, ())
-        }
+        digests = {digest for answer in compared for digest in answer["digests"].get(kind, ())}
         measurements.append(
             _measurement(
                 settings,

@@ -13,8 +13,8 @@ from rich import progress as rich_progress
 from rich.console import Console
 
 from tfcdo.bench import hosts
-from tfcdo.bench import workloads
 from tfcdo.bench import link
+from tfcdo.bench import workloads
 from tfcdo.cli import options
 from tfcdo.cli.bench_hosts import RateType
 from tfcdo.cli.bench_hosts import bench_hosts

@@ -54,6 +54,41 @@ class Size(click.ParamType):
         )
 
 
+class Bandwidth(click.ParamType):
+    """Bytes per second as vendors count them, such as 12.5G (10^9), or bits, such as 100gbit."""
+
+    name = "bandwidth"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Reads a number with a unit."""
+        found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([KMG]?)(BIT|B|B/S)?", str(value).upper())
+        number = float(found[1]) * 1000 ** _EXPONENTS[found[2]] if found else 0.0
+        if not found or not number:
+            self.fail(
+                f"{value!r} is not a bandwidth such as 12.5G (bytes per second) or 100gbit",
+                param,
+                ctx,
+            )
+        return number / 8 if found[3] == "BIT" else number
+
+
+class Duration(click.ParamType):
+    """A time such as 60ms, 800us or 1.5s."""
+
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Reads a number with a unit; returns seconds."""
+        found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(us|ms|s)", str(value))
+        if not found:
+            self.fail(f"{value!r} is not a time such as 60ms, 800us or 1.5s", param, ctx)
+        return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+
+
 class NewFile(click.ParamType):
     """A file to write, in a folder that exists.
 

@@ -14,11 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from tfcdo.cli import options
+from tfcdo.cli.plan_hosts import plan_hosts
 from tfcdo.plan import algorithms
 from tfcdo.plan.evaluation import Evaluation
 from tfcdo.plan.evaluation import evaluate
 from tfcdo.plan.evaluation import evaluate_all
 from tfcdo.plan.lower_bound import lower_bound
+from tfcdo.plan.several_hosts import MAX_HOSTS
+from tfcdo.plan.several_hosts import Cluster
+from tfcdo.plan.several_hosts import Network
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
@@ -131,6 +135,26 @@ class Machine(click.ParamType):
     type=options.NewFile(".png", ".svg"),
     help="Draw the transfers over time: .png or .svg",
 )
+@click.option(
+    "--hosts",
+    "num_hosts",
+    type=click.IntRange(1, MAX_HOSTS),
+    help="So many of these machines, and a flat ring over all their devices beside the algorithms.",
+)
+@click.option(
+    "--network",
+    type=options.Bandwidth(),
+    default="12.5G",
+    show_default=True,
+    help="What each host can send to the others, in bytes per second (K, M and G are powers of "
+    "1000, as vendors count), or as 100gbit.",
+)
+@click.option(
+    "--backward",
+    type=options.Duration(),
+    metavar="60ms",
+    help="With --hosts: how long a backward pass makes the gradients behind which packs hide.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the schedule instead of the table.")
 def plan(
     topology: Topology,
@@ -139,6 +163,9 @@ def plan(
     algorithm: str,
     trees_file: pathlib.Path | None,
     gantt_file: pathlib.Path | None,
+    num_hosts: int | None,
+    network: float,
+    backward: float | None,
     as_json: bool,
 ) -> None:
     """Compare the all-reduce algorithms on a machine, without that machine.
@@ -157,6 +184,14 @@ def plan(
         except ValueError as error:
             raise click.UsageError(f"--devices: {error}") from None
     console = options.make_console(width_of_a_pipe=120)
+    if num_hosts:
+        if trees_file or gantt_file:
+            raise click.UsageError("--draw and --gantt draw one host: leave --hosts out")
+        cluster = Cluster(topology, num_hosts, Network(network))
+        plan_hosts(cluster, num_bytes, algorithm, backward, as_json, console)
+        return
+    if backward is not None:
+        raise click.UsageError("--backward needs --hosts")
     with options.status(console, "Searching for trees ..."):
         if as_json:
             evaluations = [evaluate(algorithm, topology, num_bytes)]

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from absl.testing import absltest
+
+from tfcdo.bench import hosts
+from tfcdo.bench import link
+from tfcdo.bench import worker_pool
+
+
+class _FakePool:
+    """Answers as two workers would: the second is always slower, and both send."""
+
+    def __init__(self, sent: list[int]) -> None:
+        self.sent = sent
+        self.steps: list[str] = []
+
+    def request(self, content: dict[str, Any], timeout: float) -> list[Any]:
+        """Answers one request."""
+        if content["do"] == "describe":
+            return [{"gradient_bytes": 1000}] * 2
+        if content["do"] == "count wrong":
+            return [0, 3] if content["name"] == "tf" else [0, 0]
+        if content["do"] == "step":
+            self.steps.append(content["name"])
+            kind, number = content["name"], len(self.steps)
+            self.sent[0] += {"tf": 3000, "tfcdo": 2000, "computing alone": 10}[kind]
+            return [0.1, {"tf": 0.4, "tfcdo": 0.3, "computing alone": 0.2}[kind] + number * 1e-6]
+        digests = {"tfcdo": ["a"], "tf": ["b"]}, {"tfcdo": ["a"], "tf": ["c"]}
+        return [{"digests": one, "difference": 0.5 * index} for index, one in enumerate(digests)]
+
+
+class HostsTest(absltest.TestCase):
+    def test_steps_take_turns_and_each_is_counted(self):
+        sent = [0]
+        pool = _FakePool(sent)
+
+        @contextlib.contextmanager
+        def start_workers(*arguments: Any) -> Iterator[_FakePool]:
+            del arguments
+            yield pool
+
+        opened = mock.Mock(command=(), rate=link.parse_rate("1mbit"))
+        opened.count_bytes.side_effect = lambda: sent[0]
+        with mock.patch.object(worker_pool, "start_workers", start_workers):
+            result = hosts.run(hosts.Settings(2, 3, iterations=4, warmup=1), opened)
+        self.assertEqual(pool.steps, ["tfcdo", "tf", "computing alone"] * 5)
+        ours, theirs, alone = result.measurements
+        # A step ends when the slowest worker's does; the first round is warm-up.
+        self.assertAlmostEqual(ours.seconds, 0.3, places=4)
+        self.assertAlmostEqual(theirs.seconds, 0.4, places=4)
+        self.assertAlmostEqual(alone.seconds, 0.2, places=4)
+        self.assertEqual([one.bytes_sent for one in result.measurements], [2000, 3000, 10])
+        self.assertEqual([one.wrong for one in result.measurements], [0, 3, None])
+        self.assertEqual([one.distinct_copies for one in result.measurements], [1, 2, None])
+        self.assertEqual((ours.num_workers, ours.num_devices, ours.rate), (2, 3, "1mbit"))
+        self.assertEqual(result.weight_difference, 0.5)
+        # 2 x (2 - 1) x 1000 bytes at 125000 bytes a second take less than computing.
+        self.assertAlmostEqual(result.least_sending_seconds, 0.016)
+        self.assertEqual(result.limit, alone.seconds)
+
+    def test_least_bytes_are_what_a_ring_sends(self):
+        for workers, size in itertools.product((2, 3, 8), (24, 240)):
+            # Each sends 2 (N - 1) parts of a N-th.
+            expected = workers * 2 * (workers - 1) * size // workers
+            self.assertEqual(hosts.least_bytes(workers, size), expected)
+
+
+if __name__ == "__main__":
+    absltest.main()
