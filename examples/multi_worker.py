@@ -92,9 +92,7 @@ def main() -> None:
         callbacks=[tfcdo.keras.BackupAndRestore(options.folder / "backup")],
         verbose=2 if chief else 0,
     )
-    loss, accuracy = model.evaluate(
-        make_batches(*make_data(4 * GLOBAL_BATCH, seed=2)), verbose=0
-    )
+    loss, accuracy = model.evaluate(make_batches(*make_data(4 * GLOBAL_BATCH, seed=2)), verbose=0)
 
     # All hosts save, because reading some variables takes all of them, but only the chief to the
     # path that counts.

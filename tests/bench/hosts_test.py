@@ -64,6 +64,22 @@ class HostsTest(absltest.TestCase):
         self.assertAlmostEqual(result.least_sending_seconds, 0.016)
         self.assertEqual(result.limit, alone.seconds)
 
+    def test_both_strategies_sum_right_and_tfcdo_sends_less(self):
+        with contextlib.ExitStack() as stack:
+            try:
+                opened = stack.enter_context(link.open_link(None))
+            except link.LinkError as error:
+                self.skipTest(str(error))
+            result = hosts.run(hosts.Settings(2, 2, iterations=1, warmup=1, num_blocks=1), opened)
+        ours, theirs, alone = result.measurements
+        for one in (ours, theirs):
+            self.assertEqual((one.wrong, one.distinct_copies), (0, 1), one.name)
+        self.assertLess(result.weight_difference, 1e-5)
+        # A ring over 4 devices of 2 hosts sends 3 times the gradients, one over 2 hosts twice.
+        self.assertAlmostEqual(theirs.bytes_sent / theirs.gradient_bytes, 3.0, delta=0.1)
+        self.assertAlmostEqual(ours.bytes_sent / ours.gradient_bytes, 2.0, delta=0.1)
+        self.assertLess(alone.bytes_sent, 0.05 * ours.bytes_sent)
+
     def test_least_bytes_are_what_a_ring_sends(self):
         for workers, size in itertools.product((2, 3, 8), (24, 240)):
             # Each sends 2 (N - 1) parts of a N-th.

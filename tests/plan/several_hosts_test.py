@@ -25,8 +25,9 @@ class SeveralHostsTest(parameterized.TestCase):
         cluster = _cluster("dgx1", None, 1, 1e9)
         found = evaluate_across_hosts(algorithm, cluster, 64 * MB, bytes_per_pack=8 * MB)
         schedule = algorithms.make_schedule(algorithm, cluster.topology, 64 * MB, 8)
-        expected = simulator.robust_seconds(schedule, cluster.topology, jitter=0.0, num_seeds=1)
-        self.assertAlmostEqual(found.seconds, expected)
+        expected = simulator.robust_seconds(schedule, cluster.topology, jitter=0.0)
+        # The order of packs that are ready at once is drawn.
+        self.assertAlmostEqual(found.seconds, expected, delta=0.2 * expected)
 
     def test_hosts_with_one_device_are_a_ring_of_hosts(self):
         # 4 hosts send 2 x 3/4 of 100 MB at 1 GB/s, and the last pack waits 6 times for the network.

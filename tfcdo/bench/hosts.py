@@ -36,12 +36,14 @@ class Settings:
       num_devices: how many virtual CPU devices each of them has.
       iterations: how many steps of each strategy count.
       warmup: how many are taken before and thrown away.
+      num_blocks: how many blocks the model has, of 4.9 MB of gradients each.
     """
 
     num_workers: int
     num_devices: int
     iterations: int = 10
     warmup: int = 3
+    num_blocks: int = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +195,8 @@ def _workers(settings: Settings, opened: link.Link) -> Iterator[worker_pool.Work
         ]
         command = [
             *opened.command,
-            *(sys.executable, "-m", "tfcdo.bench.hosts_worker", str(settings.num_devices)),
+            *(sys.executable, "-m", "tfcdo.bench.hosts_worker"),
+            *(str(settings.num_devices), str(settings.num_blocks)),
         ]
         with worker_pool.start_workers(command, variables) as pool:
             yield pool

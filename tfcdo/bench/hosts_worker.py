@@ -1,6 +1,6 @@
 """Trains under TensorFlow's and tfcdo's multi-worker strategies, in one worker process.
 
-Runs as `python -m tfcdo.bench.hosts_worker NUM_DEVICES` with TF_CONFIG set, and answers the
+Runs as `python -m tfcdo.bench.hosts_worker NUM_DEVICES NUM_BLOCKS` with TF_CONFIG set, and answers
 requests of `tfcdo.bench.hosts`.
 """
 
@@ -27,9 +27,8 @@ _LEARNING_RATE = 0.01
 _IMAGE = (32, 32, 3)
 _PATCH = 8
 _CLASSES = 10
-# A small vision transformer: 7.5 million parameters, 30 MB of gradients, alike in all its blocks.
+# A small vision transformer: with 6 blocks, 7.5 million parameters or 30 MB of gradients.
 _WIDTH = 320
-_BLOCKS = 6
 _HEADS = 5
 # As many however many devices share them, so that the time of computing is much the same.
 _IMAGES_PER_WORKER = 12
@@ -70,15 +69,18 @@ class _Training:
       strategy: the strategy.
       worker: this worker's index.
       num_devices: how many devices each worker has.
+      num_blocks: how many blocks the model has.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, worker: int, num_devices: int) -> None:
+    def __init__(
+        self, strategy: tf.distribute.Strategy, worker: int, num_devices: int, num_blocks: int
+    ) -> None:
         self._strategy = strategy
         self._num_replicas = strategy.num_replicas_in_sync
         self._first_replica = worker * num_devices
         keras.utils.set_random_seed(_SEED)
         with strategy.scope():
-            self._model = _build_model()
+            self._model = _build_model(num_blocks)
         self._variables = [variable.value for variable in self._model.trainable_variables]
         images, labels = _draw_batch(self._num_replicas, max(1, _IMAGES_PER_WORKER // num_devices))
         self._images, self._labels = self._distribute(images), self._distribute(labels)
@@ -183,12 +185,12 @@ def _descend(variable: tf.Variable, gradient: tf.Tensor) -> None:
     variable.assign_sub(_LEARNING_RATE * gradient)
 
 
-def _build_model() -> keras.Model:
+def _build_model(num_blocks: int) -> keras.Model:
     """Builds a vision transformer."""
     images = keras.layers.Input(_IMAGE)
     x = keras.layers.Conv2D(_WIDTH, _PATCH, strides=_PATCH)(images)
     x = keras.layers.Reshape((-1, _WIDTH))(x)
-    for _ in range(_BLOCKS):
+    for _ in range(num_blocks):
         y = keras.layers.LayerNormalization()(x)
         x = x + keras.layers.MultiHeadAttention(_HEADS, _WIDTH // _HEADS)(y, y)
         y = keras.layers.LayerNormalization()(x)
@@ -217,9 +219,10 @@ class _Worker:
 
     Args:
       num_devices: how many devices each worker has.
+      num_blocks: how many blocks the model has.
     """
 
-    def __init__(self, num_devices: int) -> None:
+    def __init__(self, num_devices: int, num_blocks: int) -> None:
         worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
         # tfcdo's comes first, because it starts the server of this process.
         strategies = {
@@ -227,7 +230,8 @@ class _Worker:
             TENSORFLOW: _TensorFlowStrategy(num_devices),
         }
         self._trainings = {
-            name: _Training(strategy, worker, num_devices) for name, strategy in strategies.items()
+            name: _Training(strategy, worker, num_devices, num_blocks)
+            for name, strategy in strategies.items()
         }
         self._steps = {name: training.train for name, training in self._trainings.items()}
         self._steps[ALONE] = self._trainings[TENSORFLOW].compute
@@ -258,7 +262,7 @@ def main() -> None:
 
     def handle(request: Mapping[str, Any]) -> Any:
         if not worker:
-            worker.append(_Worker(int(sys.argv[1])))
+            worker.append(_Worker(*map(int, sys.argv[1:])))
         return worker[0].answer(request)
 
     worker_pool.serve(handle)
