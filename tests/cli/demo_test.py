@@ -55,6 +55,10 @@ class DemoTest(absltest.TestCase):
         self.assertEqual(judged, ["over 95%", "ok"])
         difference = table["Largest weight difference from one-device training"][0]
         self.assertLess(float(difference), 1e-5)
+        clipped = table["Difference if tfcdo.keras clips and accumulates"]
+        self.assertLess(float(clipped[0]), 1e-5)
+        self.assertEqual(clipped[1:], ("< 1e-05", "ok"))
+        self.assertGreater(float(table["Difference if Keras alone clips"][0]), 1e-3)
         self.assertEqual(table[f"1 + 2 + 3 by tfcdo.{name}"], ("6 6 6", "6 6 6", "ok"))
         self.assertIn(f"1 + 2 + 3 by tf.distribute.{name}", table)
 
@@ -100,7 +104,7 @@ class CheckTest(absltest.TestCase):
             status = commands.run(["demo", "--devices", "2", "--epochs", "1"])
         self.assertEqual(status, 1)
         subject = "Largest weight difference from one-device training"
-        self.assertIn(f"Not as wanted: {subject}\n", output.getvalue())
+        self.assertIn(f"Not as wanted: {subject}; Difference if tfcdo.keras", output.getvalue())
 
     def test_replicas_that_differ(self):
         strategy = tf.distribute.MirroredStrategy(_DEVICES)
