@@ -141,7 +141,7 @@ def judge(case: Case, library: Any) -> Outcome:
     try:
         result = case.call(library)
     except Exception as error:
-        text = f"{type(error).__name__}: {_first_words(str(error))}"
+        text = f"{type(error).__name__}: {first_words(str(error))}"
         clear = isinstance(error, (ValueError, TypeError))
         return Outcome(text, refused and clear and case.expected.argument in str(error))
     if refused:
@@ -150,7 +150,8 @@ def judge(case: Case, library: Any) -> Outcome:
     return Outcome(f"{result}" if good else f"{result} instead of {case.expected}", good)
 
 
-def _first_words(message: str) -> str:
+def first_words(message: str) -> str:
+    """Returns the beginning of an error message, without what differs from run to run."""
     words = " ".join(message.replace("{{function_node ", "").split())
     for name in ("/job:localhost/replica:0/task:0/device:", "__wrapped__"):
         words = words.replace(name, "")
