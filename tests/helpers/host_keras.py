@@ -1,0 +1,95 @@
+"""Scenarios of `host_scenarios` for what tfcdo.keras adds to Keras."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import keras
+import numpy as np
+from keras import optimizers as ko
+from keras_training import BATCH
+from keras_training import dense_data
+from keras_training import dense_layers
+from keras_training import model_of
+
+from tfcdo.keras import CheckInSync
+from tfcdo.keras import DistributedOptimizer
+from tfcdo.keras import SynchronizeStatistics
+from tfcdo.keras import weight_by_examples
+
+_EXAMPLES = 3 * BATCH + 7  # The last batch does not divide by four replicas.
+
+
+def _optimizers() -> list[Any]:
+    return [
+        ko.Adam(0.05, global_clipnorm=0.05, gradient_accumulation_steps=2),
+        ko.LossScaleOptimizer(
+            ko.SGD(0.2, clipnorm=0.05, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=2),
+            16.0,
+            dynamic_growth_steps=2,
+        ),
+    ]
+
+
+def _fit(strategy: Any, model: keras.Model, *callbacks: Any) -> list[float]:
+    inputs, targets = dense_data(_EXAMPLES)
+    return model.fit(
+        inputs, targets, BATCH, callbacks=list(callbacks), shuffle=False, verbose=0
+    ).history["loss"]
+
+
+def _copies(strategy: Any, variable: Any) -> np.ndarray:
+    parts = strategy.experimental_local_results(variable.value) if strategy else (variable.value,)
+    return np.stack([part.numpy() for part in parts])
+
+
+def mended_keras(strategy: Any) -> dict[str, np.ndarray]:
+    """Clips, accumulates, averages and scales losses; the last batch does not divide."""
+    arrays: dict[str, np.ndarray] = {}
+    for row in range(2):
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            optimizer = _optimizers()[row]
+            model = model_of(
+                dense_layers, DistributedOptimizer(optimizer) if strategy else optimizer
+            )
+        arrays[f"loss_{row}"] = np.array(_fit(strategy, weight_by_examples(model)))
+        for index, weight in enumerate(model.weights):
+            arrays[f"replica_{row}_{index}"] = _copies(strategy, weight)
+    return arrays
+
+
+class _Break(keras.callbacks.Callback):
+    """Changes a weight on the last host's last replica, after two steps."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        strategy = self.model.distribute_strategy
+        if batch == 1 and strategy.cluster_resolver.task_id == 1:
+            kernel = self.model.trainable_variables[0].value
+            last = strategy.experimental_local_results(kernel)[-1]
+            last.assign_add(np.full(last.shape, 0.5))
+
+
+def in_sync(strategy: Any) -> dict[str, np.ndarray]:
+    """Synchronizes statistics; breaks the sync on one host and has it found on all."""
+    with strategy.scope():
+        model = model_of(
+            lambda: [*dense_layers(), keras.layers.BatchNormalization(momentum=0.5)], "sgd"
+        )
+    _fit(strategy, model, CheckInSync(every=1))
+    moving = model.layers[-1].non_trainable_variables[0]
+    before = _copies(strategy, moving)
+    mean = moving.numpy()
+    _fit(strategy, model, SynchronizeStatistics())
+    synchronized = _copies(strategy, moving)
+    try:
+        _fit(strategy, model, _Break(), CheckInSync(every=2))
+        message = "nothing was found"
+    except RuntimeError as error:
+        message = str(error)
+    return {
+        "before": before,
+        "mean": mean,
+        "synchronized": synchronized,
+        "message": np.array(message),
+    }
