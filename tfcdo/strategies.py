@@ -118,7 +118,8 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces a value, or each component of a structure of values; see `reduce_structure`."""
-        return reduce_structure(super().reduce, reduce_op, value, axis)
+        several = self.extended._in_multi_worker_mode()
+        return reduce_structure(super().reduce, reduce_op, value, axis, several_hosts=several)
 
 
 def is_chief() -> bool:
@@ -146,7 +147,9 @@ def is_chief() -> bool:
     return cluster is None or cluster.is_chief
 
 
-def reduce_structure(reduce: Any, reduce_op: Any, value: Any, axis: Any) -> Any:
+def reduce_structure(
+    reduce: Any, reduce_op: Any, value: Any, axis: Any, several_hosts: bool = False
+) -> Any:
     """Reduces each component of a structure, as TensorFlow reduces a single value.
 
     Keras 3 asks for two things that TensorFlow's strategies do not do: it reduces scalars along
@@ -158,6 +161,8 @@ def reduce_structure(reduce: Any, reduce_op: Any, value: Any, axis: Any) -> Any:
       value: a value, or a structure of values.
       axis: the axis to reduce along as well, inside each replica; of no effect on scalars. None for
         none.
+      several_hosts: whether replicas are on several hosts, which may hold unlike shapes without
+        knowing of each other.
 
     Returns:
       The reduced value, or a structure of reduced values.
@@ -165,7 +170,9 @@ def reduce_structure(reduce: Any, reduce_op: Any, value: Any, axis: Any) -> Any:
     if moving_statistics.is_averaged(value):
         return moving_statistics.reduced(reduce, reduce_op, value, axis)
     if axis is None and _is_symbolic_build(reduce_op):
-        return tf.nest.map_structure(lambda one: _for_its_shape(reduce, reduce_op, one), value)
+        return tf.nest.map_structure(
+            lambda one: _for_its_shape(reduce, reduce_op, one, several_hosts), value
+        )
     return tf.nest.map_structure(
         lambda one: reduce(reduce_op, one, axis=None if _is_scalar(one) else axis), value
     )
@@ -195,14 +202,13 @@ def _is_symbolic_build(reduce_op: Any) -> bool:
     )
 
 
-def _for_its_shape(reduce: Any, reduce_op: Any, value: Any) -> Any:
+def _for_its_shape(reduce: Any, reduce_op: Any, value: Any, several_hosts: bool) -> Any:
     """Returns the mean of a batch's component, or, where nobody can add it, a stand-in.
 
-    Several hosts may hold unlike shapes without knowing of each other, so there it is always the
-    stand-in: the value of this host's first replica.
+    Of several hosts it is always the stand-in: the value of this host's first replica. (Keras asks
+    outside of the strategy's scope, so the current strategy does not tell whether there are.)
     """
-    extended = tf.distribute.get_strategy().extended
-    if extended._in_multi_worker_mode() or not _can_be_added(_components(value)):
+    if several_hosts or not _can_be_added(_components(value)):
         return _components(value)[0]
     return reduce(reduce_op, value, axis=None)
 

@@ -14,11 +14,13 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import training_table
 from compat_cases import CASES
 from compat_cases import Case
 from compat_cases import Refused
@@ -118,8 +120,13 @@ def table(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
 
 
 def tensorflow_version() -> str:
-    """Returns the version in the package's metadata: importing TensorFlow would print its logs."""
-    names = importlib.metadata.packages_distributions()["tensorflow"]
+    """Returns TensorFlow's version."""
+    return version_of("tensorflow")
+
+
+def version_of(package: str) -> str:
+    """Returns the version in a package's metadata: importing TensorFlow would print its logs."""
+    names = importlib.metadata.packages_distributions()[package]
     return importlib.metadata.version(names[0])
 
 
@@ -152,6 +159,8 @@ def judge(case: Case, library: Any) -> Outcome:
 
 def first_words(message: str) -> str:
     """Returns the beginning of an error message, without what differs from run to run."""
+    # What follows is the stack of whoever ran it; what is between \033 and m is a color.
+    message = re.sub("\033\\[[0-9;]*m", "", message).partition("defined at (most recent")[0]
     words = " ".join(message.replace("{{function_node ", "").split())
     for name in ("/job:localhost/replica:0/task:0/device:", "__wrapped__"):
         words = words.replace(name, "")
@@ -181,6 +190,10 @@ def main(arguments: Sequence[str]) -> None:
         _work(arguments[1], int(arguments[2]))
         return
     text = table({library: run(library) for library in LIBRARIES})
+    text += training_table.section(
+        {library: training_table.run(library) for library in LIBRARIES},
+        {"version": version_of("keras"), "tensorflow": tensorflow_version()},
+    )
     pathlib.Path(arguments[0]).write_text(text, encoding="utf-8")
     print(f"{arguments[0]}: {len(CASES)} cases")
 
