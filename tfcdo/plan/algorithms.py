@@ -26,7 +26,7 @@ from tfcdo.topology.topology import Topology
 
 
 def one_device(num_devices: int) -> tuple[CopyTree, ...]:
-    """Reduction to one device: everything is summed on device 0.
+    """Returns the tree of a reduction to one device: everything is summed on device 0.
 
     Args:
       num_devices: how many devices there are.
@@ -42,7 +42,7 @@ def one_device(num_devices: int) -> tuple[CopyTree, ...]:
 
 
 def ring(num_devices: int) -> tuple[CopyTree, ...]:
-    """Ring all-reduce: pack `i` is summed along the ring up to device `i`, and copied back.
+    """Returns the trees of a ring: pack `i` is summed along it up to device `i`, and copied back.
 
     Args:
       num_devices: how many devices there are.
@@ -62,7 +62,7 @@ def ring(num_devices: int) -> tuple[CopyTree, ...]:
 
 
 def shuffle(num_devices: int) -> tuple[CopyTree, ...]:
-    """Shuffle all-reduce: each device sums one pack of everybody and sends it to everybody.
+    """Returns the trees of a shuffle: each device sums one pack of all, and sends it to all.
 
     Args:
       num_devices: how many devices there are.
@@ -82,7 +82,7 @@ def shuffle(num_devices: int) -> tuple[CopyTree, ...]:
 
 
 def halving_doubling(num_devices: int) -> tuple[CopyTree, ...]:
-    """Recursive halving and doubling: pack `i` is summed along the binomial tree of device `i`.
+    """Returns the trees of halving-doubling: pack `i` takes the binomial tree of device `i`.
 
     In a power of two devices, rounds pair devices at distance 1, 2, 4, ...; any other number works
     too, with trees that lack some leaves.
@@ -105,7 +105,7 @@ def halving_doubling(num_devices: int) -> tuple[CopyTree, ...]:
 
 
 def hierarchical_copy(num_devices: int) -> tuple[CopyTree, ...]:
-    """Hierarchical copy: two groups, a star in each, one edge between the stars' centres.
+    """Returns the trees of hierarchical copy: two stars, and one edge between their centres.
 
     Pack `i` is rooted on device `i`; on 8 devices these are the trees made for a DGX-1.
 

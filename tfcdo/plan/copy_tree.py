@@ -23,8 +23,8 @@ class CopyTree:
 
     Raises:
       ValueError: if `parents` is not a spanning tree of its devices: no root or several, a parent
-        that is no device, or a cycle.
-      TypeError: if `parents` is no tuple, and so could not be a key.
+        that is not a device, or a cycle.
+      TypeError: if `parents` is not a tuple, and so could not be a key.
 
     Example:
       >>> tree = CopyTree(parents=(None, 0, 1))
@@ -108,7 +108,7 @@ def _check(num_devices: int, root: int) -> None:
 
 
 def star(num_devices: int, root: int = 0) -> CopyTree:
-    """The tree in which every device sends straight to `root`.
+    """Returns the tree in which every device sends straight to `root`.
 
     Args:
       num_devices: how many devices there are.
@@ -118,8 +118,8 @@ def star(num_devices: int, root: int = 0) -> CopyTree:
       A tree of depth 1 (0 for one device).
 
     Raises:
-      ValueError: if there is no device, or `root` is none of the devices.
-      TypeError: if one of the arguments is no int.
+      ValueError: if there is no device, or `root` is not one of the devices.
+      TypeError: if one of the arguments is not an int.
 
     Example:
       >>> star(4, root=2).parents
@@ -130,7 +130,7 @@ def star(num_devices: int, root: int = 0) -> CopyTree:
 
 
 def path(order: Sequence[int], root: int) -> CopyTree:
-    """The tree whose edges join neighbours in `order`, rooted anywhere on the path.
+    """Returns the tree whose edges join neighbours in `order`, rooted anywhere on the path.
 
     Args:
       order: all devices, each once, in the order in which the path visits them.
@@ -162,7 +162,7 @@ def path(order: Sequence[int], root: int) -> CopyTree:
 
 
 def chain(num_devices: int, root: int = 0) -> CopyTree:
-    """The path `root, root + 1, ..., root - 1` (modulo the device count), rooted at its end.
+    """Returns the path `root, root + 1, ..., root - 1` (modulo `num_devices`), rooted at its end.
 
     Args:
       num_devices: how many devices there are.
@@ -172,8 +172,8 @@ def chain(num_devices: int, root: int = 0) -> CopyTree:
       A tree of depth `num_devices - 1`.
 
     Raises:
-      ValueError: if there is no device, or `root` is none of the devices.
-      TypeError: if one of the arguments is no int.
+      ValueError: if there is no device, or `root` is not one of the devices.
+      TypeError: if one of the arguments is not an int.
 
     Example:
       >>> chain(4, root=1).parents
@@ -184,7 +184,7 @@ def chain(num_devices: int, root: int = 0) -> CopyTree:
 
 
 def binomial(num_devices: int, root: int = 0) -> CopyTree:
-    """The binomial tree: in round `r`, every device at distance `2**r` sends and is done.
+    """Returns the binomial tree: in round `r`, each device at distance `2**r` sends and is done.
 
     Args:
       num_devices: how many devices there are; any number, not only a power of two.
@@ -194,8 +194,8 @@ def binomial(num_devices: int, root: int = 0) -> CopyTree:
       A tree of depth at most `ceil(log2(num_devices))`.
 
     Raises:
-      ValueError: if there is no device, or `root` is none of the devices.
-      TypeError: if one of the arguments is no int.
+      ValueError: if there is no device, or `root` is not one of the devices.
+      TypeError: if one of the arguments is not an int.
 
     References:
       Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
@@ -214,7 +214,7 @@ def binomial(num_devices: int, root: int = 0) -> CopyTree:
 
 
 def two_level(num_devices: int, root: int = 0) -> CopyTree:
-    """The hierarchical-copy tree: two groups, a star in each, and one edge between the centres.
+    """Returns the hierarchical-copy tree: two stars, and one edge between their centres.
 
     On 8 devices these are the trees that fit a DGX-1, where GPUs 0-3 and 4-7 are two fully
     connected groups and each GPU has one link to its partner (its number plus or minus 4) in the
@@ -229,8 +229,8 @@ def two_level(num_devices: int, root: int = 0) -> CopyTree:
       A tree of depth at most 2.
 
     Raises:
-      ValueError: if there is no device, or `root` is none of the devices.
-      TypeError: if one of the arguments is no int.
+      ValueError: if there is no device, or `root` is not one of the devices.
+      TypeError: if one of the arguments is not an int.
 
     Example:
       >>> two_level(8, root=1).parents
