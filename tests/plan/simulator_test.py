@@ -295,6 +295,23 @@ class TimelineTest(plan_testing.PlanTestCase):
         robust = simulator.robust_seconds(schedule, DGX1)
         self.assertAlmostEqual(robust, (times[9] + times[10]) / 2, places=12)
 
+    def test_only_what_is_much_slower_than_the_cutoff_is_not_run_on(self):
+        schedule = algorithms.make_schedule("hierarchical_copy", DGX1, 25 * MB)
+        exact = simulator.robust_seconds(schedule, DGX1)
+        for part in (0.95, 1.0, 2.0):
+            self.assertEqual(simulator.robust_seconds(schedule, DGX1, cutoff=part * exact), exact)
+        with plan_testing.counted_work() as work:
+            hopeless = simulator.robust_seconds(schedule, DGX1, cutoff=exact / 2)
+        self.assertGreater(hopeless, exact / 2)
+        self.assertEqual(work["tasks"], 3 * work["longest"])
+
+    def test_large_schedules_are_run_less_often(self):
+        schedule = algorithms.make_schedule("ring", preset("nvswitch", 30), MB)
+        with plan_testing.counted_work() as work:
+            simulator.robust_seconds(schedule, preset("nvswitch", 30))
+        self.assertEqual(work["longest"], 30 * 2 * 29)
+        self.assertEqual(work["tasks"], 40_000 // work["longest"] * work["longest"])
+
     @parameterized.parameters(
         ({}, 7, "8 devices, topology .* has 7"),
         ({"jitter": 0.1}, 8, "needs a seed"),
