@@ -15,7 +15,8 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 # A worker a core, four at most: each starts TensorFlow and takes 1 GB of memory. Whoever has run out
 # of tests takes half of what another still has to do.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+WORKERS := -n logical --maxprocesses 4 --dist worksteal
+PYTEST := $(BIN)/python -m pytest $(WORKERS)
 
 .PHONY: help demo test test-fast lint wheel check-wheel coverage compat bench clean
 
@@ -45,7 +46,7 @@ check-wheel: wheel ## Install the wheel in an empty environment and use it there
 
 coverage: $(VENV)/.installed-dev ## Run all tests and show which branches of tfcdo/ they miss
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+	@$(BIN)/coverage run -m pytest -q $(WORKERS)
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage report
 
