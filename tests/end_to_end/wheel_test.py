@@ -50,7 +50,7 @@ class WheelTest(absltest.TestCase):
         self.assertContainsSubset({"tfcdo"}, top_level)
         package = [name for name in names if name.startswith("tfcdo/")]
         endings = {Path(name).suffix for name in package if not name.endswith("py.typed")}
-        self.assertContainsSubset(endings, {".py", ".json"})
+        self.assertContainsSubset(endings, {".py", ".pyi", ".json"})
 
     def test_says_what_it_needs(self):
         with zipfile.ZipFile(self.wheel) as archive:
