@@ -1,6 +1,7 @@
 # The public names, once: `tfcdo/__init__.py` fetches each from its module when it is used.
 __all__: list[str]
 
+from . import keras as keras
 from . import topology as topology
 from .cross_device_ops import AllReduceCrossDeviceOps as AllReduceCrossDeviceOps
 from .cross_device_ops import AutoAllReduce as AutoAllReduce
