@@ -73,12 +73,12 @@ def canonical_device(device: str) -> str:
 
 
 def is_variable(value: Any) -> bool:
-    """Whether `value` is a variable that lives on one device."""
+    """Returns whether `value` is a variable that lives on one device."""
     return _resource_variable_ops.is_resource_variable(value)
 
 
 def devices_of_values(value: Any) -> tuple[str, ...]:
-    """The device of each component, in the order of the replicas.
+    """Returns the device of each component, in the order of the replicas.
 
     Args:
       value: a `PerReplica`, `Mirrored` or distributed variable.
@@ -98,10 +98,10 @@ def _device_of(component: Any) -> str:
 
 
 def replicas_of_plain_value() -> int:
-    """How many replicas a value stands for that is not distributed.
+    """Returns how many replicas a value stands for that is not distributed.
 
-    Where replicas meet, a strategy unwraps a value that is one and the same object on all of them,
-    so that it looks like the value of one.
+    In cross-replica context, MirroredStrategy passes one plain tensor if all replicas hold the same
+    object.
 
     Returns:
       The number of replicas of the strategy in whose cross-replica context this is; 1 elsewhere,
@@ -125,7 +125,7 @@ def devices_of_strategy() -> tuple[str, ...]:
 
 
 def device_types_with_kernel(op_name: str) -> frozenset[str]:
-    """The device types for which a kernel of an op is registered in this process.
+    """Returns the device types for which a kernel of an op is registered in this process.
 
     Args:
       op_name: the op's registered name, such as `NcclAllReduce`.
@@ -139,7 +139,7 @@ def device_types_with_kernel(op_name: str) -> frozenset[str]:
 
 @functools.cache
 def dtypes_of_op(op_name: str, attribute: str) -> frozenset[tf.DType]:
-    """The dtypes that an op's definition allows for one of its attributes.
+    """Returns the dtypes that an op's definition allows for one of its attributes.
 
     Args:
       op_name: the op's registered name.
@@ -159,12 +159,12 @@ def dtypes_of_op(op_name: str, attribute: str) -> frozenset[tf.DType]:
 
 
 def compiled_by_xla() -> bool:
-    """Whether a function is being traced that XLA compiles as a whole."""
+    """Returns whether a function is being traced that XLA compiles as a whole."""
     return _control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def captured(tensor: tf.Tensor) -> tf.Tensor:
-    """An eager tensor as the graph that is being built may use it, in bodies of loops too.
+    """Captures an eager tensor in the graph that is being built, in bodies of loops too.
 
     TensorFlow does so by itself but in the gradient of a `tf.while_loop`, whose body knows only the
     tensors of the graph around it.
@@ -185,7 +185,7 @@ def captured(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def run_before_function_returns(op: tf.Operation) -> None:
-    """Has a function that is being traced wait for an op before it returns.
+    """Makes a function that is being traced wait for an op before it returns.
 
     TensorFlow does so by itself for each op that writes, but in the functions that it makes to go
     backward through a `tf.function`.
@@ -241,7 +241,7 @@ def configure_coordination(leader: str, jobs: Mapping[str, int], start_seconds: 
 
 
 class KeyValueStore:
-    """The key-value store of TensorFlow's coordination service, which all hosts share."""
+    """Reads and writes the key-value store of TensorFlow's coordination service."""
 
     def set(self, key: str, value: str) -> None:
         """Writes a key that is not there yet."""
@@ -273,5 +273,5 @@ def abort_collectives(late: bool, reason: str) -> None:
 
 
 def tensorflow_has_started() -> bool:
-    """Whether TensorFlow has made its devices, after which no server can be set up."""
+    """Returns whether TensorFlow has made its devices, after which no server can be set up."""
     return _context.context()._context_handle is not None

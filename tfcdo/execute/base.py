@@ -34,7 +34,7 @@ _as_written = tf.autograph.experimental.do_not_convert
 
 
 class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps):
-    """What all classes share: they differ in the config that they give to each reduction.
+    """Does what all classes share; they differ in the config that they give to each reduction.
 
     Args:
       **arguments: the arguments of the class, for its `repr`.

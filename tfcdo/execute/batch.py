@@ -25,7 +25,7 @@ from tfcdo.plan.batch_plan import ValueSpec
 
 
 class Transport(enum.Enum):
-    """How the values of a group travel."""
+    """Names how the values of a group travel."""
 
     ONE_DEVICE = "one device"
     SLICES = "rows along copy trees"
@@ -35,7 +35,7 @@ class Transport(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The reductions of a batch that run together.
+    """Holds the reductions of a batch that run together.
 
     Attributes:
       transport: how their values travel.

@@ -20,7 +20,7 @@ from tfcdo.topology.topology import Topology
 
 @dataclasses.dataclass(frozen=True)
 class AllReduceConfig:
-    """How a value is to be reduced.
+    """Says how a value is to be reduced.
 
     Attributes:
       algorithm: the name of the algorithm that gives the copy trees, or the trees themselves.

@@ -30,7 +30,7 @@ _MAX_LINES = 8  # Of each kind; an explanation fits on a screen.
 
 @dataclasses.dataclass(frozen=True)
 class PackExplanation:
-    """One pack of a batch.
+    """Describes one pack of a batch.
 
     Attributes:
       num_bytes: the bytes of its values on one device.
@@ -54,7 +54,7 @@ class PackExplanation:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a class does with a batch of values of one dtype.
+    """Describes what a class does with a batch of values of one dtype.
 
     Attributes:
       ops: the `repr` of the object that was asked.
@@ -77,12 +77,12 @@ class Explanation:
 
     @property
     def num_packs(self) -> int:
-        """The number of packs."""
+        """Returns the number of packs."""
         return len(self.packs)
 
     @property
     def num_graph_ops(self) -> int:
-        """The number of ops that the all-reduce adds to a graph."""
+        """Returns the number of ops that the all-reduce adds to a graph."""
         return sum(self.num_ops.values())
 
     def __str__(self) -> str:

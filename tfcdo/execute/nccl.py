@@ -32,7 +32,7 @@ _counter_lock = threading.Lock()  # All who trace must get the same tensor.
 
 @dataclasses.dataclass(frozen=True)
 class NcclStatus:
-    """Whether NCCL can all-reduce over some devices.
+    """Says whether NCCL can all-reduce over some devices.
 
     Attributes:
       can_run: whether it can.
@@ -51,7 +51,7 @@ class NcclStatus:
 def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
     """Says whether `tf.raw_ops.NcclAllReduce` can run over some devices, and why not.
 
-    In a function that is being traced, the answer is for that function. To look for the devices
+    In a function that is being traced, the answer is for that function. Looking for the devices
     starts TensorFlow: configure virtual or logical devices before.
 
     Args:
@@ -62,8 +62,8 @@ def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
       The status.
 
     Raises:
-      ValueError: if `devices` is empty or holds something that is no device name.
-      TypeError: if `dtype` is no dtype.
+      ValueError: if `devices` is empty or holds something that is not a device name.
+      TypeError: if `dtype` is not a dtype.
 
     Example:
       >>> nccl_status(["/cpu:0", "/cpu:1"]).can_run
@@ -81,7 +81,7 @@ def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
 
 
 def _problem_of_devices(devices: Sequence[str]) -> tuple[str, str] | None:
-    """The reason why NCCL cannot run and what to do about it, or None if it can."""
+    """Returns the reason why NCCL cannot run and what to do about it, or None if it can."""
     if not all(devices):
         return (
             "the devices of the values are not known while this function is traced",
@@ -129,7 +129,7 @@ def _problem_of_function() -> tuple[str, str] | None:
 def _problem_of_physical_devices(
     indices: Sequence[int], device_type: str
 ) -> tuple[str, str] | None:
-    """The problem of devices that do not exist or share a physical one, if there is one."""
+    """Returns the problem of devices that do not exist or share a physical one, if there is one."""
     physical = _physical_devices(device_type)
     missing = sorted(index for index in indices if index >= len(physical))
     if missing:
@@ -152,7 +152,7 @@ def _problem_of_physical_devices(
 
 
 def _physical_devices(device_type: str) -> list[str]:
-    """The physical device that each logical device is a part of, in the order of their numbers."""
+    """Returns the physical device of each logical device, in the order of their numbers."""
     names: list[str] = []
     for physical in tf.config.get_visible_devices(device_type):
         # TensorFlow reports None for a physical device that nobody has divided: one logical device.
@@ -232,7 +232,7 @@ def reduce_pack(
 
 
 def differentiable_sum(devices: Sequence[str]) -> Any:
-    """The function that sums one tensor per device with NCCL, and can be differentiated.
+    """Returns the function that sums one tensor per device with NCCL, and can be differentiated.
 
     Each result is the sum of all inputs, so the gradient of each input is the sum of the gradients
     of all results: an all-reduce again, of any order.
@@ -270,7 +270,7 @@ def differentiable_sum(devices: Sequence[str]) -> Any:
 
 @tf.custom_gradient
 def _with_gradient_of(total: tf.Tensor, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-    """The value of `total`, which hands the gradient that comes to it on to `tensor`."""
+    """Returns the value of `total`, which hands the gradient that comes to it on to `tensor`."""
     del tensor
     return tf.identity(total), lambda upstream: (None, upstream)
 
@@ -322,7 +322,7 @@ def _serialize_calls(sums: Sequence[tf.Tensor]) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _sequencing_counter() -> tf.Tensor:
-    """A counter that nobody reads; a bare handle, because a strategy would mirror a variable."""
+    """Makes a counter that nobody reads: a bare handle, as a strategy would mirror a variable."""
     with tf.init_scope(), tf.device(_HOST):
         handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"tfcdo_{_PROCESS}")
         tf.raw_ops.AssignVariableOp(resource=handle, value=0)

@@ -14,16 +14,16 @@ _WIDER = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 
 
 def widened(value: tf.Tensor) -> tf.Tensor:
-    """The value in the dtype that sums are formed in: float32 for 16-bit floats, else its own."""
+    """Casts a value to the dtype that sums are formed in: 16-bit floats to 32 bits."""
     # Without a call where there is nothing to cast: with thousands of values it would be felt.
     return tf.cast(value, _WIDER[value.dtype]) if value.dtype in _WIDER else value
 
 
 def dtype_of_mean(dtype: tf.DType) -> tf.DType:
-    """The dtype that the values of a mean are added in, before `add` widens them.
+    """Returns the dtype that the values of a mean are added in, before `add` widens them.
 
     A mean of integers is a float, and their sum might not fit the integers; as floats they keep
-    every bit. Not so 64 bits, which are added as integers and divided then.
+    every bit. 64-bit integers are summed as integers, then divided.
     """
     if not dtype.is_integer or dtype.size > 4:
         return dtype
@@ -31,7 +31,7 @@ def dtype_of_mean(dtype: tf.DType) -> tf.DType:
 
 
 def cast(value: Any, dtype: tf.DType, device: str) -> Any:
-    """A value in another dtype.
+    """Casts a value on its own device.
 
     Args:
       value: a tensor or `tf.IndexedSlices`.
@@ -39,7 +39,7 @@ def cast(value: Any, dtype: tf.DType, device: str) -> Any:
       device: the device that the value is on; `""` if that is not known.
 
     Returns:
-      The same numbers on the same device.
+      The same numbers in the other dtype.
     """
     if isinstance(value, tf.IndexedSlices):
         rows = cast(value.values, dtype, device)
@@ -65,7 +65,7 @@ def add(values: Sequence[tf.Tensor]) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class FinalOp:
-    """What the root does to a sum before it is copied to all devices.
+    """Divides and rounds a sum on the root before it is copied to all devices.
 
     Attributes:
       divisor: how many replicas to average over; None leaves the sum as it is.

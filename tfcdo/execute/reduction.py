@@ -1,4 +1,4 @@
-"""From what a caller passes to what tfcdo works on: checked, before any op is created."""
+"""Checks all that a caller passes, before any op is created, and makes checked reductions of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfcdo.topology.topology import Topology
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """One (value, destinations) pair of a batch, checked.
+    """Holds one checked (value, destinations) pair of a batch.
 
     Attributes:
       values: one tensor or `tf.IndexedSlices` per replica.
@@ -32,17 +32,17 @@ class Reduction:
 
     @property
     def num_replicas(self) -> int:
-        """The number of values, on all hosts together."""
+        """Returns the number of values, on all hosts together."""
         return len(self.values) * self.num_hosts
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the values are `tf.IndexedSlices`."""
+        """Returns whether the values are `tf.IndexedSlices`."""
         return isinstance(self.values[0], tf.IndexedSlices)
 
     @property
     def is_all_reduce(self) -> bool:
-        """Whether the result goes to exactly the devices that the values are on."""
+        """Returns whether the result goes to exactly the devices that the values are on."""
         if self.devices == self.destinations:
             return True
         distinct = len(set(self.devices)) == len(self.devices)
@@ -59,10 +59,10 @@ def check_reduce_op(reduce_op: Any) -> None:
 
 
 def check_count(name: str, value: Any) -> int:
-    """The argument `name` as an int, if it is a whole number of at least 0.
+    """Returns the argument `name` as an int if it is a whole number of at least 0.
 
     Raises:
-      TypeError: if it is no int, of Python's or numpy's; a bool is none either.
+      TypeError: if it is not an int of Python's or numpy's; a bool is not one here.
       ValueError: if it is negative.
     """
     count = int(value) if isinstance(value, np.integer) else value
@@ -83,7 +83,7 @@ def check_device(name: str, value: Any) -> None:
     try:
         tf.DeviceSpec.from_string(value)
     except ValueError as error:
-        raise _no_device(name, value, error) from error
+        raise _not_a_device(name, value, error) from error
 
 
 def check_options(options: Any) -> None:
@@ -128,7 +128,7 @@ def check_pairs(value_destination_pairs: Any) -> list[Reduction]:
       One `Reduction` per pair, in order.
 
     Raises:
-      ValueError: if it is no iterable of 2-tuples, a destination is empty or no device, or the
+      ValueError: if it is not an iterable of 2-tuples, a destination is not a device, or the
         replicas of a value differ in dtype, static shape or kind.
     """
     expected = "value_destination_pairs must be a list of (value, destinations) tuples"
@@ -178,9 +178,9 @@ def check_gather(value: Any, destinations: Any, axis: Any) -> Reduction:
       The checked pair.
 
     Raises:
-      TypeError: if `axis` is no integer.
+      TypeError: if `axis` is not an integer.
       ValueError: if the replicas differ in dtype, or in shape other than along `axis`, or are
-        slices, or have no such axis, or a destination is none.
+        slices, or have no such axis, or a destination is not a device.
     """
     known_axis = _static_axis(axis)
     reduction = _reduction(value, destinations)
@@ -194,7 +194,7 @@ def check_gather(value: Any, destinations: Any, axis: Any) -> Reduction:
 
 
 def _static_axis(axis: Any) -> int | None:
-    """The axis as an int; None for a tensor whose value is known only when it runs."""
+    """Returns the axis as an int; None for a tensor whose value is known only when it runs."""
     if tf.is_tensor(axis) and axis.dtype.is_integer and axis.shape.rank in (0, None):
         value = tf.get_static_value(axis)
         return None if value is None else int(value)
@@ -204,7 +204,7 @@ def _static_axis(axis: Any) -> int | None:
 
 
 def _without_axis(shape: tf.TensorShape, axis: int) -> tf.TensorShape:
-    """The shape with any size along an axis."""
+    """Returns the shape with any size along an axis."""
     if shape.rank is None:
         return shape
     if not -shape.rank <= axis < shape.rank:
@@ -215,10 +215,10 @@ def _without_axis(shape: tf.TensorShape, axis: int) -> tf.TensorShape:
 
 
 def check_broadcast(tensor: Any) -> Any:
-    """The tensor or `tf.IndexedSlices` to broadcast.
+    """Returns the tensor or `tf.IndexedSlices` to broadcast.
 
     Raises:
-      ValueError: if it is none.
+      ValueError: if it is neither, and cannot be converted to a tensor.
     """
     if isinstance(tensor, tf_internals.DistributedValues):
         raise ValueError(f"tensor must be one tensor to broadcast; got {_brief(tensor)}")
@@ -226,7 +226,7 @@ def check_broadcast(tensor: Any) -> Any:
 
 
 def devices_of(destinations: Any) -> tuple[str, ...]:
-    """The devices that an argument `destinations` names.
+    """Returns the devices that an argument `destinations` names.
 
     Args:
       destinations: a `tf.distribute.DistributedValues` (also a distributed variable), a
@@ -245,9 +245,9 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
         if not destinations.values:
             raise ValueError("destinations must name at least one device; it is empty")
         return tf_internals.devices_of_values(destinations)
-    held = getattr(destinations, "value", None)
-    if isinstance(held, tf_internals.DistributedValues) or tf_internals.is_variable(held):
-        return devices_of(held)  # A Keras variable.
+    wrapped = getattr(destinations, "value", None)
+    if isinstance(wrapped, tf_internals.DistributedValues) or tf_internals.is_variable(wrapped):
+        return devices_of(wrapped)  # A Keras variable.
     if isinstance(destinations, str):
         device = destinations
     elif tf.is_tensor(destinations) or tf_internals.is_variable(destinations):
@@ -285,7 +285,7 @@ def _reduction(value: Any, destinations: Any) -> Reduction:
 
 
 def _as_tensor(value: Any, device: str, name: str = "value") -> Any:
-    """The argument `name` as a tensor or slices; a variable is read on its own device."""
+    """Returns the argument `name` as a tensor or slices; a variable is read on its own device."""
     if isinstance(value, tf.Tensor):
         return value
     if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
@@ -351,16 +351,17 @@ def _check_same(reduction: Reduction, what: str, traits: Sequence[Any]) -> None:
 def _disagreement(
     reduction: Reduction, what: str, traits: Sequence[Any], first: int, other: int
 ) -> ValueError:
-    def told(replica: int) -> str:
+    def on_device(replica: int) -> str:
         return f"{traits[replica]} on {reduction.devices[replica] or f'replica {replica}'}"
 
     return ValueError(
-        f"the replicas' values must have the same {what}; got {told(first)} and {told(other)}"
+        f"the replicas' values must have the same {what}; "
+        f"got {on_device(first)} and {on_device(other)}"
     )
 
 
 def _shape(value: Any) -> tf.TensorShape:
-    """The static shape that replicas must share: of slices, that of one row."""
+    """Returns the static shape that replicas must share: of slices, that of one row."""
     if not isinstance(value, tf.IndexedSlices):
         return value.shape
     if value.values.shape.rank == 0:
@@ -369,13 +370,13 @@ def _shape(value: Any) -> tf.TensorShape:
 
 
 def _table_shape(slices: tf.IndexedSlices) -> tf.TensorShape:
-    """The shape of the table that the slices are rows of, as far as it is known."""
+    """Returns the shape of the table that the slices are rows of, as far as it is known."""
     known = None if slices.dense_shape is None else tf.get_static_value(slices.dense_shape)
     return tf.TensorShape(None if known is None else known.tolist())
 
 
 def existing_device(name: str, device: str) -> str:
-    """The full name of a device.
+    """Returns the full name of a device.
 
     Args:
       name: the argument that it was given as.
@@ -385,12 +386,12 @@ def existing_device(name: str, device: str) -> str:
       The full name.
 
     Raises:
-      ValueError: if it is no device, or none that TensorFlow has.
+      ValueError: if it is not a device, or TensorFlow does not have it.
     """
     try:
         found = tf_internals.canonical_device(device)
     except (ValueError, AssertionError) as error:
-        raise _no_device(name, device, error) from error
+        raise _not_a_device(name, device, error) from error
     if tf.compat.v1.executing_eagerly_outside_functions():
         known = [
             tf_internals.canonical_device(known.name) for known in tf.config.list_logical_devices()
@@ -402,7 +403,7 @@ def existing_device(name: str, device: str) -> str:
     return found
 
 
-def _no_device(name: str, device: str, error: Exception) -> ValueError:
+def _not_a_device(name: str, device: str, error: Exception) -> ValueError:
     return ValueError(f"{name} must name a device; got {device!r}: {error}")
 
 
