@@ -15,13 +15,13 @@ import tensorflow as tf
 
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.config import AllReduceConfig
+from tfcdo.execute.devices import check_device
+from tfcdo.execute.devices import existing_device
 from tfcdo.execute.hosts import Hosts
 from tfcdo.execute.one_device import Accumulate
 from tfcdo.execute.reduction import Reduction
 from tfcdo.execute.reduction import check_choice
 from tfcdo.execute.reduction import check_count
-from tfcdo.execute.reduction import check_device
-from tfcdo.execute.reduction import existing_device
 from tfcdo.plan import algorithms
 from tfcdo.plan import copy_tree
 from tfcdo.plan.packing import PackingOptions

@@ -9,17 +9,17 @@ from absl.testing import parameterized
 
 import tfcdo
 from tfcdo import tf_internals
+from tfcdo.execute.devices import check_device
+from tfcdo.execute.devices import devices_of
 from tfcdo.execute.reduction import check_broadcast
 from tfcdo.execute.reduction import check_choice
 from tfcdo.execute.reduction import check_count
-from tfcdo.execute.reduction import check_device
 from tfcdo.execute.reduction import check_gather
 from tfcdo.execute.reduction import check_numeric
 from tfcdo.execute.reduction import check_options
 from tfcdo.execute.reduction import check_pair
 from tfcdo.execute.reduction import check_pairs
 from tfcdo.execute.reduction import check_reduce_op
-from tfcdo.execute.reduction import devices_of
 
 
 class ReduceOpTest(parameterized.TestCase):

@@ -14,6 +14,7 @@ from tfcdo.execute import batch
 from tfcdo.execute import explanation
 from tfcdo.execute import one_device
 from tfcdo.execute.config import AllReduceConfig
+from tfcdo.execute.devices import devices_of
 from tfcdo.execute.explanation import Explanation
 from tfcdo.execute.hosts import Hosts
 from tfcdo.execute.reduction import Reduction
@@ -25,7 +26,6 @@ from tfcdo.execute.reduction import check_pair
 from tfcdo.execute.reduction import check_pairs
 from tfcdo.execute.reduction import check_reduce_op
 from tfcdo.execute.reduction import check_topology
-from tfcdo.execute.reduction import devices_of
 from tfcdo.topology.topology import Topology
 
 # A tf.function rewrites the Python that it calls, for tensors in `if` and `for`. There are none

@@ -16,8 +16,8 @@ from tfcdo.execute import nccl
 from tfcdo.execute.batch import Group
 from tfcdo.execute.batch import Transport
 from tfcdo.execute.config import AllReduceConfig
+from tfcdo.execute.devices import check_device
 from tfcdo.execute.reduction import Reduction
-from tfcdo.execute.reduction import check_device
 from tfcdo.execute.reduction import check_pairs
 from tfcdo.execute.reduction import check_topology
 from tfcdo.plan.algorithms import fastest_algorithm

@@ -18,7 +18,7 @@ from tfcdo import tf_internals
 from tfcdo.execute import copy_trees
 from tfcdo.execute import numerics
 from tfcdo.execute import packs
-from tfcdo.execute.reduction import check_device
+from tfcdo.execute.devices import check_device
 from tfcdo.plan import batch_plan
 
 OP = "NcclAllReduce"

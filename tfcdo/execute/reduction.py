@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from tfcdo import checks
 from tfcdo import tf_internals
+from tfcdo.execute.devices import brief
+from tfcdo.execute.devices import devices_of
 from tfcdo.topology.topology import Topology
 
 
@@ -76,22 +78,12 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 
 
-def check_device(name: str, value: Any) -> None:
-    """Raises `ValueError` unless the argument `name` spells a device; does not start TensorFlow."""
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} must be a device name; got {value!r}")
-    try:
-        tf.DeviceSpec.from_string(value)
-    except ValueError as error:
-        raise _not_a_device(name, value, error) from error
-
-
 def check_options(options: Any) -> None:
     """Raises `TypeError` unless `options` is None or a `CommunicationOptions`."""
     if options is not None and not isinstance(options, tf_internals.OPTIONS_TYPE):
         raise TypeError(
             "options must be a tf.distribute.experimental.CommunicationOptions or None; "
-            f"got {_brief(options)}"
+            f"got {brief(options)}"
         )
 
 
@@ -137,7 +129,7 @@ def check_pairs(value_destination_pairs: Any) -> list[Reduction]:
     pairs = list(value_destination_pairs)
     for index, pair in enumerate(pairs):
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ValueError(f"{expected}; element {index} is {_brief(pair)}")
+            raise ValueError(f"{expected}; element {index} is {brief(pair)}")
     return [
         check_pair(value, destinations, name=f"pair {index}: ")
         for index, (value, destinations) in enumerate(pairs)
@@ -199,7 +191,7 @@ def _static_axis(axis: Any) -> int | None:
         value = tf.get_static_value(axis)
         return None if value is None else int(value)
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
-        raise TypeError(f"axis must be an int, or a 0-D tensor of ints; got {_brief(axis)}")
+        raise TypeError(f"axis must be an int, or a 0-D tensor of ints; got {brief(axis)}")
     return int(axis)
 
 
@@ -221,52 +213,8 @@ def check_broadcast(tensor: Any) -> Any:
       ValueError: if it is neither, and cannot be converted to a tensor.
     """
     if isinstance(tensor, tf_internals.DistributedValues):
-        raise ValueError(f"tensor must be one tensor to broadcast; got {_brief(tensor)}")
+        raise ValueError(f"tensor must be one tensor to broadcast; got {brief(tensor)}")
     return _as_tensor(tensor, "", "tensor")
-
-
-def devices_of(destinations: Any) -> tuple[str, ...]:
-    """Returns the devices that an argument `destinations` names.
-
-    Args:
-      destinations: a `tf.distribute.DistributedValues` (also a distributed variable), a
-        `tf.Variable` or Keras variable, a tensor or `tf.IndexedSlices` with a device, or a device
-        name.
-
-    Returns:
-      Full device names, at least one; `""` for a component of a `DistributedValues` whose device is
-      not known while a function is traced. For a tensor whose device is not known, or for `""`, the
-      devices of the strategy in whose cross-replica context this is.
-
-    Raises:
-      ValueError: if it is anything else, is empty, or names a device that TensorFlow cannot use.
-    """
-    if isinstance(destinations, tf_internals.DistributedValues):
-        if not destinations.values:
-            raise ValueError("destinations must name at least one device; it is empty")
-        return tf_internals.devices_of_values(destinations)
-    wrapped = getattr(destinations, "value", None)
-    if isinstance(wrapped, tf_internals.DistributedValues) or tf_internals.is_variable(wrapped):
-        return devices_of(wrapped)  # A Keras variable.
-    if isinstance(destinations, str):
-        device = destinations
-    elif tf.is_tensor(destinations) or tf_internals.is_variable(destinations):
-        device = getattr(destinations, "device", None) or ""
-    else:
-        raise ValueError(
-            "destinations must be a tf.distribute.DistributedValues, a tf.Variable, a tensor or a "
-            f"device name; got {_brief(destinations)}"
-        )
-    if not device:
-        # So a strategy names the device of a tensor that all replicas share, in a traced function
-        # that got it as an argument.
-        if devices := tf_internals.devices_of_strategy():
-            return devices
-        raise ValueError(
-            f"destinations must name at least one device; got {_brief(destinations)}, "
-            "which has none"
-        )
-    return (existing_device("destinations", device),)
 
 
 def _reduction(value: Any, destinations: Any) -> Reduction:
@@ -305,7 +253,7 @@ def _as_tensor(value: Any, device: str, name: str = "value") -> Any:
         except (ValueError, TypeError) as error:
             raise ValueError(
                 f"{name} must be a tensor, or what tf.convert_to_tensor takes; got "
-                f"{_brief(value)}: {error}"
+                f"{brief(value)}: {error}"
             ) from error
 
 
@@ -373,40 +321,3 @@ def _table_shape(slices: tf.IndexedSlices) -> tf.TensorShape:
     """Returns the shape of the table that the slices are rows of, as far as it is known."""
     known = None if slices.dense_shape is None else tf.get_static_value(slices.dense_shape)
     return tf.TensorShape(None if known is None else known.tolist())
-
-
-def existing_device(name: str, device: str) -> str:
-    """Returns the full name of a device.
-
-    Args:
-      name: the argument that it was given as.
-      device: the device, as it was given.
-
-    Returns:
-      The full name.
-
-    Raises:
-      ValueError: if it is not a device, or TensorFlow does not have it.
-    """
-    try:
-        found = tf_internals.canonical_device(device)
-    except (ValueError, AssertionError) as error:
-        raise _not_a_device(name, device, error) from error
-    if tf.compat.v1.executing_eagerly_outside_functions():
-        known = [
-            tf_internals.canonical_device(known.name) for known in tf.config.list_logical_devices()
-        ]
-        if found not in known:
-            raise ValueError(
-                f"{name} must name a device that exists; got {device!r}, there are {known}"
-            )
-    return found
-
-
-def _not_a_device(name: str, device: str, error: Exception) -> ValueError:
-    return ValueError(f"{name} must name a device; got {device!r}: {error}")
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
