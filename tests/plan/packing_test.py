@@ -318,12 +318,8 @@ class NoPackingTest(parameterized.TestCase):
             self.assertTrue(pack.fused_tensors[0].slices[0].whole)
 
     def test_no_values_no_packs(self):
-        for how in (
-            packing.PackingOptions(),
-            packing.PackingOptions(0),
-            packing.PackingOptions(None),
-        ):
-            self.assertEqual((), plan_of((), how).packs)
+        for num_packs in (1, 0, None):
+            self.assertEqual((), plan_of((), packing.PackingOptions(num_packs)).packs)
 
 
 class BytesPerPackTest(parameterized.TestCase):
