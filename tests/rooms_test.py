@@ -1,4 +1,4 @@
-"""The package's rooms are as the README draws them."""
+"""The package's rooms are as the README draws them, and files can be read in one go."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import re
 from absl.testing import absltest
 
 _ROOT = pathlib.Path(__file__).absolute().parents[1]
+_FOLDERS = ("tfcdo", "tests", "tools", "pip_package")
+_MOST_LINES = 400
+# How a longer file begins the sentence that says why, in a comment or in its docstring.
+_REASON = "Longer than 400 lines"
 
 
 def _names(line: str) -> set[str]:
@@ -27,6 +31,22 @@ class RoomsTest(absltest.TestCase):
         lines = [line[4:] for line in drawing.splitlines() if line.startswith("    ")]
         drawn = [_names(re.split(r" {2,}", line)[0]) for line in lines[: len(layers)]]
         self.assertEqual(layers, drawn)
+
+
+class FileSizesTest(absltest.TestCase):
+    def test_longer_files_state_their_reason(self):
+        texts = {
+            path.relative_to(_ROOT): path.read_text(encoding="utf-8")
+            for folder in _FOLDERS
+            for path in sorted((_ROOT / folder).rglob("*.py"))
+        }
+        self.assertNotEmpty(texts)
+        too_long = {
+            str(path): text.count("\n")
+            for path, text in texts.items()
+            if text.count("\n") > _MOST_LINES and _REASON not in text
+        }
+        self.assertEmpty(too_long, f"Divide these files, or begin a comment in them '{_REASON}'")
 
 
 if __name__ == "__main__":

@@ -1,105 +1,26 @@
-"""`tfcdo launch` with small scripts, none of which needs TensorFlow."""
+"""`tfcdo launch`: its workers, what they print, and its arguments."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import pathlib
-import re
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import psutil
 from absl.testing import absltest
 from absl.testing import parameterized
+from launch_testing import SECONDS
+from launch_testing import LaunchTestCase
 
 from tfcdo import environment
 from tfcdo.launch import cluster
 from tfcdo.launch import output
 
-# No test takes as long, unless the launcher hangs.
-_SECONDS = 30
-# What every script may use.
-_PREAMBLE = """
-import json, os, pathlib, signal, subprocess, sys, time
-task = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-def mark(name): pathlib.Path(name).write_text(str(os.getpid()))
-"""
 
-
-class _LaunchTestCase(parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        self.script = self.folder / "train.py"
-        self.addCleanup(self._end_marked)
-
-    def start(self, *arguments: str, script: str = "") -> subprocess.Popen[str]:
-        """Starts `tfcdo launch` in a folder that has the script, without waiting for it."""
-        if script:
-            self.script.write_text(_PREAMBLE + textwrap.dedent(script))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tfcdo.cli.main", "launch", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        self.addCleanup(process.kill)
-        return process
-
-    def launch(self, *arguments: str, script: str = "") -> subprocess.CompletedProcess[str]:
-        """Runs `tfcdo launch` to its end."""
-        return self.finish(self.start(*arguments, script=script))
-
-    def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-        out, error = process.communicate(timeout=_SECONDS)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, error)
-
-    def read_pid(self, name: str) -> int:
-        """Returns the process that has marked itself, as soon as it has."""
-        self.wait_until(lambda: (self.folder / name).exists() and self._text(name) != "")
-        return int(self._text(name))
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _SECONDS
-        while not condition():
-            self.assertLess(time.monotonic(), deadline)
-            time.sleep(0.02)
-
-    def assert_ended(self, *names: str) -> None:
-        """Asserts that processes that have marked themselves are gone, or soon are."""
-        for name in names:
-            pid = self.read_pid(name)
-            self.wait_until(lambda pid=pid: not _is_running(pid))  # type: ignore[misc]
-
-    def _end_marked(self) -> None:
-        """Ends what a failed test has left."""
-        for path in self.folder.iterdir():
-            if path != self.script and path.is_file() and path.read_text().strip().isdigit():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(path.read_text()), signal.SIGKILL)
-
-    def _text(self, name: str) -> str:
-        return (self.folder / name).read_text()
-
-
-def _is_running(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-class WorkersTest(_LaunchTestCase):
+class WorkersTest(LaunchTestCase):
     def test_each_worker_knows_the_cluster_and_its_arguments(self):
         result = self.launch(
             *("--workers", "3", "--devices-per-worker", "2"),
@@ -168,7 +89,7 @@ class WorkersTest(_LaunchTestCase):
         self.assertEqual(result.stdout, "worker 0 | __main__ ['a']\n")
 
 
-class OutputTest(_LaunchTestCase):
+class OutputTest(LaunchTestCase):
     def test_lines_stay_whole_and_in_order_on_their_own_stream(self):
         result = self.launch(
             *("--workers", "3", "train.py"),
@@ -221,7 +142,7 @@ class OutputTest(_LaunchTestCase):
         process.stdout.close()
         assert process.stderr
         error = process.stderr.read()
-        self.assertEqual(process.wait(_SECONDS), 1)
+        self.assertEqual(process.wait(SECONDS), 1)
         # As of other commands: `tfcdo launch ... | head -1` says nothing about it.
         self.assertEqual(error, "")
         self.assert_ended("worker0", "worker1")
@@ -240,176 +161,7 @@ class OutputTest(_LaunchTestCase):
         self.assertEqual([*lines, *splitter.flush()], expected)
 
 
-class FailureTest(_LaunchTestCase):
-    def test_all_end_with_the_status_of_the_first_that_failed(self):
-        result = self.launch(
-            *("--workers", "3", "train.py"),
-            script="""
-            mark(f"worker{task}")
-            if task == 1:
-                while not all(os.path.exists(f"worker{other}") for other in range(3)):
-                    time.sleep(0.01)
-                print("last words", file=sys.stderr)
-                sys.exit(3)
-            # The others fail too when they are asked to end.
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
-            while True: time.sleep(0.1)
-            """,
-        )
-        self.assertEqual(result.returncode, 3)
-        self.assertEqual(
-            result.stderr,
-            "worker 1 | last words\ntfcdo: worker 1 failed: exit status 3; ending the others\n",
-        )
-        self.assert_ended("worker0", "worker1", "worker2")
-
-    def test_one_that_ends_well_ends_nobody(self):
-        result = self.launch(
-            "--workers", "2", "train.py", script="time.sleep(0.5 * task); print('done')"
-        )
-        self.assertEqual((result.returncode, result.stderr), (0, ""))
-        self.assertEqual(result.stdout, "worker 0 | done\nworker 1 | done\n")
-
-    def test_a_killed_worker_and_one_that_does_not_listen(self):
-        result = self.launch(
-            *("--workers", "2", "--grace", "0.2", "train.py"),
-            script="""
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            mark(f"worker{task}")
-            if task == 1:
-                while not os.path.exists("worker0"): time.sleep(0.01)
-                os.kill(os.getpid(), signal.SIGKILL)
-            while True: time.sleep(0.1)
-            """,
-        )
-        self.assertEqual(result.returncode, 128 + signal.SIGKILL)
-        self.assertEqual(
-            result.stderr.splitlines(),
-            [
-                "tfcdo: worker 1 failed: exit status 137 (SIGKILL); ending the others",
-                "tfcdo: killing worker 0",
-            ],
-        )
-        self.assert_ended("worker0", "worker1")
-
-    def test_restarts_have_new_ports_and_count(self):
-        script = f"""
-        count = int(os.environ["{environment.RESTART_COUNT}"])
-        print(count, json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
-        if task == 1: sys.exit(5 if count < 2 else 0)
-        if count < 2: time.sleep(60)
-        """
-        result = self.launch("--workers", "2", "--max-restarts", "2", "train.py", script=script)
-        self.assertEqual(result.returncode, 0)
-        counts = re.findall(r"worker 1 \| (\d)", result.stdout)
-        self.assertEqual(counts, ["0", "1", "2"])
-        self.assertIn("starting all workers again (restart 2 of 2)", result.stderr)
-
-        result = self.launch("--workers", "2", "--max-restarts", "1", "train.py", script=script)
-        self.assertEqual(result.returncode, 5)
-        self.assertEqual(re.findall(r"worker 1 \| (\d)", result.stdout), ["0", "1"])
-
-
-# A worker and a child of each kind: its own, and one in another session whose parent has ended.
-_FAMILY = """
-child = "echo $$ > {}; exec sleep 600"
-subprocess.Popen(child.format(f"child{task}"), shell=True)
-subprocess.run(f"setsid sh -c '{child.format(f'orphan{task}')}' &", shell=True)
-while not (os.path.exists(f"child{task}") and os.path.exists(f"orphan{task}")): time.sleep(0.01)
-mark(f"worker{task}")
-"""
-_MEMBERS = [f"{kind}{task}" for kind in ("worker", "child", "orphan") for task in (0, 1)]
-
-
-class NothingLeftTest(_LaunchTestCase):
-    def start_family(self, *arguments: str, then: str) -> subprocess.Popen[str]:
-        process = self.start("--workers", "2", *arguments, "train.py", script=_FAMILY + then)
-        for name in _MEMBERS:
-            self.read_pid(name)
-        return process
-
-    @parameterized.parameters("SIGINT", "SIGTERM", "SIGHUP")
-    def test_signals_reach_the_workers_and_end_the_job(self, name: str):
-        process = self.start_family(
-            then=f"""
-got = []
-signal.signal(signal.{name}, lambda *_: got.append(1))
-mark(f"ready{{task}}")
-while not got: time.sleep(0.02)
-print("tidied up")
-"""
-        )
-        self.read_pid("ready0")
-        self.read_pid("ready1")
-        process.send_signal(getattr(signal, name))
-        result = self.finish(process)
-        self.assertEqual(result.returncode, 128 + getattr(signal, name))
-        self.assertCountEqual(
-            result.stdout.splitlines(), ["worker 0 | tidied up", "worker 1 | tidied up"]
-        )
-        self.assertEqual(result.stderr, f"tfcdo: got {name}: passing it on to the workers\n")
-        self.assert_ended(*_MEMBERS)
-
-    def test_who_asks_twice_does_not_wait(self):
-        process = self.start_family(
-            *("--grace", "600"),
-            then="""
-signal.signal(signal.SIGINT, lambda *_: mark(f"asked{task}"))
-mark(f"ready{task}")
-while True: time.sleep(0.02)
-""",
-        )
-        for name in ("ready0", "ready1"):
-            self.read_pid(name)
-        process.send_signal(signal.SIGINT)
-        for name in ("asked0", "asked1"):
-            self.read_pid(name)
-        process.send_signal(signal.SIGINT)
-        self.assertEqual(self.finish(process).returncode, 128 + signal.SIGINT)
-        self.assert_ended(*_MEMBERS)
-
-    def test_a_user_signal_is_only_passed_on(self):
-        process = self.start(
-            *("--workers", "2", "train.py"),
-            script="""
-            got = []
-            signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
-            mark(f"worker{task}")
-            while not got: time.sleep(0.02)
-            """,
-        )
-        self.read_pid("worker0")
-        self.read_pid("worker1")
-        process.send_signal(signal.SIGUSR1)
-        self.assertEqual(self.finish(process).returncode, 0)
-
-    def test_a_worker_that_ends_well_takes_its_children_along(self):
-        process = self.start_family(then="")
-        self.assertEqual(self.finish(process).returncode, 0)
-        self.assert_ended(*_MEMBERS)
-
-    def test_a_stopped_worker_is_ended_too(self):
-        process = self.start_family(then="while True: time.sleep(0.1)")
-        os.kill(self.read_pid("worker1"), signal.SIGSTOP)
-        os.kill(self.read_pid("worker0"), signal.SIGKILL)
-        self.assertEqual(self.finish(process).returncode, 128 + signal.SIGKILL)
-        self.assert_ended(*_MEMBERS)
-
-    def test_the_launcher_is_killed(self):
-        process = self.start_family(then="while True: time.sleep(0.1)")
-        process.kill()
-        process.wait(_SECONDS)
-        self.assert_ended(*_MEMBERS)
-
-    def test_a_guard_is_killed(self):
-        process = self.start_family(then="while True: time.sleep(0.1)")
-        psutil.Process(self.read_pid("worker0")).parent().kill()  # type: ignore[union-attr]
-        result = self.finish(process)
-        self.assertEqual(result.returncode, 128 + signal.SIGKILL)
-        self.assert_ended(*_MEMBERS)
-
-
-class ArgumentsTest(_LaunchTestCase):
+class ArgumentsTest(LaunchTestCase):
     @parameterized.parameters(
         (["train.py"], "either --workers N"),
         (["--workers", "2", "--hosts", "a:1,b:1", "train.py"], "either --workers N"),
@@ -453,7 +205,7 @@ class ArgumentsTest(_LaunchTestCase):
             "import sys; from tfcdo.cli import launch; "
             "sys.exit(any(name in sys.modules for name in ('tensorflow', 'numpy', 'keras')))"
         )
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=_SECONDS)
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=SECONDS)
 
 
 class EnvironmentTest(parameterized.TestCase):

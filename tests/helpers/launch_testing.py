@@ -1,0 +1,91 @@
+"""What tests of `tfcdo launch` share: it runs small scripts, none of which needs TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+
+import psutil
+from absl.testing import parameterized
+
+# No test takes as long, unless the launcher hangs.
+SECONDS = 30
+# What every script may use.
+PREAMBLE = """
+import json, os, pathlib, signal, subprocess, sys, time
+task = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+def mark(name): pathlib.Path(name).write_text(str(os.getpid()))
+"""
+
+
+class LaunchTestCase(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        self.script = self.folder / "train.py"
+        self.addCleanup(self._end_marked)
+
+    def start(self, *arguments: str, script: str = "") -> subprocess.Popen[str]:
+        """Starts `tfcdo launch` in a folder that has the script, without waiting for it."""
+        if script:
+            self.script.write_text(PREAMBLE + textwrap.dedent(script))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tfcdo.cli.main", "launch", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        self.addCleanup(process.kill)
+        return process
+
+    def launch(self, *arguments: str, script: str = "") -> subprocess.CompletedProcess[str]:
+        """Runs `tfcdo launch` to its end."""
+        return self.finish(self.start(*arguments, script=script))
+
+    def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+        out, error = process.communicate(timeout=SECONDS)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+    def read_pid(self, name: str) -> int:
+        """Returns the process that has marked itself, as soon as it has."""
+        self.wait_until(lambda: (self.folder / name).exists() and self._text(name) != "")
+        return int(self._text(name))
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.02)
+
+    def assert_ended(self, *names: str) -> None:
+        """Asserts that processes that have marked themselves are gone, or soon are."""
+        for name in names:
+            pid = self.read_pid(name)
+            self.wait_until(lambda pid=pid: not is_running(pid))  # type: ignore[misc]
+
+    def _end_marked(self) -> None:
+        """Ends what a failed test has left."""
+        for path in self.folder.iterdir():
+            if path != self.script and path.is_file() and path.read_text().strip().isdigit():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(path.read_text()), signal.SIGKILL)
+
+    def _text(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False

@@ -1,0 +1,189 @@
+"""`tfcdo launch` when a worker fails or somebody ends it: nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+
+import psutil
+from absl.testing import absltest
+from absl.testing import parameterized
+from launch_testing import SECONDS
+from launch_testing import LaunchTestCase
+
+from tfcdo import environment
+
+
+class FailureTest(LaunchTestCase):
+    def test_all_end_with_the_status_of_the_first_that_failed(self):
+        result = self.launch(
+            *("--workers", "3", "train.py"),
+            script="""
+            mark(f"worker{task}")
+            if task == 1:
+                while not all(os.path.exists(f"worker{other}") for other in range(3)):
+                    time.sleep(0.01)
+                print("last words", file=sys.stderr)
+                sys.exit(3)
+            # The others fail too when they are asked to end.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
+            while True: time.sleep(0.1)
+            """,
+        )
+        self.assertEqual(result.returncode, 3)
+        self.assertEqual(
+            result.stderr,
+            "worker 1 | last words\ntfcdo: worker 1 failed: exit status 3; ending the others\n",
+        )
+        self.assert_ended("worker0", "worker1", "worker2")
+
+    def test_one_that_ends_well_ends_nobody(self):
+        result = self.launch(
+            "--workers", "2", "train.py", script="time.sleep(0.5 * task); print('done')"
+        )
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        self.assertEqual(result.stdout, "worker 0 | done\nworker 1 | done\n")
+
+    def test_a_killed_worker_and_one_that_does_not_listen(self):
+        result = self.launch(
+            *("--workers", "2", "--grace", "0.2", "train.py"),
+            script="""
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            mark(f"worker{task}")
+            if task == 1:
+                while not os.path.exists("worker0"): time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+            while True: time.sleep(0.1)
+            """,
+        )
+        self.assertEqual(result.returncode, 128 + signal.SIGKILL)
+        self.assertEqual(
+            result.stderr.splitlines(),
+            [
+                "tfcdo: worker 1 failed: exit status 137 (SIGKILL); ending the others",
+                "tfcdo: killing worker 0",
+            ],
+        )
+        self.assert_ended("worker0", "worker1")
+
+    def test_restarts_have_new_ports_and_count(self):
+        script = f"""
+        count = int(os.environ["{environment.RESTART_COUNT}"])
+        print(count, json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
+        if task == 1: sys.exit(5 if count < 2 else 0)
+        if count < 2: time.sleep(60)
+        """
+        result = self.launch("--workers", "2", "--max-restarts", "2", "train.py", script=script)
+        self.assertEqual(result.returncode, 0)
+        counts = re.findall(r"worker 1 \| (\d)", result.stdout)
+        self.assertEqual(counts, ["0", "1", "2"])
+        self.assertIn("starting all workers again (restart 2 of 2)", result.stderr)
+
+        result = self.launch("--workers", "2", "--max-restarts", "1", "train.py", script=script)
+        self.assertEqual(result.returncode, 5)
+        self.assertEqual(re.findall(r"worker 1 \| (\d)", result.stdout), ["0", "1"])
+
+
+# A worker and a child of each kind: its own, and one in another session whose parent has ended.
+_FAMILY = """
+child = "echo $$ > {}; exec sleep 600"
+subprocess.Popen(child.format(f"child{task}"), shell=True)
+subprocess.run(f"setsid sh -c '{child.format(f'orphan{task}')}' &", shell=True)
+while not (os.path.exists(f"child{task}") and os.path.exists(f"orphan{task}")): time.sleep(0.01)
+mark(f"worker{task}")
+"""
+_MEMBERS = [f"{kind}{task}" for kind in ("worker", "child", "orphan") for task in (0, 1)]
+
+
+class NothingLeftTest(LaunchTestCase):
+    def start_family(self, *arguments: str, then: str) -> subprocess.Popen[str]:
+        process = self.start("--workers", "2", *arguments, "train.py", script=_FAMILY + then)
+        for name in _MEMBERS:
+            self.read_pid(name)
+        return process
+
+    @parameterized.parameters("SIGINT", "SIGTERM", "SIGHUP")
+    def test_signals_reach_the_workers_and_end_the_job(self, name: str):
+        process = self.start_family(
+            then=f"""
+got = []
+signal.signal(signal.{name}, lambda *_: got.append(1))
+mark(f"ready{{task}}")
+while not got: time.sleep(0.02)
+print("tidied up")
+"""
+        )
+        self.read_pid("ready0")
+        self.read_pid("ready1")
+        process.send_signal(getattr(signal, name))
+        result = self.finish(process)
+        self.assertEqual(result.returncode, 128 + getattr(signal, name))
+        self.assertCountEqual(
+            result.stdout.splitlines(), ["worker 0 | tidied up", "worker 1 | tidied up"]
+        )
+        self.assertEqual(result.stderr, f"tfcdo: got {name}: passing it on to the workers\n")
+        self.assert_ended(*_MEMBERS)
+
+    def test_who_asks_twice_does_not_wait(self):
+        process = self.start_family(
+            *("--grace", "600"),
+            then="""
+signal.signal(signal.SIGINT, lambda *_: mark(f"asked{task}"))
+mark(f"ready{task}")
+while True: time.sleep(0.02)
+""",
+        )
+        for name in ("ready0", "ready1"):
+            self.read_pid(name)
+        process.send_signal(signal.SIGINT)
+        for name in ("asked0", "asked1"):
+            self.read_pid(name)
+        process.send_signal(signal.SIGINT)
+        self.assertEqual(self.finish(process).returncode, 128 + signal.SIGINT)
+        self.assert_ended(*_MEMBERS)
+
+    def test_a_user_signal_is_only_passed_on(self):
+        process = self.start(
+            *("--workers", "2", "train.py"),
+            script="""
+            got = []
+            signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+            mark(f"worker{task}")
+            while not got: time.sleep(0.02)
+            """,
+        )
+        self.read_pid("worker0")
+        self.read_pid("worker1")
+        process.send_signal(signal.SIGUSR1)
+        self.assertEqual(self.finish(process).returncode, 0)
+
+    def test_a_worker_that_ends_well_takes_its_children_along(self):
+        process = self.start_family(then="")
+        self.assertEqual(self.finish(process).returncode, 0)
+        self.assert_ended(*_MEMBERS)
+
+    def test_a_stopped_worker_is_ended_too(self):
+        process = self.start_family(then="while True: time.sleep(0.1)")
+        os.kill(self.read_pid("worker1"), signal.SIGSTOP)
+        os.kill(self.read_pid("worker0"), signal.SIGKILL)
+        self.assertEqual(self.finish(process).returncode, 128 + signal.SIGKILL)
+        self.assert_ended(*_MEMBERS)
+
+    def test_the_launcher_is_killed(self):
+        process = self.start_family(then="while True: time.sleep(0.1)")
+        process.kill()
+        process.wait(SECONDS)
+        self.assert_ended(*_MEMBERS)
+
+    def test_a_guard_is_killed(self):
+        process = self.start_family(then="while True: time.sleep(0.1)")
+        psutil.Process(self.read_pid("worker0")).parent().kill()  # type: ignore[union-attr]
+        result = self.finish(process)
+        self.assertEqual(result.returncode, 128 + signal.SIGKILL)
+        self.assert_ended(*_MEMBERS)
+
+
+if __name__ == "__main__":
+    absltest.main()
