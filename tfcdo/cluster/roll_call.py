@@ -199,9 +199,12 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
         line += part
         if len(line) > _MOST_BYTES:
             raise ValueError("it sent too much")
-    message = json.loads(line)
+    try:
+        message = json.loads(line)
+    except ValueError:
+        message = None
     if not isinstance(message, dict):
-        raise ValueError("it sent something else than a greeting")
+        raise ValueError("something else than tfcdo answers there")
     return message
 
 
