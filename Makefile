@@ -18,7 +18,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
 PYTEST := $(BIN)/python -m pytest $(WORKERS)
 
-.PHONY: help demo test test-fast lint wheel check-wheel coverage compat bench clean
+.PHONY: help demo test test-fast lint wheel check-wheel coverage compat faults bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -52,6 +52,9 @@ coverage: $(VENV)/.installed-dev ## Run all tests and show which branches of tfc
 
 compat: $(VENV)/.installed-dev ## Run TensorFlow's classes and tfcdo's side by side: docs/compat.md
 	@$(BIN)/python tools/compat.py docs/compat.md
+
+faults: $(VENV)/.installed-dev ## Kill, stop and delay hosts of small trainings, half an hour: docs/faults.md
+	@$(BIN)/python tools/faults.py docs/faults.md
 
 bench: $(VENV)/.installed-dev ## Measure everything on this machine, alone on it: docs/performance.md
 	@$(BIN)/python tools/performance.py docs/performance.md

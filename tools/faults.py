@@ -234,8 +234,10 @@ def _check_end(one: Training, expected: list[np.ndarray] | None) -> str:
 
 
 def _step_name(steps: Sequence[int]) -> str:
-    last = steps[-1] + 1 if steps else 0
-    return f"epoch {min(last // STEPS + 1, EPOCHS)}, after step {last % STEPS or STEPS}"
+    """Says which step a host had ended last, from 1."""
+    if not steps:
+        return "before the first step"
+    return f"epoch {steps[-1] // STEPS + 1}, after step {steps[-1] % STEPS + 1}"
 
 
 def main() -> int:
