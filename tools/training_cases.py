@@ -160,9 +160,7 @@ TRAININGS = (
     Training(
         "`ema_overwrite_frequency`",
         dense,
-        lambda: optimizers.SGD(
-            0.2, use_ema=True, ema_momentum=0.6, ema_overwrite_frequency=2
-        ),
+        lambda: optimizers.SGD(0.2, use_ema=True, ema_momentum=0.6, ema_overwrite_frequency=2),
     ),
     Training("`AdamW`, weight decay", dense, lambda: optimizers.AdamW(0.05, weight_decay=0.1)),
     Training(

@@ -1,6 +1,6 @@
 """Runs the trainings of docs/compat.md with one library, and prints a row for each; JSON.
 
-    python tools/training_runs.py tfcdo 0
+python tools/training_runs.py tfcdo 0
 """
 
 from __future__ import annotations
@@ -129,9 +129,7 @@ def judge(training: Any, differences: Mapping[int, Any]) -> Row:
         where = "" if len(errors) == len(differences) else f" ({_listed(errors)} replicas)"
         text, mark = f"{next(iter(errors.values()))}{where}", "✗"
     else:
-        weights, reported = (
-            max(pair[part] for pair in differences.values()) for part in (0, 1)
-        )
+        weights, reported = (max(pair[part] for pair in differences.values()) for part in (0, 1))
         equal = weights <= training.tolerance and reported <= training.tolerance
         text, mark = f"{_short(weights)}, {_short(reported)}", "✓" if equal else "✗"
     if mark == "✗" and training.reason:

@@ -218,8 +218,7 @@ class Agreement:
             if waited < min(timeout, next_line):
                 continue
             message = (
-                f"has waited {waited:.0f} s for {late()} to come to its first "
-                f"{brief(description)}"
+                f"has waited {waited:.0f} s for {late()} to come to its first {brief(description)}"
             )
             me = self._cluster.name(self._cluster.index)
             if waited >= timeout:
