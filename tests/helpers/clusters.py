@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import multiprocessing
 import os
 import pathlib
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-_HERE = pathlib.Path(__file__).parent
-_ROOT = _HERE.parent.parent
+# Forked from a process that has imported TensorFlow, which takes longer than most tests.
+_FORKING = multiprocessing.get_context("forkserver")
+_FORKING.set_forkserver_preload(["tensorflow", "keras", "tfcdo.strategies"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,56 +48,50 @@ def tf_config(ports: Sequence[int], index: int) -> str:
     return json.dumps({"cluster": {"worker": addresses}, "task": task})
 
 
-def run(
-    num_hosts: int,
-    arguments: Sequence[str],
-    timeout: float,
-    environment: Mapping[int, Mapping[str, str]] | None = None,
-    script: str = "host.py",
-) -> list[Outcome]:
-    """Runs a script once a host, until all have ended or the time is over.
+def run(num_hosts: int, module: str, arguments: Sequence[str], timeout: float) -> list[Outcome]:
+    """Runs a module's `main` once a host, until all have ended or the time is over.
 
     Args:
       num_hosts: how many hosts.
-      arguments: what each script gets.
+      module: a module beside this one.
+      arguments: what each `main` gets.
       timeout: the time limit in seconds; what still runs then is killed.
-      environment: more environment variables, by host.
-      script: a script beside this module.
 
     Returns:
       How each host ended.
     """
     ports = free_ports(num_hosts)
-    processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder:
         logs = [pathlib.Path(folder, f"{host}.log") for host in range(num_hosts)]
+        processes = [
+            _FORKING.Process(
+                target=_work, args=(module, arguments, tf_config(ports, host), log), daemon=True
+            )
+            for host, log in enumerate(logs)
+        ]
         try:
-            for host, log in enumerate(logs):
-                variables = {
-                    **os.environ,
-                    "CUDA_VISIBLE_DEVICES": "-1",
-                    "TF_CPP_MIN_LOG_LEVEL": "2",
-                    "PYTHONPATH": os.pathsep.join(map(str, (_ROOT, _HERE))),
-                    "TF_CONFIG": tf_config(ports, host),
-                    **(environment or {}).get(host, {}),
-                }
-                with log.open("wb") as output:
-                    command = [sys.executable, str(_HERE / script), *arguments]
-                    processes.append(
-                        subprocess.Popen(
-                            command, env=variables, stdout=output, stderr=subprocess.STDOUT
-                        )
-                    )
+            for process in processes:
+                process.start()
             deadline = time.monotonic() + timeout
-            while time.monotonic() < deadline and any(one.poll() is None for one in processes):
-                time.sleep(0.1)
-            codes = [one.poll() for one in processes]
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+            codes = [process.exitcode for process in processes]
         finally:
-            for one in processes:
-                if one.poll() is None:
-                    one.kill()
-                one.wait()
+            for process in processes:
+                if process.pid is not None and process.is_alive():
+                    process.kill()
+                    process.join()
         return [
             Outcome(code, log.read_text(errors="replace"))
             for code, log in zip(codes, logs, strict=True)
         ]
+
+
+def _work(module: str, arguments: Sequence[str], config: str, log: pathlib.Path) -> None:
+    """One host: this process's output goes to a file."""
+    with log.open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.update(TF_CONFIG=config, CUDA_VISIBLE_DEVICES="-1")
+    sys.path.insert(0, str(pathlib.Path(__file__).parent))
+    importlib.import_module(module).main(*arguments)

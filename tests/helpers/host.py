@@ -1,12 +1,8 @@
-"""One host of a cluster: runs scenarios of `host_scenarios`, and saves what they return.
-
-Usage: host.py DEVICES FOLDER SCENARIO...
-"""
+"""One host of a cluster: runs scenarios of `host_scenarios`, and saves what they return."""
 
 from __future__ import annotations
 
 import pathlib
-import sys
 import time
 
 import host_scenarios
@@ -17,6 +13,7 @@ import tfcdo
 
 
 def main(devices: str, folder: str, *names: str) -> None:
+    """Runs scenarios with a number of devices, and saves results in a folder."""
     tf.get_logger().setLevel("ERROR")
     options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=30.0)
     strategy = tfcdo.MultiWorkerMirroredStrategy(None, options, devices_per_worker=int(devices))
@@ -28,6 +25,3 @@ def main(devices: str, folder: str, *names: str) -> None:
         if results:
             np.savez(pathlib.Path(folder, f"{name}-{host}.npz"), **results)
 
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -29,7 +29,9 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
     def test_as_one_device(self, hosts, devices):
         with tempfile.TemporaryDirectory() as folder:
             names = [name for name, _ in TRAINING]
-            outcomes = clusters.run(hosts, [str(devices), folder, *names, "values"], _TIMEOUT)
+            outcomes = clusters.run(
+                hosts, "host", [str(devices), folder, *names, "values"], _TIMEOUT
+            )
             for outcome in outcomes:
                 self.assertEqual(0, outcome.returncode, outcome.output)
             for name, tolerance in TRAINING:
