@@ -31,6 +31,7 @@ from tfcdo.execute.hosts import Hosts
 _TIMEOUT_SECONDS = 600.0
 # TensorFlow's servers, once all hosts are there, take less than one.
 _SERVER_START_SECONDS = 120.0
+_HEARTBEAT_SECONDS = 10.0  # As TensorFlow has it.
 # Of gradients on their way through a network: large enough to fill it, and small enough that the
 # first ones leave while the backward pass still makes others.
 _BYTES_PER_PACK = 4 << 20
@@ -392,6 +393,7 @@ def _prepare(
         leader=cluster.tasks[0].device_prefix,
         jobs=collections.Counter(task.job for task in cluster.tasks),
         start_seconds=_SERVER_START_SECONDS,
+        heartbeat_seconds=_HEARTBEAT_SECONDS,
     )
 
 

@@ -217,7 +217,9 @@ def value_at_call_time(make: Callable[[], tf.Tensor], spec: tf.TensorSpec) -> tf
         return graph.capture_call_time_value(lambda: value_at_call_time(make, spec), spec)
 
 
-def configure_coordination(leader: str, jobs: Mapping[str, int], start_seconds: float) -> None:
+def configure_coordination(
+    leader: str, jobs: Mapping[str, int], start_seconds: float, heartbeat_seconds: float
+) -> None:
     """Sets up the coordination service as TensorFlow's strategy does, with a limit to its start.
 
     By default, TensorFlow waits for an hour, with Python's lock held, for a host that has ended
@@ -228,12 +230,15 @@ def configure_coordination(leader: str, jobs: Mapping[str, int], start_seconds: 
       jobs: How many tasks each job has.
       start_seconds: How long the servers may take to start. After that, making the strategy raises
         `tf.errors.DeadlineExceededError`, whose message names the hosts that are missing.
+      heartbeat_seconds: How long a host may be silent before it is taken for dead, which ends the
+        collectives of all others with `tf.errors.UnavailableError`.
     """
     make_job = _context.coordination_config_pb2.CoordinatedJob
     _context.context().configure_coordination_service(
         service_type="standalone",
         service_leader=leader,
         cluster_register_timeout_in_ms=round(start_seconds * 1000),
+        heartbeat_timeout_in_ms=round(heartbeat_seconds * 1000),
         coordinated_jobs=[make_job(name=job, num_tasks=count) for job, count in jobs.items()],
     )
     # Registers all hosts or none, so that from then on their heartbeats tell who has ended.

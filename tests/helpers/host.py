@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import pathlib
 import time
+from unittest import mock
 
 import host_scenarios
 import numpy as np
 import tensorflow as tf
 
 import tfcdo
+from tfcdo import strategies
 
 
 def main(devices: str, folder: str, *names: str) -> None:
     """Runs scenarios with a number of devices, and saves results in a folder."""
     tf.get_logger().setLevel("ERROR")
-    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=30.0)
+    # The machine may be so busy that a host that is well says nothing for ten seconds.
+    mock.patch.object(strategies, "_HEARTBEAT_SECONDS", 100.0).start()
+    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0)
     strategy = tfcdo.MultiWorkerMirroredStrategy(None, options, devices_per_worker=int(devices))
     host = strategy.cluster_resolver.task_id
     for name in names:

@@ -19,7 +19,7 @@ class HostsTest(tf.test.TestCase):
         super().setUpClass()
         with tempfile.TemporaryDirectory() as folder:
             names = ["mended_keras", "in_sync"]
-            for outcome in clusters.run(2, ["2", folder, *names], _TIMEOUT):
+            for outcome in clusters.run(2, "host", ["2", folder, *names], _TIMEOUT):
                 assert outcome.returncode == 0, outcome.output
             cls.results = {
                 name: [dict(np.load(pathlib.Path(folder, f"{name}-{host}.npz"))) for host in (0, 1)]
