@@ -1,0 +1,126 @@
+"""`tfcdo.MirroredStrategy`, and what both strategies make of values that are reduced."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+
+import tfcdo
+from tfcdo import strategies
+
+
+class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.strategy = tfcdo.MirroredStrategy(tu.device_names(3))
+
+    def test_is_what_user_code_asks_for(self):
+        self.assertIsInstance(self.strategy, tf.distribute.MirroredStrategy)
+        self.assertIsInstance(self.strategy.extended._cross_device_ops, tfcdo.AutoAllReduce)
+        own = tfcdo.HierarchicalCopyAllReduce()
+        other = tfcdo.MirroredStrategy(tu.device_names(2), own)
+        self.assertIs(own, other.extended._cross_device_ops)
+
+    def test_nccl_where_it_can_run(self):
+        with mock.patch.object(strategies.nccl, "nccl_status") as status:
+            status.return_value.can_run = True
+            strategy = tfcdo.MirroredStrategy(tu.device_names(2))
+        self.assertIsInstance(strategy.extended._cross_device_ops, tfcdo.NcclAllReduce)
+
+    @parameterized.parameters(None, 0)
+    def test_structures_component_by_component(self, axis):
+        losses = tu.per_replica([np.float32(r + 1) for r in range(3)])
+        counts = tu.per_replica([np.int32(10 * r) for r in range(3)])
+        total = self.strategy.reduce("SUM", {"a": (losses, counts), "b": [losses]}, axis)
+        self.assertAllEqual(6.0, total["a"][0])
+        self.assertAllEqual(30, total["a"][1])
+        self.assertAllEqual([6.0], total["b"])
+
+    def test_scalars_have_no_axis_and_rows_have(self):
+        rows = tu.per_replica([np.full([r + 1, 2], r, np.float32) for r in range(3)])
+        scalars = tu.per_replica([np.float32(r) for r in range(3)])
+        reduced = self.strategy.reduce(tu.MEAN, (rows, scalars), axis=0)
+        self.assertAllClose([8 / 6, 8 / 6], reduced[0])
+        self.assertAllClose(1.0, reduced[1])
+
+    def test_what_nobody_can_add_is_refused(self):
+        for values in (["a", "b", "c"], [np.zeros(1), np.zeros(1), np.zeros(2)]):
+            with self.assertRaises(Exception):  # noqa: B017 (TensorFlow's, whichever it is)
+                self.strategy.reduce("MEAN", (tu.per_replica(values),), axis=None)
+
+    def test_keras_trains_where_the_first_batch_does_not_divide(self):
+        self.check_fit(np.linspace(-1, 1, 20).reshape(10, 2).astype(np.float32), 4)
+
+    def test_keras_trains_on_strings(self):
+        words = np.array([["a"], ["b"], ["c"], ["a"], ["b"], ["d"]])
+        lookup = keras.layers.StringLookup(vocabulary=["a", "b", "c", "d"], output_mode="one_hot")
+        self.check_fit(words, 6, lookup)
+
+    def check_fit(self, inputs, batch, *layers):
+        def trained(strategy):
+            keras.utils.set_random_seed(5)
+            with strategy.scope():
+                model = keras.Sequential([*layers, keras.layers.Dense(1)])
+                model.compile("sgd", "mse")
+            targets = np.arange(len(inputs), dtype=np.float32)[:, None]
+            data = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(batch)
+            model.fit(data, epochs=1, verbose=0)
+            return model.get_weights()
+
+        for weights, expected in zip(
+            trained(self.strategy), trained(tf.distribute.OneDeviceStrategy("/cpu:0")), strict=True
+        ):
+            self.assertEqual(expected.shape, weights.shape)
+            self.assertTrue(np.all(np.isfinite(weights)))
+
+
+class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ({"communication_options": 5}, "communication_options must be .* or None; got 5"),
+        ({"cross_device_ops": "ring"}, "cross_device_ops must be one of tfcdo's.*; got 'ring'"),
+        ({"devices_per_worker": "2"}, "devices_per_worker must be an int; got '2'"),
+    )
+    def test_types(self, arguments, message):
+        with self.assertRaisesRegex(TypeError, message):
+            tfcdo.MultiWorkerMirroredStrategy(**arguments)
+
+    def test_a_wrong_tf_config_is_told_before_anything_starts(self):
+        for call in (tfcdo.MultiWorkerMirroredStrategy, tfcdo.is_chief):
+            with (
+                mock.patch.dict(os.environ, {"TF_CONFIG": "{'cluster'"}),
+                self.assertRaisesRegex(ValueError, "TF_CONFIG must be JSON; got"),
+            ):
+                call()
+
+    def test_too_late(self):
+        tf.config.list_logical_devices()
+        config = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
+        with mock.patch.dict(os.environ, {"TF_CONFIG": config}):
+            self.assertFalse(tfcdo.is_chief())
+            with self.assertRaisesRegex(RuntimeError, "before anything else of TensorFlow runs"):
+                tfcdo.MultiWorkerMirroredStrategy()
+
+    def test_one_host_is_a_mirrored_strategy(self):
+        self.assertTrue(tfcdo.is_chief())
+        strategy = tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=2)
+        self.assertIsInstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        self.assertEqual(2, strategy.num_replicas_in_sync)
+        total = strategy.reduce("SUM", strategy.run(lambda: (tf.constant(1), tf.ones([2]))), None)
+        self.assertAllEqual(2, total[0])
+        self.assertAllEqual([2, 2], total[1])
+        with strategy.scope():
+            self.assertTrue(tfcdo.is_chief())
+
+    def test_more_devices_than_there_are(self):
+        with self.assertRaisesRegex(RuntimeError, "devices_per_worker.*|virtual CPU devices"):
+            tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=tu.NUM_DEVICES + 1)
+
+
+if __name__ == "__main__":
+    tf.test.main()
