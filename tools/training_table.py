@@ -24,8 +24,8 @@ ones: the largest difference of weights, and of all losses and metrics that `fit
 report, over the three. TensorFlow's column is `tf.distribute.MirroredStrategy` with
 `ReductionToOneDevice`, whose sums are right, and Keras's optimizer; tfcdo's is
 `tfcdo.MirroredStrategy` with `tfcdo.keras.DistributedOptimizer` around the same optimizer and the
-callback `tfcdo.keras.SynchronizeStatistics`. ✓: equal but for rounding; ~: not, for the reason that
-stands there.
+callback `tfcdo.keras.SynchronizeStatistics`, and with `weight_by_examples` where a row says so.
+✓: equal but for rounding; ~: not, for the reason given; ✗: an error, or a difference without a word.
 
 | Keras {version} | TensorFlow {tensorflow} | tfcdo |
 |---|---|---|

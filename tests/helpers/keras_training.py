@@ -54,10 +54,11 @@ def word_layers() -> list[Any]:
     ]
 
 
-def model_of(layers: Layers, optimizer: Any) -> keras.Model:
+def model_of(layers: Layers, optimizer: Any, run_eagerly: bool = True) -> keras.Model:
+    """Makes a model; a few steps are quicker eagerly than traced."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential(layers())
-    model.compile(optimizer, "mse", auto_scale_loss=False)
+    model.compile(optimizer, "mse", auto_scale_loss=False, run_eagerly=run_eagerly)
     return model
 
 
@@ -98,20 +99,14 @@ def trained_eagerly(
     return model
 
 
-def fitted(count: int, make: Make, epochs: int = 1, callbacks: Any = (), **options: Any) -> Any:
+def fitted(
+    count: int, make: Make, epochs: int = 1, callbacks: Any = (), run_eagerly: bool = True
+) -> keras.Model:
     with strategy_of(count).scope():
-        model = model_of(dense_layers, make())
+        model = model_of(dense_layers, make(), run_eagerly)
     inputs, targets = dense_data(4 * BATCH)
-    model.fit(
-        inputs,
-        targets,
-        BATCH,
-        epochs,
-        callbacks=list(callbacks),
-        shuffle=False,
-        verbose=0,
-        **options,
-    )
+    options = {"epochs": epochs, "callbacks": list(callbacks), "shuffle": False, "verbose": 0}
+    model.fit(inputs, targets, BATCH, **options)
     return model
 
 

@@ -28,7 +28,7 @@ def model_with_statistics() -> keras.Model:
             keras.layers.Dense(1),
         ]
     )
-    model.compile(keras.optimizers.SGD(0.05), "mse")
+    model.compile(keras.optimizers.SGD(0.05), "mse", run_eagerly=True)
     return model
 
 
