@@ -164,7 +164,7 @@ TRAININGS = (
     ),
     Training("`AdamW`, weight decay", dense, lambda: optimizers.AdamW(0.05, weight_decay=0.1)),
     Training(
-        "`LossScaleOptimizer`",
+        "`LossScaleOptimizer` and `clipnorm`",
         dense,
         lambda: optimizers.LossScaleOptimizer(
             optimizers.SGD(0.2, clipnorm=0.1), 16.0, dynamic_growth_steps=2

@@ -25,7 +25,7 @@ report, over the three. TensorFlow's column is `tf.distribute.MirroredStrategy` 
 `ReductionToOneDevice`, whose sums are right, and Keras's optimizer; tfcdo's is
 `tfcdo.MirroredStrategy` with `tfcdo.keras.DistributedOptimizer` around the same optimizer and the
 callback `tfcdo.keras.SynchronizeStatistics`, and with `weight_by_examples` where a row says so.
-✓: equal but for rounding; ~: not, for the reason given; ✗: an error, or a difference without a word.
+✓: equal but for rounding; ~: not, for the reason given; ✗: an error, or a silent difference.
 
 | Keras {version} | TensorFlow {tensorflow} | tfcdo |
 |---|---|---|
