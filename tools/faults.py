@@ -42,6 +42,8 @@ DOCUMENTED_ERRORS = (
     "LateHostError",
     "DisagreementError",
     "RollCallError",
+    # Of a chief that was stopped and wakes up: its own service has given it up.
+    "AbortedError",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import pathlib
 import subprocess
 import sys
 from unittest import mock
@@ -99,6 +100,13 @@ class CasesTest(absltest.TestCase):
             text,
         )
         self.assertIn("| - | - | hangs: no end |", text)
+
+    def test_the_page_that_is_kept_has_no_wrong_case(self):
+        page = pathlib.Path(__file__).parents[2] / "docs" / "faults.md"
+        rows = [line.split(" | ") for line in page.read_text().splitlines() if " x " in line]
+        rows = [row for row in rows if len(row) == 8 and row[1][0].isdigit()]
+        self.assertLen(rows, len(faults.draw_cases()))
+        self.assertEqual({row[-1] for row in rows}, {"right |"})
 
 
 if __name__ == "__main__":
