@@ -1,0 +1,45 @@
+"""Trains the demo's model in one of several workers: `python -m tfcdo.cli.demo_worker`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from tfcdo.bench import worker_pool
+from tfcdo.cli import demo
+
+
+def train(request: Mapping[str, Any]) -> Any:
+    """Trains together with the other workers.
+
+    Args:
+      request: the number of `devices`, the name of the `ops` and the number of `epochs`.
+
+    Returns:
+      The model's `weights`, and the `digests` of their copies on this worker's devices.
+    """
+    import tfcdo
+
+    strategy = tfcdo.MultiWorkerMirroredStrategy(
+        cross_device_ops=demo.find_cross_device_ops_class(request["ops"])(),
+        devices_per_worker=request["devices"],
+    )
+    model = demo.train(
+        demo.load_digits(), strategy.num_replicas_in_sync, request["epochs"], strategy, 2
+    )
+    copies = zip(
+        *(strategy.experimental_local_results(weight.value) for weight in model.weights),
+        strict=True,
+    )
+    return {
+        "weights": [weight.tolist() for weight in model.get_weights()],
+        "digests": [
+            hashlib.sha256(b"".join(copy.numpy().tobytes() for copy in weights)).hexdigest()
+            for weights in copies
+        ],
+    }
+
+
+if __name__ == "__main__":
+    worker_pool.serve(train)
