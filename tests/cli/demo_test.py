@@ -15,6 +15,7 @@ from sklearn import datasets
 import tfcdo
 from tfcdo.cli import commands
 from tfcdo.cli import demo
+from tfcdo.cli import demo_training
 from tfcdo.virtual_devices import configure_virtual_cpus
 
 _DEVICES = configure_virtual_cpus(3)
@@ -62,6 +63,19 @@ class DemoTest(absltest.TestCase):
         self.assertEqual(table[f"1 + 2 + 3 by tfcdo.{name}"], ("6 6 6", "6 6 6", "ok"))
         self.assertIn(f"1 + 2 + 3 by tf.distribute.{name}", table)
 
+    def test_two_workers_train_like_one_device(self):
+        status, table, output = _demo("--workers", "2", "--devices", "2", "--epochs", "1")
+        self.assertEqual(status, 0, output)
+        self.assertIn("Training on 2 workers with 2 virtual CPU devices each", output)
+        self.assertEqual(
+            table["Weights on 2 workers with 2 virtual CPU devices each"],
+            ("bitwise equal", "bitwise equal", "ok"),
+        )
+        difference, *judged = table["Largest weight difference from one-device training"]
+        self.assertLess(float(difference), 1e-5)
+        self.assertEqual(judged[-1], "ok")
+        self.assertIn("Accuracy on 360 test images", table)
+
     def test_an_unknown_class_gets_one_line_with_the_known_ones(self):
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors):
@@ -87,7 +101,7 @@ class CheckTest(absltest.TestCase):
         model = mock.Mock(return_value=tf.one_hot([0, 1, 2, 3], 4))
         images = np.zeros((4, 8, 8, 1), np.float32)
         for labels, passed in (([0, 1, 2, 3], True), ([0, 1, 2, 2], False)):
-            digits = demo.Digits(images, np.array(labels), images, np.array(labels))
+            digits = demo_training.Digits(images, np.array(labels), images, np.array(labels))
             self.assertEqual(demo._check_accuracy(model, digits, 8).passed, passed)
         check = demo._check_accuracy(model, digits, demo.MIN_EPOCHS - 1)
         self.assertEqual((check.wanted, check.passed), ("not judged before 8 epochs", None))

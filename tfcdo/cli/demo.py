@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tfcdo.cli import demo_training
+from tfcdo.cli import demo_workers
 from tfcdo.cli import options
 from tfcdo.cli.quiet_start import quiet_start
 
 if TYPE_CHECKING:
-    import numpy as np
     import tensorflow as tf
 
 MIN_ACCURACY = 0.95
@@ -26,21 +28,10 @@ MIN_EPOCHS = 8
 # place. A device left out of the sums makes it 0.1 and more.
 MAX_WEIGHT_DIFFERENCE = 1e-5
 
-_SEED = 7
-_TEST_IMAGES = 360
-_GLOBAL_BATCH = 128
+_DEVICES = 4
+_DEVICES_PER_WORKER = 2
 _SUMMED = (1.0, 2.0, 3.0)
 _VERDICTS = {True: Text("ok", "green"), False: Text("not ok", "bold red"), None: Text("-")}
-
-
-@dataclasses.dataclass(frozen=True)
-class Digits:
-    """scikit-learn's handwritten digits, 8x8 grey values in 0..1, shuffled and split."""
-
-    train_images: np.ndarray
-    train_labels: np.ndarray
-    test_images: np.ndarray
-    test_labels: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +53,14 @@ class Check:
 @click.option(
     "--devices",
     type=click.IntRange(1, 16),
-    default=4,
-    show_default=True,
-    help="How many virtual CPU devices to train on.",
+    help=f"How many virtual CPU devices to train on, {_DEVICES} by default; with --workers, how "
+    f"many each worker has, {_DEVICES_PER_WORKER} by default.",
+)
+@click.option(
+    "--workers",
+    "num_workers",
+    type=click.IntRange(2, 16),
+    help="Train on so many processes of this host, under tfcdo.MultiWorkerMirroredStrategy.",
 )
 @click.option(
     "--cross-device-ops",
@@ -81,15 +77,16 @@ class Check:
     show_default=True,
     help="How often to go through the training images.",
 )
-def demo(devices: int, ops_name: str, epochs: int) -> int:
+def demo(devices: int | None, num_workers: int | None, ops_name: str, epochs: int) -> int:
     """Train a model on several devices and check the result.
 
     A small convolutional network learns handwritten digits on virtual CPU devices, under
     tf.distribute.MirroredStrategy, and once more on one device. The exit status is 1 if a check
     fails. Accuracy counts if there are enough epochs for it.
     """
-    from sklearn import datasets
-
+    importlib.import_module("sklearn")
+    if devices is None:
+        devices = _DEVICES_PER_WORKER if num_workers else _DEVICES
     console = options.make_console(width_of_a_pipe=100)
     with options.status(console, "Starting TensorFlow ..."), quiet_start():
         import tensorflow as tf
@@ -100,20 +97,27 @@ def demo(devices: int, ops_name: str, epochs: int) -> int:
         tf.config.list_logical_devices()
     tf.get_logger().setLevel("ERROR")
 
-    ops_class = _cross_device_ops_class(ops_name)
-    digits = _split(*datasets.load_digits(return_X_y=True))
+    ops_class = demo_training.find_cross_device_ops_class(ops_name)
+    digits = demo_training.load_digits()
+
+    if num_workers:
+        checks = _check_workers(digits, num_workers, devices, ops_class.__name__, epochs, console)
+        _show(checks, console)
+        return int(any(_failed(check) for check in checks))
 
     console.print(f"Training on {_count(devices)} with tfcdo.{ops_class.__name__}", style="bold")
     ops = ops_class()
     strategy = tf.distribute.MirroredStrategy(device_names[:devices], cross_device_ops=ops)
     # Keras's bar redraws its line, which a file or a pipe cannot.
-    model = _train(digits, devices, epochs, strategy, "auto" if sys.stdout.isatty() else 2)
+    model = demo_training.train(
+        digits, devices, epochs, strategy, "auto" if sys.stdout.isatty() else 2
+    )
     shapes = [weight.shape for weight in model.trainable_weights]
     console.print(
         str(ops.explain(shapes, devices=device_names[:devices])), highlight=False, markup=False
     )
     with options.status(console, "The same training on one device, to compare ..."):
-        alone = _train(digits, devices, epochs, tf.distribute.get_strategy(), 0)
+        alone = demo_training.train(digits, devices, epochs, tf.distribute.get_strategy(), 0)
         checks = [
             _check_accuracy(model, digits, epochs),
             _check_replicas(strategy, model),
@@ -125,77 +129,36 @@ def demo(devices: int, ops_name: str, epochs: int) -> int:
     return int(any(_failed(check) for check in checks))
 
 
-def _cross_device_ops_class(name: str) -> type[tf.distribute.CrossDeviceOps]:
-    """Finds one of the package's classes by its name in any case."""
-    import tensorflow as tf
-
-    import tfcdo
-
-    public = {known: getattr(tfcdo, known) for known in tfcdo.__all__}
-    classes = {
-        known.lower(): item
-        for known, item in public.items()
-        if isinstance(item, type) and issubclass(item, tf.distribute.CrossDeviceOps)
-    }
-    if name.lower() not in classes:
-        names = ", ".join(item.__name__ for item in classes.values())
-        raise click.UsageError(f"--cross-device-ops: no class {name!r} in tfcdo, which has {names}")
-    return classes[name.lower()]
-
-
-def _split(flat_images: np.ndarray, labels: np.ndarray) -> Digits:
-    import numpy as np
-
-    images = (flat_images.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
-    order = np.random.default_rng(_SEED).permutation(len(images))
-    test, train = order[:_TEST_IMAGES], order[_TEST_IMAGES:]
-    return Digits(images[train], labels[train], images[test], labels[test])
-
-
-def _train(
-    digits: Digits, devices: int, epochs: int, strategy: tf.distribute.Strategy, verbose: str | int
-) -> Any:
-    """Trains a new model: always the same first weights, and the same batches in the same order."""
+def _check_workers(
+    digits: demo_training.Digits,
+    num_workers: int,
+    devices: int,
+    ops_name: str,
+    epochs: int,
+    console: Console,
+) -> list[Check]:
+    """Trains on several processes and in this one, and compares."""
     import keras
     import tensorflow as tf
 
-    keras.utils.set_random_seed(_SEED)
-    # The same number of images for each device, and so the same mean of their gradients.
-    batch = max(1, round(_GLOBAL_BATCH / devices)) * devices
-    batches = (
-        tf.data.Dataset.from_tensor_slices((digits.train_images, digits.train_labels))
-        .batch(batch, drop_remainder=True)
-        # One endless iterator, not one an epoch: ending one may take tf.data seconds of waiting.
-        .repeat()
-    )
-    with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.layers.Input(digits.train_images.shape[1:]),
-                keras.layers.Conv2D(16, 3, padding="same", activation="tanh"),
-                keras.layers.Conv2D(32, 3, strides=2, activation="tanh"),
-                keras.layers.Flatten(),
-                keras.layers.Dense(10),
-            ]
+    each = f"{num_workers} workers with {_count(devices)} each"
+    console.print(f"Training on {each} with tfcdo.{ops_name}", style="bold")
+    with options.status(console, "Training (a minute or two) ..."):
+        result = demo_workers.train_on_workers(num_workers, devices, ops_name, epochs)
+    with options.status(console, "The same training on one device, to compare ..."):
+        alone = demo_training.train(
+            digits, num_workers * devices, epochs, tf.distribute.get_strategy(), 0
         )
-        # Smooth from end to end: relu's kink, or Adam's division by the size of a gradient, would
-        # now and then make a large difference of a rounding.
-        model.compile(
-            optimizer=keras.optimizers.SGD(0.1, momentum=0.9),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-        )
-    model.fit(
-        batches,
-        steps_per_epoch=len(digits.train_images) // batch,
-        epochs=epochs,
-        shuffle=False,
-        verbose=verbose,
-    )
-    return model
+    model = keras.models.clone_model(alone)
+    model.set_weights(result.weights)
+    return [
+        _check_accuracy(model, digits, epochs),
+        _check_copies(each, len(set(result.digests))),
+        _check_weights(model, alone),
+    ]
 
 
-def _check_accuracy(model: Any, digits: Digits, epochs: int) -> Check:
+def _check_accuracy(model: Any, digits: demo_training.Digits, epochs: int) -> Check:
     logits = model(digits.test_images, training=False).numpy()
     accuracy = float((logits.argmax(axis=-1) == digits.test_labels).mean())
     judged = epochs >= MIN_EPOCHS
@@ -213,11 +176,15 @@ def _check_replicas(strategy: tf.distribute.Strategy, model: Any) -> Check:
         len({copy.numpy().tobytes() for copy in strategy.experimental_local_results(weight.value)})
         for weight in model.weights
     )
+    return _check_copies(_count(strategy.num_replicas_in_sync), distinct)
+
+
+def _check_copies(devices: str, num_distinct: int) -> Check:
     return Check(
-        f"Weights on {_count(strategy.num_replicas_in_sync)}",
-        "bitwise equal" if distinct == 1 else f"{distinct} different copies",
+        f"Weights on {devices}",
+        "bitwise equal" if num_distinct == 1 else f"{num_distinct} different copies",
         "bitwise equal",
-        distinct == 1,
+        num_distinct == 1,
     )
 
 
@@ -243,7 +210,7 @@ def _check_weights(
     )
 
 
-def _check_clipping(digits: Digits, strategy: tf.distribute.Strategy) -> list[Check]:
+def _check_clipping(digits: demo_training.Digits, strategy: tf.distribute.Strategy) -> list[Check]:
     """Clips gradients, with tfcdo's wrapper and without, on several devices and on one."""
     import tensorflow as tf
 
@@ -264,7 +231,7 @@ def _check_clipping(digits: Digits, strategy: tf.distribute.Strategy) -> list[Ch
 
 
 def _train_clipped(
-    digits: Digits,
+    digits: demo_training.Digits,
     devices: int,
     strategy: tf.distribute.Strategy,
     wrap: Callable[[Any], Any],
@@ -273,8 +240,8 @@ def _train_clipped(
     """Trains one layer for a few steps whose gradients are longer than the limit."""
     import keras
 
-    keras.utils.set_random_seed(_SEED)
-    batch = max(1, round(_GLOBAL_BATCH / devices)) * devices
+    keras.utils.set_random_seed(demo_training.SEED)
+    batch = max(1, round(demo_training.GLOBAL_BATCH / devices)) * devices
     with strategy.scope():
         model = keras.Sequential(
             [

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfcdo.bench import worker_pool
-from tfcdo.cli import demo
+from tfcdo.cli import demo_training
 
 
 def train(request: Mapping[str, Any]) -> Any:
@@ -22,11 +22,11 @@ def train(request: Mapping[str, Any]) -> Any:
     import tfcdo
 
     strategy = tfcdo.MultiWorkerMirroredStrategy(
-        cross_device_ops=demo.find_cross_device_ops_class(request["ops"])(),
+        cross_device_ops=demo_training.find_cross_device_ops_class(request["ops"])(),
         devices_per_worker=request["devices"],
     )
-    model = demo.train(
-        demo.load_digits(), strategy.num_replicas_in_sync, request["epochs"], strategy, 2
+    model = demo_training.train(
+        demo_training.load_digits(), strategy.num_replicas_in_sync, request["epochs"], strategy, 2
     )
     copies = zip(
         *(strategy.experimental_local_results(weight.value) for weight in model.weights),
