@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import performance_hosts
 from performance_page import page
 from performance_targets import CASES
 from performance_targets import MAX_TRIES
@@ -130,6 +131,7 @@ def main(
     print(f"{len(cases) + 2} of {len(cases) + 2}: profile", flush=True)
     profiles = {name: profile(profiled, name) for name in PROFILED}
     path.write_text(page(runs, profiles, profiled, picture.name), encoding="utf-8")
+    performance_hosts.main(path)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -145,5 +146,7 @@ def _write_json(result: hosts.HostsResult, path: pathlib.Path) -> None:
         "weight_difference": result.weight_difference,
         "least_sending_seconds": result.least_sending_seconds,
         "limit": result.limit,
+        # Of the last minute: how many processes wanted to run, the workers among them.
+        "load": os.getloadavg()[0],
     }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from typing import Any
+
+import performance_hosts
+from absl.testing import absltest
+
+
+def _result(kind: str, seconds: float, bytes_sent: float) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "seconds": seconds,
+        "bytes_sent": bytes_sent,
+        "gradient_bytes": 30_000_000,
+    }
+
+
+_RUN = {
+    "date": "2026-01-02T03:04:05+00:00",
+    "machine": {"cores": 2},
+    "load": 7.4,
+    "limit": 0.5,
+    "results": [
+        _result("tfcdo", 0.8, 60e6),
+        _result("tf", 1.0, 90e6),
+        _result("computing alone", 0.2, 0.0),
+    ],
+}
+_CASE = performance_hosts.Case(2, 2, "1gbit", max_bytes=0.67, max_seconds=0.70)
+
+
+class SectionTest(absltest.TestCase):
+    def test_ratios_and_verdicts(self):
+        section = performance_hosts.section({_CASE: _RUN})
+        self.assertIn(
+            "| 2 x 2, 1gbit | 1000 | 800 | 0.80 | 0.70 | **missed** | 0.50 | 200 | 90.0 | 60.0 "
+            "| 0.667 | 0.67 | met |",
+            section,
+        )
+        self.assertIn("30 MB of gradients", section)
+        self.assertIn("its load was 7 to 7", section)
+
+    def test_an_idle_machine_and_no_targets(self):
+        case = performance_hosts.Case(2, 1, None)
+        section = performance_hosts.section({case: {**_RUN, "load": 1.5}})
+        self.assertNotIn("load was", section)
+        self.assertIn("| 2 x 1, no limit | 1000 | 800 | 0.80 |  |  | 0.50 |", section)
+
+    def test_the_section_is_put_at_the_end_or_in_its_place(self):
+        text = f"{performance_hosts.TITLE}\n\nnew\n"
+        page = performance_hosts.replace_section("# Page\n\n## A\n\na\n", text)
+        self.assertEqual(page, f"# Page\n\n## A\n\na\n\n{text}")
+        again = performance_hosts.replace_section(
+            page.replace("new", "old") + "\n## B\n\nb\n", text
+        )
+        self.assertEqual(again, f"# Page\n\n## A\n\na\n\n{text}\n## B\n\nb\n")
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,189 @@
+"""Measures several hosts for docs/performance.md, and writes that section anew.
+
+    python tools/performance_hosts.py docs/performance.md
+
+Each case is one run of `tfcdo bench --workers`, which takes a minute on an idle machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+TITLE = "## Several hosts"
+
+# What `tfcdo bench --workers --json` wrote.
+Run = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run of `tfcdo bench --workers`.
+
+    Attributes:
+      num_workers: how many processes stand for hosts.
+      num_devices: how many devices each has.
+      rate: the limit of the link between them; None for none.
+      max_bytes: the largest wanted ratio of the bytes sent to TensorFlow's; None for no target.
+      max_seconds: the same of the time of a step.
+    """
+
+    num_workers: int
+    num_devices: int
+    rate: str | None
+    max_bytes: float | None = None
+    max_seconds: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.num_workers} x {self.num_devices}, {self.rate or 'no limit'}"
+
+
+CASES = (
+    Case(2, 1, "1gbit", max_seconds=0.85),
+    Case(2, 2, "1gbit", max_bytes=0.67, max_seconds=0.70),
+    Case(2, 2, None, max_seconds=0.90),
+    Case(2, 4, "1gbit", max_bytes=0.58),
+)
+
+
+def run(case: Case) -> Run:
+    """Measures one case.
+
+    Args:
+      case: what to measure.
+
+    Returns:
+      What `tfcdo bench` wrote.
+
+    Raises:
+      subprocess.CalledProcessError: if it fails, as it does if a result of tfcdo's is wrong.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "results.json")
+        rate = ["--rate", case.rate] if case.rate else []
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "tfcdo.cli.main", "bench", "--json", str(path), *rate),
+                *("--workers", str(case.num_workers), "-g", str(case.num_devices)),
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def section(runs: Mapping[Case, Run]) -> str:
+    """Writes the section.
+
+    Args:
+      runs: for each case, what was measured.
+
+    Returns:
+      Markdown.
+    """
+    (first, *_) = runs.values()
+    size = first["results"][0]["gradient_bytes"] / 1e6
+    loads = [run["load"] for run in runs.values() if run.get("load") is not None]
+    machine = first["machine"]
+    lines = [
+        TITLE,
+        "",
+        f"`tfcdo bench --workers`, on processes of one machine with {machine['cores']} cores, on "
+        f"{first['date'][:10]}: a vision transformer with {size:.0f} MB of gradients trains under "
+        "`tf.distribute.MultiWorkerMirroredStrategy` (made able to use all CPU devices of a "
+        "process) and `tfcdo.MultiWorkerMirroredStrategy`, a step of each in turn, on the same "
+        "data. Sums are compared with numpy's; the weights of all replicas are bitwise equal in "
+        "the end. The bytes are counted on the loopback interface of a network namespace of the "
+        "workers' own, where `tc` limits the rate of both directions together. *Limit*: no step is "
+        "shorter than computing, or than sending 2 (N - 1) times the gradients. "
+        + _describe_load(loads),
+        "",
+        "| hosts x devices, link | step ms, TensorFlow | tfcdo | of TensorFlow | at most | | limit "
+        "| computing ms | sent MB, TensorFlow | tfcdo | of TensorFlow | at most | |",
+        "|---|---:|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---|",
+        *(_row(case, measured) for case, measured in runs.items()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def replace_section(page: str, text: str) -> str:
+    """Puts the section into the page, in the place of the one that is there, or at the end.
+
+    Args:
+      page: Markdown.
+      text: the section.
+
+    Returns:
+      Markdown.
+    """
+    before, found, after = page.partition(f"{TITLE}\n")
+    if not found:
+        return f"{page.rstrip()}\n\n{text}"
+    _, other, rest = after.partition("\n## ")
+    return f"{before}{text}" + (f"\n## {rest}" if other else "")
+
+
+def _describe_load(loads: Sequence[float]) -> str:
+    if not loads or max(loads) < 4:
+        return ""
+    return (
+        f"**Other programs used the machine** (its load was {min(loads):.0f} to {max(loads):.0f}): "
+        "computing and both strategies' exchanges took longer than on an idle one."
+    )
+
+
+def _row(case: Case, measured: Run) -> str:
+    ours, theirs, alone = (_of_kind(measured, kind) for kind in ("tfcdo", "tf", "computing alone"))
+    seconds = ours["seconds"] / theirs["seconds"]
+    sent = ours["bytes_sent"] / theirs["bytes_sent"]
+    cells = (
+        str(case),
+        f"{theirs['seconds'] * 1e3:.0f}",
+        f"{ours['seconds'] * 1e3:.0f}",
+        f"{seconds:.2f}",
+        *_verdict(seconds, case.max_seconds),
+        f"{measured['limit'] / theirs['seconds']:.2f}",
+        f"{alone['seconds'] * 1e3:.0f}",
+        f"{theirs['bytes_sent'] / 1e6:.1f}",
+        f"{ours['bytes_sent'] / 1e6:.1f}",
+        f"{sent:.3f}",
+        *_verdict(sent, case.max_bytes),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _verdict(ratio: float, at_most: float | None) -> tuple[str, str]:
+    if at_most is None:
+        return "", ""
+    return f"{at_most:.2f}", "met" if ratio <= at_most else "**missed**"
+
+
+def _of_kind(measured: Run, kind: str) -> Mapping[str, Any]:
+    (found,) = (one for one in measured["results"] if one["kind"] == kind)
+    return found
+
+
+def main(path: pathlib.Path, cases: Sequence[Case] = CASES) -> None:
+    """Measures all cases and writes the section.
+
+    Args:
+      path: the page.
+      cases: what is measured.
+    """
+    runs = {}
+    for number, case in enumerate(cases, 1):
+        print(f"{number} of {len(cases)}: {case}", flush=True)
+        runs[case] = run(case)
+    page = path.read_text(encoding="utf-8") if path.exists() else ""
+    path.write_text(replace_section(page, section(runs)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
