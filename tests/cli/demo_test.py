@@ -66,9 +66,9 @@ class DemoTest(absltest.TestCase):
     def test_two_workers_train_like_one_device(self):
         status, table, output = _demo("--workers", "2", "--devices", "2", "--epochs", "1")
         self.assertEqual(status, 0, output)
-        self.assertIn("Training on 2 workers with 2 virtual CPU devices each", output)
+        self.assertIn("Training on 2 workers, 2 x 2 virtual CPU devices, with tfcdo.", output)
         self.assertEqual(
-            table["Weights on 2 workers with 2 virtual CPU devices each"],
+            table["Weights on 2 x 2 virtual CPU devices"],
             ("bitwise equal", "bitwise equal", "ok"),
         )
         difference, *judged = table["Largest weight difference from one-device training"]

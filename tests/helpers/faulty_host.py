@@ -69,4 +69,3 @@ def main(fault: str, where: str = "all") -> None:
         train(fault == "another step" and here and number >= 4)
     values = {float(element) for part in variable.values for element in part.numpy()}
     print("values", sorted(values), flush=True)
-

@@ -28,4 +28,3 @@ def main(devices: str, folder: str, *names: str) -> None:
         print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
         if results:
             np.savez(pathlib.Path(folder, f"{name}-{host}.npz"), **results)
-

@@ -87,7 +87,7 @@ def demo(devices: int | None, num_workers: int | None, ops_name: str, epochs: in
     importlib.import_module("sklearn")
     if devices is None:
         devices = _DEVICES_PER_WORKER if num_workers else _DEVICES
-    console = options.make_console(width_of_a_pipe=100)
+    console = options.make_console(width_of_a_pipe=120)
     with options.status(console, "Starting TensorFlow ..."), quiet_start():
         import tensorflow as tf
 
@@ -141,8 +141,8 @@ def _check_workers(
     import keras
     import tensorflow as tf
 
-    each = f"{num_workers} workers with {_count(devices)} each"
-    console.print(f"Training on {each} with tfcdo.{ops_name}", style="bold")
+    each = f"{num_workers} x {_count(devices)}"
+    console.print(f"Training on {num_workers} workers, {each}, with tfcdo.{ops_name}", style="bold")
     with options.status(console, "Training (a minute or two) ..."):
         result = demo_workers.train_on_workers(num_workers, devices, ops_name, epochs)
     with options.status(console, "The same training on one device, to compare ..."):
