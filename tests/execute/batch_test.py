@@ -289,7 +289,9 @@ class ExplainTest(tf.test.TestCase, parameterized.TestCase):
         with tf.distribute.MirroredStrategy(["/cpu:1", "/cpu:4"], cross_device_ops=ops).scope():
             told = ops.explain([(2,)])
         self.assertEqual((tu.device_name(1), tu.device_name(4)), told.devices)
-        self.assertEqual(tu.ALL_DEVICES, ops.explain([(2,)]).devices)
+        # Another test file of this process may have asked for more devices than this one.
+        every_device = tu.device_names(len(tf.config.list_logical_devices("CPU")))
+        self.assertEqual(every_device, ops.explain([(2,)]).devices)
 
     def test_bad_input(self):
         ops = tfcdo.HierarchicalCopyAllReduce()
