@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfcdo import checks
 from tfcdo import environment
+from tfcdo import log
 from tfcdo import moving_statistics
 from tfcdo import tf_internals
 from tfcdo import version
@@ -71,7 +72,10 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """`tf.distribute.MultiWorkerMirroredStrategy` with tfcdo's all-reduces, on which Keras 3 works.
 
     Inside a host, values are summed as `cross_device_ops` says; between hosts, one device a host
-    exchanges each pack. Create it before anything else of TensorFlow runs.
+    exchanges each pack. Where NCCL can run, and neither `implementation` nor `cross_device_ops`
+    asks for another way, dense values are instead all-reduced by one NCCL collective over all
+    GPUs of all hosts. (This has never been seen on GPUs: the tests do it with rings, on virtual CPU
+    devices.) Create it before anything else of TensorFlow runs.
 
     Args:
       cluster_resolver: says which hosts there are and which this is; None to read TF_CONFIG.
@@ -229,6 +233,37 @@ def _default_ops(devices: Sequence[str]) -> AllReduceCrossDeviceOps:
     return NcclAllReduce() if nccl.nccl_status(devices).can_run else AutoAllReduce()
 
 
+def _runs_flat(hint: str, ops: Any, devices: Sequence[str]) -> bool:
+    """Returns whether NCCL all-reduces over all devices of all hosts at once, without copy trees.
+
+    Where it is asked for and cannot, this says why, once.
+
+    Args:
+      hint: the implementation that is to be used between hosts.
+      ops: how to reduce inside a host; None if the user leaves it open.
+      devices: this host's devices.
+    """
+    # One device a host: the collective between the hosts is over all devices already.
+    if hint == "ring" or len(devices) == 1:
+        return False
+    status = nccl.nccl_status(devices)
+    if ops is not None and not isinstance(ops, NcclAllReduce):
+        problem = (
+            f"cross_device_ops is {type(ops).__name__}, which sums inside each host; leave it out, "
+            "or give tfcdo.NcclAllReduce(), for one collective over all devices"
+        )
+    elif status.can_run:
+        return True
+    else:
+        problem = str(status)
+    if hint == "nccl":
+        log.warn_once(
+            "NCCL is asked for between hosts, but instead of one collective over all devices of "
+            f"all hosts, one device a host takes part for each pack: {problem}"
+        )
+    return False
+
+
 def _check_arguments(options: Any, ops: Any, devices_per_worker: Any) -> None:
     if not isinstance(options, tf_internals.OPTIONS_TYPE):
         raise TypeError(
@@ -292,9 +327,11 @@ class _MultiWorkerExtended(_AveragesStatistics, tf_internals.MultiWorkerExtended
             joined = session.join(
                 cluster, tf_internals.KeyValueStore(), tf_internals.abort_collectives, timeout
             )
-            self._network = exchange.Network(joined, options.implementation.value.lower())
+            hint = options.implementation.value.lower()
+            flat = _runs_flat(hint, cross_device_ops, self.worker_devices)
+            self._network = exchange.Network(joined, "nccl" if flat else hint)
             most = options.bytes_per_pack or _BYTES_PER_PACK
-            ops = ops._between(Hosts(self._network, self.worker_devices, most))
+            ops = ops._between(Hosts(self._network, self.worker_devices, most, flat))
         # Only now, because TensorFlow's constructor insists on its own.
         self._cross_device_ops = self._host_cross_device_ops = ops
 

@@ -7,7 +7,9 @@ names that begin with "replica" hold what each replica of this host has, in its 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
+from unittest import mock
 
 import host_values
 import keras
@@ -110,3 +112,33 @@ def own_loop(strategy: Any) -> dict[str, np.ndarray]:
 def values(strategy: Any) -> None:
     """Reduces and gathers values of every kind; numpy says what comes out."""
     host_values.check(strategy)
+
+
+def flat(strategy: Any) -> dict[str, np.ndarray]:
+    """All-reduces with one collective over all devices, as NCCL would, by rings here.
+
+    Every collective must have all replicas as its members.
+    """
+    extended = strategy.extended
+    ops = extended._cross_device_ops
+    extended._cross_device_ops = ops._between(dataclasses.replace(ops._hosts, flat=True))
+    members, reduce = [], tf.raw_ops.CollectiveReduceV2
+
+    def counted(**arguments: Any) -> tf.Tensor:
+        members.append(arguments["group_size"])
+        return reduce(**arguments)
+
+    with mock.patch.object(tf.raw_ops, "CollectiveReduceV2", counted):
+        host_values.check_all_reduces(strategy)
+        numbers = strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(flat_numbers(context.replica_id_in_sync_group))
+        )
+        [total] = extended.batch_reduce_to("SUM", [(numbers, numbers)])
+    extended._cross_device_ops = ops
+    assert set(members) == {strategy.num_replicas_in_sync}, set(members)
+    return {"sums": np.stack(strategy.experimental_local_results(total))}
+
+
+def flat_numbers(replica: int) -> np.ndarray:
+    """Returns what a replica gives to `flat`: float32, whose sums are rounded."""
+    return np.random.default_rng(replica).normal(size=1001).astype(np.float32)

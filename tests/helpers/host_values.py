@@ -49,6 +49,15 @@ def _constant(arrays: Sequence[Any], replica: int) -> tf.Tensor:
     return tf.constant(arrays[replica])
 
 
+def check_all_reduces(strategy: Any) -> None:
+    """Checks all-reduces of dense values only, eagerly and in a function."""
+    case = _Case(strategy)
+    for wrap in (lambda body: body, lambda body: tf.function(body, autograph=False)):
+        case.all_reduce(wrap)
+    case.gradient()
+    case.options()
+
+
 class _Case:
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy

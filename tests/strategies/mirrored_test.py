@@ -33,6 +33,28 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             strategy = tfcdo.MirroredStrategy(tu.device_names(2))
         self.assertIsInstance(strategy.extended._cross_device_ops, tfcdo.NcclAllReduce)
 
+    @parameterized.parameters(
+        ("auto", None, True, True, None),
+        ("nccl", tfcdo.NcclAllReduce(), True, True, None),
+        ("ring", None, True, False, None),
+        ("auto", tfcdo.HierarchicalCopyAllReduce(), True, False, None),
+        ("auto", None, False, False, None),
+        ("nccl", None, False, False, "no GPU; buy one"),
+        ("nccl", tfcdo.HierarchicalCopyAllReduce(), True, False, "HierarchicalCopyAllReduce"),
+    )
+    def test_one_collective_over_all_gpus(self, hint, ops, can_run, expected, warning):
+        status = strategies.nccl.NcclStatus(can_run, "no GPU", "buy one")
+        with (
+            mock.patch.object(strategies.nccl, "nccl_status", return_value=status),
+            mock.patch.object(strategies.log, "warn_once") as warn,
+        ):
+            self.assertEqual(expected, strategies._runs_flat(hint, ops, tu.device_names(2)))
+            self.assertFalse(strategies._runs_flat(hint, ops, tu.device_names(1)))
+        if warning is None:
+            warn.assert_not_called()
+        else:
+            self.assertIn(warning, warn.call_args.args[0])
+
     @parameterized.parameters(None, 0)
     def test_structures_component_by_component(self, axis):
         losses = tu.per_replica([np.float32(r + 1) for r in range(3)])

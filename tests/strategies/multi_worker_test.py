@@ -30,10 +30,12 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             names = [name for name, _ in TRAINING]
             outcomes = clusters.run(
-                hosts, "host", [str(devices), folder, *names, "values"], _TIMEOUT
+                hosts, "host", [str(devices), folder, *names, "values", "flat"], _TIMEOUT
             )
             for outcome in outcomes:
                 self.assertEqual(0, outcome.returncode, outcome.output)
+            with self.subTest("flat"):
+                self.check_flat(folder, hosts, devices)
             for name, tolerance in TRAINING:
                 results = [
                     dict(np.load(pathlib.Path(folder, f"{name}-{host}.npz")))
@@ -41,6 +43,15 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
                 ]
                 with self.subTest(name):
                     self.check(name, results, devices, tolerance)
+
+    def check_flat(self, folder, hosts, devices):
+        """Asserts right sums, of the same bits on all replicas of all hosts."""
+        sums = [np.load(pathlib.Path(folder, f"flat-{host}.npz"))["sums"] for host in range(hosts)]
+        replicas = np.concatenate(sums)
+        self.assertLen(replicas, hosts * devices)
+        self.assertLen({replica.tobytes() for replica in replicas}, 1)
+        numbers = [host_scenarios.flat_numbers(r) for r in range(hosts * devices)]
+        self.assertAllClose(np.sum(numbers, 0, np.float64), replicas[0], rtol=0, atol=1e-5)
 
     def check(self, name, results, devices, tolerance):
         for key, expected in self.expected[name].items():

@@ -30,6 +30,7 @@ class Transport(enum.Enum):
     ONE_DEVICE = "one device"
     SLICES = "rows along copy trees"
     NCCL = "NCCL"
+    NCCL_ACROSS_HOSTS = "NCCL across hosts"
     COPY_TREES = "copy trees"
 
 
@@ -119,6 +120,8 @@ def _transport(
         return Transport.ONE_DEVICE
     if reduction.is_sparse:
         return Transport.SLICES
+    if config.across_hosts is not None and config.across_hosts.runs_flat(reduction):
+        return Transport.NCCL_ACROSS_HOSTS
     if config.nccl and reduction.num_hosts == 1 and uses_nccl(config, reduction.devices, dtype):
         return Transport.NCCL
     return Transport.COPY_TREES
@@ -156,6 +159,8 @@ def _run(
             return _all_reduce_slices(group, reductions, final_op)
         case Transport.NCCL:
             return _all_reduce_with_nccl(group, reductions, final_op)
+        case Transport.NCCL_ACROSS_HOSTS:
+            return _all_reduce_flat(group, reductions[::-1], final_op)[::-1]
         case Transport.COPY_TREES if config.across_hosts is None:
             return _all_reduce_along_trees(group, reductions, final_op)
         case Transport.COPY_TREES:
@@ -201,6 +206,44 @@ def _all_reduce_with_nccl(
     )
 
 
+def _all_reduce_flat(
+    group: Group, reductions: Sequence[Reduction], final_op: numerics.FinalOp
+) -> list[Any]:
+    """All-reduces with one collective a pack, over all devices of all hosts.
+
+    The members of a collective are told apart by their devices, so each replica takes part with its
+    own, even where several replicas' values lie on one: TensorFlow would wait for ever for others.
+    """
+    hosts = group.config.across_hosts
+    assert hosts is not None
+    devices = hosts.devices
+    placed = [dataclasses.replace(reduction, devices=devices) for reduction in reductions]
+    plan = plan_group(dataclasses.replace(group, devices=devices), placed)
+
+    def run(values: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        exchange = hosts.exchange_packs(plan, placed, final_op)
+
+        def reduce_pack(_: Any, tensors: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
+            flat = [tensor for (tensor,) in tensors]
+            results = []
+            for total, device in zip(exchange.all_reduce_flat(flat, devices), devices, strict=True):
+                with tf.device(device):
+                    results.append([final_op(total, flat[0].dtype)])
+            return results
+
+        here = [copy_trees.copy(own, device) for own, device in zip(values, devices, strict=True)]
+        return packs.all_reduce(plan, here, devices, reduce_pack)
+
+    if tf.executing_eagerly():
+        # The collectives of a pack wait for each other, so they must run at the same time.
+        run = tf.function(run, autograph=False)
+    results = run([list(own) for own in _by_device(reductions)])
+    return _by_value(
+        [copy_trees.copy(own, device) for own, device in zip(results, group.devices, strict=True)],
+        reductions,
+    )
+
+
 def _all_reduce_along_trees(
     group: Group, reductions: Sequence[Reduction], final_op: numerics.FinalOp
 ) -> list[Any]:
@@ -223,14 +266,14 @@ def plan_group(group: Group, reductions: Sequence[Reduction]) -> BatchPlan:
     """Plans the packs of a group of dense all-reduces.
 
     Args:
-      group: the group; its transport is NCCL or copy trees.
+      group: the group; its transport is NCCL, on one host or across hosts, or copy trees.
       reductions: its reductions, in the dtypes that they are added in.
 
     Returns:
       The plan.
     """
     specs = [_value_spec(reduction) for reduction in reductions]
-    if group.transport is Transport.NCCL:
+    if group.transport in (Transport.NCCL, Transport.NCCL_ACROSS_HOSTS):
         return group.config.plan_for_nccl(specs, group.devices)
     return group.config.plan(specs, group.devices)
 

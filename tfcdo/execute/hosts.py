@@ -29,16 +29,23 @@ class Hosts:
       network: what joins the hosts.
       devices: this host's devices, one a replica; as many on every host.
       bytes_per_pack: the most bytes that a pack has where the caller does not say.
+      flat: whether dense values are all-reduced over all devices of all hosts by one collective,
+        which NCCL does best, as it knows the whole machine; not along copy trees in each host.
     """
 
     network: exchange.Network
     devices: tuple[str, ...]
     bytes_per_pack: int
+    flat: bool = False
 
     @property
     def count(self) -> int:
         """The number of hosts."""
         return self.network.num_hosts
+
+    def runs_flat(self, reduction: Reduction) -> bool:
+        """Returns whether a dense all-reduce runs as one collective over all hosts' devices."""
+        return self.flat and len(reduction.values) == len(self.devices)
 
     def placed(self, reduction: Reduction) -> Reduction:
         """Returns a reduction with the devices filled in that are not known while tracing."""
@@ -90,7 +97,8 @@ class Hosts:
         """Begins the exchange of dense values: one collective a pack."""
         devices = group[0].devices
         packs = [_describe_pack(pack, devices) for pack in plan.packs]
-        description = {**_describe("all-reduce", group, final_op), "packs": packs}
+        what = "all-reduce over all devices" if self.flat else "all-reduce"
+        description = {**_describe(what, group, final_op), "packs": packs}
         return self.network.exchange(description, len(plan.packs))
 
     def exchange_slices(
