@@ -24,6 +24,7 @@ from tfcdo.plan.algorithms import fastest_algorithm
 from tfcdo.plan.batch_plan import BatchPlan
 from tfcdo.plan.copy_tree import CopyTree
 
+_BY_NCCL = (Transport.NCCL, Transport.NCCL_ACROSS_HOSTS)
 _SUM = tf.distribute.ReduceOp.SUM
 _MAX_LINES = 8  # Of each kind; an explanation fits on a screen.
 
@@ -134,14 +135,14 @@ def explain(
             check_topology(config.topology, reduction)
         found.extend(batch.group_batch(_SUM, reductions, configs))
         for group in found:
-            if group.transport in (Transport.NCCL, Transport.COPY_TREES):
+            if group.transport in (*_BY_NCCL, Transport.COPY_TREES):
                 plans.append(batch.plan_group(group, reductions))
         ops.batch_reduce(_SUM, [(value, value) for value in values])
 
     graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
     operations = [op for op in graph.get_operations() if op.type != "Placeholder"]
     algorithm, reason = _algorithm(found, dtype, sum(s.num_elements() for s in sizes) * dtype.size)
-    uses_nccl = any(group.transport is Transport.NCCL for group in found)
+    uses_nccl = any(group.transport in _BY_NCCL for group in found)
     return Explanation(
         repr(ops),
         names,
@@ -189,6 +190,8 @@ def _algorithm(groups: Sequence[Group], dtype: tf.DType, num_bytes: int) -> tupl
     match group.transport:
         case Transport.NCCL:
             return "NCCL", str(nccl.nccl_status(devices, dtype))
+        case Transport.NCCL_ACROSS_HOSTS:
+            return "NCCL", "it runs between hosts, over all devices of all of them"
         case Transport.ONE_DEVICE:
             if config.accumulate is not None:
                 return "one device", f"accumulation_fn is called on {config.root}"
