@@ -26,7 +26,7 @@ MB, GB = 10**6, 10**9
 class AutoTest(plan_testing.PlanTestCase):
     tasks_per_search = 200
 
-    @hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+    @hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
     @hypothesis.given(
         st.sampled_from(PRESETS),
         st.integers(1, 8),
