@@ -187,12 +187,15 @@ def _with_network(
     for task, dependents in enumerate(graph.dependents):
         for after in dependents:
             dependencies[after].append(task)
-    builder = _Builder(graph)
+    builder = task_graph.TaskGraphBuilder(graph)
+    tasks_by_pack: dict[int, list[int]] = {}
+    for task, (_, pack_index, _, _) in enumerate(graph.names):
+        tasks_by_pack.setdefault(pack_index, []).append(task)
     first_resource = 1 + max((max(found, default=0) for found in graph.resource_sets), default=0)
     # The host's way out is shared by all packs; waiting holds something of its pack's own.
     way_out = first_resource
     for index, pack in enumerate(schedule.packs):
-        tasks = builder.tasks_of_pack(index)
+        tasks = tasks_by_pack.get(index, [])
         roots_reduced = {
             before
             for task in tasks
@@ -200,23 +203,20 @@ def _with_network(
             for before in dependencies[task]
         }
         fraction = (index + 1) / len(schedule.packs)
-        ready = builder.add(
-            ("gradients", index), backward * fraction, first_resource + 2 * index + 1
-        )
+        own = first_resource + 2 * index + 1
+        ready = builder.add(("gradients", index, 0, 0), backward * fraction, (own,))
         for task in tasks:
             if not dependencies[task] and graph.names[task][0] == "reduce":
                 builder.depend(task, ready)
         sent_bytes = 2 * (hosts - 1) / hosts * pack.size
-        sent = builder.add(("network", index), sent_bytes / network.bandwidth, way_out)
-        builder.depend(sent, ready)
-        for before in roots_reduced:
-            builder.depend(sent, before)
-        arrived = builder.add(
-            ("latency", index),
-            2 * (hosts - 1) * network.latency,
-            first_resource + 2 * index + 2,
+        sent = builder.add(
+            ("network", index, 0, 0),
+            sent_bytes / network.bandwidth,
+            (way_out,),
+            [ready, *roots_reduced],
         )
-        builder.depend(arrived, sent)
+        latency = 2 * (hosts - 1) * network.latency
+        arrived = builder.add(("latency", index, 0, 0), latency, (own + 1,), [sent])
         for task in tasks:
             if _is_broadcast_by_root(graph.names[task], pack.tree.root):
                 builder.depend(task, arrived)
@@ -226,51 +226,6 @@ def _with_network(
 def _is_broadcast_by_root(name: tuple[str, int, int, int], root: int) -> bool:
     kind, _, source, _ = name
     return kind == "broadcast" and source == root
-
-
-class _Builder:
-    """Adds tasks and dependencies to a task graph."""
-
-    def __init__(self, graph: TaskGraph) -> None:
-        self._names = list(graph.names)
-        self._durations = list(graph.durations)
-        self._resource_set_of = list(graph.resource_set_of)
-        self._resource_sets = list(graph.resource_sets)
-        self._num_dependencies = list(graph.num_dependencies)
-        self._dependents = [list(found) for found in graph.dependents]
-        self._tasks_by_pack: dict[int, list[int]] = {}
-        for task, (_, pack, _, _) in enumerate(graph.names):
-            self._tasks_by_pack.setdefault(pack, []).append(task)
-
-    def tasks_of_pack(self, pack: int) -> list[int]:
-        return self._tasks_by_pack.get(pack, [])
-
-    def add(self, name: tuple[str, int], duration: float, resource: int) -> int:
-        """Adds a task that holds one resource; returns its number."""
-        if (resource,) not in self._resource_sets:
-            self._resource_sets.append((resource,))
-        self._names.append((*name, 0, 0))
-        self._durations.append(duration)
-        self._resource_set_of.append(self._resource_sets.index((resource,)))
-        self._num_dependencies.append(0)
-        self._dependents.append([])
-        return len(self._names) - 1
-
-    def depend(self, task: int, on: int) -> None:
-        """Makes a task wait for another one."""
-        self._dependents[on].append(task)
-        self._num_dependencies[task] += 1
-
-    def graph(self) -> TaskGraph:
-        """Returns the graph."""
-        return TaskGraph(
-            tuple(self._names),
-            tuple(self._durations),
-            tuple(self._resource_set_of),
-            tuple(self._resource_sets),
-            tuple(self._num_dependencies),
-            tuple(map(tuple, self._dependents)),
-        )
 
 
 def _slowest_link_of_path(topology: Topology, num_bytes: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 
 from tfcdo.plan.schedule import Pack
 from tfcdo.plan.schedule import Schedule
@@ -66,71 +67,65 @@ def build(schedule: Schedule, topology: Topology) -> TaskGraph:
             f"the schedule is for {schedule.num_devices} devices, topology {topology.name!r} has "
             f"{topology.num_devices}"
         )
-    tasks = _Tasks(topology)
+    builder = TaskGraphBuilder()
     for index, pack in enumerate(schedule.packs):
-        tasks.add_pack(index, pack)
-    return tasks.graph()
+        _add_pack(builder, index, pack, topology)
+    return builder.graph()
 
 
-class _Tasks:
-    """Collects the tasks of one pack after another."""
+class TaskGraphBuilder:
+    """Collects tasks, what each holds and what it waits for.
 
-    def __init__(self, topology: Topology) -> None:
-        self._costs = _link_costs(topology)
-        self._seconds_per_addition = 1 / topology.addition_bandwidth
-        # An adder is numbered after the topology's resources.
-        self._first_adder = len(topology.resources)
-        self._one_adder = topology.serial_reduction
-        self._names: list[tuple[str, int, int, int]] = []
-        self._durations: list[float] = []
-        self._resource_set_of: list[int] = []
-        self._resource_sets: dict[tuple[int, ...], int] = {}
-        self._num_dependencies: list[int] = []
-        self._dependents: list[list[int]] = []
+    Args:
+      graph: the tasks to begin with; None for none.
+    """
 
-    def add_pack(self, index: int, pack: Pack) -> None:
-        tree = pack.tree
-        # What must have ended before a device holds the sum over its subtree; over all devices.
-        summed: list[list[int]] = [[] for _ in tree.parents]
-        for child, parent in reversed(tree.edges):
-            task = self._add_copy(("reduce", index, child, parent), pack.size, summed[child])
-            if self._seconds_per_addition:
-                task = self._add(
-                    ("add", index, child, parent),
-                    pack.size * self._seconds_per_addition,
-                    (self._first_adder + (0 if self._one_adder else parent),),
-                    [task],
-                )
-            summed[parent].append(task)
-        arrived = {tree.root: summed[tree.root]}
-        for child, parent in tree.edges:
-            task = self._add_copy(("broadcast", index, parent, child), pack.size, arrived[parent])
-            arrived[child] = [task]
+    def __init__(self, graph: TaskGraph | None = None) -> None:
+        self._names = list(graph.names) if graph else []
+        self._durations = list(graph.durations) if graph else []
+        self._resource_set_of = list(graph.resource_set_of) if graph else []
+        resource_sets = graph.resource_sets if graph else ()
+        self._resource_sets = {found: index for index, found in enumerate(resource_sets)}
+        self._num_dependencies = list(graph.num_dependencies) if graph else []
+        self._dependents = [list(found) for found in graph.dependents] if graph else []
 
-    def _add_copy(self, name: tuple[str, int, int, int], size: int, after: list[int]) -> int:
-        latency, seconds_per_byte, resources = self._costs[name[2:]]
-        return self._add(name, latency + size * seconds_per_byte, resources, after)
-
-    def _add(
+    def add(
         self,
         name: tuple[str, int, int, int],
         duration: float,
         resources: tuple[int, ...],
-        after: list[int],
+        after: Iterable[int] = (),
     ) -> int:
+        """Adds a task.
+
+        Args:
+          name: its kind, pack, source and target.
+          duration: its seconds.
+          resources: what it holds.
+          after: the tasks that it waits for.
+
+        Returns:
+          Its number.
+        """
         task = len(self._names)
         self._names.append(name)
         self._durations.append(duration)
         self._resource_set_of.append(
             self._resource_sets.setdefault(resources, len(self._resource_sets))
         )
-        self._num_dependencies.append(len(after))
+        self._num_dependencies.append(0)
         self._dependents.append([])
         for earlier in after:
-            self._dependents[earlier].append(task)
+            self.depend(task, earlier)
         return task
 
+    def depend(self, task: int, on: int) -> None:
+        """Makes a task wait for another one."""
+        self._dependents[on].append(task)
+        self._num_dependencies[task] += 1
+
     def graph(self) -> TaskGraph:
+        """Returns the graph of all tasks so far."""
         return TaskGraph(
             tuple(self._names),
             tuple(self._durations),
@@ -139,6 +134,35 @@ class _Tasks:
             tuple(self._num_dependencies),
             tuple(map(tuple, self._dependents)),
         )
+
+
+def _add_pack(builder: TaskGraphBuilder, index: int, pack: Pack, topology: Topology) -> None:
+    """Adds the tasks of one pack: up its tree, then down."""
+    tree, costs = pack.tree, _link_costs(topology)
+    seconds_per_addition = 1 / topology.addition_bandwidth
+    # An adder is numbered after the topology's resources.
+    first_adder = len(topology.resources)
+
+    def add_copy(kind: str, source: int, target: int, after: Iterable[int]) -> int:
+        latency, seconds_per_byte, resources = costs[source, target]
+        seconds = latency + pack.size * seconds_per_byte
+        return builder.add((kind, index, source, target), seconds, resources, after)
+
+    # What must have ended before a device holds the sum over its subtree; over all devices.
+    summed: list[list[int]] = [[] for _ in tree.parents]
+    for child, parent in reversed(tree.edges):
+        task = add_copy("reduce", child, parent, summed[child])
+        if seconds_per_addition:
+            task = builder.add(
+                ("add", index, child, parent),
+                pack.size * seconds_per_addition,
+                (first_adder + (0 if topology.serial_reduction else parent),),
+                [task],
+            )
+        summed[parent].append(task)
+    arrived = {tree.root: summed[tree.root]}
+    for child, parent in tree.edges:
+        arrived[child] = [add_copy("broadcast", parent, child, arrived[parent])]
 
 
 @functools.lru_cache(maxsize=64)
