@@ -6,8 +6,6 @@ network carries the data of one device a host, however many devices there are. O
 all devices of all hosts take part in one collective, and there are no trees.
 """
 
-# Longer than 400 lines: every collective here counts its progress and takes its key the same way.
-
 from __future__ import annotations
 
 import dataclasses
@@ -23,30 +21,9 @@ from tfcdo import tf_internals
 from tfcdo.cluster.agreement import digest
 from tfcdo.cluster.session import Session
 from tfcdo.execute import numerics
+from tfcdo.execute import packs
+from tfcdo.execute import wire
 
-# What `CollectiveReduceV2` adds, or what to turn other dtypes into for it, losing nothing: sums of
-# integers are right modulo their size in wider ones too, and a complex number is two real ones.
-_SUMMED_AS = {
-    tf.float16: tf.float32,
-    tf.bfloat16: tf.float32,
-    tf.int8: tf.int32,
-    tf.int16: tf.int32,
-    tf.uint8: tf.int32,
-    tf.uint16: tf.int32,
-    tf.uint32: tf.int64,
-}
-_SUMMED_BITS = {tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
-# The same for ops that only copy.
-_COPIED_AS = {tf.bool: tf.int32, tf.int8: tf.int32, tf.uint8: tf.int32}
-_COPIED_BITS = {
-    tf.bfloat16: tf.float16,
-    tf.int16: tf.float16,
-    tf.uint16: tf.float16,
-    tf.uint32: tf.int32,
-    tf.uint64: tf.int64,
-    tf.complex64: tf.int64,
-    tf.complex128: tf.float64,
-}
 # Group keys of ours, far from those that TensorFlow's strategies count up from 1.
 _GROUP_KEYS = {"CPU": 7_001_000, "GPU": 7_002_000}
 _ALL_DEVICES_KEYS = {"CPU": 7_003_000, "GPU": 7_004_000}
@@ -119,11 +96,15 @@ class Exchange:
           come back in 32.
         """
         with tf.device(device):
-            flat = tensors[0] if len(tensors) == 1 else tf.concat([_flat(t) for t in tensors], 0)
+            flat = (
+                tensors[0]
+                if len(tensors) == 1
+                else tf.concat([packs.flatten(t) for t in tensors], 0)
+            )
             [total] = self._differentiable_sum([flat], [device])
             if len(tensors) == 1:
                 return [total]
-            parts = tf.split(total, [_size(tensor) for tensor in tensors])
+            parts = tf.split(total, tf.stack([_size(tensor) for tensor in tensors]))
             return [
                 tf.reshape(part, _shape(tensor))
                 for part, tensor in zip(parts, tensors, strict=True)
@@ -165,11 +146,11 @@ class Exchange:
             there = tf.reshape(tf.where(number % most < tf.gather(counts, number // most)), [-1])
             results = []
             for tensor in tensors:
-                wire = _as_copied(tensor)
-                padding = tf.concat([[most - rows], tf.shape(wire, tf.int64)[1:]], 0)
-                padded = tf.concat([wire, tf.zeros(padding, wire.dtype)], 0)
+                sent = wire.as_copied(tensor)
+                padding = tf.concat([[most - rows], tf.shape(sent, tf.int64)[1:]], 0)
+                padded = tf.concat([sent, tf.zeros(padding, sent.dtype)], 0)
                 gathered = tf.gather(self._gather(padded, device), there)
-                results.append(_from_wire(gathered, tensor))
+                results.append(wire.from_wire(gathered, tensor))
             return results
 
     def concat(self, tensor: tf.Tensor, axis: Any, device: str) -> tf.Tensor:
@@ -217,7 +198,7 @@ class Exchange:
           device: the device that it is on.
         """
         with tf.device(device):
-            wire = _as_copied(tensor)
+            sent = wire.as_copied(tensor)
             common = {
                 "group_size": self._network.num_hosts,
                 "group_key": _group_key(device),
@@ -225,15 +206,15 @@ class Exchange:
                 "communication_hint": self._network.hint,
                 "timeout_seconds": 0.0,
             }
-            entered = self._mark(wire)
+            entered = self._mark(sent)
             if self._network.session.cluster.is_chief:
-                sent = tf.raw_ops.CollectiveBcastSendV2(input=wire, **common)
+                received = tf.raw_ops.CollectiveBcastSendV2(input=sent, **common)
             else:
-                sent = tf.raw_ops.CollectiveBcastRecvV2(
-                    T=wire.dtype, shape=tf.shape(wire), **common
+                received = tf.raw_ops.CollectiveBcastRecvV2(
+                    T=sent.dtype, shape=tf.shape(sent), **common
                 )
-            self._mark(sent, after=entered)
-            return _from_wire(sent, tensor)
+            self._mark(received, after=entered)
+            return wire.from_wire(received, tensor)
 
     def _differentiable_sum(
         self, tensors: Sequence[tf.Tensor], devices: Sequence[str]
@@ -259,16 +240,16 @@ class Exchange:
         return list(summed(*tensors))
 
     def _sum(self, tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
-        wires = []
+        parts = []
         for tensor, device in zip(tensors, devices, strict=True):
             with tf.device(device):
-                wires.append(_as_summed(tensor))
-        entered, key = self._mark(*wires), next(self._keys)
+                parts.append(wire.as_summed(tensor))
+        entered, key = self._mark(*parts), next(self._keys)
         totals = []
-        for wire, device in zip(wires, devices, strict=True):
+        for part, device in zip(parts, devices, strict=True):
             with tf.device(device):
                 total = tf.raw_ops.CollectiveReduceV2(
-                    input=wire,
+                    input=part,
                     group_size=self._network.num_hosts * len(devices),
                     group_key=_group_key(*devices),
                     instance_key=key,
@@ -282,7 +263,7 @@ class Exchange:
         results = []
         for total, tensor, device in zip(totals, tensors, devices, strict=True):
             with tf.device(device):
-                results.append(numerics.widened(_from_wire(total, tensor, summed=True)))
+                results.append(numerics.widened(wire.from_wire(total, tensor, summed=True)))
         return results
 
     def _gather(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
@@ -376,35 +357,11 @@ def _make_token(device: str) -> tf.Tensor:
         return handle
 
 
-def _as_summed(tensor: tf.Tensor) -> tf.Tensor:
-    if tensor.dtype in _SUMMED_BITS:
-        return tf.bitcast(tensor, _SUMMED_BITS[tensor.dtype])
-    return tf.cast(tensor, _SUMMED_AS.get(tensor.dtype, tensor.dtype))
-
-
-def _as_copied(tensor: tf.Tensor) -> tf.Tensor:
-    if tensor.dtype in _COPIED_BITS:
-        return tf.bitcast(tensor, _COPIED_BITS[tensor.dtype])
-    return tf.cast(tensor, _COPIED_AS.get(tensor.dtype, tensor.dtype))
-
-
-def _from_wire(wire: tf.Tensor, like: tf.Tensor, summed: bool = False) -> tf.Tensor:
-    """Turns what travelled back into the dtype that was sent; sums of 16-bit floats stay wide."""
-    if like.dtype in (_SUMMED_BITS if summed else _COPIED_BITS):
-        return tf.bitcast(wire, like.dtype)
-    if summed and like.dtype in (tf.float16, tf.bfloat16):
-        return wire
-    return tf.cast(wire, like.dtype)
-
-
-def _flat(tensor: tf.Tensor) -> tf.Tensor:
-    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1])
-
-
-def _size(tensor: tf.Tensor) -> Any:
+def _size(tensor: tf.Tensor) -> tf.Tensor:
     size = tensor.shape.num_elements()
-    return tf.size(tensor, tf.int64) if size is None else size
+    return tf.size(tensor, tf.int64) if size is None else tf.constant(size, tf.int64)
 
 
-def _shape(tensor: tf.Tensor) -> Any:
-    return tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
+def _shape(tensor: tf.Tensor) -> tf.Tensor:
+    known = tensor.shape.is_fully_defined()
+    return packs.int64(tensor.shape.as_list()) if known else tf.shape(tensor, tf.int64)

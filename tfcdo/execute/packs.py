@@ -101,7 +101,7 @@ def unpack(
 def _cut(value: tf.Tensor, slices: Sequence[batch_plan.ValueSlice]) -> list[tf.Tensor]:
     if len(slices) == 1:
         return [value]
-    return tf.split(_flat(value), _int64(part.size for part in slices))
+    return tf.split(flatten(value), int64(part.size for part in slices))
 
 
 def _fuse(fused: batch_plan.FusedTensor, parts: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -109,7 +109,7 @@ def _fuse(fused: batch_plan.FusedTensor, parts: Sequence[tf.Tensor]) -> tf.Tenso
         return parts[0]
     if fused.stacked:
         return tf.stack(parts)
-    return tf.concat([_flat(part) for part in parts], axis=0)
+    return tf.concat([flatten(part) for part in parts], axis=0)
 
 
 def _unfuse(fused: batch_plan.FusedTensor, tensor: tf.Tensor) -> list[tf.Tensor]:
@@ -117,7 +117,7 @@ def _unfuse(fused: batch_plan.FusedTensor, tensor: tf.Tensor) -> list[tf.Tensor]
         return [tensor]
     if fused.stacked:
         return tf.unstack(tensor, len(fused.slices))
-    return tf.split(tensor, _int64(part.size for part in fused.slices))
+    return tf.split(tensor, int64(part.size for part in fused.slices))
 
 
 def _join(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:
@@ -126,14 +126,15 @@ def _join(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:
     # among them all whose shape nobody knows yet.
     if not shape.is_fully_defined() or joined.shape == shape:
         return joined
-    return tf.reshape(joined, _int64(shape.as_list()))
+    return tf.reshape(joined, int64(shape.as_list()))
 
 
-def _flat(tensor: tf.Tensor) -> tf.Tensor:
-    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, _int64([-1]))
+def flatten(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor with one axis, as it is if it has one already."""
+    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, int64([-1]))
 
 
-def _int64(numbers: Iterable[int]) -> tf.Tensor:
+def int64(numbers: Iterable[int]) -> tf.Tensor:
     """Sizes or a shape, as an op takes them.
 
     In 64 bits, because TensorFlow 2.21 mixes up 32-bit ones: of eager ops that several threads run
