@@ -53,7 +53,7 @@ def averaged_when_read(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_averaged(value: Any) -> bool:
-    """Whether a value is a variable whose replicas are averaged when it is read."""
+    """Tells whether a value is a variable whose replicas are averaged when it is read."""
     return (
         isinstance(value, tf_internals.DistributedValues)
         and getattr(value, "synchronization", None) == tf.VariableSynchronization.ON_READ

@@ -1,11 +1,8 @@
 """TensorFlow's strategies, on which Keras 3 works and whose all-reduces are tfcdo's."""
 
-# Longer than 400 lines: two strategies share most of what is written here, and nobody else does.
-
 from __future__ import annotations
 
 import collections
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +25,7 @@ from tfcdo.cross_device_ops import ReductionToOneDevice
 from tfcdo.execute import exchange
 from tfcdo.execute import nccl
 from tfcdo.execute.hosts import Hosts
+from tfcdo.structures import reduce_structure
 
 _TIMEOUT_SECONDS = 600.0
 # TensorFlow's servers, once all hosts are there, take less than one.
@@ -130,7 +128,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
 
 def is_chief() -> bool:
-    """Whether this process is the one that writes what only one may: checkpoints, models, logs.
+    """Tells whether this process writes what only one may: checkpoints, models, logs.
 
     Returns:
       Whether this host is the first one of the current strategy, else of TF_CONFIG; True for a
@@ -152,80 +150,6 @@ def is_chief() -> bool:
     config.check_tf_config()
     cluster = _cluster_of(tf.distribute.cluster_resolver.TFConfigClusterResolver())
     return cluster is None or cluster.is_chief
-
-
-def reduce_structure(
-    reduce: Any, reduce_op: Any, value: Any, axis: Any, several_hosts: bool = False
-) -> Any:
-    """Reduces each component of a structure, as TensorFlow reduces a single value.
-
-    Keras 3 asks for two things that TensorFlow's strategies do not do: it reduces scalars along
-    axis 0, where they have none, and whole batches, only to learn their shapes.
-
-    Args:
-      reduce: TensorFlow's method.
-      reduce_op: SUM or MEAN, also as a string.
-      value: a value, or a structure of values.
-      axis: the axis to reduce along as well, inside each replica; of no effect on scalars. None for
-        none.
-      several_hosts: whether replicas are on several hosts, which may hold unlike shapes without
-        knowing of each other.
-
-    Returns:
-      The reduced value, or a structure of reduced values.
-    """
-    if moving_statistics.is_averaged(value):
-        return moving_statistics.reduced(reduce, reduce_op, value, axis)
-    if axis is None and _is_symbolic_build(reduce_op):
-        return tf.nest.map_structure(
-            lambda one: _for_its_shape(reduce, reduce_op, one, several_hosts), value
-        )
-    return tf.nest.map_structure(
-        lambda one: reduce(reduce_op, one, axis=None if _is_scalar(one) else axis), value
-    )
-
-
-def _components(value: Any) -> tuple[Any, ...]:
-    return value.values if isinstance(value, tf_internals.DistributedValues) else (value,)
-
-
-def _is_scalar(value: Any) -> bool:
-    component = _components(value)[0]
-    shape = getattr(component, "shape", None)
-    return isinstance(component, (int, float, complex)) or (
-        shape is not None and tf.TensorShape(shape).rank == 0
-    )
-
-
-def _is_symbolic_build(reduce_op: Any) -> bool:
-    """Whether Keras asks for a batch's shapes, by reducing it.
-
-    Nobody else reduces to a mean without an axis from inside Keras.
-    """
-    frame = sys._getframe(3)
-    return (
-        frame.f_globals.get("__name__", "").startswith("keras.")
-        and str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
-    )
-
-
-def _for_its_shape(reduce: Any, reduce_op: Any, value: Any, several_hosts: bool) -> Any:
-    """Returns the mean of a batch's component, or, where nobody can add it, a stand-in.
-
-    Of several hosts it is always the stand-in: the value of this host's first replica. (Keras asks
-    outside of the strategy's scope, so the current strategy does not tell whether there are.)
-    """
-    if several_hosts or not _can_be_added(_components(value)):
-        return _components(value)[0]
-    return reduce(reduce_op, value, axis=None)
-
-
-def _can_be_added(components: Sequence[Any]) -> bool:
-    if not all(isinstance(component, tf.Tensor) for component in components):
-        return False
-    dtype, shape = components[0].dtype, components[0].shape
-    numeric = dtype.is_floating or dtype.is_integer or dtype.is_complex
-    return numeric and all(component.shape == shape for component in components)
 
 
 def _default_ops(devices: Sequence[str]) -> AllReduceCrossDeviceOps:
@@ -293,11 +217,11 @@ class _AveragesStatistics:
 
 
 class _MirroredExtended(_AveragesStatistics, tf_internals.MirroredExtended):
-    """What the strategy does for TensorFlow: as TensorFlow's own, but for moving statistics."""
+    """The strategy's work for TensorFlow: as TensorFlow's own, but for moving statistics."""
 
 
 class _MultiWorkerExtended(_AveragesStatistics, tf_internals.MultiWorkerExtended):
-    """What the strategy does for TensorFlow: devices, variables, and who reduces what."""
+    """The strategy's work for TensorFlow: devices, variables, and who reduces what."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ _TIMEOUT = 1800.0
 
 @dataclasses.dataclass(frozen=True)
 class WorkersResult:
-    """What workers have after they trained together.
+    """The state of workers that have trained together.
 
     Attributes:
       weights: the model's weights.

@@ -1,1 +1,1 @@
-"""What the hosts of a cluster know of each other: who they are, and whether they do the same."""
+"""The hosts of a cluster: who they are, and whether they do the same."""

@@ -52,7 +52,7 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the host that others take initial values and instructions from."""
+        """Tells whether this is the host that others take initial values and instructions from."""
         return self.index == 0
 
     @property

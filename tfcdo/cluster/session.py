@@ -1,4 +1,4 @@
-"""What this process shares with the other hosts from the start of the strategy to its end."""
+"""Sessions: the state that a process shares with the other hosts while its strategy lives."""
 
 from __future__ import annotations
 

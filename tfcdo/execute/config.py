@@ -1,4 +1,4 @@
-"""How a class all-reduces: the value that carries its choices to `tfcdo.execute.batch`."""
+"""The configuration of an all-reduce: a class's choices, as `tfcdo.execute.batch` gets them."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _lock = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What joins the hosts.
+    """The connection of a host to the others.
 
     Attributes:
       session: what this process shares with the other hosts.
@@ -67,7 +67,7 @@ class Network:
 
 
 class Exchange:
-    """What the hosts exchange for one batch of values: a few collectives, in a fixed order.
+    """The collectives of all hosts for one batch of values, in a fixed order.
 
     Args:
       network: what joins the hosts.

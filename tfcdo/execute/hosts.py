@@ -1,4 +1,4 @@
-"""What hosts tell each other before they exchange a batch: how it is packed, and where it goes."""
+"""Hosts that all-reduce together: how they pack a batch, and how they describe it to each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to values where they meet: adding them, and finishing the sum at the root."""
+"""Numerics: the dtype that values are added in, and the final op on the sum at the root."""
 
 from __future__ import annotations
 

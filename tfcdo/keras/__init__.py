@@ -1,4 +1,4 @@
-"""What users of Keras need beside a strategy: training on K replicas that ends as on one device.
+"""For users of Keras, beside a strategy: training on K replicas that ends as on one device.
 
 Nothing else of tfcdo imports this package, so Keras is loaded for those who use it.
 """

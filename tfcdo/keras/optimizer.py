@@ -262,7 +262,7 @@ for _name in _FORWARDED:
 
 
 def _constructing(optimizer: DistributedOptimizer) -> bool:
-    """Whether the base class's constructor still runs, which sets attributes to their defaults."""
+    """Tells whether the base class's constructor still runs, which sets attributes to defaults."""
     return "inner_optimizer" not in vars(optimizer)
 
 

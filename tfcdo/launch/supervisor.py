@@ -30,7 +30,7 @@ _LAST_DRAIN_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class WorkerSpec:
-    """What one worker is.
+    """One worker, as it is to be started.
 
     Attributes:
       name: What the user calls it, such as "worker 0".
@@ -47,7 +47,7 @@ class WorkerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to run, and how.
+    """A command to run on several workers, and the rules for it.
 
     Attributes:
       command: The program and its arguments, the same for each worker.

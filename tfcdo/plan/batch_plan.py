@@ -11,7 +11,7 @@ from tfcdo.plan.copy_tree import CopyTree
 
 @dataclasses.dataclass(frozen=True)
 class ValueSpec:
-    """What a plan needs to know of one replica value.
+    """The dtype and shape of one replica value, as far as a plan needs them.
 
     Attributes:
       dtype: the name of its dtype; values of different dtypes never share a pack.

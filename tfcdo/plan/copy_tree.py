@@ -54,7 +54,7 @@ class CopyTree:
 
     @property
     def num_devices(self) -> int:
-        """How many devices the tree spans."""
+        """Counts the devices that the tree spans."""
         return len(self.parents)
 
     @functools.cached_property

@@ -12,7 +12,7 @@ from tfcdo.topology.topology import Topology
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What one algorithm's schedule does on a topology.
+    """The simulated behaviour of one algorithm's schedule on a topology.
 
     Attributes:
       algorithm: the name that was asked for.

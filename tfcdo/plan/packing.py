@@ -26,7 +26,7 @@ _SECONDS_PER_OP = 6.5e-6
 
 @dataclasses.dataclass(frozen=True)
 class PackingOptions:
-    """How a caller wants values to be packed.
+    """The caller's wishes about how values are packed.
 
     Attributes:
       num_packs: cut all values of one dtype into this many packs; 0 for no such packing, None to

@@ -60,7 +60,7 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class HostsEvaluation:
-    """What one all-reduce takes across hosts.
+    """The simulated times of one all-reduce across hosts.
 
     Attributes:
       algorithm: its name.

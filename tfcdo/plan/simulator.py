@@ -49,7 +49,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What happened in a simulation.
+    """The events of a simulation.
 
     Attributes:
       seconds: when the last task ended.

@@ -1,0 +1,86 @@
+"""Reducing structures of values, as Keras 3 asks strategies to."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import moving_statistics
+from tfcdo import tf_internals
+
+
+def reduce_structure(
+    reduce: Any, reduce_op: Any, value: Any, axis: Any, several_hosts: bool = False
+) -> Any:
+    """Reduces each component of a structure, as TensorFlow reduces a single value.
+
+    Keras 3 asks for two things that TensorFlow's strategies do not do: it reduces scalars along
+    axis 0, where they have none, and whole batches, only to learn their shapes.
+
+    Args:
+      reduce: TensorFlow's method.
+      reduce_op: SUM or MEAN, also as a string.
+      value: a value, or a structure of values.
+      axis: the axis to reduce along as well, inside each replica; of no effect on scalars. None for
+        none.
+      several_hosts: whether replicas are on several hosts, which may hold unlike shapes without
+        knowing of each other.
+
+    Returns:
+      The reduced value, or a structure of reduced values.
+    """
+    if moving_statistics.is_averaged(value):
+        return moving_statistics.reduced(reduce, reduce_op, value, axis)
+    if axis is None and _is_symbolic_build(reduce_op):
+        return tf.nest.map_structure(
+            lambda one: _for_its_shape(reduce, reduce_op, one, several_hosts), value
+        )
+    return tf.nest.map_structure(
+        lambda one: reduce(reduce_op, one, axis=None if _is_scalar(one) else axis), value
+    )
+
+
+def _components(value: Any) -> tuple[Any, ...]:
+    return value.values if isinstance(value, tf_internals.DistributedValues) else (value,)
+
+
+def _is_scalar(value: Any) -> bool:
+    component = _components(value)[0]
+    shape = getattr(component, "shape", None)
+    return isinstance(component, (int, float, complex)) or (
+        shape is not None and tf.TensorShape(shape).rank == 0
+    )
+
+
+def _is_symbolic_build(reduce_op: Any) -> bool:
+    """Tells whether Keras asks for a batch's shapes, by reducing it.
+
+    Nobody else reduces to a mean without an axis from inside Keras.
+    """
+    frame = sys._getframe(3)
+    return (
+        frame.f_globals.get("__name__", "").startswith("keras.")
+        and str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+    )
+
+
+def _for_its_shape(reduce: Any, reduce_op: Any, value: Any, several_hosts: bool) -> Any:
+    """Returns the mean of a batch's component, or, where nobody can add it, a stand-in.
+
+    Of several hosts it is always the stand-in: the value of this host's first replica. (Keras asks
+    outside of the strategy's scope, so the current strategy does not tell whether there are.)
+    """
+    if several_hosts or not _can_be_added(_components(value)):
+        return _components(value)[0]
+    return reduce(reduce_op, value, axis=None)
+
+
+def _can_be_added(components: Sequence[Any]) -> bool:
+    if not all(isinstance(component, tf.Tensor) for component in components):
+        return False
+    dtype, shape = components[0].dtype, components[0].shape
+    numeric = dtype.is_floating or dtype.is_integer or dtype.is_complex
+    return numeric and all(component.shape == shape for component in components)
