@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -11,45 +10,21 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
-import testing_utils as tu
 from absl.testing import parameterized
+from bench_testing import QUICK
+from bench_testing import SMALL
+from bench_testing import TF_HIERARCHICAL
+from bench_testing import implementation_of
+from bench_testing import measurement_of
+from bench_testing import setUpModule  # noqa: F401
+from bench_testing import tearDownModule  # noqa: F401
 
-from tfcdo import virtual_devices
 from tfcdo.bench import fit
-from tfcdo.bench import implementations
 from tfcdo.bench import machine
 from tfcdo.bench import measure
 from tfcdo.bench import steps
 from tfcdo.bench import workloads
 from tfcdo.bench.devices import choose_devices
-
-virtual_devices.configure_virtual_cpus(8)
-
-_environment = contextlib.ExitStack()
-
-
-def setUpModule() -> None:
-    # Another test file of this process may have loaded NCCL's kernel for CPUs.
-    _environment.enter_context(tu.kernels_for("GPU"))
-
-
-def tearDownModule() -> None:
-    _environment.close()
-
-
-_SMALL = workloads.Workload("small", ((3, 2), (5,), ()))
-_QUICK = measure.Settings(iterations=2, warmup=1)
-_NO_FUNCTION = "tf.ReductionToOneDevice(accumulation_fn=5)"
-_TF_HIERARCHICAL = "tf.HierarchicalCopyAllReduce(num_packs=1)"
-
-
-def _implementation(name: str) -> implementations.Implementation:
-    (found,) = implementations.parse(name)
-    return found
-
-
-def _measurement(name: str, kind: str, seconds: float, wrong: int = 0) -> measure.Measurement:
-    return measure.Measurement("w", 4000, 1000, "float32", 4, name, kind, seconds, 0.0, 0.0, wrong)
 
 
 class MeasureTest(parameterized.TestCase, tf.test.TestCase):
@@ -79,15 +54,15 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllClose(times["b"].cpu, [0.004, 0.004])
 
     def test_algbw_and_busbw(self):
-        one = _measurement("x", "tf", 2e-6)
+        one = measurement_of("x", "tf", 2e-6)
         self.assertAllClose(one.algbw, 2e9)
         self.assertAllClose(one.busbw, 2e9 * 2 * 3 / 4)
-        self.assertTrue(math.isnan(_measurement("x", "tf", -1e-6).busbw))
+        self.assertTrue(math.isnan(measurement_of("x", "tf", -1e-6).busbw))
 
     @parameterized.parameters(False, True)
     def test_what_packing_takes_is_measured_if_there_are_small_values(self, eager: bool):
         workload = workloads.Workload("w", ((3,), (3,)))
-        one = _implementation("tfcdo.ReductionToOneDevice")
+        one = implementation_of("tfcdo.ReductionToOneDevice")
         results = measure.run(workload, choose_devices(2), [one], measure.Settings(2, 1, eager))
         *_, packing, baseline = results
         self.assertEqual((packing.kind, packing.wrong), (measure.PACKING, None))
@@ -95,7 +70,7 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
 
     @parameterized.parameters(False, True)
     def test_a_run_measures_all_of_them(self, eager: bool):
-        names = ["tfcdo.ReductionToOneDevice", _TF_HIERARCHICAL]
+        names = ["tfcdo.ReductionToOneDevice", TF_HIERARCHICAL]
         tracked: list[tuple[str, int]] = []
 
         def track(sequence: Sequence[Any], *, description: str) -> Iterable[Any]:
@@ -105,9 +80,9 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
 
         settings = measure.Settings(2, 1, eager)
         results = measure.run(
-            _SMALL,
+            SMALL,
             choose_devices(3),
-            [_implementation(name) for name in names],
+            [implementation_of(name) for name in names],
             settings,
             track,
         )
@@ -145,8 +120,8 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
             name: measure.Times(np.array(wall), np.array(wall) * 10) for name, wall in walls.items()
         }
         with mock.patch.object(measure, "interleave", return_value=times) as interleave:
-            one = _implementation("tfcdo.ReductionToOneDevice")
-            results = measure.run(_SMALL, choose_devices(2), [one], _QUICK)
+            one = implementation_of("tfcdo.ReductionToOneDevice")
+            results = measure.run(SMALL, choose_devices(2), [one], QUICK)
         self.assertSameElements(walls, interleave.call_args.args[0])
         self.assertAllClose([one.seconds for one in results], [2.0, 1.0, 0.0, 5.0])
         self.assertAllClose([one.spread for one in results], [5.0, 0.5, 0.0, 4.0])
@@ -163,7 +138,7 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
 
 class FitTest(tf.test.TestCase):
     def test_the_second_step_of_each_round_counts(self):
-        one = _implementation("tfcdo.ReductionToOneDevice")
+        one = implementation_of("tfcdo.ReductionToOneDevice")
         # The first step, the call that traces once more, and three rounds of two steps.
         steps_of_calls = [[70.0], [60.0], [50.0, 1.0], [40.0, 4.0], [30.0, 2.0]]
         with (
@@ -177,17 +152,17 @@ class FitTest(tf.test.TestCase):
 class EvaluationTest(parameterized.TestCase, tf.test.TestCase):
     def test_wrong_results_are_not_the_fastest(self):
         results = [
-            _measurement("tf.Wrong", "tf", 1.0, wrong=1),
-            _measurement("tf.Slow", "tf", 3.0),
-            _measurement("tf.Right", "tf", 2.0),
-            _measurement("tfcdo.X", "tfcdo", 0.5),
+            measurement_of("tf.Wrong", "tf", 1.0, wrong=1),
+            measurement_of("tf.Slow", "tf", 3.0),
+            measurement_of("tf.Right", "tf", 2.0),
+            measurement_of("tfcdo.X", "tfcdo", 0.5),
         ]
         self.assertIs(measure.fastest(results, "tf"), results[2])
         self.assertIsNone(measure.fastest(results, measure.FLOOR))
 
     def test_groups_by_workload(self):
         results = [
-            dataclasses.replace(_measurement(name, "tf", 1.0), size=size)
+            dataclasses.replace(measurement_of(name, "tf", 1.0), size=size)
             for size in (8, 64)
             for name in "ab"
         ]

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import tensorflow as tf
-import testing_utils as tu
 from absl.testing import parameterized
+from bench_testing import SMALL
+from bench_testing import TF_HIERARCHICAL
+from bench_testing import ForgetsTheLastDevice
+from bench_testing import broadcast
+from bench_testing import implementation_of
+from bench_testing import names_of
+from bench_testing import setUpModule  # noqa: F401
+from bench_testing import tearDownModule  # noqa: F401
 
-from tfcdo import tf_internals
-from tfcdo import virtual_devices
 from tfcdo.bench import implementations
 from tfcdo.bench import measure
 from tfcdo.bench import memory
@@ -19,85 +23,39 @@ from tfcdo.bench import steps
 from tfcdo.bench import workloads
 from tfcdo.bench.devices import choose_devices
 
-virtual_devices.configure_virtual_cpus(8)
-
-_environment = contextlib.ExitStack()
-
-
-def setUpModule() -> None:
-    # Another test file of this process may have loaded NCCL's kernel for CPUs.
-    _environment.enter_context(tu.kernels_for("GPU"))
-
-
-def tearDownModule() -> None:
-    _environment.close()
-
-
-_SMALL = workloads.Workload("small", ((3, 2), (5,), ()))
-_QUICK = measure.Settings(iterations=2, warmup=1)
-_NO_FUNCTION = "tf.ReductionToOneDevice(accumulation_fn=5)"
-_TF_HIERARCHICAL = "tf.HierarchicalCopyAllReduce(num_packs=1)"
-
-
-def _implementation(name: str) -> implementations.Implementation:
-    (found,) = implementations.parse(name)
-    return found
-
-
-def _names(found: list[implementations.Implementation]) -> list[str]:
-    return [one.name for one in found]
-
-
-class _ForgetsTheLastDevice(tf.distribute.CrossDeviceOps):
-    """Sums all values but the last device's."""
-
-    def batch_reduce(
-        self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
-    ) -> Any:
-        del reduce_op, options
-        return [_broadcast(tf.add_n(value.values[:-1])) for value, _ in value_destination_pairs]
-
-
-def _broadcast(total: tf.Tensor, count: int = 3) -> Any:
-    copies = []
-    for rank in range(count):
-        with tf.device(f"CPU:{rank}"):
-            copies.append(tf.identity(total))
-    return tf_internals.mirrored(copies)
-
 
 class StepTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(steps.build_graph, steps.build_eager)
     def test_wrong_elements_are_counted(self, build: Any):
-        data = steps.place_values(_SMALL, choose_devices(3))
+        data = steps.place_values(SMALL, choose_devices(3))
         last = [variable.numpy() for variable in data.variables[-1]]
         # What is left out is missed wherever it is not 0, on each of the three devices.
         expected = 3 * sum(np.count_nonzero(array) for array in last)
         self.assertGreater(expected, 0)
-        ops = _ForgetsTheLastDevice()
+        ops = ForgetsTheLastDevice()
         wrong = build(
             data, lambda values: ops.batch_reduce(None, [(v, v) for v in values])
         ).num_wrong
         self.assertEqual(wrong, expected)
 
     def test_a_wrong_shape_is_wrong_in_every_element(self):
-        data = steps.place_values(_SMALL, choose_devices(2))
+        data = steps.place_values(SMALL, choose_devices(2))
         values = [[tf.reshape(total, [1, -1]) for total in data.sums]] * 2
-        self.assertEqual(data.num_wrong(values), 2 * _SMALL.count)
+        self.assertEqual(data.num_wrong(values), 2 * SMALL.count)
 
-    @parameterized.parameters(*_names(implementations.parse("all")))
+    @parameterized.parameters(*names_of(implementations.parse("all")))
     def test_every_implementation_is_right_on_two_devices(self, name: str):
         devices = choose_devices(2)
-        one = _implementation(name)
+        one = implementation_of(name)
         if one.reason_not_to_run(devices.names, "float32"):
             self.assertIn("Nccl", name)
             return
-        built = steps.build_graph(steps.place_values(_SMALL, devices), one.reducer(devices.names))
+        built = steps.build_graph(steps.place_values(SMALL, devices), one.reducer(devices.names))
         self.assertEqual(built.num_wrong, 0)
         self.assertIsInstance(built.first_call, float)
 
     def test_each_device_has_other_values(self):
-        data = steps.place_values(_SMALL, choose_devices(2))
+        data = steps.place_values(SMALL, choose_devices(2))
         first, second = data.variables
         self.assertNotAllEqual(first[0], second[0])
         self.assertEqual([value.device for value in second], [data.devices.names[1]] * 3)
@@ -112,7 +70,7 @@ class StepTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual([value.shape for value in values[1]], list(shapes))
         for addends, total in zip(zip(*values, strict=True), data.sums, strict=True):
             self.assertAllEqual(tf.add_n(addends), total)
-        self.assertFalse(steps.place_values(_SMALL, choose_devices(2)).has_coalesced)
+        self.assertFalse(steps.place_values(SMALL, choose_devices(2)).has_coalesced)
 
     def test_packing_and_unpacking_changes_nothing(self):
         shapes = ((2, 3), (2**14 + 1,), (5,), (2, 3), (2**14 + 1,), (5,), (), (), (2, 3))
@@ -136,25 +94,25 @@ class StepTest(parameterized.TestCase, tf.test.TestCase):
 
     def test_only_what_the_all_reduce_adds_is_counted(self):
         devices = choose_devices(3)
-        data = steps.place_values(_SMALL, devices)
+        data = steps.place_values(SMALL, devices)
         nodes = [
             steps.count_nodes(steps.trace(data, reduce))
             for reduce in (
                 None,
-                lambda values: [_broadcast(value.values[0]) for value in values],
+                lambda values: [broadcast(value.values[0]) for value in values],
             )
         ]
-        self.assertEqual(nodes[1] - nodes[0], len(_SMALL.shapes) * 3)
+        self.assertEqual(nodes[1] - nodes[0], len(SMALL.shapes) * 3)
 
     def test_the_graph_is_a_tenth_of_tensorflows(self):
         data = steps.place_values(workloads.gradients_of("mobilenet"), choose_devices(4))
         base = steps.count_nodes(steps.trace(data, None))
 
         def added(name: str) -> int:
-            reduce = _implementation(name).reducer(data.devices.names)
+            reduce = implementation_of(name).reducer(data.devices.names)
             return steps.count_nodes(steps.trace(data, reduce)) - base
 
-        self.assertLessEqual(added("tfcdo.AutoAllReduce"), 0.10 * added(_TF_HIERARCHICAL))
+        self.assertLessEqual(added("tfcdo.AutoAllReduce"), 0.10 * added(TF_HIERARCHICAL))
 
 
 class MemoryTest(tf.test.TestCase):
@@ -165,7 +123,7 @@ class MemoryTest(tf.test.TestCase):
         def reduce(values: Any) -> Any:
             first, second = values[0].values
             # Two temporary tensors that live at the same time, the product in the place of one.
-            return [_broadcast(tf.negative(first) * tf.exp(second), 2)]
+            return [broadcast(tf.negative(first) * tf.exp(second), 2)]
 
         step = steps.build_graph(data, reduce).step
         # Not every build of TensorFlow has an allocator for processors that counts.
@@ -193,7 +151,7 @@ class MemoryTest(tf.test.TestCase):
 class ProfileTest(tf.test.TestCase):
     def test_ops_and_their_bytes(self):
         workload = workloads.Workload("w", ((300, 300),))
-        found = profile.profile(workload, 2, _implementation("tf.ReductionToOneDevice"))
+        found = profile.profile(workload, 2, implementation_of("tf.ReductionToOneDevice"))
         by_op = {entry.op: entry for entry in found}
         self.assertEqual((by_op["AddN"].count, by_op["AddN"].size), (1, workload.size))
         self.assertGreaterEqual(by_op["AddN"].seconds, 0.0)

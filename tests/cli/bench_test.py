@@ -15,37 +15,19 @@ from unittest import mock
 import keras
 import rich.console
 import tensorflow as tf
-import testing_utils as tu
 from absl.testing import parameterized
+from bench_testing import NO_FUNCTION
+from bench_testing import TF_HIERARCHICAL
+from bench_testing import ForgetsTheLastDevice
+from bench_testing import measurement_of
+from bench_testing import setUpModule  # noqa: F401
+from bench_testing import tearDownModule  # noqa: F401
 
 import tfcdo
-from tfcdo import tf_internals
-from tfcdo import virtual_devices
 from tfcdo.bench import fit
 from tfcdo.bench import implementations
-from tfcdo.bench import measure
-from tfcdo.bench import workloads
 from tfcdo.cli import bench_report
 from tfcdo.cli import commands
-
-virtual_devices.configure_virtual_cpus(8)
-
-_environment = contextlib.ExitStack()
-
-
-def setUpModule() -> None:
-    # Another test file of this process may have loaded NCCL's kernel for CPUs.
-    _environment.enter_context(tu.kernels_for("GPU"))
-
-
-def tearDownModule() -> None:
-    _environment.close()
-
-
-_SMALL = workloads.Workload("small", ((3, 2), (5,), ()))
-_QUICK = measure.Settings(iterations=2, warmup=1)
-_NO_FUNCTION = "tf.ReductionToOneDevice(accumulation_fn=5)"
-_TF_HIERARCHICAL = "tf.HierarchicalCopyAllReduce(num_packs=1)"
 
 
 def _tfcdo(*arguments: str) -> tuple[int, str, str]:
@@ -61,34 +43,14 @@ def _bench(*arguments: str) -> tuple[int, str, str]:
     return _tfcdo("bench", "-n", "1", *warmup, *arguments)
 
 
-class _ForgetsTheLastDevice(tf.distribute.CrossDeviceOps):
-    """Sums all values but the last device's."""
-
-    def batch_reduce(
-        self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
-    ) -> Any:
-        del reduce_op, options
-        return [_broadcast(tf.add_n(value.values[:-1])) for value, _ in value_destination_pairs]
-
-
-def _broadcast(total: tf.Tensor, count: int = 3) -> Any:
-    copies = []
-    for rank in range(count):
-        with tf.device(f"CPU:{rank}"):
-            copies.append(tf.identity(total))
-    return tf_internals.mirrored(copies)
-
-
-def _measurement(name: str, kind: str, seconds: float, wrong: int = 0) -> measure.Measurement:
-    return measure.Measurement("w", 4000, 1000, "float32", 4, name, kind, seconds, 0.0, 0.0, wrong)
-
-
 class ReportTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(80, 160)
     def test_the_table_fits(self, width: int):
         results = [
-            dataclasses.replace(_measurement("tf.CollectiveAllReduce", "tf", 0.2), size=437928960),
-            dataclasses.replace(_measurement(_TF_HIERARCHICAL, "tf", 0.2), size=437928960),
+            dataclasses.replace(
+                measurement_of("tf.CollectiveAllReduce", "tf", 0.2), size=437928960
+            ),
+            dataclasses.replace(measurement_of(TF_HIERARCHICAL, "tf", 0.2), size=437928960),
         ]
         output = io.StringIO()
         bench_report.show(results, rich.console.Console(file=output, width=width))
@@ -98,8 +60,8 @@ class ReportTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLessEqual(max(map(len, output.getvalue().splitlines())), width)
 
     def test_ratios_to_what_is_lost_in_its_spread_are_not_shown(self):
-        reference = _measurement("tf.X", "tf", 2e-3)
-        ours = _measurement("tfcdo.X", "tfcdo", 1e-3)
+        reference = measurement_of("tf.X", "tf", 2e-3)
+        ours = measurement_of("tfcdo.X", "tfcdo", 1e-3)
         for spread, shown in ((1e-3, "0.50"), (3e-3, "-")):
             output = io.StringIO()
             noisy = dataclasses.replace(reference, spread=spread)
@@ -169,7 +131,7 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual([row[0] for row in rows if row[4] == ours], sizes)
 
     def test_a_wrong_result_of_tensorflow_is_shown(self):
-        status, output, _ = _bench("-b", "4K", "-e", "4K", "-g", "3", "--ops", _TF_HIERARCHICAL)
+        status, output, _ = _bench("-b", "4K", "-e", "4K", "-g", "3", "--ops", TF_HIERARCHICAL)
         # Only what tfcdo gets wrong fails.
         self.assertEqual(status, 0)
         (row,) = [
@@ -181,7 +143,7 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
 
     def test_a_wrong_result_of_ours_fails(self):
         with (
-            mock.patch.object(tfcdo, "Wrong", _ForgetsTheLastDevice, create=True),
+            mock.patch.object(tfcdo, "Wrong", ForgetsTheLastDevice, create=True),
             # One that is wrong is enough.
             mock.patch.object(tfcdo, "__all__", ["Wrong", "ReductionToOneDevice"]),
         ):
@@ -221,7 +183,7 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
         (("--ops", "tf.HierarchicalCopyAllReduce(packs=1)"), "packs"),
         (("--ops", "tf.CollectiveAllReduce(foo=1)"), "a strategy makes it without arguments"),
         (("--ops", "tf.NcclAllReduce(num_packs=1, num_packs=2)"), "num_packs is given twice"),
-        (("--ops", _NO_FUNCTION), "not callable"),
+        (("--ops", NO_FUNCTION), "not callable"),
         (("--ops", "tf.NcclAllReduce"), "none of the implementations can run here"),
     )
     def test_a_wrong_option_gets_one_line(self, arguments: tuple[str, ...], named: str):
@@ -305,9 +267,9 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
 
     def test_fit_with_arguments_that_cannot_be_used(self):
         with mock.patch.dict(fit.MODELS, {"mobilenet": _small_model}):
-            status, _, errors = _bench("--fit", "-g", "2", "--ops", _NO_FUNCTION)
+            status, _, errors = _bench("--fit", "-g", "2", "--ops", NO_FUNCTION)
         self.assertEqual(status, 2)
-        self.assertEndsWith(errors, f"tfcdo: {_NO_FUNCTION}: 'int' object is not callable\n")
+        self.assertEndsWith(errors, f"tfcdo: {NO_FUNCTION}: 'int' object is not callable\n")
         self.assertNotIn("Traceback", errors)
 
 

@@ -1,0 +1,69 @@
+"""Shared by tests of the bench: its devices, small workloads, and ops that are wrong on purpose.
+
+A test file imports `setUpModule` and `tearDownModule` by these names, for unittest to find them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+import testing_utils as tu
+
+from tfcdo import tf_internals
+from tfcdo import virtual_devices
+from tfcdo.bench import implementations
+from tfcdo.bench import measure
+from tfcdo.bench import workloads
+
+virtual_devices.configure_virtual_cpus(8)
+
+SMALL = workloads.Workload("small", ((3, 2), (5,), ()))
+QUICK = measure.Settings(iterations=2, warmup=1)
+NO_FUNCTION = "tf.ReductionToOneDevice(accumulation_fn=5)"
+TF_HIERARCHICAL = "tf.HierarchicalCopyAllReduce(num_packs=1)"
+
+_environment = contextlib.ExitStack()
+
+
+def setUpModule() -> None:
+    # Another test file of this process may have loaded NCCL's kernel for CPUs.
+    _environment.enter_context(tu.kernels_for("GPU"))
+
+
+def tearDownModule() -> None:
+    _environment.close()
+
+
+def implementation_of(name: str) -> implementations.Implementation:
+    (found,) = implementations.parse(name)
+    return found
+
+
+def names_of(found: Sequence[implementations.Implementation]) -> list[str]:
+    return [implementation.name for implementation in found]
+
+
+def measurement_of(name: str, kind: str, seconds: float, wrong: int = 0) -> measure.Measurement:
+    return measure.Measurement("w", 4000, 1000, "float32", 4, name, kind, seconds, 0.0, 0.0, wrong)
+
+
+class ForgetsTheLastDevice(tf.distribute.CrossDeviceOps):
+    """Sums all values but the last device's."""
+
+    def batch_reduce(
+        self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
+    ) -> Any:
+        del reduce_op, options
+        return [broadcast(tf.add_n(value.values[:-1])) for value, _ in value_destination_pairs]
+
+
+def broadcast(total: tf.Tensor, count: int = 3) -> Any:
+    """Copies a sum to the first devices, as a reduction would."""
+    copies = []
+    for rank in range(count):
+        with tf.device(f"CPU:{rank}"):
+            copies.append(tf.identity(total))
+    return tf_internals.mirrored(copies)
