@@ -68,13 +68,15 @@ class HostsTest(absltest.TestCase):
         with contextlib.ExitStack() as stack:
             try:
                 opened = stack.enter_context(link.open_link(None))
-            except link.LinkError as error:
-                self.skipTest(str(error))
+            except link.LinkError:
+                opened = link.shared_link()  # As the command does, which says so.
             result = hosts.run(hosts.Settings(2, 2, iterations=1, warmup=1, num_blocks=1), opened)
         ours, theirs, alone = result.measurements
         for one in (ours, theirs):
             self.assertEqual((one.wrong, one.distinct_copies), (0, 1), one.name)
         self.assertLess(result.weight_difference, 1e-5)
+        if not opened.is_own:
+            return  # Other programs' bytes are counted, too.
         # A ring over 4 devices of 2 hosts sends 3 times the gradients, one over 2 hosts twice.
         self.assertAlmostEqual(theirs.bytes_sent / theirs.gradient_bytes, 3.0, delta=0.1)
         self.assertAlmostEqual(ours.bytes_sent / ours.gradient_bytes, 2.0, delta=0.1)

@@ -5,15 +5,14 @@ What NCCL does not take, other dtypes for one, goes along copy trees, so the ops
 
 from __future__ import annotations
 
-import contextlib
-
 import contract
 import contract_instances
 import contract_values
-import nccl_on_cpu
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
+from nccl_on_cpu import setUpModule  # noqa: F401
+from nccl_on_cpu import tearDownModule  # noqa: F401
 
 import tfcdo
 
@@ -26,16 +25,6 @@ SETTINGS = {
 for part in contract_values.ValuesContract, contract_instances.InstancesContract:
     globals().update(contract.settings_tests(part, SETTINGS, __name__))
 del part  # No test class of this module.
-
-_nccl = contextlib.ExitStack()
-
-
-def setUpModule() -> None:
-    _nccl.enter_context(nccl_on_cpu.running())
-
-
-def tearDownModule() -> None:
-    _nccl.close()
 
 
 class KernelTest(parameterized.TestCase):

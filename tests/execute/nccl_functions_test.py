@@ -5,19 +5,19 @@ What would hang on GPUs is an error here: see `nccl_on_cpu`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-import nccl_on_cpu
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl import logging
 from absl.testing import parameterized
+from nccl_on_cpu import setUpModule  # noqa: F401
+from nccl_on_cpu import tearDownModule  # noqa: F401
 from nccl_testing import K
 from nccl_testing import all_reduce
 from nccl_testing import delayed
@@ -29,16 +29,6 @@ from testing_utils import MEAN
 
 import tfcdo
 from tfcdo import log
-
-_nccl = contextlib.ExitStack()
-
-
-def setUpModule() -> None:
-    _nccl.enter_context(nccl_on_cpu.running())
-
-
-def tearDownModule() -> None:
-    _nccl.close()
 
 
 class FunctionTest(tf.test.TestCase, parameterized.TestCase):

@@ -5,7 +5,6 @@ What would hang on GPUs is an error here: see `nccl_on_cpu`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from concurrent import futures
@@ -16,6 +15,8 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
+from nccl_on_cpu import setUpModule  # noqa: F401
+from nccl_on_cpu import tearDownModule  # noqa: F401
 from nccl_testing import K
 from nccl_testing import all_reduce
 from nccl_testing import function
@@ -24,16 +25,6 @@ from nccl_testing import one
 from nccl_testing import ranks
 from testing_utils import EAGER
 from testing_utils import FUNCTION
-
-_nccl = contextlib.ExitStack()
-
-
-def setUpModule() -> None:
-    _nccl.enter_context(nccl_on_cpu.running())
-
-
-def tearDownModule() -> None:
-    _nccl.close()
 
 
 class StrategyTest(tf.test.TestCase, parameterized.TestCase):

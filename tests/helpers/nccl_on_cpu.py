@@ -1,7 +1,8 @@
 """Runs the ops that GPUs would run for NCCL on virtual CPU devices.
 
 A kernel that misses a participant waits; here it gives up after a few seconds, so that what would
-hang on GPUs is an error.
+hang on GPUs is an error. A test file whose tests all need it imports `setUpModule` and
+`tearDownModule` by these names, for unittest to find them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from unittest import mock
 import nccl_cpu_kernel
 
 _PATIENCE_SECONDS = 10
+_environment = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
@@ -37,3 +39,11 @@ def running() -> Iterator[None]:
 def patience(seconds: float) -> contextlib.AbstractContextManager[object]:
     """While this lasts, a kernel waits so long for the others."""
     return mock.patch.dict(os.environ, {nccl_cpu_kernel.TIMEOUT_VARIABLE: str(seconds)})
+
+
+def setUpModule() -> None:
+    _environment.enter_context(running())
+
+
+def tearDownModule() -> None:
+    _environment.close()
