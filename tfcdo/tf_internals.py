@@ -69,12 +69,13 @@ def canonical_device(device: str) -> str:
     Raises:
       ValueError: if `device` is not a device name.
     """
-    return _device_util.resolve(device)
+    name: str = _device_util.resolve(device)
+    return name
 
 
 def is_variable(value: Any) -> bool:
     """Returns whether `value` is a variable that lives on one device."""
-    return _resource_variable_ops.is_resource_variable(value)
+    return bool(_resource_variable_ops.is_resource_variable(value))
 
 
 def devices_of_values(value: Any) -> tuple[str, ...]:
@@ -160,7 +161,7 @@ def dtypes_of_op(op_name: str, attribute: str) -> frozenset[tf.DType]:
 
 def compiled_by_xla() -> bool:
     """Returns whether a function is being traced that XLA compiles as a whole."""
-    return _control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    return bool(_control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 def captured(tensor: tf.Tensor) -> tf.Tensor:
@@ -256,7 +257,7 @@ class KeyValueStore:
         """Waits up to `timeout` seconds for a key; returns its value, or None."""
         milliseconds = max(1, round(timeout * 1000))  # 0 would wait without end.
         try:
-            return _context.context().get_config_key_value(f"tfcdo/{key}", milliseconds)
+            return str(_context.context().get_config_key_value(f"tfcdo/{key}", milliseconds))
         except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):
             return None
 

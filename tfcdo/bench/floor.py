@@ -95,8 +95,8 @@ def _repack(same_shape: list[tf.Tensor]) -> list[tf.Tensor]:
         return same_shape
     if same_shape[0].shape.rank == 1:
         sizes = tf.constant([same_shape[0].shape[0]] * len(same_shape), tf.int64)
-        return tf.split(tf.concat(same_shape, axis=0), sizes)
-    return tf.unstack(tf.stack(same_shape))
+        return list(tf.split(tf.concat(same_shape, axis=0), sizes))
+    return list(tf.unstack(tf.stack(same_shape)))
 
 
 @tf.function(jit_compile=True, autograph=False)

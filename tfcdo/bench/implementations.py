@@ -132,7 +132,7 @@ class Implementation:
             return self.class_name == "NcclAllReduce"
         call = inspect.signature(_classes(OURS)[_GENERAL]).bind(**dict(self.arguments))
         call.apply_defaults()
-        return call.arguments["all_reduce_alg"] == "nccl"
+        return bool(call.arguments["all_reduce_alg"] == "nccl")
 
 
 # One instance for all workloads: a second strategy over the same devices would number its
@@ -142,7 +142,10 @@ def _batch_reduce(
     implementation: Implementation, devices: tuple[str, ...]
 ) -> Callable[..., Sequence[Any]]:
     ops = implementation.cross_device_ops()
-    return ops.batch_reduce if ops else implementation.strategy(devices).extended.batch_reduce_to
+    reduce: Callable[..., Sequence[Any]] = (
+        ops.batch_reduce if ops else implementation.strategy(devices).extended.batch_reduce_to
+    )
+    return reduce
 
 
 def parse(name: str) -> list[Implementation]:

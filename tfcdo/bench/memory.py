@@ -30,4 +30,4 @@ def peak_of(step: steps.Step, devices: Devices) -> int | None:
         after = [tf.config.experimental.get_memory_info(device)["peak"] for device in counted]
     except ValueError:
         return None
-    return sum(after) - sum(before)
+    return int(sum(after) - sum(before))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tfcdo.bench import tracking
 
 
-class RateType(click.ParamType):
+class RateType(options.ParamType):
     """A rate as tc writes it, such as 1gbit."""
 
     name = "rate"

@@ -32,7 +32,8 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             raise click.UsageError(f"no command {cmd_name!r}: there are {', '.join(COMMANDS)}")
         module, _, attribute = COMMANDS[cmd_name].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
 
 
 @click.group(

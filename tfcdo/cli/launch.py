@@ -14,13 +14,14 @@ from rich.console import Console
 from rich.text import Text
 
 from tfcdo import environment
+from tfcdo.cli import options
 from tfcdo.launch import cluster
 from tfcdo.launch import supervisor
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
-class Hosts(click.ParamType):
+class Hosts(options.ParamType):
     """Addresses of workers, separated by commas."""
 
     name = "hosts"

@@ -14,11 +14,17 @@ import importlib
 import pathlib
 import re
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from rich.console import Console
 from rich.status import Status
+
+if TYPE_CHECKING:
+    ParamType = click.ParamType[Any]
+else:
+    # A type checker's newer click knows what is converted; one from 2023 takes no such argument.
+    ParamType = click.ParamType
 
 # The largest number of bytes that TensorFlow can count.
 _LARGEST_SIZE = 2**63 - 1
@@ -29,7 +35,7 @@ _KILO = {"": 1024, "IB": 1024, "B": 1000}
 _ASCII = str.maketrans({"→": "->", "µ": "u", "±": "+-"})
 
 
-class Size(click.ParamType):
+class Size(ParamType):
     """A number of bytes such as 4096, 64K (65536) or 100MB (100000000)."""
 
     name = "size"
@@ -38,13 +44,15 @@ class Size(click.ParamType):
         """Reads a number with a unit."""
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(|B|(?<=[KMG])IB)", str(value).upper())
         if not found:
-            return self._fail(value, param, ctx)
+            self._fail(value, param, ctx)
         # A Decimal takes any number of digits, and a Fraction does not round what it multiplies.
         number = fractions.Fraction(decimal.Decimal(found[1]))
-        size = round(number * _KILO[found[3]] ** _EXPONENTS[found[2]])
+        size: int = round(number * _KILO[found[3]] ** _EXPONENTS[found[2]])
         if size > _LARGEST_SIZE:
             self.fail("there can be at most 2^63 - 1 bytes", param, ctx)
-        return size or self._fail(value, param, ctx)
+        if not size:
+            self._fail(value, param, ctx)
+        return size
 
     def _fail(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -54,7 +62,7 @@ class Size(click.ParamType):
         )
 
 
-class Bandwidth(click.ParamType):
+class Bandwidth(ParamType):
     """Bytes per second as vendors count them, such as 12.5G (10^9), or bits, such as 100gbit."""
 
     name = "bandwidth"
@@ -74,7 +82,7 @@ class Bandwidth(click.ParamType):
         return number / 8 if found[3] == "BIT" else number
 
 
-class Duration(click.ParamType):
+class Duration(ParamType):
     """A time such as 60ms, 800us or 1.5s."""
 
     name = "duration"
@@ -89,7 +97,7 @@ class Duration(click.ParamType):
         return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
 
 
-class NewFile(click.ParamType):
+class NewFile(ParamType):
     """A file to write, in a folder that exists.
 
     Args:

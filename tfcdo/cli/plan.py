@@ -36,7 +36,7 @@ _ALWAYS_SHOWN = ("Busiest link", "Time", "Time / bound")
 _NUMBER = r"\d{1,9}"
 
 
-class Devices(click.ParamType):
+class Devices(options.ParamType):
     """Device numbers separated by commas."""
 
     name = "devices"
@@ -50,7 +50,7 @@ class Devices(click.ParamType):
         return tuple(map(int, value.split(",")))
 
 
-class Machine(click.ParamType):
+class Machine(options.ParamType):
     """A preset, or a file that describes a machine."""
 
     name = "topology"

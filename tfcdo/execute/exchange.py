@@ -315,7 +315,7 @@ def _group_key(*devices: str) -> int:
     spec = tf.DeviceSpec.from_string(devices[0])
     if len(devices) > 1:
         return _ALL_DEVICES_KEYS[spec.device_type] + len(devices)
-    return _GROUP_KEYS[spec.device_type] + spec.device_index
+    return _GROUP_KEYS[spec.device_type] + int(spec.device_index)
 
 
 def _ordering_token(device: str) -> tf.Tensor:

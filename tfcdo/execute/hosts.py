@@ -13,11 +13,11 @@ from tfcdo.execute import numerics
 from tfcdo.execute.exchange import Exchange
 from tfcdo.execute.reduction import Reduction
 from tfcdo.plan.algorithms import fastest_algorithm
+from tfcdo.plan.batch_plan import BatchPlan
+from tfcdo.plan.batch_plan import PackPlan
+from tfcdo.plan.batch_plan import ValueSpec
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.packing import BatchPlan
 from tfcdo.plan.packing import PackingOptions
-from tfcdo.plan.packing import PackPlan
-from tfcdo.plan.packing import ValueSpec
 from tfcdo.topology.topology import Topology
 
 

@@ -101,7 +101,7 @@ def unpack(
 def _cut(value: tf.Tensor, slices: Sequence[batch_plan.ValueSlice]) -> list[tf.Tensor]:
     if len(slices) == 1:
         return [value]
-    return tf.split(flatten(value), int64(part.size for part in slices))
+    return list(tf.split(flatten(value), int64(part.size for part in slices)))
 
 
 def _fuse(fused: batch_plan.FusedTensor, parts: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -116,8 +116,8 @@ def _unfuse(fused: batch_plan.FusedTensor, tensor: tf.Tensor) -> list[tf.Tensor]
     if len(fused.slices) == 1:
         return [tensor]
     if fused.stacked:
-        return tf.unstack(tensor, len(fused.slices))
-    return tf.split(tensor, int64(part.size for part in fused.slices))
+        return list(tf.unstack(tensor, len(fused.slices)))
+    return list(tf.split(tensor, int64(part.size for part in fused.slices)))
 
 
 def _join(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:

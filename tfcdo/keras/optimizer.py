@@ -147,7 +147,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     @property
     def variables(self) -> list[keras.Variable]:
         """The variables of the optimizer inside: there are no others."""
-        return self.inner_optimizer.variables
+        return list(self.inner_optimizer.variables)
 
     @property
     def learning_rate(self) -> Any:
@@ -166,7 +166,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
         """The parts of a `MultiOptimizer` inside; there is no such attribute with any other."""
-        return self.inner_optimizer.optimizers
+        return list(self.inner_optimizer.optimizers)
 
     def scale_loss(self, loss: Any) -> Any:
         """Scales a loss as the optimizer inside does.
