@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
 
+import tfcdo
 from tfcdo import topology
 from tfcdo.execute import copy_trees
 from tfcdo.execute import gather
@@ -164,15 +166,41 @@ class CopyTreesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     def test_what_meets_is_in_the_order_of_the_devices(self):
         # 0 and 2 send to 1, and 1 to 3.
         tree = CopyTree((1, 3, 1, None))
-        scopes = []
+        scopes, names = [], []
 
-        def combine(parts):
+        def combine(parts, name):
             scopes.append(tf.constant(0).device)
+            names.append(name)
             return "(" + "+".join(parts) + ")"
 
         total = copy_trees.reduce_up(tree, list("abcd"), tu.device_names(4), combine)
         self.assertEqual("((a+b+c)+d)", total)
         self.assertEqual([tu.device_name(1), tu.device_name(3)], scopes)
+        self.assertEqual(["reduce/0and2to1", "reduce/1to3"], names)
+
+    def test_ops_in_a_graph_are_named_after_packs_and_edges(self):
+        ops = tfcdo.HierarchicalCopyAllReduce(num_packs=2)
+        dense = tu.per_replica([tf.ones([6])] * 3)
+        rows = tu.per_replica([tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]))] * 3)
+
+        def twice():
+            ops.batch_reduce(tu.SUM, [(dense, dense), (rows, rows)])
+            ops.reduce(tu.SUM, dense, dense)
+
+        names = {
+            op.name: tf.DeviceSpec.from_string(op.device).device_index
+            for op in tu.traced_ops(twice)
+        }
+        for scope in "tfcdo", "tfcdo_2":
+            upward = [re.fullmatch(rf"{scope}/pack[01]/reduce/(.+)to\d", name) for name in names]
+            children = [child for found in upward if found for child in found[1].split("and")]
+            # Each of two packs has a tree of two edges.
+            self.assertLen(children, 4)
+        for name, device in names.items():
+            if found := re.search(r"/(reduce|broadcast|gather)/[\dand]+to(\d)$", name):
+                self.assertEqual(int(found[2]), device, name)
+        downward = [name for name in names if name.startswith("tfcdo_1/rows0/broadcast/")]
+        self.assertLen(downward, 2)
 
     def test_broadcast_down(self):
         for tree in TREES:

@@ -152,6 +152,14 @@ def _run(
     final_op = final_op_for(reduce_op, reductions[0])
     if config.accumulate is None:
         reductions = as_added(reduce_op, reductions)
+    with tf.name_scope("tfcdo"):
+        return _run_added(group, reductions, final_op)
+
+
+def _run_added(
+    group: Group, reductions: Sequence[Reduction], final_op: numerics.FinalOp
+) -> list[Any]:
+    config = group.config
     match group.transport:
         case Transport.ONE_DEVICE:
             return [_reduce_on_one_device(reduction, config, final_op) for reduction in reductions]
@@ -188,13 +196,14 @@ def _all_reduce_slices(
     if group.config.across_hosts is not None:
         roots = [group.devices[tree.root] for tree in trees]
         exchange = group.config.across_hosts.exchange_slices(roots, reductions, final_op)
-    return [
-        to_mirrored(
-            gather.all_reduce_slices(tree, reduction.values, group.devices, final_op, exchange),
-            reduction,
-        )
-        for tree, reduction in zip(trees, reductions, strict=True)
-    ]
+    results = []
+    for index, (tree, reduction) in enumerate(zip(trees, reductions, strict=True)):
+        with tf.name_scope(f"rows{index}"):
+            joined = gather.all_reduce_slices(
+                tree, reduction.values, group.devices, final_op, exchange
+            )
+        results.append(to_mirrored(joined, reduction))
+    return results
 
 
 def _all_reduce_with_nccl(

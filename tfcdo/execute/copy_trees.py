@@ -1,4 +1,9 @@
-"""The interpreter of copy trees: adds up from the leaves, copies down from the root."""
+"""The interpreter of copy trees: adds up from the leaves, copies down from the root.
+
+In a graph, each op is named after the edge that brings its input, so that a profiler's trace can be
+read: `reduce/2to0` adds on device 0 what device 2 sent, `reduce/1and2to0` what both sent, and
+`broadcast/0to2` is the copy back. Of several tensors, those after the first have a number appended.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +44,11 @@ def reduce_pack(
         tree,
         tensors_by_device,
         devices,
-        lambda parts: [numerics.add(operands) for operands in zip(*parts)],
+        lambda parts, name: [numerics.add(operands, name) for operands in zip(*parts)],
     )
     if across_hosts is not None:
-        totals = across_hosts(totals, devices[tree.root])
+        with tf.name_scope("across_hosts"):
+            totals = across_hosts(totals, devices[tree.root])
     with tf.device(devices[tree.root]):
         results = [
             final_op(total, tensor.dtype)
@@ -55,7 +61,7 @@ def reduce_up(
     tree: CopyTree,
     values_by_device: Sequence[T],
     devices: Sequence[str],
-    combine: Callable[[Sequence[T]], T],
+    combine: Callable[[Sequence[T], str], T],
 ) -> T:
     """Combines the devices' values from the leaves of a tree to its root.
 
@@ -64,7 +70,8 @@ def reduce_up(
       values_by_device: one value per device, of any kind that `combine` takes.
       devices: the device names.
       combine: called under `tf.device` on each device that has children, with its own value and
-        those of its children, in the order of the devices: on a star, that of the replicas.
+        those of its children, in the order of the devices: on a star, that of the replicas; and
+        with the name of the edges that these come along.
 
     Returns:
       The combined value, on the root.
@@ -74,7 +81,8 @@ def reduce_up(
         if tree.children[device]:
             with tf.device(devices[device]):
                 inputs = sorted([device, *tree.children[device]])
-                partial[device] = combine([partial[rank] for rank in inputs])
+                name = f"reduce/{'and'.join(map(str, sorted(tree.children[device])))}to{device}"
+                partial[device] = combine([partial[rank] for rank in inputs], name)
     return partial[tree.root]
 
 
@@ -93,13 +101,14 @@ def broadcast_down(
     """
     tensors_by_device: list[list[tf.Tensor]] = [list(tensors)] * tree.num_devices
     for child, parent in tree.edges:
-        tensors_by_device[child] = copy(tensors_by_device[parent], devices[child])
+        name = f"broadcast/{parent}to{child}"
+        tensors_by_device[child] = copy(tensors_by_device[parent], devices[child], name)
     return tensors_by_device
 
 
-def copy(tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
-    """Copies tensors to a device, with one op for all of them."""
+def copy(tensors: Sequence[tf.Tensor], device: str, name: str | None = None) -> list[tf.Tensor]:
+    """Copies tensors to a device, with one op of this name for all of them."""
     with tf.device(device):
         if len(tensors) == 1:
-            return [tf.raw_ops.Identity(input=tensors[0])]
-        return list(tf.raw_ops.IdentityN(input=list(tensors))) if tensors else []
+            return [tf.raw_ops.Identity(input=tensors[0], name=name)]
+        return list(tf.raw_ops.IdentityN(input=list(tensors), name=name)) if tensors else []

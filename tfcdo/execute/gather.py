@@ -114,7 +114,9 @@ def _collect(
             # The copy makes a device between the leaf and the root a stop on the way; without it
             # TensorFlow would send from the leaf to the root directly.
             flat = copy_trees.copy(
-                [t for _, collected in by_device[device] for t in collected], devices[parent]
+                [t for _, collected in by_device[device] for t in collected],
+                devices[parent],
+                f"gather/{device}to{parent}",
             )
             by_device[parent] += [
                 (rank, flat[i * width : (i + 1) * width])

@@ -278,7 +278,7 @@ def _with_gradient_of(total: tf.Tensor, tensor: tf.Tensor) -> tuple[tf.Tensor, A
 def _emit(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
     shared_name = f"tfcdo_{_PROCESS}_{next(_numbers)}"
     sums = []
-    for tensor, device in zip(tensors, devices, strict=True):
+    for rank, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
         with tf.device(device):
             sums.append(
                 tf.raw_ops.NcclAllReduce(
@@ -286,6 +286,7 @@ def _emit(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tenso
                     reduction="sum",
                     num_devices=len(devices),
                     shared_name=shared_name,
+                    name=f"nccl/{rank}",
                 )
             )
     _serialize_calls(sums)

@@ -48,11 +48,12 @@ def cast(value: Any, dtype: tf.DType, device: str) -> Any:
         return tf.cast(value, dtype)
 
 
-def add(values: Sequence[tf.Tensor]) -> tf.Tensor:
+def add(values: Sequence[tf.Tensor], name: str | None = None) -> tf.Tensor:
     """Adds tensors of one shape on the current device, 16-bit floats in 32 bits.
 
     Args:
       values: tensors of equal shapes; each either of the values' dtype or already a partial sum.
+      name: the op's name in a graph.
 
     Returns:
       The (partial) sum; float32 for 16-bit floats, otherwise of the values' dtype.
@@ -60,7 +61,7 @@ def add(values: Sequence[tf.Tensor]) -> tf.Tensor:
     if len(values) == 1:
         return values[0]
     # All are tensors already, so there is nothing that tf.add_n has to convert or check.
-    return tf.raw_ops.AddN(inputs=[widened(value) for value in values])
+    return tf.raw_ops.AddN(inputs=[widened(value) for value in values], name=name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,17 +30,20 @@ def all_reduce(
     Returns:
       The results, indexed like `values`.
     """
-    packed = [
-        pack(plan, per_device, device) for per_device, device in zip(values, devices, strict=True)
-    ]
-    reduced = [
-        reduce_pack(pack_plan, [per_device[index] for per_device in packed])
-        for index, pack_plan in enumerate(plan.packs)
-    ]
-    return [
-        unpack(plan, [by_device[rank] for by_device in reduced], values[rank], device)
-        for rank, device in enumerate(devices)
-    ]
+    with tf.name_scope("fuse"):
+        packed = [
+            pack(plan, per_device, device)
+            for per_device, device in zip(values, devices, strict=True)
+        ]
+    reduced = []
+    for index, pack_plan in enumerate(plan.packs):
+        with tf.name_scope(f"pack{index}"):
+            reduced.append(reduce_pack(pack_plan, [per_device[index] for per_device in packed]))
+    with tf.name_scope("unfuse"):
+        return [
+            unpack(plan, [by_device[rank] for by_device in reduced], values[rank], device)
+            for rank, device in enumerate(devices)
+        ]
 
 
 def pack(
