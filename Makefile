@@ -18,7 +18,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
 PYTEST := $(BIN)/python -m pytest $(WORKERS)
 
-.PHONY: help demo test test-fast lint wheel check-wheel coverage compat faults bench clean
+.PHONY: help demo test test-fast test-versions lint wheel check-wheel coverage compat faults bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -31,6 +31,9 @@ test: $(VENV)/.installed-dev ## Run all tests
 
 test-fast: $(VENV)/.installed-dev ## Run one test of each kind, between two edits
 	@$(PYTEST) -q @tests/fast_tests.txt
+
+test-versions: $(VENV)/.installed-versions ## Run test-fast on TensorFlow 2.16 to the newest: docs/versions.md
+	@$(BIN)/nox $(SESSIONS)
 
 lint: $(VENV)/.installed-dev ## Check style, types and the arrows between the rooms
 	@$(BIN)/ruff check

@@ -42,6 +42,7 @@ _MODULES = (
     "tfcdo.moving_statistics",
     "tfcdo.plot.gantt",
     "tfcdo.plot.trees",
+    "tfcdo.private_names",
     "tfcdo.units",
 )
 

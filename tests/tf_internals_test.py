@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 import tensorflow as tf
@@ -13,6 +15,7 @@ import testing_utils as tu
 from absl.testing import parameterized
 
 import tfcdo
+from tfcdo import private_names
 from tfcdo import tf_internals
 
 PACKAGE = pathlib.Path(tfcdo.__file__).parent
@@ -125,6 +128,45 @@ class ImportsTest(tf.test.TestCase):
             for node in tree.body:
                 for name in imported_by(node):
                     self.assertNotIn(name.split(".")[0], EXTRAS, path)
+
+
+class PrivateNamesTest(tf.test.TestCase):
+    """What an unsupported TensorFlow says: its names are renamed in a copy of the file."""
+
+    def import_copy(self, *renamed: tuple[str, str]) -> None:
+        source = pathlib.Path(tf_internals.__file__).read_text(encoding="utf-8")
+        for old, new in renamed:
+            self.assertRegex(source, rf"\b{old}\b")
+            source = re.sub(rf"\b{old}\b", new, source)
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        copy = pathlib.Path(folder, "copy_of_tf_internals.py")
+        copy.write_text(source, encoding="utf-8")
+        exec(compile(source, copy, "exec"), {"__name__": "copy", "__file__": str(copy)})
+
+    def test_all_are_there(self):
+        self.import_copy()
+
+    def test_names_all_that_are_missing_and_the_known_versions(self):
+        with self.assertRaises(ImportError) as raised:
+            self.import_copy(
+                ("PerReplica", "Gone"),  # a class that is used inside a function only,
+                ("kernels as", "no_such_kernels as"),  # a module,
+                ("abort_collective_ops", "no_such_method"),  # and a method.
+            )
+        self.assertEqual(
+            str(raised.exception).split(". Versions")[0],
+            f"tfcdo uses names of TensorFlow that are not in TensorFlow {tf.__version__}: "
+            "tensorflow.python.framework.no_such_kernels, "
+            "tensorflow.python.distribute.values.Gone, "
+            "tensorflow.python.eager.context.context().no_such_method",
+        )
+        self.assertRegex(str(raised.exception), r"tests were run: 2\.16\.\d.* Install one of those")
+
+    def test_a_name_that_is_imported_itself(self):
+        source = "from tensorflow.python.framework.kernels import no_such_name"
+        self.assertEqual(
+            private_names.missing(source), ["tensorflow.python.framework.kernels.no_such_name"]
+        )
 
 
 class ValuesTest(tf.test.TestCase, parameterized.TestCase):

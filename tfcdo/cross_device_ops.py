@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -131,8 +131,8 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
 
     Args:
       all_reduce_alg: "nccl", or the algorithm that gives the copy trees: "hierarchical_copy" or
-        another of `tfcdo.plan.algorithms.ALGORITHMS`. Where NCCL cannot run, "nccl" says why, once,
-        and uses "hierarchical_copy".
+        another of `tfcdo.plan.algorithms.ALGORITHMS`; or copy trees of your own, which the packs
+        get in turn. Where NCCL cannot run, "nccl" says why, once, and uses "hierarchical_copy".
       num_packs: see above; 0 for no such packing, None for as many packs as the algorithm asks for.
         Left out, it is 1 for TensorFlow's own algorithms, "nccl" and "hierarchical_copy", and None
         for all others: "ring" is then a ring, and "auto" is `AutoAllReduce`.
@@ -144,7 +144,7 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
 
     Raises:
       ValueError: if a number is negative, the algorithm is unknown, or NCCL is required with
-        another algorithm.
+        another algorithm; when values are reduced, if copy trees do not span their devices.
       TypeError: if a number is not an int, `topology` not a topology or `require_nccl` not a bool.
 
     Example:
@@ -154,7 +154,7 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
 
     def __init__(
         self,
-        all_reduce_alg: str = "nccl",
+        all_reduce_alg: str | Sequence[copy_tree.CopyTree] = "nccl",
         num_packs: int | Literal["default"] | None = "default",
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
@@ -162,7 +162,7 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         topology: Topology | None = None,
         require_nccl: bool = False,
     ) -> None:
-        check_choice("all_reduce_alg", all_reduce_alg, ("nccl", *algorithms.ALGORITHMS))
+        all_reduce_alg = _name_or_trees(all_reduce_alg)
         if num_packs == "default":
             num_packs = 1 if all_reduce_alg in _TENSORFLOW_ALGORITHMS else None
         super().__init__(
@@ -200,7 +200,16 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         return lambda reduction: config
 
 
-def _check_require_nccl(require_nccl: Any, algorithm: str) -> None:
+def _name_or_trees(algorithm: Any) -> algorithms.Algorithm:
+    trees = tuple(algorithm) if isinstance(algorithm, Sequence) else ()
+    if trees and all(isinstance(tree, copy_tree.CopyTree) for tree in trees):
+        return trees
+    check_choice("all_reduce_alg", algorithm, ("nccl", *algorithms.ALGORITHMS))
+    name: str = algorithm
+    return name
+
+
+def _check_require_nccl(require_nccl: Any, algorithm: algorithms.Algorithm) -> None:
     if not isinstance(require_nccl, bool):
         raise TypeError(f"require_nccl must be True or False; got {require_nccl!r}")
     if require_nccl and algorithm != "nccl":

@@ -14,6 +14,11 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from tfcdo import private_names
+
+private_names.check(__file__)
+
 from tensorflow.python.distribute import collective_all_reduce_strategy as _collective_strategy
 from tensorflow.python.distribute import device_util as _device_util
 from tensorflow.python.distribute import mirrored_strategy as _mirrored_strategy
@@ -26,8 +31,8 @@ from tensorflow.python.ops import resource_variable_ops as _resource_variable_op
 
 DistributedValues = _values.DistributedValues
 # The half of TensorFlow's MultiWorkerMirroredStrategy that does the work.
-MirroredExtended = _mirrored_strategy.MirroredExtended
-MultiWorkerExtended = _collective_strategy.CollectiveAllReduceExtended
+MirroredExtended: type[Any] = _mirrored_strategy.MirroredExtended
+MultiWorkerExtended: type[Any] = _collective_strategy.CollectiveAllReduceExtended
 # The public name is a function that makes one.
 OPTIONS_TYPE = type(tf.distribute.experimental.CommunicationOptions())
 

@@ -371,5 +371,26 @@ class OneDeviceTest(tf.test.TestCase):
                     self.assertAllEqual(given, part)
 
 
+class OwnTreesTest(tf.test.TestCase):
+    TREES = (CopyTree((1, None, 1, 2)), CopyTree((None, 3, 0, 0)))
+
+    def test_packs_travel_along_the_callers_trees_in_turn(self):
+        ops = tfcdo.AllReduceCrossDeviceOps(list(self.TREES), num_packs=3)
+        value = tu.per_replica([np.arange(6.0) * rank for rank in range(1, 5)])
+        self.assertAllEqual(
+            [np.arange(6.0) * 10] * 4, ops.batch_reduce(tu.SUM, [(value, value)])[0].values
+        )
+        told = ops.explain(((6,),), devices=[f"/cpu:{i}" for i in range(4)])
+        first, second = self.TREES
+        self.assertEqual([first, second, first], [pack.tree for pack in told.packs])
+
+    def test_trees_must_span_the_devices(self):
+        value = tu.per_replica([1.0, 2.0, 3.0])
+        with self.assertRaisesRegex(ValueError, "must span the 3 devices"):
+            tfcdo.AllReduceCrossDeviceOps(self.TREES).batch_reduce(tu.SUM, [(value, value)])
+        with self.assertRaisesRegex(ValueError, "does not use NCCL"):
+            tfcdo.AllReduceCrossDeviceOps(self.TREES, require_nccl=True)
+
+
 if __name__ == "__main__":
     tf.test.main()

@@ -1,0 +1,47 @@
+"""Runs the fast tests on each TensorFlow and Python that has wheels: `make test-versions`.
+
+One combination: `nox -s "fast_tests(tensorflow='2.18.1', python='3.12')"`, or some of them:
+`nox -k "2.18.1 or 2.20.0"`. Each has an environment of its own (2 GB, of which 600 MB are
+downloaded), which is removed when its tests have passed. What was run is kept in
+tfcdo/tested_versions.json, from which docs/versions.md is made. A Python that is not on this
+machine is skipped, and so not in the record.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+import nox
+
+# The newest of each minor version that has wheels, and the Pythons that it has them for.
+PYTHONS = {
+    "2.16.2": ("3.10", "3.11", "3.12"),
+    "2.17.1": ("3.10", "3.11", "3.12"),
+    "2.18.1": ("3.10", "3.11", "3.12"),
+    "2.19.1": ("3.10", "3.11", "3.12"),
+    "2.20.0": ("3.10", "3.11", "3.12", "3.13"),
+    "2.21.0": ("3.10", "3.11", "3.12", "3.13"),
+}
+
+
+@nox.session
+@nox.parametrize(
+    ("tensorflow", "python"),
+    [(version, python) for version, pythons in PYTHONS.items() for python in pythons],
+)
+def fast_tests(session: nox.Session, tensorflow: str) -> None:
+    """Runs tests/fast_tests.txt on one version and adds what came out to the record."""
+    session.install(f"tensorflow=={tensorflow}", "--editable", ".[test]")
+    report = pathlib.Path(session.create_tmp()).absolute() / "junit.xml"
+    tests = ["python", "-m", "pytest", "-q", "-n", "2", "@tests/fast_tests.txt"]
+    # 1: tests have failed, which the record is to say.
+    session.run(
+        *tests,
+        f"--junitxml={report}",
+        env={"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
+        success_codes=[0, 1],
+    )
+    # None: `nox --install-only` runs nothing. If a test failed, this raises: the environment stays.
+    if session.run("python", "tools/tested_versions.py", str(report)) is not None:
+        shutil.rmtree(session.virtualenv.location)

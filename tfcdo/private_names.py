@@ -1,0 +1,98 @@
+"""Tells which of TensorFlow's private names are missing, all at once and at import.
+
+`tfcdo.tf_internals` is the only file that uses such names. They change without notice: a TensorFlow
+that lacks some is refused before it is used, with an error from which a reader can go on.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import json
+import pathlib
+
+_RECORD = pathlib.Path(__file__).with_name("tested_versions.json")
+
+
+def check(file: str) -> None:
+    """Raises unless all is there that a file uses of TensorFlow's private modules.
+
+    Args:
+      file: the path of the Python file; it calls this before it imports them.
+
+    Raises:
+      ImportError: names all that is missing, and the versions of TensorFlow that are known to have
+        it.
+    """
+    names = missing(pathlib.Path(file).read_text(encoding="utf-8"))
+    if names:
+        raise ImportError(_explanation(names))
+
+
+def missing(source: str, package: str = "tensorflow.python") -> list[str]:
+    """Finds the private names that a source uses and that are not there.
+
+    Args:
+      source: Python source, which imports modules of `package` as `from package.x import y as z`.
+      package: the package that is private.
+
+    Returns:
+      The full names of the modules, of what is used of each (`z.name`), and of what is used of the
+      results of its functions (`z.name().attribute`), in order of appearance.
+
+    >>> missing("from os import path as p; p.join; p.no_such; p.nothing()", package="os")
+    ['os.path.no_such', 'os.path.nothing']
+    """
+    tree = ast.parse(source)
+    modules = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{package}.")
+        for alias in node.names
+    }
+    used = dict.fromkeys(filter(None, (_full_name(node, modules) for node in ast.walk(tree))))
+    absent = [name for name in (*modules.values(), *used) if not _exists(name)]
+    # Of a module that is missing, all is.
+    return [name for name in absent if not any(name.startswith(f"{part}.") for part in absent)]
+
+
+def _full_name(node: ast.AST, modules: dict[str, str]) -> str:
+    """Spells `z.name` and `z.name().attribute` in full; "" for anything else."""
+    if not isinstance(node, ast.Attribute):
+        return ""
+    owner = node.value
+    if isinstance(owner, ast.Name):
+        return f"{modules[owner.id]}.{node.attr}" if owner.id in modules else ""
+    if isinstance(owner, ast.Call) and not owner.args and not owner.keywords:
+        function = _full_name(owner.func, modules)
+        return f"{function}().{node.attr}" if function else ""
+    return ""
+
+
+def _exists(name: str) -> bool:
+    """Imports what a name starts with, and follows the rest."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+        return True
+    owner, _, attribute = name.rpartition(".")
+    if owner.endswith("()"):
+        # dir, because to read a property may do something.
+        module, _, function = owner.removesuffix("()").rpartition(".")
+        made = getattr(importlib.import_module(module), function, None)
+        return made is None or attribute in dir(made())
+    try:
+        return hasattr(importlib.import_module(owner), attribute)
+    except ImportError:
+        return False
+
+
+def _explanation(names: list[str]) -> str:
+    import tensorflow as tf
+
+    known = dict.fromkeys(entry["tensorflow"] for entry in json.loads(_RECORD.read_text()))
+    return (
+        f"tfcdo uses names of TensorFlow that are not in TensorFlow {tf.__version__}: "
+        f"{', '.join(names)}. Versions on which tfcdo's tests were run: {', '.join(known)}. "
+        "Install one of those, or a tfcdo that knows yours"
+    )
