@@ -30,6 +30,7 @@ _MODULES = (
     "tfcdo.bench.implementations",
     "tfcdo.bench.workloads",
     "tfcdo.cross_device_ops",
+    "tfcdo.doctor.findings",
     "tfcdo.environment",
     "tfcdo.execute.nccl",
     "tfcdo.keras.backup",

@@ -59,7 +59,7 @@ class CommandTest(parameterized.TestCase):
         self.assertEqual((result.returncode, result.stderr), (0, ""))
 
     @parameterized.parameters(
-        (("no-such-command",), "'no-such-command': there are demo"),
+        (("no-such-command",), "'no-such-command': there are doctor"),
         (("--no-such-option",), "--no-such-option"),
         (("demo", "--devices", "0"), "--devices"),
         (("demo", "--devices", "many"), "--devices"),

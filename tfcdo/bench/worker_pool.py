@@ -25,6 +25,10 @@ class WorkerError(RuntimeError):
     """Says which worker failed or did not answer, and what it wrote last."""
 
 
+class WorkerTimeoutError(WorkerError):
+    """Says that a worker did not answer in time: it may hang."""
+
+
 class _Worker:
     """A worker process, whose answers a thread reads."""
 
@@ -54,7 +58,9 @@ class _Worker:
         try:
             answer = self._answers.get(timeout=max(0.0, seconds))
         except queue.Empty:
-            raise WorkerError(f"{self.name} did not answer in time{self._last_lines()}") from None
+            raise WorkerTimeoutError(
+                f"{self.name} did not answer in time{self._last_lines()}"
+            ) from None
         if answer is None:
             status = self.process.wait()
             raise WorkerError(f"{self.name} ended with status {status}{self._last_lines()}")
@@ -108,7 +114,7 @@ class WorkerPool:
           One answer for each worker.
 
         Raises:
-          WorkerError: if a worker ends, or does not answer in time.
+          WorkerError: if a worker ends; `WorkerTimeoutError` if it does not answer in time.
         """
         deadline = time.monotonic() + timeout
         for worker in self._workers:

@@ -13,6 +13,7 @@ from tfcdo.version import __version__
 
 # Name: where the click command is, as "module:attribute".
 COMMANDS = {
+    "doctor": "tfcdo.cli.doctor:doctor",
     "demo": "tfcdo.cli.demo:demo",
     "bench": "tfcdo.cli.bench:bench",
     "plan": "tfcdo.cli.plan:plan",

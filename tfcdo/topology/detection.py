@@ -51,6 +51,25 @@ def detect(devices: Sequence[str]) -> Topology:
       >>> detect(["/device:CPU:0", "/device:CPU:1"]).name
       'shared_memory'
     """
+    return detect_with_reason(devices)[0]
+
+
+def detect_with_reason(devices: Sequence[str]) -> tuple[Topology, str]:
+    """Returns what `detect` returns, and how it was found.
+
+    Args:
+      devices: as for `detect`.
+
+    Returns:
+      The topology, and one sentence.
+
+    Raises:
+      ValueError: as `detect`.
+
+    Example:
+      >>> detect_with_reason(["/device:CPU:0", "/device:CPU:1"])[1]
+      'CPU devices of one host'
+    """
     names = checks.check_device_list(devices)
     for device in names:
         if not isinstance(device, str):
@@ -62,11 +81,11 @@ def detect(devices: Sequence[str]) -> Topology:
 
 
 @functools.lru_cache(maxsize=64)
-def _detect(devices: tuple[str, ...]) -> Topology:
+def _detect(devices: tuple[str, ...]) -> tuple[Topology, str]:
     topology, reason = _choose(devices)
     names = ", ".join(device or "an unknown device" for device in devices)
     log.info_once(f"topology {topology.name!r} for {names}: {reason}")
-    return topology
+    return topology, reason
 
 
 def _choose(devices: Sequence[str]) -> tuple[Topology, str]:

@@ -1,0 +1,184 @@
+"""What the doctor makes of a report, on machines that no test has; and TF_CONFIG."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import Any
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tfcdo.doctor import findings
+from tfcdo.doctor import tf_config
+from tfcdo.doctor.examination import Report
+from tfcdo.doctor.findings import NOTE
+from tfcdo.doctor.findings import OK
+from tfcdo.doctor.findings import WRONG
+
+_GPUS = [f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(4)]
+
+
+def _report(**changes: Any) -> Report:
+    """A machine of four GPUs on which all is well, but for what is said."""
+    pairs = [(source, target) for source in range(4) for target in range(4) if source != target]
+    content: dict[str, Any] = {
+        "versions": {"tensorflow": "2.21.0", "problem": "", "remedy": ""},
+        "devices": {
+            "physical": [f"/physical_device:GPU:{number}" for number in range(4)],
+            "logical": _GPUS,
+            "examined": _GPUS,
+            "description": "4 x Some GPU",
+            "on_cpu": False,
+            "gpus_of_nvidia_smi": ["Some GPU"] * 4,
+        },
+        "all_reduces": [{"name": "NcclAllReduce", "can_run": True, "reason": "", "remedy": ""}],
+        "topology": {
+            "name": "m",
+            "reason": "as nvidia-smi reports",
+            "links": [{"source": a, "target": b, "bandwidth": 50e9} for a, b in pairs],
+        },
+        "pairs": [{"source": a, "target": b, "wrong": 0, "bandwidth": 40e9} for a, b in pairs],
+        "sums": {
+            name: {"skipped": "", "wrong": 0, "elements": 8, "seconds": 1e-3}
+            for both in findings.COMPARED
+            for name in both
+        },
+    }
+    return Report(**{**content, **changes})
+
+
+def _changed(report: Report, changes: dict[tuple[int, int], dict[str, Any]]) -> Report:
+    for pair in report.pairs:
+        pair.update(changes.get((pair["source"], pair["target"]), {}))
+    return report
+
+
+def _texts(report: Report, severity: str) -> list[str]:
+    return [one.text for one in findings.findings_of(report) if one.severity == severity]
+
+
+class FindingsTest(parameterized.TestCase):
+    def test_a_good_machine(self):
+        report = _report()
+        self.assertEmpty(_texts(report, WRONG) + _texts(report, NOTE))
+        self.assertEqual(
+            findings.script_line(report),
+            "import tfcdo; strategy = "
+            "tfcdo.MirroredStrategy(cross_device_ops=tfcdo.NcclAllReduce())",
+        )
+
+    def test_what_is_not_ok_has_a_remedy_on_one_line(self):
+        report = _changed(
+            _report(versions={"error": "x"}),
+            {(0, 1): {"wrong": 3}, (1, 2): {"error": "y", "hangs": False}},
+        )
+        for finding in findings.findings_of(report):
+            if finding.severity != OK:
+                self.assertNotEmpty(finding.remedy)
+                self.assertNotIn("\n", finding.remedy)
+
+    def test_pairs_that_hang_are_named_and_their_devices_left_out(self):
+        hangs = {"error": "no end within 15 s", "hangs": True}
+        report = _changed(_report(), {(0, 2): hangs, (2, 3): hangs, (1, 0): {"skipped": "z"}})
+        (text,) = _texts(report, WRONG)
+        self.assertEqual(
+            text, "copies from GPU:0 to GPU:2, GPU:2 to GPU:3 hang: no end within 15 s"
+        )
+        self.assertEqual(_texts(report, NOTE), ["1 pairs of devices were not tried: z"])
+        self.assertIn("['GPU:0', 'GPU:1', 'GPU:3']", findings.script_line(report))
+
+    def test_slow_links(self):
+        report = _changed(_report(), {(3, 0): {"bandwidth": 6e9}})
+        (text,) = _texts(report, NOTE)
+        self.assertIn("copies from GPU:3 to GPU:0 are slower", text)
+        self.assertIn("down to 6.0 GB/s", text)
+        # A link that the planner takes for free is not compared with anything.
+        for link in (report.topology or {})["links"]:
+            link["bandwidth"] = None
+        self.assertEmpty(_texts(report, NOTE))
+
+    def test_classes_that_are_wrong_or_fail(self):
+        report = _report()
+        report.sums["tfcdo.NcclAllReduce"] = {"error": "no end within 60 s", "hangs": True}
+        report.sums["tfcdo.AutoAllReduce"]["wrong"] = 5
+        report.sums["tf.ReductionToOneDevice"] = {"error": "ValueError: no"}
+        self.assertEqual(
+            _texts(report, WRONG),
+            [
+                "tfcdo.AutoAllReduce sums wrong: 5 of 8 elements",
+                "tfcdo.NcclAllReduce fails: no end within 60 s",
+            ],
+        )
+        self.assertEqual(_texts(report, NOTE), ["tf.ReductionToOneDevice fails: ValueError: no"])
+        # The line names a class whose sums are right.
+        self.assertIn("=tfcdo.HierarchicalCopyAllReduce()", findings.script_line(report))
+
+    def test_gpus_that_tensorflow_does_not_see(self):
+        report = _report()
+        assert report.devices
+        report.devices.update(physical=["/physical_device:CPU:0"], on_cpu=True)
+        report.sums["tfcdo.NcclAllReduce"] = {"skipped": "no kernel"}
+        seen, examined = _texts(report, NOTE)
+        self.assertEqual(seen, "nvidia-smi shows 4 GPUs, and TensorFlow none")
+        self.assertIn("TensorFlow sees no GPU", examined)
+        self.assertIn(
+            "configure_virtual_cpus(4), cross_device_ops=tfcdo.AutoAllReduce()",
+            findings.script_line(report),
+        )
+
+    def test_an_assumed_topology(self):
+        reason = "there is no nvidia-smi on the PATH; pass topology= to say what joins them"
+        report = _report(topology={"name": "fully_connected", "reason": reason, "links": []})
+        (text,) = _texts(report, NOTE)
+        self.assertStartsWith(text, "the topology is assumed to be 'fully_connected'")
+
+    def test_several_hosts(self):
+        hosts = tuple(tf_config.Host(f"host {n}", n == 0, n != 2, "status") for n in range(3))
+        report = _report(tf_config=tf_config.TfConfig("{...}", hosts=hosts))
+        self.assertEqual(_texts(report, WRONG), ["host 2: status"])
+        self.assertIn("tfcdo.MultiWorkerMirroredStrategy(", findings.script_line(report))
+
+
+class TfConfigTest(absltest.TestCase):
+    def examine(self, *addresses: str) -> tuple[tf_config.Host, ...]:
+        config = {
+            "cluster": {"worker": list(addresses)},
+            "task": {"type": "worker", "index": "0"},
+        }
+        with mock.patch.dict(os.environ, TF_CONFIG=json.dumps(config)):
+            return tf_config.examine_tf_config().hosts
+
+    def test_hosts_are_reached_or_not(self):
+        with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            there, refusing = (f"127.0.0.1:{one.getsockname()[1]}" for one in (listening, held))
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                own = f"127.0.0.1:{free.getsockname()[1]}"
+            unknown = "no-such-host.invalid:2222"
+            mine, listens, refuses, nobody = self.examine(own, there, refusing, unknown)
+        self.assertEqual((mine.is_here, mine.reached), (True, True))
+        self.assertEqual((listens.reached, listens.status), (True, "a worker listens there"))
+        self.assertEqual((refuses.reached, refuses.is_here), (True, False))
+        self.assertIn("no worker listens there yet", refuses.status)
+        self.assertFalse(nobody.reached)
+        self.assertIn("not reached: ", nobody.status)
+
+    def test_its_own_port_is_in_use(self):
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            (own, _) = self.examine(
+                f"127.0.0.1:{listening.getsockname()[1]}", f"localhost:{listening.getsockname()[1]}"
+            )
+        self.assertFalse(own.reached)
+        self.assertIn("own port cannot be used", own.status)
+
+    def test_not_set(self):
+        with mock.patch.dict(os.environ, TF_CONFIG=""):
+            self.assertEqual(tf_config.examine_tf_config(), tf_config.TfConfig(""))
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,101 @@
+"""Checks TF_CONFIG, and whether the hosts that it names answer, without TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+from concurrent import futures
+
+from tfcdo.cluster import config
+from tfcdo.launch import cluster as launch_cluster
+
+_SECONDS = 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """One host of the cluster as this one sees it.
+
+    Attributes:
+      name: its number, task and address.
+      is_here: whether it is this process's own task.
+      reached: whether the machine answers; a refused connection is an answer.
+      status: what was found, in words.
+    """
+
+    name: str
+    is_here: bool
+    reached: bool
+    status: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TfConfig:
+    """What TF_CONFIG says.
+
+    Attributes:
+      text: the variable's value; empty if it is not set.
+      problem: what is wrong with it; empty if nothing is.
+      hosts: the hosts that train together; none if it is not set, wrong, or of one process.
+    """
+
+    text: str
+    problem: str = ""
+    hosts: tuple[Host, ...] = ()
+
+
+def examine_tf_config() -> TfConfig:
+    """Reads TF_CONFIG and tries to reach each host that it names.
+
+    Returns:
+      What was found; takes a few seconds at most, as all hosts are tried at once.
+    """
+    text = os.environ.get("TF_CONFIG", "").strip()
+    if not text:
+        return TfConfig("")
+    try:
+        config.check_tf_config()
+        cluster = _cluster_of(text)
+    except ValueError as error:
+        return TfConfig(text, str(error))
+    if cluster is None:
+        return TfConfig(text)
+    with futures.ThreadPoolExecutor(len(cluster.tasks)) as pool:
+        hosts = pool.map(lambda index: _try(cluster, index), range(len(cluster.tasks)))
+    return TfConfig(text, hosts=tuple(hosts))
+
+
+def _cluster_of(text: str) -> config.Cluster | None:
+    described = json.loads(text)
+    task = described.get("task", {})
+    index = task.get("index")
+    if isinstance(index, str) and index.isdigit():  # As TensorFlow reads it.
+        index = int(index)
+    return config.from_spec(described.get("cluster", {}), task.get("type"), index)
+
+
+def _try(cluster: config.Cluster, index: int) -> Host:
+    address = cluster.tasks[index].address
+    is_here = index == cluster.index
+    try:
+        if is_here:
+            reached, status = _try_own_port(address)
+        else:
+            socket.create_connection(config.split_address(address), timeout=_SECONDS).close()
+            reached, status = True, "a worker listens there"
+    except ConnectionRefusedError:
+        reached, status = True, "the machine answers; no worker listens there yet"
+    except OSError as error:
+        # A name that nobody knows, no route, or silence, as behind a firewall.
+        reached, status = False, f"not reached: {error.strerror or error}"
+    return Host(cluster.name(index), is_here, reached, status)
+
+
+def _try_own_port(address: str) -> tuple[bool, str]:
+    try:
+        launch_cluster.check_port_is_free(address)
+    except OSError as error:
+        return False, f"this process's own port cannot be used: {error.strerror or error}"
+    return True, "this process's own; the port is free"
