@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from tfcdo.execute.reduction import check_count
 from tfcdo.plan import algorithms
 from tfcdo.plan import copy_tree
 from tfcdo.plan.packing import PackingOptions
+from tfcdo.plan.saved_plan import SavedPlan
 from tfcdo.topology.topology import Topology
 
 # The algorithms that TensorFlow's class of the same name has.
@@ -185,7 +187,7 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
                 check_count("agg_small_grads_max_group", agg_small_grads_max_group),
             ),
             topology=topology,
-            nccl=nccl,
+            nccl="always" if nccl else "auto" if all_reduce_alg == "auto" else "never",
             require_nccl=require_nccl,
         )
 
@@ -200,7 +202,7 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         return lambda reduction: config
 
 
-def _name_or_trees(algorithm: Any) -> algorithms.Algorithm:
+def _name_or_trees(algorithm: Any) -> str | tuple[copy_tree.CopyTree, ...]:
     trees = tuple(algorithm) if isinstance(algorithm, Sequence) else ()
     if trees and all(isinstance(tree, copy_tree.CopyTree) for tree in trees):
         return trees
@@ -284,16 +286,23 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 
 
 class AutoAllReduce(AllReduceCrossDeviceOps):
-    """All-reduces along the copy trees that are fastest on this machine for the size at hand.
+    """All-reduces in the way that is fastest on this machine for the size at hand.
 
-    All known algorithms are simulated on the topology, once per size, and the fastest gives the
-    number of packs, their sizes and their trees.
+    Where NCCL can run it does, unless a measurement of this machine (`tfcdo.topology.measure`) says
+    that copy trees are faster for that size. Otherwise all known algorithms are simulated on the
+    topology, once per size, and the fastest gives the number of packs, their sizes and their trees.
+    What is chosen, and why, is logged.
 
     Args:
       topology: the machine that the devices are part of; None to find out.
+      plan: the path of a plan that `tfcdo plan --save` has written for this machine, whose copy
+        trees are used for all sizes; None to plan here. With a plan, NCCL is not used.
+      nccl: whether NCCL may be taken; False keeps to copy trees.
 
     Raises:
-      TypeError: if `topology` is not a topology.
+      TypeError: if `topology` is not a topology, `plan` is not a path or `nccl` is not a bool.
+      ValueError: if `plan` is not the file of a plan; when values are reduced, if it is a plan for
+        another machine or number of devices.
 
     References:
       Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020 (packing
@@ -303,6 +312,32 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
       >>> strategy = tf.distribute.MirroredStrategy(["/cpu:0"], cross_device_ops=AutoAllReduce())
     """
 
-    def __init__(self, *, topology: Topology | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        topology: Topology | None = None,
+        plan: str | os.PathLike[str] | None = None,
+        nccl: bool = True,
+    ) -> None:
         super().__init__("auto", topology=topology)
-        self._arguments = {"topology": topology}
+        self._arguments = {"topology": topology, "plan": plan, "nccl": nccl}
+        if not isinstance(nccl, bool):
+            raise TypeError(f"nccl must be True or False; got {nccl!r}")
+        if not nccl:
+            self._config = dataclasses.replace(self._config, nccl="never")
+        if plan is not None:
+            saved = _read_plan(plan)
+            self._config = dataclasses.replace(
+                self._config, algorithm=saved.schedule, nccl="never", saved=saved
+            )
+
+
+def _read_plan(path: Any) -> SavedPlan:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"plan must be the path of a file, or None; got {path!r}")
+    try:
+        return SavedPlan.read(os.fspath(path))
+    except ValueError as error:
+        raise ValueError(
+            f"plan must be a file that `tfcdo plan --save` has written: {error}"
+        ) from None

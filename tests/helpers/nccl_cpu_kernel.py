@@ -25,9 +25,12 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
+from unittest import mock
 
 import tensorflow as tf
 from absl import logging
+
+from tfcdo import tf_internals
 
 TIMEOUT_VARIABLE = "TFCDO_NCCL_CPU_TIMEOUT_S"
 
@@ -71,7 +74,31 @@ def load() -> pathlib.Path:
                 library = build(_cache_directory())
             tf.load_op_library(str(library))
             _loaded_library = library
+            _hidden.start()
         return _loaded_library
+
+
+@contextlib.contextmanager
+def seen() -> Iterator[None]:
+    """While this lasts, tfcdo knows of the kernel that `load` has loaded.
+
+    TensorFlow cannot unload it, and who takes NCCL wherever it runs would take it in all later
+    tests of the process.
+    """
+    _hidden.stop()
+    try:
+        yield
+    finally:
+        _hidden.start()
+
+
+def _real_device_types(op_name: str) -> frozenset[str]:
+    registered = _asked_tensorflow(op_name)
+    return registered - {"CPU"} if op_name == "NcclAllReduce" else registered
+
+
+_asked_tensorflow = tf_internals.device_types_with_kernel
+_hidden = mock.patch.object(tf_internals, "device_types_with_kernel", _real_device_types)
 
 
 def build(directory: pathlib.Path) -> pathlib.Path:

@@ -7,7 +7,11 @@ tfcdo is compared with.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -20,6 +24,9 @@ from tfcdo import virtual_devices
 
 NUM_DEVICES = 8
 virtual_devices.configure_virtual_cpus(NUM_DEVICES)
+# What somebody has measured on this machine is no business of a test.
+os.environ["TFCDO_CACHE_DIR"] = tempfile.mkdtemp(prefix="tfcdo-tests-")
+atexit.register(shutil.rmtree, os.environ["TFCDO_CACHE_DIR"], ignore_errors=True)
 
 SUM = tf.distribute.ReduceOp.SUM
 MEAN = tf.distribute.ReduceOp.MEAN

@@ -42,6 +42,15 @@ class PlanCacheTest(plan_testing.PlanTestCase):
             self.assertEqual(self.plan(), first)
         self.assertEqual(work["searches"], 1)
 
+    def test_lists_what_it_keeps(self):
+        self.assertEmpty(plan_cache.kept())
+        schedule = self.plan()
+        pathlib.Path(self.cache, "plan-x.json").write_bytes(b"{")
+        ((file, plan),) = plan_cache.kept()
+        self.assertTrue(file.is_file())
+        self.assertEqual((plan.topology, plan.found_for.split("-")[1]), ("pcie", "2"))
+        self.assertEqual(plan.parents, tuple(pack.tree.parents for pack in schedule.packs))
+
     @parameterized.parameters(
         b"", b"{", b"[]", b"null", b'{"weights": [1]}', b"\xff\xfe", b'{"weights": "\xff\xfe"}',
         b'{"weights": [1], "parents": [[null, 0]]}',  # Of two devices.

@@ -61,7 +61,30 @@ class GanttTest(parameterized.TestCase):
         for lane, start in {"2→1": 0, "1→0": 0.51, "0→1": 1.02, "1→2": 1.53}.items():
             self.assertAlmostEqual(starts[lane], start)
         texts = [text.get_text() for text in axes.texts]
+        # 0.5 of 2.04 ms on each link: latency is not work.
         self.assertEqual(texts.count("25%"), 4)
+
+    def test_small_copies_leave_their_links_idle(self):
+        machine = preset("fully_connected", 2)
+        schedule = Schedule(2, 250_000, (Pack(0, 250_000, chain(2)),))
+        texts = [text.get_text() for text in _draw(schedule, machine).axes[0].texts]
+        # 10 us of bytes after 10 us of latency, on each of two links in turn.
+        self.assertEqual(texts.count("25%"), 2)
+
+    def test_lanes_are_in_the_order_of_the_devices(self):
+        schedule, machine = _plan("pcie", "shuffle")
+        lanes = [label.get_text() for label in _draw(schedule, machine).axes[0].get_yticklabels()]
+        ports = [f"{device} {way}" for way in ("out", "in") for device in range(4)]
+        self.assertEqual(lanes[:8], ports)
+        self.assertStartsWith(lanes[8], "switch ")
+        _, dgx1 = _plan("dgx1", "shuffle")
+        mirrored = dgx1.subset(range(7, -1, -1))
+        schedule = algorithms.make_schedule("shuffle", mirrored, 10**8)
+        lanes = [label.get_text() for label in _draw(schedule, mirrored).axes[0].get_yticklabels()]
+        wires = [lane for lane in lanes if "host" not in lane]
+        # The wires of this machine are named as those of the other one.
+        self.assertEqual(wires, sorted(wires, key=lambda name: (-int(name[0]), -int(name[2]))))
+        self.assertEqual(lanes[: len(wires)], wires)
 
     def test_copies_down_are_pale(self):
         schedule, machine = _plan("pcie", "one_device")

@@ -44,7 +44,8 @@ class DetectTest(parameterized.TestCase):
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
         self.folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(mock.patch.dict(os.environ, {"PATH": str(self.folder)}))
+        places = {"PATH": str(self.folder), "TFCDO_CACHE_DIR": str(self.folder)}
+        stack.enter_context(mock.patch.dict(os.environ, places))
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         # Where another test of this process has imported TensorFlow, its devices must not count.
         stack.enter_context(mock.patch.dict(sys.modules, {"tensorflow": None}))

@@ -197,6 +197,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps):
             check_numeric(reductions)
         for reduction, config in zip(reductions, configs, strict=True):
             check_topology(config.topology, reduction)
+            if reduction.is_all_reduce:
+                config.check_plan(reduction.devices)
         return batch.reduce(reduce_op, reductions, configs)
 
     def _placed(self, reduction: Reduction) -> Reduction:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import functools
@@ -10,11 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import log
 from tfcdo import tf_internals
 from tfcdo.execute import copy_trees
 from tfcdo.execute import gather
 from tfcdo.execute import nccl
+from tfcdo.execute import nccl_choice
 from tfcdo.execute import numerics
 from tfcdo.execute import one_device
 from tfcdo.execute import packs
@@ -95,8 +96,13 @@ def group_batch(
     Raises:
       RuntimeError: as `reduce`.
     """
+    sizes = _sizes(reductions)
+
     # Asking TensorFlow for its kernels takes longer than tracing a value, so ask once per dtype.
-    uses_nccl = functools.cache(_uses_nccl)
+    @functools.cache
+    def uses_nccl(config: AllReduceConfig, devices: tuple[str, ...], dtype: tf.DType) -> bool:
+        return nccl_choice.uses_nccl(config, devices, dtype, sizes[devices])
+
     # By identity of the config, whose hash would take longer than all the rest.
     groups: dict[tuple[Transport, tuple[str, ...], int], tuple[AllReduceConfig, list[int]]] = {}
     for index, (reduction, config) in enumerate(zip(reductions, configs, strict=True)):
@@ -122,26 +128,20 @@ def _transport(
         return Transport.SLICES
     if config.across_hosts is not None and config.across_hosts.runs_flat(reduction):
         return Transport.NCCL_ACROSS_HOSTS
-    if config.nccl and reduction.num_hosts == 1 and uses_nccl(config, reduction.devices, dtype):
+    wants_nccl = config.nccl != "never" and reduction.num_hosts == 1
+    if wants_nccl and uses_nccl(config, reduction.devices, dtype):
         return Transport.NCCL
     return Transport.COPY_TREES
 
 
-def _uses_nccl(config: AllReduceConfig, devices: tuple[str, ...], dtype: tf.DType) -> bool:
-    """Returns whether NCCL runs; if it was requested but cannot, logs why, or raises if required.
-
-    Raises:
-      RuntimeError: if NCCL is required and cannot run.
-    """
-    if len(devices) == 1:
-        return False
-    status = nccl.nccl_status(devices, dtype)
-    if status.can_run:
-        return True
-    if config.require_nccl:
-        raise RuntimeError(f"NCCL cannot run (require_nccl=True): {status}")
-    log.warn_once(f"NCCL is asked for but copy trees are used: {status}")
-    return False
+def _sizes(reductions: Sequence[Reduction]) -> collections.Counter[tuple[str, ...]]:
+    """Returns the bytes that each device has of dense values, where known, by the devices."""
+    sizes: collections.Counter[tuple[str, ...]] = collections.Counter()
+    for reduction in reductions:
+        if not reduction.is_sparse:
+            value = reduction.values[0]
+            sizes[reduction.devices] += (value.shape.num_elements() or 0) * value.dtype.size
+    return sizes
 
 
 def _run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 from tfcdo.execute.hosts import Hosts
 from tfcdo.execute.one_device import Accumulate
@@ -14,6 +15,7 @@ from tfcdo.plan.batch_plan import ValueSpec
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.packing import plan_batch
+from tfcdo.plan.saved_plan import SavedPlan
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
 
@@ -26,26 +28,40 @@ class AllReduceConfig:
       algorithm: the name of the algorithm that gives the copy trees, or the trees themselves.
       packing: how values are packed.
       topology: the machine; None to find out.
-      nccl: whether to use NCCL where it can run.
+      nccl: whether to use NCCL where it can run: "never", "always", or "auto" for unless a
+        measurement of this machine says that copy trees are faster.
       require_nccl: whether to raise where NCCL is asked for and cannot run.
       root: the device that even all-reduces are reduced on, without copy trees; None to reduce
         along copy trees, and what is not an all-reduce on its first destination.
       accumulate: sums a list of dense tensors on the root; None for `numerics.add`.
       across_hosts: the hosts that reduce together; None for one host.
+      saved: the plan that `algorithm` is the schedule of; None for none.
     """
 
     algorithm: Algorithm
     packing: PackingOptions
     topology: Topology | None = None
-    nccl: bool = False
+    nccl: Literal["never", "always", "auto"] = "never"
     require_nccl: bool = False
     root: str | None = None
     accumulate: Accumulate | None = None
     across_hosts: Hosts | None = None
+    saved: SavedPlan | None = None
 
     def topology_of(self, devices: Sequence[str]) -> Topology:
         """Returns the topology that was given, or the one that is found for some devices."""
         return self.topology or detect(tuple(devices))
+
+    def check_plan(self, devices: Sequence[str]) -> None:
+        """Raises `ValueError` unless the plan, if one was given, is for some devices."""
+        if self.saved is None:
+            return
+        reason = self.saved.why_not_on(self.topology_of(devices))
+        if reason is not None:
+            raise ValueError(
+                f"plan must be for this machine: {reason}; make one with `tfcdo plan`, or pass "
+                "topology= to say that this is the machine of the plan"
+            )
 
     def plan(self, specs: Sequence[ValueSpec], devices: Sequence[str]) -> BatchPlan:
         """Plans the all-reduce of values on some devices; equal questions get the same object."""

@@ -13,6 +13,7 @@ from tfcdo import checks
 from tfcdo import tf_internals
 from tfcdo.execute import batch
 from tfcdo.execute import nccl
+from tfcdo.execute import nccl_choice
 from tfcdo.execute.batch import Group
 from tfcdo.execute.batch import Transport
 from tfcdo.execute.config import AllReduceConfig
@@ -23,6 +24,7 @@ from tfcdo.execute.reduction import check_topology
 from tfcdo.plan.algorithms import fastest_algorithm
 from tfcdo.plan.batch_plan import BatchPlan
 from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.size_class import size_class
 
 _BY_NCCL = (Transport.NCCL, Transport.NCCL_ACROSS_HOSTS)
 _SUM = tf.distribute.ReduceOp.SUM
@@ -188,6 +190,8 @@ def _algorithm(groups: Sequence[Group], dtype: tf.DType, num_bytes: int) -> tupl
     group = groups[0]  # All values have one dtype and are on the same devices.
     config, devices = group.config, group.devices
     match group.transport:
+        case Transport.NCCL if config.nccl == "auto":
+            return "NCCL", nccl_choice.compare(devices, size_class(num_bytes))[1]
         case Transport.NCCL:
             return "NCCL", str(nccl.nccl_status(devices, dtype))
         case Transport.NCCL_ACROSS_HOSTS:
@@ -199,9 +203,12 @@ def _algorithm(groups: Sequence[Group], dtype: tf.DType, num_bytes: int) -> tupl
     topology = config.topology_of(devices)
     origin = "was detected" if config.topology is None else "was given"
     machine = f"the topology {topology.name!r} {origin}"
+    if config.saved is not None:
+        return config.saved.resolved, f"the plan was given: {config.saved.origin}; {machine}"
     if not isinstance(config.algorithm, str):
+        assert isinstance(config.algorithm, tuple)
         return "one_device", f"everything is summed on {devices[config.algorithm[0].root]}"
-    if config.nccl and len(devices) > 1:
+    if config.nccl == "always" and len(devices) > 1:
         return config.algorithm, f"NCCL cannot run: {nccl.nccl_status(devices, dtype)}"
     if config.algorithm != "auto":
         return config.algorithm, f"it was asked for; {machine}"

@@ -12,11 +12,11 @@ from tfcdo.execute import exchange
 from tfcdo.execute import numerics
 from tfcdo.execute.exchange import Exchange
 from tfcdo.execute.reduction import Reduction
+from tfcdo.plan.algorithms import Algorithm
 from tfcdo.plan.algorithms import fastest_algorithm
 from tfcdo.plan.batch_plan import BatchPlan
 from tfcdo.plan.batch_plan import PackPlan
 from tfcdo.plan.batch_plan import ValueSpec
-from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.topology.topology import Topology
 
@@ -65,11 +65,11 @@ class Hosts:
 
     def packing_for(
         self,
-        algorithm: str | tuple[CopyTree, ...],
+        algorithm: Algorithm,
         options: PackingOptions,
         topology: Topology,
         specs: Sequence[ValueSpec],
-    ) -> tuple[str | tuple[CopyTree, ...], PackingOptions]:
+    ) -> tuple[Algorithm, PackingOptions]:
         """Returns how to pack what crosses a network: in packs that begin to leave early.
 
         Args:

@@ -125,7 +125,7 @@ def hierarchical_copy(num_devices: int) -> tuple[CopyTree, ...]:
     return tuple(two_level(num_devices, root) for root in range(num_devices))
 
 
-Algorithm: TypeAlias = "str | tuple[CopyTree, ...]"
+Algorithm: TypeAlias = "str | tuple[CopyTree, ...] | Schedule"
 # Makes the schedule for a number of bytes and of packs, None for as many as the algorithm asks for.
 Scheduler: TypeAlias = Callable[[int, "int | None"], Schedule]
 CLASSICS: Mapping[str, Callable[[int], tuple[CopyTree, ...]]] = {
@@ -160,8 +160,8 @@ def scheduler(algorithm: Algorithm, topology: Topology) -> Scheduler:
     """Returns the function that makes the schedules of an algorithm on a machine.
 
     Args:
-      algorithm: one of `ALGORITHMS`, or copy trees to be dealt out in turn, which ask for one pack
-        each.
+      algorithm: one of `ALGORITHMS`; copy trees to be dealt out in turn, which ask for one pack
+        each; or a schedule, whose trees get the same parts of the data.
       topology: the machine.
 
     Returns:
@@ -180,7 +180,10 @@ def scheduler(algorithm: Algorithm, topology: Topology) -> Scheduler:
     if isinstance(algorithm, str):
         check_algorithm(algorithm)
         return functools.partial(make_schedule, algorithm, topology)
-    trees = algorithm
+    if isinstance(algorithm, Schedule):
+        planned, trees = algorithm, tuple(pack.tree for pack in algorithm.packs)
+    else:
+        planned, trees = None, algorithm
     if not trees:
         raise ValueError(f"algorithm must be a name or at least one copy tree; got {trees!r}")
     for index, tree in enumerate(trees):
@@ -191,6 +194,8 @@ def scheduler(algorithm: Algorithm, topology: Topology) -> Scheduler:
             )
 
     def deal_out(num_bytes: int, num_packs: int | None) -> Schedule:
+        if planned is not None and num_packs is None:
+            return planned.resized(num_bytes)
         return assign(num_bytes, cut(num_bytes, num_packs or len(trees)), trees)
 
     return deal_out

@@ -36,6 +36,14 @@ class Evaluation:
         """Returns the depth of the deepest tree."""
         return max((pack.tree.depth for pack in self.schedule.packs), default=0)
 
+    def ordered_seconds(self, topology: Topology) -> float:
+        """Returns the time if no copy is disturbed and they go in order.
+
+        Args:
+          topology: the machine that the schedule was made for.
+        """
+        return simulator.simulate(self.schedule, topology).seconds
+
     @property
     def label(self) -> str:
         """Returns the name for people: of `auto` also the algorithm that it stands for."""
@@ -44,13 +52,16 @@ class Evaluation:
         return f"{self.algorithm}: {self.resolved}"
 
 
-def evaluate(algorithm: str, topology: Topology, num_bytes: int) -> Evaluation:
+def evaluate(
+    algorithm: str, topology: Topology, num_bytes: int, num_packs: int | None = None
+) -> Evaluation:
     """Plans an all-reduce by one algorithm and simulates it.
 
     Args:
       algorithm: one of `algorithms.ALGORITHMS`.
       topology: the machine.
       num_bytes: how many bytes each device holds.
+      num_packs: how many packs; None for as many as the algorithm asks for.
 
     Returns:
       The evaluation.
@@ -66,19 +77,22 @@ def evaluate(algorithm: str, topology: Topology, num_bytes: int) -> Evaluation:
     """
     resolved = algorithm
     if algorithm == "auto":
-        resolved = algorithms.fastest_algorithm(topology, num_bytes)
-    schedule = algorithms.make_schedule(resolved, topology, num_bytes)
+        resolved = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
+    schedule = algorithms.make_schedule(resolved, topology, num_bytes, num_packs)
     seconds = simulator.robust_seconds(schedule, topology)
     bottleneck, bottleneck_bytes = simulator.bottleneck(schedule, topology)
     return Evaluation(algorithm, resolved, schedule, seconds, bottleneck, bottleneck_bytes)
 
 
-def evaluate_all(topology: Topology, num_bytes: int) -> list[Evaluation]:
+def evaluate_all(
+    topology: Topology, num_bytes: int, num_packs: int | None = None
+) -> list[Evaluation]:
     """Plans an all-reduce by each algorithm and simulates each schedule once.
 
     Args:
       topology: the machine.
       num_bytes: how many bytes each device holds.
+      num_packs: see `evaluate`.
 
     Returns:
       One evaluation for each of `algorithms.ALGORITHMS`, in their order; the last one is `auto`'s,
@@ -88,8 +102,10 @@ def evaluate_all(topology: Topology, num_bytes: int) -> list[Evaluation]:
       ValueError, TypeError: as `algorithms.make_schedule`.
     """
     found = [
-        evaluate(name, topology, num_bytes) for name in algorithms.ALGORITHMS if name != "auto"
+        evaluate(name, topology, num_bytes, num_packs)
+        for name in algorithms.ALGORITHMS
+        if name != "auto"
     ]
-    fastest = algorithms.fastest_algorithm(topology, num_bytes)
+    fastest = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
     (best,) = (evaluation for evaluation in found if evaluation.algorithm == fastest)
     return [*found, dataclasses.replace(best, algorithm="auto")]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import tempfile
 
 import msgspec
-import platformdirs
 
 from tfcdo import log
+from tfcdo.cache_folder import cache_folder
+from tfcdo.cache_folder import write_whole
 from tfcdo.plan.tree_packing import TreePacking
 from tfcdo.plan.tree_packing import TreePackingDocument
 from tfcdo.topology.topology import Topology
@@ -20,6 +20,18 @@ _VERSION = 2
 # At most so many files, of some kilobytes each; beyond, those that were used longest ago are
 # deleted. Files rather than a database: the folder may be on a network and used by several hosts.
 _MAX_FILES = 500
+
+
+class KeptPlan(TreePackingDocument, frozen=True, kw_only=True):
+    """Describes a tree packing in a file, and for people what it was found for.
+
+    Attributes:
+      topology: the machine's name.
+      found_for: the size in bytes and the number of packs, or "any".
+    """
+
+    topology: str = ""
+    found_for: str = ""
 
 
 def load(topology: Topology, key: str) -> TreePacking | None:
@@ -64,17 +76,31 @@ def save(topology: Topology, key: str, packing: TreePacking) -> None:
     folder = _folder()
     if folder is None:
         return
-    name = _name(topology, key)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Another process may read or write the same file: it appears whole or not at all.
-        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-            file = pathlib.Path(unfinished) / name
-            file.write_bytes(msgspec.json.encode(packing.to_document()))
-            file.replace(folder / name)
+        document = KeptPlan(
+            **msgspec.structs.asdict(packing.to_document()), topology=topology.name, found_for=key
+        )
+        write_whole(folder / _name(topology, key), msgspec.json.encode(document))
         _delete_oldest(folder)
     except OSError as error:
         _warn_not_kept(f"{folder} cannot be used: {error.strerror or error}")
+
+
+def kept() -> list[tuple[pathlib.Path, KeptPlan]]:
+    """Lists the plans that this version of the search has kept, the one used last first.
+
+    Returns:
+      The file of each plan, and the plan. Files that cannot be read as plans are left out.
+    """
+    folder = _folder()
+    files = folder.glob(f"plan-{_VERSION}-*.json") if folder else ()
+    found = []
+    for file in files:
+        with contextlib.suppress(OSError, RecursionError, msgspec.MsgspecError):
+            plan = msgspec.json.decode(file.read_bytes(), type=KeptPlan)
+            found.append((file.stat().st_mtime, file, plan))
+    found.sort(key=lambda one: (-one[0], one[1]))
+    return [(file, plan) for _, file, plan in found]
 
 
 def _delete_oldest(folder: pathlib.Path) -> None:
@@ -90,16 +116,10 @@ def _delete_oldest(folder: pathlib.Path) -> None:
 
 def _folder() -> pathlib.Path | None:
     """Returns where plans are kept; None, which is logged, if the user has no place for them."""
-    given = os.environ.get("TFCDO_CACHE_DIR")
     try:
-        folder = pathlib.Path(given) if given else platformdirs.user_cache_path("tfcdo")
-        if not given and not folder.is_absolute():
-            # XDG_CACHE_HOME is a relative path, which its specification has ignored.
-            folder = pathlib.Path("~/.cache/tfcdo")
-        return folder.expanduser()
-    except RuntimeError:
-        # As in a container whose user is a mere number.
-        _warn_not_kept("there is no home directory")
+        return cache_folder()
+    except RuntimeError as error:
+        _warn_not_kept(str(error))
         return None
 
 

@@ -45,7 +45,7 @@ def draw_gantt(schedule: Schedule, topology: Topology, title: str = "") -> Figur
       >>> machine = preset("pcie")
       >>> figure = draw_gantt(algorithms.make_schedule("ring", machine, 10**6), machine)
       >>> [label.get_text() for label in figure.axes[0].get_yticklabels()][:2]
-      ['0 out', '1 in']
+      ['0 out', '1 out']
     """
     timeline = simulator.simulate(schedule, topology)
     lanes = _tasks_by_lane(timeline, topology)
@@ -61,7 +61,7 @@ def draw_gantt(schedule: Schedule, topology: Topology, title: str = "") -> Figur
     axes.set_xlim(0, timeline.seconds / unit or 1)
     axes.set_xlabel(f"time, {unit_name}, if no copy is disturbed")
     axes.spines[["top", "right"]].set_visible(False)
-    _write_busy_shares(axes, shown.values(), timeline.seconds)
+    _write_busy_shares(axes, shown.values(), topology, timeline.seconds)
     entries = _explain_bars(schedule, colors)
     bound = lower_bound(topology, schedule.size)
     if 0 < bound <= timeline.seconds:
@@ -82,8 +82,8 @@ def draw_gantt(schedule: Schedule, topology: Topology, title: str = "") -> Figur
 def _tasks_by_lane(
     timeline: simulator.Timeline, topology: Topology
 ) -> dict[str, list[simulator.Task]]:
-    """Returns the tasks of each resource and adder that is ever busy, in the machine's order."""
-    names = [resource.name for resource in topology.resources]
+    """Returns the tasks of each resource and adder that is ever busy, by source, then target."""
+    names = _in_reading_order(topology)
     names += [_name_adder(device, topology) for device in range(topology.num_devices)]
     lanes: dict[str, list[simulator.Task]] = {name: [] for name in names}
     for task in timeline.tasks:
@@ -92,15 +92,46 @@ def _tasks_by_lane(
             continue
         for resource in topology.route(task.source, task.target).resources:
             lanes[resource.name].append(task)
-    return {name: tasks for name, tasks in lanes.items() if _busy_seconds(tasks) > 0}
+    return {
+        name: tasks for name, tasks in lanes.items() if any(task.end > task.start for task in tasks)
+    }
+
+
+def _in_reading_order(topology: Topology) -> list[str]:
+    """Returns the names of wires and ways out by source, then of ways in, then of what is shared.
+
+    So that the rows of a device are beside each other, whatever the order of the resources.
+    """
+    sources: list[set[int]] = [set() for _ in topology.resources]
+    targets: list[set[int]] = [set() for _ in topology.resources]
+    for link in topology.links:
+        for number in link.resources:
+            sources[number].add(link.source)
+            targets[number].add(link.target)
+
+    def place(number: int) -> tuple[int, list[int], list[int], int]:
+        own, others = sorted(sources[number]), sorted(targets[number])
+        if len(own) == 1:
+            return (0, own, others, number)
+        if len(others) == 1:
+            return (1, others, own, number)
+        return (2, own, others, number)
+
+    return [topology.resources[number].name for number in sorted(range(len(sources)), key=place)]
 
 
 def _name_adder(device: int, topology: Topology) -> str:
     return "additions" if topology.serial_reduction else f"{device} adds"
 
 
-def _busy_seconds(tasks: Iterable[simulator.Task]) -> float:
-    return sum(task.end - task.start for task in tasks)
+def _busy_seconds(tasks: Iterable[simulator.Task], topology: Topology) -> float:
+    """Returns the time in which bytes move or are added, without the latencies of the copies."""
+    return sum(
+        task.end
+        - task.start
+        - (0.0 if task.kind == "add" else topology.latency(task.source, task.target))
+        for task in tasks
+    )
 
 
 def _draw_lane(
@@ -145,13 +176,13 @@ def _make_paler(color: Color) -> Color:
 
 
 def _write_busy_shares(
-    axes: Axes, lanes: Iterable[Sequence[simulator.Task]], seconds: float
+    axes: Axes, lanes: Iterable[Sequence[simulator.Task]], topology: Topology, seconds: float
 ) -> None:
     for lane, tasks in enumerate(lanes):
         axes.text(
             1.005,
             lane,
-            f"{_busy_seconds(tasks) / seconds:.0%}",
+            f"{_busy_seconds(tasks, topology) / seconds:.0%}",
             transform=axes.get_yaxis_transform(),
             fontsize=8,
             va="center_baseline",

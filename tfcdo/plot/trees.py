@@ -75,11 +75,11 @@ def draw_trees(schedule: Schedule, topology: Topology, title: str = "") -> Figur
 
 
 def _packs_by_tree(schedule: Schedule) -> dict[CopyTree, list[int]]:
-    """Groups the packs by tree, ordered by the tree's root."""
+    """Groups the packs by tree, in the order of their numbers."""
     groups: dict[CopyTree, list[int]] = {}
     for index, pack in enumerate(schedule.packs):
         groups.setdefault(pack.tree, []).append(index)
-    return dict(sorted(groups.items(), key=lambda item: (item[0].root, item[1])))
+    return groups
 
 
 def _name_packs(packs: Sequence[int]) -> str:

@@ -11,14 +11,17 @@ from collections.abc import Mapping, Sequence
 
 from tfcdo import checks
 from tfcdo import log
+from tfcdo.topology import measured
 from tfcdo.topology.links import Resource
 from tfcdo.topology.links import ordered_pairs
 from tfcdo.topology.presets import preset
+from tfcdo.topology.processor import num_cores
+from tfcdo.topology.processor import processor_name
+from tfcdo.topology.routes import GPU_MEMORY
 from tfcdo.topology.routes import Route
+from tfcdo.topology.topology import MEASURED
 from tfcdo.topology.topology import Topology
 
-# A copy within a GPU reads and writes its memory: half of a V100's 900 GB/s.
-_GPU_MEMORY = 450e9
 _TIMEOUT_SECONDS = 10.0
 
 
@@ -32,8 +35,9 @@ def detect(devices: Sequence[str]) -> Topology:
     GPUs are joined as `nvidia-smi topo -m` reports, or, if it does not run, all to all; logical
     GPUs of one physical GPU share its memory. CPU devices are `shared_memory`, as are unknown ones
     if TensorFlow sees nothing but CPUs. Devices of several types or hosts, and other unknown ones,
-    are taken as joined all to all. What was found, and how, is logged (level INFO) the first time
-    that these devices are asked for; later calls return the same.
+    are taken as joined all to all. Where `tfcdo.topology.measure` has measured the same devices,
+    what it found is returned instead. What was found, and how, is logged (level INFO) the first
+    time that these devices are asked for; later calls return the same.
 
     Args:
       devices: TensorFlow device names; "" for an unknown device.
@@ -83,9 +87,73 @@ def detect_with_reason(devices: Sequence[str]) -> tuple[Topology, str]:
 @functools.lru_cache(maxsize=64)
 def _detect(devices: tuple[str, ...]) -> tuple[Topology, str]:
     topology, reason = _choose(devices)
+    known = _measured(devices, topology)
+    if known is not None:
+        topology, reason = known.topology, f"as measured on {known.date}"
     names = ", ".join(device or "an unknown device" for device in devices)
     log.info_once(f"topology {topology.name!r} for {names}: {reason}")
     return topology, reason
+
+
+def what_was_measured(devices: Sequence[str]) -> measured.Measured | None:
+    """Returns what was measured of some devices of this machine.
+
+    Args:
+      devices: as for `detect`.
+
+    Returns:
+      The measurement; None if these devices were not measured.
+    """
+    names = checks.check_device_list(devices)
+    return _measured(names, _choose(names)[0])
+
+
+def assumed_topology(devices: Sequence[str]) -> Topology:
+    """Returns what `detect` would, without a measurement."""
+    return _choose(checks.check_device_list(devices))[0]
+
+
+def forget() -> None:
+    """Makes the next call of `detect` look again."""
+    _detect.cache_clear()
+
+
+def name_of_measured(devices: Sequence[str], assumed: Topology) -> str | None:
+    """Says what some devices are, so that a measurement is known to be of the same.
+
+    Args:
+      devices: as for `detect`.
+      assumed: what is known of their links without a measurement.
+
+    Returns:
+      The kind, number and model of the devices; of GPUs also how they are joined, as a number. None
+      if they are not devices of one kind, each for itself, on one host.
+    """
+    hosts, kinds, indices = map(list, zip(*map(_parse, devices)))
+    if _only_cpus_here():
+        kinds = ["CPU" if kind == "" else kind for kind in kinds]
+    if len(set(hosts) - {""}) > 1 or len(set(kinds)) > 1:
+        return None
+    count = len(devices)
+    if kinds[0] == "CPU":
+        return f"{MEASURED}{count} CPU devices of {processor_name()} with {num_cores()} cores"
+    if kinds[0] != "GPU" or len(set(indices)) < count:
+        return None
+    return f"{MEASURED}{count} GPUs, {_gpu_models()}, joined as {assumed.fingerprint[:8]}"
+
+
+def _measured(devices: Sequence[str], assumed: Topology) -> measured.Measured | None:
+    name = name_of_measured(devices, assumed) if measured.is_anything_kept() else None
+    found = measured.load(name) if name else None
+    return found if found and found.topology.num_devices == len(devices) else None
+
+
+def _gpu_models() -> str:
+    try:
+        names = _run_nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
+    except _NvidiaSmiError:
+        return "of unknown models"
+    return " and ".join(dict.fromkeys(name.strip() for name in names))
 
 
 def _choose(devices: Sequence[str]) -> tuple[Topology, str]:
@@ -217,10 +285,12 @@ def _on_gpus(machine: Topology, gpus: Sequence[int]) -> Topology:
     """Returns the topology of logical devices on some GPUs of a machine, perhaps several on one."""
     if len(set(gpus)) == len(gpus):
         return machine.subset(gpus)
+    # A copy within a GPU reads and writes its memory.
     routes = [
-        Route(source, target, [Resource(f"memory of GPU {gpus[source]}", _GPU_MEMORY)])
+        Route(source, target, [Resource(f"memory of GPU {gpus[source]}", GPU_MEMORY / 2)])
         if gpus[source] == gpus[target]
         else machine.route(gpus[source], gpus[target])._replace(source=source, target=target)
         for source, target in ordered_pairs(len(gpus))
     ]
-    return Topology.from_routes(f"{machine.name}, {len(set(gpus))} GPUs", len(gpus), routes)
+    name = f"{machine.name}, {len(set(gpus))} GPUs"
+    return Topology.from_routes(name, len(gpus), routes, memory_bandwidth=machine.memory_bandwidth)

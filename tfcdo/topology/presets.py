@@ -11,6 +11,7 @@ from tfcdo.topology.links import LATENCY
 from tfcdo.topology.links import Resource
 from tfcdo.topology.links import link_name
 from tfcdo.topology.links import ordered_pairs
+from tfcdo.topology.routes import GPU_MEMORY
 from tfcdo.topology.routes import NVLINK_V100
 from tfcdo.topology.routes import Route
 from tfcdo.topology.routes import crossbar_routes
@@ -34,7 +35,8 @@ _DGX1_P100_LINKS = {
 
 
 def _dgx1(name: str, nvlinks: Mapping[tuple[int, int], float]) -> Topology:
-    return Topology.from_routes(name, 8, mesh_routes(8, nvlinks, sockets=[0] * 4 + [1] * 4))
+    routes = mesh_routes(8, nvlinks, sockets=[0] * 4 + [1] * 4)
+    return Topology.from_routes(name, 8, routes, memory_bandwidth=GPU_MEMORY)
 
 
 def dgx1() -> Topology:
@@ -69,7 +71,7 @@ def nvswitch(num_devices: int = 8) -> Topology:
       num_devices: how many devices there are.
     """
     routes = crossbar_routes(num_devices, 12 * NVLINK_V100)
-    return Topology.from_routes("nvswitch", num_devices, routes)
+    return Topology.from_routes("nvswitch", num_devices, routes, memory_bandwidth=GPU_MEMORY)
 
 
 def pcie(num_devices: int = 4) -> Topology:
@@ -82,7 +84,8 @@ def pcie(num_devices: int = 4) -> Topology:
       num_devices: how many devices there are; an odd one is alone under its switch.
     """
     switches = [device // 2 for device in range(num_devices)]
-    return Topology.from_routes("pcie", num_devices, pcie_routes(switches, {}))
+    routes = pcie_routes(switches, {})
+    return Topology.from_routes("pcie", num_devices, routes, memory_bandwidth=GPU_MEMORY)
 
 
 def shared_memory(num_devices: int = 8) -> Topology:
@@ -109,7 +112,7 @@ def fully_connected(num_devices: int = 8) -> Topology:
       num_devices: how many devices there are.
     """
     routes = _separate_wires(num_devices, NVLINK_V100)
-    return Topology.from_routes("fully_connected", num_devices, routes)
+    return Topology.from_routes("fully_connected", num_devices, routes, memory_bandwidth=GPU_MEMORY)
 
 
 def _separate_wires(

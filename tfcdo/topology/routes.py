@@ -19,6 +19,8 @@ from tfcdo.topology.links import ordered_pairs
 NVLINK_V100 = 25e9
 HOST = 10e9
 PCIE = 12e9
+# What a V100 reads or writes of its own memory, in bytes per second; later GPUs have more.
+GPU_MEMORY = 900e9
 
 
 class Route(NamedTuple):

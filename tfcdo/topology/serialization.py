@@ -7,12 +7,16 @@ numbers them, and a bandwidth without a limit is null, because JSON has no infin
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from tfcdo.topology.links import LATENCY
+from tfcdo.topology.links import Link
+from tfcdo.topology.links import Resource
 
 
 class ResourceDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,12 +37,14 @@ class LinkDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TopologyDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Describes a `Topology`; an addition bandwidth of None has no limit."""
+    """Describes a `Topology`; a bandwidth of None has no limit."""
 
     name: str
     num_devices: int
     addition_bandwidth: float | None = None
     serial_reduction: bool = False
+    memory_bandwidth: float | None = None
+    op_seconds: float = 0.0
     resources: tuple[ResourceDocument, ...]
     links: tuple[LinkDocument, ...]
 
@@ -61,8 +67,8 @@ def encode(document: TopologyDocument) -> str:
     Returns:
       The text, which `decode` reads.
     """
-    fields = msgspec.to_builtins(document)
-    lines = ",\n".join(f'  "{name}": {_lay_out(value)}' for name, value in fields.items())
+    content = msgspec.to_builtins(document)
+    lines = ",\n".join(f'  "{name}": {_lay_out(value)}' for name, value in content.items())
     return f"{{\n{lines}\n}}"
 
 
@@ -73,8 +79,8 @@ def decode(text: str) -> TopologyDocument:
       text: the JSON text.
 
     Returns:
-      A document whose fields have the right types, and whose links name resources that it has.
-      Whether it describes a topology, the topology's constructor checks.
+      A document whose fields have the right types. Whether it describes a topology, `fields`
+      and the topology's constructor check.
 
     Raises:
       ValueError: if the text is not JSON, or not of such a document.
@@ -94,15 +100,92 @@ def decode(text: str) -> TopologyDocument:
         raise ValueError("not a topology: lists or objects are nested too deeply") from None
     except msgspec.ValidationError as error:
         raise ValueError(f"not a topology: {_explain(str(error), content)}") from None
-    known = {resource.name for resource in document.resources}
+    return document
+
+
+def describe(fields: Mapping[str, Any]) -> TopologyDocument:
+    """Returns what describes a topology in JSON.
+
+    Args:
+      fields: the fields of the topology, by name; others are left out.
+
+    Returns:
+      The document.
+    """
+    resources: Sequence[Resource] = fields["resources"]
+    return TopologyDocument(
+        name=fields["name"],
+        num_devices=fields["num_devices"],
+        addition_bandwidth=_none_if_unlimited(fields["addition_bandwidth"]),
+        serial_reduction=fields["serial_reduction"],
+        memory_bandwidth=_none_if_unlimited(fields["memory_bandwidth"]),
+        op_seconds=fields["op_seconds"],
+        resources=tuple(
+            ResourceDocument(name=one.name, bandwidth=_none_if_unlimited(one.bandwidth))
+            for one in resources
+        ),
+        links=tuple(
+            LinkDocument(
+                source=link.source,
+                target=link.target,
+                latency=link.latency,
+                resources=tuple(resources[index].name for index in link.resources),
+                via_host=link.via_host,
+            )
+            for link in fields["links"]
+        ),
+    )
+
+
+def fields(document: TopologyDocument) -> dict[str, Any]:
+    """Returns the fields of the topology that a document describes.
+
+    Args:
+      document: the description of a topology.
+
+    Returns:
+      The arguments of the topology's constructor.
+
+    Raises:
+      ValueError: if a link names a resource that the document does not have.
+    """
+    numbers = {resource.name: number for number, resource in enumerate(document.resources)}
     for position, link in enumerate(document.links):
-        unknown = [name for name in link.resources if name not in known]
+        unknown = [name for name in link.resources if name not in numbers]
         if unknown:
             raise ValueError(
                 f'not a topology: links[{position}].resources must hold names that "resources" of '
                 f"the topology have; got {_abbreviate(unknown[0])}"
             )
-    return document
+    return {
+        "name": document.name,
+        "num_devices": document.num_devices,
+        "resources": tuple(
+            Resource(one.name, _infinite_if_none(one.bandwidth)) for one in document.resources
+        ),
+        "links": tuple(
+            Link(
+                link.source,
+                link.target,
+                link.latency,
+                tuple(numbers[name] for name in link.resources),
+                link.via_host,
+            )
+            for link in document.links
+        ),
+        "addition_bandwidth": _infinite_if_none(document.addition_bandwidth),
+        "serial_reduction": document.serial_reduction,
+        "memory_bandwidth": _infinite_if_none(document.memory_bandwidth),
+        "op_seconds": document.op_seconds,
+    }
+
+
+def _none_if_unlimited(bandwidth: float) -> float | None:
+    return None if bandwidth == math.inf else bandwidth
+
+
+def _infinite_if_none(bandwidth: float | None) -> float:
+    return math.inf if bandwidth is None else bandwidth
 
 
 def _lay_out(value: Any) -> str:

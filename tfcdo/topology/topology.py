@@ -18,7 +18,11 @@ from tfcdo.topology.links import Resource
 from tfcdo.topology.links import check_links
 from tfcdo.topology.links import link_name
 from tfcdo.topology.links import ordered_pairs
+from tfcdo.topology.routes import GPU_MEMORY
 from tfcdo.topology.routes import Route
+
+# What the names of topologies begin with that were measured.
+MEASURED = "measured "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +40,10 @@ class Topology:
       addition_bandwidth: bytes of one operand that a device adds per second; `math.inf` if
         additions cost nothing next to the copies.
       serial_reduction: whether all devices add with the same cores and memory, so one at a time.
+      memory_bandwidth: bytes per second that a device reads or writes in its own memory, or all
+        together where they share it (`serial_reduction`); `math.inf` if packing costs nothing.
+      op_seconds: what each op of the executor costs beside its bytes, where ops do not overlap with
+        copies, as on processors; 0 where the links' latencies contain it.
 
     Raises:
       ValueError: if a pair of devices has no link or several, or a link names a device or a
@@ -55,12 +63,17 @@ class Topology:
     links: tuple[Link, ...]
     addition_bandwidth: float = math.inf
     serial_reduction: bool = False
+    memory_bandwidth: float = math.inf
+    op_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         checks.check_int("num_devices", self.num_devices, at_least=1)
-        if not self.addition_bandwidth > 0:
+        for name in ("addition_bandwidth", "memory_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0 B/s; got {getattr(self, name)}")
+        if not 0 <= self.op_seconds < math.inf:
             raise ValueError(
-                f"addition_bandwidth must be above 0 B/s; got {self.addition_bandwidth}"
+                f"op_seconds must be a number of seconds, at least 0; got {self.op_seconds}"
             )
         names = [resource.name for resource in self.resources]
         if len(set(names)) != len(names):
@@ -77,6 +90,8 @@ class Topology:
         *,
         addition_bandwidth: float = math.inf,
         serial_reduction: bool = False,
+        memory_bandwidth: float = math.inf,
+        op_seconds: float = 0.0,
     ) -> Topology:
         """Makes a topology of one route for each ordered pair of devices.
 
@@ -88,6 +103,8 @@ class Topology:
           routes: one for each ordered pair of devices.
           addition_bandwidth: see `Topology`.
           serial_reduction: see `Topology`.
+          memory_bandwidth: see `Topology`.
+          op_seconds: see `Topology`.
 
         Returns:
           The topology.
@@ -130,6 +147,8 @@ class Topology:
             tuple(links),
             addition_bandwidth,
             serial_reduction,
+            memory_bandwidth,
+            op_seconds,
         )
 
     def __hash__(self) -> int:
@@ -145,12 +164,17 @@ class Topology:
                 self.links,
                 self.addition_bandwidth,
                 self.serial_reduction,
+                self.memory_bandwidth,
+                self.op_seconds,
             )
         )
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Returns a short text that is the same for topologies that differ in names only."""
+        """Returns a short text that is the same for topologies that are alike for copy trees.
+
+        They may differ in names, and in what packing and ops cost, which all trees cost alike.
+        """
         number: dict[int, int] = {}
         for link in sorted(self.links, key=lambda link: (link.source, link.target)):
             for index in link.resources:
@@ -169,6 +193,11 @@ class Topology:
             ),
         )
         return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+    @property
+    def is_measured(self) -> bool:
+        """Returns whether `tfcdo.topology.measure` has found this topology."""
+        return self.name.startswith(MEASURED)
 
     @functools.cached_property
     def link_by_pair(self) -> Mapping[tuple[int, int], Link]:
@@ -275,6 +304,8 @@ class Topology:
             routes,
             addition_bandwidth=self.addition_bandwidth,
             serial_reduction=self.serial_reduction,
+            memory_bandwidth=self.memory_bandwidth,
+            op_seconds=self.op_seconds,
         )
 
     def to_json(self) -> str:
@@ -292,6 +323,8 @@ class Topology:
             "num_devices": 2,
             "addition_bandwidth": null,
             "serial_reduction": false,
+            "memory_bandwidth": 900000000000.0,
+            "op_seconds": 0.0,
             "resources": [
               {"name": "0→1", "bandwidth": 25000000000.0},
               {"name": "1→0", "bandwidth": 25000000000.0}
@@ -302,30 +335,11 @@ class Topology:
             ]
           }
         """
-        return serialization.encode(
-            serialization.TopologyDocument(
-                name=self.name,
-                num_devices=self.num_devices,
-                addition_bandwidth=_none_if_unlimited(self.addition_bandwidth),
-                serial_reduction=self.serial_reduction,
-                resources=tuple(
-                    serialization.ResourceDocument(
-                        name=resource.name, bandwidth=_none_if_unlimited(resource.bandwidth)
-                    )
-                    for resource in self.resources
-                ),
-                links=tuple(
-                    serialization.LinkDocument(
-                        source=link.source,
-                        target=link.target,
-                        latency=link.latency,
-                        resources=tuple(self.resources[index].name for index in link.resources),
-                        via_host=link.via_host,
-                    )
-                    for link in self.links
-                ),
-            )
-        )
+        return serialization.encode(self.to_document())
+
+    def to_document(self) -> serialization.TopologyDocument:
+        """Returns what describes this topology in JSON."""
+        return serialization.describe(vars(self))
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
@@ -333,7 +347,8 @@ class Topology:
 
         Args:
           text: a JSON object with "name", "num_devices", "resources" and "links", perhaps
-            "addition_bandwidth" and "serial_reduction", and nothing else; a link may leave out
+            "addition_bandwidth", "serial_reduction", "memory_bandwidth" and "op_seconds", and
+            nothing else; a link may leave out
             "latency" and "via_host". A bandwidth of null has no limit.
 
         Returns:
@@ -348,28 +363,23 @@ class Topology:
           >>> Topology.from_json(pcie.to_json()) == pcie
           True
         """
-        document = serialization.decode(text)
-        numbers = {resource.name: number for number, resource in enumerate(document.resources)}
-        return cls(
-            document.name,
-            document.num_devices,
-            tuple(
-                Resource(resource.name, _infinite_if_none(resource.bandwidth))
-                for resource in document.resources
-            ),
-            tuple(
-                Link(
-                    link.source,
-                    link.target,
-                    link.latency,
-                    tuple(numbers[name] for name in link.resources),
-                    link.via_host,
-                )
-                for link in document.links
-            ),
-            _infinite_if_none(document.addition_bandwidth),
-            document.serial_reduction,
-        )
+        return cls.from_document(serialization.decode(text))
+
+    @classmethod
+    def from_document(cls, document: serialization.TopologyDocument) -> Topology:
+        """Returns the topology that a document describes.
+
+        Args:
+          document: the description.
+
+        Returns:
+          The topology.
+
+        Raises:
+          ValueError: if a link names a resource that the document does not have, or the document
+            does not describe a topology.
+        """
+        return cls(**serialization.fields(document))
 
     @classmethod
     def from_nvidia_smi(cls, text: str) -> Topology:
@@ -384,12 +394,5 @@ class Topology:
         Raises:
           ValueError: if the text holds no such table.
         """
-        return cls.from_routes("nvidia-smi", *nvidia_smi.read_routes(text))
-
-
-def _none_if_unlimited(bandwidth: float) -> float | None:
-    return None if bandwidth == math.inf else bandwidth
-
-
-def _infinite_if_none(bandwidth: float | None) -> float:
-    return math.inf if bandwidth is None else bandwidth
+        num_devices, routes = nvidia_smi.read_routes(text)
+        return cls.from_routes("nvidia-smi", num_devices, routes, memory_bandwidth=GPU_MEMORY)

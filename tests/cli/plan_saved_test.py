@@ -1,0 +1,89 @@
+"""What `tfcdo plan` saves, lists and shows of numbers of packs and of ordered times."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+from click import testing
+
+from tfcdo.cli import commands
+from tfcdo.plan import algorithms
+from tfcdo.plan import simulator
+from tfcdo.plan.saved_plan import SavedPlan
+from tfcdo.topology.presets import preset
+from tfcdo.units import format_seconds
+
+
+class SavedTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        self.folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        # Trees that were found on this machine before are no business of a test.
+        cache = {"TFCDO_CACHE_DIR": str(self.folder / "cache")}
+        stack.enter_context(mock.patch.dict(os.environ, cache))
+
+    def plan(self, *arguments: str, stdin: str | None = None) -> str:
+        """Returns what `tfcdo plan` prints."""
+        result = testing.CliRunner().invoke(
+            commands.tfcdo, ["plan", *arguments], input=stdin, catch_exceptions=False
+        )
+        self.assertEqual(result.exit_code, 0, result.output)
+        return result.output
+
+    def rows(self, *arguments: str) -> dict[str, list[str]]:
+        """Returns the cells of the table by the algorithm."""
+        lines = [line for line in self.plan(*arguments).splitlines() if line.startswith("│")]
+        cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+        return {name: rest for name, *rest in cells}
+
+    @parameterized.parameters(("packed_trees", None), ("hierarchical_copy", 3), ("auto", 1))
+    def test_a_plan_that_was_saved_is_read(self, algorithm: str, num_packs: int | None):
+        path = self.folder / "plan.json"
+        arguments = ["-t", "dgx1", "-b", "10MB", "-a", algorithm, "--save", str(path)]
+        arguments += ["--num-packs", str(num_packs)] if num_packs else []
+        self.assertIn(f" in {path}\n", self.plan(*arguments))
+        self.assertEqual(self.plan(*arguments, "--json"), path.read_text(encoding="utf-8"))
+        found = SavedPlan.read(path)
+        self.assertEqual(found.topology, preset("dgx1"))
+        self.assertEqual(found.algorithm, algorithm)
+        self.assertEqual(
+            found.schedule,
+            algorithms.make_schedule(found.resolved, preset("dgx1"), 10**7, num_packs),
+        )
+        self.assertAlmostEqual(
+            found.ordered_seconds, simulator.simulate(found.schedule, preset("dgx1")).seconds
+        )
+        bundled = "bundled with tfcdo" if found.resolved == "packed_trees" else "own trees"
+        self.assertIn(bundled, found.origin)
+
+    def test_tensorflows_default_of_one_pack_can_be_shown(self):
+        rows = self.rows("-t", "dgx1", "--num-packs", "1")
+        self.assertEqual({cells[0] for cells in rows.values()}, {"1"})
+        # 100 MB up and down three links of 10, 25 and 50 GB/s, and what shares the first.
+        self.assertEqual(rows["hierarchical_copy"][5], "12.04 ms")
+
+    def test_the_robust_time_has_the_ordered_one_beside_it(self):
+        cells = self.rows("-t", "nvswitch:4", "-b", "25MB")["ring"]
+        schedule = algorithms.make_schedule("ring", preset("nvswitch", 4), 25 * 10**6)
+        robust = simulator.robust_seconds(schedule, preset("nvswitch", 4))
+        ordered = simulator.simulate(schedule, preset("nvswitch", 4)).seconds
+        self.assertEqual(cells[4:6], [format_seconds(robust), format_seconds(ordered)])
+
+    def test_lists_the_plans_that_need_no_search(self):
+        before = self.plan("--list")
+        self.assertRegex(before, r"dgx1 +│ 8 +│ 100 MB +│ 32 +│ 1\.139 +│ with tfcdo")
+        self.plan("-t", "pcie:3", "-b", "1MB", "-a", "packed_trees", "--json")
+        added = set(self.plan("--list").split()) - set(before.split())
+        self.assertTrue(any(str(self.folder)[:20] in word for word in added), added)
+
+
+if __name__ == "__main__":
+    absltest.main()

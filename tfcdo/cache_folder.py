@@ -1,0 +1,53 @@
+"""Finds the user's folder for what is found out once, and writes files there."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tempfile
+
+import platformdirs
+
+VARIABLE = "TFCDO_CACHE_DIR"
+
+
+def cache_folder() -> pathlib.Path:
+    """Returns the folder in which plans and measurements are kept; it may not exist yet.
+
+    Returns:
+      What the environment variable `TFCDO_CACHE_DIR` names, or else the user's cache folder.
+
+    Raises:
+      RuntimeError: if the user has no home directory, as in a container whose user is a number.
+
+    Example:
+      >>> os.environ["TFCDO_CACHE_DIR"] = "/tmp/mine"
+      >>> str(cache_folder())
+      '/tmp/mine'
+    """
+    given = os.environ.get(VARIABLE)
+    try:
+        folder = pathlib.Path(given) if given else platformdirs.user_cache_path("tfcdo")
+        if not given and not folder.is_absolute():
+            # XDG_CACHE_HOME is a relative path, which its specification has ignored.
+            folder = pathlib.Path("~/.cache/tfcdo")
+        return folder.expanduser()
+    except RuntimeError as error:
+        raise RuntimeError("there is no home directory") from error
+
+
+def write_whole(file: pathlib.Path, content: bytes) -> None:
+    """Writes a file that others may be reading or writing: it appears whole or not at all.
+
+    Args:
+      file: the file; its folder is made if it is not there.
+      content: what it is to hold.
+
+    Raises:
+      OSError: if it cannot be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as unfinished:
+        new = pathlib.Path(unfinished) / file.name
+        new.write_bytes(content)
+        new.replace(file)

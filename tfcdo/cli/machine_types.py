@@ -1,0 +1,73 @@
+"""Reads the machines and devices that a user names on the command line."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import click
+
+from tfcdo.cli import options
+from tfcdo.topology.presets import PRESETS
+from tfcdo.topology.presets import preset
+from tfcdo.topology.topology import Topology
+
+# Limited to 9 digits: int() refuses huge strings.
+_NUMBER = r"\d{1,9}"
+
+
+class Devices(options.ParamType):
+    """Device numbers separated by commas."""
+
+    name = "devices"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Reads the numbers."""
+        if not re.fullmatch(rf"{_NUMBER}(,{_NUMBER})*", str(value)):
+            self.fail(f"{value!r} is not a list of device numbers such as 0,1,2")
+        return tuple(map(int, value.split(",")))
+
+
+class Machine(options.ParamType):
+    """A preset, or a file that describes a machine."""
+
+    name = "topology"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Topology:
+        """Looks the preset up, or reads the file."""
+        name, _, count = str(value).partition(":")
+        try:
+            if name in PRESETS and re.fullmatch(f"({_NUMBER})?", count):
+                return preset(name, int(count) if count else None)
+        except ValueError as error:
+            self.fail(str(error))
+        text = self._read(value)
+        is_json = text.lstrip().startswith(("{", "["))
+        read = Topology.from_json if is_json else Topology.from_nvidia_smi
+        try:
+            return read(text)
+        except ValueError as error:
+            self.fail(f"{value}: {error}")
+
+    def _read(self, value: str) -> str:
+        try:
+            if value == "-":
+                if sys.stdin is None:
+                    self.fail("-: standard input is closed")
+                text = sys.stdin.read()
+            else:
+                # Not a Path, which takes no name for that of the current folder.
+                with open(value, encoding="utf-8") as file:  # noqa: PTH123
+                    text = file.read()
+        except FileNotFoundError:
+            self.fail(f"{value!r} is neither a file nor a known machine: {', '.join(PRESETS)}")
+        except UnicodeDecodeError:
+            self.fail(f"{value}: expected text; the file holds something else")
+        except OSError as error:
+            self.fail(f"{value}: {error.strerror}")
+        return text.removeprefix("\ufeff")

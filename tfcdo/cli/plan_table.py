@@ -1,0 +1,106 @@
+"""Prints the tables of `tfcdo plan`: a machine's algorithms, and the plans that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from tfcdo.cli import options
+from tfcdo.plan import bundled_plans
+from tfcdo.plan import plan_cache
+from tfcdo.plan.evaluation import Evaluation
+from tfcdo.topology.topology import Topology
+from tfcdo.units import format_bytes
+from tfcdo.units import format_seconds
+
+# On narrower consoles only the columns that say how fast an algorithm is, and why.
+_WIDE = 110
+_ALWAYS_SHOWN = ("Busiest link", "Time", "Time / bound")
+
+
+def print_table(
+    evaluations: Sequence[Evaluation],
+    highlighted: str,
+    topology: Topology,
+    bound: float,
+    console: Console,
+) -> None:
+    """Prints a row for each algorithm.
+
+    Args:
+      evaluations: the algorithms' schedules and times.
+      highlighted: the algorithm whose row stands out.
+      topology: the machine.
+      bound: the time that no copy trees beat.
+      console: where.
+    """
+    size = format_bytes(evaluations[0].schedule.size)
+    count = topology.num_devices
+    holders = f"each of {count} devices" if count > 1 else "the only device"
+    table = Table(
+        title=f"All-reduce of {size} on {holders} of {topology.name}",
+        caption=options.printable(
+            "Time: simulated, the median of runs in which copies take up to 5 % more or less. "
+            f"Ordered: if none does. Bound: {format_seconds(bound)}",
+            console,
+        ),
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("Algorithm", no_wrap=True)
+    headings = ("Packs", "Depth", "Busiest link", "Bytes on it", "Time", "Ordered", "Time / bound")
+    shown = headings if console.width >= _WIDE else _ALWAYS_SHOWN
+    for heading in shown:
+        table.add_column(heading, justify="right", no_wrap=heading.startswith("Time"))
+    for evaluation in evaluations:
+        cells = (
+            str(len(evaluation.schedule.packs)),
+            str(evaluation.depth),
+            options.printable(evaluation.bottleneck or "none", console),
+            format_bytes(evaluation.bottleneck_bytes),
+            options.printable(format_seconds(evaluation.seconds), console),
+            options.printable(format_seconds(evaluation.ordered_seconds(topology)), console),
+            f"{evaluation.seconds / bound:.3f}" if bound else "-",
+        )
+        table.add_row(
+            evaluation.label,
+            *(cell for heading, cell in zip(headings, cells, strict=True) if heading in shown),
+            style="bold" if evaluation.algorithm == highlighted else None,
+        )
+    console.print(table)
+
+
+def print_plans(console: Console) -> None:
+    """Prints the plans that come with the package, and those that searches have kept.
+
+    Args:
+      console: where.
+    """
+    table = Table(title="Plans that need no search", title_justify="left")
+    for heading in ("Machine", "Devices", "Found for", "Packs", "Time / bound", "Where"):
+        table.add_column(heading, overflow="fold")
+    bundled = [(plan.machine(), plan) for plan in bundled_plans.read()]
+    bundled.sort(key=lambda pair: (pair[0].name, pair[0].num_devices, pair[1].num_bytes))
+    for machine, plan in bundled:
+        table.add_row(
+            machine.name,
+            str(machine.num_devices),
+            format_bytes(plan.num_bytes),
+            str(len(plan.weights)),
+            f"{plan.robust_ratio:.3f}",
+            "with tfcdo",
+        )
+    for file, kept in plan_cache.kept():
+        size, _, packs = kept.found_for.partition("-")
+        found_for = format_bytes(int(size)) if size.isdigit() else "-"
+        table.add_row(
+            kept.topology or "-",
+            str(len(kept.parents[0])) if kept.parents else "-",
+            found_for + (f" in {packs} packs" if packs.isdigit() else ""),
+            str(len(kept.weights)),
+            "-",
+            str(file),
+        )
+    console.print(table)

@@ -1,0 +1,134 @@
+"""Keeps what was measured of this machine, in the user's folder, named by what the devices are."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import hashlib
+import math
+import pathlib
+import re
+
+import msgspec
+
+from tfcdo import log
+from tfcdo.cache_folder import cache_folder
+from tfcdo.cache_folder import write_whole
+from tfcdo.topology.serialization import TopologyDocument
+from tfcdo.topology.topology import MEASURED
+from tfcdo.topology.topology import Topology
+
+# What another version has measured may mean something else.
+_VERSION = 1
+
+
+class _MeasuredDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    topology: TopologyDocument
+    date: str
+    nccl: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Holds what was measured of some devices.
+
+    Attributes:
+      topology: what joins them and what they do themselves; its name says what the devices are.
+      date: the day of the measurement.
+      nccl: bytes on each device, ascending, and the seconds of an all-reduce of them by NCCL; empty
+        if it does not run here.
+    """
+
+    topology: Topology
+    date: str
+    nccl: tuple[tuple[int, float], ...] = ()
+
+    def nccl_seconds(self, num_bytes: int) -> float | None:
+        """Returns how long NCCL takes, between the sizes that were measured.
+
+        Args:
+          num_bytes: the bytes on each device.
+
+        Returns:
+          Seconds; None if NCCL was not measured. Below the smallest size it takes as long as there,
+          above the largest in proportion to the bytes.
+
+        Example:
+          >>> from tfcdo.topology.presets import preset
+          >>> measured = Measured(preset("pcie"), "2026-01-01", ((100, 1.0), (10_000, 4.0)))
+          >>> [measured.nccl_seconds(size) for size in (1, 1000, 20_000)]
+          [1.0, 2.0, 8.0]
+        """
+        if not self.nccl:
+            return None
+        sizes = [size for size, _ in self.nccl]
+        above = bisect.bisect_left(sizes, num_bytes)
+        if above == 0:
+            return self.nccl[0][1]
+        (low, fast) = self.nccl[above - 1]
+        if above == len(sizes):
+            return fast * num_bytes / low
+        high, slow = self.nccl[above]
+        part = math.log(num_bytes / low) / math.log(high / low)
+        return fast * math.pow(slow / fast, part)
+
+
+def is_anything_kept() -> bool:
+    """Returns whether anything was measured: where not, none need ask what the devices are."""
+    try:
+        return any(cache_folder().glob(f"{MEASURED.strip()}-*.json"))
+    except (OSError, RuntimeError):
+        return False
+
+
+def load(name: str) -> Measured | None:
+    """Reads what was measured of some devices.
+
+    Args:
+      name: what they are.
+
+    Returns:
+      The measurement; None if there is none, or none that can be read, which is logged.
+    """
+    try:
+        file = _file(name)
+        document = msgspec.json.decode(file.read_bytes(), type=_MeasuredDocument)
+        topology = Topology.from_document(document.topology)
+        found = Measured(topology, document.date, document.nccl)
+    except (FileNotFoundError, NotADirectoryError, RuntimeError):
+        return None  # Nothing was measured, or this user has no folder to keep it in.
+    except OSError as error:
+        log.warn_once(f"ignoring what was measured of this machine: {file}: {error.strerror}")
+        return None
+    except (ValueError, msgspec.MsgspecError) as error:
+        log.warn_once(f"ignoring {file}, which is no measurement: {error}; delete or renew it")
+        return None
+    # Two names may have one file only by a mistake of the user's, who copies files.
+    return found if found.topology.name == name else None
+
+
+def save(measured: Measured) -> pathlib.Path:
+    """Keeps what was measured, in place of what was measured before of the same devices.
+
+    Args:
+      measured: the measurement.
+
+    Returns:
+      The file.
+
+    Raises:
+      OSError: if it cannot be written.
+      RuntimeError: if the user has no folder for it.
+    """
+    file = _file(measured.topology.name)
+    document = _MeasuredDocument(
+        topology=measured.topology.to_document(), date=measured.date, nccl=measured.nccl
+    )
+    write_whole(file, msgspec.json.format(msgspec.json.encode(document), indent=1))
+    return file
+
+
+def _file(name: str) -> pathlib.Path:
+    readable = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:80]
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return cache_folder() / f"{readable}-{_VERSION}-{digest}.json"
