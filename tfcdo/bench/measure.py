@@ -18,6 +18,7 @@ from tfcdo.bench import implementations
 from tfcdo.bench import memory
 from tfcdo.bench import steps
 from tfcdo.bench import tracking
+from tfcdo.bench import watchdog
 from tfcdo.bench import workloads
 from tfcdo.bench.devices import Devices
 
@@ -59,6 +60,8 @@ class Measurement:
       seconds: the median time per round minus the baseline's in the same round; for the baseline
         itself, its own time.
       spread: the distance between the quartiles of the same times, in seconds.
+      p99: the 99th percentile of the same times, in seconds: what one of a hundred samples is
+        slower than, with fewer samples the slowest.
       cpu_seconds: the same median of the CPU time of all threads of the process, which other
         processes do not lengthen by taking turns with it.
       wrong: how many elements were not what numpy found; None if there was nothing to check.
@@ -81,6 +84,7 @@ class Measurement:
     first_call: float | None = None
     nodes: int | None = None
     peak_memory: int | None = None
+    p99: float | None = None
 
     @property
     def algbw(self) -> float:
@@ -125,6 +129,7 @@ def run(
     compared: Sequence[implementations.Implementation],
     settings: Settings,
     track: tracking.Track = tracking.silently,
+    watch: watchdog.Watchdog = watchdog.ASLEEP,
 ) -> list[Measurement]:
     """Measures implementations, the floor, packing and the baseline in turn.
 
@@ -134,6 +139,7 @@ def run(
       compared: the implementations.
       settings: how to measure.
       track: shows the progress.
+      watch: watches each implementation while it is built and checked, and in each round.
 
     Returns:
       One measurement each: the implementations' in the order given, the floors', that of packing if
@@ -150,9 +156,10 @@ def run(
     kinds: dict[str, str] = {}
     for implementation in track(compared, description="building and checking"):
         kinds[implementation.name] = implementation.package
-        timed_steps[implementation.name] = implementation.build_with(
-            lambda built: build(data, built.reducer(devices.names))
-        )
+        with watch.watching(implementation.name):
+            timed_steps[implementation.name] = implementation.build_with(
+                lambda built: build(data, built.reducer(devices.names))
+            )
     floor_data = floor.place_values(workload, devices)
     timed_steps[_BASELINE_OF_FLOOR] = steps.build_graph(floor_data, None)
     for name, reduce in floor.single_passes(devices.names[0]).items():
@@ -162,7 +169,8 @@ def run(
         kinds[_REPACK] = PACKING
         timed_steps[_REPACK] = build(data, floor.repack(data))
 
-    times = interleave({name: one.step for name, one in timed_steps.items()}, settings, track)
+    steps_by_name = {name: one.step for name, one in timed_steps.items()}
+    times = interleave(steps_by_name, settings, track, watch)
     runs = {
         name: _TimedRun(timed_step, times[name], memory.peak_of(timed_step.step, devices))
         for name, timed_step in timed_steps.items()
@@ -183,6 +191,7 @@ def interleave(
     steps_by_name: Mapping[str, steps.Step],
     settings: Settings,
     track: tracking.Track = tracking.silently,
+    watch: watchdog.Watchdog = watchdog.ASLEEP,
 ) -> dict[str, Times]:
     """Times steps A B C A B C ..., so that a change of the machine's load affects all of them.
 
@@ -190,6 +199,7 @@ def interleave(
       steps_by_name: the steps.
       settings: how many rounds.
       track: shows the progress.
+      watch: watches each sample.
 
     Returns:
       For each step one sample per round: the mean of as many calls in a row as it takes to fill
@@ -200,7 +210,8 @@ def interleave(
     with _no_garbage_collection():
         for number in track(range(settings.warmup + settings.iterations), description="rounds"):
             for name, step in steps_by_name.items():
-                samples[name].append(_sample(step, num_calls[name]))
+                with watch.watching(name):
+                    samples[name].append(_sample(step, num_calls[name]))
                 if number < settings.warmup:
                     fastest = min(sample.wall for sample in samples[name])
                     num_calls[name] = max(1, math.ceil(_SHORTEST_SAMPLE / fastest))
@@ -222,6 +233,7 @@ def _measurement(
     workload: workloads.Workload, num_devices: int, name: str, kind: str, timed_run: _TimedRun
 ) -> Measurement:
     lower, median, upper = np.quantile(timed_run.times.wall, (0.25, 0.5, 0.75))
+    p99 = np.quantile(timed_run.times.wall, 0.99, method="higher")
     return Measurement(
         workload=workload.name,
         size=workload.size,
@@ -237,6 +249,7 @@ def _measurement(
         first_call=timed_run.step.first_call,
         nodes=timed_run.step.num_nodes,
         peak_memory=timed_run.peak_memory,
+        p99=float(p99),
     )
 
 

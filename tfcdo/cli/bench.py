@@ -3,145 +3,67 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
-from rich import progress as rich_progress
 from rich.console import Console
 
 from tfcdo.bench import hosts
 from tfcdo.bench import link
 from tfcdo.bench import workloads
+from tfcdo.cli import bench_compare
+from tfcdo.cli import bench_options
 from tfcdo.cli import options
-from tfcdo.cli.bench_hosts import RateType
 from tfcdo.cli.bench_hosts import bench_hosts
+from tfcdo.cli.progress import progress
 from tfcdo.cli.quiet_start import quiet_start
 
 if TYPE_CHECKING:
     from tfcdo.bench import implementations
     from tfcdo.bench import measure
-    from tfcdo.bench import tracking
     from tfcdo.bench.devices import Devices
-
-_Item = TypeVar("_Item")
 
 # The names of parameters that only some runs use.
 _OF_A_SWEEP = ("minbytes", "maxbytes", "stepfactor")
-_NOT_OF_FIT = (*_OF_A_SWEEP, "warmup", "datatype", "eager", "plot_file", "rate")
-_NOT_OF_WORKERS = (*_OF_A_SWEEP, "datatype", "models", "names", "eager", "fit", "plot_file")
+_NOT_OF_FIT = (*_OF_A_SWEEP, "warmup", "datatype", "eager", "plot_file", "rate", "timeout")
+_NOT_OF_WORKERS = (
+    *(*_OF_A_SWEEP, "datatype", "models", "names", "eager", "fit", "plot_file"),
+    *("earlier", "timeout"),
+)
 _FIT_MODEL = "mobilenet"
-# More would not end in a day.
-_MAX_ITERATIONS = 10**6
+# The status that GNU's timeout has.
+_TIMED_OUT = 124
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outputs:
+    """Where results go, and what they are compared with."""
+
+    console: Console
+    json_file: pathlib.Path | None
+    plot_file: pathlib.Path | None
+    earlier: bench_compare.Earlier | None
+
+    def write(self, results: Sequence[Any], devices: Devices) -> None:
+        """Compares with the earlier run, and writes the JSON file."""
+        from tfcdo.bench import machine
+        from tfcdo.cli import bench_report
+
+        if self.earlier:
+            now = machine.describe_environment(devices.description)
+            bench_compare.show(self.earlier, now, results, self.console)
+        if self.json_file:
+            bench_report.write_json(results, devices, self.json_file)
 
 
 @click.command()
-@click.option(
-    "-b",
-    "--minbytes",
-    type=options.Size(),
-    default="8",
-    show_default=True,
-    help="Smallest size of the one value that is all-reduced; K, M and G are powers of 1024, KB, "
-    "MB and GB of 1000.",
-)
-@click.option(
-    "-e",
-    "--maxbytes",
-    type=options.Size(),
-    default="128M",
-    show_default=True,
-    help="Largest size.",
-)
-@click.option(
-    "-f",
-    "--stepfactor",
-    type=click.IntRange(2),
-    default=8,
-    show_default=True,
-    help="From one size to the next.",
-)
-@click.option(
-    "-g",
-    "--devices",
-    "num_devices",
-    type=click.IntRange(1, 16),
-    default=4,
-    show_default=True,
-    help="How many devices: GPUs if there are that many, else virtual CPU devices; with --workers, "
-    "virtual CPU devices of each worker.",
-)
-@click.option(
-    "-n",
-    "--iters",
-    "iterations",
-    type=click.IntRange(1, _MAX_ITERATIONS),
-    default=20,
-    show_default=True,
-    help="How many samples of each implementation count, taken in turn.",
-)
-@click.option(
-    "-w",
-    "--warmup",
-    type=click.IntRange(0, _MAX_ITERATIONS),
-    default=5,
-    show_default=True,
-    help="How many are taken before.",
-)
-@click.option(
-    "-d",
-    "--datatype",
-    type=click.Choice(list(workloads.DTYPES)),
-    default="float",
-    show_default=True,
-    help="The type of the numbers.",
-)
-@click.option(
-    "--model",
-    "models",
-    type=click.Choice(workloads.model_names()),
-    multiple=True,
-    metavar="NAME",
-    help="All-reduce a model's gradients instead of one value: resnet50, bert-base, mobilenet, "
-    "tiny (500 values of 64 numbers) or tiny-matrices (500 of 8 x 8). Can be repeated.",
-)
-@click.option(
-    "--ops",
-    "names",
-    multiple=True,
-    metavar="NAME",
-    default=("all",),
-    show_default=True,
-    help="Which implementations: tfcdo, tf or all; or one, as Python writes it, such as "
-    "'tf.HierarchicalCopyAllReduce(num_packs=8)'. Can be repeated.",
-)
-@click.option("--eager", is_flag=True, help="Run op by op instead of in a graph.")
-@click.option(
-    "--fit",
-    is_flag=True,
-    help="Train a real Keras model (--model mobilenet or resnet50) and time its steps instead.",
-)
-@click.option(
-    "--workers",
-    "num_workers",
-    type=click.IntRange(2, 16),
-    help="Train a model on so many processes of this host instead, under TensorFlow's and tfcdo's "
-    "MultiWorkerMirroredStrategy in turn: step time, and bytes between the processes.",
-)
-@click.option(
-    "--rate",
-    type=RateType(),
-    metavar="1gbit",
-    help="Limit the link between the workers, in a network namespace of its own.",
-)
-@click.option(
-    "--json", "json_file", type=options.NewFile(".json"), help="Write the results to this file."
-)
-@click.option(
-    "--plot", "plot_file", type=options.NewFile(".png"), help="Draw the results in this file."
-)
+@bench_options.add_to
 @click.pass_context
 def bench(
     context: click.Context,
@@ -159,6 +81,8 @@ def bench(
     num_workers: int | None,
     rate: link.Rate | None,
     json_file: pathlib.Path | None,
+    earlier: bench_compare.Earlier | None,
+    timeout: float | None,
     plot_file: pathlib.Path | None,
 ) -> int:
     """Measure all-reduce implementations side by side: tfcdo's, TensorFlow's, and the floor.
@@ -173,7 +97,7 @@ def bench(
         _refuse(context, _NOT_OF_WORKERS, "--workers, which trains one model under two strategies")
         settings = hosts.Settings(num_workers, num_devices, iterations, warmup)
         console = options.make_console(width_of_a_pipe=120)
-        with _progress(console) as track:
+        with progress(console) as track:
             return bench_hosts(settings, rate, json_file, console, track)
     if rate:
         raise click.UsageError("--rate limits the link between --workers, which are not given")
@@ -211,13 +135,14 @@ def bench(
             parsed = [found for name in names for found in implementations.parse(name)]
         tf.config.list_logical_devices()
 
+    outputs = _Outputs(console, json_file, plot_file, earlier)
     console.print(f"{devices.description}, TensorFlow {tf.__version__}")
     compared = _runnable(list(dict.fromkeys(parsed)), devices, dtype, console)
     try:
         if fit:
-            return _fit(models, devices, compared, iterations, json_file, console)
+            return _fit(models, devices, compared, iterations, outputs)
         timing = measure.Settings(iterations, warmup, eager)
-        return _all_reduce(measured, devices, compared, timing, json_file, plot_file, console)
+        return _all_reduce(measured, devices, compared, timing, timeout, outputs)
     except implementations.UnusableArgumentsError as error:
         raise click.UsageError(str(error)) from error
 
@@ -247,25 +172,35 @@ def _all_reduce(
     devices: Devices,
     compared: Sequence[implementations.Implementation],
     settings: measure.Settings,
-    json_file: pathlib.Path | None,
-    plot_file: pathlib.Path | None,
-    console: Console,
+    timeout: float | None,
+    outputs: _Outputs,
 ) -> int:
     from tfcdo.bench import implementations
     from tfcdo.bench import measure
+    from tfcdo.bench import watchdog
     from tfcdo.cli import bench_report
 
-    results = []
-    with _progress(console) as track:
+    results: list[measure.Measurement] = []
+
+    def give_up(name: str) -> None:
+        """Reports what was measured so far; nothing but its process ends what hangs."""
+        if results:
+            bench_report.show(results, outputs.console)
+            outputs.write(results, devices)
+        click.echo(f"tfcdo: {name} took longer than --timeout {timeout:g} s", err=True)
+        sys.stdout.flush()
+        os._exit(_TIMED_OUT)
+
+    with progress(outputs.console) as track, watchdog.Watchdog(timeout, give_up).running() as watch:
         for workload in track(measured, description="workloads"):
-            results += measure.run(workload, devices, compared, settings, track)
-    bench_report.show(results, console)
-    if json_file:
-        bench_report.write_json(results, devices, json_file)
-    if plot_file:
+            results += measure.run(workload, devices, compared, settings, track, watch)
+    bench_report.show(results, outputs.console)
+    outputs.write(results, devices)
+    if outputs.plot_file:
         from tfcdo.plot import bench
 
-        bench.save(results, devices, plot_file)
+        bench.save(results, devices, outputs.plot_file)
+    bench_report.show_averages(results, outputs.console)
     return int(any(one.wrong for one in results if one.kind == implementations.OURS))
 
 
@@ -274,20 +209,18 @@ def _fit(
     devices: Devices,
     compared: Sequence[implementations.Implementation],
     rounds: int,
-    json_file: pathlib.Path | None,
-    console: Console,
+    outputs: _Outputs,
 ) -> int:
     from tfcdo.bench import fit
     from tfcdo.cli import bench_report
 
     names = tuple(dict.fromkeys(models)) or (_FIT_MODEL,)
     results = []
-    with _progress(console) as track:
+    with progress(outputs.console) as track:
         for name in track(names, description="models"):
             results += fit.run(name, devices, compared, rounds, track)
-    bench_report.show_fit(results, console)
-    if json_file:
-        bench_report.write_json(results, devices, json_file)
+    bench_report.show_fit(results, outputs.console)
+    outputs.write(results, devices)
     return 0
 
 
@@ -322,30 +255,3 @@ def _errors_as_messages() -> Iterator[None]:
         raise click.UsageError(str(error)) from error
     except RuntimeError as error:
         raise click.ClickException(str(error)) from error
-
-
-@contextlib.contextmanager
-def _progress(console: Console) -> Iterator[tracking.Track]:
-    """Shows progress bars on a terminal, one for each sequence that is being gone through."""
-    columns = (
-        rich_progress.BarColumn(),
-        rich_progress.MofNCompleteColumn(),
-        rich_progress.TimeRemainingColumn(),
-        rich_progress.TextColumn("{task.description}", markup=False),
-    )
-    # Without refreshes by a thread, which would run in the middle of what is being timed.
-    with rich_progress.Progress(
-        *columns,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        auto_refresh=False,
-    ) as progress:
-
-        def track(sequence: Sequence[_Item], *, description: str) -> Iterable[_Item]:
-            task = progress.add_task(description, total=len(sequence))
-            progress.refresh()
-            yield from progress.track(sequence, task_id=task)
-            progress.remove_task(task)
-
-        yield track

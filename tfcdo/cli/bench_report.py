@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -44,7 +45,8 @@ def show(results: Sequence[measure.Measurement], console: Console) -> None:
         console.print(table)
     console.print(
         options.printable(
-            "Times are medians without the baseline's, ± is the distance between the quartiles. "
+            "Times are medians without the baseline's, ± is the distance between the quartiles, "
+            "p99 the 99th percentile. "
             "of TF, of floor: as a multiple of the fastest right TensorFlow class's and of the "
             "fastest single pass over the same memory; - where these are lost in their own spread.",
             console,
@@ -86,6 +88,7 @@ def _table_of_times(
     for column in (
         "time\n(us)",
         "±\n(us)",
+        "p99\n(us)",
         "algbw\n(GB/s)",
         "busbw\n(GB/s)",
         "#wrong\n",
@@ -104,6 +107,7 @@ def _table_of_times(
                 short_name(one.name),
                 _microseconds(one.seconds),
                 _microseconds(one.spread),
+                "-" if one.p99 is None else _microseconds(one.p99),
                 _number(one.algbw / 1e9) if has_bandwidth else "",
                 _number(one.busbw / 1e9) if has_bandwidth else "",
                 _wrong(one.wrong),
@@ -190,9 +194,41 @@ def write_json(
     """
     content = {
         **machine.describe_environment(devices.description),
-        "results": [dataclasses.asdict(one) for one in results],
+        "results": [_as_json(one) for one in results],
     }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _as_json(one: measure.Measurement | fit.FitMeasurement) -> dict[str, Any]:
+    fields = dataclasses.asdict(one)
+    if isinstance(one, measure.Measurement):
+        # JSON has no NaN, which is the bandwidth of a time that is lost in its spread.
+        for name, value in (("algbw", one.algbw), ("busbw", one.busbw)):
+            fields[name] = None if math.isnan(value) else value
+    return fields
+
+
+def show_averages(results: Sequence[measure.Measurement], console: Console) -> None:
+    """Prints the average bus bandwidth of each implementation, as nccl-tests ends.
+
+    The last line is tfcdo's best, for whoever looks at the last line only.
+
+    Args:
+      results: the measurements of all sizes.
+      console: where.
+    """
+    found: dict[str, list[float]] = {}
+    ours = {one.name for one in results if one.kind == implementations.OURS}
+    for one in results:
+        if one.kind in _IMPLEMENTATIONS and not math.isnan(one.busbw):
+            found.setdefault(one.name, []).append(one.busbw / 1e9)
+    averages = {name: sum(values) / len(values) for name, values in found.items()}
+    # As for the exit status, what TensorFlow's classes get wrong counts only if nothing else ran.
+    judged = [one for one in results if one.name in (ours or averages)]
+    wrong = sum(one.wrong or 0 for one in judged)
+    console.print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    for name in sorted(averages, key=lambda name: (name in ours, averages[name])):
+        console.print(f"# Avg bus bandwidth    : {averages[name]:g} ({name})", soft_wrap=True)
 
 
 def _number(value: float) -> str:
