@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from typing import Any
 
+import warm_python
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -33,7 +33,10 @@ print(json.dumps([configure_virtual_cpus(1), refusal(2), names()]))
 
 def _told(story: str) -> Any:
     result = subprocess.run(
-        [sys.executable, "-c", _PREAMBLE + story], check=True, capture_output=True, text=True
+        [warm_python.executable(), "-c", _PREAMBLE + story],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return json.loads(result.stdout)
 

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import warm_python
 from absl.testing import absltest
 
 from tfcdo.bench import hosts
@@ -70,6 +72,7 @@ class HostsTest(absltest.TestCase):
                 opened = stack.enter_context(link.open_link(None))
             except link.LinkError:
                 opened = link.shared_link()  # As the command does, which says so.
+            stack.enter_context(mock.patch.object(sys, "executable", warm_python.executable()))
             result = hosts.run(hosts.Settings(2, 2, iterations=1, warmup=1, num_blocks=1), opened)
         ours, theirs, alone = result.measurements
         for one in (ours, theirs):

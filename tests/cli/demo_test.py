@@ -3,12 +3,12 @@ from __future__ import annotations
 import contextlib
 import io
 import subprocess
-import sys
 from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
+import warm_python
 from absl.testing import absltest
 from sklearn import datasets
 
@@ -24,7 +24,7 @@ _DEVICES = configure_virtual_cpus(3)
 def _demo(*arguments: str) -> tuple[int, dict[str, tuple[str, ...]], str]:
     """Runs the demo; returns its exit status, its table by the first column, and its output."""
     result = subprocess.run(
-        [sys.executable, "-m", "tfcdo.cli.main", "demo", *arguments],
+        [warm_python.executable(), "-m", "tfcdo.cli.main", "demo", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -11,7 +11,6 @@ import inspect
 import itertools
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -24,6 +23,7 @@ import contract_values
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
+import warm_python
 from absl import logging
 from absl.testing import parameterized
 from testing_utils import MEAN
@@ -166,7 +166,10 @@ class ConstructorTest(parameterized.TestCase):
             "print(len(tf.config.list_logical_devices('CPU')))\n"
         )
         done = subprocess.run(
-            [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
+            [warm_python.executable(), "-c", code],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.assertEqual("3", done.stdout.strip())
 

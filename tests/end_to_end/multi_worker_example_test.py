@@ -10,6 +10,7 @@ import sys
 import tempfile
 
 import keras
+import warm_python
 from absl.testing import absltest
 
 _EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "multi_worker.py"
@@ -20,7 +21,7 @@ class MultiWorkerExampleTest(absltest.TestCase):
     def test_two_workers_save_one_model(self):
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
         command = [
-            *(sys.executable, "-m", "tfcdo.cli.main", "launch"),
+            *(warm_python.executable(), "-m", "tfcdo.cli.main", "launch"),
             *("--workers", "2", "--devices-per-worker", "2"),
             *(str(_EXAMPLE), "--epochs", "2", "--folder", str(folder)),
         ]

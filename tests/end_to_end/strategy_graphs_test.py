@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
+import warm_python
 from absl.testing import parameterized
 from strategy_testing import BASES
 from strategy_testing import BY_CLASS
@@ -155,18 +154,10 @@ class SessionTest(StrategyTestCase):
     def test_with_version_1_behavior(self):
         # It cannot be switched off again, so it gets a process of its own.
         result = subprocess.run(
-            [sys.executable, "-c", _SESSION],
-            env={**os.environ, "PYTHONPATH": _python_path()},
-            capture_output=True,
-            text=True,
+            [warm_python.executable(), "-c", _SESSION], capture_output=True, text=True
         )
         self.assertEqual(0, result.returncode, result.stderr)
         self.assertEqual([f"ok {name}" for name, _ in BASES], result.stdout.split("\n")[:-1])
-
-
-def _python_path() -> str:
-    """This process's modules for another one, wherever it runs."""
-    return os.pathsep.join(filter(None, sys.path))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from unittest import mock
 
 import tensorflow as tf
 import testing_utils as tu
+import warm_python
 from absl.testing import parameterized
 
 import tfcdo
@@ -218,7 +219,7 @@ class WithoutKernelTest(tf.test.TestCase):
         """)
         path = [str(pathlib.Path(tfcdo.__file__).parents[1]), *sys.path]
         process = subprocess.run(
-            [sys.executable, "-c", script],
+            [warm_python.executable(), "-c", script],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import multiprocessing
 import os
 import pathlib
 import socket
@@ -14,9 +13,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-# Forked from a process that has imported TensorFlow, which takes longer than most tests.
-_FORKING = multiprocessing.get_context("forkserver")
-_FORKING.set_forkserver_preload(["tensorflow", "keras", "tfcdo.strategies"])
+import warm_python
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +61,7 @@ def run(num_hosts: int, module: str, arguments: Sequence[str], timeout: float) -
     with tempfile.TemporaryDirectory() as folder:
         logs = [pathlib.Path(folder, f"{host}.log") for host in range(num_hosts)]
         processes = [
-            _FORKING.Process(
+            warm_python.FORKING.Process(
                 target=_work, args=(module, arguments, tf_config(ports, host), log), daemon=True
             )
             for host, log in enumerate(logs)

@@ -10,6 +10,7 @@ from unittest import mock
 
 import fault_training
 import faults
+import warm_python
 from absl.testing import absltest
 
 from tfcdo.launch import cluster
@@ -30,6 +31,7 @@ tfcdo.MultiWorkerMirroredStrategy()
 
 class FaultsTest(absltest.TestCase):
     def test_the_others_end_and_a_restart_has_the_right_weights(self):
+        self.enter_context(mock.patch.object(sys, "executable", warm_python.executable()))
         expected = faults.undisturbed_weights(_HOSTS)
         for case in (
             # In the third epoch; the chief, whom the others ask for everything.
@@ -48,7 +50,7 @@ class FaultsTest(absltest.TestCase):
         with cluster.reserved_ports(2) as addresses:
             processes = [
                 subprocess.Popen(
-                    [sys.executable, "-c", _ENDS_EARLY, what],
+                    [warm_python.executable(), "-c", _ENDS_EARLY, what],
                     env={**fault_training.environment_of_a_host(), "TF_CONFIG": config},
                     stderr=subprocess.PIPE,
                     text=True,
