@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.config import AllReduceConfig
+from tfcdo.execute.config import SparseAsDense
 from tfcdo.execute.devices import check_device
 from tfcdo.execute.devices import existing_device
 from tfcdo.execute.hosts import Hosts
@@ -23,6 +24,7 @@ from tfcdo.execute.one_device import Accumulate
 from tfcdo.execute.reduction import Reduction
 from tfcdo.execute.reduction import check_choice
 from tfcdo.execute.reduction import check_count
+from tfcdo.execute.reduction import check_sparse_as_dense
 from tfcdo.plan import algorithms
 from tfcdo.plan import copy_tree
 from tfcdo.plan.packing import PackingOptions
@@ -41,11 +43,12 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
         first destination of each reduction.
       accumulation_fn: called with the list of the replicas' tensors, in the order of the replicas,
         on that device; returns their sum, or whatever else the caller wants of them. None for
-        `tf.math.add_n`, in 32 bits for 16-bit floats. `tf.IndexedSlices` are always joined.
+        `tf.math.add_n`, in 32 bits for 16-bit floats. `tf.IndexedSlices` are always added by index.
+      sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
 
     Raises:
-      ValueError: if `reduce_to_device` does not spell a device; when values are reduced, if that
-        device does not exist.
+      ValueError: if `reduce_to_device` does not spell a device, or `sparse_as_dense` is none of its
+        values; when values are reduced, if that device does not exist.
       TypeError: if `accumulation_fn` cannot be called; when values are reduced, if it does not
         return a tensor.
 
@@ -58,8 +61,14 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
         self,
         reduce_to_device: str | None = None,
         accumulation_fn: Callable[[list[tf.Tensor]], tf.Tensor] | None = None,
+        *,
+        sparse_as_dense: SparseAsDense = "auto",
     ) -> None:
-        super().__init__(reduce_to_device=reduce_to_device, accumulation_fn=accumulation_fn)
+        super().__init__(
+            reduce_to_device=reduce_to_device,
+            accumulation_fn=accumulation_fn,
+            sparse_as_dense=sparse_as_dense,
+        )
         if reduce_to_device is not None:
             check_device("reduce_to_device", reduce_to_device)
         if accumulation_fn is not None and not callable(accumulation_fn):
@@ -67,24 +76,27 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
                 "accumulation_fn must be a callable from a list of tensors to a tensor, or None; "
                 f"got {accumulation_fn!r}"
             )
+        check_sparse_as_dense(sparse_as_dense)
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
+        self._sparse_as_dense = sparse_as_dense
 
     def _config_for(self, options: Any) -> Callable[[Reduction], AllReduceConfig]:
         del options  # What is not packed has no size of packs.
         fixed_root = None
         if self.reduce_to_device is not None:
             fixed_root = existing_device("reduce_to_device", self.reduce_to_device)
+        common = {"across_hosts": self._hosts, "sparse_as_dense": self._sparse_as_dense}
 
         def config_for(reduction: Reduction) -> AllReduceConfig:
             root = fixed_root or reduction.destinations[0]
             accumulates = self.accumulation_fn is not None
             if accumulates or not reduction.is_all_reduce or root not in reduction.devices:
                 accumulate = self._accumulate if accumulates else None
-                return _on_root(root, accumulate, self._hosts)
+                return _on_root(root, accumulate, **common)
             # One device is the simplest copy tree: a star, whose centre is that device.
             devices = reduction.devices
-            return _along_star(len(devices), devices.index(root), self._hosts)
+            return _along_star(len(devices), devices.index(root), **common)
 
         return config_for
 
@@ -106,16 +118,14 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
 
 
 @functools.lru_cache(maxsize=256)
-def _on_root(root: str, accumulate: Accumulate | None, hosts: Hosts | None) -> AllReduceConfig:
-    return AllReduceConfig(
-        "one_device", PackingOptions(1), root=root, accumulate=accumulate, across_hosts=hosts
-    )
+def _on_root(root: str, accumulate: Accumulate | None, **common: Any) -> AllReduceConfig:
+    one_pack = PackingOptions(1)
+    return AllReduceConfig("one_device", one_pack, root=root, accumulate=accumulate, **common)
 
 
 @functools.lru_cache(maxsize=256)
-def _along_star(num_devices: int, root: int, hosts: Hosts | None) -> AllReduceConfig:
-    star = copy_tree.star(num_devices, root)
-    return AllReduceConfig((star,), PackingOptions(1), across_hosts=hosts)
+def _along_star(num_devices: int, root: int, **common: Any) -> AllReduceConfig:
+    return AllReduceConfig((copy_tree.star(num_devices, root),), PackingOptions(1), **common)
 
 
 class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
@@ -142,11 +152,18 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
       agg_small_grads_max_group: see above.
       topology: the machine that the devices are part of; None to find out.
       require_nccl: raise `RuntimeError` where NCCL cannot sum some values, rather than use copy
-        trees; only with "nccl". `tf.IndexedSlices` are never summed, so this is not about them.
+        trees; only with "nccl". This is not about `tf.IndexedSlices`, which go along copy trees.
+      sparse_as_dense: how `tf.IndexedSlices` travel. "auto": as rows, or, where a replica's rows
+        have more bytes than the table, as the table, which is found out when the step runs if not
+        before; the result is `tf.IndexedSlices` in both cases, as an optimizer that updates only
+        what was touched expects: rows sorted by index, each index once. False: always as rows.
+        True: each replica's slices become a dense tensor first, and the result is dense, as in
+        Horovod; slices without `dense_shape` cannot, and travel as rows.
 
     Raises:
-      ValueError: if a number is negative, the algorithm is unknown, or NCCL is required with
-        another algorithm; when values are reduced, if copy trees do not span their devices.
+      ValueError: if a number is negative, the algorithm is unknown, NCCL is required with another
+        algorithm, or `sparse_as_dense` is none of its values; when values are reduced, if copy
+        trees do not span their devices.
       TypeError: if a number is not an int, `topology` not a topology or `require_nccl` not a bool.
 
     Example:
@@ -163,6 +180,7 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         *,
         topology: Topology | None = None,
         require_nccl: bool = False,
+        sparse_as_dense: SparseAsDense = "auto",
     ) -> None:
         all_reduce_alg = _name_or_trees(all_reduce_alg)
         if num_packs == "default":
@@ -174,7 +192,9 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
             agg_small_grads_max_group=agg_small_grads_max_group,
             topology=topology,
             require_nccl=require_nccl,
+            sparse_as_dense=sparse_as_dense,
         )
+        check_sparse_as_dense(sparse_as_dense)
         if topology is not None and not isinstance(topology, Topology):
             raise TypeError(f"topology must be a tfcdo.topology.Topology or None; got {topology!r}")
         nccl = all_reduce_alg == "nccl"
@@ -189,6 +209,7 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
             topology=topology,
             nccl="always" if nccl else "auto" if all_reduce_alg == "auto" else "never",
             require_nccl=require_nccl,
+            sparse_as_dense=sparse_as_dense,
         )
 
     def _config_for(self, options: Any) -> Callable[[Reduction], AllReduceConfig]:
@@ -233,9 +254,10 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
       topology: the machine that the devices are part of; None to find out. Only the copy trees use
         it.
       require_nccl: raise `RuntimeError`, when values are reduced, instead of using copy trees.
+      sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
 
     Raises:
-      ValueError: if `num_packs` is negative.
+      ValueError: if `num_packs` is negative, or `sparse_as_dense` is none of its values.
       TypeError: if `num_packs` is not an int, `topology` not a topology or `require_nccl` not a
         bool.
 
@@ -249,12 +271,20 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         *,
         topology: Topology | None = None,
         require_nccl: bool = False,
+        sparse_as_dense: SparseAsDense = "auto",
     ) -> None:
-        super().__init__("nccl", num_packs, topology=topology, require_nccl=require_nccl)
+        super().__init__(
+            "nccl",
+            num_packs,
+            topology=topology,
+            require_nccl=require_nccl,
+            sparse_as_dense=sparse_as_dense,
+        )
         self._arguments = {
             "num_packs": num_packs,
             "topology": topology,
             "require_nccl": require_nccl,
+            "sparse_as_dense": sparse_as_dense,
         }
 
 
@@ -270,9 +300,10 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
       num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value, None
         for one pack per device.
       topology: the machine that the devices are part of; None to find out.
+      sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
 
     Raises:
-      ValueError: if `num_packs` is negative.
+      ValueError: if `num_packs` is negative, or `sparse_as_dense` is none of its values.
       TypeError: if `num_packs` is not an int, or `topology` not a topology.
 
     Example:
@@ -280,9 +311,21 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
       ...     ["/cpu:0"], cross_device_ops=HierarchicalCopyAllReduce(num_packs=2))
     """
 
-    def __init__(self, num_packs: int | None = 1, *, topology: Topology | None = None) -> None:
-        super().__init__("hierarchical_copy", num_packs, topology=topology)
-        self._arguments = {"num_packs": num_packs, "topology": topology}
+    def __init__(
+        self,
+        num_packs: int | None = 1,
+        *,
+        topology: Topology | None = None,
+        sparse_as_dense: SparseAsDense = "auto",
+    ) -> None:
+        super().__init__(
+            "hierarchical_copy", num_packs, topology=topology, sparse_as_dense=sparse_as_dense
+        )
+        self._arguments = {
+            "num_packs": num_packs,
+            "topology": topology,
+            "sparse_as_dense": sparse_as_dense,
+        }
 
 
 class AutoAllReduce(AllReduceCrossDeviceOps):
@@ -298,11 +341,12 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
       plan: the path of a plan that `tfcdo plan --save` has written for this machine, whose copy
         trees are used for all sizes; None to plan here. With a plan, NCCL is not used.
       nccl: whether NCCL may be taken; False keeps to copy trees.
+      sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
 
     Raises:
       TypeError: if `topology` is not a topology, `plan` is not a path or `nccl` is not a bool.
-      ValueError: if `plan` is not the file of a plan; when values are reduced, if it is a plan for
-        another machine or number of devices.
+      ValueError: if `plan` is not the file of a plan, or `sparse_as_dense` none of its values; when
+        values are reduced, if it is a plan for another machine or number of devices.
 
     References:
       Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020 (packing
@@ -318,9 +362,15 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         topology: Topology | None = None,
         plan: str | os.PathLike[str] | None = None,
         nccl: bool = True,
+        sparse_as_dense: SparseAsDense = "auto",
     ) -> None:
-        super().__init__("auto", topology=topology)
-        self._arguments = {"topology": topology, "plan": plan, "nccl": nccl}
+        super().__init__("auto", topology=topology, sparse_as_dense=sparse_as_dense)
+        self._arguments = {
+            "topology": topology,
+            "plan": plan,
+            "nccl": nccl,
+            "sparse_as_dense": sparse_as_dense,
+        }
         if not isinstance(nccl, bool):
             raise TypeError(f"nccl must be True or False; got {nccl!r}")
         if not nccl:

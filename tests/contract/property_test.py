@@ -7,6 +7,7 @@ from typing import Any
 
 import hypothesis
 import hypothesis_batches
+import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import absltest
@@ -23,13 +24,18 @@ EXAMPLES = int(os.environ.get("TFCDO_EXAMPLES", "500"))
 def cross_device_ops(count: int) -> Any:
     """Draws cross-device ops for some number of devices."""
     topologies = st.none() | st.just(topology.preset("nvswitch", count))
+    sparse = {"sparse_as_dense": st.sampled_from(["auto", "auto", False, True])}
     return st.one_of(
         st.builds(
-            tfcdo.ReductionToOneDevice, st.sampled_from([None, "/cpu:0", "/cpu:2", "/cpu:7"])
+            tfcdo.ReductionToOneDevice,
+            st.sampled_from([None, "/cpu:0", "/cpu:2", "/cpu:7"]),
+            **sparse,
         ),
-        st.builds(tfcdo.HierarchicalCopyAllReduce, st.integers(0, 6), topology=topologies),
-        st.builds(tfcdo.NcclAllReduce, st.integers(0, 3)),
-        st.builds(tfcdo.AutoAllReduce, topology=topologies),
+        st.builds(
+            tfcdo.HierarchicalCopyAllReduce, st.integers(0, 6), topology=topologies, **sparse
+        ),
+        st.builds(tfcdo.NcclAllReduce, st.integers(0, 3), **sparse),
+        st.builds(tfcdo.AutoAllReduce, topology=topologies, **sparse),
         st.builds(
             tfcdo.AllReduceCrossDeviceOps,
             st.sampled_from(("nccl", "packed_trees", *algorithms.CLASSICS)),
@@ -37,6 +43,7 @@ def cross_device_ops(count: int) -> Any:
             st.sampled_from([0, 10, 50, 10**6]),
             st.sampled_from([0, 1, 2, 10]),
             topology=topologies,
+            **sparse,
         ),
     )
 
@@ -94,16 +101,20 @@ class BatchReduceTest(tu.ValuesMixin, tf.test.TestCase):
             if value.rows is None:
                 self.assert_exact(result.value, expected, dtype)
                 continue
-            self.assertEqual(dtype, result.value.values.dtype)
-            self.assertEqual(own[0].indices.dtype, result.value.indices.dtype)
-            self.assertAllEqual(own[0].dense_shape, result.value.dense_shape)
-            # Rows of equal index, up to 24 of them, are added up only here, each rounded before.
-            self.assertAllClose(
-                expected,
-                tu.dense(result.value, hypothesis_batches.ROWS),
-                rtol=0,
-                atol=24 * 25 * 4 * tu.unit_roundoff(dtype),
-            )
+            # Replicas add up to 8 rows of an index before they round, as a table of their own.
+            table = result.value
+            if isinstance(table, tf.IndexedSlices):
+                self.assertEqual(own[0].indices.dtype, table.indices.dtype)
+                self.assertAllEqual(own[0].dense_shape, table.dense_shape)
+                touched = np.unique([row for rows in value.rows[:count] for row in rows])
+                self.assertAllEqual(touched, table.indices)
+                dtype_found, table = table.values.dtype, tu.dense(table, hypothesis_batches.ROWS)
+            else:
+                self.assertIs(ops._arguments["sparse_as_dense"], True)
+                dtype_found = table.dtype
+            self.assertEqual(dtype, dtype_found)
+            slack = 9 * 8 * 8 * 4 * tu.unit_roundoff(dtype)
+            self.assertAllClose(expected, tu.exact(table), rtol=0, atol=slack)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from tfcdo.plan import algorithms
 from tfcdo.plan import batch_plan
 from tfcdo.plan import packing
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.copy_tree import two_level
 
 # Trees of every kind, of every size.
 TREES = [
@@ -305,44 +304,18 @@ class GatherTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(np.concatenate(values), result)
 
     @parameterized.parameters(*[(tree,) for tree in TREES[::3]])
-    def test_all_reduce_slices(self, tree):
-        count = tree.num_devices
-        names = tu.device_names(count)
-        own = [
-            tu.place(tf.IndexedSlices(tf.fill([rank % 3, 2], rank + 1.0), tf.range(rank % 3)), name)
-            for rank, name in enumerate(names)
-        ]
-        results = gather.all_reduce_slices(tree, own, names, numerics.FinalOp(count))
-        for name, result in zip(names, results, strict=True):
-            self.assertEqual([name] * 2, [result.values.device, result.indices.device])
-            self.assertAllEqual(np.concatenate([one.indices for one in own]), result.indices)
-            self.assertAllClose(np.concatenate([one.values for one in own]) / count, result.values)
-
-    @parameterized.product(tree=TREES[::3], slices=(False, True))
-    def test_travels_along_the_edges_only(self, tree, slices):
+    def test_travels_along_the_edges_only(self, tree):
         names = tu.device_names(tree.num_devices)
 
         @tf.function(autograph=False)
         def run() -> Any:
-            parts: list[Any] = [tf.fill([2, 3], float(rank)) for rank in range(len(names))]
-            if slices:
-                parts = [tf.IndexedSlices(part, tf.range(2)) for part in parts]
-            parts = [tu.place(part, name) for part, name in zip(parts, names, strict=True)]
-            if slices:
-                results = gather.all_reduce_slices(tree, parts, names, numerics.FinalOp())
-                return [result.values for result in results]
+            parts = [
+                tu.place(tf.fill([2, 3], float(rank)), name) for rank, name in enumerate(names)
+            ]
             return gather.all_gather(tree, parts, names, 0)
 
         graph = run.get_concrete_function().graph
         self.assertEqual(both_ways(tree), crossed_by(graph, names))
-
-    def test_only_rows_travel(self):
-        """A table of a terabyte: whoever makes it dense runs out of memory."""
-        shape = tf.constant([2**30, 256], tf.int64)
-        own = [tf.IndexedSlices(tf.ones([1, 256]), tf.constant([rank]), shape) for rank in range(3)]
-        tree = two_level(3)
-        results = gather.all_reduce_slices(tree, own, tu.device_names(3), numerics.FinalOp())
-        self.assertAllEqual([0, 1, 2], results[2].indices)
 
 
 class OneDeviceTest(tf.test.TestCase):

@@ -49,6 +49,10 @@ def _constant(arrays: Sequence[Any], replica: int) -> tf.Tensor:
     return tf.constant(arrays[replica])
 
 
+def _at(make: Callable[[int], Sequence[Any]], position: int, replica: int) -> Any:
+    return make(replica)[position]
+
+
 def check_all_reduces(strategy: Any) -> None:
     """Checks all-reduces of dense values only, eagerly and in a function."""
     case = _Case(strategy)
@@ -107,28 +111,51 @@ class _Case:
                     np.testing.assert_allclose(tu.exact(part), expected, rtol=slack, atol=slack)
 
     def slices(self, wrap: Any) -> None:
-        def make(replica: int) -> tf.IndexedSlices:
-            # As many rows as the replica's number: none on the first.
-            rows = np.arange(2.0 * replica, dtype=np.float32).reshape(replica, 2)
-            return tf.IndexedSlices(
-                tf.constant(rows), tf.range(replica, dtype=tf.int64), tf.constant([9, 2], tf.int64)
+        """Four tables together: of three dtypes, and one of fewer bytes than its rows."""
+        kinds = [
+            # The table's rows, the shape of a row, dtypes, and each replica's number of rows.
+            (9, (2,), tf.float32, tf.int64, 1),
+            (4, (), tf.float32, tf.int32, 1),
+            (9, (1, 3), tf.bfloat16, tf.int64, 1),
+            (3, (2,), tf.int64, tf.int64, 7),
+        ]
+
+        def make(replica: int) -> tuple[tf.IndexedSlices, ...]:
+            # The first replica has no rows, all others the row of index 1.
+            return tuple(
+                tf.IndexedSlices(
+                    tf.constant(tu.numbers((replica * more, *shape), dtype, replica, limit=8)),
+                    tf.constant((np.arange(replica * more) + 1) % size, index_dtype),
+                    tf.constant([size, *shape], tf.int64),
+                )
+                for size, shape, dtype, index_dtype, more in kinds
             )
 
-        tables = [tu.dense(make(replica), 9) for replica in range(self.replicas)]
+        given = [make(replica) for replica in range(self.replicas)]
         for reduce_op in (SUM, MEAN):
 
-            def merge(strategy: Any, value: Any, reduce_op: Any = reduce_op) -> Any:
-                return strategy.extended.batch_reduce_to(reduce_op, [(value, value)])[0]
+            def merge(strategy: Any, *values: Any, reduce_op: Any = reduce_op) -> Any:
+                pairs = [(value, value) for value in values]
+                return tuple(strategy.extended.batch_reduce_to(reduce_op, pairs))
 
-            def step(value: tf.IndexedSlices, merge: Any = merge) -> Any:
-                return tf.distribute.get_replica_context().merge_call(merge, (value,))
+            def step(*values: tf.IndexedSlices, merge: Any = merge) -> Any:
+                return tf.distribute.get_replica_context().merge_call(merge, values)
 
-            result = wrap(lambda value, step=step: self.strategy.run(step, (value,)))(
-                self.per_replica(make)
-            )
-            for part in self.strategy.experimental_local_results(result):
-                expected = tu.oracle(reduce_op, tables)
-                np.testing.assert_allclose(tu.dense(part, 9), expected, rtol=1e-6)
+            arguments = [
+                self.per_replica(functools.partial(_at, make, one)) for one in range(len(kinds))
+            ]
+            results = wrap(lambda *values, step=step: self.strategy.run(step, values))(*arguments)
+            for kind, own, result in zip(kinds, zip(*given), results, strict=True):
+                expected = tu.oracle(reduce_op, [tu.dense(one, kind[0]) for one in own])
+                touched = np.unique(np.concatenate([one.indices for one in own]))
+                for part in self.strategy.experimental_local_results(result):
+                    assert part.indices.dtype == kind[3]
+                    assert part.values.dtype == tu.result_dtype(reduce_op, kind[2])
+                    np.testing.assert_array_equal(part.indices, touched)
+                    slack = 8 * tu.unit_roundoff(part.values.dtype)
+                    np.testing.assert_allclose(
+                        tu.dense(part, kind[0]), expected, rtol=slack, atol=slack
+                    )
 
     def gather(self, wrap: Any) -> None:
         for axis in (0, 1, -1):

@@ -94,7 +94,7 @@ def values(dtypes: Sequence[tf.DType] = DTYPES, own_only: bool = False) -> Any:
     """
     device = st.integers(0, tu.NUM_DEVICES - 1)
     others = st.none() if own_only else st.none() | device | _several(device) | st.just(REVERSED)
-    rows = st.lists(st.integers(0, ROWS - 1), max_size=3).map(tuple)
+    rows = st.lists(st.integers(0, ROWS - 1), max_size=8).map(tuple)
     return st.builds(
         Value,
         dtype=st.sampled_from(dtypes),

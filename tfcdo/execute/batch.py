@@ -19,6 +19,7 @@ from tfcdo.execute import nccl_choice
 from tfcdo.execute import numerics
 from tfcdo.execute import one_device
 from tfcdo.execute import packs
+from tfcdo.execute import rows
 from tfcdo.execute.config import AllReduceConfig
 from tfcdo.execute.reduction import Reduction
 from tfcdo.plan.batch_plan import BatchPlan
@@ -71,6 +72,10 @@ def reduce(
       RuntimeError: if a config requires NCCL and it cannot run; no op has been created then.
     """
     results: list[Any] = [None] * len(reductions)
+    reductions = [
+        rows.as_tables(reduction) if config.sparse_as_dense is True else reduction
+        for reduction, config in zip(reductions, configs, strict=True)
+    ]
     for group in group_batch(reduce_op, reductions, configs):
         members = [reductions[index] for index in group.indices]
         for index, result in zip(group.indices, _run(reduce_op, group, members), strict=True):
@@ -150,7 +155,7 @@ def _run(
     """Reduces the reductions of a group; returns one result for each."""
     config = group.config
     final_op = final_op_for(reduce_op, reductions[0])
-    if config.accumulate is None:
+    if config.accumulate is None or reductions[0].is_sparse:
         reductions = as_added(reduce_op, reductions)
     with tf.name_scope("tfcdo"):
         return _run_added(group, reductions, final_op)
@@ -190,19 +195,28 @@ def _reduce_on_one_device(
 def _all_reduce_slices(
     group: Group, reductions: Sequence[Reduction], final_op: numerics.FinalOp
 ) -> list[Any]:
-    # The number of rows differs between devices and steps, so each value has a tree of its own.
-    trees = group.config.trees(len(reductions), group.devices)
-    exchange = None
-    if group.config.across_hosts is not None:
-        roots = [group.devices[tree.root] for tree in trees]
-        exchange = group.config.across_hosts.exchange_slices(roots, reductions, final_op)
-    results = []
-    for index, (tree, reduction) in enumerate(zip(trees, reductions, strict=True)):
-        with tf.name_scope(f"rows{index}"):
-            joined = gather.all_reduce_slices(
-                tree, reduction.values, group.devices, final_op, exchange
+    by_dtype: dict[tf.DType, list[int]] = {}
+    for index, reduction in enumerate(reductions):
+        by_dtype.setdefault(reduction.values[0].dtype, []).append(index)
+    # How many rows there are differs between devices and steps: those of a dtype have one tree.
+    trees = group.config.trees(len(by_dtype), group.devices)
+    results: list[Any] = [None] * len(reductions)
+    for pack, (indices, tree) in enumerate(zip(by_dtype.values(), trees, strict=True)):
+        members, exchange = [reductions[index] for index in indices], None
+        if group.config.across_hosts is not None:
+            root = group.devices[tree.root]
+            exchange = group.config.across_hosts.exchange_slices(root, members, final_op)
+        with tf.name_scope(f"rows{pack}"):
+            totals = rows.all_reduce(
+                tree,
+                [one.values for one in members],
+                group.devices,
+                final_op,
+                with_tables=group.config.sparse_as_dense == "auto",
+                exchange=exchange,
             )
-        results.append(to_mirrored(joined, reduction))
+        for index, total, reduction in zip(indices, totals, members, strict=True):
+            results[index] = to_mirrored(total, reduction)
     return results
 
 

@@ -19,6 +19,8 @@ from tfcdo.plan.saved_plan import SavedPlan
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
 
+SparseAsDense = bool | Literal["auto"]
+
 
 @dataclasses.dataclass(frozen=True)
 class AllReduceConfig:
@@ -36,6 +38,8 @@ class AllReduceConfig:
       accumulate: sums a list of dense tensors on the root; None for `numerics.add`.
       across_hosts: the hosts that reduce together; None for one host.
       saved: the plan that `algorithm` is the schedule of; None for none.
+      sparse_as_dense: whether `tf.IndexedSlices` become dense tensors before they are reduced:
+        True or False; or "auto": their tables travel where they have fewer bytes than the rows.
     """
 
     algorithm: Algorithm
@@ -47,6 +51,7 @@ class AllReduceConfig:
     accumulate: Accumulate | None = None
     across_hosts: Hosts | None = None
     saved: SavedPlan | None = None
+    sparse_as_dense: SparseAsDense = "auto"
 
     def topology_of(self, devices: Sequence[str]) -> Topology:
         """Returns the topology that was given, or the one that is found for some devices."""

@@ -128,33 +128,69 @@ class Exchange:
         return self._differentiable_sum(tensors, devices)
 
     def all_gather(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
-        """Concatenates the rows of all hosts, with one collective and one more for each tensor.
+        """Concatenates the rows of all hosts, of several tensors together.
+
+        What is of one dtype on the wire travels together: it takes one collective for the numbers
+        of rows, and one for each such dtype.
 
         Args:
-          tensors: tensors with one number of rows, which may be another one on other hosts.
+          tensors: tensors of at least one axis; of another number of rows on other hosts, but else
+            of the same shape and dtype.
           device: the device that they are on.
 
         Returns:
           Tensors of all rows, in the order of the hosts.
         """
         with tf.device(device):
-            rows = tf.shape(tensors[0], tf.int64)[0]
-            counts = self._gather(tf.reshape(rows, [1]), device)
-            # The collective takes as many rows from each host, and at least one.
-            most = tf.maximum(tf.reduce_max(counts), 1)
-            number = tf.range(most * self._network.num_hosts)
-            there = tf.reshape(tf.where(number % most < tf.gather(counts, number // most)), [-1])
-            results = []
-            for tensor in tensors:
-                sent = wire.as_copied(tensor)
-                padding = tf.concat([[most - rows], tf.shape(sent, tf.int64)[1:]], 0)
-                padded = tf.concat([sent, tf.zeros(padding, sent.dtype)], 0)
-                gathered = tf.gather(self._gather(padded, device), there)
-                results.append(wire.from_wire(gathered, tensor))
+            sent = [wire.as_copied(tensor) for tensor in tensors]
+            rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in sent])
+            counts = self._gather(rows[tf.newaxis], device)
+            results: list[Any] = [None] * len(tensors)
+            for members in _by_dtype(sent):
+                gathered = self._gather_flat(
+                    [sent[i] for i in members],
+                    tf.gather(counts, packs.int64(members), axis=1),
+                    device,
+                )
+                for index, result in zip(members, gathered, strict=True):
+                    results[index] = wire.from_wire(result, tensors[index])
             return results
 
+    def _gather_flat(
+        self, tensors: Sequence[tf.Tensor], counts: tf.Tensor, device: str
+    ) -> list[tf.Tensor]:
+        """Gathers tensors of one dtype, laid end to end.
+
+        Args:
+          tensors: the tensors, in a dtype of the wire.
+          counts: `[host, tensor]`: how many rows each host has.
+          device: the device that they are on.
+
+        Returns:
+          One tensor each, of all hosts' rows.
+        """
+        num_hosts = self._network.num_hosts
+        shapes = [_shape(tensor)[1:] for tensor in tensors]
+        sizes = counts * tf.stack([tf.reduce_prod(shape) for shape in shapes])
+        totals = tf.reduce_sum(sizes, 1)
+        # The collective takes as much from each host, and at least one element.
+        most = tf.maximum(tf.reduce_max(totals), 1)
+        flat = tf.concat([packs.flatten(tensor) for tensor in tensors], 0)
+        padding = tf.zeros([most - tf.size(flat, tf.int64)], flat.dtype)
+        gathered = self._gather(tf.concat([flat, padding], 0), device)
+        cuts = tf.reshape(tf.concat([sizes, (most - totals)[:, tf.newaxis]], 1), [-1])
+        parts = tf.split(gathered, cuts, num=num_hosts * (len(tensors) + 1))
+        results = []
+        for index, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
+            joined = tf.concat(parts[index :: len(tensors) + 1], 0)
+            rows = tf.reduce_sum(counts[:, index])[tf.newaxis]
+            result = tf.reshape(joined, tf.concat([rows, shape], 0))
+            result.set_shape(tf.TensorShape([None]).concatenate(tensor.shape[1:]))
+            results.append(result)
+        return results
+
     def concat(self, tensor: tf.Tensor, axis: Any, device: str) -> tf.Tensor:
-        """Concatenates one tensor a host along an axis, with two collectives.
+        """Concatenates one tensor a host along an axis; takes as many collectives as `all_gather`.
 
         Args:
           tensor: the tensor; another host's may have another size along the axis.
@@ -176,19 +212,6 @@ class Exchange:
             result = tf.transpose(rows, tf.concat([before + 1, [0], after], 0))
             result.set_shape([None] * tensor.shape.rank if tensor.shape.rank else None)
             return result
-
-    def join_slices(self, slices: tf.IndexedSlices, device: str) -> tf.IndexedSlices:
-        """Joins the rows of all hosts' slices, with three collectives.
-
-        Args:
-          slices: this host's rows of a table.
-          device: the device that they are on.
-
-        Returns:
-          The slices whose dense form is the sum of the hosts' dense forms.
-        """
-        values, indices = self.all_gather([slices.values, slices.indices], device)
-        return tf.IndexedSlices(values, indices, slices.dense_shape)
 
     def broadcast(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
         """Returns the chief's tensor on every host, bit for bit; takes one collective.
@@ -302,6 +325,14 @@ def describe(tensor: Any) -> str:
         return f"{tensor.dtype.name}[...]"
     sizes = ",".join("?" if size is None else str(size) for size in tensor.shape.as_list())
     return f"{tensor.dtype.name}[{sizes}]"
+
+
+def _by_dtype(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
+    """Returns the positions of the tensors of each dtype, in the order of the first ones."""
+    groups: dict[tf.DType, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault(tensor.dtype, []).append(index)
+    return list(groups.values())
 
 
 def device_number(device: str) -> str:

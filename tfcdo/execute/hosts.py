@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfcdo.execute import exchange
 from tfcdo.execute import numerics
+from tfcdo.execute import wire
 from tfcdo.execute.exchange import Exchange
 from tfcdo.execute.reduction import Reduction
 from tfcdo.plan.algorithms import Algorithm
@@ -102,19 +103,22 @@ class Hosts:
         return self.network.exchange(description, len(plan.packs))
 
     def exchange_slices(
-        self, roots: Sequence[str], group: Sequence[Reduction], final_op: numerics.FinalOp
+        self, root: str, group: Sequence[Reduction], final_op: numerics.FinalOp
     ) -> Exchange:
-        """Begins the exchange of slices: three collectives a value."""
+        """Begins the exchange of slices of one dtype: rows and indices are gathered."""
         description = {
             **_describe("all-reduce of slices", group, final_op),
-            "roots": [exchange.device_number(root) for root in roots],
+            "roots": [exchange.device_number(root)],
         }
-        return self.network.exchange(description, 3 * len(group))
+        rows = numerics.dtype_of_sum(group[0].values[0].dtype)
+        # One to gather how many there are, one for the indices, and one for the rows.
+        dtypes = {wire.dtype_copied(dtype) for dtype in (rows, tf.int64)}
+        return self.network.exchange(description, 1 + len(dtypes))
 
     def exchange_on(self, root: str, reduction: Reduction, final_op: numerics.FinalOp) -> Exchange:
         """Begins the exchange of a value that is reduced on one device."""
         if reduction.is_sparse:
-            return self.exchange_slices([root], [reduction], final_op)
+            return self.exchange_slices(root, [reduction], final_op)
         description = {
             **_describe("reduction", [reduction], final_op),
             "roots": [exchange.device_number(root)],

@@ -13,6 +13,11 @@ import tensorflow as tf
 _WIDER = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 
 
+def dtype_of_sum(dtype: tf.DType) -> tf.DType:
+    """Returns the dtype that sums of values of a dtype are formed in."""
+    return _WIDER.get(dtype, dtype)
+
+
 def widened(value: tf.Tensor) -> tf.Tensor:
     """Casts a value to the dtype that sums are formed in: 16-bit floats to 32 bits."""
     # Without a call where there is nothing to cast: with thousands of values it would be felt.

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo.execute import gather
 from tfcdo.execute import numerics
+from tfcdo.execute import rows
 from tfcdo.execute.exchange import Exchange
 
 Accumulate = Callable[[list[tf.Tensor]], tf.Tensor]
@@ -26,7 +26,7 @@ def reduce_on(
     Args:
       values: one tensor or `tf.IndexedSlices` per replica.
       device: where to reduce.
-      accumulate: adds up a list of tensors; slices are joined instead.
+      accumulate: adds up a list of tensors; slices are added by index instead.
       final_op: applied to the sum.
       exchange: adds what other hosts have; None for one host.
 
@@ -35,8 +35,11 @@ def reduce_on(
     """
     with tf.device(device):
         if isinstance(values[0], tf.IndexedSlices):
-            joined = gather.concat_slices(values, final_op)
-            return joined if exchange is None else exchange.join_slices(joined, device)
+            total = rows.add(values, device)
+            if exchange is not None:
+                [total] = rows.across_hosts([total], exchange, device)
+            finished = final_op(total.values, values[0].dtype)
+            return tf.IndexedSlices(finished, total.indices, total.dense_shape)
         total = accumulate(list(values))
         if exchange is not None:
             [total] = exchange.all_reduce([total], device)

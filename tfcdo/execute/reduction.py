@@ -78,6 +78,12 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 
 
+def check_sparse_as_dense(value: Any) -> None:
+    """Raises `ValueError` unless the argument `sparse_as_dense` is "auto", True or False."""
+    if not isinstance(value, bool) and value != "auto":
+        raise ValueError(f"sparse_as_dense must be 'auto', True or False; got {value!r}")
+
+
 def check_options(options: Any) -> None:
     """Raises `TypeError` unless `options` is None or a `CommunicationOptions`."""
     if options is not None and not isinstance(options, tf_internals.OPTIONS_TYPE):

@@ -47,6 +47,11 @@ def as_summed(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tensor, _SUMMED_AS.get(tensor.dtype, tensor.dtype))
 
 
+def dtype_copied(dtype: tf.DType) -> tf.DType:
+    """Returns the dtype that `as_copied` turns tensors of a dtype into."""
+    return _COPIED_BITS.get(dtype, _COPIED_AS.get(dtype, dtype))
+
+
 def as_copied(tensor: tf.Tensor) -> tf.Tensor:
     """Turns a tensor into a dtype that TensorFlow's other collective ops copy, losing nothing."""
     if tensor.dtype in _COPIED_BITS:

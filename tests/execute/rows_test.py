@@ -1,0 +1,253 @@
+"""Rows: slices are added by index, as rows or as tables, and numpy in float64 agrees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+from hypothesis import strategies as st
+
+import tfcdo
+from tfcdo import log
+from tfcdo.execute import numerics
+from tfcdo.execute import rows
+from tfcdo.plan import algorithms
+from tfcdo.plan.copy_tree import two_level
+
+DTYPES = (
+    tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int32, tf.int64,
+    tf.complex64,
+)  # fmt: skip
+TREES = [make(count)[0] for count in (1, 3, 8) for make in algorithms.CLASSICS.values()]
+ONCE = hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
+
+
+def drawn_slices(index: Any) -> Any:
+    """Draws the indices and rows of a few slices: small integers, whose sums are exact."""
+
+    def one(dtype, shape):
+        number = st.integers(-3 if dtype.is_floating else 0, 3)
+        return st.integers(0, 6).flatmap(
+            lambda rows: st.tuples(
+                st.lists(index, min_size=rows, max_size=rows),
+                hnp.arrays(np.int8, (rows, *shape), elements=number),
+            )
+        )
+
+    return st.tuples(
+        st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=2), st.booleans()
+    ).flatmap(
+        lambda kind: st.tuples(
+            st.just(kind[0]),
+            st.just(tf.int32 if kind[2] else tf.int64),
+            st.lists(one(kind[0], kind[1]), min_size=1, max_size=4),
+        )
+    )
+
+
+def summed(indices: Any, values: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Each index once, sorted, and the sum of its rows in float64."""
+    indices, values = np.concatenate(indices), np.concatenate(values).astype(np.float64)
+    found, inverse = np.unique(indices, return_inverse=True)
+    totals = np.zeros((len(found), *values.shape[1:]))
+    np.add.at(totals, inverse, values)
+    return found, totals
+
+
+def slices_on(tree: Any, seed: int = 0, most: int = 4, size: int = 6) -> list[tf.IndexedSlices]:
+    """Slices of a table of so many rows of 2 numbers, on each device of a tree."""
+    generator = np.random.default_rng(seed)
+    return [
+        tu.place(
+            tf.IndexedSlices(
+                tf.constant(tu.numbers((count, 2), tf.float32, seed + rank)),
+                tf.constant(generator.integers(0, size, count)),
+                tf.constant([size, 2]),
+            ),
+            tu.device_name(rank),
+        )
+        for rank, count in enumerate(generator.integers(0, most + 1, tree.num_devices))
+    ]
+
+
+class AddTest(tf.test.TestCase):
+    @ONCE
+    @hypothesis.given(drawn_slices(st.integers(-(2**31), 2**31 - 1) | st.integers(-1, 3)))
+    def test_as_numpy(self, drawn):
+        dtype, index_dtype, parts = drawn
+        slices = [
+            tf.IndexedSlices(tf.cast(tf.constant(values), dtype), tf.constant(own, index_dtype))
+            for own, values in parts
+        ]
+        total = rows.add(slices, "/cpu:0")
+        indices, expected = summed(*zip(*[(np.array(own, int), v) for own, v in parts]))
+        self.assertEqual(index_dtype, total.indices.dtype)
+        self.assertEqual(numerics.dtype_of_sum(dtype), total.values.dtype)
+        self.assertAllEqual(indices, total.indices)
+        self.assertAllEqual(expected, tu.exact(total.values))
+
+    def test_order_of_the_additions(self):
+        """Rows of equal index are added in the order in which they are given, to the last bit."""
+        values = np.random.default_rng(0).standard_normal((3, 40, 1), np.float32)
+        slices = [tf.IndexedSlices(tf.constant(own), tf.zeros(40, tf.int64)) for own in values]
+        expected = np.float32(0)
+        for value in values.flat:
+            expected += value
+        # Of a GPU that is not there: the ops for one, on a CPU.
+        totals = [rows.add(slices, device).values for device in ("/cpu:0", "/gpu:0")]
+        for total in totals:
+            self.assertAllEqual(totals[0], total)
+            self.assertAllClose([[expected]], total, rtol=1e-5)
+
+
+class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(tree=TREES, as_tables=(False, True))
+    def test_means_of_several_tables(self, tree, as_tables):
+        names = tu.device_names(tree.num_devices)
+        # A table of 6 rows has fewer bytes than 20 rows, and more than 2.
+        given = [slices_on(tree, seed, most=40 if as_tables else 2) for seed in (1, 2, 3)]
+        choices = [rows.table_is_smaller(parts, names) for parts in given]
+        self.assertEqual([as_tables] * 3, choices)
+        results = rows.all_reduce(tree, given, names, numerics.FinalOp(len(names)))
+        for parts, result in zip(given, results, strict=True):
+            indices, total = summed(*zip(*[(p.indices, p.values) for p in parts]))
+            self.assert_bitwise_equal(result)
+            for name, part in zip(names, result, strict=True):
+                self.assertEqual([name] * 2, [part.values.device, part.indices.device])
+                self.assertAllEqual(indices, part.indices)
+                self.assertAllClose(total / len(names), part.values, rtol=1e-6, atol=1e-6)
+
+    @parameterized.parameters(
+        (tf.float32, tf.int32, True), (tf.bfloat16, tf.int64, False), (tf.int32, tf.int64, True)
+    )
+    def test_chosen_when_the_step_runs(self, dtype, index_dtype, knows_shape):
+        tree, names = algorithms.CLASSICS["one_device"](3)[0], tu.device_names(3)
+        specs = [tf.TensorSpec([None, 2], dtype), tf.TensorSpec([None], index_dtype)]
+
+        @tf.function(input_signature=[*specs * 3, tf.TensorSpec([2], tf.int64)], autograph=False)
+        def reduce(*tensors):
+            table = tf.constant([4, 2]) if knows_shape else tensors[-1]
+            given = [
+                tf.IndexedSlices(*tensors[2 * rank : 2 * rank + 2], table) for rank in range(3)
+            ]
+            self.assertTrue(tf.is_tensor(rows.table_is_smaller(given, names)))
+            return rows.all_reduce(tree, [given], names, numerics.FinalOp())[0]
+
+        own = st.integers(0, 20).flatmap(
+            lambda count: st.tuples(
+                st.lists(st.integers(0, 3), min_size=count, max_size=count),
+                hnp.arrays(np.int8, (count, 2), elements=st.integers(-3, 3)),
+            )
+        )
+
+        @hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+        @hypothesis.given(st.tuples(own, own, own))
+        def check(parts):
+            tensors = [
+                (tf.cast(tf.constant(values), dtype), tf.constant(indices, index_dtype))
+                for indices, values in parts
+            ]
+            results = reduce(
+                *[one for pair in tensors for one in pair], tf.constant([4, 2], tf.int64)
+            )
+            indices, expected = summed(*zip(*[(np.array(i, int), v) for i, v in parts]))
+            for result in results:
+                self.assertEqual(dtype, result.values.dtype)
+                self.assertAllEqual(indices, result.indices)
+                self.assertAllEqual(expected, tu.exact(result.values))
+
+        check()
+
+    def test_indices_outside_of_the_table(self):
+        """As rows they are whoever's who applies them; a table has no place for them."""
+        tree = two_level(1)
+
+        def reduce(indices, with_tables):
+            own = tf.IndexedSlices(
+                tf.ones([len(indices), 2]), tf.constant(indices), tf.constant([3, 2])
+            )
+            final_op = numerics.FinalOp()
+            return rows.all_reduce(tree, [[own]], tu.device_names(1), final_op, with_tables)[0][0]
+
+        self.assertAllEqual([-1, 0, 7], reduce([7, -1, 0, 0, 0], False).indices)
+        self.assertAllEqual([0], reduce([-1, -1, 0, 0, 0], True).indices)
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "is out of range"):
+            reduce([7, -1, 0, 0, 0], True)
+
+    def test_dense_on_demand(self):
+        """As in Horovod; but what has no shape stays rows, and that is said."""
+        ops = tfcdo.AutoAllReduce(sparse_as_dense=True)
+        shaped = tf.IndexedSlices(tf.ones([2, 2]), tf.constant([2, 2]), tf.constant([3, 2]))
+        shapeless = tf.IndexedSlices(shaped.values, shaped.indices)
+        values = [tu.per_replica([one] * 2) for one in (shaped, shapeless)]
+        log.warn_once.cache_clear()
+        with self.assertLogs(level="WARNING") as logs:
+            dense, sparse = ops.batch_reduce(tu.MEAN, [(value, value) for value in values])
+        self.assertIn("sparse_as_dense=True", logs.output[0])
+        self.assertAllEqual([[[0, 0], [0, 0], [2, 2]]] * 2, dense.values)
+        self.assertAllEqual([2], sparse.values[0].indices)
+
+    @parameterized.product(tree=TREES[1::3], most=(2, 40))
+    def test_travels_along_the_edges_only(self, tree, most):
+        names = tu.device_names(tree.num_devices)
+
+        @tf.function(autograph=False)
+        def run() -> Any:
+            given = [slices_on(tree, seed, most) for seed in (1, 2)]
+            return rows.all_reduce(tree, given, names, numerics.FinalOp())
+
+        edges = {ends for edge in tree.edges for ends in (edge, edge[::-1])}
+        crossed = set()
+        operations = run.get_concrete_function().graph.get_operations()
+        for op in operations:
+            for tensor in op.inputs:
+                if tensor.op.device and op.device and tensor.op.device != op.device:
+                    crossed.add((names.index(tensor.op.device), names.index(op.device)))
+        self.assertEqual(edges, crossed)
+        # All values go down with one op an edge.
+        down = [op for op in operations if "broadcast/" in op.name]
+        self.assertLen(down, len(tree.edges))
+
+    def test_only_rows_travel(self):
+        """A table of a terabyte: whoever makes it dense runs out of memory."""
+        shape = tf.constant([2**30, 256], tf.int64)
+        own = [tf.IndexedSlices(tf.ones([1, 256]), tf.constant([rank]), shape) for rank in range(3)]
+        [results] = rows.all_reduce(two_level(3), [own], tu.device_names(3), numerics.FinalOp())
+        self.assertAllEqual([0, 1, 2], results[2].indices)
+
+    @parameterized.parameters(2, 40)
+    def test_gradient(self, most):
+        """What arrives at each row is what all devices' results send back to its index."""
+        tree = two_level(3)
+        given = slices_on(tree, 5, most)
+        weights = [tu.numbers((6, 2), tf.float32, rank) for rank in range(3)]
+
+        @tf.function(autograph=False)
+        def gradients(*values):
+            parts = [
+                tf.IndexedSlices(value, part.indices, part.dense_shape)
+                for value, part in zip(values, given, strict=True)
+            ]
+            with tf.GradientTape() as tape:
+                tape.watch(values)
+                [results] = rows.all_reduce(tree, [parts], tu.device_names(3), numerics.FinalOp(3))
+                loss = tf.add_n(
+                    [
+                        tf.reduce_sum(tf.convert_to_tensor(result) * weight)
+                        for result, weight in zip(results, weights, strict=True)
+                    ]
+                )
+            return tape.gradient(loss, values)
+
+        for part, gradient in zip(given, gradients(*[p.values for p in given]), strict=True):
+            expected = np.asarray(np.sum(weights, 0, np.float64))[part.indices.numpy()] / 3
+            self.assertAllClose(expected, gradient, rtol=1e-6)
+
+
+if __name__ == "__main__":
+    tf.test.main()
