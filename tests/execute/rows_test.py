@@ -179,6 +179,15 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "is out of range"):
             reduce([7, -1, 0, 0, 0], True)
 
+    @parameterized.parameters(
+        tfcdo.ReductionToOneDevice, tfcdo.HierarchicalCopyAllReduce, tfcdo.NcclAllReduce,
+        tfcdo.AllReduceCrossDeviceOps, tfcdo.AutoAllReduce,
+    )  # fmt: skip
+    def test_sparse_as_dense_is_checked(self, cls):
+        for bad in ("yes", None, 1.5):
+            with self.assertRaisesRegex(ValueError, "sparse_as_dense must be 'auto', True or"):
+                cls(sparse_as_dense=bad)
+
     def test_dense_on_demand(self):
         """As in Horovod; but what has no shape stays rows, and that is said."""
         ops = tfcdo.AutoAllReduce(sparse_as_dense=True)
