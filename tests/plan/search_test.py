@@ -162,7 +162,7 @@ class BundledPlansTest(plan_testing.PlanTestCase):
             self.assertAlmostEqual(ratio / plan.robust_ratio, 1, delta=0.01)
 
     def test_plans_can_be_made_again(self):
-        machine = bundle_plans.Machine("pcie", 4)
+        machine = bundle_plans.Machine("nvswitch", 8)
         case = next(
             case
             for case in bundle_plans.EASY_CASES

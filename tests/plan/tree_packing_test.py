@@ -112,7 +112,7 @@ class CandidatesTest(parameterized.TestCase):
         packing = ring_paths(DGX1, copies=2)
         assert packing is not None
         robust = simulator.robust_seconds(packing.schedule(num_bytes), DGX1)
-        self.assertLessEqual(robust / lower_bound(DGX1, num_bytes), ratio)
+        self.assertLessEqual(robust / lower_bound(DGX1, num_bytes, direct=True), ratio)
 
     def test_no_ring(self):
         self.assertIsNone(ring_paths(DGX1.subset([0, 1])))
@@ -122,7 +122,7 @@ class CandidatesTest(parameterized.TestCase):
         packing = pack_greedily(DGX1, 24)
         carried = simulator.bytes_by_resource(packing.schedule(24 * MB), DGX1)
         used = [load / r.bandwidth for load, r in zip(carried.values(), DGX1.resources) if load]
-        self.assertLess(max(used), 1.2 * lower_bound(DGX1, 24 * MB))
+        self.assertLess(max(used), 1.2 * lower_bound(DGX1, 24 * MB, direct=True))
 
     @parameterized.product(name=PRESETS, devices=[2, 3, 8])
     def test_candidates_are_different_and_small(self, name, devices):

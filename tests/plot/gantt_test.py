@@ -103,9 +103,9 @@ class GanttTest(parameterized.TestCase):
         schedule, machine = _plan("dgx1", "hierarchical_copy")
         figure = _draw(schedule, machine)
         (line,) = figure.axes[0].lines
-        self.assertAlmostEqual(line.get_xdata()[0], 1e3 * 14 / 48 * 1e8 / 25e9)
+        self.assertAlmostEqual(line.get_xdata()[0], 1e3 * 14 * 1e8 / 1220e9)
         legend = [text.get_text() for text in figure.legends[0].get_texts()]
-        self.assertIn("bound 1.167 ms", legend)
+        self.assertIn("bound 1.148 ms", legend)
 
     def test_a_bound_that_was_beaten_is_not_drawn(self):
         schedule, machine = _plan("dgx1", "hierarchical_copy")

@@ -130,7 +130,7 @@ def plan(
     Each algorithm's copies are simulated: a link carries one at a time, as fast as it can, after
     the link's latency. The time is the median of runs in which each copy takes up to 5 % more or
     less, since nothing enforces their order; beside it the time if none does. The last column
-    compares the time with the bound of the direct links.
+    compares the time with a bound that no copy trees beat.
     """
     console = options.make_console(width_of_a_pipe=120)
     if lists:

@@ -1,0 +1,85 @@
+"""Draws machines that nobody has seen: as the planner must serve them."""
+
+from __future__ import annotations
+
+import random
+
+from tfcdo.topology.links import Resource
+from tfcdo.topology.links import link_name
+from tfcdo.topology.links import ordered_pairs
+from tfcdo.topology.routes import Route
+from tfcdo.topology.topology import Topology
+
+SLOWEST, FASTEST = 0.3e9, 300e9
+
+
+def draw_machine(num_devices: int, seed: int) -> Topology:
+    """Draws a machine whose direct links join all its devices.
+
+    A random tree and some more links, each with a speed from 0.3 to 300 GB/s; on one machine in
+    three a link may be slower one way than the other, and on one in three some devices have ports
+    that all their links share. All other pairs meet in one, two or three host bridges.
+
+    Args:
+      num_devices: how many devices.
+      seed: draws the machine.
+
+    Returns:
+      The machine; the same arguments give the same.
+    """
+    rng = random.Random(f"{num_devices} {seed}")
+    pairs = _connected(num_devices, rng)
+    asymmetric, ported = rng.random() < 1 / 3, rng.random() < 1 / 3
+    ports = {
+        (device, way): Resource(f"{device} {way}", _speed(rng))
+        for device in range(num_devices)
+        for way in ("out", "in")
+        if ported and rng.random() < 0.5
+    }
+    num_bridges = rng.randint(1, 3)
+    bridge_of = [rng.randrange(num_bridges) for _ in range(num_devices)]
+    whole_bridges = rng.random() < 1 / 3
+    bridge = [Resource(f"host {i}", _speed(rng)) for i in range(num_bridges)]
+    bridges: dict[tuple[int, int], Resource] = {}
+    wires: dict[tuple[int, int], float] = {}
+    for a, b in pairs:
+        wires[a, b] = wires[b, a] = _speed(rng)
+        if asymmetric and rng.random() < 0.5:
+            wires[b, a] = _speed(rng)
+    routes = []
+    for source, target in ordered_pairs(num_devices):
+        if (source, target) in wires:
+            held = [Resource(link_name(source, target), wires[source, target])]
+            held += [ports[end] for end in ((source, "out"), (target, "in")) if end in ports]
+        else:
+            ends = (bridge_of[source], bridge_of[target])
+            if whole_bridges:
+                held = [bridge[end] for end in dict.fromkeys(ends)]
+            else:
+                if ends not in bridges:
+                    bridges[ends] = Resource(f"host {link_name(*ends)}", _speed(rng))
+                held = [bridges[ends]]
+        routes.append(Route(source, target, held, via_host=(source, target) not in wires))
+    return Topology.from_routes(f"drawn:{num_devices}:{seed}", num_devices, routes)
+
+
+def _connected(num_devices: int, rng: random.Random) -> list[tuple[int, int]]:
+    order = list(range(num_devices))
+    rng.shuffle(order)
+    pairs = {
+        (min(order[i], other), max(order[i], other))
+        for i in range(1, num_devices)
+        for other in [rng.choice(order[:i])]
+    }
+    density = rng.random()
+    pairs |= {
+        (a, b)
+        for a in range(num_devices)
+        for b in range(a + 1, num_devices)
+        if rng.random() < density
+    }
+    return sorted(pairs)
+
+
+def _speed(rng: random.Random) -> float:
+    return SLOWEST * (FASTEST / SLOWEST) ** rng.random()
