@@ -131,7 +131,7 @@ class ImportsTest(tf.test.TestCase):
 
 
 class PrivateNamesTest(tf.test.TestCase):
-    """What an unsupported TensorFlow says: its names are renamed in a copy of the file."""
+    """Tests of an unsupported TensorFlow: its names are renamed in a copy of the file."""
 
     def import_copy(self, *renamed: tuple[str, str]) -> None:
         source = pathlib.Path(tf_internals.__file__).read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ _ERROR = re.compile(r"^(?:[\w.]+\.)?(\w+Error): ", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """How many hosts train, and with how many devices each."""
+    """Number of hosts that train, and of devices of each."""
 
     count: int
     devices: int

@@ -69,7 +69,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What happened in one case.
+    """Outcome of one case.
 
     Attributes:
       moment: When the fault came, in words.

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from unittest import mock
 
-import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
@@ -176,17 +175,6 @@ class EvaluationTest(parameterized.TestCase, tf.test.TestCase):
             del os.sched_getaffinity
             found = machine.describe_environment("2 devices")
         self.assertEqual(found["machine"]["cores"], 48)
-
-
-def _small_model(weights: None, input_shape: tuple[int, ...], classes: int) -> Any:
-    del weights
-    return keras.Sequential(
-        [
-            keras.layers.Input(input_shape),
-            keras.layers.Flatten(),
-            keras.layers.Dense(classes, activation="softmax"),
-        ]
-    )
 
 
 if __name__ == "__main__":

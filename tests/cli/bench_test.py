@@ -9,10 +9,8 @@ import os
 import pathlib
 import sys
 import tempfile
-from typing import Any
 from unittest import mock
 
-import keras
 import rich.console
 import tensorflow as tf
 from absl.testing import parameterized
@@ -21,6 +19,7 @@ from bench_testing import TF_HIERARCHICAL
 from bench_testing import ForgetsTheLastDevice
 from bench_testing import measurement_of
 from bench_testing import setUpModule  # noqa: F401
+from bench_testing import small_model
 from bench_testing import tearDownModule  # noqa: F401
 
 import tfcdo
@@ -247,7 +246,7 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
 
     def test_fit(self):
         json_file = self.folder / "fit.json"
-        with mock.patch.dict(fit.MODELS, {"mobilenet": _small_model}):
+        with mock.patch.dict(fit.MODELS, {"mobilenet": small_model}):
             status, output, _ = _bench(
                 *("--fit", "-g", "2", "--json", str(json_file)),
                 *("--model", "mobilenet", "--model", "mobilenet"),
@@ -266,22 +265,11 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
             self.assertGreater(one["first_step"], 0.0)
 
     def test_fit_with_arguments_that_cannot_be_used(self):
-        with mock.patch.dict(fit.MODELS, {"mobilenet": _small_model}):
+        with mock.patch.dict(fit.MODELS, {"mobilenet": small_model}):
             status, _, errors = _bench("--fit", "-g", "2", "--ops", NO_FUNCTION)
         self.assertEqual(status, 2)
         self.assertEndsWith(errors, f"tfcdo: {NO_FUNCTION}: 'int' object is not callable\n")
         self.assertNotIn("Traceback", errors)
-
-
-def _small_model(weights: None, input_shape: tuple[int, ...], classes: int) -> Any:
-    del weights
-    return keras.Sequential(
-        [
-            keras.layers.Input(input_shape),
-            keras.layers.Flatten(),
-            keras.layers.Dense(classes, activation="softmax"),
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a process is told about its cluster, and what it says of mistakes there."""
+"""Tests of what a process is told about its cluster, and what it says of mistakes there."""
 
 from __future__ import annotations
 

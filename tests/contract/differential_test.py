@@ -42,7 +42,7 @@ HIERARCHICAL_COPY = st.builds(
 EXACT_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64, tf.complex64)
 
 settings = hypothesis.settings(
-    max_examples=80,
+    max_examples=50,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(hypothesis.HealthCheck),

@@ -22,8 +22,13 @@ SETTINGS = {
         "nccl", num_packs=0, agg_small_grads_max_bytes=40, agg_small_grads_max_group=3
     ),
 }
-for part in contract_values.ValuesContract, contract_instances.InstancesContract:
-    globals().update(contract.settings_tests(part, SETTINGS, __name__))
+# A pack is one tensor to NCCL, whatever it holds (nccl_test has other numbers of packs), and
+# cross_device_ops_test has values in groups: one setting for each part.
+for part, name in (
+    (contract_values.ValuesContract, "Nccl"),
+    (contract_instances.InstancesContract, "AllReduceNccl"),
+):
+    globals().update(contract.settings_tests(part, {name: SETTINGS[name]}, __name__))
 del part  # No test class of this module.
 
 

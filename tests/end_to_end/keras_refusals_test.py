@@ -1,4 +1,4 @@
-"""What Keras itself refuses under a MirroredStrategy, as the README lists it."""
+"""Tests of what Keras itself refuses under a MirroredStrategy, as the README lists it."""
 
 from __future__ import annotations
 

@@ -7,9 +7,7 @@ import dataclasses
 import pathlib
 import shutil
 import tempfile
-import threading
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -95,7 +93,7 @@ def batches_of(data: tuple[np.ndarray, np.ndarray], size: int) -> list[Any]:
 
 
 def train_step(model: Model, ids: tf.Tensor, targets: tf.Tensor) -> None:
-    """What one replica does with its part of a global batch, whatever its size."""
+    """Does a replica's step with its part of a global batch, whatever its size."""
     number = context().all_reduce(SUM, tf.cast(tf.shape(ids)[0], tf.float32))
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum((model(ids) - targets) ** 2) / number
@@ -251,23 +249,6 @@ class ThreadsTest(StrategyTestCase):
     of a replica function works in several threads, whatever class the strategy is given.
     """
 
-    def in_six_threads(self, work: Callable[[int], None]) -> None:
-        failures: list[str] = []
-
-        def run(thread: int) -> None:
-            try:
-                work(thread)
-            except BaseException:  # Whatever it is, it must not be lost in the thread.
-                failures.append(traceback.format_exc())
-
-        threads = [threading.Thread(target=run, args=(thread,)) for thread in range(6)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join(timeout=300)
-        self.assertFalse(any(one.is_alive() for one in threads))
-        self.assertEmpty(failures, "\n".join(failures))
-
     @parameterized.parameters(*dict(BASES))
     def test_each_trains_with_a_strategy_of_its_own(self, name):
         ops = CLASSES[name]()
@@ -288,7 +269,7 @@ class ThreadsTest(StrategyTestCase):
             for key, value in vars(expected).items():
                 np.testing.assert_allclose(getattr(model, key), value, rtol=1e-5, atol=1e-5)
 
-        self.in_six_threads(work)
+        tu.call_in_six_threads(work)
 
     @parameterized.parameters(*CLASSES)
     def test_all_use_one_strategy(self, name):
@@ -302,7 +283,7 @@ class ThreadsTest(StrategyTestCase):
             for _ in range(3):
                 self.assert_replicas(tu.oracle(SUM, own), run(tu.per_replica(own)), 3)
 
-        self.in_six_threads(work)
+        tu.call_in_six_threads(work)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,7 @@ class SlicesTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
-    """What is left out, and what an object says about itself."""
+    """Tests of arguments left out, and of what an object says about itself."""
 
     @parameterized.parameters(
         ("nccl", 1), ("hierarchical_copy", 1), ("ring", None), ("shuffle", None), ("auto", None)
@@ -309,7 +310,11 @@ class ExplainTest(tf.test.TestCase, parameterized.TestCase):
 class PlanExecutionTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     """Schedules for real machines: right, the same bits everywhere, and no copy too many."""
 
-    @parameterized.product(machine=MACHINES, algorithm=algorithms.ALGORITHMS)
+    @parameterized.parameters(
+        *itertools.product(MACHINES, ("packed_trees", "auto")),
+        # Their trees are the same on every machine.
+        *itertools.product(MACHINES[:1], algorithms.CLASSICS),
+    )
     def test_sums_on_eight_devices(self, machine, algorithm):
         own = [tu.numbers((61, 7), tf.float32, rank) for rank in range(DEVICES)]
         other = [tu.numbers((5,), tf.int64, rank) for rank in range(DEVICES)]
@@ -335,8 +340,9 @@ class PlanExecutionTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase
         inner = sum(sum(map(bool, pack.tree.children)) for pack in schedule.packs)
         self.assertEqual(inner, sum(op.type == "AddN" for op in graph.get_operations()))
 
-    @parameterized.product(
-        machine=MACHINES, algorithm=("hierarchical_copy", "packed_trees", "ring")
+    @parameterized.parameters(
+        *itertools.product(MACHINES, ("packed_trees",)),
+        *itertools.product(MACHINES[:1], ("hierarchical_copy", "ring")),
     )
     def test_copies_of_a_pack_are_the_edges_of_its_tree(self, machine, algorithm):
         place = topology.preset(machine, DEVICES)

@@ -173,7 +173,7 @@ class StatusTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class WithoutKernelTest(tf.test.TestCase):
-    """What users see on processors, where TensorFlow has no NCCL: in a process of its own."""
+    """Tests, in a process of their own, of what users see where TensorFlow has no NCCL."""
 
     output: str
     report: dict[str, Any]

@@ -36,7 +36,7 @@ from tfcdo import log
 
 
 class EmittedOpsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
-    """What can only be seen in the graph."""
+    """Tests of what can only be seen in the graph."""
 
     def trace(self, ops: Any, *values: Sequence[Any]) -> dict[bytes, list[Any]]:
         return packs_of(function(lambda: all_reduce(ops, *values)).get_concrete_function().graph)

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 import testing_utils as tu
 
@@ -48,6 +49,18 @@ def names_of(found: Sequence[implementations.Implementation]) -> list[str]:
 
 def measurement_of(name: str, kind: str, seconds: float, wrong: int = 0) -> measure.Measurement:
     return measure.Measurement("w", 4000, 1000, "float32", 4, name, kind, seconds, 0.0, 0.0, wrong)
+
+
+def small_model(weights: None, input_shape: tuple[int, ...], classes: int) -> Any:
+    """Makes a model by the arguments that Keras's applications take."""
+    del weights
+    return keras.Sequential(
+        [
+            keras.layers.Input(input_shape),
+            keras.layers.Flatten(),
+            keras.layers.Dense(classes, activation="softmax"),
+        ]
+    )
 
 
 class ForgetsTheLastDevice(tf.distribute.CrossDeviceOps):

@@ -38,7 +38,7 @@ HELPERS = (
 
 
 class SabotageError(Exception):
-    """What everything that is replaced raises."""
+    """Raised by everything that is replaced."""
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def installed() -> Iterator[list[str]]:
 
 
 def _own(module: ModuleType, kind: Any) -> list[tuple[str, Any]]:
-    """What a module defines itself."""
+    """Returns what a module defines itself."""
     return [
         (name, value)
         for name, value in inspect.getmembers(module, kind)

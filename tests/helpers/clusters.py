@@ -18,7 +18,7 @@ import warm_python
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a host's process ended.
+    """End of a host's process.
 
     Attributes:
       returncode: its exit status; None if it was still running at the time limit.

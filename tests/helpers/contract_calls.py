@@ -15,7 +15,7 @@ from tfcdo import tf_internals
 
 
 class CallsContract(contract.Contract):
-    """What has the same code in all settings of a class: one setting of each suffices."""
+    """Tests of what has the same code in all settings of a class: one setting of each suffices."""
 
     # Broadcast and gather.
 

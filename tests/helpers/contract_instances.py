@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
-import traceback
 
 import contract
 import numpy as np
@@ -22,7 +20,7 @@ from tfcdo.plan import packing
 
 
 class InstancesContract(contract.Contract):
-    """What is promised of each class, in every setting, whatever the values are."""
+    """Tests of what is promised of each class, in every setting, whatever the values are."""
 
     # Destinations.
 
@@ -151,30 +149,16 @@ class InstancesContract(contract.Contract):
 
     def test_six_threads_share_one_instance(self):
         ops = self.make()
-        failures: list[str] = []
 
         def work(thread: int) -> None:
-            try:
-                for step in range(3):
-                    arrays = contract.batch(
-                        2 + thread, seed=1000 * thread + step, dtypes=(tf.float32,)
-                    )
-                    values = [tu.per_replica(own) for own in arrays]
-                    mode = EAGER if step else FUNCTION
-                    for result, own in zip(
-                        tu.all_reduce(ops, SUM, values, mode), arrays, strict=True
-                    ):
-                        np.testing.assert_array_equal(tu.oracle(SUM, own), result.value)
-            except BaseException:  # Whatever it is, it must not be lost in the thread.
-                failures.append(traceback.format_exc())
+            for step in range(3):
+                arrays = contract.batch(2 + thread, seed=1000 * thread + step, dtypes=(tf.float32,))
+                values = [tu.per_replica(own) for own in arrays]
+                results = tu.all_reduce(ops, SUM, values, EAGER if step else FUNCTION)
+                for result, own in zip(results, arrays, strict=True):
+                    np.testing.assert_array_equal(tu.oracle(SUM, own), result.value)
 
-        threads = [threading.Thread(target=work, args=(thread,)) for thread in range(6)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join(timeout=120)
-        self.assertFalse(any(one.is_alive() for one in threads))
-        self.assertEmpty(failures, "\n".join(failures))
+        tu.call_in_six_threads(work)
 
     def test_plans_are_computed_once(self):
         ops = self.make()

@@ -17,14 +17,14 @@ from tfcdo import tf_internals
 
 
 class ValuesContract(contract.Contract):
-    """What each class computes, in every setting."""
+    """Tests of what each class computes, in every setting."""
 
     # Values.
 
     @parameterized.parameters(
         # property_test draws the other combinations.
-        *[(EAGER, SUM, count) for count in (1, 2, 3, 4, 5, 6, 7, 8)],
-        *[(EAGER, MEAN, count) for count in (1, 3, 8)],
+        *[(EAGER, SUM, count) for count in (1, 2, 3, 5, 8)],
+        *[(EAGER, MEAN, count) for count in (1, 3)],
         *[(FUNCTION, SUM, count) for count in (1, 5)],
         *[(ARGUMENTS, MEAN, count) for count in (1, 3)],
     )

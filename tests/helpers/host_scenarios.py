@@ -1,4 +1,4 @@
-"""What the hosts of a cluster do in tests, and one device does as well to be compared with.
+"""Scenarios that the hosts of a cluster run in tests, and one device to be compared with.
 
 Each scenario takes a strategy, or None for one device without any, and returns arrays by name. The
 names that begin with "replica" hold what each replica of this host has, in its first axis.

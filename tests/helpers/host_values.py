@@ -158,6 +158,8 @@ class _Case:
                     )
 
     def gather(self, wrap: Any) -> None:
+        """Gathers along each axis, and each dtype; in one function, whose tracing takes longest."""
+        values, axes, expected = [], [], []
         for axis in (0, 1, -1):
 
             def make(replica: int, axis: int = axis) -> tf.Tensor:
@@ -165,20 +167,25 @@ class _Case:
                 shape[axis] = replica + 1
                 return tf.fill(shape, float(replica))
 
-            expected = np.concatenate([make(r) for r in range(self.replicas)], axis)
-            value = self.per_replica(make)
-            gathered = wrap(lambda value, axis=axis: self.strategy.gather(value, axis))(value)
-            np.testing.assert_array_equal(gathered.numpy(), expected)
+            values.append(self.per_replica(make))
+            axes.append(axis)
+            expected.append(np.concatenate([make(r) for r in range(self.replicas)], axis))
         for dtype in COPIED:
 
             def fill(replica: int, dtype: tf.DType = dtype) -> tf.Tensor:
                 return tf.cast(tf.fill([replica + 1], replica), dtype)
 
-            value = self.per_replica(fill)
-            expected = np.concatenate([np.full([r + 1], r) for r in range(self.replicas)])
-            gathered = wrap(lambda value: self.strategy.gather(value, 0))(value)
-            assert gathered.dtype == dtype
-            np.testing.assert_array_equal(gathered.numpy(), expected.astype(dtype.as_numpy_dtype))
+            values.append(self.per_replica(fill))
+            axes.append(0)
+            rows = np.concatenate([np.full([r + 1], r) for r in range(self.replicas)])
+            expected.append(rows.astype(dtype.as_numpy_dtype))
+
+        def gather(values: Sequence[Any]) -> list[Any]:
+            return [self.strategy.gather(value, axis) for value, axis in zip(values, axes)]
+
+        for gathered, wanted in zip(wrap(gather)(values), expected, strict=True):
+            assert gathered.dtype == wanted.dtype, (gathered.dtype, wanted.dtype)
+            np.testing.assert_array_equal(gathered.numpy(), wanted)
 
     def cross_replica(self, wrap: Any) -> None:
         counted = self.per_replica(lambda r: tf.constant(r + 1))

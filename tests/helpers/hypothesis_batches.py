@@ -45,7 +45,7 @@ class Value:
     seed: int
 
     def arrays(self, count: int) -> list[Any]:
-        """What each replica holds: an array, or `tf.IndexedSlices`."""
+        """Makes what each replica holds: an array, or `tf.IndexedSlices`."""
         if self.rows is None:
             return [tu.numbers(self.shape, self.dtype, self.seed + rank) for rank in range(count)]
         return [

@@ -1,4 +1,4 @@
-"""What tests of `tfcdo launch` share: it runs small scripts, none of which needs TensorFlow."""
+"""Shared by tests of `tfcdo launch`: it runs small scripts, none of which needs TensorFlow."""
 
 from __future__ import annotations
 

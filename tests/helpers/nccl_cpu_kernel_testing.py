@@ -1,4 +1,4 @@
-"""What tests of the CPU kernel for NcclAllReduce share.
+"""Shared by tests of the CPU kernel for NcclAllReduce.
 
 No test measures time. Where the devices must not wait for one another, the kernel is told to have
 more patience than the test, so that a test that hangs fails with "still waiting".

@@ -1,4 +1,4 @@
-"""What tests of `NcclAllReduce` share: it is always made with `require_nccl=True`.
+"""Shared by tests of `NcclAllReduce`: it is always made with `require_nccl=True`.
 
 So no test can pass by way of the copy trees.
 """

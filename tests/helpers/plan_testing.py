@@ -1,4 +1,4 @@
-"""What tests of planning share: they neither read nor write what earlier runs have found."""
+"""Shared by tests of planning: they neither read nor write what earlier runs have found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests share: eight virtual devices, values on them, ways to call, and oracles.
+"""Shared by most tests: eight virtual devices, values on them, ways to call, and oracles.
 
 Importing this module configures the virtual devices, so import it before anything makes a tensor.
 The oracles are numpy in float64 and complex128 (and exact integers); nothing of tfcdo computes what
@@ -12,6 +12,8 @@ import dataclasses
 import os
 import shutil
 import tempfile
+import threading
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -198,6 +200,25 @@ def all_reduce(
         lambda *own: ops.batch_reduce(reduce_op, [(value, value) for value in own], options),
         *values,
     )
+
+
+def call_in_six_threads(work: Callable[[int], None]) -> None:
+    """Calls `work` with the number of its thread; raises what one of them raises."""
+    failures: list[str] = []
+
+    def run(thread: int) -> None:
+        try:
+            work(thread)
+        except BaseException:  # Whatever it is, it must not be lost in the thread.
+            failures.append(traceback.format_exc())
+
+    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(6)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(timeout=300)
+    if any(one.is_alive() for one in threads) or failures:
+        raise AssertionError("\n".join(failures) or "a thread hangs")
 
 
 def traced_ops(body: Callable[[], Any]) -> list[tf.Operation]:

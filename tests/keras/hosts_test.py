@@ -1,4 +1,4 @@
-"""What tfcdo.keras adds, on two hosts of two devices each, compared with one device."""
+"""Tests of what tfcdo.keras adds, on two hosts of two devices each, compared with one device."""
 
 from __future__ import annotations
 

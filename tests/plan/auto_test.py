@@ -29,9 +29,11 @@ class AutoTest(plan_testing.PlanTestCase):
     @hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
     @hypothesis.given(
         st.sampled_from(PRESETS),
-        st.integers(1, 8),
+        # Not st.integers, which draws numbers that it finds in the modules of this process, and so
+        # other machines, some slow, after other tests.
+        st.sampled_from(range(1, 9)),
         st.sampled_from([0, 4, 1000, MB, 30 * MB, GB]),
-        st.none() | st.integers(1, 12),
+        st.sampled_from([None, *range(1, 13)]),
     )
     def test_never_loses(self, name, devices, num_bytes, num_packs):
         machine = preset(name, devices)
@@ -99,7 +101,7 @@ class SizeClassTest(parameterized.TestCase):
 
 
 class WorkTest(plan_testing.PlanTestCase):
-    """How much is simulated and searched, which decides how long a first call takes."""
+    """Tests of how much is simulated and searched, which decides how long a first call takes."""
 
     tasks_per_search = 60_000  # As in the product.
 

@@ -70,7 +70,7 @@ _PACKINGS = st.builds(
 
 
 class EveryPlanTest(absltest.TestCase):
-    """What holds whatever is asked for."""
+    """Tests of what holds whatever is asked for."""
 
     @hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
     @hypothesis.given(

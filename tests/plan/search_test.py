@@ -29,7 +29,7 @@ UNKNOWN = preset("pcie", 5)
 
 
 class RatiosTest(plan_testing.PlanTestCase):
-    """What the project promises: robust times against the bound, with 10 us latency."""
+    """Tests of what the project promises: robust times against the bound, with 10 us latency."""
 
     @parameterized.parameters((MB, 6.2), (25 * MB, 1.56), (100 * MB, 1.15), (GB, 1.04))
     def test_dgx1(self, num_bytes, ratio):

@@ -14,35 +14,39 @@ from absl.testing import parameterized
 _TIMEOUT = 240.0
 # (scenario, how far from one device): near float32 rounding, but for layers that compute in 16
 # bits, whose gradients are rounded on each replica.
-TRAINING = (("fit", 2e-6), ("own_loop", 2e-2))
+TRAINING = {"fit": 2e-6, "own_loop": 2e-2}
 
 
 class TrainingTest(tf.test.TestCase, parameterized.TestCase):
-    """Hosts x devices of each: all scenarios in one set of processes."""
+    """Hosts x devices of each: its scenarios in one set of processes."""
 
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.expected = {name: getattr(host_scenarios, name)(None) for name, _ in TRAINING}
+        cls.expected = {name: getattr(host_scenarios, name)(None) for name in TRAINING}
 
-    @parameterized.parameters((2, 2), (3, 1), (2, 3))
-    def test_as_one_device(self, hosts, devices):
+    # Other numbers of hosts or devices change who sends what, which values and sums show, and not
+    # what a training asks for: each training and the values run with two shapes, one of them odd.
+    @parameterized.parameters(
+        (2, 2, ("fit", "own_loop", "values")),
+        (3, 1, ("fit", "values")),
+        (2, 3, ("own_loop", "flat")),
+    )
+    def test_as_one_device(self, hosts, devices, names):
         with tempfile.TemporaryDirectory() as folder:
-            names = [name for name, _ in TRAINING]
-            outcomes = clusters.run(
-                hosts, "host", [str(devices), folder, *names, "values", "flat"], _TIMEOUT
-            )
+            outcomes = clusters.run(hosts, "host", [str(devices), folder, *names], _TIMEOUT)
             for outcome in outcomes:
                 self.assertEqual(0, outcome.returncode, outcome.output)
-            with self.subTest("flat"):
-                self.check_flat(folder, hosts, devices)
-            for name, tolerance in TRAINING:
+            if "flat" in names:
+                with self.subTest("flat"):
+                    self.check_flat(folder, hosts, devices)
+            for name in TRAINING.keys() & set(names):
                 results = [
                     dict(np.load(pathlib.Path(folder, f"{name}-{host}.npz")))
                     for host in range(hosts)
                 ]
                 with self.subTest(name):
-                    self.check(name, results, devices, tolerance)
+                    self.check(name, results, devices, TRAINING[name])
 
     def check_flat(self, folder, hosts, devices):
         """Asserts right sums, of the same bits on all replicas of all hosts."""
