@@ -31,6 +31,21 @@ print(json.dumps([configure_virtual_cpus(1), refusal(2), names()]))
 """
 
 
+_THREADS = """
+import os
+from tfcdo.virtual_devices import configure_threads
+threading = tf.config.threading
+def told(cores, devices):
+    os.cpu_count = lambda: cores
+    returned = configure_threads(devices)
+    return returned, threading.get_inter_op_parallelism_threads()
+many, few, again = told(64, 4), told(2, 4), told(2, 8)
+threading.set_inter_op_parallelism_threads(0)
+os.environ["TF_NUM_INTEROP_THREADS"] = "3"
+print(json.dumps([many, few, again, told(2, 4)]))
+"""
+
+
 def _told(story: str) -> Any:
     result = subprocess.run(
         [warm_python.executable(), "-c", _PREAMBLE + story],
@@ -68,6 +83,13 @@ class ConfigureVirtualCpusTest(parameterized.TestCase):
     def test_rejects_what_is_not_an_int(self, count: Any):
         with self.assertRaisesRegex(TypeError, "count must be an int; got"):
             configure_virtual_cpus(count)
+
+    def test_more_threads_than_cores_unless_somebody_has_chosen(self):
+        many_cores, few_cores, chosen, chosen_by_variable = _told(_THREADS)
+        self.assertEqual(many_cores, [0, 0])
+        self.assertEqual(few_cores, [16, 16])
+        self.assertEqual(chosen, [16, 16])
+        self.assertEqual(chosen_by_variable, [0, 0])
 
 
 if __name__ == "__main__":

@@ -337,10 +337,13 @@ def _prepare(
     timeout: float,
 ) -> None:
     """Does what can only be done before TensorFlow starts."""
-    if devices_per_worker is not None and not tf.config.get_visible_devices("GPU"):
+    has_gpus = bool(tf.config.get_visible_devices("GPU"))
+    if devices_per_worker is not None and not has_gpus:
         virtual_devices.configure_virtual_cpus(devices_per_worker)
     if cluster is None or len(cluster.tasks) == 1:
         return
+    if not has_gpus:
+        virtual_devices.configure_threads(devices_per_worker or _devices_here(None)[1])
     settings = {
         "cluster": [f"{task.job} {task.index} at {task.address}" for task in cluster.tasks],
         "version of tfcdo": version.__version__,

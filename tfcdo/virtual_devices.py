@@ -7,9 +7,15 @@ bench and the tests all come through here.
 
 from __future__ import annotations
 
+import os
+
 import tensorflow as tf
 
 from tfcdo import checks
+
+# Of the threads that start ops. A thread of TensorFlow's goes on with what became ready last: while
+# all of them are in the backward pass, gradients that nothing there waits for come when it is over.
+_THREADS_PER_DEVICE = 4
 
 
 def configure_virtual_cpus(count: int) -> list[str]:
@@ -52,3 +58,31 @@ def configure_virtual_cpus(count: int) -> list[str]:
                 "TensorFlow op, tensor or variable"
             ) from error
     return [f"CPU:{index}" for index in range(count)]
+
+
+def configure_threads(num_devices: int) -> int:
+    """Gives TensorFlow enough threads to sum gradients of CPU devices while others are being made.
+
+    By default it has as many as there are cores, and on a machine with few of them no gradient is
+    finished before the backward pass is: there would be nothing to hide the network behind. Call it
+    before TensorFlow starts. A number that the user has chosen, by
+    `tf.config.threading.set_inter_op_parallelism_threads` or TF_NUM_INTEROP_THREADS, stays.
+
+    Args:
+      num_devices: How many CPU devices this process trains on, at least 1.
+
+    Returns:
+      The number of threads; 0 for TensorFlow's own choice, where it is large enough.
+
+    Raises:
+      TypeError: If `num_devices` is not an int (a bool is not one here).
+      ValueError: If `num_devices` is smaller than 1.
+      RuntimeError: If TensorFlow has already started.
+    """
+    checks.check_int("num_devices", num_devices, at_least=1)
+    chosen = int(tf.config.threading.get_inter_op_parallelism_threads())
+    wanted = _THREADS_PER_DEVICE * num_devices
+    if chosen or os.environ.get("TF_NUM_INTEROP_THREADS") or wanted <= (os.cpu_count() or 1):
+        return chosen
+    tf.config.threading.set_inter_op_parallelism_threads(wanted)
+    return wanted

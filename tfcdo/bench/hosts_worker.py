@@ -140,11 +140,14 @@ class _Training:
     def _make_step(self, replica_step: Callable[..., Any]) -> Callable[[], None]:
         @tf.function(autograph=False)
         def step(images: Any, labels: Any) -> Any:
-            losses = self._strategy.run(replica_step, args=(images, labels))
-            return self._strategy.experimental_local_results(losses)
+            results = self._strategy.run(replica_step, args=(images, labels))
+            return [
+                self._strategy.experimental_local_results(one) for one in tf.nest.flatten(results)
+            ]
 
         def step_and_wait() -> None:
-            for loss in step(self._images, self._labels):
+            (losses, *_) = step(self._images, self._labels)
+            for loss in losses:
                 loss.numpy()
 
         return step_and_wait
@@ -156,10 +159,11 @@ class _Training:
             loss = tf.reduce_mean(losses) / self._num_replicas
         return loss, tape.gradient(loss, self._variables)
 
-    def _replica_gradients(self, images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-        loss, gradients = self._gradients(images, labels)
-        with tf.control_dependencies(gradients):
-            return tf.identity(loss)
+    def _replica_gradients(
+        self, images: tf.Tensor, labels: tf.Tensor
+    ) -> tuple[tf.Tensor, list[Any]]:
+        # Returned, because TensorFlow leaves out what has only control dependencies on it.
+        return self._gradients(images, labels)
 
     def _replica_step(self, images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         loss, gradients = self._gradients(images, labels)
