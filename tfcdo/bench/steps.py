@@ -170,7 +170,7 @@ def build_graph(data: Data, reduce: implementations.Reduce | None) -> TimedStep:
     """
     start = time.perf_counter()
     function = trace(data, reduce)
-    step = _synchronous(function, data.devices)
+    step = synchronous(function, data.devices)
     step()
     first_call = time.perf_counter() - start
     # Traced once more, so that what is timed hands nothing to Python.
@@ -226,7 +226,7 @@ def build_eager(data: Data, reduce: implementations.Reduce | None) -> TimedStep:
     """
     values = data.read()
     wrong = 0 if reduce is None else data.num_wrong(all_reduce(reduce, values))
-    step = _synchronous(lambda: all_reduce(reduce, values), data.devices)
+    step = synchronous(lambda: all_reduce(reduce, values), data.devices)
     return TimedStep(step, None, None, wrong)
 
 
@@ -243,7 +243,8 @@ def _consume(data: Data, results: ValuesByDevice) -> None:
             tf.raw_ops.Assert(condition=always_true.read_value(), data=device_results, summarize=1)
 
 
-def _synchronous(call: Callable[[], Any], devices: Devices) -> Step:
+def synchronous(call: Callable[[], Any], devices: Devices) -> Step:
+    """Returns a function that calls another one and waits until the devices have done the work."""
     if devices.on_cpu:
         return call
 

@@ -31,10 +31,16 @@ if TYPE_CHECKING:
 
 # The names of parameters that only some runs use.
 _OF_A_SWEEP = ("minbytes", "maxbytes", "stepfactor")
-_NOT_OF_FIT = (*_OF_A_SWEEP, "warmup", "datatype", "eager", "plot_file", "rate", "timeout")
+_NOT_OF_FIT = (
+    *(*_OF_A_SWEEP, "warmup", "datatype", "eager", "plot_file", "rate", "timeout"),
+    "sparse_rows",
+)
+_NOT_OF_SPARSE = (
+    *(*_OF_A_SWEEP, "datatype", "models", "eager", "plot_file", "rate", "timeout", "earlier"),
+)
 _NOT_OF_WORKERS = (
     *(*_OF_A_SWEEP, "datatype", "models", "names", "eager", "fit", "plot_file"),
-    *("earlier", "timeout"),
+    *("earlier", "timeout", "sparse_rows"),
 )
 _FIT_MODEL = "mobilenet"
 # The status that GNU's timeout has.
@@ -78,6 +84,8 @@ def bench(
     names: Sequence[str],
     eager: bool,
     fit: bool,
+    sparse_rows: int | None,
+    repeat: float | None,
     num_workers: int | None,
     rate: link.Rate | None,
     json_file: pathlib.Path | None,
@@ -105,6 +113,10 @@ def bench(
         raise click.UsageError(f"--devices must be at least 2 without --workers; got {num_devices}")
     if fit:
         _check_fit(context, models)
+    if sparse_rows:
+        _refuse(context, _NOT_OF_SPARSE, "--sparse, which reduces rows of a table of its own")
+    elif repeat is not None:
+        raise click.UsageError("--repeat is about the rows of --sparse, which is not given")
     if models:
         _refuse(context, _OF_A_SWEEP, "--model, as a model's gradients have sizes of their own")
     if minbytes > maxbytes:
@@ -142,6 +154,10 @@ def bench(
         if fit:
             return _fit(models, devices, compared, iterations, outputs)
         timing = measure.Settings(iterations, warmup, eager)
+        if sparse_rows:
+            return _sparse(
+                sparse_rows, 0.5 if repeat is None else repeat, devices, compared, timing, outputs
+            )
         return _all_reduce(measured, devices, compared, timing, timeout, outputs)
     except implementations.UnusableArgumentsError as error:
         raise click.UsageError(str(error)) from error
@@ -201,6 +217,26 @@ def _all_reduce(
 
         bench.save(results, devices, outputs.plot_file)
     bench_report.show_averages(results, outputs.console)
+    return int(any(one.wrong for one in results if one.kind == implementations.OURS))
+
+
+def _sparse(
+    num_rows: int,
+    repeat: float,
+    devices: Devices,
+    compared: Sequence[implementations.Implementation],
+    settings: measure.Settings,
+    outputs: _Outputs,
+) -> int:
+    from tfcdo.bench import implementations
+    from tfcdo.bench import rows
+    from tfcdo.cli import bench_rows
+
+    workload = rows.Workload(num_rows, repeat)
+    with progress(outputs.console) as track, _errors_as_messages():
+        results = rows.run(workload, devices, compared, settings, track)
+    bench_rows.show(results, outputs.console)
+    outputs.write(results, devices)
     return int(any(one.wrong for one in results if one.kind == implementations.OURS))
 
 

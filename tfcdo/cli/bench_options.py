@@ -106,6 +106,19 @@ _OPTIONS = (
         help="Train a real Keras model (--model mobilenet or resnet50) and time its steps instead.",
     ),
     click.option(
+        "--sparse",
+        "sparse_rows",
+        type=click.IntRange(1, 10**6),
+        metavar="ROWS",
+        help="Reduce so many rows of a table of 1,000,000 x 64 on each device and update the "
+        "table, by SGD and with momentum, instead.",
+    ),
+    click.option(
+        "--repeat",
+        type=click.FloatRange(0.0, 1.0),
+        help="With --sparse: the share of a device's rows that all devices have; 0.5 if not given.",
+    ),
+    click.option(
         "--workers",
         "num_workers",
         type=click.IntRange(2, 16),

@@ -18,6 +18,7 @@ from tfcdo.bench import fit
 from tfcdo.bench import implementations
 from tfcdo.bench import machine
 from tfcdo.bench import measure
+from tfcdo.bench import rows
 from tfcdo.bench.devices import Devices
 from tfcdo.cli import options
 
@@ -181,7 +182,7 @@ def show_fit(results: Sequence[fit.FitMeasurement], console: Console) -> None:
 
 
 def write_json(
-    results: Sequence[measure.Measurement] | Sequence[fit.FitMeasurement],
+    results: Sequence[measure.Measurement | fit.FitMeasurement | rows.RowsMeasurement],
     devices: Devices,
     path: pathlib.Path,
 ) -> None:
@@ -199,7 +200,9 @@ def write_json(
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _as_json(one: measure.Measurement | fit.FitMeasurement) -> dict[str, Any]:
+def _as_json(
+    one: measure.Measurement | fit.FitMeasurement | rows.RowsMeasurement,
+) -> dict[str, Any]:
     fields = dataclasses.asdict(one)
     if isinstance(one, measure.Measurement):
         # JSON has no NaN, which is the bandwidth of a time that is lost in its spread.

@@ -1,0 +1,107 @@
+"""`tfcdo bench --sparse`: what is measured is right, and what is wrong is found."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from bench_testing import QUICK
+from bench_testing import ForgetsTheLastDevice
+from bench_testing import implementation_of
+from bench_testing import setUpModule  # noqa: F401
+from bench_testing import tearDownModule  # noqa: F401
+
+from tfcdo.bench import devices
+from tfcdo.bench import implementations
+from tfcdo.bench import rows
+from tfcdo.cli import commands
+
+SMALL = functools.partial(rows.Workload, table_rows=40, width=3)
+
+
+class ForgetsTheLastRows(ForgetsTheLastDevice):
+    def batch_reduce(self, reduce_op, value_destination_pairs, options=None):
+        results = tf.distribute.ReductionToOneDevice().batch_reduce(
+            reduce_op, value_destination_pairs
+        )
+        for part in results[0].values[:-1]:
+            part._values = part.values[:-1]
+            part._indices = part.indices[:-1]
+        return results
+
+
+class RowsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters((0.0, 24), (0.5, 16), (0.9, 10), (1.0, 8))
+    def test_indices(self, repeat, different):
+        drawn = rows.Workload(8, repeat, table_rows=24).draw_indices(3)
+        self.assertEqual([8] * 3, [len(set(own)) for own in drawn])
+        self.assertLen(np.unique(drawn), different)
+        with self.assertRaisesRegex(ValueError, "24 rows, of which 4 devices with 8 rows each"):
+            rows.Workload(8, 0.0, table_rows=24).draw_indices(4)
+
+    def test_updates_are_checked(self):
+        names = ("tfcdo.AutoAllReduce", "tf.ReductionToOneDevice", "tf.CollectiveAllReduce")
+        compared = [implementation_of(name) for name in names]
+        results = rows.run(SMALL(8, 0.5), devices.choose_devices(3), compared, QUICK)
+        self.assertEqual(
+            [(name, update, 0) for name in names for update in ("SGD", "momentum")],
+            [(one.name, one.update, one.wrong) for one in results],
+        )
+        for one in results:
+            self.assertGreater(one.seconds, 0)
+
+    def test_wrong_updates_are_found(self):
+        implementation = implementation_of("tf.ReductionToOneDevice")
+        reduce = ForgetsTheLastRows().batch_reduce
+        with mock.patch.object(implementations, "_batch_reduce", lambda *_: reduce):
+            results = rows.run(SMALL(8, 0.0), devices.choose_devices(2), [implementation], QUICK)
+        for one in results:
+            # One row of one device, of whose numbers some are zeros.
+            self.assertBetween(one.wrong, 1, 3)
+
+    def test_command(self):
+        output, errors = io.StringIO(), io.StringIO()
+        arguments = [
+            "--sparse",
+            "8",
+            "--repeat",
+            "0.25",
+            "-g",
+            "2",
+            "-n",
+            "1",
+            "-w",
+            "0",
+            "--ops",
+            "tfcdo",
+        ]
+        with (
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(errors),
+            mock.patch.object(rows, "Workload", SMALL),
+        ):
+            status = commands.run(["bench", *arguments, "--ops", "tf.ReductionToOneDevice"])
+            refused = [
+                commands.run(["bench", *wrong.split()])
+                for wrong in (
+                    "--repeat 0.5",
+                    "--sparse 8 --model tiny",
+                    "--sparse 39 -g 2 --repeat 0",
+                    "--sparse 8 -g 2 --ops tfcdo.AutoAllReduce(sparse_as_dense=True)",
+                )
+            ]
+        self.assertEqual(0, status, errors.getvalue())
+        self.assertIn("8 rows on each of 2 devices, 25% of them on all", output.getvalue())
+        self.assertRegex(output.getvalue(), r"tf.ReductionToOneDevice +\S+ +\S+ +1.00 .* 1.00 +0")
+        self.assertEqual([2] * 4, refused)
+        for shown in ("--repeat is about", "--model cannot be", "the table has", "gives dense"):
+            self.assertIn(shown, errors.getvalue())
+
+
+if __name__ == "__main__":
+    tf.test.main()

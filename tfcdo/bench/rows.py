@@ -1,0 +1,259 @@
+"""Measures reducing rows of a table, as an embedding's gradient has, and updating the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfcdo import tf_internals
+from tfcdo.bench import implementations
+from tfcdo.bench import measure
+from tfcdo.bench import steps
+from tfcdo.bench import tracking
+from tfcdo.bench.devices import Devices
+
+SGD, MOMENTUM = "SGD", "momentum"
+# A power of two, by which small integers are multiplied exactly.
+_LEARNING_RATE = 0.5
+_LARGEST_VALUE = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Rows of a table that every device has a gradient for.
+
+    Attributes:
+      num_rows: how many rows each device has, all different.
+      repeat: the share of these rows that all devices have; the others are one device's only.
+      table_rows: how many rows the table has.
+      width: how many float32 numbers a row has.
+    """
+
+    num_rows: int
+    repeat: float
+    table_rows: int = 1_000_000
+    width: int = 64
+
+    def draw_indices(self, num_devices: int) -> list[np.ndarray]:
+        """Draws the indices of each device's rows, in no order.
+
+        Args:
+          num_devices: the number of devices.
+
+        Returns:
+          One array for each device.
+
+        Raises:
+          ValueError: if the table has fewer rows.
+        """
+        shared = round(self.num_rows * self.repeat)
+        own = self.num_rows - shared
+        needed = shared + num_devices * own
+        if needed > self.table_rows:
+            raise ValueError(
+                f"the table has {self.table_rows:,} rows, of which {num_devices} devices with "
+                f"{self.num_rows:,} rows each need {needed:,}"
+            )
+        generator = np.random.default_rng(0)
+        drawn = generator.permutation(self.table_rows)[:needed]
+        return [
+            generator.permutation(
+                np.concatenate([drawn[:shared], drawn[shared + rank * own :][:own]])
+            )
+            for rank in range(num_devices)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsMeasurement:
+    """Measurement of one implementation with one kind of update.
+
+    Attributes:
+      num_rows: as in `Workload`.
+      repeat: as in `Workload`.
+      num_devices: over how many devices the rows were summed.
+      name: the implementation's.
+      kind: `"tfcdo"` or `"tf"`.
+      update: `SGD` or `MOMENTUM`.
+      seconds: the median time of a step: reading the rows, reducing them, updating all tables.
+      spread: the distance between the quartiles of the same times, in seconds.
+      cpu_seconds: the median of the CPU time of all threads of the process.
+      wrong: how many elements of the updated rows are not what numpy found.
+    """
+
+    num_rows: int
+    repeat: float
+    num_devices: int
+    name: str
+    kind: str
+    update: str
+    seconds: float
+    spread: float
+    cpu_seconds: float
+    wrong: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Data:
+    """What all implementations reduce, and the tables that they update, by device."""
+
+    workload: Workload
+    devices: Devices
+    values: tuple[tf.Variable, ...]
+    indices: tuple[tf.Variable, ...]
+    tables: tuple[tf.Variable, ...]
+    momenta: tuple[tf.Variable, ...]
+    touched: np.ndarray
+    sums: np.ndarray
+
+    def read(self) -> Any:
+        """Reads the rows, each device's there."""
+        parts = []
+        for device, values, indices in zip(self.devices.names, self.values, self.indices):
+            with tf.device(device):
+                shape = tf.constant([self.workload.table_rows, self.workload.width], tf.int64)
+                parts.append(tf.IndexedSlices(values.read_value(), indices.read_value(), shape))
+        return tf_internals.per_replica(parts)
+
+    def num_wrong(self, step: Callable[[], Any]) -> int:
+        """Updates tables of zeros once, and counts the elements that differ from numpy's."""
+        zeros = tf.IndexedSlices(np.zeros_like(self.sums), self.touched)
+        for variable in (*self.tables, *self.momenta):
+            variable.scatter_update(zeros)
+        step()
+        expected = -_LEARNING_RATE * self.sums
+        return sum(
+            int(np.count_nonzero(tf.gather(table, self.touched).numpy() != expected))
+            for table in self.tables
+        )
+
+
+def run(
+    workload: Workload,
+    devices: Devices,
+    compared: Sequence[implementations.Implementation],
+    settings: measure.Settings,
+    track: tracking.Track = tracking.silently,
+) -> list[RowsMeasurement]:
+    """Measures each implementation with each kind of update, taking turns on the same tables.
+
+    Args:
+      workload: the rows.
+      devices: over which devices.
+      compared: the implementations.
+      settings: how to measure; always in graphs.
+      track: shows the progress.
+
+    Returns:
+      Two measurements for each implementation, in their order.
+
+    Raises:
+      ValueError: if the table has too few rows.
+      implementations.UnusableArgumentsError: if one cannot run with its arguments.
+    """
+    data = _place(workload, devices)
+    found: dict[tuple[str, str], steps.Step] = {}
+    wrong: dict[tuple[str, str], int] = {}
+    for implementation in track(compared, description="building and checking"):
+        for update in (SGD, MOMENTUM):
+            key = (implementation.name, update)
+            found[key] = implementation.build_with(functools.partial(_build, data, update))
+            wrong[key] = data.num_wrong(found[key])
+    names = {f"{name} {update}": step for (name, update), step in found.items()}
+    times = measure.interleave(names, settings, track)
+    results = []
+    for implementation in compared:
+        for update in (SGD, MOMENTUM):
+            timed = times[f"{implementation.name} {update}"]
+            lower, median, upper = np.percentile(timed.wall, [25, 50, 75])
+            results.append(
+                RowsMeasurement(
+                    workload.num_rows,
+                    workload.repeat,
+                    len(devices.names),
+                    implementation.name,
+                    implementation.package,
+                    update,
+                    float(median),
+                    float(upper - lower),
+                    float(np.median(timed.cpu)),
+                    wrong[implementation.name, update],
+                )
+            )
+    return results
+
+
+def fastest(results: Sequence[RowsMeasurement], kind: str, update: str) -> RowsMeasurement | None:
+    """Returns the fastest measurement of a kind with an update, among those that are right."""
+    right = [one for one in results if (one.kind, one.update) == (kind, update) and not one.wrong]
+    return min(right, key=lambda one: one.seconds, default=None)
+
+
+def _place(workload: Workload, devices: Devices) -> _Data:
+    shape = (workload.table_rows, workload.width)
+    all_indices = workload.draw_indices(len(devices.names))
+    touched = np.unique(np.concatenate(all_indices))
+    sums = np.zeros((len(touched), workload.width), np.float32)
+    variables = []
+    for rank, (device, indices) in enumerate(zip(devices.names, all_indices, strict=True)):
+        drawn = np.random.default_rng(rank + 1).integers(
+            -_LARGEST_VALUE, _LARGEST_VALUE + 1, (workload.num_rows, workload.width)
+        )
+        sums[np.searchsorted(touched, indices)] += drawn
+        with tf.device(device):
+            variables.append(
+                (
+                    tf.Variable(drawn.astype(np.float32)),
+                    tf.Variable(indices),
+                    tf.Variable(tf.zeros(shape)),
+                    tf.Variable(tf.zeros(shape)),
+                )
+            )
+    values, positions, tables, momenta = zip(*variables, strict=True)
+    return _Data(workload, devices, values, positions, tables, momenta, touched, sums)
+
+
+def _build(data: _Data, update: str, implementation: implementations.Implementation) -> steps.Step:
+    reduce = implementation.reducer(data.devices.names)
+    # Of TensorFlow's result, each device has to add the rows of equal index, as TensorFlow's
+    # optimizers do (tf.compat.v1.train.Optimizer), but for SGD. tfcdo's has each row once.
+    needs_adding = update == MOMENTUM and implementation.package != implementations.OURS
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        [result] = reduce([data.read()])
+        parts = result.values
+        for device, part, table, momentum in zip(
+            data.devices.names, parts, data.tables, data.momenta, strict=True
+        ):
+            if not isinstance(part, tf.IndexedSlices):
+                raise implementations.UnusableArgumentsError(
+                    f"{implementation.name} gives dense tensors, where --sparse updates rows"
+                )
+            with tf.device(device):
+                values, indices = _added(part) if needs_adding else (part.values, part.indices)
+                if update == SGD:
+                    tf.raw_ops.ResourceScatterSub(
+                        resource=table.handle, indices=indices, updates=values * _LEARNING_RATE
+                    )
+                    continue
+                tf.raw_ops.ResourceSparseApplyMomentum(
+                    var=table.handle,
+                    accum=momentum.handle,
+                    lr=_LEARNING_RATE,
+                    grad=values,
+                    indices=indices,
+                    momentum=0.9,
+                )
+
+    return steps.synchronous(step.get_concrete_function(), data.devices)
+
+
+def _added(part: tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor]:
+    indices, positions = tf.unique(part.indices)
+    return tf.math.unsorted_segment_sum(part.values, positions, tf.size(indices)), indices
