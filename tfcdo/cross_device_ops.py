@@ -7,7 +7,6 @@ where, and `tfcdo.execute`, which turns that into ops.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -17,18 +16,19 @@ import tensorflow as tf
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.config import AllReduceConfig
 from tfcdo.execute.config import SparseAsDense
+from tfcdo.execute.config import along_star
+from tfcdo.execute.config import check_algorithm
+from tfcdo.execute.config import check_require_nccl
+from tfcdo.execute.config import on_root
+from tfcdo.execute.config import read_plan
 from tfcdo.execute.devices import check_device
 from tfcdo.execute.devices import existing_device
 from tfcdo.execute.hosts import Hosts
-from tfcdo.execute.one_device import Accumulate
 from tfcdo.execute.reduction import Reduction
-from tfcdo.execute.reduction import check_choice
 from tfcdo.execute.reduction import check_count
 from tfcdo.execute.reduction import check_sparse_as_dense
-from tfcdo.plan import algorithms
 from tfcdo.plan import copy_tree
 from tfcdo.plan.packing import PackingOptions
-from tfcdo.plan.saved_plan import SavedPlan
 from tfcdo.topology.topology import Topology
 
 # The algorithms that TensorFlow's class of the same name has.
@@ -45,12 +45,15 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
         on that device; returns their sum, or whatever else the caller wants of them. None for
         `tf.math.add_n`, in 32 bits for 16-bit floats. `tf.IndexedSlices` are always added by index.
       sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
+      wire_dtype: see `AllReduceCrossDeviceOps`. What is on the device already is not rounded, and
+        the result only if it is copied from there.
+      error_feedback: see `AllReduceCrossDeviceOps`.
 
     Raises:
-      ValueError: if `reduce_to_device` does not spell a device, or `sparse_as_dense` is none of its
-        values; when values are reduced, if that device does not exist.
-      TypeError: if `accumulation_fn` cannot be called; when values are reduced, if it does not
-        return a tensor.
+      ValueError: if `reduce_to_device` does not spell a device, or as `AllReduceCrossDeviceOps`;
+        when values are reduced, if that device does not exist.
+      TypeError: if `accumulation_fn` cannot be called, or as `AllReduceCrossDeviceOps`; when values
+        are reduced, if it does not return a tensor.
 
     Example:
       >>> strategy = tf.distribute.MirroredStrategy(
@@ -63,11 +66,15 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
         accumulation_fn: Callable[[list[tf.Tensor]], tf.Tensor] | None = None,
         *,
         sparse_as_dense: SparseAsDense = "auto",
+        wire_dtype: str | tf.DType | None = None,
+        error_feedback: bool = False,
     ) -> None:
         super().__init__(
             reduce_to_device=reduce_to_device,
             accumulation_fn=accumulation_fn,
             sparse_as_dense=sparse_as_dense,
+            wire_dtype=wire_dtype,
+            error_feedback=error_feedback,
         )
         if reduce_to_device is not None:
             check_device("reduce_to_device", reduce_to_device)
@@ -93,10 +100,10 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
             accumulates = self.accumulation_fn is not None
             if accumulates or not reduction.is_all_reduce or root not in reduction.devices:
                 accumulate = self._accumulate if accumulates else None
-                return _on_root(root, accumulate, **common)
+                return on_root(root, accumulate, **common)
             # One device is the simplest copy tree: a star, whose centre is that device.
             devices = reduction.devices
-            return _along_star(len(devices), devices.index(root), **common)
+            return along_star(len(devices), devices.index(root), **common)
 
         return config_for
 
@@ -115,17 +122,6 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
                 f"with accumulation_fn={self.accumulation_fn!r}"
             )
         return super()._between(hosts)
-
-
-@functools.lru_cache(maxsize=256)
-def _on_root(root: str, accumulate: Accumulate | None, **common: Any) -> AllReduceConfig:
-    one_pack = PackingOptions(1)
-    return AllReduceConfig("one_device", one_pack, root=root, accumulate=accumulate, **common)
-
-
-@functools.lru_cache(maxsize=256)
-def _along_star(num_devices: int, root: int, **common: Any) -> AllReduceConfig:
-    return AllReduceConfig((copy_tree.star(num_devices, root),), PackingOptions(1), **common)
 
 
 class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
@@ -159,12 +155,29 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         what was touched expects: rows sorted by index, each index once. False: always as rows.
         True: each replica's slices become a dense tensor first, and the result is dense, as in
         Horovod; slices without `dense_shape` cannot, and travel as rows.
+      wire_dtype: "bfloat16" or "float16" to send float32 and float64 in 16 bits: they are cast
+        before each copy to another device and added in their own dtype where they arrive, so that
+        only copies are rounded, never partial sums. Replicas still get the same bits. None to
+        send values as they are, as integers, complex numbers, 16-bit floats and
+        `tf.IndexedSlices` always are; so are losses, metrics and moving averages: what `reduce`
+        gets that is a variable, or for one, or a single number. NCCL adds in `wire_dtype` itself.
+      error_feedback: add what the casts of a step lose to the gradients of the next step, so that
+        over many steps nothing is lost: with all-reduces in a `tf.function`, or eagerly in batches
+        of the same shapes. It is kept in variables, saved by `tf.train.Checkpoint(ops=...)` and set
+        to 0 by `reset_error_feedback`. What NCCL loses in its additions is lost.
 
     Raises:
       ValueError: if a number is negative, the algorithm is unknown, NCCL is required with another
-        algorithm, or `sparse_as_dense` is none of its values; when values are reduced, if copy
-        trees do not span their devices.
-      TypeError: if a number is not an int, `topology` not a topology or `require_nccl` not a bool.
+        algorithm, `sparse_as_dense` is none of its values, `wire_dtype` is another dtype, or None
+        although there is `error_feedback`; when values are reduced, if copy trees do not span their
+        devices.
+      TypeError: if a number is not an int, `topology` not a topology, `require_nccl` or
+        `error_feedback` not a bool or `wire_dtype` not a dtype.
+
+    References:
+      Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
+      Distributed Training of Speech DNNs", Interspeech 2014; Karimireddy et al., "Error Feedback
+      Fixes SignSGD and other Gradient Compression Schemes", ICML 2019.
 
     Example:
       >>> ops = AllReduceCrossDeviceOps("ring", num_packs=4)
@@ -181,8 +194,10 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         topology: Topology | None = None,
         require_nccl: bool = False,
         sparse_as_dense: SparseAsDense = "auto",
+        wire_dtype: str | tf.DType | None = None,
+        error_feedback: bool = False,
     ) -> None:
-        all_reduce_alg = _name_or_trees(all_reduce_alg)
+        all_reduce_alg = check_algorithm(all_reduce_alg)
         if num_packs == "default":
             num_packs = 1 if all_reduce_alg in _TENSORFLOW_ALGORITHMS else None
         super().__init__(
@@ -193,12 +208,14 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
             topology=topology,
             require_nccl=require_nccl,
             sparse_as_dense=sparse_as_dense,
+            wire_dtype=wire_dtype,
+            error_feedback=error_feedback,
         )
         check_sparse_as_dense(sparse_as_dense)
         if topology is not None and not isinstance(topology, Topology):
             raise TypeError(f"topology must be a tfcdo.topology.Topology or None; got {topology!r}")
         nccl = all_reduce_alg == "nccl"
-        _check_require_nccl(require_nccl, all_reduce_alg)
+        check_require_nccl(require_nccl, all_reduce_alg)
         self._config = AllReduceConfig(
             algorithm="hierarchical_copy" if nccl else all_reduce_alg,
             packing=PackingOptions(
@@ -223,30 +240,16 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         return lambda reduction: config
 
 
-def _name_or_trees(algorithm: Any) -> str | tuple[copy_tree.CopyTree, ...]:
-    trees = tuple(algorithm) if isinstance(algorithm, Sequence) else ()
-    if trees and all(isinstance(tree, copy_tree.CopyTree) for tree in trees):
-        return trees
-    check_choice("all_reduce_alg", algorithm, ("nccl", *algorithms.ALGORITHMS))
-    name: str = algorithm
-    return name
-
-
-def _check_require_nccl(require_nccl: Any, algorithm: algorithms.Algorithm) -> None:
-    if not isinstance(require_nccl, bool):
-        raise TypeError(f"require_nccl must be True or False; got {require_nccl!r}")
-    if require_nccl and algorithm != "nccl":
-        raise ValueError(
-            f"require_nccl must be False unless all_reduce_alg is 'nccl'; got all_reduce_alg="
-            f"{algorithm!r}, which does not use NCCL"
-        )
-
-
 class NcclAllReduce(AllReduceCrossDeviceOps):
     """All-reduces with NCCL, NVIDIA's library for its GPUs.
 
     Where NCCL cannot run (see `tfcdo.nccl_status`), the reason is logged once and the values go
     along the copy trees of `HierarchicalCopyAllReduce`.
+
+    NCCL adds in the dtype that it sends. With `wire_dtype="float16"` partial sums are therefore
+    rounded to 16 bits, up to K - 1 times on K devices; one scale for all devices, which a small
+    all-reduce finds, keeps the sum from overflowing. TensorFlow's op does not take bfloat16: with
+    that, values go along the copy trees.
 
     Args:
       num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value, None
@@ -255,11 +258,13 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         it.
       require_nccl: raise `RuntimeError`, when values are reduced, instead of using copy trees.
       sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
+      wire_dtype: see `AllReduceCrossDeviceOps`.
+      error_feedback: the same.
 
     Raises:
-      ValueError: if `num_packs` is negative, or `sparse_as_dense` is none of its values.
+      ValueError: if `num_packs` is negative, or as `AllReduceCrossDeviceOps`.
       TypeError: if `num_packs` is not an int, `topology` not a topology or `require_nccl` not a
-        bool.
+        bool, or as `AllReduceCrossDeviceOps`.
 
     Example:
       >>> strategy = tf.distribute.MirroredStrategy(["/cpu:0"], cross_device_ops=NcclAllReduce())
@@ -272,6 +277,8 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         topology: Topology | None = None,
         require_nccl: bool = False,
         sparse_as_dense: SparseAsDense = "auto",
+        wire_dtype: str | tf.DType | None = None,
+        error_feedback: bool = False,
     ) -> None:
         super().__init__(
             "nccl",
@@ -279,13 +286,10 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
             topology=topology,
             require_nccl=require_nccl,
             sparse_as_dense=sparse_as_dense,
+            wire_dtype=wire_dtype,
+            error_feedback=error_feedback,
         )
-        self._arguments = {
-            "num_packs": num_packs,
-            "topology": topology,
-            "require_nccl": require_nccl,
-            "sparse_as_dense": sparse_as_dense,
-        }
+        self._show("num_packs", "topology", "require_nccl", "sparse_as_dense")
 
 
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
@@ -301,10 +305,13 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         for one pack per device.
       topology: the machine that the devices are part of; None to find out.
       sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
+      wire_dtype: see `AllReduceCrossDeviceOps`.
+      error_feedback: the same.
 
     Raises:
-      ValueError: if `num_packs` is negative, or `sparse_as_dense` is none of its values.
-      TypeError: if `num_packs` is not an int, or `topology` not a topology.
+      ValueError: if `num_packs` is negative, or as `AllReduceCrossDeviceOps`.
+      TypeError: if `num_packs` is not an int, or `topology` not a topology, or as
+        `AllReduceCrossDeviceOps`.
 
     Example:
       >>> strategy = tf.distribute.MirroredStrategy(
@@ -317,15 +324,18 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         *,
         topology: Topology | None = None,
         sparse_as_dense: SparseAsDense = "auto",
+        wire_dtype: str | tf.DType | None = None,
+        error_feedback: bool = False,
     ) -> None:
         super().__init__(
-            "hierarchical_copy", num_packs, topology=topology, sparse_as_dense=sparse_as_dense
+            "hierarchical_copy",
+            num_packs,
+            topology=topology,
+            sparse_as_dense=sparse_as_dense,
+            wire_dtype=wire_dtype,
+            error_feedback=error_feedback,
         )
-        self._arguments = {
-            "num_packs": num_packs,
-            "topology": topology,
-            "sparse_as_dense": sparse_as_dense,
-        }
+        self._show("num_packs", "topology", "sparse_as_dense")
 
 
 class AutoAllReduce(AllReduceCrossDeviceOps):
@@ -340,13 +350,17 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
       topology: the machine that the devices are part of; None to find out.
       plan: the path of a plan that `tfcdo plan --save` has written for this machine, whose copy
         trees are used for all sizes; None to plan here. With a plan, NCCL is not used.
-      nccl: whether NCCL may be taken; False keeps to copy trees.
+      nccl: whether NCCL may be taken; False keeps to copy trees. So does a `wire_dtype`, in which
+        NCCL would also add.
       sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
+      wire_dtype: see `AllReduceCrossDeviceOps`.
+      error_feedback: the same.
 
     Raises:
-      TypeError: if `topology` is not a topology, `plan` is not a path or `nccl` is not a bool.
-      ValueError: if `plan` is not the file of a plan, or `sparse_as_dense` none of its values; when
-        values are reduced, if it is a plan for another machine or number of devices.
+      TypeError: if `topology` is not a topology, `plan` is not a path or `nccl` is not a bool, or
+        as `AllReduceCrossDeviceOps`.
+      ValueError: if `plan` is not the file of a plan, or as `AllReduceCrossDeviceOps`; when values
+        are reduced, if it is a plan for another machine or number of devices.
 
     References:
       Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020 (packing
@@ -363,31 +377,24 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         plan: str | os.PathLike[str] | None = None,
         nccl: bool = True,
         sparse_as_dense: SparseAsDense = "auto",
+        wire_dtype: str | tf.DType | None = None,
+        error_feedback: bool = False,
     ) -> None:
-        super().__init__("auto", topology=topology, sparse_as_dense=sparse_as_dense)
-        self._arguments = {
-            "topology": topology,
-            "plan": plan,
-            "nccl": nccl,
-            "sparse_as_dense": sparse_as_dense,
-        }
+        super().__init__(
+            "auto",
+            topology=topology,
+            sparse_as_dense=sparse_as_dense,
+            wire_dtype=wire_dtype,
+            error_feedback=error_feedback,
+        )
+        self._arguments.update(plan=plan, nccl=nccl)
+        self._show("topology", "plan", "nccl", "sparse_as_dense")
         if not isinstance(nccl, bool):
             raise TypeError(f"nccl must be True or False; got {nccl!r}")
         if not nccl:
             self._config = dataclasses.replace(self._config, nccl="never")
         if plan is not None:
-            saved = _read_plan(plan)
+            saved = read_plan(plan)
             self._config = dataclasses.replace(
                 self._config, algorithm=saved.schedule, nccl="never", saved=saved
             )
-
-
-def _read_plan(path: Any) -> SavedPlan:
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"plan must be the path of a file, or None; got {path!r}")
-    try:
-        return SavedPlan.read(os.fspath(path))
-    except ValueError as error:
-        raise ValueError(
-            f"plan must be a file that `tfcdo plan --save` has written: {error}"
-        ) from None

@@ -9,6 +9,8 @@ registry of kernels.
 from __future__ import annotations
 
 import functools
+import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,8 +30,11 @@ from tensorflow.python.framework import kernels as _kernels
 from tensorflow.python.framework import op_def_registry as _op_def_registry
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
+from tensorflow.python.trackable import base as _trackable
 
 DistributedValues = _values.DistributedValues
+# What a checkpoint saves: it has variables, or other such objects, by name.
+Trackable: type[Any] = _trackable.Trackable
 # The half of TensorFlow's MultiWorkerMirroredStrategy that does the work.
 MirroredExtended: type[Any] = _mirrored_strategy.MirroredExtended
 MultiWorkerExtended: type[Any] = _collective_strategy.CollectiveAllReduceExtended
@@ -188,6 +193,48 @@ def captured(tensor: tf.Tensor) -> tf.Tensor:
         tensor = captured(tensor)
         tensor = tf.compat.v1.get_default_graph().capture(tensor)
     return tensor
+
+
+def plain_variable(initial_value: tf.Tensor) -> tf.Variable:
+    """Makes a variable that is not trained, on the current device, in a strategy's scope too.
+
+    There, `tf.Variable` would make one a replica.
+
+    Args:
+      initial_value: its first value.
+    """
+    return _resource_variable_ops.ResourceVariable(initial_value, trainable=False)
+
+
+def graph_of_function() -> tf.Graph | None:
+    """Returns the graph of the function that is being traced, around loops and conditions in it.
+
+    Returns:
+      The graph; None if nothing is being traced.
+    """
+    if tf.executing_eagerly():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "is_control_flow_graph", False):
+        graph = graph.outer_graph
+    return graph
+
+
+def function_being_traced() -> Any:
+    """Returns the `tf.function` that is being traced: the same object for all its signatures.
+
+    TensorFlow keeps no way from a graph to it, but it is what calls the Python that is traced.
+
+    Returns:
+      The innermost one; the graph that is being built if that is none's.
+    """
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, tf.types.experimental.PolymorphicFunction):
+            return caller
+        frame = frame.f_back
+    return graph_of_function()
 
 
 def run_before_function_returns(op: tf.Operation) -> None:

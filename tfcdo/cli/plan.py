@@ -21,6 +21,7 @@ from tfcdo.plan.saved_plan import SavedPlan
 from tfcdo.plan.several_hosts import MAX_HOSTS
 from tfcdo.plan.several_hosts import Cluster
 from tfcdo.plan.several_hosts import Network
+from tfcdo.plan.widening import widened
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_bytes
@@ -105,6 +106,11 @@ _MAX_PACKS = 4096
     help="With --hosts: how long a backward pass makes the gradients behind which packs hide.",
 )
 @click.option(
+    "--wire",
+    type=click.Choice(["bfloat16", "float16"]),
+    help="The bytes are of float32 and travel as this: half of them, added in 32 bits.",
+)
+@click.option(
     "--json", "as_json", is_flag=True, help="Print the plan, as --save writes it, not the table."
 )
 @click.option(
@@ -122,6 +128,7 @@ def plan(
     num_hosts: int | None,
     network: float,
     backward: float | None,
+    wire: str | None,
     as_json: bool,
     lists: bool,
 ) -> None:
@@ -152,29 +159,34 @@ def plan(
             raise click.UsageError("--draw and --gantt draw one host: leave --hosts out")
         if num_packs or saved_file:
             raise click.UsageError("--num-packs and --save are for one host: leave --hosts out")
+        if wire:
+            raise click.UsageError("--wire is of the copies inside a host: leave --hosts out")
         cluster = Cluster(topology, num_hosts, Network(network))
         plan_hosts(cluster, num_bytes, algorithm, backward, as_json, console)
         return
     if backward is not None:
         raise click.UsageError("--backward needs --hosts")
+    # Two bytes travel for each four that are added.
+    machine, sent = (widened(topology, 2), -(-num_bytes // 2)) if wire else (topology, num_bytes)
     with options.status(console, "Searching for trees ..."):
         if as_json:
-            evaluations = [evaluate(algorithm, topology, num_bytes, num_packs)]
+            evaluations = [evaluate(algorithm, machine, sent, num_packs)]
         else:
-            evaluations = evaluate_all(topology, num_bytes, num_packs)
+            evaluations = evaluate_all(machine, sent, num_packs)
     (chosen,) = (found for found in evaluations if found.algorithm == algorithm)
-    bound = lower_bound(topology, num_bytes)
+    bound = lower_bound(machine, sent)
+    size = format_bytes(num_bytes) + (f", sent as {format_bytes(sent)} of {wire}" if wire else "")
     if as_json or saved_file:
         text = SavedPlan.of(chosen, topology).to_json()
     if as_json:
         click.echo(text)
     else:
-        print_table(evaluations, algorithm, topology, bound, console)
+        print_table(evaluations, algorithm, machine, bound, size, console)
     if saved_file:
         saved_file.write_text(f"{text}\n", encoding="utf-8")
         if not as_json:
             console.print(f"Saved {chosen.label} in {saved_file}", soft_wrap=True)
-    for path in _draw(chosen, topology, bound, trees_file, gantt_file):
+    for path in _draw(chosen, machine, bound, size, trees_file, gantt_file):
         if not as_json:
             console.print(f"Drew {chosen.label} in {path}", soft_wrap=True)
 
@@ -183,6 +195,7 @@ def _draw(
     evaluation: Evaluation,
     topology: Topology,
     bound: float,
+    size: str,
     trees_file: pathlib.Path | None,
     gantt_file: pathlib.Path | None,
 ) -> list[pathlib.Path]:
@@ -194,9 +207,8 @@ def _draw(
     from tfcdo.plot.gantt import draw_gantt
     from tfcdo.plot.trees import draw_trees
 
-    size, seconds = evaluation.schedule.size, evaluation.seconds
-    title = f"{evaluation.label} on {topology.name}: {format_bytes(size)} in "
-    title += format_seconds(seconds)
+    seconds = evaluation.seconds
+    title = f"{evaluation.label} on {topology.name}: {size} in {format_seconds(seconds)}"
     if bound:
         title += f", {seconds / bound:.3f} x the bound"
     for path, draw in ((trees_file, draw_trees), (gantt_file, draw_gantt)):

@@ -25,6 +25,7 @@ def print_table(
     highlighted: str,
     topology: Topology,
     bound: float,
+    size: str,
     console: Console,
 ) -> None:
     """Prints a row for each algorithm.
@@ -34,9 +35,9 @@ def print_table(
       highlighted: the algorithm whose row stands out.
       topology: the machine.
       bound: the time that no copy trees beat.
+      size: what each device holds, and how it travels.
       console: where.
     """
-    size = format_bytes(evaluations[0].schedule.size)
     count = topology.num_devices
     holders = f"each of {count} devices" if count > 1 else "the only device"
     table = Table(

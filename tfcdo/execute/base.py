@@ -16,16 +16,20 @@ from tfcdo.execute import one_device
 from tfcdo.execute.config import AllReduceConfig
 from tfcdo.execute.devices import devices_of
 from tfcdo.execute.explanation import Explanation
+from tfcdo.execute.feedback import ErrorFeedback
 from tfcdo.execute.hosts import Hosts
 from tfcdo.execute.reduction import Reduction
 from tfcdo.execute.reduction import check_broadcast
+from tfcdo.execute.reduction import check_error_feedback
 from tfcdo.execute.reduction import check_gather
+from tfcdo.execute.reduction import check_lone_pair
 from tfcdo.execute.reduction import check_numeric
 from tfcdo.execute.reduction import check_options
-from tfcdo.execute.reduction import check_pair
 from tfcdo.execute.reduction import check_pairs
 from tfcdo.execute.reduction import check_reduce_op
 from tfcdo.execute.reduction import check_topology
+from tfcdo.execute.travel import Wire
+from tfcdo.execute.wire import check_wire_dtype
 from tfcdo.topology.topology import Topology
 
 # A tf.function rewrites the Python that it calls, for tensors in `if` and `for`. There are none
@@ -33,16 +37,31 @@ from tfcdo.topology.topology import Topology
 _as_written = tf.autograph.experimental.do_not_convert
 
 
-class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps):
+class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Trackable):
     """Does what all classes share; they differ in the config that they give to each reduction.
 
     Args:
-      **arguments: the arguments of the class, for its `repr`.
+      wire_dtype: see `AllReduceCrossDeviceOps`.
+      error_feedback: the same.
+      **arguments: the other arguments of the class, for its `repr`.
+
+    Raises:
+      ValueError: if `wire_dtype` is another dtype, or there is error feedback without one.
+      TypeError: if `wire_dtype` is not a dtype, or `error_feedback` not a bool.
     """
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(
+        self, *, wire_dtype: Any = None, error_feedback: Any = False, **arguments: Any
+    ) -> None:
         super().__init__()
+        dtype = check_wire_dtype("wire_dtype", wire_dtype)
+        check_error_feedback(error_feedback, dtype)
         self._arguments = arguments
+        if dtype is not None:  # What is seldom asked for is not shown where it is not.
+            arguments.update(wire_dtype=dtype.name, error_feedback=error_feedback)
+        self._wire = Wire(dtype, ErrorFeedback() if error_feedback else None)
+        if self._wire.feedback is not None:
+            self._track_trackable(self._wire.feedback, "error_feedback")
         self._hosts: Hosts | None = None
 
     @abc.abstractmethod
@@ -52,6 +71,11 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps):
         Args:
           options: the checked options of the call.
         """
+
+    def _show(self, *names: str) -> None:
+        """Leaves all arguments but these and the wire's out of the `repr`."""
+        shown = (*names, "wire_dtype", "error_feedback")
+        self._arguments = {name: self._arguments[name] for name in shown if name in self._arguments}
 
     def __repr__(self) -> str:
         arguments = ", ".join(
@@ -127,7 +151,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps):
         """Reduces one value; see `reduce`."""
         check_reduce_op(reduce_op)
         check_options(options)
-        return self._reduce(reduce_op, [check_pair(per_replica_value, destinations)], options)[0]
+        reduction = check_lone_pair(per_replica_value, destinations)
+        return self._reduce(reduce_op, [reduction], options)[0]
 
     def batch_reduce_implementation(
         self,
@@ -160,8 +185,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps):
             strategy, of `tf.distribute.MirroredStrategy()`.
 
         Returns:
-          The algorithm and why, packs, copy trees, bytes between devices and graph ops; its `str`
-          is made to be read.
+          The algorithm and why, packs, copy trees, bytes between devices and graph ops (but those
+          of `error_feedback`); its `str` is made to be read.
 
         Raises:
           ValueError: if `devices` is empty or holds something that is not a device name, or a shape
@@ -174,7 +199,26 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps):
           >>> ops.explain([(1000,)], devices=["/cpu:0", "/cpu:1"]).num_packs
           2
         """
-        return explanation.explain(self, self._config_for(None), shapes, dtype, devices)
+        # What is explained is not reduced: it has no residuals.
+        asked = copy.copy(self)
+        asked._wire = Wire(self._wire.dtype)
+        return explanation.explain(
+            asked, self._config_for(None), asked._wire, shapes, dtype, devices
+        )
+
+    def reset_error_feedback(self) -> None:
+        """Sets what the casts have lost so far to 0.
+
+        Call it where training begins anew with the same object, as with new weights.
+
+        Raises:
+          ValueError: if this object has no `error_feedback`.
+        """
+        if self._wire.feedback is None:
+            raise ValueError(
+                f"error_feedback must be True for there to be something to reset; got {self!r}"
+            )
+        self._wire.feedback.reset()
 
     def _gather_implementation(
         self, per_replica_value: Any, destinations: Any, axis: Any, options: Any
@@ -199,7 +243,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps):
             check_topology(config.topology, reduction)
             if reduction.is_all_reduce:
                 config.check_plan(reduction.devices)
-        return batch.reduce(reduce_op, reductions, configs)
+        return batch.reduce(reduce_op, reductions, configs, self._wire)
 
     def _placed(self, reduction: Reduction) -> Reduction:
         return reduction if self._hosts is None else self._hosts.placed(reduction)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import enum
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,48 +12,30 @@ from tfcdo import tf_internals
 from tfcdo.execute import copy_trees
 from tfcdo.execute import gather
 from tfcdo.execute import nccl
-from tfcdo.execute import nccl_choice
 from tfcdo.execute import numerics
 from tfcdo.execute import one_device
 from tfcdo.execute import packs
 from tfcdo.execute import rows
 from tfcdo.execute.config import AllReduceConfig
+from tfcdo.execute.feedback import Residuals
+from tfcdo.execute.groups import Group
+from tfcdo.execute.groups import Transport
+from tfcdo.execute.groups import dtype_added
+from tfcdo.execute.groups import final_op_for
+from tfcdo.execute.groups import group_batch
+from tfcdo.execute.groups import plan_group
+from tfcdo.execute.groups import structure_of
 from tfcdo.execute.reduction import Reduction
+from tfcdo.execute.travel import AS_IT_IS
+from tfcdo.execute.travel import Wire
 from tfcdo.plan.batch_plan import BatchPlan
-from tfcdo.plan.batch_plan import ValueSpec
-
-
-class Transport(enum.Enum):
-    """Names how the values of a group travel."""
-
-    ONE_DEVICE = "one device"
-    SLICES = "rows along copy trees"
-    NCCL = "NCCL"
-    NCCL_ACROSS_HOSTS = "NCCL across hosts"
-    COPY_TREES = "copy trees"
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Holds the reductions of a batch that run together.
-
-    Attributes:
-      transport: how their values travel.
-      devices: the devices that each reduction's values are on.
-      config: how they are to be reduced.
-      indices: their positions in the batch.
-    """
-
-    transport: Transport
-    devices: tuple[str, ...]
-    config: AllReduceConfig
-    indices: tuple[int, ...]
 
 
 def reduce(
     reduce_op: tf.distribute.ReduceOp,
     reductions: Sequence[Reduction],
     configs: Sequence[AllReduceConfig],
+    wire: Wire = AS_IT_IS,
 ) -> list[Any]:
     """Groups reductions by transport and devices, runs each group, restores the order.
 
@@ -64,6 +43,7 @@ def reduce(
       reduce_op: SUM or MEAN.
       reductions: the checked pairs.
       configs: how to reduce each of them.
+      wire: how values travel between devices.
 
     Returns:
       One result per reduction, in order.
@@ -76,77 +56,11 @@ def reduce(
         rows.as_tables(reduction) if config.sparse_as_dense is True else reduction
         for reduction, config in zip(reductions, configs, strict=True)
     ]
-    for group in group_batch(reduce_op, reductions, configs):
+    for group in group_batch(reduce_op, reductions, configs, wire):
         members = [reductions[index] for index in group.indices]
         for index, result in zip(group.indices, _run(reduce_op, group, members), strict=True):
             results[index] = result
     return results
-
-
-def group_batch(
-    reduce_op: tf.distribute.ReduceOp,
-    reductions: Sequence[Reduction],
-    configs: Sequence[AllReduceConfig],
-) -> list[Group]:
-    """Groups the reductions of a batch by their transport, devices and config.
-
-    Args:
-      reduce_op: SUM or MEAN.
-      reductions: the checked pairs.
-      configs: how to reduce each of them.
-
-    Returns:
-      The groups, in the order of their first members.
-
-    Raises:
-      RuntimeError: as `reduce`.
-    """
-    sizes = _sizes(reductions)
-
-    # Asking TensorFlow for its kernels takes longer than tracing a value, so ask once per dtype.
-    @functools.cache
-    def uses_nccl(config: AllReduceConfig, devices: tuple[str, ...], dtype: tf.DType) -> bool:
-        return nccl_choice.uses_nccl(config, devices, dtype, sizes[devices])
-
-    # By identity of the config, whose hash would take longer than all the rest.
-    groups: dict[tuple[Transport, tuple[str, ...], int], tuple[AllReduceConfig, list[int]]] = {}
-    for index, (reduction, config) in enumerate(zip(reductions, configs, strict=True)):
-        dtype = _dtype_added(reduce_op, reduction)
-        transport = _transport(reduction, dtype, config, uses_nccl)
-        key = (transport, reduction.devices, id(config))
-        groups.setdefault(key, (config, []))[1].append(index)
-    return [
-        Group(transport, devices, config, tuple(indices))
-        for (transport, devices, _), (config, indices) in groups.items()
-    ]
-
-
-def _transport(
-    reduction: Reduction,
-    dtype: tf.DType,
-    config: AllReduceConfig,
-    uses_nccl: Callable[[AllReduceConfig, tuple[str, ...], tf.DType], bool],
-) -> Transport:
-    if config.root is not None or not reduction.is_all_reduce:
-        return Transport.ONE_DEVICE
-    if reduction.is_sparse:
-        return Transport.SLICES
-    if config.across_hosts is not None and config.across_hosts.runs_flat(reduction):
-        return Transport.NCCL_ACROSS_HOSTS
-    wants_nccl = config.nccl != "never" and reduction.num_hosts == 1
-    if wants_nccl and uses_nccl(config, reduction.devices, dtype):
-        return Transport.NCCL
-    return Transport.COPY_TREES
-
-
-def _sizes(reductions: Sequence[Reduction]) -> collections.Counter[tuple[str, ...]]:
-    """Returns the bytes that each device has of dense values, where known, by the devices."""
-    sizes: collections.Counter[tuple[str, ...]] = collections.Counter()
-    for reduction in reductions:
-        if not reduction.is_sparse:
-            value = reduction.values[0]
-            sizes[reduction.devices] += (value.shape.num_elements() or 0) * value.dtype.size
-    return sizes
 
 
 def _run(
@@ -167,7 +81,7 @@ def _run_added(
     config = group.config
     match group.transport:
         case Transport.ONE_DEVICE:
-            return [_reduce_on_one_device(reduction, config, final_op) for reduction in reductions]
+            return [_reduce_on_one_device(group, reduction, final_op) for reduction in reductions]
         case Transport.SLICES:
             return _all_reduce_slices(group, reductions, final_op)
         case Transport.NCCL:
@@ -181,15 +95,37 @@ def _run_added(
             return _all_reduce_along_trees(group, reductions[::-1], final_op)[::-1]
 
 
-def _reduce_on_one_device(
-    reduction: Reduction, config: AllReduceConfig, final_op: numerics.FinalOp
-) -> Any:
+def _reduce_on_one_device(group: Group, reduction: Reduction, final_op: numerics.FinalOp) -> Any:
     """Reduces one value on a device and copies the result to its destinations."""
+    config, devices = group.config, reduction.devices
     root, hosts = config.root or reduction.destinations[0], config.across_hosts
     exchange = None if hosts is None else hosts.exchange_on(root, reduction, final_op)
     accumulate = config.accumulate or numerics.add
-    result = one_device.reduce_on(reduction.values, root, accumulate, final_op, exchange)
-    return tf_internals.mirrored(one_device.copy_to(result, reduction.destinations))
+    residuals = None
+    if reduction.is_all_reduce:  # What goes elsewhere is no gradient that comes again.
+        residuals = _residuals(group, (*devices, root), [reduction])
+    values: Sequence[Any] = reduction.values
+    if not reduction.is_sparse:
+        travel = group.wire.travel(values[0].dtype, residuals)
+        values = one_device.bring(values, devices, root, travel)
+    result = one_device.reduce_on(values, root, accumulate, final_op, exchange)
+    stays = root and set(reduction.destinations) == {root}
+    if reduction.is_sparse or stays:
+        return tf_internals.mirrored(one_device.copy_to(result, reduction.destinations))
+    travel = group.wire.travel(result.dtype, residuals, pack=1)
+    return tf_internals.mirrored(one_device.send_to(result, root, reduction.destinations, travel))
+
+
+def _residuals(
+    group: Group,
+    devices: Sequence[str],
+    reductions: Sequence[Reduction],
+    plan: BatchPlan | None = None,
+) -> Residuals | None:
+    """Returns what earlier casts of such a batch have lost; None without error feedback."""
+    if group.wire.feedback is None:
+        return None
+    return group.wire.feedback.residuals(structure_of(devices, reductions, plan), devices)
 
 
 def _all_reduce_slices(
@@ -224,9 +160,11 @@ def _all_reduce_with_nccl(
     group: Group, reductions: Sequence[Reduction], final_op: numerics.FinalOp
 ) -> list[Any]:
     plan = plan_group(group, reductions)
-    return _by_value(
-        nccl.all_reduce(plan, _by_device(reductions), group.devices, final_op), reductions
+    residuals = _residuals(group, group.devices, reductions, plan)
+    results = nccl.all_reduce(
+        plan, _by_device(reductions), group.devices, final_op, group.wire.dtype, residuals
     )
+    return _by_value(results, reductions)
 
 
 def _all_reduce_flat(
@@ -274,53 +212,20 @@ def _all_reduce_along_trees(
     hosts, across_hosts = group.config.across_hosts, None
     if hosts is not None:
         across_hosts = hosts.exchange_packs(plan, reductions, final_op).all_reduce
-    tensors_by_device = packs.all_reduce(
-        plan,
-        _by_device(reductions),
-        group.devices,
-        lambda pack, tensors: copy_trees.reduce_pack(
-            pack.tree, tensors, group.devices, final_op, across_hosts
-        ),
-    )
+    residuals = _residuals(group, group.devices, reductions, plan)
+
+    def reduce_pack(index: int, tensors: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        travel = group.wire.travel(tensors[0][0].dtype, residuals, index)
+        tree = plan.packs[index].tree
+        return copy_trees.reduce_pack(tree, tensors, group.devices, final_op, across_hosts, travel)
+
+    tensors_by_device = packs.all_reduce(plan, _by_device(reductions), group.devices, reduce_pack)
     return _by_value(tensors_by_device, reductions)
-
-
-def plan_group(group: Group, reductions: Sequence[Reduction]) -> BatchPlan:
-    """Plans the packs of a group of dense all-reduces.
-
-    Args:
-      group: the group; its transport is NCCL, on one host or across hosts, or copy trees.
-      reductions: its reductions, in the dtypes that they are added in.
-
-    Returns:
-      The plan.
-    """
-    specs = [_value_spec(reduction) for reduction in reductions]
-    if group.transport in (Transport.NCCL, Transport.NCCL_ACROSS_HOSTS):
-        return group.config.plan_for_nccl(specs, group.devices)
-    return group.config.plan(specs, group.devices)
-
-
-def final_op_for(reduce_op: tf.distribute.ReduceOp, reduction: Reduction) -> numerics.FinalOp:
-    """Returns the final op (divide, round) for this reduction."""
-    return numerics.FinalOp(reduction.num_replicas if _is_mean(reduce_op, reduction) else None)
-
-
-def _is_mean(reduce_op: tf.distribute.ReduceOp, reduction: Reduction) -> bool:
-    # One replica that keeps its value keeps its dtype too; any other mean of integers is a float.
-    return reduce_op == tf.distribute.ReduceOp.MEAN and not (
-        reduction.num_replicas == 1 and reduction.is_all_reduce
-    )
-
-
-def _dtype_added(reduce_op: tf.distribute.ReduceOp, reduction: Reduction) -> tf.DType:
-    dtype = reduction.values[0].dtype
-    return numerics.dtype_of_mean(dtype) if _is_mean(reduce_op, reduction) else dtype
 
 
 def as_added(reduce_op: tf.distribute.ReduceOp, reductions: Sequence[Reduction]) -> list[Reduction]:
     """Returns the reductions with their values in the dtypes that they are added in."""
-    return [_cast(reduction, _dtype_added(reduce_op, reduction)) for reduction in reductions]
+    return [_cast(reduction, dtype_added(reduce_op, reduction)) for reduction in reductions]
 
 
 def _cast(reduction: Reduction, dtype: tf.DType) -> Reduction:
@@ -385,10 +290,3 @@ def to_mirrored(results: Sequence[Any], reduction: Reduction) -> Any:
         return tf_internals.mirrored(results)
     by_device = dict(zip(reduction.devices, results, strict=True))
     return tf_internals.mirrored([by_device[device] for device in reduction.destinations])
-
-
-def _value_spec(reduction: Reduction) -> ValueSpec:
-    shapes = [value.shape for value in reduction.values]
-    known = all(shape.is_fully_defined() for shape in shapes)
-    dtype = reduction.values[0].dtype
-    return ValueSpec(dtype.name, dtype.size, tuple(shapes[0].as_list()) if known else None)

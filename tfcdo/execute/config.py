@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from tfcdo.execute.hosts import Hosts
 from tfcdo.execute.one_device import Accumulate
+from tfcdo.execute.reduction import check_choice
+from tfcdo.plan import algorithms
+from tfcdo.plan import copy_tree
 from tfcdo.plan.algorithms import Algorithm
 from tfcdo.plan.algorithms import scheduler
 from tfcdo.plan.batch_plan import BatchPlan
@@ -16,6 +21,7 @@ from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.packing import plan_batch
 from tfcdo.plan.saved_plan import SavedPlan
+from tfcdo.plan.widening import widened
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
 
@@ -68,9 +74,17 @@ class AllReduceConfig:
                 "topology= to say that this is the machine of the plan"
             )
 
-    def plan(self, specs: Sequence[ValueSpec], devices: Sequence[str]) -> BatchPlan:
-        """Plans the all-reduce of values on some devices; equal questions get the same object."""
-        topology = self.topology_of(devices)
+    def plan(
+        self, specs: Sequence[ValueSpec], devices: Sequence[str], widening: float = 1.0
+    ) -> BatchPlan:
+        """Plans the all-reduce of values on some devices; equal questions get the same object.
+
+        Args:
+          specs: what is known of the values, with the bytes that travel.
+          devices: the device names.
+          widening: how many bytes are added for each byte that travels.
+        """
+        topology = widened(self.topology_of(devices), widening)
         algorithm, options = self._across_hosts(topology, specs)
         return plan_batch(tuple(specs), options, algorithm, topology)
 
@@ -103,3 +117,63 @@ class AllReduceConfig:
         if self.across_hosts is None:
             return self.algorithm, self.packing
         return self.across_hosts.packing_for(self.algorithm, self.packing, topology, specs)
+
+
+@functools.lru_cache(maxsize=256)
+def on_root(root: str, accumulate: Accumulate | None, **common: Any) -> AllReduceConfig:
+    """Returns the config that reduces on one device; `common` are other attributes of it."""
+    one_pack = PackingOptions(1)
+    return AllReduceConfig("one_device", one_pack, root=root, accumulate=accumulate, **common)
+
+
+@functools.lru_cache(maxsize=256)
+def along_star(num_devices: int, root: int, **common: Any) -> AllReduceConfig:
+    """Returns the config that reduces along a star; `common` are other attributes of it."""
+    return AllReduceConfig((copy_tree.star(num_devices, root),), PackingOptions(1), **common)
+
+
+def check_algorithm(algorithm: Any) -> str | tuple[CopyTree, ...]:
+    """Returns the argument `all_reduce_alg`: a known name, or copy trees.
+
+    Raises:
+      ValueError: if it is neither.
+    """
+    trees = tuple(algorithm) if isinstance(algorithm, Sequence) else ()
+    if trees and all(isinstance(tree, CopyTree) for tree in trees):
+        return trees
+    check_choice("all_reduce_alg", algorithm, ("nccl", *algorithms.ALGORITHMS))
+    name: str = algorithm
+    return name
+
+
+def check_require_nccl(require_nccl: Any, algorithm: Algorithm) -> None:
+    """Raises unless the argument `require_nccl` is a bool that fits `all_reduce_alg`.
+
+    Raises:
+      TypeError: if it is not a bool.
+      ValueError: if it is True and the algorithm is not NCCL.
+    """
+    if not isinstance(require_nccl, bool):
+        raise TypeError(f"require_nccl must be True or False; got {require_nccl!r}")
+    if require_nccl and algorithm != "nccl":
+        raise ValueError(
+            f"require_nccl must be False unless all_reduce_alg is 'nccl'; got all_reduce_alg="
+            f"{algorithm!r}, which does not use NCCL"
+        )
+
+
+def read_plan(path: Any) -> SavedPlan:
+    """Reads the file that the argument `plan` names.
+
+    Raises:
+      TypeError: if it is not a path.
+      ValueError: if it is not the file of a plan.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"plan must be the path of a file, or None; got {path!r}")
+    try:
+        return SavedPlan.read(os.fspath(path))
+    except ValueError as error:
+        raise ValueError(
+            f"plan must be a file that `tfcdo plan --save` has written: {error}"
+        ) from None

@@ -8,11 +8,13 @@ read: `reduce/2to0` adds on device 0 what device 2 sent, `reduce/1and2to0` what 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from tfcdo.execute import numerics
+from tfcdo.execute.travel import AS_THEY_ARE
+from tfcdo.execute.travel import Travel
 from tfcdo.plan.copy_tree import CopyTree
 
 T = TypeVar("T")
@@ -25,8 +27,12 @@ def reduce_pack(
     devices: Sequence[str],
     final_op: numerics.FinalOp,
     across_hosts: AcrossHosts | None = None,
+    travel: Travel[Any] = AS_THEY_ARE,
 ) -> list[list[tf.Tensor]]:
     """All-reduces one pack along its copy tree.
+
+    Where copies are cast, what arrives is added in the tensors' own dtype, and all devices, the
+    root too, get the result as it arrives.
 
     Args:
       tree: the copy tree.
@@ -35,6 +41,7 @@ def reduce_pack(
       final_op: applied to each sum on the root of the tree.
       across_hosts: adds to the sums on the root, given its name, those of other hosts; None for one
         host.
+      travel: how tensors are copied between devices.
 
     Returns:
       The results, indexed like `tensors_by_device`. All devices hold the same bits, because
@@ -45,6 +52,7 @@ def reduce_pack(
         tensors_by_device,
         devices,
         lambda parts, name: [numerics.add(operands, name) for operands in zip(*parts)],
+        travel,
     )
     if across_hosts is not None:
         with tf.name_scope("across_hosts"):
@@ -54,7 +62,12 @@ def reduce_pack(
             final_op(total, tensor.dtype)
             for total, tensor in zip(totals, tensors_by_device[tree.root])
         ]
-    return broadcast_down(tree, results, devices)
+        sent = travel.send(results, tree.root)
+    arrived = []
+    for copies, device in zip(broadcast_down(tree, sent, devices), devices, strict=True):
+        with tf.device(device):
+            arrived.append(travel.receive(copies))
+    return arrived
 
 
 def reduce_up(
@@ -62,6 +75,7 @@ def reduce_up(
     values_by_device: Sequence[T],
     devices: Sequence[str],
     combine: Callable[[Sequence[T], str], T],
+    travel: Travel[T] = AS_THEY_ARE,
 ) -> T:
     """Combines the devices' values from the leaves of a tree to its root.
 
@@ -72,17 +86,23 @@ def reduce_up(
       combine: called under `tf.device` on each device that has children, with its own value and
         those of its children, in the order of the devices: on a star, that of the replicas; and
         with the name of the edges that these come along.
+      travel: how values are copied between devices.
 
     Returns:
       The combined value, on the root.
     """
     partial = list(values_by_device)
     for device in tree.bottom_up:
-        if tree.children[device]:
-            with tf.device(devices[device]):
-                inputs = sorted([device, *tree.children[device]])
-                name = f"reduce/{'and'.join(map(str, sorted(tree.children[device])))}to{device}"
-                partial[device] = combine([partial[rank] for rank in inputs], name)
+        with tf.device(devices[device]):
+            children = sorted(tree.children[device])
+            if children:
+                for child in children:
+                    partial[child] = travel.receive(partial[child])
+                inputs = [partial[rank] for rank in sorted([device, *children])]
+                name = f"reduce/{'and'.join(map(str, children))}to{device}"
+                partial[device] = combine(inputs, name)
+            if device != tree.root:
+                partial[device] = travel.send(partial[device], device)
     return partial[tree.root]
 
 

@@ -11,20 +11,22 @@ import tensorflow as tf
 
 from tfcdo import checks
 from tfcdo import tf_internals
-from tfcdo.execute import batch
+from tfcdo.execute import groups
 from tfcdo.execute import nccl
 from tfcdo.execute import nccl_choice
-from tfcdo.execute.batch import Group
-from tfcdo.execute.batch import Transport
 from tfcdo.execute.config import AllReduceConfig
 from tfcdo.execute.devices import check_device
+from tfcdo.execute.groups import Group
+from tfcdo.execute.groups import Transport
 from tfcdo.execute.reduction import Reduction
 from tfcdo.execute.reduction import check_pairs
 from tfcdo.execute.reduction import check_topology
+from tfcdo.execute.travel import Wire
 from tfcdo.plan.algorithms import fastest_algorithm
 from tfcdo.plan.batch_plan import BatchPlan
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.size_class import size_class
+from tfcdo.plan.widening import widened
 
 _BY_NCCL = (Transport.NCCL, Transport.NCCL_ACROSS_HOSTS)
 _SUM = tf.distribute.ReduceOp.SUM
@@ -37,12 +39,14 @@ class PackExplanation:
 
     Attributes:
       num_bytes: the bytes of its values on one device.
+      num_sent_bytes: the bytes of its values as they travel.
       num_values: how many values have a part in it.
       num_tensors: how many tensors travel.
       tree: the copy tree, over the indices of the devices; None for NCCL, which has its own.
     """
 
     num_bytes: int
+    num_sent_bytes: int
     num_values: int
     num_tensors: int
     tree: CopyTree | None
@@ -52,6 +56,8 @@ class PackExplanation:
             f"{_bytes(self.num_bytes)} of {_count(self.num_values, 'value')}",
             f"in {_count(self.num_tensors, 'tensor')}",
         ]
+        if self.num_sent_bytes != self.num_bytes:
+            parts.append(f"sent as {_bytes(self.num_sent_bytes)}")
         return " ".join(parts + ([f"along {_nested(self.tree)}"] if self.tree else []))
 
 
@@ -107,6 +113,7 @@ class Explanation:
 def explain(
     ops: tf.distribute.CrossDeviceOps,
     config_for: Callable[[Reduction], AllReduceConfig],
+    wire: Wire,
     shapes: Iterable[Any],
     dtype: Any,
     devices: Sequence[str] | None,
@@ -116,6 +123,7 @@ def explain(
     Args:
       ops: the object that is asked.
       config_for: how it reduces a value.
+      wire: how values travel between devices.
       shapes: the shape of each value.
       dtype: the dtype of all values.
       devices: the replicas' devices; None for the usual ones.
@@ -135,22 +143,24 @@ def explain(
         configs = [config_for(reduction) for reduction in reductions]
         for reduction, config in zip(reductions, configs, strict=True):
             check_topology(config.topology, reduction)
-        found.extend(batch.group_batch(_SUM, reductions, configs))
+        found.extend(groups.group_batch(_SUM, reductions, configs, wire))
         for group in found:
             if group.transport in (*_BY_NCCL, Transport.COPY_TREES):
-                plans.append(batch.plan_group(group, reductions))
+                plans.append(groups.plan_group(group, reductions))
         ops.batch_reduce(_SUM, [(value, value) for value in values])
 
     graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
     operations = [op for op in graph.get_operations() if op.type != "Placeholder"]
-    algorithm, reason = _algorithm(found, dtype, sum(s.num_elements() for s in sizes) * dtype.size)
+    sent_dtype = (found[0].wire.dtype if found else None) or dtype
+    count = sum(s.num_elements() for s in sizes)
+    algorithm, reason = _algorithm(found, dtype, sent_dtype, count * sent_dtype.size)
     uses_nccl = any(group.transport in _BY_NCCL for group in found)
     return Explanation(
         repr(ops),
         names,
         algorithm,
         reason,
-        tuple(pack for plan in plans for pack in _packs(plan, dtype.size, uses_nccl)),
+        tuple(pack for plan in plans for pack in _packs(plan, dtype, sent_dtype, uses_nccl)),
         {} if uses_nccl else _bytes_by_link(operations, names),
         dict(collections.Counter(op.type for op in operations)),
     )
@@ -183,7 +193,9 @@ def _placeholders(shape: tf.TensorShape, dtype: tf.DType, devices: Sequence[str]
     return tf_internals.per_replica(values)
 
 
-def _algorithm(groups: Sequence[Group], dtype: tf.DType, num_bytes: int) -> tuple[str, str]:
+def _algorithm(
+    groups: Sequence[Group], dtype: tf.DType, sent_dtype: tf.DType, num_bytes: int
+) -> tuple[str, str]:
     """Returns the name of what reduces a batch, and the reason for it."""
     if not groups:
         return "nothing", "the batch is empty"
@@ -193,7 +205,7 @@ def _algorithm(groups: Sequence[Group], dtype: tf.DType, num_bytes: int) -> tupl
         case Transport.NCCL if config.nccl == "auto":
             return "NCCL", nccl_choice.compare(devices, size_class(num_bytes))[1]
         case Transport.NCCL:
-            return "NCCL", str(nccl.nccl_status(devices, dtype))
+            return "NCCL", str(nccl.nccl_status(devices, sent_dtype))
         case Transport.NCCL_ACROSS_HOSTS:
             return "NCCL", "it runs between hosts, over all devices of all of them"
         case Transport.ONE_DEVICE:
@@ -209,20 +221,24 @@ def _algorithm(groups: Sequence[Group], dtype: tf.DType, num_bytes: int) -> tupl
         assert isinstance(config.algorithm, tuple)
         return "one_device", f"everything is summed on {devices[config.algorithm[0].root]}"
     if config.nccl == "always" and len(devices) > 1:
-        return config.algorithm, f"NCCL cannot run: {nccl.nccl_status(devices, dtype)}"
+        return config.algorithm, f"NCCL cannot run: {nccl.nccl_status(devices, sent_dtype)}"
     if config.algorithm != "auto":
         return config.algorithm, f"it was asked for; {machine}"
+    topology = widened(topology, dtype.size / sent_dtype.size)
     fastest = fastest_algorithm(topology, num_bytes, config.packing.num_packs or None)
     return fastest, f"auto found it fastest for {_bytes(num_bytes)} in the simulator; {machine}"
 
 
-def _packs(plan: BatchPlan, itemsize: int, uses_nccl: bool) -> list[PackExplanation]:
+def _packs(
+    plan: BatchPlan, dtype: tf.DType, sent_dtype: tf.DType, uses_nccl: bool
+) -> list[PackExplanation]:
     explanations = []
     for pack in plan.packs:
         slices = [part for fused in pack.fused_tensors for part in fused.slices]
         explanations.append(
             PackExplanation(
-                sum(part.size for part in slices) * itemsize,
+                sum(part.size for part in slices) * dtype.size,
+                sum(part.size for part in slices) * sent_dtype.size,
                 len(slices),
                 len(pack.fused_tensors),
                 None if uses_nccl else pack.tree,

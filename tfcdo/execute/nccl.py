@@ -8,7 +8,7 @@ import functools
 import itertools
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,7 +18,11 @@ from tfcdo import tf_internals
 from tfcdo.execute import copy_trees
 from tfcdo.execute import numerics
 from tfcdo.execute import packs
+from tfcdo.execute import wire
 from tfcdo.execute.devices import check_device
+from tfcdo.execute.feedback import Residuals
+from tfcdo.execute.travel import Cast
+from tfcdo.execute.travel import Wire
 from tfcdo.plan import batch_plan
 
 OP = "NcclAllReduce"
@@ -166,14 +170,20 @@ def all_reduce(
     values: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str],
     final_op: numerics.FinalOp,
+    wire_dtype: tf.DType | None = None,
+    residuals: Residuals | None = None,
 ) -> list[list[tf.Tensor]]:
     """All-reduces a batch of values with NCCL.
+
+    Where values are cast, NCCL adds them in the wire's dtype.
 
     Args:
       plan: the packs; NCCL runs a schedule of its own, so their copy trees are not used.
       values: `values[d][v]` is value `v` as device `d` holds it.
       devices: the device names.
       final_op: applied to each sum, on every device.
+      wire_dtype: what float32 and float64 are cast to; None for nothing.
+      residuals: what casts of earlier steps have lost; None without error feedback.
 
     Returns:
       The results, indexed like `values`.
@@ -182,23 +192,74 @@ def all_reduce(
         # The kernels wait for each other, so they must run at the same time, not one by one. A
         # concrete function is a function even where tf.config.run_functions_eagerly(True) rules.
         inputs = [list(per_device) for per_device in values]
-        results = _function(plan, tuple(devices), final_op).get_concrete_function(inputs)(inputs)
+        key = (plan, tuple(devices), final_op, wire_dtype)
+        function = _function(*key) if residuals is None else residuals.function(_make_function, key)
+        results = function.get_concrete_function(inputs)(inputs)
         # What a function returns is where its last op ran, but TensorFlow may name another device.
         return [
             copy_trees.copy(per_device, device)
             for per_device, device in zip(results, devices, strict=True)
         ]
-    return packs.all_reduce(
-        plan, values, devices, lambda _, tensors: reduce_pack(tensors, devices, final_op)
+
+    def reduce_one(index: int, tensors: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        travel = Wire(wire_dtype).travel(tensors[0][0].dtype, residuals, index)
+        if isinstance(travel, Cast):
+            return _reduce_cast(tensors, devices, final_op, travel)
+        return reduce_pack(tensors, devices, final_op)
+
+    return packs.all_reduce(plan, values, devices, reduce_one)
+
+
+def _make_function(
+    plan: batch_plan.BatchPlan,
+    devices: Sequence[str],
+    final_op: numerics.FinalOp,
+    wire_dtype: tf.DType | None,
+    residuals: Residuals | None = None,
+) -> Any:
+    return tf.function(
+        lambda values: all_reduce(plan, values, devices, final_op, wire_dtype, residuals),
+        autograph=False,
     )
 
 
 # Tracing costs much more than running; the bound keeps a process that draws ever new shapes small.
-@functools.lru_cache(maxsize=64)
-def _function(
-    plan: batch_plan.BatchPlan, devices: Sequence[str], final_op: numerics.FinalOp
-) -> Any:
-    return tf.function(lambda values: all_reduce(plan, values, devices, final_op), autograph=False)
+_function = functools.lru_cache(maxsize=64)(_make_function)
+
+
+def _reduce_cast(
+    tensors_by_device: Sequence[Sequence[tf.Tensor]],
+    devices: Sequence[str],
+    final_op: numerics.FinalOp,
+    cast: Cast,
+) -> list[list[tf.Tensor]]:
+    """All-reduces a pack in 16 bits, with one scale for all devices; see `reduce_pack`."""
+
+    def on_each_device(function: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+        results = []
+        for index, device in enumerate(devices):
+            with tf.device(device):
+                results.append(function(*(own[index] for own in arguments)))
+        return results
+
+    ranks = range(len(devices))
+    carried = on_each_device(cast.carried, tensors_by_device, ranks)
+    scales: list[Any] = [None] * len(devices)
+    if wire.needs_scale(cast.wire_dtype, cast.dtype):
+        largest = on_each_device(wire.largest_magnitude, carried)
+        largest = _emit(largest, devices, "max")
+        scales = on_each_device(
+            lambda one: wire.scale_for_largest(one, cast.wire_dtype, len(devices)), largest
+        )
+    bits = on_each_device(cast.cast, carried, ranks, scales)
+    by_tensor = [differentiable_sum(devices)(*own) for own in zip(*bits, strict=True)]
+    return on_each_device(
+        lambda totals, scale: [
+            final_op(wire.decode(total, cast.dtype, scale), cast.dtype) for total in totals
+        ],
+        list(zip(*by_tensor, strict=True)),
+        scales,
+    )
 
 
 def reduce_pack(
@@ -275,7 +336,9 @@ def _with_gradient_of(total: tf.Tensor, tensor: tf.Tensor) -> tuple[tf.Tensor, A
     return tf.identity(total), lambda upstream: (None, upstream)
 
 
-def _emit(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
+def _emit(
+    tensors: Sequence[tf.Tensor], devices: Sequence[str], reduction: str = "sum"
+) -> list[tf.Tensor]:
     shared_name = f"tfcdo_{_PROCESS}_{next(_numbers)}"
     sums = []
     for rank, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
@@ -283,7 +346,7 @@ def _emit(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tenso
             sums.append(
                 tf.raw_ops.NcclAllReduce(
                     input=tf.stop_gradient(tensor),  # See `differentiable_sum`.
-                    reduction="sum",
+                    reduction=reduction,
                     num_devices=len(devices),
                     shared_name=shared_name,
                     name=f"nccl/{rank}",

@@ -7,9 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfcdo.execute import copy_trees
 from tfcdo.execute import numerics
 from tfcdo.execute import rows
 from tfcdo.execute.exchange import Exchange
+from tfcdo.execute.travel import Travel
 
 Accumulate = Callable[[list[tf.Tensor]], tf.Tensor]
 
@@ -44,6 +46,54 @@ def reduce_on(
         if exchange is not None:
             [total] = exchange.all_reduce([total], device)
         return final_op(total, values[0].dtype)
+
+
+def bring(
+    values: Sequence[tf.Tensor], devices: Sequence[str], root: str, travel: Travel[Any]
+) -> list[tf.Tensor]:
+    """Copies tensors to one device.
+
+    Args:
+      values: one tensor per replica.
+      devices: the device of each; `""` where it is not known.
+      root: where to.
+      travel: how they are copied.
+
+    Returns:
+      The tensors as they arrive; those on `root` as they are.
+    """
+    arrived = list(values)
+    for rank, (value, device) in enumerate(zip(values, devices, strict=True)):
+        if device != root or not root:  # Where it is not known, it may be anywhere.
+            with tf.device(device or None):
+                sent = travel.send([value], rank)
+            with tf.device(root):
+                [arrived[rank]] = travel.receive(sent)
+    return arrived
+
+
+def send_to(
+    value: tf.Tensor, root: str, devices: Sequence[str], travel: Travel[Any]
+) -> list[tf.Tensor]:
+    """Copies a tensor from one device to others, which all get the same bits.
+
+    Args:
+      value: the tensor, on `root`.
+      root: where it is.
+      devices: where to; `root` may be one of them.
+      travel: how it is copied.
+
+    Returns:
+      One tensor per device.
+    """
+    with tf.device(root):
+        sent = travel.send([value], len(devices))
+    arrived = []
+    for device in devices:
+        copies = copy_trees.copy(sent, device)
+        with tf.device(device):
+            arrived += travel.receive(copies)
+    return arrived
 
 
 def copy_to(value: Any, devices: Sequence[str]) -> list[Any]:

@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from tfcdo.plan import batch_plan
 
-# Reduces one pack: given `[d][b]`, the fused tensor `b` on device `d`, returns the same of the
-# results.
-ReducePack = Callable[[batch_plan.PackPlan, Sequence[Sequence[tf.Tensor]]], list[list[tf.Tensor]]]
+# Reduces one pack: given its number and `[d][b]`, the fused tensor `b` on device `d`, returns the
+# same of the results.
+ReducePack = Callable[[int, Sequence[Sequence[tf.Tensor]]], list[list[tf.Tensor]]]
 
 
 def all_reduce(
@@ -36,9 +36,9 @@ def all_reduce(
             for per_device, device in zip(values, devices, strict=True)
         ]
     reduced = []
-    for index, pack_plan in enumerate(plan.packs):
+    for index in range(len(plan.packs)):
         with tf.name_scope(f"pack{index}"):
-            reduced.append(reduce_pack(pack_plan, [per_device[index] for per_device in packed]))
+            reduced.append(reduce_pack(index, [per_device[index] for per_device in packed]))
     with tf.name_scope("unfuse"):
         return [
             unpack(plan, [by_device[rank] for by_device in reduced], values[rank], device)

@@ -25,12 +25,15 @@ class Reduction:
       devices: the device of each value; `""` where it is not known at trace time.
       destinations: the devices that get the result.
       num_hosts: how many hosts hold as many values each.
+      is_state: whether it is not a gradient but a state, a metric or a loss, which is not to be
+        rounded where it is copied.
     """
 
     values: tuple[Any, ...]
     devices: tuple[str, ...]
     destinations: tuple[str, ...]
     num_hosts: int = 1
+    is_state: bool = False
 
     @property
     def num_replicas(self) -> int:
@@ -105,6 +108,22 @@ def check_numeric(reductions: Sequence[Reduction]) -> None:
             )
 
 
+def check_error_feedback(value: Any, wire_dtype: tf.DType | None) -> None:
+    """Raises unless the argument `error_feedback` is a bool, and there is a cast to feed back from.
+
+    Raises:
+      TypeError: if it is not a bool.
+      ValueError: if it is True and nothing is cast.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"error_feedback must be True or False; got {value!r}")
+    if value and wire_dtype is None:
+        raise ValueError(
+            "error_feedback must be False without wire_dtype='bfloat16' or 'float16', as nothing "
+            "is lost then; got error_feedback=True and wire_dtype=None"
+        )
+
+
 def check_topology(topology: Topology | None, reduction: Reduction) -> None:
     """Raises `ValueError` unless the topology, if one was given, fits an all-reduce."""
     if topology is None or not reduction.is_all_reduce:
@@ -162,6 +181,27 @@ def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
     except ValueError as error:
         raise ValueError(f"{name}{error}") from error
     return reduction
+
+
+def check_lone_pair(value: Any, destinations: Any) -> Reduction:
+    """Checks one value that is reduced alone, and its destinations; see `check_pair`.
+
+    Gradients come in batches. What is reduced alone may be one too, but variables (metrics, moving
+    averages), what is reduced for a variable, and single numbers (losses, counts) are not.
+    """
+    reduction = check_pair(value, destinations)
+    is_state = (
+        _is_variable(value)
+        or _is_variable(destinations)
+        or (not reduction.is_sparse and reduction.values[0].shape.num_elements() == 1)
+    )
+    return dataclasses.replace(reduction, is_state=is_state) if is_state else reduction
+
+
+def _is_variable(value: Any) -> bool:
+    """Returns whether a value is a variable, or one a replica."""
+    components = value.values if isinstance(value, tf_internals.DistributedValues) else (value,)
+    return any(tf_internals.is_variable(component) for component in components)
 
 
 def check_gather(value: Any, destinations: Any, axis: Any) -> Reduction:

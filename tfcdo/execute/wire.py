@@ -158,14 +158,30 @@ def scale_for(
     Returns:
       A scalar of the tensors' dtype; None if the wire dtype has the range of the tensors'.
     """
-    dtype = tensors[0].dtype
-    if not needs_scale(wire_dtype, dtype):
+    if not needs_scale(wire_dtype, tensors[0].dtype):
         return None
-    finite = [tf.where(tf.math.is_finite(one), tf.abs(one), tf.zeros_like(one)) for one in tensors]
+    return scale_for_largest(largest_magnitude(tensors), wire_dtype, num_terms)
+
+
+def largest_magnitude(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns the largest finite magnitude in tensors of one dtype, at least one; 0 for none."""
+    zero = tf.constant(0, tensors[0].dtype)
+    largest = [
+        tf.reduce_max(tf.where(tf.math.is_finite(one), tf.abs(one), zero)) for one in tensors
+    ]
     # Of no numbers at all, the largest is minus infinity.
-    largest = tf.maximum(
-        tf.reduce_max(tf.stack([tf.reduce_max(one) for one in finite])), tf.zeros([], dtype)
-    )
+    return tf.reduce_max(tf.stack([zero, *largest]))
+
+
+def scale_for_largest(largest: tf.Tensor, wire_dtype: tf.DType, num_terms: int = 1) -> tf.Tensor:
+    """Returns the power of two that `scale_for` returns for tensors.
+
+    Args:
+      largest: the largest finite magnitude in them; a scalar of their dtype.
+      wire_dtype: as for `scale_for`.
+      num_terms: as for `scale_for`.
+    """
+    dtype = largest.dtype
     wire, wide = _FORMATS[wire_dtype], _FORMATS[dtype]
     # One half, lest it overflows, of the number that the largest one may be rounded up to.
     power = _power_of_two(largest * (0.5 * (1 + wire.roundoff)))
@@ -279,3 +295,41 @@ def error_bound(
     else:
         lost += wire.lost
     return np.asarray((growth - 1) * magnitudes + num_devices * growth * lost)
+
+
+def feedback_error_bound(
+    magnitudes_by_step: Any,
+    depth: int,
+    num_devices: int,
+    wire_dtype: tf.DType,
+    dtype: tf.DType = tf.float32,
+) -> np.ndarray:
+    """Bounds by how much the sum of all results differs from that of all values, with feedback.
+
+    Each cast hands on, in the next step, exactly what it has lost, so after any number of steps
+    only the residuals are missing: what the casts of one step lose. They are added to values that
+    are cast, so they are themselves part of what is rounded: with c the bound of one step, relative
+    to the magnitudes, they are at most c / (1 - c) of the largest. Additions in the values' own
+    dtype round in every step, and that is not fed back.
+
+    Args:
+      magnitudes_by_step: `magnitudes` of `error_bound` for each step, along the first axis.
+      depth: as for `error_bound`.
+      num_devices: the same.
+      wire_dtype: the same.
+      dtype: the same.
+
+    Returns:
+      The bound of the absolute difference of each element, as float64.
+
+    References:
+      Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
+      ICML 2019, whose lemma 3 bounds the residual of any such cast.
+    """
+    magnitudes = np.asarray(magnitudes_by_step, np.float64)
+    wide = _FORMATS[dtype]
+    growth = (1 + roundoff(wire_dtype, dtype)) ** (depth + 1) * (1 + wide.roundoff) ** num_devices
+    once = error_bound(np.max(magnitudes, 0), depth, num_devices, wire_dtype, dtype)
+    held = once / (2 - growth)
+    added = np.sum(magnitudes + held, 0) * wide.roundoff + len(magnitudes) * wide.lost
+    return np.asarray(held + 2 * num_devices * added)

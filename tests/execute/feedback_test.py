@@ -1,0 +1,329 @@
+"""Tests of error feedback: over many steps nothing is lost, and whose residuals are whose."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+from hypothesis import strategies as st
+from testing_utils import MEAN
+from testing_utils import SUM
+
+import tfcdo
+from tfcdo.execute import feedback
+from tfcdo.execute import wire
+
+WIRES = ("bfloat16", "float16")
+# More than half of what bfloat16 loses of numbers from 1 to 2, and what float16 does.
+TINY = {"bfloat16": 0.3 * 2.0**-7, "float16": 0.3 * 2.0**-10}
+
+
+def _residuals(ops: Any) -> list[tf.Variable]:
+    """The residuals that some cross-device ops keep."""
+    return list(ops._wire.feedback.variables)
+
+
+class Training:
+    """The gradients of some devices, all-reduced step by step.
+
+    Args:
+      ops: the cross-device ops.
+      count: how many devices there are.
+      shape: the shape of each gradient.
+      reduce_op: SUM or MEAN.
+      function: whether steps run in a `tf.function`.
+    """
+
+    def __init__(
+        self,
+        ops: Any,
+        count: int = 3,
+        shape: Sequence[int] = (4,),
+        reduce_op: Any = SUM,
+        function: bool = True,
+        dtype: tf.DType = tf.float32,
+    ) -> None:
+        self.ops, self.reduce_op = ops, reduce_op
+        self.gradients = []
+        for rank in range(count):
+            with tf.device(tu.device_name(rank)):
+                self.gradients.append(tf.Variable(tf.zeros(shape, dtype)))
+        self.call = tf.function(self.reduce, autograph=False) if function else self.reduce
+
+    def reduce(self) -> Any:
+        value = tu.per_replica(self.gradients)
+        return self.ops.batch_reduce(self.reduce_op, [(value, value)])[0].values
+
+    def step(self, gradients: Any) -> np.ndarray:
+        """All-reduces one gradient a device, or one for all, and returns the result."""
+        arrays = np.broadcast_to(gradients, (len(self.gradients), *self.gradients[0].shape))
+        for variable, array in zip(self.gradients, arrays, strict=True):
+            variable.assign(array)
+        results = [result.numpy() for result in self.call()]
+        for result in results[1:]:
+            np.testing.assert_array_equal(results[0], result)
+        return results[0]
+
+    def lost(self, steps: int, gradient: float) -> float:
+        """How much less than the values all results are, after so many equal steps."""
+        total = sum(self.step(gradient)[0].astype(np.float64) for _ in range(steps))
+        return steps * len(self.gradients) * float(np.float32(gradient)) - total
+
+
+class RunningSumTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(
+        case=(
+            (lambda **kw: tfcdo.AllReduceCrossDeviceOps("ring", **kw), 3, SUM, 2),
+            (tfcdo.HierarchicalCopyAllReduce, 5, MEAN, 2),
+            (lambda **kw: tfcdo.ReductionToOneDevice("/cpu:7", **kw), 2, SUM, 1),
+        ),
+        wire_dtype=WIRES,
+    )
+    def test_stays_within_one_rounding(self, case, wire_dtype):
+        make, count, reduce_op, depth = case
+        training = Training(
+            make(wire_dtype=wire_dtype, error_feedback=True), count, (3,), reduce_op
+        )
+        numbers = st.floats(
+            width=32, min_value=-(2.0**99), max_value=2.0**99, allow_subnormal=False
+        )
+        batches = st.lists(
+            st.lists(numbers, min_size=3 * count, max_size=3 * count), min_size=1, max_size=12
+        )
+
+        @hypothesis.settings(
+            max_examples=30,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+        @hypothesis.given(batches)
+        def check(drawn: list[list[float]]) -> None:
+            training.ops.reset_error_feedback()
+            steps = np.array(drawn, np.float32).reshape(-1, count, 3)
+            results = np.sum([tu.exact(training.step(step)) for step in steps], axis=0)
+            exact = np.sum([tu.oracle(reduce_op, list(step)) for step in steps], axis=0)
+            magnitudes = [tu.oracle(reduce_op, list(np.abs(step))) for step in steps]
+            bound = wire.feedback_error_bound(magnitudes, depth, count, tf.as_dtype(wire_dtype))
+            self.assertAllLessEqual(np.abs(results - exact) - bound, 0)
+
+        check()
+
+    @parameterized.product(wire_dtype=WIRES, function=(False, True))
+    def test_without_it_the_sum_runs_away(self, wire_dtype, function):
+        one_rounding = 6 * 2 * TINY[wire_dtype]
+        lost = {
+            fed_back: Training(
+                tfcdo.HierarchicalCopyAllReduce(wire_dtype=wire_dtype, error_feedback=fed_back),
+                function=function,
+            ).lost(40, 1 + TINY[wire_dtype])
+            for fed_back in (False, True)
+        }
+        self.assertGreater(abs(lost[False]), 40 * TINY[wire_dtype])
+        self.assertLess(abs(lost[True]), one_rounding)
+
+    def test_of_64_bits_and_of_a_value_reduced_alone(self):
+        ops = tfcdo.AutoAllReduce(wire_dtype="float16", error_feedback=True)
+        training = Training(ops, dtype=tf.float64)
+
+        def reduce() -> Any:
+            value = tu.per_replica(training.gradients)
+            return ops.reduce(SUM, value, value).values
+
+        training.call = reduce
+        self.assertLess(abs(training.lost(40, 1 + TINY["float16"])), 12 * TINY["float16"])
+        self.assertEqual({tf.float64}, {one.dtype for one in _residuals(ops)})
+
+    def test_infinities_are_seen_and_lose_nothing(self):
+        training = Training(
+            tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16", error_feedback=True)
+        )
+        lost = training.lost(3, 1 + TINY["bfloat16"])
+        self.assertNotEqual(0, lost)
+        overflowed = np.array([np.inf, -np.inf, np.nan, 1.0], np.float32)
+        np.testing.assert_array_equal(overflowed[:3], training.step(overflowed)[:3])
+        # What the first step has lost of the first element is still to come.
+        lost += training.lost(20, 1 + TINY["bfloat16"])
+        self.assertLess(abs(lost), 12 * TINY["bfloat16"])
+
+
+class OwnersTest(tf.test.TestCase, parameterized.TestCase):
+    """Each model's residuals are its own, whatever calls it, and stay with it."""
+
+    def make(self) -> Any:
+        return tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16", error_feedback=True)
+
+    def test_two_models_of_the_same_shapes(self):
+        ops = self.make()
+        first, second = Training(ops), Training(ops)
+        first.lost(5, 1 + TINY["bfloat16"])
+        for _ in range(4):
+            self.assertAllEqual([3.0] * 4, second.step(1.0))
+
+    def test_two_batches_in_one_function(self):
+        ops = self.make()
+        first, second = Training(ops), Training(ops)
+
+        @tf.function
+        def both() -> Any:
+            return first.reduce(), second.reduce()
+
+        first.call, second.call = lambda: both()[0], lambda: both()[1]
+        first.lost(5, 1 + TINY["bfloat16"])
+        first.step(0.0)
+        for _ in range(4):
+            self.assertAllEqual([3.0] * 4, second.step(1.0))
+
+    def test_a_function_that_is_traced_again_goes_on(self):
+        ops = self.make()
+        training = Training(ops)
+        traced = tf.function(lambda number: training.reduce())
+        number = iter(range(100))
+        training.call = lambda: traced(next(number))  # Each is another signature.
+        self.assertLess(abs(training.lost(10, 1 + TINY["bfloat16"])), 12 * TINY["bfloat16"])
+        self.assertLen(_residuals(ops), 3)
+
+    def test_loops(self):
+        ops = self.make()
+        training = Training(ops)
+
+        @tf.function
+        def many() -> tf.Tensor:
+            total = tf.zeros([4])
+            for _ in tf.range(40):
+                total += training.reduce()[0]
+            return total
+
+        for variable in training.gradients:
+            variable.assign([1 + TINY["bfloat16"]] * 4)
+        self.assertAllClose([120 * (1 + TINY["bfloat16"])] * 4, many(), atol=12 * TINY["bfloat16"])
+
+    def test_a_function_that_is_gone_leaves_its_place(self):
+        ops = self.make()
+        for _ in range(3):
+            Training(ops).lost(2, 1 + TINY["bfloat16"])
+            gc.collect()
+        self.assertLen(_residuals(ops), 3)
+        # Who comes next begins with nothing.
+        self.assertAllEqual([3.0] * 4, Training(ops).step(1.0))
+
+    @parameterized.parameters(False, True)
+    def test_residuals_are_where_they_were_lost(self, in_scope):
+        strategy = tf.distribute.MirroredStrategy(list(tu.ALL_DEVICES[:3]))
+        ops = self.make()
+        with strategy.scope() if in_scope else tf.name_scope("none"):
+            Training(ops).step(1.0)
+        devices = [variable.device for variable in _residuals(ops)]
+        self.assertCountEqual(tu.device_names(3), devices)
+
+    def test_explaining_and_copying_take_none(self):
+        ops = self.make()
+        ops.explain([(4,)], devices=["/cpu:0", "/cpu:1"])
+        self.assertEmpty(_residuals(ops))
+        Training(ops).step(1.0)
+        self.assertEmpty(_residuals(copy.deepcopy(ops)))
+
+    def test_reset(self):
+        ops = self.make()
+        training = Training(ops)
+        training.lost(5, 1 + TINY["bfloat16"])
+        ops.reset_error_feedback()
+        for _ in range(4):
+            self.assertAllEqual([3.0] * 4, training.step(1.0))
+        with self.assertRaisesRegex(ValueError, "error_feedback must be True"):
+            tfcdo.AutoAllReduce(wire_dtype="bfloat16").reset_error_feedback()
+
+
+class StrategyTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(False, True)
+    def test_replicas_in_threads(self, function):
+        ops = tfcdo.AutoAllReduce(wire_dtype="bfloat16", error_feedback=True)
+        strategy = tf.distribute.MirroredStrategy(list(tu.ALL_DEVICES[:3]), ops)
+
+        def replica() -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            return context.all_reduce(SUM, [tf.fill([4], 1 + TINY["bfloat16"])])[0]
+
+        def step() -> Any:
+            return strategy.experimental_local_results(strategy.run(replica))[1]
+
+        run: Any = tf.function(step) if function else step
+        total = np.sum([run() for _ in range(40)], axis=0)
+        self.assertAllClose([120 * (1 + TINY["bfloat16"])] * 4, total, atol=12 * TINY["bfloat16"])
+
+
+class CheckpointTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(function=(False, True), made=(False, True))
+    def test_training_goes_on_bit_for_bit(self, function, made):
+        def train(ops: Any) -> Training:
+            return Training(ops, 3, (5,), MEAN, function)
+
+        def make() -> Any:
+            return tfcdo.HierarchicalCopyAllReduce(2, wire_dtype="float16", error_feedback=True)
+
+        generator = np.random.default_rng(0)
+        steps = generator.standard_normal((6, 3, 5)).astype(np.float32)
+        ops = make()
+        training = train(ops)
+        for step in steps[:3]:
+            training.step(step)
+        path = tf.train.Checkpoint(ops=ops).save(self.get_temp_dir() + "/saved")
+        expected = [training.step(step) for step in steps[3:]]
+        again = make()
+        later = train(again)
+        if made:  # The residuals are there already when they are restored.
+            later.step(steps[0])
+        status = tf.train.Checkpoint(ops=again).restore(path)
+        actual = [later.step(step) for step in steps[3:]]
+        status.assert_consumed()
+        self.assertAllEqual(expected, actual)
+        self.assertNotAllEqual(expected, [train(make()).step(step) for step in steps[3:]])
+
+
+class RefusedTest(tf.test.TestCase):
+    def make(self) -> Any:
+        return tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16", error_feedback=True)
+
+    def test_eager_calls_of_ever_new_shapes(self):
+        ops = self.make()
+        for size in range(1, feedback.MAX_STRUCTURES + 1):
+            value = tu.per_replica([np.ones(size, np.float32)] * 2)
+            tu.all_reduce(ops, SUM, [value])
+        value = tu.per_replica([np.ones(1000, np.float32)] * 2)
+        with self.assertRaisesRegex(ValueError, "got 33 structures .* in eager calls"):
+            tu.all_reduce(ops, SUM, [value])
+        # Functions have their own.
+        tu.all_reduce(ops, SUM, [value], tu.FUNCTION)
+
+    def test_what_is_not_known_while_tracing(self):
+        ops = self.make()
+        value = tu.per_replica([[1.0, 2.0]] * 2)
+        with self.assertRaisesRegex(ValueError, "whose devices are known"):
+            tu.all_reduce(ops, SUM, [value], tu.ARGUMENTS)
+
+        @tf.function
+        def reduce(size: tf.Tensor) -> Any:
+            value = tu.per_replica([tf.ones([size]), tf.ones([size])])
+            return ops.batch_reduce(SUM, [(value, value)])[0].values
+
+        with self.assertRaisesRegex(
+            ValueError, r"whose shapes are known .*float32 of shape \(None"
+        ):
+            reduce(tf.constant(3))
+
+    def test_graphs_of_tensorflow_1(self):
+        with tf.Graph().as_default():
+            value = tu.per_replica([tf.ones([2]), tf.ones([2])])
+            with self.assertRaisesRegex(ValueError, "needs TensorFlow 2"):
+                self.make().batch_reduce(SUM, [(value, value)])
+
+
+if __name__ == "__main__":
+    tf.test.main()

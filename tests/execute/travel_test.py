@@ -1,0 +1,288 @@
+"""Tests of values that travel in 16 bits: the bound of their error, and what is never rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+from testing_utils import ARGUMENTS
+from testing_utils import EAGER
+from testing_utils import FUNCTION
+from testing_utils import MEAN
+from testing_utils import SUM
+
+import tfcdo
+from tfcdo import tf_internals
+from tfcdo.execute import numerics
+from tfcdo.execute import wire
+from tfcdo.plan import algorithms
+
+WIRES = ("bfloat16", "float16")
+# By name, what makes a class's object of keyword arguments, and the most edges to the root: None
+# for what its explanation says.
+SETTINGS: dict[str, tuple[Callable[..., Any], int | None]] = {
+    **{
+        name: (lambda name=name, **kw: tfcdo.AllReduceCrossDeviceOps(name, **kw), None)
+        for name in (*algorithms.ALGORITHMS, "nccl")
+    },
+    "Hierarchical": (lambda **kw: tfcdo.HierarchicalCopyAllReduce(3, **kw), None),
+    "Nccl": (tfcdo.NcclAllReduce, None),
+    "Auto": (tfcdo.AutoAllReduce, None),
+    "OneDevice": (tfcdo.ReductionToOneDevice, 1),
+    "OtherDevice": (lambda **kw: tfcdo.ReductionToOneDevice("/cpu:7", **kw), 1),
+    "Accumulating": (lambda **kw: tfcdo.ReductionToOneDevice(None, tf.add_n, **kw), 1),
+}
+SHAPES = ((33,), (4, 5))
+
+
+def _drawn(count: int, dtype: tf.DType, seed: int = 0) -> list[list[np.ndarray]]:
+    """`[value][device]`: numbers of all bits and many sizes, mostly of one sign."""
+    generator = np.random.default_rng(seed)
+    return [
+        [
+            (generator.uniform(-0.2, 1, shape) * 2.0 ** generator.integers(-12, 3, shape)).astype(
+                dtype.as_numpy_dtype
+            )
+            for _ in range(count)
+        ]
+        for shape in SHAPES
+    ]
+
+
+def _errors(
+    ops: tf.distribute.CrossDeviceOps,
+    arrays: Sequence[Sequence[np.ndarray]],
+    depth: int,
+    wire_dtype: str,
+    reduce_op: Any = SUM,
+    mode: str = EAGER,
+) -> list[np.ndarray]:
+    """All-reduces values and returns each error as a part of its bound, 1 for just as large."""
+    results = tu.all_reduce(ops, reduce_op, [tu.per_replica(own) for own in arrays], mode)
+    dtype = tf.as_dtype(arrays[0][0].dtype)
+    # The bound is of a pack, whose largest number decides of float16's scale.
+    magnitudes = [tu.oracle(reduce_op, [np.abs(one) for one in own]) for own in arrays]
+    sizes = np.cumsum([one.size for one in magnitudes])[:-1]
+    bounds = wire.error_bound(
+        np.concatenate([one.ravel() for one in magnitudes]),
+        depth,
+        len(arrays[0]),
+        tf.as_dtype(wire_dtype),
+        dtype,
+    )
+    for result in results:
+        for component in result.values:
+            assert component.dtype == dtype
+            np.testing.assert_array_equal(component, result.value)
+    return [
+        np.abs(tu.exact(result.value) - tu.oracle(reduce_op, own)).ravel() / bound
+        for result, own, bound in zip(results, arrays, np.split(bounds, sizes), strict=True)
+    ]
+
+
+class BoundTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(setting=tuple(SETTINGS), wire_dtype=WIRES)
+    def test_the_error_is_at_most_the_bound(self, setting, wire_dtype):
+        make, depth = SETTINGS[setting]
+        ops = make(wire_dtype=wire_dtype)
+        cases = (
+            (5, tf.float32, SUM, FUNCTION),
+            (3, tf.float64, MEAN, EAGER),
+            (2, tf.float32, SUM, ARGUMENTS),
+        )
+        with tu.kernels_for("GPU"):
+            for count, dtype, reduce_op, mode in cases:
+                explained = ops.explain(SHAPES, dtype, tu.device_names(count))
+                most = depth or max(pack.tree.depth for pack in explained.packs)
+                arrays = _drawn(count, dtype)
+                errors = np.concatenate(_errors(ops, arrays, most, wire_dtype, reduce_op, mode))
+                self.assertLessEqual(np.max(errors), 1)
+                # Something was rounded, and the bound is not far from what happens.
+                self.assertGreater(np.max(errors), 0.05)
+
+    @parameterized.parameters(*WIRES)
+    def test_adding_in_16_bits_would_break_the_bound(self, wire_dtype):
+        ops = tfcdo.ReductionToOneDevice(wire_dtype=wire_dtype)
+        small = 0.75 * wire.roundoff(tf.as_dtype(wire_dtype))
+        arrays = [[np.full((3,), 1.0 if rank == 0 else small, np.float32) for rank in range(8)]]
+
+        def add(values: Sequence[tf.Tensor], name: str | None = None) -> tf.Tensor:
+            total = tf.cast(values[0], wire_dtype)
+            for value in values[1:]:
+                total += tf.cast(value, wire_dtype)
+            return tf.cast(total, values[0].dtype)
+
+        [right] = _errors(ops, arrays, 1, wire_dtype)
+        with mock.patch.object(numerics, "add", add):
+            [wrong] = _errors(ops, arrays, 1, wire_dtype)
+        self.assertLessEqual(np.max(right), 1)
+        self.assertGreater(np.min(wrong), 2)
+
+    @parameterized.product(setting=tuple(SETTINGS), wire_dtype=WIRES)
+    def test_what_16_bits_hold_is_exact(self, setting, wire_dtype):
+        ops = SETTINGS[setting][0](wire_dtype=wire_dtype)
+        arrays = [
+            [tu.numbers(shape, tf.float32, 10 * rank, limit=15) for rank in range(5)]
+            for shape in SHAPES
+        ]
+        with tu.kernels_for("GPU"):
+            results = tu.all_reduce(ops, SUM, [tu.per_replica(own) for own in arrays])
+        for result, own in zip(results, arrays, strict=True):
+            for component in result.values:
+                self.assertAllEqual(tu.oracle(SUM, own), component)
+
+    @parameterized.product(setting=("Hierarchical", "ring", "OtherDevice"), wire_dtype=WIRES)
+    def test_large_sums_do_not_overflow_and_infinities_stay(self, setting, wire_dtype):
+        ops = SETTINGS[setting][0](wire_dtype=wire_dtype)
+        values = np.array([3e4, -6e4, 1e30, 1.0, np.inf, np.nan, 0.0], np.float32)
+        other = np.array([3e4, -6e4, 1e30, np.inf, -np.inf, 1.0, 0.0], np.float32)
+        value = tu.per_replica([values, other] + [values] * 6)
+        (result,) = tu.all_reduce(ops, SUM, [value])
+        small = wire.roundoff(tf.as_dtype(wire_dtype))
+        expected = [24e4, -48e4, 8e30, np.inf, np.nan, np.nan, 0.0]
+        # Beside 1e30, float16 has few bits left for what is 2^-60 of it.
+        np.testing.assert_allclose(result.value, expected, rtol=8 * small, atol=8e30 * 2.0**-39)
+
+
+class ScopeTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    """What is cast, and what travels as without a wire dtype."""
+
+    @parameterized.product(
+        make=(tfcdo.HierarchicalCopyAllReduce, tfcdo.ReductionToOneDevice), reduce_op=(SUM, MEAN)
+    )
+    def test_other_dtypes_and_rows_are_as_ever(self, make, reduce_op):
+        arrays = [
+            [tu.numbers((5,), dtype, rank, limit=200) for rank in range(4)]
+            for dtype in (tf.int32, tf.int64, tf.complex64, tf.complex128, tf.float16, tf.bfloat16)
+        ]
+        values = [tu.per_replica(own) for own in arrays]
+        values.append(
+            tu.per_replica(
+                [tf.IndexedSlices(tf.constant([[0.1]]), tf.constant([rank])) for rank in range(4)]
+            )
+        )
+        results = zip(
+            tu.all_reduce(make(), reduce_op, values),
+            tu.all_reduce(make(wire_dtype="bfloat16"), reduce_op, values),
+            strict=True,
+        )
+        for plain, cast in results:
+            self.assert_bitwise_equal([plain.value, cast.value])
+
+    def test_states_and_losses_are_not_rounded(self):
+        ops = tfcdo.AutoAllReduce(wire_dtype="bfloat16")
+        variables = []
+        for rank in range(3):
+            with tf.device(tu.device_name(rank)):
+                variables.append(tf.Variable([0.1, 0.2]))
+        state = tf_internals.mirrored(variables)
+        value = tu.per_replica([[0.1, 0.2]] * 3)
+        loss = tu.per_replica([0.1] * 3)
+        for reduced, destinations, expected in (
+            (state, state, [0.3, 0.6]),
+            (value, state, [0.3, 0.6]),
+            (loss, loss, 0.3),
+        ):
+            total = ops.reduce(SUM, reduced, destinations).values[0]
+            self.assertAllClose(expected, total, rtol=1e-6)
+        # Gradients are, where they are for variables too.
+        for total in (
+            ops.reduce(SUM, value, value).values[0],
+            ops.batch_reduce(SUM, [(value, state)])[0].values[0],
+        ):
+            self.assertNotAllClose([0.3, 0.6], total, rtol=1e-6)
+
+    def test_one_replica_and_results_that_stay_are_not_rounded(self):
+        alone = tu.per_replica([[0.1, 0.2]])
+        ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")
+        self.assertAllEqual(np.array([0.1, 0.2], np.float32), ops.reduce(SUM, alone, alone))
+        # What is on the device already is not rounded, nor is the result, which stays there.
+        own = [np.array([0.1, 0.3], np.float32), np.array([1.0, 0.5], np.float32)]
+        total = ops.reduce(SUM, tu.per_replica(own), "/cpu:0")
+        self.assertAllEqual(own[0] + own[1], total)
+
+    @parameterized.product(setting=("ring", "OneDevice", "OtherDevice"), wire_dtype=WIRES)
+    def test_only_16_bits_go_from_device_to_device(self, setting, wire_dtype):
+        ops = SETTINGS[setting][0](wire_dtype=wire_dtype)
+        value = tu.per_replica([tf.ones([64])] * 4)
+        names = {op.name: op for op in tu.traced_ops(lambda: ops.reduce(SUM, value, value))}
+        crossing = [
+            tensor
+            for op in names.values()
+            for tensor in op.inputs
+            if tensor.op.device and op.device and tensor.op.device != op.device
+        ]
+        self.assertNotEmpty(crossing)
+        # Beside them, only the scale.
+        wide = [tensor for tensor in crossing if tensor.dtype != tf.as_dtype(wire_dtype)]
+        for tensor in wide:
+            self.assertEqual((wire_dtype, []), ("float16", tensor.shape.as_list()))
+
+    @parameterized.product(
+        setting=("ring", "OtherDevice"), wire_dtype=WIRES, function=(False, True)
+    )
+    def test_gradients(self, setting, wire_dtype, function):
+        ops = SETTINGS[setting][0](wire_dtype=wire_dtype)
+        own = [tf.constant(tu.numbers((5,), tf.float32, rank)) for rank in range(3)]
+        weights = [tu.numbers((5,), tf.float32, 50 + rank) for rank in range(3)]
+
+        def gradients() -> list[tf.Tensor]:
+            with tf.GradientTape() as tape:
+                tape.watch(own)
+                value = tu.per_replica(own)
+                results = ops.reduce(MEAN, value, value).values
+                loss = tf.add_n(
+                    [tf.reduce_sum(w * one) for w, one in zip(weights, results, strict=True)]
+                )
+            return tape.gradient(loss, own)
+
+        for gradient in (tf.function(gradients) if function else gradients)():
+            self.assertAllClose(np.sum(weights, axis=0) / 3, gradient, rtol=1e-6)
+
+    def test_plans_count_the_bytes_that_travel(self):
+        devices = tu.device_names(4)
+        plain = tfcdo.AllReduceCrossDeviceOps("ring").explain([(4000,)], devices=devices)
+        ops = tfcdo.AllReduceCrossDeviceOps("ring", wire_dtype="bfloat16")
+        cast = ops.explain([(4000,)], devices=devices)
+        halves = {link: number // 2 for link, number in plain.bytes_by_link.items()}
+        self.assertEqual(halves, cast.bytes_by_link)
+        self.assertEqual([4000] * 4, [pack.num_bytes for pack in cast.packs])
+        self.assertEqual([2000] * 4, [pack.num_sent_bytes for pack in cast.packs])
+        self.assertIn("sent as 2,000 bytes", str(cast))
+        self.assertNotIn("sent as", str(plain))
+        # Limits of packs are of the bytes that travel, too.
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=4000)
+        value = tu.per_replica([tf.ones([4000])] * 2)
+
+        def packs(**arguments: Any) -> int:
+            ops = tfcdo.HierarchicalCopyAllReduce(**arguments)
+            traced = tu.traced_ops(lambda: ops.batch_reduce(SUM, [(value, value)], options))
+            return sum(op.type == "AddN" for op in traced)
+
+        self.assertEqual((4, 2), (packs(), packs(wire_dtype="float16")))
+
+
+class ArgumentsTest(parameterized.TestCase):
+    @parameterized.parameters(*SETTINGS)
+    def test_are_checked(self, setting):
+        make = SETTINGS[setting][0]
+        with self.assertRaisesRegex(ValueError, "wire_dtype must be .*'float32'"):
+            make(wire_dtype="float32")
+        with self.assertRaisesRegex(TypeError, "wire_dtype must be .*16"):
+            make(wire_dtype=16)
+        with self.assertRaisesRegex(ValueError, "error_feedback must be False without wire_dtype"):
+            make(error_feedback=True)
+        with self.assertRaisesRegex(TypeError, "error_feedback must be True or False; got 1"):
+            make(wire_dtype="float16", error_feedback=1)
+        shown = repr(make(wire_dtype=tf.bfloat16, error_feedback=True))
+        self.assertIn("wire_dtype='bfloat16', error_feedback=True", shown)
+        self.assertNotIn("wire", repr(make()))
+
+
+if __name__ == "__main__":
+    tf.test.main()

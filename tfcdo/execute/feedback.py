@@ -1,0 +1,208 @@
+"""Error feedback: what the casts of one step lose is added to what they cast in the next one.
+
+The residuals are variables, one for each tensor that a device casts: they are kept where they were
+lost, and saved in checkpoints. Whose residuals they are is known by the structure of the batch, the
+`tf.function` that reduces it, and how often it has reduced such a batch before.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import tf_internals
+
+# So many structures of batches may be reduced eagerly, or in one function: whoever reduces ever new
+# ones would find none of them again, but fill the memory with residuals.
+MAX_STRUCTURES = 32
+# All who trace must get the same variables.
+_lock = threading.RLock()
+
+
+class Residuals:
+    """What the casts of a batch have lost: one variable for each tensor that a device casts.
+
+    Args:
+      devices: the names of the devices.
+      track: called with a name and a new variable, so that it is saved in checkpoints.
+    """
+
+    def __init__(self, devices: Sequence[str], track: Callable[[str, tf.Variable], None]) -> None:
+        self._devices = tuple(devices)
+        self._track = track
+        self._variables: dict[tuple[int, int, int], tf.Variable] = {}
+        self._functions: dict[Any, Any] = {}
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """All variables that have been made."""
+        return list(self._variables.values())
+
+    def on(self, device: int, pack: int, tensors: Sequence[tf.Tensor]) -> list[tf.Variable]:
+        """Returns the variables of the tensors of a pack on a device; new ones are 0.
+
+        Args:
+          device: the number of the device.
+          pack: the number of the pack.
+          tensors: the tensors, for their dtypes and shapes.
+        """
+        with _lock:
+            return [
+                self._variable((device, pack, index), tensor)
+                for index, tensor in enumerate(tensors)
+            ]
+
+    def function(self, make: Callable[..., Any], key: tuple[Any, ...]) -> Any:
+        """Returns `make(*key, self)`, the same for the same key: it lives as long as this."""
+        with _lock:
+            if key not in self._functions:
+                self._functions[key] = make(*key, self)
+            return self._functions[key]
+
+    def reset(self) -> None:
+        """Sets all variables to 0."""
+        for variable in self.variables:
+            with tf.device(variable.device):
+                variable.assign(tf.zeros_like(variable))
+
+    def _variable(self, key: tuple[int, int, int], tensor: tf.Tensor) -> tf.Variable:
+        if key not in self._variables:
+            shape, dtype = tensor.shape, tensor.dtype
+            with tf.init_scope(), tf.device(self._devices[key[0]]):
+                variable = tf_internals.plain_variable(tf.zeros(shape, dtype))
+            self._variables[key] = variable
+            device, pack, index = key
+            with tf.init_scope():
+                self._track(f"device{device}_pack{pack}_tensor{index}", variable)
+        return self._variables[key]
+
+
+@dataclasses.dataclass
+class _Slot:
+    """The residuals of one use of a structure.
+
+    Attributes:
+      residuals: the residuals.
+      owner: who uses them, weakly: a `tf.function`, or a graph that is none's; None for eager use.
+      turn: of several such batches in one function, which one this is.
+    """
+
+    residuals: Residuals
+    owner: weakref.ref[Any] | None
+    turn: int
+
+
+class ErrorFeedback(tf_internals.Trackable):
+    """The residuals of all batches that an object reduces."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, list[_Slot]] = {}
+        # How many batches of each structure each graph has reduced so far.
+        self._turns: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ErrorFeedback:
+        """Makes one without residuals: what was lost is to be added once only."""
+        return ErrorFeedback()
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """All residuals."""
+        return [
+            variable
+            for slots in self._slots.values()
+            for slot in slots
+            for variable in slot.residuals.variables
+        ]
+
+    def reset(self) -> None:
+        """Sets all residuals to 0."""
+        for slots in self._slots.values():
+            for slot in slots:
+                slot.residuals.reset()
+
+    def residuals(self, structure: Any, devices: Sequence[str]) -> Residuals:
+        """Returns the residuals of the batch that is being reduced.
+
+        Args:
+          structure: what batches have in common that are the same one in different steps; its
+            `repr` is the same in another process.
+          devices: the names of the devices that cast.
+
+        Raises:
+          ValueError: if a device is not known, or too many structures are reduced.
+        """
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            raise ValueError("error_feedback needs TensorFlow 2; got a graph of TensorFlow 1")
+        if not all(devices):
+            raise ValueError(
+                "error_feedback needs values whose devices are known while a function is traced, "
+                "such as strategy.run makes; got arguments of the function"
+            )
+        key = hashlib.sha256(repr(structure).encode()).hexdigest()[:12]
+        with _lock:
+            owner = None if tf.executing_eagerly() else tf_internals.function_being_traced()
+            turn = self._turn(key)
+            slots = self._slots.setdefault(key, [])
+            for slot in slots:
+                if _owner_of(slot) is owner and slot.turn == turn and not _is_free(slot):
+                    return slot.residuals
+            self._check_number(owner)
+            return self._new(key, slots, owner, turn, devices)
+
+    def _turn(self, key: str) -> int:
+        """Counts the batches of a structure in the function that is being traced."""
+        graph = tf_internals.graph_of_function()
+        if graph is None:
+            return 0
+        counter = self._turns.setdefault(graph, collections.Counter())
+        counter[key] += 1
+        return counter[key] - 1
+
+    def _new(
+        self, key: str, slots: list[_Slot], owner: Any, turn: int, devices: Sequence[str]
+    ) -> Residuals:
+        reference = None if owner is None else weakref.ref(owner)
+        for slot in slots:
+            if _is_free(slot):
+                slot.owner, slot.turn = reference, turn
+                with tf.init_scope():
+                    slot.residuals.reset()
+                return slot.residuals
+        number = len(slots)
+        residuals = Residuals(
+            devices,
+            lambda name, variable: self._track_trackable(variable, f"batch_{key}_{number}_{name}"),
+        )
+        slots.append(_Slot(residuals, reference, turn))
+        return residuals
+
+    def _check_number(self, owner: Any) -> None:
+        used = sum(
+            any(_owner_of(slot) is owner and not _is_free(slot) for slot in slots)
+            for slots in self._slots.values()
+        )
+        if used >= MAX_STRUCTURES:
+            who = "one tf.function" if owner is not None else "eager calls"
+            raise ValueError(
+                f"error_feedback keeps what is lost for the next batch of the same structure; got "
+                f"{used + 1} structures (shapes, dtypes, devices) in {who}: reduce batches of the "
+                "same shapes in each step, or use another object, without error_feedback, for those"
+            )
+
+
+def _owner_of(slot: _Slot) -> Any:
+    return None if slot.owner is None else slot.owner()
+
+
+def _is_free(slot: _Slot) -> bool:
+    """Returns whether the function that used some residuals is gone."""
+    return slot.owner is not None and slot.owner() is None
