@@ -1,0 +1,49 @@
+"""Accumulates gradients and clips their sum: `python examples/accumulate_and_clip.py`.
+
+Keras alone cannot accumulate on several replicas, and clips on each of them before the sum. Inside
+a `tfcdo.keras.DistributedOptimizer` it does both as on one device.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfcdo
+import tfcdo.keras
+from tfcdo.virtual_devices import configure_virtual_cpus
+
+GLOBAL_BATCH = 24
+STEPS_PER_UPDATE = 4
+
+
+def train(strategy: tf.distribute.Strategy) -> keras.Model:
+    """Trains on the replicas of a strategy."""
+    random = np.random.default_rng(0)
+    inputs = random.normal(size=(16 * GLOBAL_BATCH, 8)).astype(np.float32)
+    targets = (inputs @ random.normal(size=(8, 1))).astype(np.float32)
+
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input([8]), keras.layers.Dense(1)])
+        # One update for four batches, from the mean of their gradients. On the way to it, each
+        # replica adds to its own, and nothing travels.
+        optimizer = tfcdo.keras.DistributedOptimizer(
+            keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.5),
+            gradient_accumulation_steps=STEPS_PER_UPDATE,
+        )
+        model.compile(optimizer, "mse")
+    model.fit(inputs, targets, batch_size=GLOBAL_BATCH, epochs=2, shuffle=False, verbose=0)
+    return model
+
+
+def main() -> None:
+    """Trains on three virtual devices."""
+    model = train(tfcdo.MirroredStrategy(configure_virtual_cpus(3)))
+    print(f"{int(model.optimizer.iterations)} batches, weights of norm", end=" ")
+    print(f"{np.linalg.norm(model.get_weights()[0]):.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Trains an embedding, whose gradients are rows: `python examples/embeddings.py`.
+
+The gradient of an embedding is a `tf.IndexedSlices`: the rows that a batch has used. tfcdo sends
+these rows along the copy trees, and never makes the whole table of them.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfcdo
+import tfcdo.keras
+from tfcdo.virtual_devices import configure_virtual_cpus
+
+WORDS = 1000
+GLOBAL_BATCH = 48
+
+
+def make_data() -> tf.data.Dataset:
+    """Draws sentences of four words; the label says whether most are from the first half."""
+    words = np.random.default_rng(0).integers(0, WORDS, size=(10 * GLOBAL_BATCH, 4))
+    labels = (words < WORDS // 2).sum(axis=1) >= 2
+    return tf.data.Dataset.from_tensor_slices((words, labels)).batch(GLOBAL_BATCH)
+
+
+def train(strategy: tf.distribute.Strategy) -> keras.Model:
+    """Trains on the replicas of a strategy."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Input([4], dtype="int32"),
+                keras.layers.Embedding(WORDS, 8),
+                keras.layers.GlobalAveragePooling1D(),
+                keras.layers.Dense(1),
+            ]
+        )
+        optimizer = tfcdo.keras.DistributedOptimizer(keras.optimizers.SGD(10.0))
+        model.compile(optimizer, keras.losses.BinaryCrossentropy(from_logits=True))
+    model.fit(make_data(), epochs=2, shuffle=False, verbose=0)
+    return model
+
+
+def main() -> None:
+    """Trains on four virtual devices."""
+    model = train(tfcdo.MirroredStrategy(configure_virtual_cpus(4)))
+    print(f"loss {model.evaluate(make_data(), verbose=0):.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The examples, against training on one device; examples/multi_worker.py has its own file."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import pathlib
+from types import ModuleType
+
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+
+import tfcdo
+
+_EXAMPLES = pathlib.Path(__file__).absolute().parents[2] / "examples"
+_ONE = tf.distribute.OneDeviceStrategy("/cpu:0")
+_THREE = tfcdo.MirroredStrategy(["/cpu:0", "/cpu:1", "/cpu:2"])
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, _EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
+    def test_there_are_no_others(self):
+        names = {path.stem for path in _EXAMPLES.glob("*.py")}
+        tested = {"keras_fit", "embeddings", "accumulate_and_clip", "mixed_precision"}
+        others = {"own_loop", "tf1_session", "own_algorithm", "multi_worker"}
+        self.assertEqual(names, tested | others)
+
+    @parameterized.parameters("keras_fit", "embeddings", "accumulate_and_clip")
+    def test_keras_trains_as_on_one_device(self, name):
+        train = _load(name).train
+        for own, expected in zip(train(_THREE).weights, train(_ONE).weights, strict=True):
+            self.assertAllClose(expected, own, rtol=1e-4, atol=1e-5, msg=own.path)
+
+    def test_mixed_precision(self):
+        train = _load("mixed_precision").train
+        (model, loss), (_, expected) = train(_THREE), train(_ONE)
+        self.assertEqual(model.layers[0].compute_dtype, "float16")
+        # float16 has three digits.
+        self.assertAllClose(expected, loss, rtol=0.03)
+
+    def test_own_loop(self):
+        example = _load("own_loop")
+        slopes, height = example.train(_THREE)
+        # The plane that the targets are on.
+        self.assertAllClose([[1], [-2], [0.5]], slopes, atol=0.05)
+        self.assertAllClose(3, height, atol=0.05)
+        for own, expected in zip((slopes, height), example.train(_ONE), strict=True):
+            self.assertAllClose(expected, own, rtol=1e-5)
+
+    def test_tf1_session(self):
+        # The mean of 0..11, up to (1 - 0.4)^20 of the way there.
+        weight = _load("tf1_session").train(["/cpu:0", "/cpu:1", "/cpu:2"])
+        self.assertAllClose(5.5, weight, rtol=1e-3)
+
+    def test_own_algorithm(self):
+        example = _load("own_algorithm")
+        trees = example.ring_in_order(example.ALONG_NVLINKS)
+        self.assertLess(2 * example.milliseconds(trees, 10**8), example.milliseconds("ring", 10**8))
+        for total in example.all_reduce(trees, tu.ALL_DEVICES):
+            self.assertAllEqual(np.arange(100) * sum(range(8)), total)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            example.main()
+        self.assertIn("on each device: {2772.0}", printed.getvalue())
+
+
+if __name__ == "__main__":
+    tf.test.main()
