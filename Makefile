@@ -18,7 +18,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
 PYTEST := $(BIN)/python -m pytest $(WORKERS)
 
-.PHONY: help demo test test-fast test-versions lint wheel check-wheel coverage compat faults bench clean
+.PHONY: help demo test test-fast test-versions lint wheel check-wheel coverage docs compat faults bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -52,6 +52,10 @@ coverage: $(VENV)/.installed-dev ## Run all tests and show which branches of tfc
 	@$(BIN)/coverage run -m pytest -q $(WORKERS)
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage report
+
+docs: $(VENV)/.installed-docs ## Build the documentation in build/docs; a warning is an error
+	@$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
 
 compat: $(VENV)/.installed-dev ## Run TensorFlow's classes and tfcdo's side by side: docs/compat.md
 	@$(BIN)/python tools/compat.py docs/compat.md

@@ -1,4 +1,4 @@
-"""The package's rooms are as the README draws them, and files can be read in one go."""
+"""The package's rooms are as the documentation draws them, and files can be read in one go."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import re
 from absl.testing import absltest
 
 _ROOT = pathlib.Path(__file__).absolute().parents[1]
-_FOLDERS = ("tfcdo", "tests", "tools", "pip_package")
+_FOLDERS = ("docs", "examples", "pip_package", "tests", "tfcdo", "tools")
+_HEADER = re.compile(r"SPDX-License-Identifier|Licensed under the Apache|^(#|//) Copyright", re.M)
 _MOST_LINES = 400
 # How a longer file begins the sentence that says why, in a comment or in its docstring.
 _REASON = "Longer than 400 lines"
@@ -21,15 +22,14 @@ def _names(line: str) -> set[str]:
 
 
 class RoomsTest(absltest.TestCase):
-    def test_the_readme_draws_the_layers_that_import_linter_keeps(self):
+    def test_the_documentation_draws_the_layers_that_import_linter_keeps(self):
         settings = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
         (contract,) = re.findall(r"^layers = (\[.*?\n\])", settings, re.MULTILINE | re.DOTALL)
         layers = [_names(layer) for layer in ast.literal_eval(contract)]
-        readme = (_ROOT / "README.md").read_text(encoding="utf-8")
-        drawing = readme[readme.index("The rooms of the package") :]
+        page = (_ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+        drawing = page[page.index("The rooms of the package") :].split("```")[1]
         # Each line of the drawing: the rooms, at least two spaces, and what they are.
-        lines = [line[4:] for line in drawing.splitlines() if line.startswith("    ")]
-        drawn = [_names(re.split(r" {2,}", line)[0]) for line in lines[: len(layers)]]
+        drawn = [_names(re.split(r" {2,}", line)[0]) for line in drawing.splitlines()[1:]]
         self.assertEqual(layers, drawn)
 
 
@@ -47,6 +47,18 @@ class FileSizesTest(absltest.TestCase):
             if text.count("\n") > _MOST_LINES and _REASON not in text
         }
         self.assertEmpty(too_long, f"Divide these files, or begin a comment in them '{_REASON}'")
+
+
+class LicenceTest(absltest.TestCase):
+    def test_one_file_says_it_for_all(self):
+        """A licence header, by which a file would say other than LICENSE; see CONTRIBUTING.md."""
+        files = [path for folder in _FOLDERS for path in (_ROOT / folder).rglob("*.*")]
+        sources = {".py", ".pyi", ".cc", ".bzl"}
+        texts = {path: path.read_text(encoding="utf-8") for path in files if path.suffix in sources}
+        self.assertContainsSubset({_ROOT / "tfcdo" / "version.py"}, set(texts))
+        headed = [path for path, text in texts.items() if _HEADER.search(text)]
+        self.assertEmpty([path for path in headed if path != pathlib.Path(__file__).absolute()])
+        self.assertIn("Apache License", (_ROOT / "LICENSE").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -127,12 +127,10 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
 class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
     """All-reduces batches of values, packed, along copy trees or with NCCL.
 
-    Before the all-reduce, values are repacked:
-      1. if `num_packs` > 0, all values of one dtype are laid end to end and cut into that many
-         packs;
-      2. otherwise, if `agg_small_grads_max_bytes` > 0 and `agg_small_grads_max_group` > 0, values
-         smaller than that many bytes are put together in groups of at most that many values;
-      3. otherwise each value is a pack of its own.
+    Before the all-reduce, values are repacked: if `num_packs` > 0, all values of one dtype are laid
+    end to end and cut into that many packs; otherwise, if `agg_small_grads_max_bytes` > 0 and
+    `agg_small_grads_max_group` > 0, values smaller than that many bytes are put together in groups
+    of at most that many values; otherwise each value is a pack of its own.
     `options.bytes_per_pack`, when positive, caps the size of a pack. Reductions that are not
     all-reduces (the result goes elsewhere than to the values' own devices) go to one device and are
     copied from there.

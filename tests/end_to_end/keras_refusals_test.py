@@ -1,4 +1,4 @@
-"""Tests of what Keras itself refuses under a MirroredStrategy, as the README lists it."""
+"""Tests of what Keras itself refuses under a MirroredStrategy, as the documentation lists it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from absl.testing import parameterized
 import tfcdo
 from tfcdo import virtual_devices
 
-_README = pathlib.Path(__file__).parents[2] / "README.md"
+_PAGE = pathlib.Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 _DEVICES = virtual_devices.configure_virtual_cpus(2)
 
 
@@ -21,8 +21,8 @@ class RefusalTest(parameterized.TestCase, tf.test.TestCase):
         ("gradient_accumulation_steps", {"gradient_accumulation_steps": 2}),
         ("ema_overwrite_frequency", {"use_ema": True, "ema_overwrite_frequency": 2}),
     )
-    def test_an_optimizer_that_the_readme_names(self, name: str, arguments: dict[str, object]):
-        self.assertIn(f"`{name}`", _README.read_text(encoding="utf-8"))
+    def test_an_optimizer_that_the_page_names(self, name: str, arguments: dict[str, object]):
+        self.assertIn(f"`{name}`", _PAGE.read_text(encoding="utf-8"))
         strategy = tf.distribute.MirroredStrategy(
             _DEVICES, cross_device_ops=tfcdo.HierarchicalCopyAllReduce()
         )

@@ -1,0 +1,225 @@
+"""The documentation: every code block runs or is checked, every link leads somewhere.
+
+Python runs, one page after another in this process, each block after those above it on its page. Of
+the commands, those without TensorFlow run and print what the page shows (`...` is anything); of
+the others the options are read, and what they name must be there.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import doctest
+import io
+import os
+import pathlib
+import re
+import shlex
+import tempfile
+from collections.abc import Iterator
+
+import click
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import absltest
+from absl.testing import parameterized
+from click.testing import CliRunner
+
+import tfcdo
+from tfcdo.cli import commands
+
+_ROOT = pathlib.Path(__file__).absolute().parents[1]
+_OTHERS = (_ROOT / "README.md", _ROOT / ".github" / "CONTRIBUTING.md")
+_PAGES = {path.name: path for path in (*_OTHERS, *sorted((_ROOT / "docs").glob("*.md")))}
+_FENCE = re.compile(r"^```(\{?[\w-]*\}?)(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+# What is not code, or is taken from a file that has a test of its own.
+_NOT_CODE = {"text", "{toctree}", "{eval-rst}", "{literalinclude}"}
+# Before a block of Python that cannot run here, with the reason: its names are looked up instead.
+_NOT_RUN = "<!-- not run: "
+_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
+_ELSEWHERE = {"bazel", "export", "git", "HOSTS=$(scontrol", "srun"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, and whether the page says that it cannot run."""
+
+    language: str
+    text: str
+    runs: bool
+
+
+def _blocks(page: str) -> list[Block]:
+    text = _PAGES[page].read_text(encoding="utf-8")
+    return [
+        Block(
+            found[1],
+            found[3],
+            not text[: found.start()].rstrip().split("\n")[-1].startswith(_NOT_RUN),
+        )
+        for found in _FENCE.finditer(text)
+    ]
+
+
+def _commands(block: str) -> Iterator[tuple[str, str]]:
+    """The commands after the prompts of a block, and the output below each."""
+    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        command, _, output = part.partition("\n")
+        while command.endswith("\\"):
+            more, _, output = output.partition("\n")
+            command = f"{command[:-1]} {more}"
+        yield re.sub(r"\s+#.*", "", command), output
+
+
+class CodeTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        # Blocks may write files.
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        self.addCleanup(os.chdir, pathlib.Path.cwd())
+        os.chdir(folder)
+        self.enter_context(tu.kernels_for("GPU"))
+        pathlib.Path("docs").mkdir()
+
+    @parameterized.parameters(*_PAGES)
+    def test_blocks_are_of_known_languages(self, page: str):
+        languages = {block.language for block in _blocks(page)}
+        self.assertContainsSubset(languages, {"python", "pycon", "console", *_NOT_CODE})
+
+    @parameterized.parameters(*_PAGES)
+    def test_python(self, page: str):
+        names: dict[str, object] = {"__name__": "page"}
+        for block in _blocks(page):
+            if block.language == "python" and not block.runs:
+                self.check_names(block.text)
+            elif block.language == "python":
+                with contextlib.redirect_stdout(io.StringIO()):
+                    exec(compile(block.text, page, "exec"), names)
+            elif block.language == "pycon":
+                told: list[str] = []
+                test = doctest.DocTestParser().get_doctest(block.text, names, page, page, 0)
+                runner = doctest.DocTestRunner(verbose=False, optionflags=_FLAGS)
+                runner.run(test, out=told.append, clear_globs=False)
+                names.update(test.globs)
+                self.assertEqual((runner.failures, runner.tries > 0), (0, True), "".join(told))
+
+    def check_names(self, source: str) -> None:
+        """Looks up what a block uses of modules that it need not import itself."""
+        modules = {"tf": tf, "tfcdo": tfcdo}
+        found = 0
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in modules:
+                eval(ast.unparse(node), dict(modules))
+                found += 1
+        self.assertGreater(found, 0, source)
+
+    @parameterized.parameters(*_PAGES)
+    def test_commands(self, page: str):
+        for block in _blocks(page):
+            if block.language == "console":
+                found = list(_commands(block.text))
+                self.assertNotEmpty(found, block.text)
+                for command, output in found:
+                    with self.subTest(command):
+                        self.check_command(shlex.split(command), output)
+
+    def check_command(self, words: list[str], output: str) -> None:
+        program, *arguments = words
+        if program == "make":
+            targets = re.findall(r"^([a-z-]+):", (_ROOT / "Makefile").read_text(), re.MULTILINE)
+            self.assertContainsSubset([word for word in arguments if "=" not in word], targets)
+        elif program == "pip":
+            settings = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
+            for wanted in re.findall(r"\[([\w,]+)\]", " ".join(arguments)):
+                for extra in wanted.split(","):
+                    self.assertRegex(settings, rf"(?m)^{extra} = \[")
+        elif program.endswith("python"):
+            (file, *_) = (argument for argument in arguments if argument.endswith(".py"))
+            self.assertTrue((_ROOT / file).exists(), arguments)
+        elif program == "tfcdo":
+            self.check_tfcdo(arguments, output)
+        else:
+            self.assertIn(program, _ELSEWHERE)
+
+    def check_tfcdo(self, arguments: list[str], output: str) -> None:
+        if arguments[0] == "plan" and output.strip():
+            # It needs no TensorFlow and less than a second.
+            result = CliRunner().invoke(commands.tfcdo, arguments, terminal_width=120)
+            self.assertEqual(result.exit_code, 0, result.output)
+            matches = doctest.OutputChecker().check_output(output, result.output, _FLAGS)
+            self.assertTrue(matches, f"the page has\n{output}\nand this is\n{result.output}")
+        elif not arguments[0].startswith("-"):
+            context = click.Context(commands.tfcdo)
+            command = commands.tfcdo.get_command(context, arguments[0])
+            command.make_context(arguments[0], [_example(word) for word in arguments[1:]])
+
+
+def _example(word: str) -> str:
+    """A script that is there, where a page names the reader's, and a number for a variable."""
+    if word.endswith(".py"):
+        return str(_ROOT / "examples" / "multi_worker.py")
+    return re.sub(r"\$\{.*?\}", "0", word)
+
+
+class LinksTest(parameterized.TestCase):
+    @parameterized.parameters(*_PAGES)
+    def test_links_lead_somewhere(self, page: str):
+        text = _FENCE.sub("", _PAGES[page].read_text(encoding="utf-8"))
+        links = re.findall(r"\]\(([^)\s]+)\)", text)
+        for link in links:
+            if "://" in link:
+                continue
+            path, _, anchor = link.partition("#")
+            target = (_PAGES[page].parent / path) if path else _PAGES[page]
+            self.assertTrue(target.exists(), f"{page} links to {link}")
+            if anchor:
+                headings = re.findall(
+                    r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE
+                )
+                self.assertIn(anchor, [_anchor(heading) for heading in headings], link)
+
+    def test_each_page_is_in_the_table_of_contents(self):
+        text = _PAGES["index.md"].read_text(encoding="utf-8")
+        listed = re.findall(r"^(?:[A-Z][a-z ]+<)?([a-z-]+)>?$", text, re.MULTILINE)
+        pages = [
+            name.removesuffix(".md") for name in _PAGES if name[0].islower() and name != "index.md"
+        ]
+        self.assertCountEqual(listed, pages)
+
+
+def _anchor(heading: str) -> str:
+    """A heading's anchor on GitHub, and by myst_heading_anchors."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+class TroubleshootingTest(absltest.TestCase):
+    def test_messages_are_those_that_are_raised(self):
+        """Each heading that is a message is in the source of tfcdo or TensorFlow, or in a page
+        that was made by running TensorFlow."""
+        tensorflow = pathlib.Path(tf.__file__).parent / "python" / "distribute"
+        files = [*(_ROOT / "tfcdo").rglob("*.py"), *tensorflow.glob("*.py")]
+        said = "\n".join(text for file in files for text in _strings(file))
+        said += _PAGES["compat.md"].read_text(encoding="utf-8")
+        headings = re.findall(
+            r"^### `+ ?(.+?)`+$", _PAGES["troubleshooting.md"].read_text("utf-8"), re.MULTILINE
+        )
+        self.assertGreater(len(headings), 9)
+        for heading in headings:
+            for piece in heading.split("..."):
+                self.assertTrue(piece.strip(" :,") in said, heading)
+
+
+def _strings(file: pathlib.Path) -> Iterator[str]:
+    """The string constants of a file, those that are written in parts as one."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+if __name__ == "__main__":
+    absltest.main()
