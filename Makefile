@@ -41,11 +41,11 @@ lint: $(VENV)/.installed-dev ## Check style, types and the arrows between the ro
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-wheel: $(VENV)/.installed-dev ## Build dist/tfcdo-*.whl
+wheel: $(VENV)/.installed-dev ## Build dist/tfcdo-*.whl and the sdist
 	@$(BIN)/python pip_package/build_wheel.py --output dist
 
-check-wheel: wheel ## Install the wheel in an empty environment and use it there
-	@$(BIN)/python pip_package/check_wheel.py dist/tfcdo-*.whl
+check-wheel: wheel ## Install the wheel in an empty environment, use it there, and build it from the sdist
+	@$(BIN)/python pip_package/check_wheel.py dist/tfcdo-*.whl --sdist dist/tfcdo-*.tar.gz
 
 coverage: $(VENV)/.installed-dev ## Run all tests and show which branches of tfcdo/ they miss
 	@$(BIN)/coverage erase

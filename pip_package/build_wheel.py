@@ -1,6 +1,6 @@
-"""Builds the wheel: `python pip_package/build_wheel.py --output dist`.
+"""Builds the wheel and the sdist: `python pip_package/build_wheel.py --output dist`.
 
-It builds from a copy that holds just what belongs in the wheel, so that neither leftovers of an
+It builds from a copy that holds just what belongs in them, so that neither leftovers of an
 earlier build nor anything else that lies in the checkout gets in, and nothing is left behind.
 """
 
@@ -18,20 +18,20 @@ _PROJECT = Path(__file__).absolute().parents[1]
 _METADATA = ("LICENSE", "README.md", "pyproject.toml")
 
 
-def build_wheel(output: Path) -> Path:
-    """Builds the wheel with the setuptools of the running Python.
+def build(output: Path) -> tuple[Path, Path]:
+    """Builds the wheel and the sdist with the setuptools of the running Python.
 
     Args:
-      output: The folder for it; made if it is not there. Other versions' wheels in it are removed.
+      output: The folder for them; made if it is not there. Those of other versions are removed.
 
     Returns:
-      The wheel's path.
+      The paths of the wheel and of the sdist.
 
     Raises:
       subprocess.CalledProcessError: If the build fails; its log is on standard error.
     """
     output.mkdir(parents=True, exist_ok=True)
-    for stale in output.glob("tfcdo-*.whl"):
+    for stale in (*output.glob("tfcdo-*.whl"), *output.glob("tfcdo-*.tar.gz")):
         stale.unlink()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder)
@@ -40,7 +40,7 @@ def build_wheel(output: Path) -> Path:
         shutil.copytree(
             _PROJECT / "tfcdo", source / "tfcdo", ignore=shutil.ignore_patterns("__pycache__")
         )
-        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+        command = [sys.executable, "-m", "build", "--wheel", "--sdist", "--no-isolation"]
         log = subprocess.run(
             [*command, "--outdir", str(output.absolute()), str(source)],
             stdout=subprocess.PIPE,
@@ -51,14 +51,15 @@ def build_wheel(output: Path) -> Path:
         sys.stderr.write(log.stdout)
         log.check_returncode()
     (wheel,) = output.glob("tfcdo-*.whl")
-    return wheel
+    (sdist,) = output.glob("tfcdo-*.tar.gz")
+    return wheel, sdist
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Builds tfcdo's wheel.")
+    parser = argparse.ArgumentParser(description="Builds tfcdo's wheel and sdist.")
     parser.add_argument("--output", type=Path, default=Path("dist"), metavar="FOLDER")
-    print(build_wheel(parser.parse_args().output))
+    print(*build(parser.parse_args().output), sep="\n")
 
 
 if __name__ == "__main__":

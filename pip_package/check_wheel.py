@@ -1,7 +1,8 @@
 """Installs a wheel in an empty environment and uses it: `python pip_package/check_wheel.py WHEEL`.
 
-With `--borrow-dependencies` the environment is empty but for what the running Python already has
-(tfcdo itself excepted): no download, a few seconds.
+With `--sdist SDIST` it also builds a wheel from that sdist, which must be the same wheel. With
+`--borrow-dependencies` the environment is empty but for what the running Python already has (tfcdo
+itself excepted): no download, a few seconds.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 # What a new user would type.
@@ -35,7 +38,7 @@ print(tfcdo.__version__, importlib.metadata.version("tfcdo"))
 
 
 class WheelError(Exception):
-    """The installed wheel is not what it should be."""
+    """The wheel, or that of the sdist, is not what it should be."""
 
 
 def check_wheel(wheel: Path, environment: Path, borrow_dependencies: bool = False) -> str:
@@ -77,6 +80,39 @@ def check_wheel(wheel: Path, environment: Path, borrow_dependencies: bool = Fals
     return printed
 
 
+def check_sdist(sdist: Path, wheel: Path, folder: Path) -> int:
+    """Builds a wheel from an sdist and compares it with the one that was built beside it.
+
+    Args:
+      sdist: The sdist's path.
+      wheel: The path of the wheel that it should give.
+      folder: An empty folder to build in.
+
+    Returns:
+      The number of files in the wheels.
+
+    Raises:
+      WheelError: If a file of one is missing in the other or differs.
+      subprocess.CalledProcessError: If the build fails.
+    """
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
+    subprocess.run([*command, str(source)], check=True, stdout=subprocess.DEVNULL)
+    (built,) = folder.glob("*.whl")
+    contents, expected = _contents(built), _contents(wheel)
+    if contents != expected:
+        names = {name for name, _ in contents.items() ^ expected.items()}
+        raise WheelError(f"the sdist gives another wheel: {', '.join(sorted(names))}")
+    return len(contents)
+
+
+def _contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
 def _run(python: Path, script: str) -> str:
     """Runs a script in the new environment alone: from another folder, without PYTHONPATH."""
     surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -98,12 +134,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Installs and uses tfcdo's wheel.")
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--borrow-dependencies", action="store_true")
+    parser.add_argument("--sdist", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         printed = check_wheel(
             arguments.wheel, Path(folder) / "environment", arguments.borrow_dependencies
         )
     print(f"{arguments.wheel} in an empty environment: {printed}")
+    if arguments.sdist:
+        with tempfile.TemporaryDirectory() as folder:
+            count = check_sdist(arguments.sdist, arguments.wheel, Path(folder))
+        print(f"{arguments.sdist} gives the same wheel, {count} files")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,13 +27,14 @@ def _load(name: str) -> ModuleType:
 class WheelTest(absltest.TestCase):
     folder: tempfile.TemporaryDirectory[str]
     wheel: Path
+    sdist: Path
 
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
         cls.folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(cls.folder.cleanup)
-        cls.wheel = _load("build_wheel").build_wheel(Path(cls.folder.name) / "dist")
+        cls.wheel, cls.sdist = _load("build_wheel").build(Path(cls.folder.name) / "dist")
 
     def test_works_where_nothing_else_of_tfcdo_is(self):
         check_wheel = _load("check_wheel")
@@ -52,6 +54,21 @@ class WheelTest(absltest.TestCase):
         endings = {Path(name).suffix for name in package if not name.endswith("py.typed")}
         self.assertContainsSubset(endings, {".py", ".pyi", ".json"})
 
+    def test_the_sdist_gives_the_same_wheel(self):
+        check = _load("check_wheel")
+        same, other = Path(self.folder.name) / "same", Path(self.folder.name) / "other"
+        same.mkdir()
+        files = check.check_sdist(self.sdist, self.wheel, same)
+        self.assertLen(zipfile.ZipFile(self.wheel).namelist(), files)
+
+        # One of another version does not.
+        wheel = shutil.copy(self.wheel, Path(self.folder.name) / "changed.whl")
+        with zipfile.ZipFile(wheel, "a") as archive:
+            archive.writestr("tfcdo/added.py", "")
+        other.mkdir()
+        with self.assertRaisesRegex(check.WheelError, "another wheel: tfcdo/added.py"):
+            check.check_sdist(self.sdist, wheel, other)
+
     def test_says_what_it_needs(self):
         with zipfile.ZipFile(self.wheel) as archive:
             (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
@@ -66,6 +83,7 @@ class WheelTest(absltest.TestCase):
             plain,
             {
                 "absl-py",
+                "highspy>=1.7",
                 "lazy-loader>=0.4",
                 "msgspec>=0.18",
                 "networkx",
