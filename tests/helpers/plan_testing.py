@@ -23,6 +23,7 @@ def forget() -> None:
         algorithms._decide,
         search._best_packing,
         search._searched,
+        search._trees,
     ):
         remembers.cache_clear()
 

@@ -9,6 +9,7 @@ import hypothesis
 import plan_testing
 from absl.testing import absltest
 from absl.testing import parameterized
+from drawn_machines import draw_machine
 from hypothesis import strategies as st
 
 from tfcdo import log
@@ -16,6 +17,7 @@ from tfcdo.plan import algorithms
 from tfcdo.plan import packing
 from tfcdo.plan import simulator
 from tfcdo.plan.batch_plan import ValueSpec
+from tfcdo.plan.lower_bound import lower_bound
 from tfcdo.plan.size_class import size_class
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.presets import preset
@@ -26,25 +28,25 @@ MB, GB = 10**6, 10**9
 class AutoTest(plan_testing.PlanTestCase):
     tasks_per_search = 200
 
-    @hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
+    @hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
     @hypothesis.given(
-        st.sampled_from(PRESETS),
         # Not st.integers, which draws numbers that it finds in the modules of this process, and so
         # other machines, some slow, after other tests.
-        st.sampled_from(range(1, 9)),
+        st.builds(preset, st.sampled_from(PRESETS), st.sampled_from(range(1, 7)))
+        | st.builds(draw_machine, st.sampled_from(range(2, 7)), st.sampled_from(range(100))),
         st.sampled_from([0, 4, 1000, MB, 30 * MB, GB]),
         st.sampled_from([None, *range(1, 13)]),
     )
-    def test_never_loses(self, name, devices, num_bytes, num_packs):
-        machine = preset(name, devices)
-        num_bytes = size_class(num_bytes)  # Others of the class share the decision.
+    def test_never_loses(self, machine, num_bytes, num_packs):
         times = {
             algorithm: simulator.robust_seconds(
                 algorithms.make_schedule(algorithm, machine, num_bytes, num_packs), machine
             )
             for algorithm in algorithms.ALGORITHMS
         }
-        self.assertLessEqual(times["auto"], min(times.values()) / 0.99)
+        self.assertLessEqual(times["auto"], 1.01 * min(times.values()))
+        # Jitter may make each copy a twentieth faster.
+        self.assertGreaterEqual(times["auto"], 0.95 * lower_bound(machine, num_bytes))
 
     def test_takes_the_simplest_of_equals(self):
         # Wherever virtual CPUs add, they add with the same cores: one pack, one star.
@@ -75,9 +77,9 @@ class AutoTest(plan_testing.PlanTestCase):
         self.assertEqual(
             lines,
             [
-                "tfcdo: auto takes ring, 8 packs, for about 95 MB on each of the 8 devices of "
+                "tfcdo: auto takes ring, 8 packs, for about 99 MB on each of the 8 devices of "
                 "nvswitch; to plan this took 2.5 s",
-                "tfcdo: auto takes ring, 8 packs, for about 1.1e+03 MB on each of the 8 devices of "
+                "tfcdo: auto takes ring, 8 packs, for about 9.8e+02 MB on each of the 8 devices of "
                 "nvswitch",
             ],
         )

@@ -16,6 +16,7 @@ from absl.testing import parameterized
 from tfcdo import log
 from tfcdo.plan import algorithms
 from tfcdo.plan import plan_cache
+from tfcdo.plan import search
 from tfcdo.plan.copy_tree import star
 from tfcdo.plan.schedule import Schedule
 from tfcdo.plan.tree_packing import TreePacking
@@ -30,6 +31,9 @@ class PlanCacheTest(plan_testing.PlanTestCase):
     def setUp(self) -> None:
         super().setUp()
         log.warn_once.cache_clear()
+        # The trees of a machine are kept in the same way: here is one file for each plan alone.
+        no_trees = mock.patch.object(search, "_trees", return_value=None)
+        self.enter_context(no_trees)
 
     def plan(self, num_packs: int | None = 2, num_bytes: int = 30 * MB) -> Schedule:
         """Plans as a new process does."""

@@ -263,7 +263,7 @@ class TimelineTest(plan_testing.PlanTestCase):
         with plan_testing.counted_work() as work:
             simulator.robust_seconds(schedule, machine)
         self.assertEqual(work["longest"], 45 * 2 * 44)
-        self.assertEqual(work["tasks"], 10 * work["longest"])
+        self.assertEqual(work["tasks"], 6 * work["longest"])
 
     @parameterized.parameters(
         ({}, 7, "8 devices, topology .* has 7"),

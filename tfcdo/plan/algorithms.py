@@ -140,7 +140,10 @@ ALGORITHMS: tuple[str, ...] = (*CLASSICS, "packed_trees", "auto")
 _MAX_JUDGED_PACKS = 64
 # For more devices than this `auto` does not simulate, which takes time with their cube.
 MAX_SIMULATED_DEVICES = 64
-_WORTH_MORE_PACKS = 0.99
+_WORTH_MORE_PACKS = 0.995
+# Two algorithms may draw apart by as much as the size differs from that for which `auto` decides:
+# within a class by 2 % of it, which is much less than that in time.
+_CLASSES_PER_DOUBLING = 16
 
 
 def check_algorithm(algorithm: str) -> None:
@@ -275,7 +278,7 @@ def fastest_algorithm(topology: Topology, num_bytes: int, num_packs: int | None 
       'packed_trees'
     """
     checks.check_sizes(num_bytes, num_packs)
-    return _decide(topology, size_class(num_bytes), num_packs)
+    return _decide(topology, size_class(num_bytes, _CLASSES_PER_DOUBLING), num_packs)
 
 
 @functools.lru_cache(maxsize=512)

@@ -7,9 +7,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-import networkx as nx
-
-from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.copy_tree import binomial
 from tfcdo.plan.copy_tree import chain
 from tfcdo.plan.copy_tree import path
@@ -29,8 +26,8 @@ def initial_candidates(topology: Topology) -> list[TreePacking]:
       topology: the machine.
 
     Returns:
-      The classic algorithms' trees in turn for various numbers of packs, paths along rings, and
-      trees packed greedily; none of more than `MAX_PACKS` trees where fewer make sense.
+      The classic algorithms' trees in turn for various numbers of packs, and paths along rings;
+      none of more than `MAX_PACKS` trees where fewer make sense.
     """
     devices = topology.num_devices
     counts = sorted({1, 2, 4, 8, 16, 32, MAX_PACKS, devices, 2 * devices, 3 * devices})
@@ -42,20 +39,7 @@ def initial_candidates(topology: Topology) -> list[TreePacking]:
         classic.round_robin(count) for classic in classics for count in counts
     ]
     candidates += [ring_paths(topology, copies) for copies in (1, 2, 3, 4)]
-    candidates += [pack_greedily(topology, count) for count in (2, 4, 8, 16, 32)]
     return _small(topology, candidates)
-
-
-def few_candidates(topology: Topology) -> list[TreePacking]:
-    """Returns the tree packings to choose from where each takes long to simulate.
-
-    Args:
-      topology: the machine.
-
-    Returns:
-      Paths along rings, if there are few, and a few trees packed greedily.
-    """
-    return _small(topology, [pack_greedily(topology, 8), ring_paths(topology)])
 
 
 def _small(topology: Topology, candidates: Sequence[TreePacking | None]) -> list[TreePacking]:
@@ -188,56 +172,3 @@ def _evenly(topology: Topology, candidates: Sequence[Sequence[tuple[int, int]]])
         if max(load) / taken < best[0] * (1 - 1e-9):
             best = (max(load) / taken, list(counts))
     return best[1]
-
-
-def pack_greedily(topology: Topology, count: int) -> TreePacking:
-    """Packs spanning trees into the links, each of which avoids what the earlier ones have filled.
-
-    Args:
-      topology: the machine.
-      count: how many trees.
-
-    Returns:
-      A packing of `count` equal weights, each tree rooted where it is shallowest.
-
-    References:
-      Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020.
-
-    Example:
-      >>> from tfcdo.topology import preset
-      >>> pack_greedily(preset("dgx1"), 2).trees[0].num_devices
-      8
-    """
-    edge_loads = _edge_loads(topology)
-    load = [0.0] * len(topology.resources)
-    roots = [0] * topology.num_devices
-    joined = {
-        (min(link.source, link.target), max(link.source, link.target))
-        for link in topology.direct_links
-    }
-    trees = []
-    for _ in range(count):
-        graph = nx.Graph()
-        graph.add_nodes_from(range(topology.num_devices))
-        for edge in sorted(joined):
-            # The rise of the sum of the fourth powers of all loads, dominated by the bottleneck.
-            rise = sum((load[r] + seconds) ** 4 - load[r] ** 4 for r, seconds in edge_loads[edge])
-            graph.add_edge(*edge, rise=rise)
-        spanning = nx.minimum_spanning_tree(graph, weight="rise")
-        for source, target in spanning.edges:
-            for resource, seconds in edge_loads[source, target]:
-                load[resource] += seconds
-        tree = min(
-            (_rooted(spanning, root) for root in range(topology.num_devices)),
-            key=lambda tree: (tree.depth, roots[tree.root]),
-        )
-        roots[tree.root] += 1
-        trees.append(tree)
-    return TreePacking(tuple(trees), (1.0,) * count)
-
-
-def _rooted(spanning: nx.Graph, root: int) -> CopyTree:
-    parent = nx.predecessor(spanning, root)
-    return CopyTree(
-        tuple(parent[device][0] if parent[device] else None for device in range(len(parent)))
-    )

@@ -16,7 +16,7 @@ from tfcdo.plan.tree_packing import TreePackingDocument
 from tfcdo.topology.topology import Topology
 
 # What another version of the search has found is not what this one would find.
-_VERSION = 2
+_VERSION = 3
 # At most so many files, of some kilobytes each; beyond, those that were used longest ago are
 # deleted. Files rather than a database: the folder may be on a network and used by several hosts.
 _MAX_FILES = 500
@@ -27,7 +27,7 @@ class KeptPlan(TreePackingDocument, frozen=True, kw_only=True):
 
     Attributes:
       topology: the machine's name.
-      found_for: the size in bytes and the number of packs, or "any".
+      found_for: the size in bytes and the number of packs, or "any"; "trees" for all sizes.
     """
 
     topology: str = ""

@@ -1,8 +1,10 @@
 """The search for packed trees: which trees, and how much of the data along each.
 
-Some tree packings suit many machines (see `tfcdo.plan.candidates`). The one of them that the
-simulator finds fastest is improved by annealing, each step of which changes a tree or a weight.
-What was found is kept; for some machines it comes with the package.
+For much data, the trees and rates of a linear program are dealt out (see `tfcdo.plan.dealing`): one
+search for a machine, whatever the size. For little data, in which latencies count, some tree
+packings suit many machines (see `tfcdo.plan.candidates`); the fastest of them is improved by
+annealing, each step of which changes a tree or a weight. All are judged at the size at hand. What
+was found is kept; for some machines it comes with the package.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from collections.abc import Sequence
 from tfcdo import checks
 from tfcdo.plan import bundled_plans
 from tfcdo.plan import copy_tree
+from tfcdo.plan import dealing
 from tfcdo.plan import plan_cache
 from tfcdo.plan import simulator
 from tfcdo.plan import task_graph
-from tfcdo.plan.candidates import few_candidates
 from tfcdo.plan.candidates import initial_candidates
 from tfcdo.plan.candidates import neighbours_of
 from tfcdo.plan.copy_tree import CopyTree
@@ -33,8 +35,10 @@ from tfcdo.plan.tree_packing import TreePacking
 from tfcdo.topology.isomorphism import isomorphisms
 from tfcdo.topology.topology import Topology
 
-# On more devices than this there is no search, only a choice between a few candidates: a step
-# costs as many simulated tasks as there are devices, and more of them are needed.
+# Into how many packs the trees of a machine are dealt out, to choose from.
+_DEALT_PACKS = (12, 30, 80, 200)
+# On more devices than this there is no search: a step costs as many simulated tasks as there are
+# devices, and more of them are needed.
 MAX_SEARCHED_DEVICES = 16
 # Seeds of the disorderly runs; not those by which `robust_seconds` judges the outcome.
 _SEEDS = (101, 102, 103)
@@ -46,6 +50,8 @@ _WORTH_MORE_PACKS = 0.99
 # Searches are bounded by the number of simulated tasks, not by a clock, so that they repeat; this
 # many take about a second.
 _TASKS_PER_SEARCH = 60_000
+# A machine's trees serve all sizes, so they are worth more.
+_TASKS_FOR_TREES = 5
 # What a step costs on top of its tasks, in tasks.
 _TASKS_PER_STEP = 20
 
@@ -54,9 +60,9 @@ def packed_trees(topology: Topology, num_bytes: int, num_packs: int | None = Non
     """Plans packs sized and routed so that they fill all links of the machine at once.
 
     Takes a tree packing that comes with the package for this machine, or that an earlier call has
-    found, and else searches for one, which takes a second or two for the first size of a size class
-    (a factor of two). On more than `MAX_SEARCHED_DEVICES` devices it takes the better one of two
-    simple ones instead.
+    found, and else searches for one: for the first size on a machine, which takes up to three
+    seconds, and for the first size of a size class (a factor of two), which takes one. On more than
+    `MAX_SEARCHED_DEVICES` devices it takes the linear program's trees as they are.
 
     Args:
       topology: the machine.
@@ -101,14 +107,44 @@ def _best_packing(topology: Topology, num_bytes: int, num_packs: int | None) -> 
         # Trees that are good for some of the packs are good for all: the links are busy anyhow.
         part = max(num_bytes * MAX_PACKS // num_packs, 1)
         return _best_packing(topology, part, MAX_PACKS).round_robin(num_packs)
-    known: Sequence[TreePacking]
     if topology.num_devices > MAX_SEARCHED_DEVICES:
-        known = few_candidates(topology)
-    else:
-        known = bundled_plans.find(topology)
-    if known:
-        return fastest(_with(num_packs, known), topology, num_bytes)
-    return _searched(topology, size_class(num_bytes, per_doubling=1), num_packs)
+        return _unsearched(topology, num_packs)
+    known = _with(num_packs, bundled_plans.find(topology))
+    if not known:
+        searched = _searched(topology, size_class(num_bytes, per_doubling=1), num_packs)
+        known = [searched, *_dealt(_trees(topology), topology, num_packs or _DEALT_PACKS)]
+    return fastest(known, topology, num_bytes)
+
+
+def _unsearched(topology: Topology, num_packs: int | None) -> TreePacking:
+    """Returns a packing for a machine on which each takes long to simulate."""
+    trees = dealing.quick_trees(topology)
+    if trees is None:
+        trees = TreePacking((copy_tree.star(topology.num_devices),), (1.0,))
+    (packing,) = _dealt(trees, topology, num_packs or (topology.num_devices,))
+    return packing
+
+
+def _dealt(
+    trees: TreePacking | None, topology: Topology, num_packs: int | Sequence[int]
+) -> list[TreePacking]:
+    """Returns packings of some trees: in so many equal packs, or in about so many of any size."""
+    if trees is None:
+        return []
+    if isinstance(num_packs, int):
+        return [dealing.deal_equally(trees, num_packs)]
+    return [dealing.deal(trees, topology, count) for count in num_packs]
+
+
+@functools.lru_cache(maxsize=64)
+def _trees(topology: Topology) -> TreePacking | None:
+    """Returns the trees that fill the links of a machine, whatever the size."""
+    trees = plan_cache.load(topology, "trees")
+    if trees is None:
+        trees = dealing.spread_trees(topology, _TASKS_FOR_TREES * _TASKS_PER_SEARCH)
+        if trees is not None:
+            plan_cache.save(topology, "trees", trees)
+    return trees
 
 
 def _with(num_packs: int | None, packings: Sequence[TreePacking]) -> list[TreePacking]:

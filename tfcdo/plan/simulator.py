@@ -20,7 +20,7 @@ _SAME_TIME = 1e-12
 # The runs of `robust_seconds`: at most, at least, and in all (some seconds).
 _MOST_RUNS = 20
 _FEWEST_RUNS = 3
-_TASKS_IN_ALL_RUNS = 40_000
+_TASKS_IN_ALL_RUNS = 25_000
 # A schedule whose first runs are all this much slower than the cutoff is not run again.
 _HOPELESS = 1.1
 
@@ -260,18 +260,16 @@ def _run(
       The start and the end of each task.
     """
     count = len(durations)
-    set_of, sets, dependents = graph.resource_set_of, graph.resource_sets, graph.dependents
+    set_of, dependents = graph.resource_set_of, graph.dependents
+    # Sets of resources are the bits of a number: the inner loop asks most often whether two meet.
+    masks, sets = graph.masks, graph.resource_sets
     waiting_for = list(graph.num_dependencies)
     starts, ends = [0.0] * count, [0.0] * count
-    # Sets of resources are the bits of a number: the inner loop asks most often whether two meet.
-    masks = [sum(1 << resource for resource in resources) for resources in sets]
-    sets_with: dict[int, list[int]] = {}
-    for index, resources in enumerate(sets):
-        for resource in resources:
-            sets_with.setdefault(resource, []).append(index)
     busy = 0
     # Of the tasks that hold the same resources only the first in line can start.
-    queues: list[list[tuple[float, float, int]]] = [[] for _ in sets]
+    queues: list[list[tuple[float, float, int]]] = [[] for _ in masks]
+    # Of each resource the sets with it in whose line somebody waits: of many sets, mostly a few.
+    lines: list[set[int]] = [set() for _ in range(1 + max(map(max, sets), default=-1))]
     running: list[tuple[float, int]] = []
     ready = [task for task in range(count) if not waiting_for[task]]
     changed: set[int] = set()
@@ -279,8 +277,12 @@ def _run(
     while True:
         since = now if first_come else 0.0
         for task in ready:
-            heapq.heappush(queues[set_of[task]], (since, ranks[task], task))
-            changed.add(set_of[task])
+            index = set_of[task]
+            if not queues[index]:
+                for resource in sets[index]:
+                    lines[resource].add(index)
+            heapq.heappush(queues[index], (since, ranks[task], task))
+            changed.add(index)
         first_in_line = [
             queues[index][0] for index in changed if queues[index] and not masks[index] & busy
         ]
@@ -290,6 +292,9 @@ def _run(
                 continue
             busy |= masks[index]
             heapq.heappop(queues[index])
+            if not queues[index]:
+                for resource in sets[index]:
+                    lines[resource].discard(index)
             starts[task], ends[task] = now, now + durations[task]
             heapq.heappush(running, (ends[task], task))
         if not running:
@@ -301,7 +306,7 @@ def _run(
             index = set_of[task]
             busy ^= masks[index]
             for resource in sets[index]:
-                changed.update(sets_with[resource])
+                changed.update(lines[resource])
             for after in dependents[task]:
                 waiting_for[after] -= 1
                 if not waiting_for[after]:

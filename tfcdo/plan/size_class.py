@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-# 1, 2**(1/4), 2**(2/4) and 2**(3/4), in thousandths: sizes may be too large for a float.
-_ROOTS = (1000, 1189, 1414, 1682)
+# 1, 2**(1/16), 2**(2/16), ..., in thousandths: sizes may be too large for a float.
+_ROOTS = tuple(round(1000 * 2 ** (part / 16)) for part in range(16))
 
 
 def size_class(num_bytes: int, per_doubling: int = 4) -> int:
@@ -13,8 +13,8 @@ def size_class(num_bytes: int, per_doubling: int = 4) -> int:
 
     Args:
       num_bytes: a size.
-      per_doubling: how many classes there are between a size and its double, 1, 2 or 4; by default
-        no size differs from that of its class by more than a tenth, apart from a few bytes.
+      per_doubling: how many classes there are between a size and its double, a divisor of 16; by
+        default no size differs from that of its class by more than a tenth, apart from a few bytes.
 
     Returns:
       A size near `num_bytes`; 0 only for 0.

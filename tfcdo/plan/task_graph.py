@@ -32,6 +32,11 @@ class TaskGraph:
     dependents: tuple[tuple[int, ...], ...]
 
     @functools.cached_property
+    def masks(self) -> tuple[int, ...]:
+        """Each set of resources as the bits of a number."""
+        return tuple(sum(1 << resource for resource in held) for held in self.resource_sets)
+
+    @functools.cached_property
     def critical_path(self) -> tuple[float, ...]:
         """Seconds from each task's start to the end of all that follows, without contention."""
         critical_path = [0.0] * len(self.durations)
@@ -113,10 +118,11 @@ class TaskGraphBuilder:
         self._resource_set_of.append(
             self._resource_sets.setdefault(resources, len(self._resource_sets))
         )
-        self._num_dependencies.append(0)
         self._dependents.append([])
-        for earlier in after:
-            self.depend(task, earlier)
+        earlier = tuple(after)
+        self._num_dependencies.append(len(earlier))
+        for other in earlier:
+            self._dependents[other].append(task)
         return task
 
     def depend(self, task: int, on: int) -> None:

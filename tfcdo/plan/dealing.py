@@ -1,0 +1,241 @@
+"""Dealing: the linear program's trees and rates made into packs that are fast in no order.
+
+The rates say what part of the data each tree carries; what remains is where to root a tree and into
+how many packs to cut its part. Both matter because a copy is sent on only when it has arrived, and
+because nothing keeps the copies in an order.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+from tfcdo.plan import simulator
+from tfcdo.plan import spanning_trees_lp
+from tfcdo.plan import task_graph
+from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.edge_loads import Edge
+from tfcdo.plan.spanning_trees_lp import TreeRates
+from tfcdo.plan.tree_packing import TreePacking
+from tfcdo.topology.topology import Topology
+
+# How many packs trees are judged with; a power of two more or less makes little difference.
+_JUDGED_PACKS = 100
+# Trees that carry less than this part of the data cost more packs than they are worth.
+_LEAST_PART = 0.01
+_SOLUTIONS = 6
+_STEPS = 100
+_JITTER = 0.05
+# Seeds of the runs; not those by which `robust_seconds` judges the outcome.
+_SEEDS = (101, 102)
+# Latencies are small, not nothing, beside a time of this many seconds.
+_JUDGED_SECONDS = 0.05
+
+
+def spread_trees(topology: Topology, tasks: int) -> TreePacking | None:
+    """Finds rooted trees, and what part of the data along each, that fill the links of a machine.
+
+    Roots and parts of the best of several solutions are changed at random as long as that makes
+    simulated runs faster.
+
+    Args:
+      topology: the machine.
+      tasks: about how many tasks to simulate for that.
+
+    Returns:
+      The trees and their parts, to be dealt out by `deal`; None if copies take no time. The same
+      arguments give the same trees.
+
+    Example:
+      >>> from tfcdo.topology import preset
+      >>> sorted(tree.root for tree in spread_trees(preset("fully_connected", 2), 1000).trees)
+      [0, 1]
+    """
+    rates = spanning_trees_lp.best_rates(topology)
+    if rates is None:
+        return None
+    num_bytes = math.ceil(_JUDGED_SECONDS / spanning_trees_lp.seconds_per_byte(topology))
+    slim = spanning_trees_lp.rates_with_few_leaves(topology, _SOLUTIONS)
+    solutions = map(_large_enough, [rates, *slim])
+    candidates = dict.fromkeys(
+        packing
+        for found in solutions
+        for packing in (_rooted_near_the_middle(topology, found), _rooted_at_the_ends(found))
+    )
+    judged = [(_mean_seconds(packing, topology, num_bytes), packing) for packing in candidates]
+    least, best = min(judged, key=lambda one: one[0])
+    rng = random.Random(0)
+    for _ in range(min(_STEPS, tasks // _num_tasks(topology))):
+        changed = _changed(best, rng)
+        seconds = _mean_seconds(changed, topology, num_bytes)
+        if seconds < least:
+            least, best = seconds, changed
+    return best.rounded()
+
+
+def quick_trees(topology: Topology) -> TreePacking | None:
+    """Returns the linear program's trees as they are, rooted in their middles, without simulating.
+
+    Args:
+      topology: the machine, of more devices than a search is for.
+
+    Returns:
+      The trees and their parts; None if copies take no time.
+    """
+    rates = spanning_trees_lp.best_rates(topology)
+    if rates is None:
+        return None
+    kept = _large_enough(rates)
+    return TreePacking(tuple(map(_rooted_in_the_middle, kept.trees)), kept.rates)
+
+
+def deal(packing: TreePacking, topology: Topology, num_packs: int) -> TreePacking:
+    """Cuts the part of each tree into packs.
+
+    A pack travels from the leaves of its tree to the root and back, and all the while the tree's
+    other packs keep the links behind it and before it busy: the longer a tree's part takes along
+    its longest way, the more packs it is cut into.
+
+    Args:
+      packing: the trees and their parts.
+      topology: the machine.
+      num_packs: about how many packs; each tree gets at least one.
+
+    Returns:
+      The packs of all trees in turn, those of each tree alike.
+
+    Example:
+      >>> from tfcdo.plan.copy_tree import star
+      >>> from tfcdo.topology import preset
+      >>> packing = TreePacking((star(4, 0), star(4, 2)), (3.0, 1.0))
+      >>> deal(packing, preset("nvswitch", 4), 4).weights
+      (1.0, 1.0, 1.0, 1.0)
+    """
+    seconds = [
+        weight * _seconds_through(tree, topology)
+        for tree, weight in zip(packing.trees, packing.weights, strict=True)
+    ]
+    per_second = num_packs / sum(seconds) if any(seconds) else 0.0
+    counts = [max(1, round(per_second * each)) for each in seconds]
+    turns = sorted(
+        ((turn + 0.5) / count, index) for index, count in enumerate(counts) for turn in range(count)
+    )
+    return TreePacking(
+        tuple(packing.trees[index] for _, index in turns),
+        tuple(packing.weights[index] / counts[index] for _, index in turns),
+    )
+
+
+def deal_equally(packing: TreePacking, num_packs: int) -> TreePacking:
+    """Gives packs of equal sizes to the trees, in proportion to their parts.
+
+    Args:
+      packing: the trees and their parts.
+      num_packs: how many packs.
+
+    Returns:
+      A packing of `num_packs` equal weights, in which the trees take turns.
+
+    Example:
+      >>> from tfcdo.plan.copy_tree import star
+      >>> packing = TreePacking((star(4, 0), star(4, 2)), (3.0, 1.0))
+      >>> [tree.root for tree in deal_equally(packing, 4).trees]
+      [0, 0, 2, 0]
+    """
+    parts = [weight / sum(packing.weights) for weight in packing.weights]
+    given = [0] * len(parts)
+    trees = []
+    for turn in range(1, num_packs + 1):
+        # Whichever tree is furthest behind its part of the packs so far.
+        index = max(range(len(parts)), key=lambda index: parts[index] * turn - given[index])
+        given[index] += 1
+        trees.append(packing.trees[index])
+    return TreePacking(tuple(trees), (1.0,) * num_packs)
+
+
+def _num_tasks(topology: Topology) -> int:
+    """Returns about how many tasks the runs of one judgement simulate."""
+    return len(_SEEDS) * _JUDGED_PACKS * 2 * (topology.num_devices - 1)
+
+
+def _mean_seconds(packing: TreePacking, topology: Topology, num_bytes: int) -> float:
+    schedule = deal(packing, topology, _JUDGED_PACKS).schedule(num_bytes)
+    graph = task_graph.build(schedule, topology)
+    ends = [max(simulator.run_shuffled(graph, _JITTER, seed)[1]) for seed in _SEEDS]
+    return sum(ends) / len(ends)
+
+
+def _rooted_near_the_middle(topology: Topology, rates: TreeRates) -> TreePacking:
+    """Roots each tree where the way through it takes least time."""
+    trees = []
+    for edges in rates.trees:
+        rooted = [_rooted(edges, root) for root in range(topology.num_devices)]
+        trees.append(min(rooted, key=lambda tree: (_seconds_through(tree, topology), tree.depth)))
+    return TreePacking(tuple(trees), rates.rates)
+
+
+def _rooted_in_the_middle(edges: tuple[Edge, ...]) -> CopyTree:
+    """Roots a tree in the middle of a longest path."""
+    end = _rooted(edges, 0).top_down[-1]
+    tree = _rooted(edges, end)
+    middle = tree.top_down[-1]
+    for _ in range(tree.depth // 2):
+        parent = tree.parents[middle]
+        assert parent is not None  # The root is further away than that.
+        middle = parent
+    return _rooted(edges, middle)
+
+
+def _rooted_at_the_ends(rates: TreeRates) -> TreePacking:
+    """Roots equal parts of each tree at each of its leaves: of a path, no two streams meet."""
+    trees, weights = [], []
+    for edges, rate in zip(rates.trees, rates.rates, strict=True):
+        ends = [end for edge in edges for end in edge]
+        leaves = sorted(end for end in set(ends) if ends.count(end) == 1)
+        trees += [_rooted(edges, leaf) for leaf in leaves]
+        weights += [rate / len(leaves)] * len(leaves)
+    return TreePacking(tuple(trees), tuple(weights))
+
+
+def _large_enough(rates: TreeRates) -> TreeRates:
+    """Leaves out the trees that carry next to nothing."""
+    least = min(_LEAST_PART * sum(rates.rates), max(rates.rates))
+    kept = [index for index, rate in enumerate(rates.rates) if rate >= least]
+    return TreeRates(
+        tuple(rates.trees[index] for index in kept), tuple(rates.rates[index] for index in kept)
+    )
+
+
+def _seconds_through(tree: CopyTree, topology: Topology) -> float:
+    """Returns the seconds that a byte takes from the furthest leaf to the root and to a leaf."""
+    up, down = [0.0] * tree.num_devices, [0.0] * tree.num_devices
+    for child, parent in reversed(tree.edges):
+        up[parent] = max(up[parent], up[child] + 1 / topology.bandwidth(child, parent))
+        down[parent] = max(down[parent], down[child] + 1 / topology.bandwidth(parent, child))
+    return up[tree.root] + down[tree.root]
+
+
+def _rooted(edges: tuple[Edge, ...], root: int) -> CopyTree:
+    """Returns the tree of these edges that has this root."""
+    near: list[list[int]] = [[] for _ in range(len(edges) + 1)]
+    for a, b in edges:
+        near[a].append(b)
+        near[b].append(a)
+    parents: list[int | None] = [None] * len(near)
+    for device in (order := [root]):
+        for other in near[device]:
+            if other != parents[device]:
+                parents[other] = device
+                order.append(other)
+    return CopyTree(tuple(parents))
+
+
+def _changed(packing: TreePacking, rng: random.Random) -> TreePacking:
+    """Returns the same trees, of which one has another root or another part."""
+    trees, weights = list(packing.trees), list(packing.weights)
+    index = rng.randrange(len(trees))
+    if rng.random() < 0.6:
+        trees[index] = _rooted(trees[index].edges, rng.randrange(trees[index].num_devices))
+    else:
+        weights[index] *= 2 ** rng.uniform(-1, 1)
+    return TreePacking(tuple(trees), tuple(weights))
