@@ -36,6 +36,8 @@ napoleon_numpy_docstring = False
 # The type is in the signature.
 napoleon_use_rtype = False
 add_module_names = False
+# Without it the list at the side repeats the class before each method.
+toc_object_entries_show_parents = "hide"
 python_use_unqualified_type_names = True
 
 html_theme = "furo"

@@ -17,7 +17,7 @@ TIMEOUT_SECONDS = 1800
 Row = dict[str, str]
 _RUNS = pathlib.Path(__file__).with_name("training_runs.py")
 _HEADING = """
-# Keras on 2, 3 and 5 replicas, against one device
+## Keras on 2, 3 and 5 replicas, against one device
 
 The same model, batches and seed, trained for {steps} steps on one device and on 2, 3 and 5 virtual
 ones: the largest difference of weights, and of all losses and metrics that `fit` and `evaluate`
