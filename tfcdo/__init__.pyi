@@ -10,6 +10,7 @@ from .cross_device_ops import NcclAllReduce as NcclAllReduce
 from .cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
 from .execute.nccl import NcclStatus as NcclStatus
 from .execute.nccl import nccl_status as nccl_status
+from .plot.trace import trace as trace
 from .strategies import MirroredStrategy as MirroredStrategy
 from .strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from .strategies import is_chief as is_chief

@@ -330,6 +330,24 @@ def abort_collectives(late: bool, reason: str) -> None:
     _context.context().abort_collective_ops(code, reason)
 
 
+def read_profile(path: str) -> Any:
+    """Reads what TensorFlow's profiler has written.
+
+    Args:
+      path: a file whose name ends in `.xplane.pb`.
+
+    Returns:
+      An `XSpace`: planes (the host, each GPU) of lines (threads, streams) of events.
+    """
+    # Only a trace needs it, and it takes a while to import.
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    space = xplane_pb2.XSpace()
+    with open(path, "rb") as file:  # noqa: PTH123 - the path comes from TensorFlow's profiler
+        space.ParseFromString(file.read())
+    return space
+
+
 def tensorflow_has_started() -> bool:
     """Returns whether TensorFlow has made its devices, after which no server can be set up."""
     return _context.context()._context_handle is not None

@@ -17,6 +17,7 @@ COMMANDS = {
     "demo": "tfcdo.cli.demo:demo",
     "bench": "tfcdo.cli.bench:bench",
     "plan": "tfcdo.cli.plan:plan",
+    "trace": "tfcdo.cli.trace:trace",
     "launch": "tfcdo.cli.launch:launch",
 }
 

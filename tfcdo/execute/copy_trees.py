@@ -97,7 +97,8 @@ def reduce_up(
             children = sorted(tree.children[device])
             if children:
                 for child in children:
-                    partial[child] = travel.receive(partial[child])
+                    with tf.name_scope(f"receive/{child}to{device}"):
+                        partial[child] = travel.receive(partial[child])
                 inputs = [partial[rank] for rank in sorted([device, *children])]
                 name = f"reduce/{'and'.join(map(str, children))}to{device}"
                 partial[device] = combine(inputs, name)

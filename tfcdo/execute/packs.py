@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 
+from tfcdo.execute import planned
 from tfcdo.plan import batch_plan
 
 # Reduces one pack: given its number and `[d][b]`, the fused tensor `b` on device `d`, returns the
@@ -30,6 +31,7 @@ def all_reduce(
     Returns:
       The results, indexed like `values`.
     """
+    planned.remember(plan, values[0], devices)
     with tf.name_scope("fuse"):
         packed = [
             pack(plan, per_device, device)

@@ -9,6 +9,7 @@ from tfcdo.keras.backup import BackupAndRestore
 from tfcdo.keras.in_sync import CheckInSync
 from tfcdo.keras.optimizer import DistributedOptimizer
 from tfcdo.keras.statistics import SynchronizeStatistics
+from tfcdo.keras.trace_summary import TraceSummary
 from tfcdo.keras.uneven import weight_by_examples
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "CheckInSync",
     "DistributedOptimizer",
     "SynchronizeStatistics",
+    "TraceSummary",
     "weight_by_examples",
 ]

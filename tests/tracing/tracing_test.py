@@ -1,0 +1,321 @@
+"""What the profiler saw of an all-reduce, on virtual CPU devices: one training, looked at often."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pathlib
+import sys
+import tempfile
+from typing import Any, ClassVar
+from unittest import mock
+
+import keras
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import absltest
+from absl.testing import parameterized
+
+import tfcdo
+from tfcdo import log
+from tfcdo import tf_internals
+from tfcdo.cli import commands
+from tfcdo.execute import planned
+from tfcdo.keras import trace_summary
+from tfcdo.plan import batch_plan
+from tfcdo.plot import trace as trace_plot
+from tfcdo.tracing import edges
+from tfcdo.tracing import recording
+from tfcdo.tracing import summary
+from tfcdo.tracing.profile import Event
+
+_STEPS = 3
+_DEVICES = 3
+
+
+def _training_step() -> Any:
+    """A step with two packs, whose trees have 0 and 1 as roots and two edges each."""
+    ops = tfcdo.HierarchicalCopyAllReduce(num_packs=2)
+    values = tu.per_replica([tf.ones([60_000])] * _DEVICES)
+
+    @tf.function
+    def step() -> Any:
+        with tf.name_scope("computation"):
+            factors = []
+            for value in values.values:
+                with tf.device(value.device):
+                    factors.append(tf.math.sin(value))
+        own = tf_internals.per_replica(factors)
+        return ops.reduce(tu.SUM, own, own).values
+
+    return step
+
+
+class TraceTest(tf.test.TestCase):
+    traced: ClassVar[Any]
+    content: ClassVar[dict[str, Any]]
+    picture: ClassVar[bytes]
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        step = _training_step()
+        step()
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "out.json"
+            with tfcdo.trace(path, draw=path.with_suffix(".png")) as cls.traced:
+                for _ in range(_STEPS):
+                    step()
+            cls.content = json.loads(path.read_text(encoding="utf-8"))
+            cls.picture = path.with_suffix(".png").read_bytes()
+
+    def test_every_copy_and_addition_is_found_in_every_step(self):
+        runs = self.traced.recording.runs
+        ran = [(run.pack, run.kind, run.sources, run.target) for run in runs]
+        trees = {run.pack: run.target for run in runs if run.kind == edges.ADD}
+        self.assertLen(trees, 2)
+        wanted = []
+        for pack, root in trees.items():
+            children = tuple(sorted({0, 1, 2} - {root}))
+            wanted.append((pack, edges.ADD, children, root))
+            wanted += [(pack, edges.REDUCE, (child,), root) for child in children]
+            wanted += [(pack, edges.BROADCAST, (root,), child) for child in children]
+        self.assertCountEqual(ran, wanted * _STEPS)
+        for run in runs:
+            self.assertGreaterEqual(run.seconds, 0.0)
+
+    def test_within_a_step_nothing_arrives_before_it_was_sent(self):
+        (by_scope,) = self.traced.recording.runs_of_step().values()
+        for pack in (0, 1):
+            of_pack = [run for run in by_scope if run.pack == pack]
+            (added,) = [run for run in of_pack if run.kind == edges.ADD]
+            for run in of_pack:
+                if run.kind == edges.REDUCE:
+                    self.assertLessEqual(run.start, added.start)
+                if run.kind == edges.BROADCAST:
+                    self.assertGreaterEqual(run.start, added.end)
+
+    def test_the_summary(self):
+        found = self.traced.summary
+        self.assertEqual(found.num_steps, _STEPS)
+        self.assertBetween(found.all_reduce, 1e-9, found.step)
+        self.assertBetween(found.exposed, 0.0, found.all_reduce)
+        self.assertRegex(
+            str(found), r"^3 steps of .* all-reduce .* exposed; slowest edge tfcdo/pack"
+        )
+
+    def test_the_chrome_trace_has_what_ran_beside_what_was_planned(self):
+        named = {
+            one["pid"]: one["args"]["name"]
+            for one in self.content["traceEvents"]
+            if one["name"] == "process_name"
+        }
+        self.assertLen(named, 3)
+        bars = [one for one in self.content["traceEvents"] if one["ph"] == "X"]
+        self.assertLen([one for one in bars if one["pid"] == 2], 2 * 5 * _STEPS)
+        # Of one step: each pack's copies and additions, one for each edge.
+        simulated = [one for one in bars if one["pid"] == 3]
+        self.assertLen(simulated, 2 * (4 + 2))
+        self.assertEqual(self.content["otherData"]["summary"], str(self.traced.summary))
+        ops = {one["name"] for one in bars if one["pid"] == 1}
+        self.assertTrue(any(name.startswith("computation/") for name in ops))
+
+    def test_the_picture(self):
+        self.assertEqual(self.picture[:8], b"\x89PNG\r\n\x1a\n")
+        figure: Any = trace_plot.draw_trace(self.traced.recording)
+        ran, simulated = figure.axes
+        self.assertIn("what ran", ran.get_title(loc="left"))
+        self.assertIn("what was planned", simulated.get_title(loc="left"))
+        self.assertContainsSubset(
+            ["0 adds", "1 adds", "2→0", "0→2"],
+            [label.get_text() for label in ran.get_yticklabels()],
+        )
+        self.assertLen(ran.patches, 2 * 5)
+
+
+class ArgumentsTest(parameterized.TestCase):
+    def test_a_trace_is_there_at_the_end_of_its_block(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "out.json"
+            with self.assertRaises(KeyError), tfcdo.trace(path) as traced:
+                with self.assertRaisesRegex(RuntimeError, "when its block has ended"):
+                    traced.summary  # noqa: B018
+                raise KeyError
+            # What ran before the error is there.
+            self.assertIn("traceEvents", json.loads(path.read_text()))
+        self.assertStartsWith(str(traced.summary), "no all-reduce of tfcdo ran in a graph")
+
+    @parameterized.parameters(
+        ({"path": "out.txt"}, ValueError, "path must end in .json; got 'out.txt'"),
+        ({"path": "out.json", "draw": "out.gif"}, ValueError, "draw must end in .png or .svg"),
+        ({"path": "no-such-folder/out.json"}, FileNotFoundError, "path must be in a folder"),
+        ({"path": "out.json", "topology": "dgx1"}, TypeError, "topology must be"),
+    )
+    def test_wrong_arguments(self, arguments: dict[str, Any], error: Any, message: str):
+        with self.assertRaisesRegex(error, message), tfcdo.trace(**arguments):
+            self.fail("nothing may be recorded")
+
+    def test_a_profiler_that_was_not_started(self):
+        with self.assertRaisesRegex(RuntimeError, "start the profiler"):
+            recording.Profiler().stop()
+
+
+def _op(name: str, start: float, end: float, op: str = "Add") -> Event:
+    return Event(name, op, start, end, "thread")
+
+
+class SummaryTest(absltest.TestCase):
+    def test_shares(self):
+        # A step of 10 s: all-reduce from 2 to 6, of which a computation hides 1 s; one of 20 s
+        # with an all-reduce of 2 s; and a call without any.
+        call = "EagerLocalExecute: __inference_step_1"
+        events = [
+            _op(call, 0, 10, ""), _op("a", 0, 3), _op("tfcdo/fuse/x", 2, 5),
+            _op("tfcdo/pack0/reduce/1to0", 4, 6, "AddN"),
+            _op("tfcdo/fuse/x/_1", 6, 9, "_Send"), _op("y/_2", 0, 9, "_Recv"),
+            _op(call, 10, 30, ""), _op(call, 11, 29, ""),
+            _op("f/tfcdo_1/pack2/reduce/0and2to1_1", 12, 14, "AddN"),
+            _op(call, 30, 31, ""), _op("b", 30, 31),
+        ]  # fmt: skip
+        found = summary.summarize(events, edges.find(events, []))
+        self.assertEqual(found.num_steps, 2)
+        self.assertEqual((found.step, found.all_reduce, found.exposed), (15.0, 3.0, 2.5))
+        self.assertIn(found.slowest, ("tfcdo/pack0 add 1→0", "tfcdo_1/pack2 add 0, 2→1"))
+        self.assertEqual(found.slowest_seconds, 1.0)
+
+    def test_without_calls_the_ops_are_a_step(self):
+        events = [_op("tfcdo/fuse/x", 2, 3), _op("tfcdo/unfuse/y", 4, 6)]
+        found = summary.summarize(events, [])
+        self.assertEqual((found.num_steps, found.step, found.all_reduce), (1, 4.0, 3.0))
+        self.assertIsNone(found.slowest)
+        self.assertNotIn("slowest", str(found))
+
+    def test_a_copy_lasts_from_when_both_are_ready(self):
+        cpu = "/job:localhost/replica:0/task:0/device:CPU:{}".format
+        to = "f/tfcdo/pack4/receive/2to0/Cast"
+        events = [
+            Event("x/_6", "_Recv", 0.0, 1.0, "thread"),
+            Event("x/_6", "_Recv", 3.0, 5.0, "thread"),
+            Event("x/_5", "_Send", 2.0, 2.5, "thread", to, cpu(2), cpu(0)),
+            Event("y/_8", "_Recv", 5.0, 9.0, "thread"),
+            Event(
+                "y/_7", "_Send", 6.0, 6.5, "thread", "tfcdo/pack4/reduce/1and2to0", cpu(2), cpu(0)
+            ),
+            Event("z/_9", "_Send", 7.0, 7.5, "thread", "elsewhere", cpu(2), cpu(0)),
+            Event(
+                "tfcdo/pack4/reduce/1and2to0/_11",
+                "_Send",
+                9.0,
+                9.5,
+                "thread",
+                "user",
+                cpu(0),
+                cpu(1),
+            ),
+        ]
+        devices = tuple(map(cpu, range(3)))
+        plan = planned.Planned("f/tfcdo", devices, batch_plan.BatchPlan((), ()), ())
+        self.assertEqual(
+            edges.find(events, [plan]),
+            [
+                edges.EdgeRun("tfcdo", 4, edges.REDUCE, (2,), 0, 3.0, 5.0),
+                edges.EdgeRun("tfcdo", 4, edges.REDUCE, (2,), 0, 6.0, 9.0),
+                # Where TensorFlow leaves the copy down out, whoever uses the sum receives it.
+                edges.EdgeRun("tfcdo", 4, edges.BROADCAST, (0,), 1, 9.0, 9.5),
+            ],
+        )
+
+    def test_nothing(self):
+        self.assertStartsWith(str(summary.summarize([], [])), "no all-reduce of tfcdo ran")
+
+
+_SCRIPT = """
+import sys
+import tensorflow as tf
+import tfcdo
+from tfcdo import tf_internals
+
+values = []
+for rank in range(2):
+    with tf.device(f"CPU:{rank}"):
+        values.append(tf.ones([1000]))
+own = tf_internals.per_replica(values)
+ops = tfcdo.HierarchicalCopyAllReduce()
+tf.function(lambda: ops.reduce(tf.distribute.ReduceOp.SUM, own, own).values)()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+class CommandTest(absltest.TestCase):
+    def run_trace(self, *arguments: str, script: str = _SCRIPT) -> tuple[int, str, list[str]]:
+        folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        path = folder / "script.py"
+        path.write_text(script)
+        output, errors = io.StringIO(), io.StringIO()
+        with (
+            mock.patch.object(sys, "argv", []),
+            mock.patch.object(sys, "path", list(sys.path)),
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(errors),
+        ):
+            status = commands.run(
+                ("trace", "-o", str(folder / "out.json"), *arguments, str(path), "3")
+            )
+        files = sorted(file.name for file in folder.iterdir())
+        return status, output.getvalue() + errors.getvalue(), files
+
+    def test_a_script_with_a_status_of_its_own(self):
+        status, output, files = self.run_trace()
+        self.assertEqual((status, files), (3, ["out.json", "script.py"]))
+        self.assertIn("tfcdo: 1 step of ", output)
+        self.assertIn("out.json", output)
+
+    def test_a_script_that_ends_too_early(self):
+        status, output, files = self.run_trace("--after", "60", script="raise SystemExit('bye')")
+        self.assertEqual((status, files), (1, ["script.py"]))
+        self.assertIn("bye", output)
+        self.assertIn("the script ended before --after 60 s", output)
+
+
+class TraceSummaryTest(parameterized.TestCase):
+    def test_every_second_epoch(self):
+        with tf.distribute.MirroredStrategy(
+            ["CPU:0", "CPU:1"], cross_device_ops=tfcdo.HierarchicalCopyAllReduce()
+        ).scope():
+            model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
+            model.compile("sgd", "mse")
+        output = io.StringIO()
+        callback = tfcdo.keras.TraceSummary(every=2, skip=1, steps=2)
+        with contextlib.redirect_stdout(output):
+            model.fit(tf.ones([32, 4]), tf.ones([32, 2]), 4, epochs=3, verbose=0,
+                      callbacks=[callback])  # fmt: skip
+        lines = output.getvalue().splitlines()
+        self.assertLen(lines, 2)
+        for line in lines:
+            self.assertRegex(line, r"^2 steps of .*: all-reduce .* exposed; slowest edge tfcdo")
+
+    def test_where_something_else_profiles(self):
+        callback = tfcdo.keras.TraceSummary(skip=0)
+        error = tf.errors.AlreadyExistsError(None, None, "another profiler")
+        log.warn_once.cache_clear()
+        with (
+            mock.patch.object(trace_summary.Profiler, "start", side_effect=error),
+            self.assertLogs(level="WARNING") as logged,
+        ):
+            callback.on_epoch_begin(0)
+            for batch in range(2):
+                callback.on_train_batch_begin(batch)
+                callback.on_train_batch_end(batch)
+            callback.on_epoch_end(0)
+        self.assertLen(logged.output, 1)
+        self.assertIn("set profile_batch=0", logged.output[0])
+
+    @parameterized.parameters({"every": 0}, {"skip": -1}, {"steps": 0})
+    def test_wrong_arguments(self, **arguments: int):
+        with self.assertRaisesRegex(ValueError, next(iter(arguments))):
+            tfcdo.keras.TraceSummary(**arguments)
+
+
+if __name__ == "__main__":
+    tf.test.main()

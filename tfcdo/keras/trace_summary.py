@@ -1,0 +1,88 @@
+"""`TraceSummary`: how much of a training step all-reduces take, told after an epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfcdo import checks
+from tfcdo import log
+from tfcdo.tracing.recording import Profiler
+
+
+class TraceSummary(keras.callbacks.Callback):
+    """Prints after an epoch how much of a step all-reduces took, and what of it was exposed.
+
+    TensorFlow's profiler records a few steps of the epoch, which takes a little time; the first
+    steps of an epoch are left out, as they also trace graphs and fill caches.
+
+    Args:
+      every: after how many epochs to print, beginning with the first.
+      skip: how many steps of the epoch to leave out.
+      steps: how many steps to record.
+
+    Raises:
+      TypeError: if an argument is not an int.
+      ValueError: if `every` or `steps` is less than 1, or `skip` less than 0.
+
+    Example:
+      >>> import keras
+      >>> model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+      >>> model.compile("sgd", "mse")
+      >>> history = model.fit(tf.ones([8, 2]), tf.ones([8, 1]), 2, verbose=0,
+      ...                     callbacks=[TraceSummary(skip=1)])
+      no all-reduce of tfcdo ran in a graph while this was recorded (eager ops have no names to know them by)
+    """  # noqa: E501 - the line is what is printed.
+
+    def __init__(self, every: int = 1, skip: int = 2, steps: int = 5) -> None:
+        super().__init__()
+        checks.check_int("every", every, at_least=1)
+        checks.check_int("skip", skip, at_least=0)
+        checks.check_int("steps", steps, at_least=1)
+        self._every, self._skip, self._steps = every, skip, steps
+        self._is_wanted = False
+        self._profiler: Profiler | None = None
+        self._seen = 0
+        self._text = ""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Decides whether this epoch is recorded; Keras calls it."""
+        self._is_wanted = epoch % self._every == 0
+        self._seen, self._text = 0, ""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Starts the profiler before the first step to record; Keras calls it."""
+        if self._is_wanted and batch >= self._skip and not self._text and not self._profiler:
+            self._start()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Stops the profiler after the last step to record; Keras calls it."""
+        self._seen += self._profiler is not None
+        if self._seen == self._steps:
+            self._stop()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Prints the summary; Keras calls it."""
+        self._stop()
+        if self._text:
+            print(self._text, flush=True)  # noqa: T201 - this is what a user asks it for
+
+    def _start(self) -> None:
+        profiler = Profiler()
+        try:
+            profiler.start()
+        except tf.errors.AlreadyExistsError:
+            self._is_wanted = False
+            log.warn_once(
+                "TraceSummary records nothing, as something else profiles this process already; "
+                "set profile_batch=0 in keras.callbacks.TensorBoard"
+            )
+            return
+        self._profiler = profiler
+
+    def _stop(self) -> None:
+        if self._profiler is not None:
+            profiler, self._profiler = self._profiler, None
+            self._text = str(profiler.stop().summary)

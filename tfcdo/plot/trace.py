@@ -1,0 +1,209 @@
+"""Traces what an all-reduce really did, and draws it beside what was planned."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from tfcdo.topology.topology import Topology
+from tfcdo.tracing import chrome
+from tfcdo.tracing.edges import BROADCAST
+from tfcdo.tracing.recording import Profiler
+from tfcdo.tracing.recording import Recording
+from tfcdo.tracing.recording import lane_of_task
+from tfcdo.tracing.summary import Summary
+from tfcdo.units import format_seconds
+from tfcdo.units import time_unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from tfcdo.plot.figures import Color
+
+_MAX_LANES = 48
+# A step that took next to no time still gets an axis.
+_SHORTEST = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bar:
+    """A bar in a lane: something that brings a pack along an edge."""
+
+    lane: str
+    pack: int
+    start: float
+    end: float
+    is_down: bool
+
+
+class Trace:
+    """What `trace` gives: the recording, once the block has ended."""
+
+    def __init__(self) -> None:
+        self._recording: Recording | None = None
+
+    @property
+    def recording(self) -> Recording:
+        """All that was recorded.
+
+        Raises:
+          RuntimeError: before the block has ended.
+        """
+        if self._recording is None:
+            raise RuntimeError("a trace is there when its block has ended")
+        return self._recording
+
+    @property
+    def summary(self) -> Summary:
+        """The share of all-reduces in a step, how much of it is exposed, and the slowest edge."""
+        return self.recording.summary
+
+
+@contextlib.contextmanager
+def trace(
+    path: str | os.PathLike[str],
+    *,
+    draw: str | os.PathLike[str] | None = None,
+    topology: Topology | None = None,
+) -> Iterator[Trace]:
+    """Writes what the all-reduces in a block really do, edge by edge, as a Chrome trace.
+
+    Record few steps, after one or two that trace graphs and fill caches. Ops that run eagerly have
+    no names, so only all-reduces in a `tf.function`, as in Keras's `fit`, are found.
+
+    Args:
+      path: the file to write, which chrome://tracing and ui.perfetto.dev show; it ends in .json.
+      draw: a picture to write too, .png or .svg: a typical step beside what was planned.
+      topology: the machine that the plan is simulated on; None to find out.
+
+    Yields:
+      An object whose `summary` is there, and can be printed, when the block has ended.
+
+    Raises:
+      ValueError: if a file's name ends otherwise.
+      TypeError: if `topology` is not a topology.
+      FileNotFoundError: if a file's folder does not exist.
+      ModuleNotFoundError: if there is something to draw and no matplotlib.
+      tf.errors.AlreadyExistsError: if this process is being profiled already.
+
+    Example:
+      >>> import tempfile, tensorflow as tf
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     with trace(folder + "/out.json") as traced:
+      ...         total = tf.function(lambda: tf.add(1, 2))()
+      >>> traced.summary.num_steps
+      0
+    """
+    written = _checked_path("path", path, (".json",))
+    drawn = None if draw is None else _checked_path("draw", draw, (".png", ".svg"))
+    if drawn:
+        importlib.import_module("matplotlib")
+    if topology is not None and not isinstance(topology, Topology):
+        raise TypeError(f"topology must be a tfcdo.topology.Topology or None; got {topology!r}")
+    profiler, traced = Profiler(topology), Trace()
+    profiler.start()
+    try:
+        yield traced
+    finally:
+        # Also what ran before an error is worth a look.
+        traced._recording = profiler.stop()
+        chrome.write(traced.recording, written)
+        if drawn:
+            save(traced.recording, drawn)
+
+
+def _checked_path(
+    name: str, path: str | os.PathLike[str], suffixes: tuple[str, ...]
+) -> pathlib.Path:
+    checked = pathlib.Path(path)
+    if checked.suffix not in suffixes:
+        raise ValueError(f"{name} must end in {' or '.join(suffixes)}; got {os.fspath(path)!r}")
+    if not checked.parent.is_dir():
+        raise FileNotFoundError(f"{name} must be in a folder that exists; got {os.fspath(path)!r}")
+    return checked
+
+
+def save(recording: Recording, path: pathlib.Path) -> None:
+    """Draws a recording in a file.
+
+    Args:
+      recording: what ran.
+      path: the file, .png or .svg.
+    """
+    from tfcdo.plot.figures import save_figure
+
+    save_figure(draw_trace(recording), path)
+
+
+def draw_trace(recording: Recording) -> Figure:
+    """Draws the edges of a typical step over time, and below what was planned for them.
+
+    Args:
+      recording: what ran.
+
+    Returns:
+      The figure: for each all-reduce of the step two pictures, one above the other.
+    """
+    from tfcdo.plot.figures import make_figure
+
+    by_scope = recording.runs_of_step()
+    pictures = []
+    for scope, runs in by_scope.items():
+        begin = min(run.start for run in runs)
+        ran = [
+            _Bar(run.lane, run.pack, run.start - begin, run.end - begin, run.kind == BROADCAST)
+            for run in runs
+        ]
+        planned = [
+            _Bar(lane_of_task(task), task.pack, task.start, task.end, task.kind == BROADCAST)
+            for task in recording.planned_tasks(runs)
+        ]
+        pictures += [(f"{scope}: what ran", ran), (f"{scope}: what was planned", planned)]
+    heights = [max(2, min(_MAX_LANES, len({bar.lane for bar in bars}))) for _, bars in pictures]
+    figure = make_figure(14, 1.5 + sum(0.22 * height + 0.9 for height in heights), "")
+    figure.suptitle(str(recording.summary), fontsize=11)
+    if pictures:
+        grid = figure.subplots(len(pictures), squeeze=False, height_ratios=heights)
+        for (axes,), (title, bars) in zip(grid, pictures, strict=True):
+            _draw(axes, title, bars)
+    return figure
+
+
+def _draw(axes: Axes, title: str, bars: Sequence[_Bar]) -> None:
+    """Draws one picture: a lane for each edge, a colour for each pack."""
+    from tfcdo.plot.figures import device_colors
+
+    lanes = sorted({bar.lane for bar in bars})[:_MAX_LANES]
+    seconds = max((bar.end for bar in bars), default=0.0)
+    unit, unit_name = time_unit(seconds or 1e-3)
+    colors = device_colors(max((bar.pack for bar in bars), default=0) + 1)
+    shown = [bar for bar in bars if bar.lane in lanes]
+    axes.barh(
+        [lanes.index(bar.lane) for bar in shown],
+        [(bar.end - bar.start) / unit for bar in shown],
+        left=[bar.start / unit for bar in shown],
+        height=0.8,
+        color=[_color(bar, colors) for bar in shown],
+    )
+    took = f", {format_seconds(seconds)}" if bars else ": not known"
+    hidden = len({bar.lane for bar in bars}) - len(lanes)
+    more = f", {hidden} more edges not shown" if hidden else ""
+    axes.set_title(f"{title}{took}{more}", fontsize=9, loc="left", parse_math=False)
+    axes.set_yticks(range(len(lanes)), lanes, fontsize=8)
+    axes.set_ylim(max(len(lanes), 1) - 0.4, -0.6)
+    axes.set_xlim(0, max(seconds, _SHORTEST) / unit)
+    axes.set_xlabel(f"time, {unit_name}", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _color(bar: _Bar, colors: Sequence[Color]) -> Color:
+    red, green, blue = colors[bar.pack]
+    # Paler on the way down, as in the plan's Gantt chart.
+    fade = 0.45 if bar.is_down else 1.0
+    return 1 - fade * (1 - red), 1 - fade * (1 - green), 1 - fade * (1 - blue)

@@ -1,0 +1,171 @@
+"""Finds tfcdo's all-reduces among the ops of a profile, by the names that the executor gives."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+
+from tfcdo.execute.planned import Planned
+from tfcdo.tracing.profile import Event
+
+REDUCE, BROADCAST, GATHER, ADD = "reduce", "broadcast", "gather", "add"
+
+# The scope of an all-reduce, in whatever scopes and functions it is.
+_SCOPE = re.compile(r"(?:^|/)(tfcdo(?:_\d+)?)/")
+_EDGE = re.compile(
+    r"(?:^|/)(?P<scope>tfcdo(?:_\d+)?)/(?:pack|rows)(?P<pack>\d+)/"
+    r"(?P<phase>reduce|receive|broadcast|gather)/"
+    r"(?P<sources>\d+(?:and\d+)*)to(?P<target>\d+)(?:_\d+)?(?:/.*)?$"
+)
+# What TensorFlow appends to the name of an op whose result it sends to another device; where it is
+# received, the number is the next one.
+_SENT = re.compile(r"(.*/_)(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class EdgeRun:
+    """Something that brought a pack further: a copy along an edge, or the addition where it ends.
+
+    Attributes:
+      scope: the all-reduce's scope, such as "tfcdo" or "tfcdo_2".
+      pack: the pack's index; of slices, the value's.
+      kind: `REDUCE`, `BROADCAST` or `GATHER` for a copy; `ADD` for adding what was sent.
+      sources: the sending device's index; for an addition, those of all children.
+      target: the index of the device that receives, or adds.
+      start: when it began, in seconds. A copy begins when one device has sent and the other asks.
+      end: when it ended.
+    """
+
+    scope: str
+    pack: int
+    kind: str
+    sources: tuple[int, ...]
+    target: int
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+    @property
+    def lane(self) -> str:
+        """Names the edge, or the device that adds."""
+        sources = ", ".join(map(str, self.sources))
+        return f"{self.target} adds" if self.kind == ADD else f"{sources}→{self.target}"
+
+
+def belongs_to_tfcdo(event: Event) -> bool:
+    """Returns whether an event is an op of an all-reduce, packing and unpacking included."""
+    return bool(event.op and _SCOPE.search(event.name))
+
+
+def find(events: Sequence[Event], planned: Sequence[Planned]) -> list[EdgeRun]:
+    """Finds copies and additions.
+
+    Args:
+      events: the profile, in the order of the start.
+      planned: the plans of recent all-reduces, the newest first, which say how their devices are
+        numbered.
+
+    Returns:
+      The copies and additions, in the order of their start.
+    """
+    runs = [*_additions(events), *_copies(events, planned)]
+    return sorted(runs, key=lambda run: (run.start, run.end))
+
+
+def _additions(events: Sequence[Event]) -> Iterator[EdgeRun]:
+    for event in events:
+        found = _EDGE.search(event.name) if event.op == "AddN" else None
+        if found:
+            yield EdgeRun(
+                found["scope"], int(found["pack"]), ADD, _sources(found), int(found["target"]),
+                event.start, event.end,
+            )  # fmt: skip
+
+
+def _copies(events: Sequence[Event], planned: Sequence[Planned]) -> Iterator[EdgeRun]:
+    receives = _receives_by_name(events)
+    for send in events:
+        if send.op != "_Send":
+            continue
+        sent = _SENT.fullmatch(send.name)
+        to_edge = _EDGE.search(send.receiver)
+        # A copy down may be left out by TensorFlow: who uses the sum then receives it.
+        found = to_edge or _EDGE.search(sent[1].removesuffix("/_") if sent else "")
+        if not found:
+            continue
+        source = _number_of(send.from_device, found["scope"], planned)
+        target = _number_of(send.to_device, found["scope"], planned)
+        if source is None or target is None:
+            continue
+        kind = found["phase"] if to_edge else BROADCAST
+        # Where copies are cast, what arrives is cast back before it is added.
+        kind = REDUCE if kind == "receive" else kind
+        start, end = _interval(send, receives)
+        yield EdgeRun(found["scope"], int(found["pack"]), kind, (source,), target, start, end)
+
+
+def _number_of(device: str, scope: str, planned: Sequence[Planned]) -> int | None:
+    """Returns a device's index in the newest all-reduce of a scope that it took part in."""
+    for one in planned:
+        if one.scope.rpartition("/")[2] == scope and device in one.devices:
+            return one.devices.index(device)
+    return None
+
+
+def _sources(found: re.Match[str]) -> tuple[int, ...]:
+    return tuple(map(int, found["sources"].split("and")))
+
+
+def _receives_by_name(events: Sequence[Event]) -> dict[str, list[Event]]:
+    receives = collections.defaultdict(list)
+    for event in events:
+        if event.op == "_Recv":
+            receives[event.name].append(event)
+    return {name: sorted(ones, key=lambda one: one.end) for name, ones in receives.items()}
+
+
+def _interval(send: Event, receives: dict[str, list[Event]]) -> tuple[float, float]:
+    """Returns the time from when both ends are ready until the tensor has arrived."""
+    sent = _SENT.fullmatch(send.name)
+    ones = receives.get(f"{sent[1]}{int(sent[2]) + 1}", []) if sent else []
+    first = bisect.bisect_left(ones, send.start, key=lambda one: one.end)
+    if first == len(ones):
+        return send.start, send.end
+    return max(send.start, ones[first].start), ones[first].end
+
+
+def plan_of(runs: Sequence[EdgeRun], planned: Sequence[Planned]) -> Planned | None:
+    """Finds the plan of the all-reduce that some copies and additions are of.
+
+    Args:
+      runs: those of one scope.
+      planned: the plans of recent all-reduces, the newest first.
+
+    Returns:
+      The newest whose trees have all their edges, or None.
+    """
+    edges = {
+        (run.pack, source, run.target)
+        for run in runs
+        if run.kind in (REDUCE, ADD)
+        for source in run.sources
+    }
+    for one in planned:
+        if not edges or one.scope.rpartition("/")[2] != runs[0].scope:
+            continue
+        of_plan = {
+            (pack, child, parent)
+            for pack, pack_plan in enumerate(one.plan.packs)
+            for child, parent in enumerate(pack_plan.tree.parents)
+            if parent is not None
+        }
+        if edges <= of_plan:
+            return one
+    return None

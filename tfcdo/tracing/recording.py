@@ -1,0 +1,139 @@
+"""Runs TensorFlow's profiler and keeps what it saw of all-reduces."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import tempfile
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfcdo.execute import planned
+from tfcdo.plan import simulator
+from tfcdo.topology.detection import detect
+from tfcdo.topology.topology import Topology
+from tfcdo.tracing import edges
+from tfcdo.tracing import profile
+from tfcdo.tracing import summary as summaries
+from tfcdo.tracing.edges import EdgeRun
+from tfcdo.tracing.profile import Event
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """What ran while the profiler did, and what was planned.
+
+    Attributes:
+      events: all events, in the order of their start.
+      planned: the plans of recent all-reduces, the newest first.
+      topology: the machine that plans are simulated on; None to find out.
+    """
+
+    events: tuple[Event, ...]
+    planned: Sequence[planned.Planned] = ()
+    topology: Topology | None = None
+
+    @functools.cached_property
+    def runs(self) -> list[EdgeRun]:
+        """The copies along edges, and the additions."""
+        return edges.find(self.events, self.planned)
+
+    @functools.cached_property
+    def summary(self) -> summaries.Summary:
+        """The share of the all-reduces in a step, what of it is exposed, and the slowest edge."""
+        return summaries.summarize(self.events, self.runs)
+
+    @functools.cached_property
+    def typical_step(self) -> summaries.Interval | None:
+        """The step of median length; None if there is none."""
+        steps = sorted(summaries.steps_of(self.events), key=lambda step: step[1] - step[0])
+        return steps[len(steps) // 2] if steps else None
+
+    def runs_of_step(self) -> dict[str, list[EdgeRun]]:
+        """Returns the edges of the typical step, those of each all-reduce by its scope."""
+        if self.typical_step is None:
+            return {}
+        start, end = self.typical_step
+        found: dict[str, list[EdgeRun]] = {}
+        for run in self.runs:
+            if start <= run.start <= end:
+                found.setdefault(run.scope, []).append(run)
+        return found
+
+    def planned_tasks(self, runs: Sequence[EdgeRun]) -> tuple[simulator.Task, ...]:
+        """Simulates what was planned for the all-reduce that some edges are of.
+
+        Args:
+          runs: the edges of one all-reduce.
+
+        Returns:
+          The copies and additions, from second 0; none if the plan or a size is not known.
+        """
+        plan = edges.plan_of(runs, self.planned)
+        schedule = plan.schedule() if plan else None
+        if plan is None or schedule is None:
+            return ()
+        topology = self.topology or detect(plan.devices)
+        return simulator.simulate(schedule, topology).tasks
+
+
+def lane_of_task(task: simulator.Task) -> str:
+    """Names the lane of something planned as `EdgeRun.lane` names what ran."""
+    is_copy = task.kind != edges.ADD
+    return f"{task.source}→{task.target}" if is_copy else f"{task.target} adds"
+
+
+class Profiler:
+    """TensorFlow's profiler, between `start` and `stop`.
+
+    Args:
+      topology: see `Recording`.
+
+    Example:
+      >>> profiler = Profiler()
+      >>> profiler.start()
+      >>> recording = profiler.stop()
+      >>> recording.summary.num_steps
+      0
+    """
+
+    def __init__(self, topology: Topology | None = None) -> None:
+        self._topology = topology
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def start(self) -> None:
+        """Starts the profiler.
+
+        Raises:
+          tf.errors.AlreadyExistsError: if this process is being profiled already, as by Keras's
+            `TensorBoard` callback.
+        """
+        folder = tempfile.TemporaryDirectory(prefix="tfcdo-trace-")
+        try:
+            # The names of ops, and no calls of Python, of which there are very many.
+            options = tf.profiler.experimental.ProfilerOptions(
+                host_tracer_level=2, python_tracer_level=0, device_tracer_level=1
+            )
+            tf.profiler.experimental.start(folder.name, options)
+        except BaseException:
+            folder.cleanup()
+            raise
+        self._folder = folder
+
+    def stop(self) -> Recording:
+        """Stops the profiler and reads what it wrote.
+
+        Returns:
+          The recording.
+
+        Raises:
+          RuntimeError: if it has not been started.
+        """
+        if self._folder is None:
+            raise RuntimeError("start the profiler before it is stopped")
+        folder, self._folder = self._folder, None
+        with folder as path:
+            tf.profiler.experimental.stop()
+            return Recording(profile.read(pathlib.Path(path)), planned.recent(), self._topology)
