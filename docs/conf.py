@@ -42,6 +42,7 @@ python_use_unqualified_type_names = True
 
 html_theme = "furo"
 html_title = "tfcdo"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 # Blocks without a language are drawings.
 highlight_language = "text"
