@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from tfcdo.cli import options
+from tfcdo.plan.evaluation import check_num_devices
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
@@ -43,6 +44,8 @@ class Machine(options.ParamType):
         name, _, count = str(value).partition(":")
         try:
             if name in PRESETS and re.fullmatch(f"({_NUMBER})?", count):
+                # Before the links of so many are made, which takes seconds.
+                check_num_devices(name, int(count or 1))
                 return preset(name, int(count) if count else None)
         except ValueError as error:
             self.fail(str(error))

@@ -168,11 +168,14 @@ def plan(
         raise click.UsageError("--backward needs --hosts")
     # Two bytes travel for each four that are added.
     machine, sent = (widened(topology, 2), -(-num_bytes // 2)) if wire else (topology, num_bytes)
-    with options.status(console, "Searching for trees ..."):
-        if as_json:
-            evaluations = [evaluate(algorithm, machine, sent, num_packs)]
-        else:
-            evaluations = evaluate_all(machine, sent, num_packs)
+    try:
+        with options.status(console, "Searching for trees ..."):
+            if as_json:
+                evaluations = [evaluate(algorithm, machine, sent, num_packs)]
+            else:
+                evaluations = evaluate_all(machine, sent, num_packs)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     (chosen,) = (found for found in evaluations if found.algorithm == algorithm)
     bound = lower_bound(machine, sent)
     size = format_bytes(num_bytes) + (f", sent as {format_bytes(sent)} of {wire}" if wire else "")

@@ -307,11 +307,27 @@ def _fastest(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
     if num_packs is not None and num_packs > _MAX_JUDGED_PACKS:
         num_bytes = num_bytes * _MAX_JUDGED_PACKS // num_packs
         num_packs = _MAX_JUDGED_PACKS
-    chosen, least = "one_device", math.inf
+    seconds: dict[str, float] = {}
     for name in (*CLASSICS, "packed_trees"):
         schedule = make_schedule(name, topology, num_bytes, num_packs)
-        seconds = simulator.robust_seconds(schedule, topology, cutoff=least)
-        # Packs cost ops, which the simulator does not count: more of them must be worth it.
-        if seconds < least * _WORTH_MORE_PACKS:
-            chosen, least = name, seconds
-    return chosen
+        least = min(seconds.values(), default=math.inf)
+        seconds[name] = simulator.robust_seconds(schedule, topology, cutoff=least)
+    return choose(seconds)
+
+
+def choose(seconds: Mapping[str, float]) -> str:
+    """Returns the algorithm to take, given the time of each.
+
+    Args:
+      seconds: the time of each algorithm, those first that ask for few packs.
+
+    Returns:
+      The first of those that take nearly as little time as any.
+
+    Example:
+      >>> choose({"one_device": 2.0, "ring": 1.001, "shuffle": 1.0})
+      'ring'
+    """
+    # Packs cost ops, which the simulator does not count: more of them must be worth it.
+    enough = min(seconds.values()) / _WORTH_MORE_PACKS
+    return next(name for name, each in seconds.items() if each <= enough)

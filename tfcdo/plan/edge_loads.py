@@ -88,7 +88,8 @@ class EdgeLoads:
             new = int(np.argmin(np.where(inside, np.inf, price)))
             tree.append(int(self._number[via[new], new]))
             inside[new] = True
-            cheaper = table[new] < price
+            # Of equals the device that came last: so that the tree is a path rather than a star.
+            cheaper = table[new] <= price
             price[cheaper], via[cheaper] = table[new][cheaper], new
         return tuple(sorted(tree))
 

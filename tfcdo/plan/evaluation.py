@@ -9,6 +9,9 @@ from tfcdo.plan import simulator
 from tfcdo.plan.schedule import Schedule
 from tfcdo.topology.topology import Topology
 
+# A machine of so many devices takes half a minute.
+MAX_DEVICES = 128
+
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
@@ -67,7 +70,8 @@ def evaluate(
       The evaluation.
 
     Raises:
-      ValueError, TypeError: as `algorithms.make_schedule`.
+      ValueError, TypeError: as `algorithms.make_schedule`; also if the machine has more than
+        `MAX_DEVICES` devices.
 
     Example:
       >>> from tfcdo.topology import preset
@@ -75,6 +79,7 @@ def evaluate(
       >>> found.depth, found.bottleneck_bytes, f"{found.seconds * 1e3:.2f} ms"
       (2, 50000000, '2.61 ms')
     """
+    check_num_devices(topology.name, topology.num_devices)
     resolved = algorithm
     if algorithm == "auto":
         resolved = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
@@ -99,13 +104,35 @@ def evaluate_all(
       which is that of the algorithm that it stands for.
 
     Raises:
-      ValueError, TypeError: as `algorithms.make_schedule`.
+      ValueError, TypeError: as `evaluate`.
     """
-    found = [
-        evaluate(name, topology, num_bytes, num_packs)
+    check_num_devices(topology.name, topology.num_devices)
+    found = {
+        name: evaluate(name, topology, num_bytes, num_packs)
         for name in algorithms.ALGORITHMS
         if name != "auto"
-    ]
-    fastest = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
-    (best,) = (evaluation for evaluation in found if evaluation.algorithm == fastest)
-    return [*found, dataclasses.replace(best, algorithm="auto")]
+    }
+    if topology.num_devices > algorithms.MAX_SIMULATED_DEVICES:
+        fastest = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
+    else:
+        # By the times that are here anyway; `auto` itself simulates once for sizes that differ
+        # little from this one.
+        fastest = algorithms.choose({name: one.seconds for name, one in found.items()})
+    return [*found.values(), dataclasses.replace(found[fastest], algorithm="auto")]
+
+
+def check_num_devices(name: str, num_devices: int) -> None:
+    """Raises if a machine has too many devices for all algorithms to be simulated on it.
+
+    Args:
+      name: the machine's name.
+      num_devices: how many devices it has.
+
+    Raises:
+      ValueError: if they are more than `MAX_DEVICES`.
+    """
+    if num_devices > MAX_DEVICES:
+        raise ValueError(
+            f"topology must have at most {MAX_DEVICES} devices to be simulated, which takes time "
+            f"with the cube of their number; {name!r} has {num_devices}"
+        )

@@ -46,6 +46,8 @@ class TaskGraph:
         return tuple(critical_path)
 
 
+# A schedule is mostly run with jitter, and then without.
+@functools.lru_cache(maxsize=8)
 def build(schedule: Schedule, topology: Topology) -> TaskGraph:
     """Lists the tasks of a schedule, for those who run the same ones several times.
 

@@ -22,7 +22,7 @@ def widened(topology: Topology, factor: float) -> Topology:
 
     Example:
       >>> from tfcdo.topology import preset
-      >>> cpu = preset("virtual_cpu", 4)
+      >>> cpu = preset("shared_memory", 4)
       >>> cpu.addition_bandwidth / widened(cpu, 2).addition_bandwidth
       2.0
     """
