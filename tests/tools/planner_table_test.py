@@ -1,0 +1,46 @@
+"""The planner's table: machines as they are said to be, and rows that say what was judged."""
+
+from __future__ import annotations
+
+import networkx as nx
+import plan_testing
+import planner_table
+from absl.testing import absltest
+from drawn_machines import FASTEST
+from drawn_machines import SLOWEST
+from drawn_machines import draw_machine
+
+from tfcdo.topology.presets import preset
+
+MB = 10**6
+
+
+class PlannerTableTest(plan_testing.PlanTestCase):
+    def test_a_row_says_what_was_judged(self):
+        row = planner_table.row("two", [preset("nvswitch", 2), preset("pcie", 2)], 30 * MB, "1, 2")
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        self.assertEqual(cells[:3] + cells[5:6], ["two", "2", "30 MB", "1, 2"])
+        median, most, over_best = (float(cells[index]) for index in (3, 4, 6))
+        self.assertBetween(median, 1.0, most)
+        self.assertBetween(over_best, 1.0, 1.01)
+
+    def test_drawn_machines_are_what_they_are_said_to_be(self):
+        kinds = set()
+        for seed in range(30):
+            machine = draw_machine(7, seed)
+            self.assertEqual(machine, draw_machine(7, seed))
+            direct = [(x.source, x.target) for x in machine.links if not x.via_host]
+            self.assertTrue(nx.is_connected(nx.Graph(direct)))
+            for resource in machine.resources:
+                self.assertBetween(resource.bandwidth, SLOWEST, FASTEST)
+            kinds |= {
+                ("asymmetric", any(machine.bandwidth(a, b) != machine.bandwidth(b, a)
+                                   for a, b in direct)),
+                ("ports", any(resource.name.endswith(" in") for resource in machine.resources)),
+                ("bridges", any(link.via_host for link in machine.links)),
+            }  # fmt: skip
+        self.assertLen(kinds, 6)  # Some have each of these, and some have not.
+
+
+if __name__ == "__main__":
+    absltest.main()
