@@ -188,6 +188,16 @@ class LinksTest(parameterized.TestCase):
         self.assertCountEqual(listed, pages)
 
 
+class ReferenceTest(absltest.TestCase):
+    def test_every_public_name_is_in_the_reference(self):
+        page = _PAGES["api.md"].read_text(encoding="utf-8")
+        listed = set(re.findall(r"^\.\. auto\w+:: (\S+)", page, re.MULTILINE))
+        modules = {"__version__", "keras", "topology"}
+        public = {f"tfcdo.{name}" for name in tfcdo.__all__ if name not in modules}
+        public |= {f"tfcdo.keras.{name}" for name in tfcdo.keras.__all__}
+        self.assertContainsSubset(public, listed)
+
+
 def _anchor(heading: str) -> str:
     """A heading's anchor on GitHub, and by myst_heading_anchors."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
