@@ -134,6 +134,26 @@ class TraceTest(tf.test.TestCase):
         self.assertLen(ran.patches, 2 * 5)
 
 
+class WireTest(tf.test.TestCase):
+    def test_copies_that_are_cast_are_found(self):
+        ops = tfcdo.ReductionToOneDevice("CPU:1", wire_dtype="bfloat16")
+        values = tu.per_replica([tf.ones([1000])] * _DEVICES)
+        step = tf.function(lambda: ops.reduce(tu.SUM, values, values).values)
+        step()
+        profiler = recording.Profiler()
+        profiler.start()
+        step()
+        runs = profiler.stop().runs
+        self.assertCountEqual(
+            [(run.kind, run.sources, run.target) for run in runs],
+            [
+                *[(edges.REDUCE, (child,), 1) for child in (0, 2)],
+                (edges.ADD, (0, 2), 1),
+                *[(edges.BROADCAST, (1,), child) for child in (0, 2)],
+            ],
+        )
+
+
 class ArgumentsTest(parameterized.TestCase):
     def test_a_trace_is_there_at_the_end_of_its_block(self):
         with tempfile.TemporaryDirectory() as folder:

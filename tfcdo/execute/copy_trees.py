@@ -64,8 +64,10 @@ def reduce_pack(
         ]
         sent = travel.send(results, tree.root)
     arrived = []
-    for copies, device in zip(broadcast_down(tree, sent, devices), devices, strict=True):
-        with tf.device(device):
+    for rank, copies in enumerate(broadcast_down(tree, sent, devices)):
+        # Named like the copy: TensorFlow may leave that out, and then this receives.
+        name = "root" if rank == tree.root else f"broadcast/{tree.parents[rank]}to{rank}"
+        with tf.device(devices[rank]), tf.name_scope(name):
             arrived.append(travel.receive(copies))
     return arrived
 
