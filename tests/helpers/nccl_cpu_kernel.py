@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import pathlib
@@ -74,7 +75,7 @@ def load() -> pathlib.Path:
                 library = build(_cache_directory())
             tf.load_op_library(str(library))
             _loaded_library = library
-            _hidden.start()
+            _hide()
         return _loaded_library
 
 
@@ -85,11 +86,14 @@ def seen() -> Iterator[None]:
     TensorFlow cannot unload it, and who takes NCCL wherever it runs would take it in all later
     tests of the process.
     """
-    _hidden.stop()
-    try:
+    with mock.patch.object(tf_internals, "device_types_with_kernel", _asked_tensorflow):
         yield
-    finally:
-        _hidden.start()
+
+
+@functools.cache
+def _hide() -> None:
+    """Keeps the kernel from tfcdo: once, as what is hidden twice would be seen no more."""
+    mock.patch.object(tf_internals, "device_types_with_kernel", _real_device_types).start()
 
 
 def _real_device_types(op_name: str) -> frozenset[str]:
@@ -98,7 +102,6 @@ def _real_device_types(op_name: str) -> frozenset[str]:
 
 
 _asked_tensorflow = tf_internals.device_types_with_kernel
-_hidden = mock.patch.object(tf_internals, "device_types_with_kernel", _real_device_types)
 
 
 def build(directory: pathlib.Path) -> pathlib.Path:
