@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -23,7 +23,9 @@ from tfcdo.cross_device_ops import AutoAllReduce
 from tfcdo.cross_device_ops import NcclAllReduce
 from tfcdo.cross_device_ops import ReductionToOneDevice
 from tfcdo.execute import exchange
+from tfcdo.execute import handles
 from tfcdo.execute import nccl
+from tfcdo.execute import wire
 from tfcdo.execute.hosts import Hosts
 from tfcdo.structures import reduce_structure
 
@@ -84,9 +86,15 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         `NcclAllReduce` where NCCL can run, else `AutoAllReduce`.
       devices_per_worker: how many devices of this host to use, as many on each host; None for what
         `tfcdo launch` says, else all GPUs, or all (virtual) CPU devices that are configured.
+      wire_between: "bfloat16" or "float16", to send all-reduced float32 and float64 values between
+        hosts in half of the bytes or less. Sums are formed in the values' own dtype: each value is
+        rounded once on its host, and each sum once; docs/several-hosts.md has the bound. Packs
+        under 4 KiB, values that are reduced elsewhere (losses, metrics), rows and gathered values
+        travel as they are. NCCL then does not all-reduce over all GPUs: it would add in 16 bits.
 
     Raises:
-      ValueError: if TF_CONFIG or the cluster resolver contradicts itself.
+      ValueError: if TF_CONFIG or the cluster resolver contradicts itself, or `wire_between` is
+        another dtype.
       TypeError: if an argument is of another type.
       RuntimeError: if TensorFlow has already started, or there are fewer devices.
       RollCallError: (a RuntimeError) if a host does not come in time, cannot be reached or is set
@@ -105,6 +113,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         *,
         cross_device_ops: AllReduceCrossDeviceOps | ReductionToOneDevice | None = None,
         devices_per_worker: int | None = None,
+        wire_between: str | tf.DType | None = None,
     ) -> None:
         if communication_options is None:
             communication_options = tf.distribute.experimental.CommunicationOptions()
@@ -118,6 +127,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 communication_options,
                 cross_device_ops,
                 devices_per_worker or environment.devices_per_worker(),
+                wire.check_wire_dtype("wire_between", wire_between),
             ),
         )
 
@@ -230,6 +240,7 @@ class _MultiWorkerExtended(_AveragesStatistics, tf_internals.MultiWorkerExtended
         options: Any,
         cross_device_ops: AllReduceCrossDeviceOps | ReductionToOneDevice | None,
         devices_per_worker: int | None,
+        wire_between: tf.DType | None,
     ) -> None:
         if resolver is None:
             config.check_tf_config()
@@ -239,7 +250,8 @@ class _MultiWorkerExtended(_AveragesStatistics, tf_internals.MultiWorkerExtended
         self._devices_wanted = devices_per_worker
         self._network: exchange.Network | None = None
         if not tf_internals.tensorflow_has_started():
-            _prepare(cluster, options, cross_device_ops, devices_per_worker, timeout)
+            settings = _settings(options, cross_device_ops, wire_between)
+            _prepare(cluster, settings, devices_per_worker, timeout)
         elif cluster is not None and session.current() is None:
             raise RuntimeError(
                 "MultiWorkerMirroredStrategy must be made before anything else of TensorFlow runs, "
@@ -252,10 +264,10 @@ class _MultiWorkerExtended(_AveragesStatistics, tf_internals.MultiWorkerExtended
                 cluster, tf_internals.KeyValueStore(), tf_internals.abort_collectives, timeout
             )
             hint = options.implementation.value.lower()
-            flat = _runs_flat(hint, cross_device_ops, self.worker_devices)
+            flat = wire_between is None and _runs_flat(hint, cross_device_ops, self.worker_devices)
             self._network = exchange.Network(joined, "nccl" if flat else hint)
             most = options.bytes_per_pack or _BYTES_PER_PACK
-            ops = ops._between(Hosts(self._network, self.worker_devices, most, flat))
+            ops = ops._between(Hosts(self._network, self.worker_devices, most, flat, wire_between))
         # Only now, because TensorFlow's constructor insists on its own.
         self._cross_device_ops = self._host_cross_device_ops = ops
 
@@ -322,17 +334,25 @@ class _MultiWorkerExtended(_AveragesStatistics, tf_internals.MultiWorkerExtended
             description = {
                 "what": "initialization",
                 "values": [exchange.describe(value)],
-                "roots": [exchange.device_number(device)],
+                "roots": [handles.device_number(device)],
             }
             return network.exchange(description, 1).broadcast(value, device)
 
         return initial_value
 
 
+def _settings(options: Any, ops: Any, wire_between: tf.DType | None) -> dict[str, str]:
+    """Returns the strategy's arguments by name, as hosts compare them."""
+    return {
+        "cross_device_ops": type(ops).__name__ if ops else "by default",
+        "communication_options": f"{options.implementation.value}, {options.bytes_per_pack} bytes",
+        "wire_between": wire_between.name if wire_between else "none",
+    }
+
+
 def _prepare(
     cluster: config.Cluster | None,
-    options: Any,
-    ops: Any,
+    own_settings: Mapping[str, str],
     devices_per_worker: int | None,
     timeout: float,
 ) -> None:
@@ -349,8 +369,7 @@ def _prepare(
         "version of tfcdo": version.__version__,
         "version of TensorFlow": tf.__version__,
         "devices_per_worker": devices_per_worker or _devices_here(None)[1],
-        "cross_device_ops": type(ops).__name__ if ops else "by default",
-        "communication_options": f"{options.implementation.value}, {options.bytes_per_pack} bytes",
+        **own_settings,
     }
     roll_call.hold(cluster, settings, timeout)
     tf_internals.configure_coordination(

@@ -31,9 +31,12 @@ class _FakePool:
         if content["do"] == "step":
             self.steps.append(content["name"])
             kind, number = content["name"], len(self.steps)
-            self.sent[0] += {"tf": 3000, "tfcdo": 2000, "computing alone": 10}[kind]
-            return [0.1, {"tf": 0.4, "tfcdo": 0.3, "computing alone": 0.2}[kind] + number * 1e-6]
-        digests = {"tfcdo": ["a"], "tf": ["b"]}, {"tfcdo": ["a"], "tf": ["c"]}
+            sent = {"tf": 3000, "tfcdo": 2000, "tfcdo bfloat16": 1000, "computing alone": 10}
+            seconds = {"tf": 0.4, "tfcdo": 0.3, "tfcdo bfloat16": 0.25, "computing alone": 0.2}
+            self.sent[0] += sent[kind]
+            return [0.1, seconds[kind] + number * 1e-6]
+        same = {"tfcdo": ["a"], "tfcdo bfloat16": ["d"]}
+        digests = {**same, "tf": ["b"]}, {**same, "tf": ["c"]}
         return [{"digests": one, "difference": 0.5 * index} for index, one in enumerate(digests)]
 
 
@@ -51,15 +54,16 @@ class HostsTest(absltest.TestCase):
         opened.count_bytes.side_effect = lambda: sent[0]
         with mock.patch.object(worker_pool, "start_workers", start_workers):
             result = hosts.run(hosts.Settings(2, 3, iterations=4, warmup=1), opened)
-        self.assertEqual(pool.steps, ["tfcdo", "tf", "computing alone"] * 5)
-        ours, theirs, alone = result.measurements
+        self.assertEqual(pool.steps, ["tfcdo", "tfcdo bfloat16", "tf", "computing alone"] * 5)
+        ours, cast, theirs, alone = result.measurements
         # A step ends when the slowest worker's does; the first round is warm-up.
         self.assertAlmostEqual(ours.seconds, 0.3, places=4)
+        self.assertAlmostEqual(cast.seconds, 0.25, places=4)
         self.assertAlmostEqual(theirs.seconds, 0.4, places=4)
         self.assertAlmostEqual(alone.seconds, 0.2, places=4)
-        self.assertEqual([one.bytes_sent for one in result.measurements], [2000, 3000, 10])
-        self.assertEqual([one.wrong for one in result.measurements], [0, 3, None])
-        self.assertEqual([one.distinct_copies for one in result.measurements], [1, 2, None])
+        self.assertEqual([one.bytes_sent for one in result.measurements], [2000, 1000, 3000, 10])
+        self.assertEqual([one.wrong for one in result.measurements], [0, 0, 3, None])
+        self.assertEqual([one.distinct_copies for one in result.measurements], [1, 1, 2, None])
         self.assertEqual((ours.num_workers, ours.num_devices, ours.rate), (2, 3, "1mbit"))
         self.assertEqual(result.weight_difference, 0.5)
         # 2 x (2 - 1) x 1000 bytes at 125000 bytes a second take less than computing.
@@ -74,8 +78,8 @@ class HostsTest(absltest.TestCase):
                 opened = link.shared_link()  # As the command does, which says so.
             stack.enter_context(mock.patch.object(sys, "executable", warm_python.executable()))
             result = hosts.run(hosts.Settings(2, 2, iterations=1, warmup=1, num_blocks=1), opened)
-        ours, theirs, alone = result.measurements
-        for one in (ours, theirs):
+        ours, cast, theirs, alone = result.measurements
+        for one in (ours, cast, theirs):
             self.assertEqual((one.wrong, one.distinct_copies), (0, 1), one.name)
         self.assertLess(result.weight_difference, 1e-5)
         if not opened.is_own:
@@ -83,6 +87,7 @@ class HostsTest(absltest.TestCase):
         # A ring over 4 devices of 2 hosts sends 3 times the gradients, one over 2 hosts twice.
         self.assertAlmostEqual(theirs.bytes_sent / theirs.gradient_bytes, 3.0, delta=0.1)
         self.assertAlmostEqual(ours.bytes_sent / ours.gradient_bytes, 2.0, delta=0.1)
+        self.assertAlmostEqual(cast.bytes_sent / ours.gradient_bytes, 1.0, delta=0.1)
         self.assertLess(alone.bytes_sent, 0.05 * ours.bytes_sent)
 
     def test_least_bytes_are_what_a_ring_sends(self):

@@ -282,10 +282,11 @@ class HostsTest(parameterized.TestCase):
         found = json.loads(
             self.run_plan(
                 *("--hosts", "1024", "-t", "nvswitch:2", "--network", "100gbit"),
-                *("-b", "1MB", "-a", "shuffle", "--json"),
+                *("-b", "1MB", "-a", "shuffle", "--wire-between", "bfloat16", "--json"),
             )
         )
         self.assertEqual((found["num_hosts"], found["network"]["bandwidth"]), (1024, 12.5e9))
+        self.assertEqual(found["network"]["sent"], 0.5)
         self.assertGreater(found["seconds"], found["bound"])
 
 
@@ -330,6 +331,7 @@ class WrongTest(parameterized.TestCase):
         ("'0' is not a bandwidth", "-t", "dgx1", "--hosts", "2", "--network", "0"),
         ("'60' is not a time", "-t", "dgx1", "--hosts", "2", "--backward", "60"),
         ("--backward needs --hosts", "-t", "dgx1", "--backward", "60ms"),
+        ("--wire-between needs --hosts", "-t", "dgx1", "--wire-between", "bfloat16"),
         ("draw one host", "-t", "dgx1", "--hosts", "2", "--draw", "a.png"),
         ("both are a.png", "-t", "dgx1", "--draw", "./a.png", "--gantt", "a.png"),
     )

@@ -17,6 +17,8 @@ import numpy as np
 import tensorflow as tf
 from host_keras import in_sync  # noqa: F401
 from host_keras import mended_keras  # noqa: F401
+from host_wire import requires_nccl  # noqa: F401
+from host_wire import wire_between  # noqa: F401
 
 GLOBAL_BATCH = 24  # Divides by 2 x 2, 3 x 1 and 2 x 3 replicas.
 NUM_EXAMPLES = 4 * GLOBAL_BATCH

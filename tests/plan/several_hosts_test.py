@@ -65,6 +65,14 @@ class SeveralHostsTest(parameterized.TestCase):
         self.assertEqual(ring.hidden, 0.0)
         self.assertAlmostEqual(lower_bound_across_hosts(cluster, 80 * MB), 0.080)
 
+    def test_half_of_the_bytes_take_half_of_the_time_between_hosts(self):
+        cluster = Cluster(preset("nvswitch", 1), 4, Network(1e9, 0.0, sent=0.5))
+        found = evaluate_across_hosts("auto", cluster, 100 * MB)
+        self.assertAlmostEqual(found.seconds, 0.075)
+        self.assertAlmostEqual(lower_bound_across_hosts(cluster, 100 * MB), 0.075)
+        # TensorFlow's ring casts nothing.
+        self.assertAlmostEqual(evaluate_flat_ring(cluster, 100 * MB).seconds, 0.150)
+
     def test_no_algorithm_beats_the_bound(self):
         for num_hosts in (1, 2, 7, 1024):
             cluster = _cluster("dgx1", None, num_hosts, 12.5e9)

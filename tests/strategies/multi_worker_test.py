@@ -7,9 +7,12 @@ import tempfile
 
 import clusters
 import host_scenarios
+import host_wire
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
+
+from tfcdo.execute import wire
 
 _TIMEOUT = 240.0
 # (scenario, how far from one device): near float32 rounding, but for layers that compute in 16
@@ -28,8 +31,8 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
     # Other numbers of hosts or devices change who sends what, which values and sums show, and not
     # what a training asks for.
     @parameterized.parameters(
-        (2, 2, ("fit", "values")),
-        (3, 1, ("values",)),
+        (2, 2, ("fit", "values", "wire_between", "requires_nccl")),
+        (3, 1, ("values", "wire_between")),
         (2, 3, ("own_loop", "flat")),
     )
     def test_as_one_device(self, hosts, devices, names):
@@ -40,6 +43,8 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
             if "flat" in names:
                 with self.subTest("flat"):
                     self.check_flat(folder, hosts, devices)
+            if "wire_between" in names:
+                self.check_wire(folder, hosts, devices)
             for name in TRAINING.keys() & set(names):
                 results = [
                     dict(np.load(pathlib.Path(folder, f"{name}-{host}.npz")))
@@ -56,6 +61,50 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen({replica.tobytes() for replica in replicas}, 1)
         numbers = [host_scenarios.flat_numbers(r) for r in range(hosts * devices)]
         self.assertAllClose(np.sum(numbers, 0, np.float64), replicas[0], rtol=0, atol=1e-5)
+
+    def check_wire(self, folder, hosts, devices):
+        """Asserts the error's bound, and the same bits on all replicas of all hosts."""
+        files = [np.load(pathlib.Path(folder, f"wire_between-{host}.npz")) for host in range(hosts)]
+        results = {}
+        for key in files[0]:
+            replicas = [replica for file in files for replica in file[key]]
+            self.assertLen(replicas, hosts * devices)
+            self.assertLen({replica.tobytes() for replica in replicas}, 1, key)
+            results[key] = replicas[0]
+        for name in host_wire.WIRE_DTYPES:
+            for case in host_wire.CASES:
+                with self.subTest(f"{name} {case}"):
+                    self.check_cast(name, case, hosts, hosts * devices, results)
+            # None of these is cast: a small pack, other dtypes, integers even as they are averaged.
+            for case in ("small", "int32", "float16", "mean of int32"):
+                self.assertAllEqual(results[f"uncast {case}"], results[f"{name} {case}"])
+            # Each sends all other hosts their shares, and its sums; float16 with a scale for each.
+            row = 2 * 4800 // hosts + (4 if name == "float16" else 0)
+            self.assertEqual(2 * (hosts - 1) * row, results[f"{name} bytes"])
+            gradient = sum(range(1, hosts * devices + 1))
+            self.assertAllEqual(np.full(1100, gradient, np.float32), results[f"{name} gradient"])
+
+    def check_cast(self, name, case, num_hosts, num_replicas, results):
+        actual = results[f"{name} {case}"].astype(np.float64)
+        terms = np.stack([host_wire.numbers(case, r) for r in range(num_replicas)])
+        dtype = tf.as_dtype(terms.dtype)
+        terms = terms.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            expected = terms.sum(axis=0)
+        finite = np.isfinite(expected)
+        self.assertAllEqual(expected[~finite], actual[~finite])
+        # A sum of 257 inside a host is rounded before it travels.
+        if case == "exact" or (case == "not swallowed" and num_hosts == num_replicas):
+            self.assertAllEqual(expected, actual)
+        if dtype in (tf.float32, tf.float64):
+            magnitudes = np.abs(terms[:, finite]).sum(axis=0)
+            wire_dtype = tf.as_dtype(name)
+            bound = wire.error_bound(magnitudes, 1, num_replicas, wire_dtype, dtype)
+            error = np.abs(actual - expected)[finite]
+            self.assertTrue(np.all(error <= bound), (error / bound).max())
+            if case in ("float32", "float64"):
+                # It has been cast, and what is needed of the bound is not a small part.
+                self.assertGreater((error / bound).max(), 0.1)
 
     def check(self, name, results, devices, tolerance):
         for key, expected in self.expected[name].items():

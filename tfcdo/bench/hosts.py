@@ -16,9 +16,10 @@ from tfcdo.launch import cluster
 
 # The names in requests, and what results are called. `hosts_worker` has the same: importing it
 # would start TensorFlow.
-_TENSORFLOW, _TFCDO, _ALONE = "tf", "tfcdo", "computing alone"
+_TENSORFLOW, _TFCDO, _TFCDO_CAST, _ALONE = "tf", "tfcdo", "tfcdo bfloat16", "computing alone"
 NAMES = {
     _TFCDO: "tfcdo.MultiWorkerMirroredStrategy",
+    _TFCDO_CAST: "the same, wire_between='bfloat16'",
     _TENSORFLOW: "tf.distribute.MultiWorkerMirroredStrategy",
     _ALONE: "computing alone",
 }
@@ -52,7 +53,7 @@ class HostsMeasurement:
 
     Attributes:
       name: the strategy's, or "computing alone" for steps that make gradients and drop them.
-      kind: `"tfcdo"`, `"tf"` or `"computing alone"`.
+      kind: `"tfcdo"`, `"tfcdo bfloat16"`, `"tf"` or `"computing alone"`.
       num_workers: how many processes trained.
       num_devices: on how many devices each.
       rate: the limit of the link between them as tc writes it; None if it has none.
@@ -85,7 +86,8 @@ class HostsResult:
 
     Attributes:
       measurements: tfcdo's, TensorFlow's and that of computing alone.
-      weight_difference: the largest difference of a weight between the two trainings.
+      weight_difference: the largest difference of a weight between tfcdo's and TensorFlow's
+        training, with nothing cast.
       least_sending_seconds: the least time that the link needs for the gradients; 0 if it has no
         rate.
     """
@@ -146,7 +148,7 @@ def run(
         (description, *_) = pool.request({"do": "describe"}, _BUILD_TIMEOUT)
         wrong = {
             kind: sum(pool.request({"do": "count wrong", "name": kind}, _BUILD_TIMEOUT))
-            for kind in track((_TFCDO, _TENSORFLOW), description="checking")
+            for kind in track((_TFCDO, _TFCDO_CAST, _TENSORFLOW), description="checking")
         }
         seconds: dict[str, list[float]] = {kind: [] for kind in NAMES}
         sent: dict[str, list[int]] = {kind: [] for kind in NAMES}

@@ -33,7 +33,7 @@ _HEADS = 5
 # As many however many devices share them, so that the time of computing is much the same.
 _IMAGES_PER_WORKER = 12
 
-TENSORFLOW, TFCDO, ALONE = "tf", "tfcdo", "computing alone"
+TENSORFLOW, TFCDO, TFCDO_CAST, ALONE = "tf", "tfcdo", "tfcdo bfloat16", "computing alone"
 
 
 class _TensorFlowExtended(tf_internals.MultiWorkerExtended):
@@ -231,6 +231,9 @@ class _Worker:
         # tfcdo's comes first, because it starts the server of this process.
         strategies = {
             TFCDO: tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=num_devices),
+            TFCDO_CAST: tfcdo.MultiWorkerMirroredStrategy(
+                devices_per_worker=num_devices, wire_between="bfloat16"
+            ),
             TENSORFLOW: _TensorFlowStrategy(num_devices),
         }
         self._trainings = {
@@ -252,7 +255,8 @@ class _Worker:
             self._steps[request["name"]]()
             return time.perf_counter() - start
         if request["do"] == "compare":
-            pairs = zip(*(one.weights() for one in self._trainings.values()), strict=True)
+            weights = [self._trainings[name].weights() for name in (TFCDO, TENSORFLOW)]
+            pairs = zip(*weights, strict=True)
             return {
                 "digests": {name: one.digests() for name, one in self._trainings.items()},
                 "difference": max(float(np.abs(one - other).max()) for one, other in pairs),

@@ -111,6 +111,11 @@ _MAX_PACKS = 4096
     help="The bytes are of float32 and travel as this: half of them, added in 32 bits.",
 )
 @click.option(
+    "--wire-between",
+    type=click.Choice(["bfloat16", "float16"]),
+    help="With --hosts: the bytes are of float32 and travel between hosts as this, half of them.",
+)
+@click.option(
     "--json", "as_json", is_flag=True, help="Print the plan, as --save writes it, not the table."
 )
 @click.option(
@@ -129,6 +134,7 @@ def plan(
     network: float,
     backward: float | None,
     wire: str | None,
+    wire_between: str | None,
     as_json: bool,
     lists: bool,
 ) -> None:
@@ -161,11 +167,14 @@ def plan(
             raise click.UsageError("--num-packs and --save are for one host: leave --hosts out")
         if wire:
             raise click.UsageError("--wire is of the copies inside a host: leave --hosts out")
-        cluster = Cluster(topology, num_hosts, Network(network))
+        sent = 0.5 if wire_between else 1.0
+        cluster = Cluster(topology, num_hosts, Network(network, sent=sent))
         plan_hosts(cluster, num_bytes, algorithm, backward, as_json, console)
         return
     if backward is not None:
         raise click.UsageError("--backward needs --hosts")
+    if wire_between is not None:
+        raise click.UsageError("--wire-between needs --hosts")
     # Two bytes travel for each four that are added.
     machine, sent = (widened(topology, 2), -(-num_bytes // 2)) if wire else (topology, num_bytes)
     try:

@@ -65,7 +65,8 @@ def _print_table(
     table = Table(
         title=f"All-reduce of {format_bytes(num_bytes)} on each of {topology.num_devices} devices "
         f"of each of {cluster.num_hosts} hosts, {topology.name}, "
-        f"{format_bytes(round(network.bandwidth))}/s between hosts",
+        f"{format_bytes(round(network.bandwidth))}/s between hosts"
+        + (f", where {network.sent:.0%} of the bytes travel" if network.sent < 1 else ""),
         caption=options.printable(
             f"Simulated, with packs that cross the network one after the other. Bound: "
             f"{format_seconds(bound)}",

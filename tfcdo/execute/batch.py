@@ -99,7 +99,9 @@ def _reduce_on_one_device(group: Group, reduction: Reduction, final_op: numerics
     """Reduces one value on a device and copies the result to its destinations."""
     config, devices = group.config, reduction.devices
     root, hosts = config.root or reduction.destinations[0], config.across_hosts
-    exchange = None if hosts is None else hosts.exchange_on(root, reduction, final_op)
+    exchange = (
+        None if hosts is None else hosts.exchange_on(root, reduction, final_op, group.between)
+    )
     accumulate = config.accumulate or numerics.add
     residuals = None
     if reduction.is_all_reduce:  # What goes elsewhere is no gradient that comes again.
@@ -211,7 +213,7 @@ def _all_reduce_along_trees(
     plan = plan_group(group, reductions)
     hosts, across_hosts = group.config.across_hosts, None
     if hosts is not None:
-        across_hosts = hosts.exchange_packs(plan, reductions, final_op).all_reduce
+        across_hosts = hosts.exchange_packs(plan, reductions, final_op, group.between).all_reduce
     residuals = _residuals(group, group.devices, reductions, plan)
 
     def reduce_pack(index: int, tensors: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:

@@ -4,30 +4,25 @@ The roots of one pack on all hosts exchange what their trees have summed, with T
 collective ops; nothing else crosses between hosts. Each root sends what its host sums to, so the
 network carries the data of one device a host, however many devices there are. Or, where NCCL runs,
 all devices of all hosts take part in one collective, and there are no trees.
+
+With a wire dtype, floats travel in 16 bits but are added in their own: see `shares`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.cluster.agreement import digest
 from tfcdo.cluster.session import Session
+from tfcdo.execute import handles
 from tfcdo.execute import numerics
 from tfcdo.execute import packs
+from tfcdo.execute import shares
 from tfcdo.execute import wire
-
-# Group keys of ours, far from those that TensorFlow's strategies count up from 1.
-_GROUP_KEYS = {"CPU": 7_001_000, "GPU": 7_002_000}
-_ALL_DEVICES_KEYS = {"CPU": 7_003_000, "GPU": 7_004_000}
-_lock = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +60,20 @@ class Network:
         """
         return Exchange(self, {**description, "collectives": num_collectives})
 
+    def exchange_sums(
+        self, description: Mapping[str, Any], wires: Sequence[tf.DType | None]
+    ) -> Exchange:
+        """Begins an exchange of sums; see `exchange`.
+
+        Args:
+          description: what must be the same on all hosts.
+          wires: for each call of `all_reduce`, the dtype that values are cast to; None for none.
+        """
+        names = {"wire_between": [one.name if one else "as it is" for one in wires]}
+        count = sum(1 if one is None else 2 for one in wires)
+        known = {**description, **(names if any(wires) else {}), "collectives": count}
+        return Exchange(self, known, wires)
+
 
 class Exchange:
     """The collectives of all hosts for one batch of values, in a fixed order.
@@ -72,12 +81,19 @@ class Exchange:
     Args:
       network: what joins the hosts.
       description: what must be the same on all hosts; "collectives" is how many there are.
+      wires: for each call of `all_reduce`, the dtype that values are cast to; None for none.
     """
 
-    def __init__(self, network: Network, description: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        description: Mapping[str, Any],
+        wires: Sequence[tf.DType | None] = (),
+    ) -> None:
         self._network = network
+        self._wires = iter(wires)
         self._count: int = description["collectives"]
-        self._counter = _counter(network, description)
+        self._counter = handles.counter(network.session, network.host_device, description)
         with tf.device(network.host_device):
             keys = tf_internals.value_at_call_time(
                 lambda: self._next_keys(description), tf.TensorSpec([self._count], tf.int32)
@@ -85,7 +101,7 @@ class Exchange:
             self._keys = iter(tf.unstack(keys, self._count))
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
-        """Adds up what one device of each host holds, with one collective.
+        """Adds up what one device of each host holds, with one collective, or two where it is cast.
 
         Args:
           tensors: tensors of one dtype on `device`; of the same shapes on all hosts.
@@ -101,7 +117,8 @@ class Exchange:
                 if len(tensors) == 1
                 else tf.concat([packs.flatten(t) for t in tensors], 0)
             )
-            [total] = self._differentiable_sum([flat], [device])
+            wire_dtype = next(self._wires, None)
+            [total] = self._differentiable_sum([flat], [device], wire_dtype)
             if len(tensors) == 1:
                 return [total]
             parts = tf.split(total, tf.stack([_size(tensor) for tensor in tensors]))
@@ -224,7 +241,7 @@ class Exchange:
             sent = wire.as_copied(tensor)
             common = {
                 "group_size": self._network.num_hosts,
-                "group_key": _group_key(device),
+                "group_key": handles.group_key(device),
                 "instance_key": next(self._keys),
                 "communication_hint": self._network.hint,
                 "timeout_seconds": 0.0,
@@ -240,9 +257,12 @@ class Exchange:
             return wire.from_wire(received, tensor)
 
     def _differentiable_sum(
-        self, tensors: Sequence[tf.Tensor], devices: Sequence[str]
+        self,
+        tensors: Sequence[tf.Tensor],
+        devices: Sequence[str],
+        wire_dtype: tf.DType | None = None,
     ) -> list[tf.Tensor]:
-        """Sums over the hosts; the gradient of a sum of all is the sum of all gradients."""
+        """Sums over the hosts; the gradient of a sum of all is the sum of all gradients, uncast."""
 
         @tf.custom_gradient
         def summed(*values: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
@@ -250,7 +270,7 @@ class Exchange:
                 description = {
                     "what": "gradient of an all-reduce",
                     "values": [describe(upstream[0])],
-                    "device": ", ".join(device_number(device) for device in devices),
+                    "device": ", ".join(handles.device_number(device) for device in devices),
                 }
                 exchange = self._network.exchange(description, 1)
                 totals = exchange._differentiable_sum(upstream, devices)
@@ -258,9 +278,22 @@ class Exchange:
                     tf.cast(total, one.dtype) for total, one in zip(totals, upstream, strict=True)
                 ]
 
-            return self._sum(values, devices), gradient
+            if wire_dtype is None:
+                return self._sum(values, devices), gradient
+            return [self._sum_of_shares(values[0], devices[0], wire_dtype)], gradient
 
         return list(summed(*tensors))
+
+    def _sum_of_shares(self, tensor: tf.Tensor, device: str, wire_dtype: tf.DType) -> tf.Tensor:
+        total = shares.all_reduce(
+            packs.flatten(tensor),
+            wire_dtype,
+            self._network.num_hosts,
+            # In two lines: while the sums of one pack come, the shares of the next one leave.
+            lambda rows: self._copy(tf.raw_ops.CollectiveAllToAllV2, rows, device, "shares"),
+            lambda rows: self._copy(tf.raw_ops.CollectiveGatherV2, rows, device, "sums"),
+        )
+        return tf.reshape(total, _shape(tensor))
 
     def _sum(self, tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
         parts = []
@@ -274,9 +307,9 @@ class Exchange:
                 total = tf.raw_ops.CollectiveReduceV2(
                     input=part,
                     group_size=self._network.num_hosts * len(devices),
-                    group_key=_group_key(*devices),
+                    group_key=handles.group_key(*devices),
                     instance_key=key,
-                    ordering_token=[_ordering_token(device)],
+                    ordering_token=[handles.ordering_token(device)],
                     merge_op="Add",
                     final_op="Id",
                     communication_hint=self._network.hint,
@@ -290,17 +323,22 @@ class Exchange:
         return results
 
     def _gather(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
+        return self._copy(tf.raw_ops.CollectiveGatherV2, tensor, device)
+
+    def _copy(
+        self, collective: Callable[..., tf.Tensor], tensor: tf.Tensor, device: str, line: str = ""
+    ) -> tf.Tensor:
         entered = self._mark(tensor)
-        gathered = tf.raw_ops.CollectiveGatherV2(
+        copied = collective(
             input=tensor,
             group_size=self._network.num_hosts,
-            group_key=_group_key(device),
+            group_key=handles.group_key(device),
             instance_key=next(self._keys),
-            ordering_token=[_ordering_token(device)],
+            ordering_token=[handles.ordering_token(device, line)],
             communication_hint=self._network.hint,
         )
-        self._mark(gathered, after=entered)
-        return gathered
+        self._mark(copied, after=entered)
+        return copied
 
     def _mark(self, *tensors: tf.Tensor, after: tf.Operation | None = None) -> tf.Operation:
         """Counts one more event, entering or leaving a collective, for whoever watches."""
@@ -333,59 +371,6 @@ def _by_dtype(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
     for index, tensor in enumerate(tensors):
         groups.setdefault(tensor.dtype, []).append(index)
     return list(groups.values())
-
-
-def device_number(device: str) -> str:
-    """Returns a device's type and number, `CPU:0`: what it is called on every host."""
-    spec = tf.DeviceSpec.from_string(device)
-    return f"{spec.device_type}:{spec.device_index}"
-
-
-def _group_key(*devices: str) -> int:
-    """Returns the key of the group of these devices and those with their numbers on other hosts."""
-    spec = tf.DeviceSpec.from_string(devices[0])
-    if len(devices) > 1:
-        return _ALL_DEVICES_KEYS[spec.device_type] + len(devices)
-    return _GROUP_KEYS[spec.device_type] + int(spec.device_index)
-
-
-def _ordering_token(device: str) -> tf.Tensor:
-    """Returns the resource by which TensorFlow runs the collectives of a device one by one."""
-    with _lock:
-        return tf_internals.captured(_make_token(device))
-
-
-def _counter(network: Network, description: Mapping[str, Any]) -> tf.Tensor:
-    """Returns the variable that counts how often a kind of collectives is entered and left."""
-    with _lock:
-        return _make_counter(network.session, network.host_device, json.dumps(description))
-
-
-@functools.cache
-def _make_counter(session: Session, device: str, description: str) -> tf.Tensor:
-    known = json.loads(description)
-    with tf.init_scope(), tf.device(device):
-        handle = tf.raw_ops.VarHandleOp(
-            dtype=tf.int64, shape=[], shared_name=f"tfcdo_progress_{digest(known)}"
-        )
-        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0, tf.int64))
-
-    def read() -> int:
-        return int(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64))
-
-    session.watch(known, read)
-    return handle
-
-
-@functools.cache
-def _make_token(device: str) -> tf.Tensor:
-    # A bare handle, because a strategy would mirror a variable.
-    with tf.init_scope(), tf.device(device):
-        handle = tf.raw_ops.VarHandleOp(
-            dtype=tf.float32, shape=[], shared_name=f"tfcdo_order_{device_number(device)}"
-        )
-        tf.raw_ops.AssignVariableOp(resource=handle, value=0.0)
-        return handle
 
 
 def _size(tensor: tf.Tensor) -> tf.Tensor:

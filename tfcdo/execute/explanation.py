@@ -30,6 +30,12 @@ from tfcdo.plan.widening import widened
 
 _BY_NCCL = (Transport.NCCL, Transport.NCCL_ACROSS_HOSTS)
 _SUM = tf.distribute.ReduceOp.SUM
+# For collectives between H hosts: how many times its input a host sends.
+_SENT_TIMES: Mapping[str, Callable[[int], float]] = {
+    "CollectiveReduceV2": lambda hosts: 2 * (hosts - 1) / hosts,
+    "CollectiveAllToAllV2": lambda hosts: (hosts - 1) / hosts,
+    "CollectiveGatherV2": lambda hosts: hosts - 1,
+}
 _MAX_LINES = 8  # Of each kind; an explanation fits on a screen.
 
 
@@ -74,6 +80,7 @@ class Explanation:
       bytes_by_link: how many bytes each device sends to each other one, `{(source, target): bytes}`
         by index; empty for NCCL.
       num_ops: how many ops of each type the all-reduce adds to a graph.
+      bytes_between_hosts: how many bytes this host sends to others; 0 on one host, and for NCCL.
     """
 
     ops: str
@@ -83,6 +90,7 @@ class Explanation:
     packs: tuple[PackExplanation, ...]
     bytes_by_link: Mapping[tuple[int, int], int]
     num_ops: Mapping[str, int]
+    bytes_between_hosts: int = 0
 
     @property
     def num_packs(self) -> int:
@@ -104,6 +112,10 @@ class Explanation:
             f"  because {self.reason}",
             *_shortened("pack", [f"pack {i}: {pack}" for i, pack in enumerate(self.packs)]),
             *_shortened("amount", [_links(*item) for item in sorted(by_amount.items())[::-1]]),
+            *(
+                [f"  {_bytes(self.bytes_between_hosts)} to other hosts"]
+                * bool(self.bytes_between_hosts)
+            ),
             f"  {self.num_graph_ops:,} graph ops: "
             + ", ".join(f"{count:,} {name}" for name, count in ops),
         ]
@@ -163,6 +175,7 @@ def explain(
         tuple(pack for plan in plans for pack in _packs(plan, dtype, sent_dtype, uses_nccl)),
         {} if uses_nccl else _bytes_by_link(operations, names),
         dict(collections.Counter(op.type for op in operations)),
+        0 if uses_nccl or not found else _bytes_between_hosts(operations, found[0].config),
     )
 
 
@@ -263,6 +276,19 @@ def _bytes_by_link(
     for link, num_bytes in sent.values():
         totals[link] += num_bytes
     return dict(totals)
+
+
+def _bytes_between_hosts(operations: Iterable[tf.Operation], config: AllReduceConfig) -> int:
+    """Adds up what a host's collectives send to the other hosts."""
+    if config.across_hosts is None:
+        return 0
+    hosts, total = config.across_hosts.count, 0.0
+    for op in operations:
+        if op.type in _SENT_TIMES:
+            (sent, *_) = op.inputs
+            size = (sent.shape.num_elements() or 0) * sent.dtype.size
+            total += size * _SENT_TIMES[op.type](hosts)
+    return round(total)
 
 
 def _nested(tree: CopyTree) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo.execute import exchange
+from tfcdo.execute import handles
 from tfcdo.execute import nccl_choice
 from tfcdo.execute import numerics
 from tfcdo.execute.config import AllReduceConfig
@@ -42,6 +42,7 @@ class Group:
       config: how they are to be reduced.
       indices: their positions in the batch.
       wire: how they travel; `AS_IT_IS` unless all of them are cast.
+      between: the dtype that they are cast to between hosts; None for their own.
     """
 
     transport: Transport
@@ -49,6 +50,7 @@ class Group:
     config: AllReduceConfig
     indices: tuple[int, ...]
     wire: Wire = AS_IT_IS
+    between: tf.DType | None = None
 
 
 def group_batch(
@@ -57,7 +59,7 @@ def group_batch(
     configs: Sequence[AllReduceConfig],
     wire: Wire = AS_IT_IS,
 ) -> list[Group]:
-    """Groups the reductions of a batch by their transport, devices, config and wire.
+    """Groups the reductions of a batch by their transport, devices, config and wires.
 
     Args:
       reduce_op: SUM or MEAN.
@@ -83,11 +85,13 @@ def group_batch(
     for index, (reduction, config) in enumerate(zip(reductions, configs, strict=True)):
         used = wire if _is_cast(reduction, wire) else AS_IT_IS
         transport = _transport(reduce_op, reduction, config, used, uses_nccl)
-        key = (transport, reduction.devices, used, id(config))
+        hosts = config.across_hosts
+        between = None if hosts is None else hosts.wire_for(reduction)
+        key = (transport, reduction.devices, used, between, id(config))
         groups.setdefault(key, (config, []))[1].append(index)
     return [
-        Group(transport, devices, config, tuple(indices), used)
-        for (transport, devices, used, _), (config, indices) in groups.items()
+        Group(transport, devices, config, tuple(indices), used, between)
+        for (transport, devices, used, between, _), (config, indices) in groups.items()
     ]
 
 
@@ -113,6 +117,7 @@ def _transport(
         return Transport.SLICES
     if config.across_hosts is not None and config.across_hosts.runs_flat(reduction):
         return Transport.NCCL_ACROSS_HOSTS
+    nccl_choice.check_between_hosts(config, reduction.devices, dtype_added(reduce_op, reduction))
     # NCCL adds what is cast in 16 bits, so only who asks for it gets that.
     wants_nccl = config.nccl == "always" or (config.nccl == "auto" and wire.dtype is None)
     dtype = wire.dtype or dtype_added(reduce_op, reduction)
@@ -191,7 +196,7 @@ def structure_of(
             )
     specs = tuple((value.dtype.name, tuple(value.shape.as_list())) for value in values)
     trees = () if plan is None else tuple((p.tree.parents, p.fused_tensors) for p in plan.packs)
-    return tuple(map(exchange.device_number, devices)), specs, trees
+    return tuple(map(handles.device_number, devices)), specs, trees
 
 
 def _value_spec(reduction: Reduction, wire: Wire) -> ValueSpec:

@@ -9,7 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo.execute import exchange
+from tfcdo.execute import handles
 from tfcdo.execute import numerics
+from tfcdo.execute import shares
 from tfcdo.execute import wire
 from tfcdo.execute.exchange import Exchange
 from tfcdo.execute.reduction import Reduction
@@ -32,12 +34,14 @@ class Hosts:
       bytes_per_pack: the most bytes that a pack has where the caller does not say.
       flat: whether dense values are all-reduced over all devices of all hosts by one collective,
         which NCCL does best, as it knows the whole machine; not along copy trees in each host.
+      wire: the dtype that packs of float32 and float64 are cast to between hosts; None for none.
     """
 
     network: exchange.Network
     devices: tuple[str, ...]
     bytes_per_pack: int
     flat: bool = False
+    wire: tf.DType | None = None
 
     @property
     def count(self) -> int:
@@ -92,15 +96,28 @@ class Hosts:
         most = options.bytes_per_pack or self.bytes_per_pack
         return algorithm, dataclasses.replace(options, num_packs=num_packs, bytes_per_pack=most)
 
+    def wire_for(self, reduction: Reduction) -> tf.DType | None:
+        """Returns the dtype that all-reduced values are cast to between hosts; None for none."""
+        if self.wire is None or reduction.is_sparse or reduction.is_state:
+            return None
+        casts = reduction.is_all_reduce and wire.is_cast(reduction.values[0].dtype)
+        return self.wire if casts else None
+
     def exchange_packs(
-        self, plan: BatchPlan, group: Sequence[Reduction], final_op: numerics.FinalOp
+        self,
+        plan: BatchPlan,
+        group: Sequence[Reduction],
+        final_op: numerics.FinalOp,
+        wire_dtype: tf.DType | None = None,
     ) -> Exchange:
-        """Begins the exchange of dense values: one collective a pack."""
+        """Begins the exchange of dense values: one collective a pack, or two where it is cast."""
         devices = group[0].devices
         packs = [_describe_pack(pack, devices) for pack in plan.packs]
         what = "all-reduce over all devices" if self.flat else "all-reduce"
         description = {**_describe(what, group, final_op), "packs": packs}
-        return self.network.exchange(description, len(plan.packs))
+        itemsize = group[0].values[0].dtype.size
+        wires = [_unless_small(wire_dtype, _num_elements(pack), itemsize) for pack in plan.packs]
+        return self.network.exchange_sums(description, wires)
 
     def exchange_slices(
         self, root: str, group: Sequence[Reduction], final_op: numerics.FinalOp
@@ -108,22 +125,30 @@ class Hosts:
         """Begins the exchange of slices of one dtype: rows and indices are gathered."""
         description = {
             **_describe("all-reduce of slices", group, final_op),
-            "roots": [exchange.device_number(root)],
+            "roots": [handles.device_number(root)],
         }
         rows = numerics.dtype_of_sum(group[0].values[0].dtype)
         # One to gather how many there are, one for the indices, and one for the rows.
         dtypes = {wire.dtype_copied(dtype) for dtype in (rows, tf.int64)}
         return self.network.exchange(description, 1 + len(dtypes))
 
-    def exchange_on(self, root: str, reduction: Reduction, final_op: numerics.FinalOp) -> Exchange:
+    def exchange_on(
+        self,
+        root: str,
+        reduction: Reduction,
+        final_op: numerics.FinalOp,
+        wire_dtype: tf.DType | None = None,
+    ) -> Exchange:
         """Begins the exchange of a value that is reduced on one device."""
         if reduction.is_sparse:
             return self.exchange_slices(root, [reduction], final_op)
         description = {
             **_describe("reduction", [reduction], final_op),
-            "roots": [exchange.device_number(root)],
+            "roots": [handles.device_number(root)],
         }
-        return self.network.exchange(description, 1)
+        value = reduction.values[0]
+        cast = _unless_small(wire_dtype, value.shape.num_elements(), value.dtype.size)
+        return self.network.exchange_sums(description, [cast])
 
     def exchange_gather(self, root: str, reduction: Reduction, axis: Any) -> Exchange:
         """Begins the exchange of values that are concatenated: two collectives."""
@@ -134,7 +159,7 @@ class Hosts:
             "values": [f"{value.dtype.name} of rank {value.shape.rank}"],
             "axis": None if fixed is None else int(fixed),
             "replicas of a host": len(reduction.values),
-            "roots": [exchange.device_number(root)],
+            "roots": [handles.device_number(root)],
         }
         return self.network.exchange(description, 2)
 
@@ -156,7 +181,17 @@ def _describe_value(value: Any) -> str:
 
 
 def _describe_pack(pack: PackPlan, devices: Sequence[str]) -> str:
+    total, root = _num_elements(pack), devices[pack.tree.root]
+    return f"{'?' if total is None else total} elements on {handles.device_number(root)}"
+
+
+def _num_elements(pack: PackPlan) -> int | None:
+    """Returns how many elements a pack has; None if that is not known while tracing."""
     slices = [part for fused in pack.fused_tensors for part in fused.slices]
     known = all(part.stop is not None for part in slices)
-    total = sum(part.size for part in slices) if known else "?"
-    return f"{total} elements on {exchange.device_number(devices[pack.tree.root])}"
+    return sum(part.size for part in slices) if known else None
+
+
+def _unless_small(wire_dtype: tf.DType | None, size: int | None, itemsize: int) -> tf.DType | None:
+    """Returns the dtype to cast so many values to; None for few of them."""
+    return None if size is not None and size * itemsize < shares.MIN_BYTES else wire_dtype

@@ -45,6 +45,30 @@ def uses_nccl(
     return False
 
 
+def check_between_hosts(config: AllReduceConfig, devices: tuple[str, ...], dtype: tf.DType) -> None:
+    """Raises if NCCL is required between hosts, where copy trees are about to be used.
+
+    Args:
+      config: the choices of the class.
+      devices: the names of this host's devices.
+      dtype: the dtype that is added.
+
+    Raises:
+      RuntimeError: if NCCL is required and does not run.
+    """
+    hosts = config.across_hosts
+    if hosts is None or not config.require_nccl:
+        return
+    status = nccl.nccl_status(devices, dtype)
+    if not status.can_run:
+        raise RuntimeError(f"NCCL cannot run (require_nccl=True): {status}")
+    if hosts.network.hint != "nccl":
+        raise RuntimeError(
+            "NCCL does not run between hosts (require_nccl=True): ask for implementation NCCL in "
+            "communication_options, and leave wire_between out"
+        )
+
+
 def _trees_beat_nccl(devices: tuple[str, ...], num_bytes: int) -> bool:
     """Returns whether a measurement of this machine says that copy trees are faster than NCCL.
 

@@ -1,0 +1,133 @@
+"""What hosts do in tests of `wire_between`: all-reduces of values that a cast may round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import tfcdo
+
+WIRE_DTYPES = ("bfloat16", "float16")
+_INFINITE = (np.nan, np.inf, -np.inf, np.inf, 1.0)
+
+
+def numbers(case: str, replica: int) -> np.ndarray:
+    """Returns what a replica gives in a case; more than 4 KiB, but for "small"."""
+    draw = np.random.default_rng(replica).normal
+    match case:
+        case "float32":  # A size that no number of hosts divides.
+            return draw(size=1501).astype(np.float32)
+        case "float64":
+            return draw(size=601) * 1e200
+        case "far apart":  # Of magnitudes that differ between hosts, up to nearly the largest.
+            return (draw(size=1201) * (7e37 if replica == 0 else 1e-30)).astype(np.float32)
+        case "small":
+            return draw(size=7).astype(np.float32)
+        case "exact":
+            return np.random.default_rng(replica).integers(-9, 10, 1100).astype(np.float32)
+        case "not swallowed":  # 256 + 1 + 1 is 256 if partial sums are rounded to bfloat16.
+            return np.full(1100, 256.0 if replica == 0 else float(replica < 3), np.float32)
+        case "not finite":
+            values = draw(size=1100).astype(np.float32)
+            values[: len(_INFINITE)] = np.roll(_INFINITE, replica)
+            return values
+        case "int32":
+            return np.random.default_rng(replica).integers(-(1 << 24), 1 << 24, 1100, np.int32)
+        case "float16":
+            return draw(size=2101).astype(np.float16)
+    raise ValueError(case)
+
+
+CASES = (
+    *("float32", "float64", "far apart", "small", "exact", "not swallowed", "not finite"),
+    *("int32", "float16"),
+)
+
+
+def wire_between(strategy: Any) -> dict[str, np.ndarray]:
+    """Sums each case with nothing cast and with each wire dtype, and takes means of integers."""
+    results = _sums("uncast", strategy)
+    for name in WIRE_DTYPES:
+        cast = tfcdo.MultiWorkerMirroredStrategy(
+            None,
+            tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0),
+            devices_per_worker=len(strategy.extended.worker_devices),
+            wire_between=name,
+        )
+        results |= _sums(name, cast)
+        results |= _gradient(name, cast)
+        results |= _explained(name, cast)
+    return results
+
+
+def _sums(name: str, strategy: Any) -> dict[str, np.ndarray]:
+    values = {
+        case: strategy.experimental_distribute_values_from_function(
+            lambda context, case=case: tf.constant(numbers(case, context.replica_id_in_sync_group))
+        )
+        for case in CASES
+    }
+
+    @tf.function(autograph=False)
+    def reduce(values: Any) -> Any:
+        def step(values: Any) -> Any:
+            context = tf.distribute.get_replica_context()
+            # One by one: values of a batch would share packs, and packs their scales.
+            sums = {case: context.all_reduce("SUM", value) for case, value in values.items()}
+            means = context.all_reduce("MEAN", {c: values[c] for c in ("int32", "float64")})
+            return {**sums, "mean of int32": means["int32"]}
+
+        return strategy.run(step, (values,))
+
+    return {
+        f"{name} {case}": np.stack([p.numpy() for p in strategy.experimental_local_results(total)])
+        for case, total in reduce(values).items()
+    }
+
+
+def _gradient(name: str, strategy: Any) -> dict[str, np.ndarray]:
+    """Differentiates through the cast: a sum's gradient is the sum of all gradients."""
+
+    @tf.function(autograph=False)
+    def differentiate() -> Any:
+        def step() -> Any:
+            context = tf.distribute.get_replica_context()
+            replica = tf.cast(context.replica_id_in_sync_group, tf.float32)
+            value = tf.ones([1100])
+            with tf.GradientTape() as tape:
+                tape.watch(value)
+                total = context.all_reduce("SUM", value)
+                loss = tf.reduce_sum(total) * (replica + 1.0)
+            return tape.gradient(loss, value)
+
+        return strategy.run(step)
+
+    parts = strategy.experimental_local_results(differentiate())
+    return {f"{name} gradient": np.stack([part.numpy() for part in parts])}
+
+
+def _explained(name: str, strategy: Any) -> dict[str, np.ndarray]:
+    """Returns the bytes that each host sends for 4,800 numbers of float32, on each replica."""
+    devices = strategy.extended.worker_devices
+    explanation = strategy.extended._cross_device_ops.explain([(4800,)], devices=devices)
+    return {f"{name} bytes": np.full([len(devices)], explanation.bytes_between_hosts)}
+
+
+def requires_nccl(strategy: Any) -> None:
+    """Asserts that NCCL is not replaced where it is required."""
+    required = tfcdo.MultiWorkerMirroredStrategy(
+        cross_device_ops=tfcdo.NcclAllReduce(require_nccl=True),
+        devices_per_worker=len(strategy.extended.worker_devices),
+    )
+
+    def step() -> tf.Tensor:
+        return tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([3]))
+
+    try:
+        required.run(step)
+    except RuntimeError as error:
+        assert "NCCL cannot run (require_nccl=True)" in str(error), error
+    else:
+        raise AssertionError("it did not raise")

@@ -1,0 +1,86 @@
+"""What TensorFlow knows the collectives of a device by: group keys, order, and a count of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import tf_internals
+from tfcdo.cluster.agreement import digest
+from tfcdo.cluster.session import Session
+
+# Group keys of ours, far from those that TensorFlow's strategies count up from 1.
+_GROUP_KEYS = {"CPU": 7_001_000, "GPU": 7_002_000}
+_ALL_DEVICES_KEYS = {"CPU": 7_003_000, "GPU": 7_004_000}
+_lock = threading.Lock()
+
+
+def device_number(device: str) -> str:
+    """Returns a device's type and number, `CPU:0`: what it is called on every host."""
+    spec = tf.DeviceSpec.from_string(device)
+    return f"{spec.device_type}:{spec.device_index}"
+
+
+def group_key(*devices: str) -> int:
+    """Returns the key of the group of these devices and those with their numbers on other hosts."""
+    spec = tf.DeviceSpec.from_string(devices[0])
+    if len(devices) > 1:
+        return _ALL_DEVICES_KEYS[spec.device_type] + len(devices)
+    return _GROUP_KEYS[spec.device_type] + int(spec.device_index)
+
+
+def ordering_token(device: str, line: str = "") -> tf.Tensor:
+    """Returns the resource by which TensorFlow runs the collectives of a device one by one.
+
+    Args:
+      device: the device.
+      line: the name of a line of their own for some of the collectives of a CPU device, which need
+        not wait for the others. NCCL needs one order for all.
+    """
+    with _lock:
+        is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
+        return tf_internals.captured(_make_token(device, line if is_cpu else ""))
+
+
+def counter(session: Session, device: str, description: Mapping[str, Any]) -> tf.Tensor:
+    """Returns the variable that counts how often a kind of collectives is entered and left.
+
+    Args:
+      session: watches it.
+      device: where it is: this host's own CPU.
+      description: the kind of collectives, as the hosts have agreed on it.
+    """
+    with _lock:
+        return _make_counter(session, device, json.dumps(description))
+
+
+@functools.cache
+def _make_counter(session: Session, device: str, description: str) -> tf.Tensor:
+    known = json.loads(description)
+    with tf.init_scope(), tf.device(device):
+        handle = tf.raw_ops.VarHandleOp(
+            dtype=tf.int64, shape=[], shared_name=f"tfcdo_progress_{digest(known)}"
+        )
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0, tf.int64))
+
+    def read() -> int:
+        return int(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64))
+
+    session.watch(known, read)
+    return handle
+
+
+@functools.cache
+def _make_token(device: str, line: str) -> tf.Tensor:
+    # A bare handle, because a strategy would mirror a variable.
+    with tf.init_scope(), tf.device(device):
+        handle = tf.raw_ops.VarHandleOp(
+            dtype=tf.float32, shape=[], shared_name=f"tfcdo_order_{device_number(device)}_{line}"
+        )
+        tf.raw_ops.AssignVariableOp(resource=handle, value=0.0)
+        return handle
