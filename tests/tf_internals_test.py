@@ -21,7 +21,14 @@ from tfcdo import tf_internals
 PACKAGE = pathlib.Path(tfcdo.__file__).parent
 
 # What needs no TensorFlow, and what of tfcdo it may use.
-PURE = ("tfcdo.plan", "tfcdo.topology", "tfcdo.checks", "tfcdo.log")
+PURE = (
+    "tfcdo.plan",
+    "tfcdo.topology",
+    "tfcdo.cache_folder",
+    "tfcdo.checks",
+    "tfcdo.log",
+    "tfcdo.units",
+)
 EXTRAS = ("click", "rich", "matplotlib", "sklearn", "hypothesis")
 
 # Run where an import of TensorFlow, or of what needs it, raises.
