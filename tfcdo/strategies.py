@@ -11,7 +11,6 @@ import tensorflow as tf
 from tfcdo import checks
 from tfcdo import environment
 from tfcdo import log
-from tfcdo import moving_statistics
 from tfcdo import tf_internals
 from tfcdo import version
 from tfcdo import virtual_devices
@@ -27,6 +26,8 @@ from tfcdo.execute import handles
 from tfcdo.execute import nccl
 from tfcdo.execute import wire
 from tfcdo.execute.hosts import Hosts
+from tfcdo.replica_extended import ReplicaExtended
+from tfcdo.structures import gather_structure
 from tfcdo.structures import reduce_structure
 
 _TIMEOUT_SECONDS = 600.0
@@ -66,6 +67,10 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces a value, or each component of a structure of values; see `reduce_structure`."""
         return reduce_structure(super().reduce, reduce_op, value, axis)
+
+    def gather(self, value: Any, axis: Any) -> Any:
+        """Concatenates a value, or each of a structure of values; see `gather_structure`."""
+        return gather_structure(self.extended, super().gather, value, axis)
 
 
 class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -135,6 +140,10 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Reduces a value, or each component of a structure of values; see `reduce_structure`."""
         several = self.extended._in_multi_worker_mode()
         return reduce_structure(super().reduce, reduce_op, value, axis, several_hosts=several)
+
+    def gather(self, value: Any, axis: Any) -> Any:
+        """Concatenates a value, or each of a structure of values; see `gather_structure`."""
+        return gather_structure(self.extended, super().gather, value, axis)
 
 
 def is_chief() -> bool:
@@ -218,19 +227,11 @@ def _cluster_of(resolver: Any) -> config.Cluster | None:
     return config.from_spec(spec.as_dict() if spec else {}, resolver.task_type, resolver.task_id)
 
 
-class _AveragesStatistics:
-    """Makes moving statistics variables of which each replica keeps its own."""
-
-    def _create_variable(self, next_creator: Any, **options: Any) -> Any:
-        averaged = moving_statistics.averaged_when_read(options)
-        return super()._create_variable(next_creator, **averaged)  # type: ignore[misc]
-
-
-class _MirroredExtended(_AveragesStatistics, tf_internals.MirroredExtended):
+class _MirroredExtended(ReplicaExtended, tf_internals.MirroredExtended):
     """The strategy's work for TensorFlow: as TensorFlow's own, but for moving statistics."""
 
 
-class _MultiWorkerExtended(_AveragesStatistics, tf_internals.MultiWorkerExtended):
+class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
     """The strategy's work for TensorFlow: devices, variables, and who reduces what."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Reducing structures of values, as Keras 3 asks strategies to."""
+"""Reducing structures of values, as Keras 3 asks strategies to, and gathering them."""
 
 from __future__ import annotations
 
@@ -41,6 +41,31 @@ def reduce_structure(
     return tf.nest.map_structure(
         lambda one: reduce(reduce_op, one, axis=None if _is_scalar(one) else axis), value
     )
+
+
+def gather_structure(extended: Any, gather: Any, value: Any, axis: Any) -> Any:
+    """Concatenates each component of a structure over the replicas, all in one go.
+
+    Args:
+      extended: the strategy's `extended`.
+      gather: TensorFlow's method, for a single value.
+      value: a value, or a structure of values; their shapes may differ along the axis.
+      axis: the axis to concatenate along.
+
+    Returns:
+      The concatenation, or the structure of concatenations, on the current device.
+
+    Raises:
+      RuntimeError: if called on a replica, which has `tf.distribute.ReplicaContext.all_gather`.
+    """
+    flat = tf.nest.flatten(value)
+    on_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+    if not tf.nest.is_nested(value) or not flat or on_replica:
+        # One value as TensorFlow has it; on a replica, its error.
+        return gather(value, axis)
+    device = tf_internals.current_device() or extended._default_device or "/device:CPU:0"
+    gathered = extended._batch_gather_to([(one, device) for one in flat], axis)
+    return tf.nest.pack_sequence_as(value, [extended._local_results(one)[0] for one in gathered])
 
 
 def _components(value: Any) -> tuple[Any, ...]:

@@ -83,6 +83,11 @@ def canonical_device(device: str) -> str:
     return name
 
 
+def current_device() -> str:
+    """Returns the device that a `tf.device` around names; empty if there is none."""
+    return _device_util.current() or ""
+
+
 def is_variable(value: Any) -> bool:
     """Returns whether `value` is a variable that lives on one device."""
     return bool(_resource_variable_ops.is_resource_variable(value))

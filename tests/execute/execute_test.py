@@ -299,9 +299,12 @@ class GatherTest(tf.test.TestCase, parameterized.TestCase):
         count = tree.num_devices
         names = tu.device_names(count)
         values = [tu.place(np.full([rank % 3, 2], rank), names[rank]) for rank in range(count)]
-        for name, result in zip(names, gather.all_gather(tree, values, names, 0), strict=True):
-            self.assertEqual(name, result.device)
-            self.assertAllEqual(np.concatenate(values), result)
+        counts = [tu.place(tf.fill([rank], rank), names[rank]) for rank in range(count)]
+        results = gather.all_gather(tree, list(zip(values, counts, strict=True)), names, 0)
+        for name, result in zip(names, results, strict=True):
+            for own, gathered in zip((values, counts), result, strict=True):
+                self.assertEqual(name, gathered.device)
+                self.assertAllEqual(np.concatenate(own), gathered)
 
     @parameterized.parameters(*[(tree,) for tree in TREES[::3]])
     def test_travels_along_the_edges_only(self, tree):
@@ -310,7 +313,7 @@ class GatherTest(tf.test.TestCase, parameterized.TestCase):
         @tf.function(autograph=False)
         def run() -> Any:
             parts = [
-                tu.place(tf.fill([2, 3], float(rank)), name) for rank, name in enumerate(names)
+                [tu.place(tf.fill([2, 3], float(rank)), name)] for rank, name in enumerate(names)
             ]
             return gather.all_gather(tree, parts, names, 0)
 

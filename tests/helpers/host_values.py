@@ -39,6 +39,7 @@ def check(strategy: Any) -> None:
         case.all_reduce(wrap)
         case.slices(wrap)
         case.gather(wrap)
+        case.gather_structure(wrap)
         case.cross_replica(wrap)
     case.gradient()
     case.loop()
@@ -186,6 +187,37 @@ class _Case:
         for gathered, wanted in zip(wrap(gather)(values), expected, strict=True):
             assert gathered.dtype == wanted.dtype, (gathered.dtype, wanted.dtype)
             np.testing.assert_array_equal(gathered.numpy(), wanted)
+
+    def gather_structure(self, wrap: Any) -> None:
+        """Values of all dtypes and of several shapes in one go, where replicas meet and on each."""
+
+        def make(replica: int) -> dict[str, tf.Tensor]:
+            shapes = {"none": (replica, 2), "some": (2 * replica + 1,), "deep": (1, 2, 1)}
+            return {
+                f"{name} {dtype.name}": tf.cast(tf.fill(shape, replica), dtype)
+                for name, shape in shapes.items()
+                for dtype in COPIED
+            }
+
+        parts = [make(replica) for replica in range(self.replicas)]
+        value = {
+            name: self.per_replica(lambda r, name=name: make(r)[name])  # type: ignore[misc]
+            for name in parts[0]
+        }
+
+        def on_each(value: Any) -> Any:
+            return tf.distribute.get_replica_context().all_gather(value, axis=0)
+
+        for body in (
+            lambda value: self.strategy.gather(value, 0),
+            lambda value: self.strategy.run(on_each, (value,)),
+        ):
+            gathered = wrap(body)(value)
+            for name, result in gathered.items():
+                expected = np.concatenate([part[name].numpy() for part in parts])
+                for own in self.strategy.experimental_local_results(result):
+                    assert own.dtype == parts[0][name].dtype
+                    np.testing.assert_array_equal(own.numpy(), expected)
 
     def cross_replica(self, wrap: Any) -> None:
         counted = self.per_replica(lambda r: tf.constant(r + 1))

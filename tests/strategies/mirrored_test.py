@@ -31,6 +31,24 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         other = tfcdo.MirroredStrategy(tu.device_names(2), own)
         self.assertIs(own, other.extended._cross_device_ops)
 
+    def test_gathers_structures(self):
+        """In one go; along an axis other than the first; what is not distributed stays."""
+        own = [np.full([2, rank + 1], rank, np.float32) for rank in range(3)]
+        value = {"uneven": tu.per_replica(own), "list": [tu.per_replica([own[0]] * 3)]}
+        ops = self.strategy.extended._cross_device_ops
+        for mode in (lambda body: body, tf.function):
+            with mock.patch.object(ops, "_batch_gather", wraps=ops._batch_gather) as gather:
+                result = mode(lambda: self.strategy.gather(value, axis=1))()
+            gather.assert_called_once()
+            self.assertAllEqual(np.concatenate(own, 1), result["uneven"])
+            self.assertAllEqual(np.zeros([2, 3]), result["list"][0])
+        self.assertAllEqual([1, 2], self.strategy.gather([tf.constant([1, 2])], 0)[0])
+        with self.assertRaisesRegex(RuntimeError, "cross-replica context"):
+            self.strategy.run(lambda: self.strategy.gather([tf.ones([1])], 0))
+        with self.assertRaisesRegex(ValueError, "IndexedSlices"):
+            rows = tu.per_replica([tf.IndexedSlices(tf.ones([1]), tf.constant([0]))] * 3)
+            self.strategy.gather({"rows": rows}, 0)
+
     def test_nccl_where_it_can_run(self):
         with mock.patch.object(strategies.nccl, "nccl_status") as status:
             status.return_value.can_run = True

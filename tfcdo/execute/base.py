@@ -223,11 +223,22 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
     def _gather_implementation(
         self, per_replica_value: Any, destinations: Any, axis: Any, options: Any
     ) -> Any:
+        return self._batch_gather([(per_replica_value, destinations)], axis, options)[0]
+
+    def _batch_gather(
+        self, value_destination_pairs: Sequence[tuple[Any, Any]], axis: Any, options: Any
+    ) -> list[Any]:
+        """Concatenates several values over the replicas, together."""
         check_options(options)
-        reduction = self._placed(check_gather(per_replica_value, destinations, axis))
-        config = self._config_for(None)(reduction)
-        check_topology(config.topology, reduction)
-        return batch.gather_values(reduction, axis, config)
+        reductions = [
+            self._placed(check_gather(value, destinations, axis))
+            for value, destinations in value_destination_pairs
+        ]
+        config_for = self._config_for(None)
+        configs = [config_for(reduction) for reduction in reductions]
+        for reduction, config in zip(reductions, configs, strict=True):
+            check_topology(config.topology, reduction)
+        return batch.gather_values(reductions, axis, configs)
 
     def _reduce(
         self, reduce_op: tf.distribute.ReduceOp, reductions: Sequence[Reduction], options: Any

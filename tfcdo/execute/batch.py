@@ -255,35 +255,57 @@ def _by_value(
     ]
 
 
-def gather_values(reduction: Reduction, axis: Any, config: AllReduceConfig) -> Any:
-    """Concatenates the values of all replicas.
+def gather_values(
+    reductions: Sequence[Reduction], axis: Any, configs: Sequence[AllReduceConfig]
+) -> list[Any]:
+    """Concatenates the values of all replicas, those with the same ways together.
 
     Args:
-      reduction: the checked values and destinations.
+      reductions: the checked values and destinations.
       axis: the axis to concatenate along, an int or a 0-D tensor of ints.
-      config: which device or copy tree to concatenate along.
+      configs: for each value, which device or copy tree to concatenate along.
 
     Returns:
-      The concatenation on each destination.
+      For each value, the concatenation on each of its destinations.
     """
-    if config.root is None and reduction.is_all_reduce:
-        return _all_gather(reduction, axis, config)
-    root = config.root or reduction.destinations[0]
+    groups: dict[Any, list[int]] = {}
+    for index, (reduction, config) in enumerate(zip(reductions, configs, strict=True)):
+        is_all_gather = config.root is None and reduction.is_all_reduce
+        key = (is_all_gather, reduction.devices, reduction.destinations, id(config))
+        groups.setdefault(key, []).append(index)
+    results: list[Any] = [None] * len(reductions)
+    for (is_all_gather, *_), indices in groups.items():
+        gather_group = _all_gather if is_all_gather else _gather_on_one_device
+        members = [reductions[index] for index in indices]
+        gathered = gather_group(members, axis, configs[indices[0]])
+        for index, result in zip(indices, gathered, strict=True):
+            results[index] = result
+    return results
+
+
+def _gather_on_one_device(
+    reductions: Sequence[Reduction], axis: Any, config: AllReduceConfig
+) -> list[Any]:
+    root = config.root or reductions[0].destinations[0]
     with tf.device(root):
-        gathered = tf.concat(list(reduction.values), axis)
+        gathered = [tf.concat(list(reduction.values), axis) for reduction in reductions]
     if config.across_hosts is not None:
-        exchange = config.across_hosts.exchange_gather(root, reduction, axis)
+        exchange = config.across_hosts.exchange_gather(root, reductions, axis)
         gathered = exchange.concat(gathered, axis, root)
-    return tf_internals.mirrored(one_device.copy_to(gathered, reduction.destinations))
+    return [
+        tf_internals.mirrored(one_device.copy_to(value, reduction.destinations))
+        for value, reduction in zip(gathered, reductions, strict=True)
+    ]
 
 
-def _all_gather(reduction: Reduction, axis: Any, config: AllReduceConfig) -> Any:
-    devices, hosts = reduction.devices, config.across_hosts
+def _all_gather(reductions: Sequence[Reduction], axis: Any, config: AllReduceConfig) -> list[Any]:
+    devices, hosts = reductions[0].devices, config.across_hosts
     (tree,) = config.trees(1, devices)
     root = devices[tree.root]
-    exchange = None if hosts is None else hosts.exchange_gather(root, reduction, axis)
-    gathered = gather.all_gather(tree, reduction.values, devices, axis, exchange)
-    return to_mirrored(gathered, reduction)
+    exchange = None if hosts is None else hosts.exchange_gather(root, reductions, axis)
+    return _by_value(
+        gather.all_gather(tree, _by_device(reductions), devices, axis, exchange), reductions
+    )
 
 
 def to_mirrored(results: Sequence[Any], reduction: Reduction) -> Any:

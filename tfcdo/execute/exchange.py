@@ -206,29 +206,30 @@ class Exchange:
             results.append(result)
         return results
 
-    def concat(self, tensor: tf.Tensor, axis: Any, device: str) -> tf.Tensor:
-        """Concatenates one tensor a host along an axis; takes as many collectives as `all_gather`.
+    def concat(self, tensors: Sequence[tf.Tensor], axis: Any, device: str) -> list[tf.Tensor]:
+        """Concatenates tensors of all hosts along an axis, in as many collectives as `all_gather`.
 
         Args:
-          tensor: the tensor; another host's may have another size along the axis.
+          tensors: the tensors; another host's may have another size along the axis.
           axis: the axis, an int or a 0-D tensor of ints; from the end if it is negative.
-          device: the device that it is on.
+          device: the device that they are on.
 
         Returns:
-          The concatenation, in the order of the hosts.
+          The concatenations, in the order of the hosts.
         """
+        if tf.get_static_value(axis) == 0:
+            return self.all_gather(tensors, device)
         with tf.device(device):
-            if tf.get_static_value(axis) == 0:
-                return self.all_gather([tensor], device)[0]
-            rank = tf.rank(tensor)
-            axis = tf.cast(axis, tf.int32) % rank
-            before, after = tf.range(axis), tf.range(axis + 1, rank)
-            [rows] = self.all_gather(
-                [tf.transpose(tensor, tf.concat([[axis], before, after], 0))], device
-            )
-            result = tf.transpose(rows, tf.concat([before + 1, [0], after], 0))
-            result.set_shape([None] * tensor.shape.rank if tensor.shape.rank else None)
-            return result
+            turns = [packs.axis_first(tf.rank(tensor), axis) for tensor in tensors]
+            first = [tf.transpose(t, turn) for t, (turn, _) in zip(tensors, turns, strict=True)]
+        gathered = self.all_gather(first, device)
+        with tf.device(device):
+            results = []
+            for rows, tensor, (_, back) in zip(gathered, tensors, turns, strict=True):
+                result = tf.transpose(rows, back)
+                result.set_shape([None] * tensor.shape.rank if tensor.shape.rank else None)
+                results.append(result)
+            return results
 
     def broadcast(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
         """Returns the chief's tensor on every host, bit for bit; takes one collective.

@@ -17,29 +17,31 @@ _Collected = list[tuple[int, list[tf.Tensor]]]
 
 def all_gather(
     tree: CopyTree,
-    values: Sequence[tf.Tensor],
+    tensors: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str],
     axis: Any,
     exchange: Exchange | None = None,
-) -> list[tf.Tensor]:
+) -> list[list[tf.Tensor]]:
     """Concatenates the devices' tensors, in the order of the devices, on all devices.
 
     Args:
-      tree: the copy tree; tensors are collected up to its root, the result is copied down.
-      values: one tensor per device; their shapes may differ along `axis`.
+      tree: the copy tree; tensors are collected up to its root, the results are copied down, all
+        together along each edge.
+      tensors: `tensors[d]` are those of device `d`, as many on each; the shapes of one on several
+        devices may differ along `axis`.
       devices: the device names.
       axis: the axis to concatenate along, an int or a 0-D tensor of ints.
       exchange: adds what other hosts have; None for one host.
 
     Returns:
-      The concatenation, on each device.
+      The concatenations, `[device][tensor]`.
     """
-    collected = collect(tree, [[value] for value in values], devices)
+    collected = collect(tree, tensors, devices)
     with tf.device(devices[tree.root]):
-        gathered = tf.concat([value for (value,) in collected], axis)
+        gathered = [tf.concat(parts, axis) for parts in zip(*collected, strict=True)]
     if exchange is not None:
         gathered = exchange.concat(gathered, axis, devices[tree.root])
-    return [value for (value,) in copy_trees.broadcast_down(tree, [gathered], devices)]
+    return copy_trees.broadcast_down(tree, gathered, devices)
 
 
 def collect(

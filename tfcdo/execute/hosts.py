@@ -150,18 +150,19 @@ class Hosts:
         cast = _unless_small(wire_dtype, value.shape.num_elements(), value.dtype.size)
         return self.network.exchange_sums(description, [cast])
 
-    def exchange_gather(self, root: str, reduction: Reduction, axis: Any) -> Exchange:
-        """Begins the exchange of values that are concatenated: two collectives."""
-        value = reduction.values[0]
+    def exchange_gather(self, root: str, group: Sequence[Reduction], axis: Any) -> Exchange:
+        """Begins the exchange of values that are concatenated, those of a dtype together."""
+        values = [reduction.values[0] for reduction in group]
         fixed = tf.get_static_value(axis)
         description = {
             "what": "gathering",
-            "values": [f"{value.dtype.name} of rank {value.shape.rank}"],
+            "values": [f"{value.dtype.name} of rank {value.shape.rank}" for value in values],
             "axis": None if fixed is None else int(fixed),
-            "replicas of a host": len(reduction.values),
+            "replicas of a host": len(group[0].values),
             "roots": [handles.device_number(root)],
         }
-        return self.network.exchange(description, 2)
+        dtypes = {wire.dtype_copied(value.dtype) for value in values}
+        return self.network.exchange(description, 1 + len(dtypes))
 
 
 def _describe(what: str, group: Sequence[Reduction], final_op: numerics.FinalOp) -> dict[str, Any]:

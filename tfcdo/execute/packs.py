@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -146,3 +147,10 @@ def int64(numbers: Iterable[int]) -> tf.Tensor:
     on a virtual CPU device, one may get the sizes that were meant for another.
     """
     return tf.constant(list(numbers), tf.int64)
+
+
+def axis_first(rank: tf.Tensor, axis: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the permutation of axes that puts one first, and the one that puts it back."""
+    axis = tf.cast(axis, tf.int32) % rank
+    before, after = tf.range(axis), tf.range(axis + 1, rank)
+    return tf.concat([[axis], before, after], 0), tf.concat([before + 1, [0], after], 0)
