@@ -24,6 +24,7 @@ from tfcdo import log
 from tfcdo.execute import nccl_choice
 from tfcdo.topology import detection
 from tfcdo.topology import measured
+from tfcdo.topology import measurement
 from tfcdo.topology.presets import preset
 
 
@@ -76,6 +77,17 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
     def test_other_algorithms_do_not_take_it(self):
         takes, _ = self.takes_nccl(tfcdo.AllReduceCrossDeviceOps("ring"), 25_000)
         self.assertFalse(takes)
+
+    def test_nccl_is_measured_where_it_runs(self):
+        sizes = (2**12, 2**16)
+        with mock.patch.multiple(
+            measurement, _COUNT=2**10, _BYTES=2**12, _LARGE_COUNT=2**12, _NCCL_SIZES=sizes
+        ):
+            measurement.measure(tu.device_names(K))
+        found = detection.what_was_measured(tu.device_names(K))
+        assert found is not None
+        self.assertEqual(tuple(size for size, _ in found.nccl), sizes)
+        self.assertTrue(all(1e-7 < seconds < 10 for _, seconds in found.nccl))
 
     def test_a_measurement_decides_by_size(self):
         devices = tu.device_names(K)

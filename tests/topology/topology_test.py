@@ -168,10 +168,7 @@ class RoutesTest(parameterized.TestCase):
             machine.name,
             num_devices,
             routes[::-1],
-            addition_bandwidth=machine.addition_bandwidth,
-            serial_reduction=machine.serial_reduction,
-            memory_bandwidth=machine.memory_bandwidth,
-            op_seconds=machine.op_seconds,
+            **machine.costs,
         )
         self.assertEqual(again, machine)
 

@@ -42,6 +42,12 @@ _NOT_OF_WORKERS = (
     *(*_OF_A_SWEEP, "datatype", "models", "names", "eager", "fit", "plot_file"),
     *("earlier", "timeout", "sparse_rows"),
 )
+_NOT_OF_PREDICT = (
+    *("datatype", "models", "names", "eager", "fit", "plot_file", "rate"),
+    *("earlier", "timeout", "sparse_rows"),
+)
+# The sizes of --predict: what is smaller is a matter of the cost of ops alone.
+_PREDICTED = (2**20, 2**28, 4)
 _FIT_MODEL = "mobilenet"
 # The status that GNU's timeout has.
 _TIMED_OUT = 124
@@ -84,6 +90,7 @@ def bench(
     names: Sequence[str],
     eager: bool,
     fit: bool,
+    predicts: bool,
     sparse_rows: int | None,
     repeat: float | None,
     num_workers: int | None,
@@ -111,6 +118,10 @@ def bench(
         raise click.UsageError("--rate limits the link between --workers, which are not given")
     if num_devices < 2:
         raise click.UsageError(f"--devices must be at least 2 without --workers; got {num_devices}")
+    if predicts:
+        _refuse(context, _NOT_OF_PREDICT, "--predict, which compares all algorithms")
+        if not _given(context, _OF_A_SWEEP):
+            minbytes, maxbytes, stepfactor = _PREDICTED
     if fit:
         _check_fit(context, models)
     if sparse_rows:
@@ -126,7 +137,7 @@ def bench(
     if plot_file:
         options.require_matplotlib()
     dtype = workloads.DTYPES[datatype]
-    sizes = workloads.sizes(minbytes, maxbytes, stepfactor)
+    sizes = list(workloads.sizes(minbytes, maxbytes, stepfactor))
     found = [workloads.gradients_of(name, dtype) for name in models] or [
         workloads.one_value(size, dtype) for size in sizes
     ]
@@ -139,6 +150,7 @@ def bench(
         from tfcdo.bench import implementations
         from tfcdo.bench import measure
         from tfcdo.bench.devices import choose_devices
+        from tfcdo.cli.bench_predict import bench_predict
 
         tf.get_logger().setLevel("ERROR")
         with _errors_as_messages():
@@ -149,6 +161,10 @@ def bench(
 
     outputs = _Outputs(console, json_file, plot_file, earlier)
     console.print(f"{devices.description}, TensorFlow {tf.__version__}")
+    if predicts:
+        timing = measure.Settings(iterations, warmup)
+        with progress(console) as track:
+            return bench_predict(sizes, devices, timing, json_file, console, track)
     compared = _runnable(list(dict.fromkeys(parsed)), devices, dtype, console)
     try:
         if fit:
@@ -173,14 +189,19 @@ def _check_fit(context: click.Context, models: Sequence[str]) -> None:
 
 def _refuse(context: click.Context, parameters: Sequence[str], beside: str) -> None:
     """Refuses options that would have no effect beside another one."""
-    given = [
+    given = _given(context, parameters)
+    if given:
+        raise click.UsageError(f"{' and '.join(given)} cannot be given beside {beside}")
+
+
+def _given(context: click.Context, parameters: Sequence[str]) -> list[str]:
+    """Returns the options among some parameters that the command line has."""
+    return [
         parameter.opts[-1]
         for parameter in context.command.params
         if parameter.name in parameters
         and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
     ]
-    if given:
-        raise click.UsageError(f"{' and '.join(given)} cannot be given beside {beside}")
 
 
 def _all_reduce(

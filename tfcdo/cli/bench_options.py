@@ -119,6 +119,13 @@ _OPTIONS = (
         help="With --sparse: the share of a device's rows that all devices have; 0.5 if not given.",
     ),
     click.option(
+        "--predict",
+        "predicts",
+        is_flag=True,
+        help="Measure this machine, then print the simulated and the measured time of every "
+        "algorithm side by side; by default from 1M to 256M.",
+    ),
+    click.option(
         "--workers",
         "num_workers",
         type=click.IntRange(2, 16),

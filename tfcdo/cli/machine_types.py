@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from tfcdo.cli import options
+from tfcdo.cli.here import Here
 from tfcdo.plan.evaluation import check_num_devices
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.presets import preset
@@ -33,15 +34,17 @@ class Devices(options.ParamType):
 
 
 class Machine(options.ParamType):
-    """A preset, or a file that describes a machine."""
+    """A preset, a file that describes a machine, or this one."""
 
     name = "topology"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Topology:
+    ) -> Topology | Here:
         """Looks the preset up, or reads the file."""
         name, _, count = str(value).partition(":")
+        if name == "here" and re.fullmatch(r"([1-9]\d?)?", count):
+            return Here(int(count) if count else None)
         try:
             if name in PRESETS and re.fullmatch(f"({_NUMBER})?", count):
                 # Before the links of so many are made, which takes seconds.
@@ -68,7 +71,9 @@ class Machine(options.ParamType):
                 with open(value, encoding="utf-8") as file:  # noqa: PTH123
                     text = file.read()
         except FileNotFoundError:
-            self.fail(f"{value!r} is neither a file nor a known machine: {', '.join(PRESETS)}")
+            self.fail(
+                f"{value!r} is neither a file nor a known machine: {', '.join((*PRESETS, 'here'))}"
+            )
         except UnicodeDecodeError:
             self.fail(f"{value}: expected text; the file holds something else")
         except OSError as error:

@@ -7,6 +7,8 @@ import pathlib
 import click
 
 from tfcdo.cli import options
+from tfcdo.cli.here import Here
+from tfcdo.cli.here import topology_of
 from tfcdo.cli.machine_types import Devices
 from tfcdo.cli.machine_types import Machine
 from tfcdo.cli.plan_hosts import plan_hosts
@@ -38,7 +40,8 @@ _MAX_PACKS = 4096
     type=Machine(),
     metavar="NAME|FILE",
     help=f"The machine: {', '.join(PRESETS)} (those of any size also with a number of "
-    "devices, as in nvswitch:16); or a file, either JSON as Topology.to_json writes it or what "
+    "devices, as in nvswitch:16); here, or here:8 for so many devices, to measure this machine; or "
+    "a file, either JSON as Topology.to_json writes it or what "
     "`nvidia-smi topo -m` printed; - for standard input.",
 )
 @click.option(
@@ -119,10 +122,16 @@ _MAX_PACKS = 4096
     "--json", "as_json", is_flag=True, help="Print the plan, as --save writes it, not the table."
 )
 @click.option(
+    "--measure",
+    "measures",
+    is_flag=True,
+    help="With -t here: measure this machine again, even if that was done before.",
+)
+@click.option(
     "--list", "lists", is_flag=True, help="List the plans that need no search: bundled, and kept."
 )
 def plan(
-    topology: Topology | None,
+    topology: Topology | Here | None,
     num_bytes: int,
     devices: tuple[int, ...] | None,
     algorithm: str,
@@ -136,6 +145,7 @@ def plan(
     wire: str | None,
     wire_between: str | None,
     as_json: bool,
+    measures: bool,
     lists: bool,
 ) -> None:
     """Compare the all-reduce algorithms on a machine, without that machine.
@@ -155,6 +165,13 @@ def plan(
         raise click.UsageError(f"--draw and --gantt need different files; both are {gantt_file}")
     if trees_file or gantt_file:
         options.require_matplotlib()
+    if measures and not isinstance(topology, Here):
+        raise click.UsageError("--measure measures this machine: it needs -t here")
+    if isinstance(topology, Here):
+        try:
+            topology = topology_of(topology, measures)
+        except (RuntimeError, ValueError) as error:
+            raise click.ClickException(str(error)) from None
     if devices is not None:
         try:
             topology = topology.subset(devices)

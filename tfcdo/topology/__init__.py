@@ -3,9 +3,10 @@
 from tfcdo.topology.detection import detect
 from tfcdo.topology.links import Link
 from tfcdo.topology.links import Resource
+from tfcdo.topology.measurement import measure
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.presets import preset
 from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
 
-__all__ = ["PRESETS", "Link", "Resource", "Route", "Topology", "detect", "preset"]
+__all__ = ["PRESETS", "Link", "Resource", "Route", "Topology", "detect", "measure", "preset"]

@@ -45,6 +45,7 @@ class TopologyDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     serial_reduction: bool = False
     memory_bandwidth: float | None = None
     op_seconds: float = 0.0
+    allocation_bandwidth: float | None = None
     resources: tuple[ResourceDocument, ...]
     links: tuple[LinkDocument, ...]
 
@@ -120,6 +121,7 @@ def describe(fields: Mapping[str, Any]) -> TopologyDocument:
         serial_reduction=fields["serial_reduction"],
         memory_bandwidth=_none_if_unlimited(fields["memory_bandwidth"]),
         op_seconds=fields["op_seconds"],
+        allocation_bandwidth=_none_if_unlimited(fields["allocation_bandwidth"]),
         resources=tuple(
             ResourceDocument(name=one.name, bandwidth=_none_if_unlimited(one.bandwidth))
             for one in resources
@@ -177,6 +179,7 @@ def fields(document: TopologyDocument) -> dict[str, Any]:
         "serial_reduction": document.serial_reduction,
         "memory_bandwidth": _infinite_if_none(document.memory_bandwidth),
         "op_seconds": document.op_seconds,
+        "allocation_bandwidth": _infinite_if_none(document.allocation_bandwidth),
     }
 
 

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import networkx as nx
 
@@ -21,6 +22,13 @@ from tfcdo.topology.links import ordered_pairs
 from tfcdo.topology.routes import GPU_MEMORY
 from tfcdo.topology.routes import Route
 
+_COSTS = (
+    "addition_bandwidth",
+    "serial_reduction",
+    "memory_bandwidth",
+    "op_seconds",
+    "allocation_bandwidth",
+)
 # What the names of topologies begin with that were measured.
 MEASURED = "measured "
 
@@ -44,6 +52,8 @@ class Topology:
         together where they share it (`serial_reduction`); `math.inf` if packing costs nothing.
       op_seconds: what each op of the executor costs beside its bytes, where ops do not overlap with
         copies, as on processors; 0 where the links' latencies contain it.
+      allocation_bandwidth: bytes per second at which the system hands out the memory of tensors
+        that are too large to be kept for the next step; `math.inf` if it costs nothing.
 
     Raises:
       ValueError: if a pair of devices has no link or several, or a link names a device or a
@@ -65,10 +75,11 @@ class Topology:
     serial_reduction: bool = False
     memory_bandwidth: float = math.inf
     op_seconds: float = 0.0
+    allocation_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
         checks.check_int("num_devices", self.num_devices, at_least=1)
-        for name in ("addition_bandwidth", "memory_bandwidth"):
+        for name in ("addition_bandwidth", "memory_bandwidth", "allocation_bandwidth"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0 B/s; got {getattr(self, name)}")
         if not 0 <= self.op_seconds < math.inf:
@@ -87,11 +98,7 @@ class Topology:
         name: str,
         num_devices: int,
         routes: Iterable[Route],
-        *,
-        addition_bandwidth: float = math.inf,
-        serial_reduction: bool = False,
-        memory_bandwidth: float = math.inf,
-        op_seconds: float = 0.0,
+        **costs: Any,
     ) -> Topology:
         """Makes a topology of one route for each ordered pair of devices.
 
@@ -101,10 +108,7 @@ class Topology:
           name: the topology's name.
           num_devices: how many devices there are.
           routes: one for each ordered pair of devices.
-          addition_bandwidth: see `Topology`.
-          serial_reduction: see `Topology`.
-          memory_bandwidth: see `Topology`.
-          op_seconds: see `Topology`.
+          **costs: `addition_bandwidth` and what else the devices cost themselves, see `Topology`.
 
         Returns:
           The topology.
@@ -145,10 +149,7 @@ class Topology:
             num_devices,
             tuple(resources.values()),
             tuple(links),
-            addition_bandwidth,
-            serial_reduction,
-            memory_bandwidth,
-            op_seconds,
+            **costs,
         )
 
     def __hash__(self) -> int:
@@ -157,17 +158,12 @@ class Topology:
     @functools.cached_property
     def _hash(self) -> int:
         # A topology is looked up once for each all-reduce; hashing its links is worth doing once.
-        return hash(
-            (
-                self.num_devices,
-                self.resources,
-                self.links,
-                self.addition_bandwidth,
-                self.serial_reduction,
-                self.memory_bandwidth,
-                self.op_seconds,
-            )
-        )
+        return hash((self.num_devices, self.resources, self.links, *self.costs.values()))
+
+    @property
+    def costs(self) -> dict[str, Any]:
+        """Returns what the devices cost themselves: additions, packing, ops and memory."""
+        return {name: getattr(self, name) for name in _COSTS}
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -302,10 +298,7 @@ class Topology:
             f"{self.name}{{{','.join(map(str, devices))}}}",
             len(devices),
             routes,
-            addition_bandwidth=self.addition_bandwidth,
-            serial_reduction=self.serial_reduction,
-            memory_bandwidth=self.memory_bandwidth,
-            op_seconds=self.op_seconds,
+            **self.costs,
         )
 
     def to_json(self) -> str:
@@ -325,6 +318,7 @@ class Topology:
             "serial_reduction": false,
             "memory_bandwidth": 900000000000.0,
             "op_seconds": 0.0,
+            "allocation_bandwidth": null,
             "resources": [
               {"name": "0→1", "bandwidth": 25000000000.0},
               {"name": "1→0", "bandwidth": 25000000000.0}
@@ -347,8 +341,7 @@ class Topology:
 
         Args:
           text: a JSON object with "name", "num_devices", "resources" and "links", perhaps
-            "addition_bandwidth", "serial_reduction", "memory_bandwidth" and "op_seconds", and
-            nothing else; a link may leave out
+            its costs such as "addition_bandwidth", and nothing else; a link may leave out
             "latency" and "via_host". A bandwidth of null has no limit.
 
         Returns:

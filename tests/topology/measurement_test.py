@@ -1,0 +1,105 @@
+"""Measuring this machine: kept, named by what the devices are, and found by `detect`."""
+
+from __future__ import annotations
+
+import math
+import os
+import pathlib
+import tempfile
+from unittest import mock
+
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+
+from tfcdo import topology
+from tfcdo.topology import detection
+from tfcdo.topology import measured
+from tfcdo.topology import measurement
+
+
+class MeasureTest(tf.test.TestCase, parameterized.TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        for patch in (
+            mock.patch.dict(os.environ, {"TFCDO_CACHE_DIR": folder.name}),
+            # What is found need not be right here, but found it must be, and soon.
+            mock.patch.multiple(measurement, _COUNT=2**12, _BYTES=2**14, _LARGE_COUNT=2**14),
+        ):
+            patch.start()
+            self.addCleanup(patch.stop)
+        detection.forget()
+        self.addCleanup(detection.forget)
+
+    def test_is_kept_and_detected(self):
+        devices = tu.device_names(3)
+        self.assertEqual(topology.detect(devices).name, "shared_memory")
+        parts: list[float] = []
+        found = topology.measure(devices, progress=lambda done, what: parts.append(done))
+        self.assertEqual(parts, sorted(parts))
+        self.assertEqual((parts[0], parts[-1]), (0.0, 1.0))
+        self.assertRegex(found.name, "^measured 3 CPU devices of .* with [0-9]+ cores$")
+        self.assertTrue(found.is_measured)
+        # Virtual devices hand tensors over, and add with the same cores.
+        self.assertEqual((found.bandwidth(0, 2), found.latency(1, 0)), (math.inf, 0.0))
+        self.assertTrue(found.serial_reduction)
+        for name in ("addition_bandwidth", "memory_bandwidth"):
+            self.assertBetween(getattr(found, name), 1e6, 1e13)
+        self.assertBetween(found.op_seconds, 1e-8, 1e-2)
+        # A process that comes later reads the file, for the same devices alone.
+        self.assertEqual(topology.detect(devices), found)
+        (file,) = self.folder.iterdir()
+        self.assertStartsWith(file.name, "measured-3-cpu-devices-of-")
+        self.assertEqual(topology.detect(devices[:2]).name, "shared_memory")
+        self.assertEqual(topology.detect(["CPU:0", "CPU:1", "GPU:0"]).name, "fully_connected")
+
+    def test_a_damaged_file_is_ignored(self):
+        devices = tu.device_names(2)
+        found = topology.measure(devices)
+        (file,) = self.folder.iterdir()
+        text = file.read_text()
+        for damaged in ("{", text.replace('"num_devices": 2', '"num_devices": 3')):
+            file.write_text(damaged)
+            detection.forget()
+            with self.assertLogs("absl", "WARNING") as logs:
+                self.assertEqual(topology.detect(devices).name, "shared_memory")
+            self.assertRegex(logs.output[0], f"ignoring .*{file.name}, which is no measurement")
+        file.write_text(text)
+        detection.forget()
+        self.assertEqual(topology.detect(devices), found)
+
+    def test_what_cannot_be_kept_is_returned_and_logged(self):
+        (self.folder / "file").touch()
+        nowhere = {"TFCDO_CACHE_DIR": str(self.folder / "file")}
+        with mock.patch.dict(os.environ, nowhere), self.assertLogs("absl", "WARNING") as logs:
+            self.assertTrue(topology.measure(tu.device_names(2)).is_measured)
+        self.assertRegex(logs.output[0], "what was measured is not kept: .*TFCDO_CACHE_DIR")
+
+    @parameterized.parameters(
+        ([], "at least one device"),
+        (["CPU:0", "CPU:0"], "different CPUs or GPUs of this host; got .*CPU:0"),
+        (["CPU:0", "GPU:0"], "different CPUs or GPUs"),
+        (["TPU:0"], "different CPUs or GPUs"),
+        (["/job:w/task:0/device:CPU:0", "/job:w/task:1/device:CPU:0"], "of this host"),
+        ([f"CPU:{number}" for number in range(17)], "at most 16; got 17"),
+    )
+    def test_other_devices_are_refused(self, devices, message):
+        with self.assertRaisesRegex(ValueError, f"devices must be .*{message}"):
+            topology.measure(devices)
+
+    def test_two_names_never_share_a_file(self):
+        machine = topology.preset("pcie")
+        for name in ("measured 4 GPUs, A", "measured 4 GPUs. A"):
+            found = measured.Measured(
+                topology.Topology(name, 4, machine.resources, machine.links), "2026-01-01"
+            )
+            measured.save(found)
+            self.assertEqual(measured.load(name), found)
+        self.assertLen(list(self.folder.iterdir()), 2)
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,70 @@
+"""`-t here`: this machine, as it was measured or is measured now."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rich import progress as rich_progress
+from rich.console import Console
+
+from tfcdo import topology
+from tfcdo.cli import options
+from tfcdo.cli.quiet_start import quiet_start
+from tfcdo.topology import detection
+from tfcdo.topology.topology import Topology
+
+_USUAL_COUNT = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Here:
+    """Stands for so many devices of this machine.
+
+    Attributes:
+      count: how many; None for all GPUs, or some virtual CPU devices where there are not two.
+    """
+
+    count: int | None
+
+
+def topology_of(here: Here, measure_again: bool) -> Topology:
+    """Returns what joins some devices of this machine; measures it unless that was done before.
+
+    Args:
+      here: the devices.
+      measure_again: whether to measure in any case.
+
+    Returns:
+      The topology.
+
+    Raises:
+      RuntimeError: if there are not so many devices.
+    """
+    # Beside the output, which may be a plan as JSON.
+    console = Console(stderr=True, highlight=False, emoji=False, markup=False)
+    with options.status(console, "Starting TensorFlow ..."), quiet_start():
+        import tensorflow as tf
+
+        from tfcdo.bench.devices import choose_devices
+
+        num_gpus = len(tf.config.list_physical_devices("GPU"))
+        usual = num_gpus if num_gpus > 1 else _USUAL_COUNT
+        devices = choose_devices(here.count or usual)
+        tf.config.list_logical_devices()
+    known = detection.what_was_measured(devices.names)
+    if known is not None and not measure_again:
+        console.print(
+            f"{known.topology.name}: as on {known.date}; --measure measures again", soft_wrap=True
+        )
+        return known.topology
+    columns = (rich_progress.BarColumn(), rich_progress.TextColumn("{task.description}"))
+    with rich_progress.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as shown:
+        task = shown.add_task("measuring", total=1.0)
+        found = topology.measure(
+            devices.names,
+            progress=lambda done, what: shown.update(task, completed=done, description=what),
+        )
+    console.print(f"{found.name}: measured", soft_wrap=True)
+    return found

@@ -1,0 +1,113 @@
+"""Infers what the links of a machine share, from the times of copies alone and together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import networkx as nx
+
+from tfcdo.topology.links import Resource
+from tfcdo.topology.links import link_name
+from tfcdo.topology.routes import Route
+
+Pair: TypeAlias = tuple[int, int]
+# The seconds of copies that begin together: of so many bytes, over these pairs of devices.
+TimeCopies: TypeAlias = Callable[[Sequence[Pair], int], float]
+
+# Two copies share something if the second adds this part of the shorter one's time.
+_SHARED = 0.5
+# Of links that meet in no device only those this much slower than the fastest are tried together:
+# what leads through a host.
+_SLOW = 0.9
+
+
+class Alone(NamedTuple):
+    """What a copy takes that runs alone.
+
+    Attributes:
+      latency: seconds that it takes on top of its bytes.
+      bandwidth: bytes per second.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+def infer_routes(
+    alone: Mapping[Pair, Alone], time_copies: TimeCopies, num_bytes: int
+) -> list[Route]:
+    """Infers the routes of a machine whose copies can be timed.
+
+    Pairs of links that have a device in common, the two directions of each pair of devices, and
+    pairs of slow links are timed together. Links every two of which slow each other down share a
+    resource; which ones do is a clique of a graph, taken greedily.
+
+    Args:
+      alone: the links, each timed alone.
+      time_copies: times copies that begin together.
+      num_bytes: the size of the copies.
+
+    Returns:
+      A route for each link: a wire of its own, and what it shares with others.
+    """
+    conflicts = nx.Graph()
+    conflicts.add_nodes_from(alone)
+    for one, other in itertools.combinations(sorted(alone), 2):
+        if _may_meet(one, other, alone) and _slow_each_other(
+            one, other, alone, time_copies, num_bytes
+        ):
+            conflicts.add_edge(one, other)
+    shared: dict[Pair, list[Resource]] = {pair: [] for pair in alone}
+    for number, clique in enumerate(_cliques_over_edges(conflicts)):
+        fastest = max(alone[pair].bandwidth for pair in clique)
+        resource = Resource(f"{_name(clique)} ({number})", fastest)
+        for pair in clique:
+            shared[pair].append(resource)
+    return [
+        Route(*pair, [Resource(link_name(*pair), bandwidth), *shared[pair]], latency=latency)
+        for pair, (latency, bandwidth) in sorted(alone.items())
+    ]
+
+
+def _may_meet(one: Pair, other: Pair, alone: Mapping[Pair, Alone]) -> bool:
+    if one[0] == other[0] or one[1] == other[1] or one == other[::-1]:
+        return True
+    slow = _SLOW * max(found.bandwidth for found in alone.values())
+    return alone[one].bandwidth < slow and alone[other].bandwidth < slow
+
+
+def _slow_each_other(
+    one: Pair,
+    other: Pair,
+    alone: Mapping[Pair, Alone],
+    time_copies: TimeCopies,
+    num_bytes: int,
+) -> bool:
+    first, second = (
+        alone[pair].latency + num_bytes / alone[pair].bandwidth for pair in (one, other)
+    )
+    together = time_copies([one, other], num_bytes)
+    return together > max(first, second) + _SHARED * min(first, second)
+
+
+def _cliques_over_edges(conflicts: nx.Graph) -> list[list[Pair]]:
+    """Covers all edges of a graph with cliques, large ones first, each as large as it can be."""
+    covered: set[frozenset[Pair]] = set()
+    chosen = []
+    for clique in sorted(nx.find_cliques(conflicts), key=lambda found: (-len(found), min(found))):
+        edges = {frozenset(edge) for edge in itertools.combinations(clique, 2)}
+        if edges - covered:
+            covered |= edges
+            chosen.append(sorted(clique))
+    return chosen
+
+
+def _name(clique: Sequence[Pair]) -> str:
+    sources, targets = {pair[0] for pair in clique}, {pair[1] for pair in clique}
+    if len(sources) == 1:
+        return f"{sources.pop()} out"
+    if len(targets) == 1:
+        return f"{targets.pop()} in"
+    return "shared"

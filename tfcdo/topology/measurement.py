@@ -1,0 +1,320 @@
+"""Measures what joins the devices of this machine, and what they do themselves."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tfcdo import checks
+from tfcdo import log
+from tfcdo.topology import detection
+from tfcdo.topology import measured
+from tfcdo.topology.inference import Alone
+from tfcdo.topology.inference import Pair
+from tfcdo.topology.inference import infer_routes
+from tfcdo.topology.links import Resource
+from tfcdo.topology.links import link_name
+from tfcdo.topology.links import ordered_pairs
+from tfcdo.topology.routes import Route
+from tfcdo.topology.topology import Topology
+
+# Floats of a tensor that is copied, added or packed: more than caches hold, of a few devices.
+_COUNT = 2**22
+_BYTES = 4 * _COUNT
+# Larger tensors get their memory from the system anew each time, on processors.
+_LARGE_COUNT = 2**24
+_PACKS_OF_OPS = 40
+_ROUNDS = 7
+# A copy this little longer than one of nothing hands its tensor over without copying it.
+_FREE = 1.5
+_FREE_SECONDS = 50e-6
+# More devices have too many pairs of links to try each together.
+_MOST_DEVICES = 16
+_NCCL_SIZES = (2**16, 2**20, 2**24, 2**27)
+
+# Called with the part that is done, from 0 to 1, and what is being measured.
+Progress = Callable[[float, str], None]
+
+
+def measure(devices: Sequence[str], *, progress: Progress | None = None) -> Topology:
+    """Measures some devices of this machine, in a few seconds, and keeps what it finds.
+
+    From then on `detect` returns it for the same devices, in later processes too: it is kept in the
+    user's cache folder (or `TFCDO_CACHE_DIR`), named by what the devices are. Measured are the
+    latency and the bandwidth of each pair of devices, which pairs slow each other down and so share
+    something, additions, packing, memory that is new, what an op costs, and NCCL where it runs.
+    Devices that hand tensors over without copying them, as virtual CPU devices do, have links that
+    cost nothing, and add and pack with the same cores. Measure on a machine that does nothing else.
+
+    Args:
+      devices: TensorFlow device names, each of a device of its own; all CPUs or all GPUs of this
+        host.
+      progress: called with the part that is done and what is being measured.
+
+    Returns:
+      The topology, whose name says what the devices are.
+
+    Raises:
+      ValueError: if there are no devices, more than 16, one twice, or they are of several kinds.
+
+    Example:
+      >>> measure(["CPU:0", "CPU:0"])
+      Traceback (most recent call last):
+      ValueError: devices must be different CPUs or GPUs of this host; got ['CPU:0', 'CPU:0']
+    """
+    names = checks.check_device_list(devices)
+    assumed = detection.assumed_topology(names)
+    name = detection.name_of_measured(names, assumed)
+    if name is None or len(set(names)) < len(names):
+        raise ValueError(f"devices must be different CPUs or GPUs of this host; got {list(names)}")
+    if len(names) > _MOST_DEVICES:
+        raise ValueError(f"devices must be at most {_MOST_DEVICES}; got {len(names)}")
+    clock = _Clock(names, progress or (lambda done, what: None))
+    found = measured.Measured(
+        _topology(name, clock), datetime.date.today().isoformat(), _time_nccl(clock)
+    )
+    clock.progress(1.0, "done")
+    try:
+        file = measured.save(found)
+        log.info_once(f"measured {name}; kept in {file}")
+    except (OSError, RuntimeError) as error:
+        log.warn_once(f"what was measured is not kept: {error}; TFCDO_CACHE_DIR names a folder")
+    detection.forget()
+    return found.topology
+
+
+class _Clock:
+    """Times graphs on some devices.
+
+    Args:
+      devices: their names.
+      progress: see `measure`.
+    """
+
+    def __init__(self, devices: Sequence[str], progress: Progress) -> None:
+        import tensorflow as tf
+
+        self._tf = tf
+        self.devices = devices
+        self.progress = progress
+        self._values: dict[tuple[int, int, int], Any] = {}
+        self._empty = 0.0
+        self._empty = self.seconds(lambda: [])
+
+    def value(self, device: int, count: int, number: int = 0) -> Any:
+        """Returns a variable of so many floats on a device, the same one for the same number."""
+        key = (device, count, number)
+        if key not in self._values:
+            with self._tf.init_scope(), self._tf.device(self.devices[device]):
+                self._values[key] = self._tf.Variable(self._tf.ones([count]))
+        return self._values[key]
+
+    def forget_values(self) -> None:
+        """Frees the memory of all values."""
+        self._values.clear()
+
+    def seconds(
+        self,
+        build: Callable[[], Sequence[Any]],
+        of_rounds: Callable[[Sequence[float]], float] = statistics.median,
+    ) -> float:
+        """Returns the time of a graph, without that of an empty one.
+
+        Args:
+          build: makes the ops, and returns the tensors whose values are waited for.
+          of_rounds: chooses among the times of several rounds.
+        """
+        tf = self._tf
+        with tf.device("/cpu:0"):
+            truth = tf.Variable(True)
+
+        @tf.function(autograph=False)
+        def step() -> None:
+            # Uses the tensors where they are: neither reads nor copies them, and is not pruned. The
+            # condition is a variable, because TensorFlow folds constants.
+            for output in build():
+                with tf.device(output.device):
+                    tf.raw_ops.Assert(condition=truth.read_value(), data=[output], summarize=1)
+
+        run = step.get_concrete_function()
+        times = []
+        for _ in range(_ROUNDS + 2):
+            begin = time.perf_counter()
+            run()
+            if not self._on_cpu:
+                tf.test.experimental.sync_devices()
+            times.append(time.perf_counter() - begin)
+        return max(of_rounds(times[2:]) - self._empty, 1e-9)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return "CPU" in self.devices[0].upper()
+
+    def copies(self, pairs: Sequence[Pair], num_bytes: int) -> float:
+        """Returns the time of copies that begin together."""
+        tf = self._tf
+
+        def build() -> list[Any]:
+            outputs = []
+            for source, target in pairs:
+                with tf.device(self.devices[source]):
+                    read = self.value(source, max(1, num_bytes // 4)).read_value()
+                with tf.device(self.devices[target]):
+                    outputs.append(tf.raw_ops.Identity(input=read))
+            return outputs
+
+        return self.seconds(build, of_rounds=min)
+
+    def additions(self, adders: Sequence[int], count: int, operands: int) -> float:
+        """Returns the time in which each of some devices adds so many tensors."""
+        tf = self._tf
+
+        def build() -> list[Any]:
+            sums = []
+            for device in adders:
+                with tf.device(self.devices[device]):
+                    values = [self.value(device, count, one) for one in range(operands)]
+                    sums.append(tf.add_n([value.read_value() for value in values]))
+            return sums
+
+        return self.seconds(build)
+
+    def packing(self, packers: Sequence[int], count: int) -> float:
+        """Returns the time in which each of some devices cuts a tensor up and joins the parts."""
+        tf = self._tf
+
+        def build() -> list[Any]:
+            joined = []
+            for device in packers:
+                with tf.device(self.devices[device]):
+                    read = self.value(device, count).read_value()
+                    parts = tf.split(read, max(2, 2 ** (len(self.devices).bit_length() - 1)))
+                    # Joined in another order, which nothing can simplify away.
+                    joined.append(tf.concat([*parts[1:], parts[0]], axis=0))
+            return joined
+
+        return self.seconds(build)
+
+    def ops(self, num_packs: int) -> float:
+        """Returns the time of all-reducing so many packs of one number along stars."""
+        tf = self._tf
+        count = len(self.devices)
+
+        def build() -> list[Any]:
+            reads = []
+            for device in range(count):
+                with tf.device(self.devices[device]):
+                    reads.append(self.value(device, 1).read_value())
+            outputs = []
+            for number in range(num_packs):
+                root = number % count
+                with tf.device(self.devices[root]):
+                    total = tf.add_n([*reads, reads[number % count]])
+                for device in range(count):
+                    with tf.device(self.devices[device]):
+                        outputs.append(tf.raw_ops.Identity(input=total))
+            return outputs
+
+        return self.seconds(build)
+
+    def nccl(self, count: int) -> float:
+        """Returns the time of an all-reduce by NCCL."""
+        tf = self._tf
+
+        def build() -> list[Any]:
+            sums = []
+            for device, name in enumerate(self.devices):
+                with tf.device(name):
+                    sums.append(
+                        tf.raw_ops.NcclAllReduce(
+                            input=self.value(device, count).read_value(),
+                            reduction="sum",
+                            num_devices=len(self.devices),
+                            shared_name=f"tfcdo_measure_{count}_{id(self)}",
+                        )
+                    )
+            return sums
+
+        return self.seconds(build)
+
+
+def _topology(name: str, clock: _Clock) -> Topology:
+    count = len(clock.devices)
+    pairs = list(ordered_pairs(count))
+    nothing, something = {}, {}
+    for number, pair in enumerate(pairs):
+        clock.progress(0.3 * number / len(pairs), f"copies from {link_name(*pair)}")
+        nothing[pair], something[pair] = clock.copies([pair], 4), clock.copies([pair], _BYTES)
+    if not pairs or _median(something) < _FREE * _median(nothing) + _FREE_SECONDS:
+        return _of_shared_memory(name, clock)
+    alone = {
+        pair: Alone(nothing[pair], _BYTES / max(something[pair] - nothing[pair], 1e-9))
+        for pair in pairs
+    }
+    clock.progress(0.3, "copies together")
+    routes = infer_routes(alone, clock.copies, _BYTES)
+    clock.progress(0.8, "additions and packing")
+    adding = clock.additions([0], _COUNT, 2)
+    together = clock.additions(range(count), _COUNT, 2)
+    return Topology.from_routes(
+        name,
+        count,
+        routes,
+        addition_bandwidth=3 * _BYTES / adding,
+        serial_reduction=together > 0.6 * count * adding,
+        memory_bandwidth=4 * _BYTES / clock.packing([0], _COUNT),
+    )
+
+
+def _median(seconds: Mapping[Pair, float]) -> float:
+    return statistics.median(seconds.values())
+
+
+def _of_shared_memory(name: str, clock: _Clock) -> Topology:
+    """Measures devices that hand tensors over without copying them, and share cores and memory."""
+    count = len(clock.devices)
+    clock.progress(0.4, "additions")
+    operands = max(2, count)
+    adding = clock.additions([0], _COUNT, operands) / (operands + 1)
+    clock.progress(0.5, "packing")
+    # All at once, as they would: one alone keeps one core busy.
+    packing = clock.packing(range(count), _COUNT) / count
+    clock.progress(0.6, "memory that is new")
+    large = clock.additions([0], _LARGE_COUNT, 2)
+    new = large - 3 * adding * _LARGE_COUNT / _COUNT
+    clock.forget_values()
+    clock.progress(0.7, "ops")
+    # Each pack has an addition, and an edge to each device but one, as `device_seconds` counts.
+    op_seconds = clock.ops(_PACKS_OF_OPS) / (_PACKS_OF_OPS * count)
+    wires = [
+        Route(*pair, [Resource(link_name(*pair), math.inf)], latency=0.0)
+        for pair in ordered_pairs(count)
+    ]
+    return Topology.from_routes(
+        name,
+        count,
+        wires,
+        addition_bandwidth=_BYTES / adding,
+        serial_reduction=True,
+        memory_bandwidth=4 * _BYTES / packing,
+        op_seconds=op_seconds,
+        allocation_bandwidth=4 * _LARGE_COUNT / new if new > 0.1 * large else math.inf,
+    )
+
+
+def _time_nccl(clock: _Clock) -> tuple[tuple[int, float], ...]:
+    from tfcdo import tf_internals
+
+    kind = "GPU" if "GPU" in clock.devices[0].upper() else "CPU"
+    if len(clock.devices) < 2 or kind not in tf_internals.device_types_with_kernel("NcclAllReduce"):
+        return ()
+    times = []
+    for size in _NCCL_SIZES:
+        clock.progress(0.8 + 0.05 * len(times), "NCCL")
+        times.append((size, clock.nccl(size // 4)))
+        clock.forget_values()
+    return tuple(times)
