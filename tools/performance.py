@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import performance_hosts
+import performance_predict
 from performance_page import page
 from performance_targets import CASES
 from performance_targets import MAX_TRIES
@@ -131,6 +132,7 @@ def main(
     print(f"{len(cases) + 2} of {len(cases) + 2}: profile", flush=True)
     profiles = {name: profile(profiled, name) for name in PROFILED}
     path.write_text(page(runs, profiles, profiled, picture.name), encoding="utf-8")
+    performance_predict.main(path)
     performance_hosts.main(path)
 
 

@@ -89,7 +89,7 @@ class HereTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIn("auto takes", output)
 
     @parameterized.parameters(
-        ("--model", "tiny"), ("--eager",), ("--fit",), ("-d", "half"), ("--ops", "tf")
+        ("--model", "tiny"), ("--eager",), ("--fit",), ("--datatype", "half"), ("--ops", "tf")
     )
     def test_other_options_are_refused(self, *arguments):
         _, errors = self.run_tfcdo("bench", "--predict", *arguments, status=2)

@@ -6,11 +6,13 @@ import pathlib
 
 import click
 
+from tfcdo.bench import workloads
 from tfcdo.cli import options
 from tfcdo.cli.here import Here
 from tfcdo.cli.here import topology_of
 from tfcdo.cli.machine_types import Devices
 from tfcdo.cli.machine_types import Machine
+from tfcdo.cli.plan_backward import plan_backward
 from tfcdo.cli.plan_hosts import plan_hosts
 from tfcdo.cli.plan_table import print_plans
 from tfcdo.cli.plan_table import print_table
@@ -106,7 +108,15 @@ _MAX_PACKS = 4096
     "--backward",
     type=options.Duration(),
     metavar="60ms",
-    help="With --hosts: how long a backward pass makes the gradients behind which packs hide.",
+    help="With --hosts or --model: how long a backward pass makes the gradients behind which packs "
+    "hide.",
+)
+@click.option(
+    "--model",
+    type=click.Choice(workloads.model_names()),
+    metavar="NAME",
+    help="The gradients of this model instead of --bytes: resnet50, bert-base, mobilenet, tiny or "
+    "tiny-matrices; with --backward, when each pack is ready and done.",
 )
 @click.option(
     "--wire",
@@ -142,6 +152,7 @@ def plan(
     num_hosts: int | None,
     network: float,
     backward: float | None,
+    model: str | None,
     wire: str | None,
     wire_between: str | None,
     as_json: bool,
@@ -177,6 +188,8 @@ def plan(
             topology = topology.subset(devices)
         except ValueError as error:
             raise click.UsageError(f"--devices: {error}") from None
+    if model is not None:
+        num_bytes = workloads.gradients_of(model).size
     if num_hosts:
         if trees_file or gantt_file:
             raise click.UsageError("--draw and --gantt draw one host: leave --hosts out")
@@ -189,7 +202,17 @@ def plan(
         plan_hosts(cluster, num_bytes, algorithm, backward, as_json, console)
         return
     if backward is not None:
-        raise click.UsageError("--backward needs --hosts")
+        if model is None:
+            raise click.UsageError("--backward needs --model, or --hosts")
+        if num_packs or saved_file or trees_file or gantt_file:
+            raise click.UsageError(
+                "--backward chooses packs itself, and draws and saves nothing: leave --num-packs, "
+                "--save, --draw and --gantt out"
+            )
+        plan_backward(
+            workloads.gradients_of(model), topology, backward, algorithm, as_json, console
+        )
+        return
     if wire_between is not None:
         raise click.UsageError("--wire-between needs --hosts")
     # Two bytes travel for each four that are added.

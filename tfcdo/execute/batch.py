@@ -88,7 +88,7 @@ def _run_added(
             return _all_reduce_with_nccl(group, reductions, final_op)
         case Transport.NCCL_ACROSS_HOSTS:
             return _all_reduce_flat(group, reductions[::-1], final_op)[::-1]
-        case Transport.COPY_TREES if config.across_hosts is None:
+        case Transport.COPY_TREES if not config.last_values_first:
             return _all_reduce_along_trees(group, reductions, final_op)
         case Transport.COPY_TREES:
             # The backward pass makes the gradients of the last variables first: these leave first.
