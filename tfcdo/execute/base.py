@@ -56,9 +56,12 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         super().__init__()
         dtype = check_wire_dtype("wire_dtype", wire_dtype)
         check_error_feedback(error_feedback, dtype)
-        self._arguments = arguments
-        if dtype is not None:  # What is seldom asked for is not shown where it is not.
+        # What is seldom asked for is not shown where it is not.
+        if arguments.get("sparse_as_dense") == "auto":
+            del arguments["sparse_as_dense"]
+        if dtype is not None:
             arguments.update(wire_dtype=dtype.name, error_feedback=error_feedback)
+        self._arguments = arguments
         self._wire = Wire(dtype, ErrorFeedback() if error_feedback else None)
         if self._wire.feedback is not None:
             self._track_trackable(self._wire.feedback, "error_feedback")
