@@ -47,7 +47,8 @@ class RowsTest(tf.test.TestCase, parameterized.TestCase):
     def test_updates_are_checked(self):
         names = ("tfcdo.AutoAllReduce", "tf.ReductionToOneDevice", "tf.CollectiveAllReduce")
         compared = [implementation_of(name) for name in names]
-        results = rows.run(SMALL(8, 0.5), devices.choose_devices(3), compared, QUICK)
+        # TensorFlow's collectives keep to one number of devices a process: 2 in the bench's tests.
+        results = rows.run(SMALL(8, 0.5), devices.choose_devices(2), compared, QUICK)
         self.assertEqual(
             [(name, update, 0) for name in names for update in ("SGD", "momentum")],
             [(one.name, one.update, one.wrong) for one in results],
