@@ -56,6 +56,8 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
         one = measurement_of("x", "tf", 2e-6)
         self.assertAllClose(one.algbw, 2e9)
         self.assertAllClose(one.busbw, 2e9 * 2 * 3 / 4)
+        cast = dataclasses.replace(one, sent_size=one.size // 2)
+        self.assertAllClose((one.algbw, one.busbw / 2), (cast.algbw, cast.busbw))
         self.assertTrue(math.isnan(measurement_of("x", "tf", -1e-6).busbw))
 
     @parameterized.parameters(False, True)

@@ -56,6 +56,23 @@ class Implementation:
     class_name: str
     arguments: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def wire(self) -> str | None:
+        """The dtype in which float32 and float64 travel; None for their own."""
+        found: str | None = dict(self.arguments).get("wire_dtype")
+        return found
+
+    def with_wire(self, wire: str) -> Implementation:
+        """Returns this implementation with `wire_dtype`, if it is one of tfcdo's and has none."""
+        if self.package != OURS or self.wire:
+            return self
+        written = self.name.removesuffix("()")
+        argument = f"wire_dtype={wire!r})"
+        name = f"{written[:-1]}, {argument}" if written.endswith(")") else f"{written}({argument}"
+        return dataclasses.replace(
+            self, name=name, arguments=(*self.arguments, ("wire_dtype", wire))
+        )
+
     def cross_device_ops(self) -> tf.distribute.CrossDeviceOps | None:
         """Makes an instance; returns None for the one that a strategy chooses by itself."""
         if (self.package, self.class_name) == (TENSORFLOW, _STRATEGY_DEFAULT):
@@ -87,7 +104,8 @@ class Implementation:
         """
         if not self._wants_nccl():
             return None
-        status = tfcdo.nccl_status(devices, dtype)
+        cast = self.wire if dtype in ("float32", "float64") else None
+        status = tfcdo.nccl_status(devices, cast or dtype)
         return None if status.can_run else str(status)
 
     def build_with(self, build: Callable[[Implementation], _Built]) -> _Built:

@@ -68,6 +68,7 @@ class Measurement:
       first_call: seconds for tracing the graph and running it once; None if nothing is traced.
       nodes: how many ops it adds to the baseline's graph; None likewise.
       peak_memory: bytes in use at most while it runs, beyond its input; None if that is not known.
+      sent_size: bytes that each device's values have as they travel; None for `size`.
     """
 
     workload: str
@@ -86,6 +87,8 @@ class Measurement:
     peak_memory: int | None = None
     p99: float | None = None
 
+    sent_size: int | None = None
+
     @property
     def algbw(self) -> float:
         """Returns the bytes per second that the caller sees; NaN if the time is not above 0."""
@@ -94,7 +97,8 @@ class Measurement:
     @property
     def busbw(self) -> float:
         """Returns the bytes per second over each link of a ring that takes the same time."""
-        return self.algbw * 2 * (self.num_devices - 1) / self.num_devices
+        sent = 1.0 if self.sent_size is None else self.sent_size / self.size
+        return self.algbw * sent * 2 * (self.num_devices - 1) / self.num_devices
 
 
 class Times(NamedTuple):
@@ -181,6 +185,11 @@ def run(
         found.append(
             _measurement(workload, len(devices.names), name, kind, runs[name].minus(baseline))
         )
+    cast = {one.name for one in compared if one.wire}
+    found = [
+        dataclasses.replace(one, sent_size=2 * workload.count) if one.name in cast else one
+        for one in found
+    ]
     return [
         *found,
         _measurement(workload, len(devices.names), BASELINE, BASELINE, runs[BASELINE]),

@@ -36,14 +36,15 @@ _NOT_OF_FIT = (
     "sparse_rows",
 )
 _NOT_OF_SPARSE = (
-    *(*_OF_A_SWEEP, "datatype", "models", "eager", "plot_file", "rate", "timeout", "earlier"),
+    *(*_OF_A_SWEEP, "datatype", "models", "eager", "wire", "plot_file", "rate"),
+    *("timeout", "earlier"),
 )
 _NOT_OF_WORKERS = (
-    *(*_OF_A_SWEEP, "datatype", "models", "names", "eager", "fit", "plot_file"),
+    *(*_OF_A_SWEEP, "datatype", "models", "names", "eager", "fit", "wire", "plot_file"),
     *("earlier", "timeout", "sparse_rows"),
 )
 _NOT_OF_PREDICT = (
-    *("datatype", "models", "names", "eager", "fit", "plot_file", "rate"),
+    *("datatype", "models", "names", "eager", "fit", "wire", "plot_file", "rate"),
     *("earlier", "timeout", "sparse_rows"),
 )
 # The sizes of --predict: what is smaller is a matter of the cost of ops alone.
@@ -95,6 +96,7 @@ def bench(
     repeat: float | None,
     num_workers: int | None,
     rate: link.Rate | None,
+    wire: str | None,
     json_file: pathlib.Path | None,
     earlier: bench_compare.Earlier | None,
     timeout: float | None,
@@ -137,6 +139,8 @@ def bench(
     if plot_file:
         options.require_matplotlib()
     dtype = workloads.DTYPES[datatype]
+    if wire and dtype not in ("float32", "float64"):
+        raise click.UsageError(f"--wire casts float and double; --datatype is {datatype}")
     sizes = list(workloads.sizes(minbytes, maxbytes, stepfactor))
     found = [workloads.gradients_of(name, dtype) for name in models] or [
         workloads.one_value(size, dtype) for size in sizes
@@ -157,6 +161,8 @@ def bench(
             # Devices come first, because constructing implementations may start TensorFlow.
             devices = choose_devices(num_devices)
             parsed = [found for name in names for found in implementations.parse(name)]
+            if wire:
+                parsed = [found.with_wire(wire) for found in parsed]
         tf.config.list_logical_devices()
 
     outputs = _Outputs(console, json_file, plot_file, earlier)

@@ -96,6 +96,12 @@ _OPTIONS = (
         "'tf.HierarchicalCopyAllReduce(num_packs=8)'. Can be repeated.",
     ),
     click.option(
+        "--wire",
+        type=click.Choice(["bfloat16", "float16"]),
+        help="Send float and double as this: wire_dtype= of tfcdo's classes. busbw counts the "
+        "bytes that travel.",
+    ),
+    click.option(
         "--eager",
         is_flag=True,
         help="Run op by op instead of in a graph.",

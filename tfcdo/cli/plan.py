@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import click
@@ -229,7 +230,9 @@ def plan(
     bound = lower_bound(machine, sent)
     size = format_bytes(num_bytes) + (f", sent as {format_bytes(sent)} of {wire}" if wire else "")
     if as_json or saved_file:
-        text = SavedPlan.of(chosen, topology).to_json()
+        # The times are of what travels and is added, but the plan is for this machine.
+        saved = SavedPlan.of(chosen, machine)
+        text = dataclasses.replace(saved, topology=topology).to_json()
     if as_json:
         click.echo(text)
     else:

@@ -1,0 +1,93 @@
+"""Tests of `--wire` of `tfcdo plan` and `tfcdo bench`: they count the bytes that travel."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from unittest import mock
+
+import tensorflow as tf
+from absl.testing import parameterized
+from bench_testing import setUpModule  # noqa: F401
+from bench_testing import tearDownModule  # noqa: F401
+from click import testing
+
+from tfcdo.bench import implementations
+from tfcdo.cli import commands
+
+
+class WireTest(tf.test.TestCase, parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        cache = {"TFCDO_CACHE_DIR": self.get_temp_dir()}
+        self.enter_context(mock.patch.dict(os.environ, cache))
+
+    def run_tfcdo(self, *arguments: str, status: int = 0) -> str:
+        result = testing.CliRunner().invoke(commands.tfcdo, list(arguments))
+        self.assertEqual(status, result.exit_code, result.output)
+        return result.output
+
+    @parameterized.parameters("bfloat16", "float16")
+    def test_a_plan_is_of_half_the_bytes(self, wire):
+        def ring(*arguments: str) -> tuple[str, list[str]]:
+            output = self.run_tfcdo("plan", "-t", "dgx1", "-a", "ring", *arguments)
+            (row,) = [line for line in output.splitlines() if line.startswith("│ ring ")]
+            return output, [cell.strip() for cell in row.split("│")]
+
+        output, cast = ring("-b", "8MB", "--wire", wire)
+        self.assertIn(f"All-reduce of 8.00 MB, sent as 4.00 MB of {wire} on each of 8", output)
+        self.assertEqual(ring("-b", "4MB")[1], cast)
+
+    def test_additions_are_of_all_bytes(self):
+        def seconds(*arguments: str) -> float:
+            output = self.run_tfcdo(
+                "plan", "-t", "shared_memory:4", "-a", "one_device", "--json", *arguments
+            )
+            return json.loads(output)["seconds"]
+
+        # Copies cost next to nothing there.
+        self.assertAllClose(seconds("-b", "64MB"), seconds("-b", "64MB", "--wire", "float16"), 0.05)
+
+    def test_between_hosts_it_is_refused(self):
+        output = self.run_tfcdo(
+            "plan", "-t", "dgx1", "--hosts", "2", "--wire", "bfloat16", status=2
+        )
+        self.assertIn("--wire is of the copies inside a host", output)
+
+    def test_a_bench_of_cast_values(self):
+        file = pathlib.Path(self.get_temp_dir(), "results.json")
+        self.run_tfcdo(
+            *("bench", "-b", "4K", "-e", "4K", "-g", "2", "-n", "1", "-w", "0"),
+            *("--wire", "bfloat16", "-J", str(file)),
+            *("--ops", "tfcdo.HierarchicalCopyAllReduce", "--ops", "tf.ReductionToOneDevice"),
+        )
+        results = {one["name"]: one for one in json.loads(file.read_text())["results"]}
+        ours = results["tfcdo.HierarchicalCopyAllReduce(wire_dtype='bfloat16')"]
+        self.assertEqual((4096, 2048, 0), (ours["size"], ours["sent_size"], ours["wrong"]))
+        theirs = results["tf.ReductionToOneDevice"]
+        self.assertIsNone(theirs["sent_size"])
+
+    def test_names_are_what_python_writes(self):
+        for name, cast in (
+            ("tfcdo.AutoAllReduce", "tfcdo.AutoAllReduce(wire_dtype='float16')"),
+            ("tfcdo.AutoAllReduce()", "tfcdo.AutoAllReduce(wire_dtype='float16')"),
+            (
+                "tfcdo.NcclAllReduce(num_packs=2)",
+                "tfcdo.NcclAllReduce(num_packs=2, wire_dtype='float16')",
+            ),
+            ("tf.NcclAllReduce(num_packs=2)", "tf.NcclAllReduce(num_packs=2)"),
+        ):
+            (found,) = implementations.parse(name)
+            self.assertEqual(cast, found.with_wire("float16").name)
+            self.assertEqual(
+                found.with_wire("float16"), found.with_wire("float16").with_wire("bfloat16")
+            )
+
+    def test_what_is_not_cast_is_refused(self):
+        output = self.run_tfcdo("bench", "-d", "half", "--wire", "bfloat16", status=2)
+        self.assertIn("--wire casts float and double; --datatype is half", output)
+
+
+if __name__ == "__main__":
+    tf.test.main()
