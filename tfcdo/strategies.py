@@ -345,7 +345,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
 def _settings(options: Any, ops: Any, wire_between: tf.DType | None) -> dict[str, str]:
     """Returns the strategy's arguments by name, as hosts compare them."""
     return {
-        "cross_device_ops": type(ops).__name__ if ops else "by default",
+        "cross_device_ops": ops.compared_among_hosts if ops else "by default",
         "communication_options": f"{options.implementation.value}, {options.bytes_per_pack} bytes",
         "wire_between": wire_between.name if wire_between else "none",
     }

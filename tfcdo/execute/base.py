@@ -80,6 +80,14 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         shown = (*names, "wire_dtype", "error_feedback")
         self._arguments = {name: self._arguments[name] for name in shown if name in self._arguments}
 
+    @property
+    def compared_among_hosts(self) -> str:
+        """Names the class, and the wire's dtype if it has one, in which all hosts have to agree."""
+        if self._wire.dtype is None:
+            return type(self).__name__
+        feedback = " with error feedback" if self._wire.feedback else ""
+        return f"{type(self).__name__}, {self._wire.dtype.name}{feedback}"
+
     def __repr__(self) -> str:
         arguments = ", ".join(
             f"{name}={value.name if isinstance(value, Topology) else value!r}"
