@@ -173,9 +173,12 @@ class OptionsTest(parameterized.TestCase):
             "-n": {"--iters"},
             "-w": {"--warmup"},
             "-d": {"--datatype"},
+            "-T": {"--timeout"},
+            "-J": {"--json"},
             "-t": {"--topology"},
             "-a": {"--algorithm"},
             "-m": {"--module"},
+            "-o": {"--output"},
         }
         self.assertEqual(meanings, expected)
 
