@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
+from keras_training import with_tables
 
 import tfcdo
 
@@ -163,7 +164,13 @@ def fitted_alone(count: int) -> tuple[keras.Model, dict[str, list[float]]]:
 @functools.cache
 def all_layers_alone(count: int) -> tuple[keras.Model, dict[str, list[float]], Any, np.ndarray]:
     """The training with all layers on one device, and what it then says of other sentences."""
-    model, losses = fitted(ONE_DEVICE, all_layers_model, sentences(12 * count), 3 * count)
+    on_tables = functools.partial(with_tables, lambda: keras.optimizers.Adam(0.02))
+    model, losses = fitted(
+        ONE_DEVICE,
+        lambda: all_layers_model(optimizer=on_tables()),
+        sentences(12 * count),
+        3 * count,
+    )
     test_data, sizes = sentences(4 * count, seed=1), {"batch_size": 3 * count, "verbose": 0}
     evaluated = model.evaluate(*test_data, **sizes)
     return model, losses, evaluated, model.predict(test_data[0], **sizes)

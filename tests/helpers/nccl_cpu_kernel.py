@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
-import functools
 import hashlib
 import os
 import pathlib
@@ -90,10 +89,9 @@ def seen() -> Iterator[None]:
         yield
 
 
-@functools.cache
 def _hide() -> None:
-    """Keeps the kernel from tfcdo: once, as what is hidden twice would be seen no more."""
-    mock.patch.object(tf_internals, "device_types_with_kernel", _real_device_types).start()
+    """Keeps the kernel from tfcdo; not by a mock, which `mock.patch.stopall` of any test undoes."""
+    vars(tf_internals)["device_types_with_kernel"] = _real_device_types
 
 
 def _real_device_types(op_name: str) -> frozenset[str]:

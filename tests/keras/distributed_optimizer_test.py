@@ -26,6 +26,7 @@ from keras_training import fitted
 from keras_training import model_of
 from keras_training import strategy_of
 from keras_training import trained_eagerly
+from keras_training import with_tables
 from keras_training import word_data
 from keras_training import word_layers
 
@@ -73,16 +74,6 @@ def wrapped(make: Make) -> Make:
     return lambda: DistributedOptimizer(make())
 
 
-def _with_tables(make: Make) -> keras.Optimizer:
-    """Makes an optimizer that gets the gradient of a table as a table instead of rows."""
-    optimizer = make()
-    apply = optimizer.apply
-    optimizer.apply = lambda gradients, variables=None: apply(
-        [tf.convert_to_tensor(one) for one in gradients], variables
-    )
-    return optimizer
-
-
 @functools.cache
 def _on_one_device(row: str) -> keras.Model:
     return trained_eagerly(1, MENDED[row])
@@ -121,7 +112,7 @@ class MendedTest(TrainingTestCase):
     @parameterized.parameters("global_clipnorm", "accumulation")
     def test_rows_of_embeddings(self, row):
         """The norm is that of the sum; Keras alone takes it of rows before they are added."""
-        on_tables = functools.partial(_with_tables, MENDED[row])
+        on_tables = functools.partial(with_tables, MENDED[row])
         expected = trained_eagerly(1, on_tables, layers=word_layers, data=word_data)
         model = trained_eagerly(3, wrapped(MENDED[row]), layers=word_layers, data=word_data)
         self.assert_same_training(expected, model)
