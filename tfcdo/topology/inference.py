@@ -51,6 +51,13 @@ def infer_routes(
 
     Returns:
       A route for each link: a wire of its own, and what it shares with others.
+
+    Example:
+      >>> both_ways = {(0, 1): Alone(1e-6, 1e9), (1, 0): Alone(1e-6, 1e9)}
+      >>> def half_duplex(pairs, num_bytes):
+      ...     return len(pairs) * (1e-6 + num_bytes / 1e9)
+      >>> [len(route.resources) for route in infer_routes(both_ways, half_duplex, 10**7)]
+      [2, 2]
     """
     conflicts = nx.Graph()
     conflicts.add_nodes_from(alone)
