@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
 import pathlib
@@ -16,8 +17,17 @@ from absl.testing import parameterized
 import tfcdo
 
 _EXAMPLES = pathlib.Path(__file__).absolute().parents[2] / "examples"
-_ONE = tf.distribute.OneDeviceStrategy("/cpu:0")
-_THREE = tfcdo.MirroredStrategy(["/cpu:0", "/cpu:1", "/cpu:2"])
+
+
+# Not when the file is imported: a strategy starts TensorFlow, whose devices others may configure.
+@functools.cache
+def _one() -> tf.distribute.Strategy:
+    return tf.distribute.OneDeviceStrategy("/cpu:0")
+
+
+@functools.cache
+def _three() -> tf.distribute.Strategy:
+    return tfcdo.MirroredStrategy(["/cpu:0", "/cpu:1", "/cpu:2"])
 
 
 def _load(name: str) -> ModuleType:
@@ -38,23 +48,23 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("keras_fit", "embeddings", "accumulate_and_clip")
     def test_keras_trains_as_on_one_device(self, name):
         train = _load(name).train
-        for own, expected in zip(train(_THREE).weights, train(_ONE).weights, strict=True):
+        for own, expected in zip(train(_three()).weights, train(_one()).weights, strict=True):
             self.assertAllClose(expected, own, rtol=1e-4, atol=1e-5, msg=own.path)
 
     def test_mixed_precision(self):
         train = _load("mixed_precision").train
-        (model, loss), (_, expected) = train(_THREE), train(_ONE)
+        (model, loss), (_, expected) = train(_three()), train(_one())
         self.assertEqual(model.layers[0].compute_dtype, "float16")
         # float16 has three digits.
         self.assertAllClose(expected, loss, rtol=0.03)
 
     def test_own_loop(self):
         example = _load("own_loop")
-        slopes, height = example.train(_THREE)
+        slopes, height = example.train(_three())
         # The plane that the targets are on.
         self.assertAllClose([[1], [-2], [0.5]], slopes, atol=0.05)
         self.assertAllClose(3, height, atol=0.05)
-        for own, expected in zip((slopes, height), example.train(_ONE), strict=True):
+        for own, expected in zip((slopes, height), example.train(_one()), strict=True):
             self.assertAllClose(expected, own, rtol=1e-5)
 
     def test_tf1_session(self):
