@@ -13,9 +13,10 @@ BIN := $(VENV)/bin
 # 2: TensorFlow's C++ half logs errors only.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-# A worker a core, four at most: each starts TensorFlow and takes 1 GB of memory. Whoever has run out
-# of tests takes half of what another still has to do.
-WORKERS := -n logical --maxprocesses 4 --dist worksteal
+# A worker a core and one more, as some tests mostly wait for processes of their own; four at most:
+# each starts TensorFlow and takes 1 GB of memory. Whoever has run out of tests takes half of what
+# another still has to do.
+WORKERS := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 4 --dist worksteal
 PYTEST := $(BIN)/python -m pytest $(WORKERS)
 
 .PHONY: help demo test test-fast test-versions lint wheel check-wheel coverage docs compat faults bench clean

@@ -26,7 +26,6 @@ from tfcdo.execute.devices import existing_device
 from tfcdo.execute.hosts import Hosts
 from tfcdo.execute.reduction import Reduction
 from tfcdo.execute.reduction import check_count
-from tfcdo.execute.reduction import check_sparse_as_dense
 from tfcdo.plan import copy_tree
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.topology.topology import Topology
@@ -83,17 +82,15 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
                 "accumulation_fn must be a callable from a list of tensors to a tensor, or None; "
                 f"got {accumulation_fn!r}"
             )
-        check_sparse_as_dense(sparse_as_dense)
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
-        self._sparse_as_dense = sparse_as_dense
 
     def _config_for(self, options: Any) -> Callable[[Reduction], AllReduceConfig]:
         del options  # What is not packed has no size of packs.
         fixed_root = None
         if self.reduce_to_device is not None:
             fixed_root = existing_device("reduce_to_device", self.reduce_to_device)
-        common = {"across_hosts": self._hosts, "sparse_as_dense": self._sparse_as_dense}
+        common = self._common_config
 
         def config_for(reduction: Reduction) -> AllReduceConfig:
             root = fixed_root or reduction.destinations[0]
@@ -209,7 +206,6 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
             wire_dtype=wire_dtype,
             error_feedback=error_feedback,
         )
-        check_sparse_as_dense(sparse_as_dense)
         if topology is not None and not isinstance(topology, Topology):
             raise TypeError(f"topology must be a tfcdo.topology.Topology or None; got {topology!r}")
         nccl = all_reduce_alg == "nccl"
@@ -224,13 +220,10 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
             topology=topology,
             nccl="always" if nccl else "auto" if all_reduce_alg == "auto" else "never",
             require_nccl=require_nccl,
-            sparse_as_dense=sparse_as_dense,
         )
 
     def _config_for(self, options: Any) -> Callable[[Reduction], AllReduceConfig]:
-        config = self._config
-        if self._hosts is not None:
-            config = dataclasses.replace(config, across_hosts=self._hosts)
+        config = dataclasses.replace(self._config, **self._common_config)
         if options is not None and options.bytes_per_pack:
             most = check_count("options.bytes_per_pack", options.bytes_per_pack)
             packing = dataclasses.replace(config.packing, bytes_per_pack=most)
@@ -287,7 +280,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
             wire_dtype=wire_dtype,
             error_feedback=error_feedback,
         )
-        self._show("num_packs", "topology", "require_nccl", "sparse_as_dense")
+        self._show("num_packs", "topology", "require_nccl")
 
 
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
@@ -333,7 +326,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
             wire_dtype=wire_dtype,
             error_feedback=error_feedback,
         )
-        self._show("num_packs", "topology", "sparse_as_dense")
+        self._show("num_packs", "topology")
 
 
 class AutoAllReduce(AllReduceCrossDeviceOps):
@@ -391,5 +384,5 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
             error_feedback=error_feedback,
         )
         self._arguments.update(plan=plan, nccl=nccl, backward_seconds=backward_seconds)
-        self._show("topology", "plan", "nccl", "backward_seconds", "sparse_as_dense")
+        self._show("topology", "plan", "nccl", "backward_seconds")
         self._config = with_choices(self._config, plan, nccl, backward_seconds)

@@ -41,8 +41,9 @@ def missing(source: str, package: str = "tensorflow.python") -> list[str]:
       The full names of the modules, of what is used of each (`z.name`), and of what is used of the
       results of its functions (`z.name().attribute`), in order of appearance.
 
-    >>> missing("from os import path as p; p.join; p.no_such; p.nothing()", package="os")
-    ['os.path.no_such', 'os.path.nothing']
+    Example:
+      >>> missing("from os import path as p; p.join; p.no_such; p.nothing()", package="os")
+      ['os.path.no_such', 'os.path.nothing']
     """
     tree = ast.parse(source)
     modules = {

@@ -1,4 +1,4 @@
-"""What the work of both strategies for TensorFlow shares."""
+"""What both strategies share: reducing structures, and the work for TensorFlow."""
 
 from __future__ import annotations
 
@@ -7,6 +7,23 @@ from typing import Any
 from tfcdo import moving_statistics
 from tfcdo import tf_internals
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
+from tfcdo.structures import gather_structure
+from tfcdo.structures import reduce_structure
+
+
+class ReducesStructures:
+    """Has a strategy reduce and gather structures of values, as Keras 3 asks it to."""
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Reduces a value, or each component of a structure of values; see `reduce_structure`."""
+        extended, reduce = self.extended, super().reduce  # type: ignore[attr-defined, misc]
+        several_hosts = extended._in_multi_worker_mode()
+        return reduce_structure(reduce, reduce_op, value, axis, several_hosts)
+
+    def gather(self, value: Any, axis: Any) -> Any:
+        """Concatenates a value, or each of a structure of values; see `gather_structure`."""
+        gather = super().gather  # type: ignore[misc]
+        return gather_structure(self.extended, gather, value, axis)  # type: ignore[attr-defined]
 
 
 class ReplicaExtended:
@@ -17,11 +34,17 @@ class ReplicaExtended:
         return super()._create_variable(next_creator, **averaged)  # type: ignore[misc]
 
     def _batch_gather_to(self, value_destination_pairs: Any, axis: Any, options: Any = None) -> Any:
-        ops, pairs = self._cross_device_ops, list(value_destination_pairs)  # type: ignore[attr-defined]
+        ops = self._cross_device_ops  # type: ignore[attr-defined]
+        pairs = [(self._distributed(one), to) for one, to in value_destination_pairs]
         distributed = (isinstance(one, tf_internals.DistributedValues) for one, _ in pairs)
         if isinstance(ops, ConfiguredCrossDeviceOps) and all(distributed):
             return ops._batch_gather([(one, self._located(to)) for one, to in pairs], axis, options)
         return super()._batch_gather_to(pairs, axis, options)  # type: ignore[misc]
 
+    def _distributed(self, value: Any) -> Any:
+        """Returns a value as it is to be gathered; for several hosts to say otherwise."""
+        return value
+
     def _located(self, destinations: Any) -> Any:
+        """Returns where results are to be; for several hosts to say otherwise."""
         return destinations

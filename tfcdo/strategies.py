@@ -26,9 +26,8 @@ from tfcdo.execute import handles
 from tfcdo.execute import nccl
 from tfcdo.execute import wire
 from tfcdo.execute.hosts import Hosts
+from tfcdo.replica_extended import ReducesStructures
 from tfcdo.replica_extended import ReplicaExtended
-from tfcdo.structures import gather_structure
-from tfcdo.structures import reduce_structure
 
 _TIMEOUT_SECONDS = 600.0
 # TensorFlow's servers, once all hosts are there, take less than one.
@@ -39,7 +38,7 @@ _HEARTBEAT_SECONDS = 10.0  # As TensorFlow has it.
 _BYTES_PER_PACK = 4 << 20
 
 
-class MirroredStrategy(tf.distribute.MirroredStrategy):
+class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
     """`tf.distribute.MirroredStrategy` with tfcdo's all-reduces, on which Keras 3 works.
 
     Args:
@@ -64,16 +63,8 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         if cross_device_ops is None:
             extended._cross_device_ops = _default_ops(extended.worker_devices)
 
-    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """Reduces a value, or each component of a structure of values; see `reduce_structure`."""
-        return reduce_structure(super().reduce, reduce_op, value, axis)
 
-    def gather(self, value: Any, axis: Any) -> Any:
-        """Concatenates a value, or each of a structure of values; see `gather_structure`."""
-        return gather_structure(self.extended, super().gather, value, axis)
-
-
-class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMirroredStrategy):
     """`tf.distribute.MultiWorkerMirroredStrategy` with tfcdo's all-reduces, on which Keras 3 works.
 
     Inside a host, values are summed as `cross_device_ops` says; between hosts, one device a host
@@ -135,15 +126,6 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 wire.check_wire_dtype("wire_between", wire_between),
             ),
         )
-
-    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """Reduces a value, or each component of a structure of values; see `reduce_structure`."""
-        several = self.extended._in_multi_worker_mode()
-        return reduce_structure(super().reduce, reduce_op, value, axis, several_hosts=several)
-
-    def gather(self, value: Any, axis: Any) -> Any:
-        """Concatenates a value, or each of a structure of values; see `gather_structure`."""
-        return gather_structure(self.extended, super().gather, value, axis)
 
 
 def is_chief() -> bool:
@@ -228,11 +210,11 @@ def _cluster_of(resolver: Any) -> config.Cluster | None:
 
 
 class _MirroredExtended(ReplicaExtended, tf_internals.MirroredExtended):
-    """The strategy's work for TensorFlow: as TensorFlow's own, but for moving statistics."""
+    """Does the strategy's work for TensorFlow: as its own does, but for moving statistics."""
 
 
 class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
-    """The strategy's work for TensorFlow: devices, variables, and who reduces what."""
+    """Does the strategy's work for TensorFlow: devices, variables, and who reduces what."""
 
     def __init__(
         self,
@@ -258,6 +240,9 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
                 "MultiWorkerMirroredStrategy must be made before anything else of TensorFlow runs, "
                 "tf.config.list_logical_devices() included: its server can only start before"
             )
+        # TensorFlow would set its server up anew for another strategy, and what hosts are sending
+        # each other by then would never arrive.
+        self._std_server_started = session.current() is not None
         super().__init__(strategy, cluster_resolver=resolver, communication_options=options)
         ops = cross_device_ops or _default_ops(self.worker_devices)
         if cluster is not None and len(cluster.tasks) > 1:
@@ -313,6 +298,15 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         named = destinations if isinstance(destinations, str) else None
         known = named or getattr(destinations, "device", "")
         return destinations if known else self.worker_devices[0]
+
+    def _distributed(self, value: Any) -> Any:
+        """Returns a value that has a component for each replica of this host.
+
+        Of a host that has one replica, TensorFlow hands over the component alone.
+        """
+        if self._network is None or not tf.is_tensor(value):
+            return value
+        return tf_internals.per_replica([value])
 
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: Any, **kwargs: Any

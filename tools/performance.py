@@ -15,13 +15,14 @@ import pathlib
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 import performance_hosts
 import performance_predict
+import performance_rows
 from performance_page import page
+from performance_sections import bench
 from performance_targets import CASES
 from performance_targets import MAX_TRIES
 from performance_targets import PROFILED
@@ -42,28 +43,6 @@ def disturbance(results: Sequence[Result]) -> float:
         for one in results
         if one["kind"] in ("tfcdo", "tf")
     )
-
-
-def bench(arguments: Sequence[str]) -> dict[str, Any]:
-    """Runs `tfcdo bench`.
-
-    Args:
-      arguments: its options.
-
-    Returns:
-      What it wrote with `--json`.
-
-    Raises:
-      subprocess.CalledProcessError: if it fails, as it does if a result of tfcdo's is wrong.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "results.json")
-        subprocess.run(
-            [sys.executable, "-m", "tfcdo.cli.main", "bench", "--json", path, *arguments],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def bench_undisturbed(arguments: Sequence[str], max_tries: int) -> dict[str, Any]:
@@ -134,6 +113,7 @@ def main(
     path.write_text(page(runs, profiles, profiled, picture.name), encoding="utf-8")
     performance_predict.main(path)
     performance_hosts.main(path)
+    performance_rows.main(path)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ Each case is one run of `tfcdo bench --workers`, which takes a minute on an idle
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from performance_sections import bench
+from performance_sections import write_section
 
 TITLE = "## Several hosts"
 
@@ -68,18 +68,8 @@ def run(case: Case) -> Run:
     Raises:
       subprocess.CalledProcessError: if it fails, as it does if a result of tfcdo's is wrong.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "results.json")
-        rate = ["--rate", case.rate] if case.rate else []
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "tfcdo.cli.main", "bench", "--json", str(path), *rate),
-                *("--workers", str(case.num_workers), "-g", str(case.num_devices)),
-            ],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        return json.loads(path.read_text(encoding="utf-8"))
+    rate = ["--rate", case.rate] if case.rate else []
+    return bench(["--workers", str(case.num_workers), "-g", str(case.num_devices), *rate])
 
 
 def section(runs: Mapping[Case, Run]) -> str:
@@ -116,23 +106,6 @@ def section(runs: Mapping[Case, Run]) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def replace_section(page: str, text: str) -> str:
-    """Puts the section into the page, in the place of the one that is there, or at the end.
-
-    Args:
-      page: Markdown.
-      text: the section.
-
-    Returns:
-      Markdown.
-    """
-    before, found, after = page.partition(f"{TITLE}\n")
-    if not found:
-        return f"{page.rstrip()}\n\n{text}"
-    _, other, rest = after.partition("\n## ")
-    return f"{before}{text}" + (f"\n## {rest}" if other else "")
 
 
 def _describe_load(loads: Sequence[float]) -> str:
@@ -188,8 +161,7 @@ def main(path: pathlib.Path, cases: Sequence[Case] = CASES) -> None:
     for number, case in enumerate(cases, 1):
         print(f"{number} of {len(cases)}: {case}", flush=True)
         runs[case] = run(case)
-    page = path.read_text(encoding="utf-8") if path.exists() else ""
-    path.write_text(replace_section(page, section(runs)), encoding="utf-8")
+    write_section(path, section(runs))
 
 
 if __name__ == "__main__":

@@ -10,32 +10,17 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from performance_sections import bench
+from performance_sections import write_section
 
 TITLE = "## Predicted beside measured"
 _NUMBERS_OF_DEVICES = (4, 8)
 _LEAST_RATIO, _MOST_RATIO = 0.7, 1.4
 _MOST_LOSS = 0.1
-
-
-def run(num_devices: int) -> dict[str, Any]:
-    """Runs `tfcdo bench --predict` and returns what it wrote with `--json`."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "found.json")
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "tfcdo.cli.main", "bench", "--predict"),
-                *("-g", str(num_devices), "--json", str(path)),
-            ],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
 
 
 def section(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -52,10 +37,11 @@ def section(runs: Sequence[Mapping[str, Any]]) -> str:
         TITLE,
         "",
         f"`tfcdo bench --predict`, on virtual CPU devices of {machine['processor']} with "
-        f"{machine['cores']} cores, on {runs[0]['date'][:10]}. The machine is measured first, for "
-        "some seconds: what it adds, packs and starts; then each algorithm is simulated with that, "
-        "and timed. Algorithms with the same copy trees share a row. *Loss*: how much slower "
-        "what `auto` takes is than the fastest. *Ranked alike*: the part of the pairs of rows that "
+        f"{machine['cores']} cores, on {runs[0]['date'][:10]}. Before each size the machine is "
+        "measured, for some seconds: what it adds, packs and starts; then each algorithm is "
+        "simulated with that, and timed. Algorithms with the same copy trees share a row. *Loss*: "
+        "how much slower what `auto` takes is than the fastest. *Ranked alike*: the part of the "
+        "pairs of rows that "
         f"simulation and clock order alike. Wanted: a median ratio from {_LEAST_RATIO} to "
         f"{_MOST_RATIO}, and a loss below {_MOST_LOSS:.0%} at every size.",
         "",
@@ -89,14 +75,6 @@ def _one_run(found: Mapping[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def replace_section(page: str, new: str) -> str:
-    """Returns a page with the section in place of the earlier one, or at the end."""
-    before, title, after = page.partition(TITLE)
-    _, following, rest = after.partition("\n## ") if title else ("", "", "")
-    tail = f"\n## {rest}" if following else ""
-    return f"{before.rstrip()}\n\n{new}{tail}"
-
-
 def main(path: pathlib.Path, files: Sequence[pathlib.Path] = ()) -> None:
     """Measures, or reads what was measured, and writes the section.
 
@@ -107,9 +85,8 @@ def main(path: pathlib.Path, files: Sequence[pathlib.Path] = ()) -> None:
     if files:
         runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     else:
-        runs = [run(count) for count in _NUMBERS_OF_DEVICES]
-    page = path.read_text(encoding="utf-8") if path.exists() else ""
-    path.write_text(replace_section(page, section(runs)), encoding="utf-8")
+        runs = [bench(["--predict", "-g", str(count)]) for count in _NUMBERS_OF_DEVICES]
+    write_section(path, section(runs))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ copy takes up to 5 % more or less and nothing keeps the copies in an order; the 
 `tfcdo.plan.lower_bound`, which no copy trees beat, whatever links they use. The drawn machines are
 those of `tools/drawn_machines.py`: connected graphs of links of 0.3 to 300 GB/s, some of them
 asymmetric, some with shared ports, and one to three host bridges for all other pairs. The parts of a
-DGX-1 are all of 3 to 7 of its devices, up to symmetry.
+DGX-1 are all of 3 to 7 of its devices, up to symmetry. Targets are of the median and of the most.
 
 | machines | number | bytes | time / bound of `auto`, median | most | targets | over its best algorithm, most | seconds to plan, most |
 |---|---|---|---|---|---|---|---|

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 from unittest import mock
 
 import numpy as np
@@ -15,11 +13,12 @@ from bench_testing import ForgetsTheLastDevice
 from bench_testing import implementation_of
 from bench_testing import setUpModule  # noqa: F401
 from bench_testing import tearDownModule  # noqa: F401
+from cli_testing import CommandTestCase
+from cli_testing import run_tfcdo
 
 from tfcdo.bench import devices
 from tfcdo.bench import implementations
 from tfcdo.bench import rows
-from tfcdo.cli import commands
 
 SMALL = functools.partial(rows.Workload, table_rows=40, width=3)
 
@@ -35,7 +34,7 @@ class ForgetsTheLastRows(ForgetsTheLastDevice):
         return results
 
 
-class RowsTest(tf.test.TestCase, parameterized.TestCase):
+class RowsTest(tf.test.TestCase, CommandTestCase):
     @parameterized.parameters((0.0, 24), (0.5, 16), (0.9, 10), (1.0, 8))
     def test_indices(self, repeat, different):
         drawn = rows.Workload(8, repeat, table_rows=24).draw_indices(3)
@@ -50,9 +49,10 @@ class RowsTest(tf.test.TestCase, parameterized.TestCase):
         # TensorFlow's collectives keep to one number of devices a process: 2 in the bench's tests.
         results = rows.run(SMALL(8, 0.5), devices.choose_devices(2), compared, QUICK)
         self.assertEqual(
-            [(name, update, 0) for name in names for update in ("SGD", "momentum")],
+            [(name, update, 0) for name in (*names, rows.ALONE) for update in ("SGD", "momentum")],
             [(one.name, one.update, one.wrong) for one in results],
         )
+        self.assertEqual(["tfcdo", "tf", "tf", rows.ALONE], [one.kind for one in results[::2]])
         for one in results:
             self.assertGreater(one.seconds, 0)
 
@@ -61,12 +61,11 @@ class RowsTest(tf.test.TestCase, parameterized.TestCase):
         reduce = ForgetsTheLastRows().batch_reduce
         with mock.patch.object(implementations, "_batch_reduce", lambda *_: reduce):
             results = rows.run(SMALL(8, 0.0), devices.choose_devices(2), [implementation], QUICK)
-        for one in results:
+        for one in results[:2]:
             # One row of one device, of whose numbers some are zeros.
             self.assertBetween(one.wrong, 1, 3)
 
     def test_command(self):
-        output, errors = io.StringIO(), io.StringIO()
         arguments = [
             "--sparse",
             "8",
@@ -81,27 +80,23 @@ class RowsTest(tf.test.TestCase, parameterized.TestCase):
             "--ops",
             "tfcdo",
         ]
-        with (
-            contextlib.redirect_stdout(output),
-            contextlib.redirect_stderr(errors),
-            mock.patch.object(rows, "Workload", SMALL),
-        ):
-            status = commands.run(["bench", *arguments, "--ops", "tf.ReductionToOneDevice"])
-            refused = [
-                commands.run(["bench", *wrong.split()])
-                for wrong in (
-                    "--repeat 0.5",
-                    "--sparse 8 --model tiny",
-                    "--sparse 39 -g 2 --repeat 0",
-                    "--sparse 8 -g 2 --ops tfcdo.AutoAllReduce(sparse_as_dense=True)",
-                )
-            ]
-        self.assertEqual(0, status, errors.getvalue())
-        self.assertIn("8 rows on each of 2 devices, 25% of them on all", output.getvalue())
-        self.assertRegex(output.getvalue(), r"tf.ReductionToOneDevice +\S+ +\S+ +1.00 .* 1.00 +0")
-        self.assertEqual([2] * 4, refused)
-        for shown in ("--repeat is about", "--model cannot be", "the table has", "gives dense"):
-            self.assertIn(shown, errors.getvalue())
+        with mock.patch.object(rows, "Workload", SMALL):
+            output = self.output_of("bench", *arguments, "--ops", "tf.ReductionToOneDevice")
+        self.assertIn("8 rows on each of 2 devices, 25% of them on all", output)
+        self.assertRegex(output, r"updating alone +\S+ +\S+ +\S+ .* 0")
+        self.assertRegex(output, r"tf.ReductionToOneDevice +\S+ +\S+ +1.00 .* 1.00 +0")
+
+    @parameterized.parameters(
+        ("--repeat 0.5", "--repeat is about"),
+        ("--sparse 8 --model tiny", "--model cannot be"),
+        ("--sparse 39 -g 2 --repeat 0", "the table has"),
+        ("--sparse 8 -g 2 --ops tfcdo.AutoAllReduce(sparse_as_dense=True)", "gives dense"),
+    )
+    def test_arguments_that_cannot_be_used(self, arguments: str, named: str):
+        with mock.patch.object(rows, "Workload", SMALL):
+            status, _, errors = run_tfcdo("bench", *arguments.split())
+        self.assertEqual(2, status)
+        self.assertIn(named, errors)
 
 
 if __name__ == "__main__":

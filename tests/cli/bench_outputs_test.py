@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import json
 import os
-import pathlib
-import tempfile
 import time
 from typing import Any
 from unittest import mock
@@ -19,31 +16,24 @@ from bench_testing import TF_HIERARCHICAL
 from bench_testing import measurement_of
 from bench_testing import setUpModule  # noqa: F401
 from bench_testing import tearDownModule  # noqa: F401
+from cli_testing import CommandTestCase
+from cli_testing import Finished
+from cli_testing import run_tfcdo
 from rich.console import Console
 
 from tfcdo.bench import implementations
 from tfcdo.bench import measure
 from tfcdo.cli import bench_compare
 from tfcdo.cli import bench_report
-from tfcdo.cli import commands
 
 _OURS = "tfcdo.ReductionToOneDevice"
 
 
-def _bench(*arguments: str) -> tuple[int, str, str]:
-    output, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        status = commands.run(
-            ("bench", "-g", "2", "-n", "2", "-w", "0", "-b", "64", "-e", "64", *arguments)
-        )
-    return status, output.getvalue(), errors.getvalue()
+def _bench(*arguments: str) -> Finished:
+    return run_tfcdo("bench", "-g", "2", "-n", "2", "-w", "0", "-b", "64", "-e", "64", *arguments)
 
 
-class CommandTest(parameterized.TestCase, tf.test.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-
+class CommandTest(tf.test.TestCase, CommandTestCase):
     def test_json_and_the_comparison_with_it(self):
         old, new = self.folder / "old.json", self.folder / "new.json"
         both = ("--ops", _OURS, "--ops", "tf.ReductionToOneDevice")
@@ -98,12 +88,7 @@ class CommandTest(parameterized.TestCase, tf.test.TestCase):
         (("--workers", "2", "-T", "5"), "--timeout cannot be given beside --workers"),
     )
     def test_a_wrong_option_gets_one_line(self, arguments: tuple[str, ...], named: str):
-        output, errors = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            status = commands.run(("bench", *arguments))
-        self.assertEqual(status, 2)
-        (line,) = errors.getvalue().splitlines()
-        self.assertIn(named, line)
+        self.assert_refused(named, "bench", *arguments)
 
 
 class ReportTest(tf.test.TestCase):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import io
@@ -8,7 +7,6 @@ import json
 import os
 import pathlib
 import sys
-import tempfile
 from unittest import mock
 
 import rich.console
@@ -21,25 +19,19 @@ from bench_testing import measurement_of
 from bench_testing import setUpModule  # noqa: F401
 from bench_testing import small_model
 from bench_testing import tearDownModule  # noqa: F401
+from cli_testing import CommandTestCase
+from cli_testing import Finished
+from cli_testing import run_tfcdo
 
 import tfcdo
 from tfcdo.bench import fit
 from tfcdo.bench import implementations
 from tfcdo.cli import bench_report
-from tfcdo.cli import commands
 
 
-def _tfcdo(*arguments: str) -> tuple[int, str, str]:
-    """Runs the command in this process; returns its exit status, its output and its errors."""
-    output, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        status = commands.run(arguments)
-    return status, output.getvalue(), errors.getvalue()
-
-
-def _bench(*arguments: str) -> tuple[int, str, str]:
+def _bench(*arguments: str) -> Finished:
     warmup = () if "--fit" in arguments else ("-w", "0")
-    return _tfcdo("bench", "-n", "1", *warmup, *arguments)
+    return run_tfcdo("bench", "-n", "1", *warmup, *arguments)
 
 
 class ReportTest(parameterized.TestCase, tf.test.TestCase):
@@ -69,13 +61,7 @@ class ReportTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(row.split()[-2:], [shown, "-"])
 
 
-class CommandTest(parameterized.TestCase, tf.test.TestCase):
-    def setUp(self):
-        super().setUp()
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-
+class CommandTest(tf.test.TestCase, CommandTestCase):
     def test_a_sweep(self):
         json_file, plot_file = self.folder / "out.json", self.folder / "out.png"
         status, output, _ = _bench(

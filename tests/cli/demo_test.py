@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import contextlib
-import io
 import subprocess
 from unittest import mock
 
@@ -10,10 +8,10 @@ import numpy as np
 import tensorflow as tf
 import warm_python
 from absl.testing import absltest
+from cli_testing import run_tfcdo
 from sklearn import datasets
 
 import tfcdo
-from tfcdo.cli import commands
 from tfcdo.cli import demo
 from tfcdo.cli import demo_training
 from tfcdo.virtual_devices import configure_virtual_cpus
@@ -77,11 +75,9 @@ class DemoTest(absltest.TestCase):
         self.assertIn("Accuracy on 360 test images", table)
 
     def test_an_unknown_class_gets_one_line_with_the_known_ones(self):
-        errors = io.StringIO()
-        with contextlib.redirect_stderr(errors):
-            status = commands.run(["demo", "--devices", "3", "--cross-device-ops", "Ring"])
+        status, _, errors = run_tfcdo("demo", "--devices", "3", "--cross-device-ops", "Ring")
         self.assertEqual(status, 2)
-        (line,) = errors.getvalue().splitlines()
+        (line,) = errors.splitlines()
         self.assertStartsWith(line, "tfcdo: --cross-device-ops: no class 'Ring' in tfcdo")
         for name in ("HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice"):
             self.assertIn(name, line)
@@ -107,18 +103,16 @@ class CheckTest(absltest.TestCase):
         self.assertEqual((check.wanted, check.passed), ("not judged before 8 epochs", None))
 
     def test_a_failed_check_fails_the_demo(self):
-        output = io.StringIO()
         images, labels = datasets.load_digits(return_X_y=True)
         with (
             mock.patch.object(demo, "MAX_WEIGHT_DIFFERENCE", -1.0),
             # So few that the training is one step.
             mock.patch.object(datasets, "load_digits", return_value=(images[:490], labels[:490])),
-            contextlib.redirect_stdout(output),
         ):
-            status = commands.run(["demo", "--devices", "2", "--epochs", "1"])
+            status, output, _ = run_tfcdo("demo", "--devices", "2", "--epochs", "1")
         self.assertEqual(status, 1)
         subject = "Largest weight difference from one-device training"
-        self.assertIn(f"Not as wanted: {subject}; Difference if tfcdo.keras", output.getvalue())
+        self.assertIn(f"Not as wanted: {subject}; Difference if tfcdo.keras", output)
 
     def test_replicas_that_differ(self):
         strategy = tf.distribute.MirroredStrategy(_DEVICES)

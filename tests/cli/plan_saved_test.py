@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import pathlib
-import tempfile
-from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
-from click import testing
+from cli_testing import CommandTestCase
+from cli_testing import rows_of_table
 
-from tfcdo.cli import commands
 from tfcdo.plan import algorithms
 from tfcdo.plan import simulator
 from tfcdo.plan.saved_plan import SavedPlan
@@ -21,37 +16,20 @@ from tfcdo.topology.presets import preset
 from tfcdo.units import format_seconds
 
 
-class SavedTest(parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-        self.folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        # Trees that were found on this machine before are no business of a test.
-        cache = {"TFCDO_CACHE_DIR": str(self.folder / "cache")}
-        stack.enter_context(mock.patch.dict(os.environ, cache))
-
-    def plan(self, *arguments: str, stdin: str | None = None) -> str:
-        """Returns what `tfcdo plan` prints."""
-        result = testing.CliRunner().invoke(
-            commands.tfcdo, ["plan", *arguments], input=stdin, catch_exceptions=False
-        )
-        self.assertEqual(result.exit_code, 0, result.output)
-        return result.output
-
+class SavedTest(CommandTestCase):
     def rows(self, *arguments: str) -> dict[str, list[str]]:
         """Returns the cells of the table by the algorithm."""
-        lines = [line for line in self.plan(*arguments).splitlines() if line.startswith("│")]
-        cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
-        return {name: rest for name, *rest in cells}
+        return rows_of_table(self.output_of("plan", *arguments))
 
     @parameterized.parameters(("packed_trees", None), ("hierarchical_copy", 3), ("auto", 1))
     def test_a_plan_that_was_saved_is_read(self, algorithm: str, num_packs: int | None):
         path = self.folder / "plan.json"
         arguments = ["-t", "dgx1", "-b", "10MB", "-a", algorithm, "--save", str(path)]
         arguments += ["--num-packs", str(num_packs)] if num_packs else []
-        self.assertIn(f" in {path}\n", self.plan(*arguments))
-        self.assertEqual(self.plan(*arguments, "--json"), path.read_text(encoding="utf-8"))
+        self.assertIn(f" in {path}\n", self.output_of("plan", *arguments))
+        self.assertEqual(
+            self.output_of("plan", *arguments, "--json"), path.read_text(encoding="utf-8")
+        )
         found = SavedPlan.read(path)
         self.assertEqual(found.topology, preset("dgx1"))
         self.assertEqual(found.algorithm, algorithm)
@@ -79,18 +57,18 @@ class SavedTest(parameterized.TestCase):
         self.assertEqual(cells[4:6], [format_seconds(robust), format_seconds(ordered)])
 
     def test_lists_the_plans_that_need_no_search(self):
-        before = self.plan("--list")
+        before = self.output_of("plan", "--list")
         self.assertRegex(before, r"dgx1 +│ 8 +│ 100 MB +│ [0-9]+ +│ 1\.[0-9]+ +│ with tfcdo")
-        self.plan("-t", "pcie:3", "-b", "1MB", "-a", "packed_trees", "--json")
-        added = set(self.plan("--list").split()) - set(before.split())
-        self.assertTrue(any(str(self.folder)[:20] in word for word in added), added)
+        self.output_of("plan", "-t", "pcie:3", "-b", "1MB", "-a", "packed_trees", "--json")
+        added = set(self.output_of("plan", "--list").split()) - set(before.split())
+        self.assertTrue(any(str(self.cache)[:20] in word for word in added), added)
 
     def test_what_is_left_after_a_backward_pass(self):
         arguments = ("-t", "pcie", "--model", "mobilenet", "--backward", "20ms")
         rows = self.rows(*arguments)
         for name in ("ring", "hierarchical_copy"):
             self.assertIn(name, rows)
-        found = json.loads(self.plan(*arguments, "--json"))
+        found = json.loads(self.output_of("plan", *arguments, "--json"))
         last = max(pack["done"] for pack in found["packs"])
         self.assertAlmostEqual(found["exposed"], last - 20e-3)
         ready = [pack["ready"] for pack in found["packs"]]
@@ -100,7 +78,7 @@ class SavedTest(parameterized.TestCase):
         self.assertIn(f"{len(ready) - 1}", rows)  # The packs are listed by their numbers.
 
     def test_a_model_instead_of_bytes(self):
-        output = self.plan("-t", "pcie", "--model", "resnet50")
+        output = self.output_of("plan", "-t", "pcie", "--model", "resnet50")
         self.assertIn("All-reduce of 102 MB on each of 4 devices", output)
 
 

@@ -1,23 +1,21 @@
 from __future__ import annotations
 
-import contextlib
 import errno
-import io
 import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
-import tempfile
 from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
-from click import testing
+from cli_testing import CommandTestCase
+from cli_testing import rows_of_table
+from cli_testing import run_tfcdo
 from rich import console as rich_console
 
-from tfcdo.cli import commands
 from tfcdo.cli import options
 from tfcdo.plan import algorithms
 from tfcdo.plan import simulator
@@ -37,32 +35,13 @@ GPU1    NV4      X      0-15            0
 _NO_SUCH_FILE = os.strerror(errno.ENOENT)
 
 
-class PlanTest(parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-        self.folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        # Trees that were found on this machine before are no business of a test.
-        cache = {"TFCDO_CACHE_DIR": str(self.folder / "cache")}
-        stack.enter_context(mock.patch.dict(os.environ, cache))
-
-    def plan(self, *arguments: str, stdin: str | None = None) -> str:
-        """Returns what `tfcdo plan` prints."""
-        result = testing.CliRunner().invoke(
-            commands.tfcdo, ["plan", *arguments], input=stdin, catch_exceptions=False
-        )
-        self.assertEqual(result.exit_code, 0, result.output)
-        return result.output
-
+class PlanTest(CommandTestCase):
     def rows(self, *arguments: str) -> dict[str, list[str]]:
         """Returns the cells of the table by the algorithm."""
-        lines = [line for line in self.plan(*arguments).splitlines() if line.startswith("│")]
-        cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
-        return {name: rest for name, *rest in cells}
+        return rows_of_table(self.output_of("plan", *arguments))
 
     def json(self, *arguments: str) -> dict:
-        return json.loads(self.plan(*arguments, "--json"))
+        return json.loads(self.output_of("plan", *arguments, "--json"))
 
     def test_compares_all_algorithms(self):
         rows = self.rows("--topology", "dgx1", "--bytes", "100MB")
@@ -76,7 +55,7 @@ class PlanTest(parameterized.TestCase):
         self.assertEqual(auto, f"auto: {min(names, key=ratios.__getitem__)}")
 
     def test_says_what_is_compared_and_the_bound(self):
-        output = self.plan("--topology", "dgx1", "--bytes", "25MB")
+        output = self.output_of("plan", "--topology", "dgx1", "--bytes", "25MB")
         self.assertIn("25.0 MB on each of 8 devices of dgx1", output)
         # 14 times the data over all links: 48 NVLinks' ways of 25 GB/s, two of 10 via the host.
         self.assertIn("Bound: 286.9 µs", output)
@@ -86,7 +65,7 @@ class PlanTest(parameterized.TestCase):
         self.assertEqual(rows["ring"], ["1", "0", "none", "0 B", "0 s", "0 s", "-"])
 
     def test_one_device_is_not_each_of_several(self):
-        output = self.plan("--topology", "dgx1", "--devices", "3")
+        output = self.output_of("plan", "--topology", "dgx1", "--devices", "3")
         self.assertIn("100 MB on the only device of dgx1", output)
 
     @parameterized.product(
@@ -134,10 +113,10 @@ class PlanTest(parameterized.TestCase):
         for text in (preset("pcie").to_json(), _TABLE):
             saved = self.folder / "machine"
             saved.write_text(text, encoding="utf-8-sig")
-            self.assertIn("Bound: ", self.plan("-t", str(saved)))
+            self.assertIn("Bound: ", self.output_of("plan", "-t", str(saved)))
 
     def test_a_machine_from_standard_input(self):
-        output = self.plan("-t", "-", stdin=_TABLE)
+        output = self.output_of("plan", "-t", "-", stdin=_TABLE)
         self.assertIn("on each of 2 devices", output)
 
     def test_square_brackets_in_names_are_printed(self):
@@ -148,7 +127,7 @@ class PlanTest(parameterized.TestCase):
             machine = Topology(name, 2, (resource,), (link, back))
             saved, picture = self.folder / "[y].json", self.folder / "[bold].svg"
             saved.write_text(machine.to_json(), encoding="utf-8")
-            output = self.plan("-t", str(saved), "--draw", str(picture))
+            output = self.output_of("plan", "-t", str(saved), "--draw", str(picture))
             self.assertIn(f"2 devices of {name} ", output)
             self.assertIn("link [/z]", output)
             self.assertIn(f" in {picture}\n", output)
@@ -157,12 +136,12 @@ class PlanTest(parameterized.TestCase):
     def test_draws(self, option: str, suffix: str):
         path = self.folder / f"picture{suffix}"
         arguments = ("-t", "pcie", "-b", "1MB", "-a", "hierarchical_copy", option, str(path))
-        output = self.plan(*arguments)
+        output = self.output_of("plan", *arguments)
         self.assertIn(f"Drew hierarchical_copy in {path}", output)
         first = path.read_bytes()
         self.assertStartsWith(first, b"\x89PNG\r\n" if suffix == ".png" else b"<?xml")
         self.assertIn(b"</svg>" if suffix == ".svg" else b"IEND", first)
-        self.plan(*arguments)
+        self.output_of("plan", *arguments)
         self.assertEqual(path.read_bytes(), first)
 
     def test_draws_beside_json(self):
@@ -172,7 +151,7 @@ class PlanTest(parameterized.TestCase):
 
     def test_says_which_algorithm_was_drawn(self):
         path = self.folder / "picture.svg"
-        output = self.plan("-t", "nvswitch:2", "-b", "8", "--draw", str(path))
+        output = self.output_of("plan", "-t", "nvswitch:2", "-b", "8", "--draw", str(path))
         auto = algorithms.fastest_algorithm(preset("nvswitch", 2), 8)
         self.assertIn(f"Drew auto: {auto} in {path}", output)
         self.assertIn(f"auto: {auto} on nvswitch", path.read_text(encoding="utf-8"))
@@ -180,14 +159,14 @@ class PlanTest(parameterized.TestCase):
     @parameterized.parameters("ring", "auto")
     def test_the_chosen_algorithm_stands_out(self, chosen: str):
         with mock.patch.dict(os.environ, FORCE_COLOR="1", TERM="xterm"):
-            output = self.plan("-t", "pcie", "-b", "1MB", "-a", chosen)
+            output = self.output_of("plan", "-t", "pcie", "-b", "1MB", "-a", chosen)
         rows = [line for line in output.splitlines() if "│" in line]
         (bold,) = [row for row in rows if "\x1b[1m" in row]
         self.assertIn(chosen, bold)
 
     def test_an_algorithm_alone_changes_no_word(self):
-        table = self.plan("-t", "pcie", "-b", "1MB")
-        self.assertEqual(self.plan("-t", "pcie", "-b", "1MB", "-a", "ring"), table)
+        table = self.output_of("plan", "-t", "pcie", "-b", "1MB")
+        self.assertEqual(self.output_of("plan", "-t", "pcie", "-b", "1MB", "-a", "ring"), table)
 
     @parameterized.parameters(60, 80, 109, 110, 120)
     def test_the_table_fits(self, width: int):
@@ -196,7 +175,7 @@ class PlanTest(parameterized.TestCase):
             return rich_console.Console(width=width)
 
         with mock.patch.object(options, "make_console", make_console):
-            output = self.plan("-t", "dgx1")
+            output = self.output_of("plan", "-t", "dgx1")
         self.assertNotIn("…", output)
         self.assertLessEqual(max(map(len, output.splitlines())), width)
         auto = algorithms.fastest_algorithm(preset("dgx1"), 10**8)
@@ -217,13 +196,15 @@ class PlanTest(parameterized.TestCase):
             mock.patch.object(algorithms, "fastest_algorithm", return_value="ring"),
             mock.patch.object(simulator, "robust_seconds", wraps=evaluated) as robust_seconds,
         ):
-            self.plan("-t", "nvswitch:3", "-b", "1MB", "-a", "ring", *arguments)
+            self.output_of("plan", "-t", "nvswitch:3", "-b", "1MB", "-a", "ring", *arguments)
         simulated = [call.args[0] for call in robust_seconds.call_args_list]
         self.assertIn(algorithms.make_schedule("ring", machine, 10**6), simulated)
         self.assertLen(simulated, 1 if arguments == ("--json",) else len(algorithms.ALGORITHMS) - 1)
 
     def test_help_says_what_m_means(self):
-        self.assertIn("K, M and G are powers of 1024", " ".join(self.plan("--help").split()))
+        self.assertIn(
+            "K, M and G are powers of 1024", " ".join(self.output_of("plan", "--help").split())
+        )
 
     def test_k_means_the_same_as_in_nccl_tests(self):
         self.assertEqual(self.json("-t", "pcie", "-b", "1K", "-a", "ring")["size"], 1024)
@@ -253,25 +234,15 @@ class PlanTest(parameterized.TestCase):
         self.assertIn(" us ", output)
 
 
-class HostsTest(parameterized.TestCase):
-    def run_plan(self, *arguments: str) -> str:
-        result = testing.CliRunner().invoke(
-            commands.tfcdo, ["plan", *arguments], catch_exceptions=False
-        )
-        self.assertEqual(result.exit_code, 0, result.output)
-        return result.output
-
+class HostsTest(CommandTestCase):
     def test_a_table_with_a_flat_ring_and_what_hides(self):
-        output = self.run_plan(
+        output = self.output_of(
+            "plan",
             *("--hosts", "4", "--topology", "pcie", "--network", "1.25G", "-b", "10MB"),
             *("--backward", "60ms"),
         )
         self.assertIn("4 devices of each of 4 hosts, pcie", " ".join(output.split()))
-        rows = {
-            line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:-1]]
-            for line in output.splitlines()
-            if line.startswith("│")
-        }
+        rows = rows_of_table(output)
         self.assertEqual((*rows,), (*algorithms.ALGORITHMS, "flat ring"))
         # 2 x 3/4 of 10 MB at 1.25 GB/s.
         self.assertIn("Bound: 12.00 ms", output)
@@ -280,7 +251,8 @@ class HostsTest(parameterized.TestCase):
 
     def test_json(self):
         found = json.loads(
-            self.run_plan(
+            self.output_of(
+                "plan",
                 *("--hosts", "1024", "-t", "nvswitch:2", "--network", "100gbit"),
                 *("-b", "1MB", "-a", "shuffle", "--wire-between", "bfloat16", "--json"),
             )
@@ -290,21 +262,7 @@ class HostsTest(parameterized.TestCase):
         self.assertGreater(found["seconds"], found["bound"])
 
 
-class WrongTest(parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-
-    def assert_one_line(self, pattern: str, *arguments: str) -> None:
-        errors, output = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
-            status = commands.run(["plan", *arguments])
-        self.assertEqual((status, output.getvalue()), (2, ""))
-        (line,) = errors.getvalue().splitlines()
-        self.assertRegex(line, f"^tfcdo: .*{pattern}")
-
+class WrongTest(CommandTestCase):
     @parameterized.parameters(
         ("--topology",),
         ("--topology.*'dgx9' is neither a file nor a known machine: dgx1, ", "-t", "dgx9"),
@@ -336,7 +294,7 @@ class WrongTest(parameterized.TestCase):
         ("both are a.png", "-t", "dgx1", "--draw", "./a.png", "--gantt", "a.png"),
     )
     def test_argument(self, pattern: str, *arguments: str):
-        self.assert_one_line(pattern, *arguments)
+        self.assert_refused(pattern, "plan", *arguments)
 
     @parameterized.parameters(
         (b"", "file: no table of `nvidia-smi topo -m`"),
@@ -354,27 +312,25 @@ class WrongTest(parameterized.TestCase):
     def test_file(self, content: bytes, pattern: str):
         path = self.folder / "file"
         path.write_bytes(content)
-        self.assert_one_line(pattern, "-t", str(path))
+        self.assert_refused(pattern, "plan", "-t", str(path))
 
     def test_closed_standard_input(self):
         with mock.patch.object(sys, "stdin", None):
-            self.assert_one_line("-: standard input is closed", "-t", "-")
+            self.assert_refused("-: standard input is closed", "plan", "-t", "-")
 
     def test_a_folder_is_refused_as_a_file(self):
-        self.assert_one_line(re.escape(str(self.folder)), "-t", str(self.folder))
+        self.assert_refused(re.escape(str(self.folder)), "plan", "-t", str(self.folder))
 
     def test_a_folder_is_refused_as_a_picture(self):
         path = self.folder / "a.png"
         path.mkdir()
-        self.assert_one_line(f"'{path}' is a folder", "-t", "pcie", "--gantt", str(path))
+        self.assert_refused(f"'{path}' is a folder", "plan", "-t", "pcie", "--gantt", str(path))
 
     def test_a_picture_that_cannot_be_written(self):
         path = self.folder / "a.png"
         path.symlink_to(self.folder / "missing" / "a.png")
-        errors = io.StringIO()
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
-            status = commands.run(["plan", "-t", "pcie", "-b", "1MB", "--draw", str(path)])
-        self.assertEqual((status, errors.getvalue()), (1, f"tfcdo: {path}: {_NO_SUCH_FILE}\n"))
+        status, _, errors = run_tfcdo("plan", "-t", "pcie", "-b", "1MB", "--draw", str(path))
+        self.assertEqual((status, errors), (1, f"tfcdo: {path}: {_NO_SUCH_FILE}\n"))
 
 
 class ProcessTest(absltest.TestCase):

@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
-import pathlib
-import tempfile
-from unittest import mock
 
+import cli_testing
+import measurement_testing
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
 
 from tfcdo.bench import predict
-from tfcdo.cli import commands
 from tfcdo.plan import algorithms
 from tfcdo.topology import detection
-from tfcdo.topology import measurement
+from tfcdo.topology.presets import preset
 
 
 class HereTest(tf.test.TestCase, parameterized.TestCase):
     def setUp(self) -> None:
         super().setUp()
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-        for patch in (
-            mock.patch.dict(os.environ, {"TFCDO_CACHE_DIR": folder.name}),
-            mock.patch.multiple(measurement, _COUNT=2**12, _BYTES=2**14, _LARGE_COUNT=2**14),
-        ):
-            patch.start()
-            self.addCleanup(patch.stop)
-        detection.forget()
-        self.addCleanup(detection.forget)
+        self.folder = measurement_testing.measure_briefly(self)
 
     def run_tfcdo(self, *arguments: str, status: int = 0) -> tuple[str, str]:
-        output, errors = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            found = commands.run(arguments)
-        self.assertEqual(found, status, errors.getvalue())
-        return output.getvalue(), errors.getvalue()
+        found, output, errors = cli_testing.run_tfcdo(*arguments)
+        self.assertEqual(found, status, errors)
+        return output, errors
 
     def test_plans_for_this_machine_and_measures_it_once(self):
         arguments = ("plan", "-t", "here:3", "-b", "1MB")
@@ -83,6 +66,8 @@ class HereTest(tf.test.TestCase, parameterized.TestCase):
             (chosen,) = (row for row in rows if "auto" in row["names"])
             least = min(row["measured"] for row in rows)
             self.assertAlmostEqual(size["loss"], chosen["measured"] / least - 1)
+        # The machine was measured anew before each size.
+        self.assertNotEqual(*(size["costs"] for size in found["sizes"]))
         middle = sorted(ratios)[(len(ratios) - 1) // 2 : len(ratios) // 2 + 1]
         self.assertAlmostEqual(found["median_ratio"], sum(middle) / len(middle))
         self.assertIn(f"simulated over measured: {found['median_ratio']:.2f}", output)
@@ -101,7 +86,9 @@ class ComparisonTest(parameterized.TestCase):
         def one(name: str, simulated: float, measured: float) -> predict.Prediction:
             return predict.Prediction((name,), 8, 1, simulated, measured, 0.0, 0)
 
-        found = predict.Comparison((one("ring", 3, 4), one("auto", 1, 2.2), one("shuffle", 2, 2)))
+        found = predict.Comparison(
+            (one("ring", 3, 4), one("auto", 1, 2.2), one("shuffle", 2, 2)), preset("pcie")
+        )
         self.assertEqual((found.chosen.names, found.fastest.names), (("auto",), ("shuffle",)))
         self.assertAlmostEqual(found.loss, 0.1)
         # Only auto and shuffle change places.

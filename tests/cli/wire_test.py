@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import pathlib
-from unittest import mock
 
 import tensorflow as tf
 from absl.testing import parameterized
 from bench_testing import setUpModule  # noqa: F401
 from bench_testing import tearDownModule  # noqa: F401
-from click import testing
+from cli_testing import CommandTestCase
 
 from tfcdo.bench import implementations
-from tfcdo.cli import commands
 
 
-class WireTest(tf.test.TestCase, parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        cache = {"TFCDO_CACHE_DIR": self.get_temp_dir()}
-        self.enter_context(mock.patch.dict(os.environ, cache))
-
-    def run_tfcdo(self, *arguments: str, status: int = 0) -> str:
-        result = testing.CliRunner().invoke(commands.tfcdo, list(arguments))
-        self.assertEqual(status, result.exit_code, result.output)
-        return result.output
-
+class WireTest(tf.test.TestCase, CommandTestCase):
     @parameterized.parameters("bfloat16", "float16")
     def test_a_plan_is_of_half_the_bytes(self, wire):
         def ring(*arguments: str) -> tuple[str, list[str]]:
-            output = self.run_tfcdo("plan", "-t", "dgx1", "-a", "ring", *arguments)
+            output = self.output_of("plan", "-t", "dgx1", "-a", "ring", *arguments)
             (row,) = [line for line in output.splitlines() if line.startswith("│ ring ")]
             return output, [cell.strip() for cell in row.split("│")]
 
@@ -41,7 +27,7 @@ class WireTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_additions_are_of_all_bytes(self):
         def seconds(*arguments: str) -> float:
-            output = self.run_tfcdo(
+            output = self.output_of(
                 "plan", "-t", "shared_memory:4", "-a", "one_device", "--json", *arguments
             )
             return json.loads(output)["seconds"]
@@ -50,14 +36,14 @@ class WireTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(seconds("-b", "64MB"), seconds("-b", "64MB", "--wire", "float16"), 0.05)
 
     def test_between_hosts_it_is_refused(self):
-        output = self.run_tfcdo(
-            "plan", "-t", "dgx1", "--hosts", "2", "--wire", "bfloat16", status=2
+        self.assert_refused(
+            "--wire is of the copies inside a host",
+            *("plan", "-t", "dgx1", "--hosts", "2", "--wire", "bfloat16"),
         )
-        self.assertIn("--wire is of the copies inside a host", output)
 
     def test_a_bench_of_cast_values(self):
-        file = pathlib.Path(self.get_temp_dir(), "results.json")
-        self.run_tfcdo(
+        file = self.folder / "results.json"
+        self.output_of(
             *("bench", "-b", "4K", "-e", "4K", "-g", "2", "-n", "1", "-w", "0"),
             *("--wire", "bfloat16", "-J", str(file)),
             *("--ops", "tfcdo.HierarchicalCopyAllReduce", "--ops", "tf.ReductionToOneDevice"),
@@ -85,8 +71,10 @@ class WireTest(tf.test.TestCase, parameterized.TestCase):
             )
 
     def test_what_is_not_cast_is_refused(self):
-        output = self.run_tfcdo("bench", "-d", "half", "--wire", "bfloat16", status=2)
-        self.assertIn("--wire casts float and double; --datatype is half", output)
+        self.assert_refused(
+            "--wire casts float and double; --datatype is half",
+            *("bench", "-d", "half", "--wire", "bfloat16"),
+        )
 
 
 if __name__ == "__main__":

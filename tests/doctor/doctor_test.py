@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import sys
@@ -16,9 +14,9 @@ from absl.testing import absltest
 from absl.testing import parameterized
 from bench_testing import setUpModule  # noqa: F401
 from bench_testing import tearDownModule  # noqa: F401
+from cli_testing import run_tfcdo
 
 from tfcdo.bench import worker_pool
-from tfcdo.cli import commands
 from tfcdo.doctor import examination
 from tfcdo.doctor import probe
 from tfcdo.doctor import self_test
@@ -41,20 +39,18 @@ class _InThisProcess(examination.Probes):
 
 def _doctor(*arguments: str, tf_config: str = "") -> tuple[int, list[str]]:
     """Runs the command; returns its status and its lines."""
-    output = io.StringIO()
     with (
         mock.patch.object(examination, "Probes", _InThisProcess),
         mock.patch.object(examination, "_SECONDS_OF_PAIRS", 0.01),
         mock.patch.object(self_test, "_PATTERN_BYTES", {True: 4096}),
         mock.patch.object(self_test, "_SUM_BYTES", 4096),
         mock.patch.dict(os.environ),
-        contextlib.redirect_stdout(output),
     ):
         os.environ.pop("TF_CONFIG", None)
         if tf_config:
             os.environ["TF_CONFIG"] = tf_config
-        status = commands.run(("doctor", *arguments))
-    return status, output.getvalue().splitlines()
+        status, output, _ = run_tfcdo("doctor", *arguments)
+    return status, output.splitlines()
 
 
 def _lying_copy(tensors: Sequence[tf.Tensor], device: str, name: str | None = None) -> Any:

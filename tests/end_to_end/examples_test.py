@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import io
 import pathlib
 from types import ModuleType
@@ -13,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
+from script_loading import load_script
 
 import tfcdo
 
@@ -31,11 +31,7 @@ def _three() -> tf.distribute.Strategy:
 
 
 def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, _EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(_EXAMPLES / f"{name}.py")
 
 
 class ExamplesTest(tf.test.TestCase, parameterized.TestCase):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -10,18 +9,14 @@ from pathlib import Path
 from types import ModuleType
 
 from absl.testing import absltest
+from script_loading import load_script
 
 # Not resolve(): Bazel lays out links, and pip_package lies beside tests only in its layout.
 _PIP_PACKAGE = Path(__file__).absolute().parents[2] / "pip_package"
 
 
 def _load(name: str) -> ModuleType:
-    """Imports a script of pip_package/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, _PIP_PACKAGE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(_PIP_PACKAGE / f"{name}.py")
 
 
 class WheelTest(absltest.TestCase):

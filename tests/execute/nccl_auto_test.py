@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import tempfile
 from typing import Any
 from unittest import mock
 
+import measurement_testing
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
@@ -21,7 +20,6 @@ from nccl_testing import packs_of
 
 import tfcdo
 from tfcdo import log
-from tfcdo.execute import nccl_choice
 from tfcdo.topology import detection
 from tfcdo.topology import measured
 from tfcdo.topology import measurement
@@ -31,15 +29,8 @@ from tfcdo.topology.presets import preset
 class AutoTest(tf.test.TestCase, parameterized.TestCase):
     def setUp(self) -> None:
         super().setUp()
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        kept = mock.patch.dict(os.environ, {"TFCDO_CACHE_DIR": folder.name})
-        kept.start()
-        self.addCleanup(kept.stop)
         log.info_once.cache_clear()
-        for forget in (nccl_choice.compare.cache_clear, detection.forget):
-            forget()
-            self.addCleanup(forget)
+        measurement_testing.measure_briefly(self)
 
     def takes_nccl(self, ops: Any, *sizes: int) -> tuple[bool, str]:
         """All-reduces values of so many floats; returns whether by NCCL, and what was logged."""
@@ -80,9 +71,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_nccl_is_measured_where_it_runs(self):
         sizes = (2**12, 2**16)
-        with mock.patch.multiple(
-            measurement, _COUNT=2**10, _BYTES=2**12, _LARGE_COUNT=2**12, _NCCL_SIZES=sizes
-        ):
+        with mock.patch.object(measurement, "_NCCL_SIZES", sizes):
             measurement.measure(tu.device_names(K))
         found = detection.what_was_measured(tu.device_names(K))
         assert found is not None
@@ -105,6 +94,12 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
         told = tfcdo.AutoAllReduce().explain([(250,)], devices=devices)
         self.assertEqual(told.algorithm, "NCCL")
         self.assertIn("as measured on 2026-01-02", told.reason)
+        # What is measured anew counts from then on.
+        measured.save(measured.Measured(machine, "2026-01-03", ((1000, 1.0), (10**6, 1.0))))
+        detection.forget()
+        takes, line = self.takes_nccl(tfcdo.AutoAllReduce(), 250)
+        self.assertFalse(takes)
+        self.assertIn("as measured on 2026-01-03", line)
 
 
 if __name__ == "__main__":

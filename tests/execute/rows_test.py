@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import hypothesis
@@ -229,12 +231,13 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         [results] = rows.all_reduce(two_level(3), [own], tu.device_names(3), numerics.FinalOp())
         self.assertAllEqual([0, 1, 2], results[2].indices)
 
-    @parameterized.parameters(2, 40)
-    def test_gradient(self, most):
-        """What arrives at each row is what all devices' results send back to its index."""
-        tree = two_level(3)
-        given = slices_on(tree, 5, most)
-        weights = [tu.numbers((6, 2), tf.float32, rank) for rank in range(3)]
+    def check_gradient(
+        self,
+        given: Sequence[tf.IndexedSlices],
+        mean: Callable[[Sequence[tf.IndexedSlices]], Iterable[tf.IndexedSlices | tf.Tensor]],
+    ) -> None:
+        """Checks that each row gets what all devices' results send back to its index."""
+        weights = [tu.numbers((6, 2), tf.float32, rank) for rank in range(len(given))]
 
         @tf.function(autograph=False)
         def gradients(*values):
@@ -244,18 +247,42 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             ]
             with tf.GradientTape() as tape:
                 tape.watch(values)
-                [results] = rows.all_reduce(tree, [parts], tu.device_names(3), numerics.FinalOp(3))
-                loss = tf.add_n(
-                    [
-                        tf.reduce_sum(tf.convert_to_tensor(result) * weight)
-                        for result, weight in zip(results, weights, strict=True)
-                    ]
-                )
-            return tape.gradient(loss, values)
+                losses = [
+                    tf.reduce_sum(tf.convert_to_tensor(result) * weight)
+                    for result, weight in zip(mean(parts), weights, strict=True)
+                ]
+            return tape.gradient(losses, values)
 
         for part, gradient in zip(given, gradients(*[p.values for p in given]), strict=True):
-            expected = np.asarray(np.sum(weights, 0, np.float64))[part.indices.numpy()] / 3
-            self.assertAllClose(expected, gradient, rtol=1e-6)
+            expected = np.asarray(np.sum(weights, 0, np.float64))[part.indices.numpy()] / len(given)
+            self.assertAllClose(expected, tf.convert_to_tensor(gradient), rtol=1e-6)
+
+    @parameterized.parameters(2, 40)
+    def test_gradient(self, most):
+        tree, final_op = two_level(3), numerics.FinalOp(3)
+        self.check_gradient(
+            slices_on(tree, 5, most),
+            lambda parts: rows.all_reduce(tree, [parts], tu.device_names(3), final_op)[0],
+        )
+
+    @parameterized.product(
+        make=(
+            tfcdo.ReductionToOneDevice,
+            functools.partial(tfcdo.ReductionToOneDevice, "/cpu:3"),
+            tfcdo.HierarchicalCopyAllReduce,
+            tfcdo.AutoAllReduce,
+        ),
+        sparse_as_dense=("auto", True),
+    )
+    def test_gradient_through_a_class(self, make, sparse_as_dense):
+        """Where one thread holds all replicas' values: TensorFlow's replica contexts give none."""
+        ops = make(sparse_as_dense=sparse_as_dense)
+
+        def mean(parts):
+            slices = tu.per_replica(parts)
+            return ops.batch_reduce(tu.MEAN, [(slices, slices)])[0].values
+
+        self.check_gradient(slices_on(two_level(3), 5), mean)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import os
 import pathlib
 import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import warm_python
 
@@ -58,37 +60,41 @@ def run(num_hosts: int, module: str, arguments: Sequence[str], timeout: float) -
       How each host ended.
     """
     ports = free_ports(num_hosts)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ending:
         logs = [pathlib.Path(folder, f"{host}.log") for host in range(num_hosts)]
         processes = [
-            warm_python.FORKING.Process(
-                target=_work, args=(module, arguments, tf_config(ports, host), log), daemon=True
-            )
+            ending.enter_context(_started([module, *arguments], tf_config(ports, host), log))
             for host, log in enumerate(logs)
         ]
-        try:
-            for process in processes:
-                process.start()
-            deadline = time.monotonic() + timeout
-            for process in processes:
-                process.join(max(0.0, deadline - time.monotonic()))
-            codes = [process.exitcode for process in processes]
-        finally:
-            for process in processes:
-                if process.pid is not None and process.is_alive():
-                    process.kill()
-                    process.join()
+        deadline = time.monotonic() + timeout
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
         return [
-            Outcome(code, log.read_text(errors="replace"))
-            for code, log in zip(codes, logs, strict=True)
+            Outcome(process.poll(), log.read_text(errors="replace"))
+            for process, log in zip(processes, logs, strict=True)
         ]
 
 
-def _work(module: str, arguments: Sequence[str], config: str, log: pathlib.Path) -> None:
-    """One host: this process's output goes to a file."""
+@contextlib.contextmanager
+def _started(
+    arguments: Sequence[str], config: str, log: pathlib.Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """While this lasts, a host runs, whose output goes to a file."""
+    environment = {**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1"}
     with log.open("wb") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    os.environ.update(TF_CONFIG=config, CUDA_VISIBLE_DEVICES="-1")
-    sys.path.insert(0, str(pathlib.Path(__file__).parent))
-    importlib.import_module(module).main(*arguments)
+        process = subprocess.Popen(
+            [warm_python.executable(), __file__, *arguments],
+            env=environment,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    importlib.import_module(sys.argv[1]).main(*sys.argv[2:])

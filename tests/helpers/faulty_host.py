@@ -24,9 +24,14 @@ def main(fault: str, where: str = "all") -> None:
     options = tf.distribute.experimental.CommunicationOptions(
         timeout_seconds=TIMEOUT, bytes_per_pack=64
     )
-    settings = {}
+    settings: dict[str, Any] = {}
     if fault == "another setting" and here:
         settings["cross_device_ops"] = tfcdo.HierarchicalCopyAllReduce()
+    if fault == "another wire":
+        wire_dtype = "float16" if here else "bfloat16"
+        settings["cross_device_ops"] = tfcdo.HierarchicalCopyAllReduce(wire_dtype=wire_dtype)
+    if fault == "another wire between" and here:
+        settings["wire_between"] = "bfloat16"
     if fault == "absent" and here:
         return
     if fault == "late" and here:

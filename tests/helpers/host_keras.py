@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import host_wire
 import keras
 import numpy as np
 from keras import optimizers as ko
@@ -32,8 +33,12 @@ def _optimizers() -> list[Any]:
     ]
 
 
-def _fit(strategy: Any, model: keras.Model, *callbacks: Any) -> list[float]:
+def _fit(
+    strategy: Any, model: keras.Model, *callbacks: Any, outlier: int | None = None
+) -> list[float]:
     inputs, targets = dense_data(_EXAMPLES)
+    if outlier is not None:
+        targets[outlier] = 1e9  # The gradient of this example's error is infinite in float16.
     return model.fit(
         inputs, targets, BATCH, callbacks=list(callbacks), shuffle=False, verbose=0
     ).history["loss"]
@@ -57,6 +62,39 @@ def mended_keras(strategy: Any) -> dict[str, np.ndarray]:
         for index, weight in enumerate(model.weights):
             arrays[f"replica_{row}_{index}"] = _copies(strategy, weight)
     return arrays
+
+
+def mixed_float16(strategy: Any) -> dict[str, np.ndarray]:
+    """Trains in mixed precision, without and with casts between hosts.
+
+    In one step of each epoch one replica's gradients are infinite: all hosts have to leave it out.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    casting = host_wire.casting(strategy, "float16") if strategy else None
+    for name, used in (("plain", strategy), ("cast", casting)):
+        with used.scope() if used else contextlib.nullcontext():
+            optimizer = ko.LossScaleOptimizer(ko.SGD(0.1), 16.0, dynamic_growth_steps=2)
+            model = model_of(
+                _half_layers,
+                DistributedOptimizer(optimizer) if used else optimizer,
+                run_eagerly=False,
+            )
+        for _ in range(2):
+            _fit(used, weight_by_examples(model), outlier=BATCH + 3)
+        arrays[f"scale_{name}"] = optimizer.dynamic_scale.numpy()
+        for index, weight in enumerate(model.trainable_weights):
+            arrays[f"replica_{name}_{index}"] = _copies(used, weight)
+    return arrays
+
+
+def _half_layers() -> list[Any]:
+    """Layers that compute in float16, with a kernel that is large enough to be cast."""
+    return [
+        keras.layers.Input((4,)),
+        keras.layers.Dense(600, activation="tanh", dtype="mixed_float16"),
+        keras.layers.Dense(2, dtype="mixed_float16"),
+        keras.layers.Activation("linear", dtype="float32"),
+    ]
 
 
 class _Break(keras.callbacks.Callback):

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 from host_keras import in_sync  # noqa: F401
 from host_keras import mended_keras  # noqa: F401
+from host_keras import mixed_float16  # noqa: F401
 from host_wire import requires_nccl  # noqa: F401
 from host_wire import wire_between  # noqa: F401
 

@@ -46,16 +46,21 @@ CASES = (
 )
 
 
+def casting(strategy: Any, name: str) -> Any:
+    """Returns a strategy of the same hosts and devices that casts between hosts."""
+    return tfcdo.MultiWorkerMirroredStrategy(
+        None,
+        tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0),
+        devices_per_worker=len(strategy.extended.worker_devices),
+        wire_between=name,
+    )
+
+
 def wire_between(strategy: Any) -> dict[str, np.ndarray]:
     """Sums each case with nothing cast and with each wire dtype, and takes means of integers."""
     results = _sums("uncast", strategy)
     for name in WIRE_DTYPES:
-        cast = tfcdo.MultiWorkerMirroredStrategy(
-            None,
-            tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0),
-            devices_per_worker=len(strategy.extended.worker_devices),
-            wire_between=name,
-        )
+        cast = casting(strategy, name)
         results |= _sums(name, cast)
         results |= _gradient(name, cast)
         results |= _explained(name, cast)

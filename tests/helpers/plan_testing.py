@@ -12,6 +12,7 @@ from unittest import mock
 from absl.testing import parameterized
 
 from tfcdo.plan import algorithms
+from tfcdo.plan import annealing
 from tfcdo.plan import search
 from tfcdo.plan import simulator
 
@@ -69,6 +70,6 @@ class PlanTestCase(parameterized.TestCase):
         self.addCleanup(stack.close)
         self.cache = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(mock.patch.dict(os.environ, {"TFCDO_CACHE_DIR": self.cache}))
-        stack.enter_context(mock.patch.object(search, "_TASKS_PER_SEARCH", self.tasks_per_search))
+        stack.enter_context(mock.patch.object(annealing, "TASKS_PER_SEARCH", self.tasks_per_search))
         forget()
         self.addCleanup(forget)

@@ -2,8 +2,9 @@
 
 The import takes a new process 6 s of CPU time, longer than most tests. So tests that need processes
 of their own fork them from one that has imported TensorFlow but not started it: each has its own
-arguments, environment, folder, streams, exit status and devices. A test of Python's start, or of
-what an import does, takes `sys.executable` instead.
+arguments, environment, folder, streams, exit status and devices. Pytest's workers share one such
+process (conftest.py). A test of Python's start, or of what an import does, takes `sys.executable`
+instead.
 
     subprocess.run([warm_python.executable(), "-c", "print(1)"], check=True)
 """
@@ -15,6 +16,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -26,19 +28,32 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import traceback
 import types
 from typing import NoReturn
 
 import warm_python_client
 
-FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(["tensorflow", "keras", "tfcdo.strategies", "tfcdo.keras"])
+# The program of a process that others have started, for those that inherit its environment.
+VARIABLE = "TFCDO_TESTS_WARM_PYTHON"
+
+_FORKING = multiprocessing.get_context("forkserver")
+_FORKING.set_forkserver_preload(["tensorflow", "keras", "tfcdo.strategies", "tfcdo.keras"])
+
+
+_lock = threading.Lock()
+
+
+def executable() -> str:
+    """Returns a program to be called as `python` is, with a file, -c CODE or -m MODULE."""
+    with _lock:
+        return os.environ.get(VARIABLE) or _start()
 
 
 @functools.cache
-def executable() -> str:
-    """Returns a program to be called as `python` is, with a file, -c CODE or -m MODULE."""
+def _start() -> str:
+    """Starts the process, which ends with this one, and returns its program."""
     folder = pathlib.Path(tempfile.mkdtemp())
     program, address = folder / "python", folder / "socket"
     command = [sys.executable, "-IS", warm_python_client.__file__, str(address)]
@@ -47,7 +62,7 @@ def executable() -> str:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
         listener.listen()
-        server = FORKING.Process(target=_serve, args=(listener, str(program)), daemon=True)
+        server = _FORKING.Process(target=_serve, args=(listener, str(program)), daemon=True)
         server.start()
 
     def end() -> None:
@@ -64,6 +79,7 @@ def _serve(listener: socket.socket, program: str) -> None:
     """Forks a process for each client, until it is killed."""
     sys.executable = program
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # They need not be waited for.
+    gc.freeze()  # So that no collection in a fork copies the pages of what was imported.
     while True:
         client = listener.accept()[0]
         if os.fork() == 0:

@@ -39,18 +39,22 @@ class Break(keras.callbacks.Callback):
 class CheckInSyncTest(TrainingTestCase):
     @parameterized.parameters(("kernel", 2, 3, 4), ("bias_momentum", 1, 2, 2))
     def test_names_variable_replica_step_and_difference(self, variable, replica, broken, found):
-        with self.assertRaisesRegex(
-            RuntimeError,
-            rf"^after step {found}, replica {replica} holds other numbers of \S*{variable} than "
-            r"replica 0, by 0\.\d+ at most; of 6 variables",
-        ) as caught:
+        # Not raised: of a fit that ends early on three devices, TensorFlow's iterator may take a
+        # minute to be collected, in whichever test the garbage collector comes to it.
+        check = CheckInSync(every=2, raise_on_difference=False)
+        with self.assertLogs("absl", "ERROR") as logs:
             fitted(
                 3,
                 lambda: keras.optimizers.SGD(0.0, momentum=0.5),
-                callbacks=[Break(variable, replica, broken), CheckInSync(every=2)],
+                callbacks=[Break(variable, replica, broken), check],
             )
-        difference = float(str(caught.exception).split(" by ")[1].split()[0])
-        self.assertGreater(difference, 0.1)
+        message = logs.records[0].getMessage()
+        self.assertRegex(
+            message,
+            rf"^tfcdo: after step {found}, replica {replica} holds other numbers of \S*{variable} "
+            r"than replica 0, by 0\.\d+ at most; of 6 variables",
+        )
+        self.assertGreater(float(message.split(" by ")[1].split()[0]), 0.1)
 
     def test_compares_after_the_last_step_too(self):
         with self.assertRaisesRegex(RuntimeError, "after step 4, replica 1"):

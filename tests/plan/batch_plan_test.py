@@ -28,6 +28,29 @@ def plan_of(
     return packing.plan_batch(tuple(values), how, "hierarchical_copy", place)
 
 
+class DtypesTest(absltest.TestCase):
+    def test_dtypes_share_the_packs_of_all_bytes(self):
+        values = (*specs((500,)), batch_plan.ValueSpec("int64", 8, (100,)), *specs((300,)))
+        how, machine = packing.PackingOptions(None), topology.preset("nvswitch", 4)
+        plan = packing.plan_batch(values, how, "ring", machine)
+        # Four packs of 1000 bytes, the last of which has the end of the floats, and all integers.
+        found = [
+            (pack.tree.root, [(part.value, part.start, part.stop) for part in fused.slices])
+            for pack in plan.packs
+            for fused in pack.fused_tensors
+        ]
+        self.assertEqual(
+            found,
+            [
+                (0, [(0, 0, 250)]),
+                (1, [(0, 250, 500)]),
+                (2, [(2, 0, 250)]),
+                (3, [(2, 250, 300)]),
+                (3, [(1, 0, 100)]),
+            ],
+        )
+
+
 class FusedTensorsTest(parameterized.TestCase):
     def test_large_values_are_not_concatenated_in_shared_memory(self):
         values = specs((4,), (10**6,), (5,))

@@ -43,8 +43,11 @@ class PlanCacheTest(plan_testing.PlanTestCase):
     def test_a_file_gives_the_schedule_that_the_search_gave(self):
         with plan_testing.counted_work() as work:
             first = self.plan()
+            self.assertEqual(search.origin(UNKNOWN, 30 * MB, 2), "searched for this machine")
             self.assertEqual(self.plan(), first)
         self.assertEqual(work["searches"], 1)
+        kept = "kept since an earlier search for this machine"
+        self.assertEqual(search.origin(UNKNOWN, 30 * MB, 2), kept)
 
     def test_lists_what_it_keeps(self):
         self.assertEmpty(plan_cache.kept())

@@ -52,15 +52,6 @@ class SectionTest(absltest.TestCase):
         self.assertIn("load was 2 to 2", section)
         self.assertIn("| 2 x 1, no limit | 1000 | 800 | 0.80 |  |  | 0.50 |", section)
 
-    def test_the_section_is_put_at_the_end_or_in_its_place(self):
-        text = f"{performance_hosts.TITLE}\n\nnew\n"
-        page = performance_hosts.replace_section("# Page\n\n## A\n\na\n", text)
-        self.assertEqual(page, f"# Page\n\n## A\n\na\n\n{text}")
-        again = performance_hosts.replace_section(
-            page.replace("new", "old") + "\n## B\n\nb\n", text
-        )
-        self.assertEqual(again, f"# Page\n\n## A\n\na\n\n{text}\n## B\n\nb\n")
-
 
 if __name__ == "__main__":
     absltest.main()

@@ -31,15 +31,6 @@ class SectionTest(absltest.TestCase):
         self.assertIn("measured 1.25, the most that `auto` loses 11%: **missed**.", section)
         self.assertIn("measured 1.41, the most that `auto` loses 0%: **missed**.", section)
 
-    def test_an_earlier_section_is_replaced(self):
-        title = performance_predict.TITLE
-        new = f"{title}\n\nnew\n"
-        self.assertEqual(performance_predict.replace_section("# P\n", new), f"# P\n\n{new}")
-        page = f"# P\n\n{title}\n\nold\n\n## Other\n\nkept\n"
-        replaced = performance_predict.replace_section(page, new)
-        self.assertEqual(replaced, f"# P\n\n{new}\n## Other\n\nkept\n")
-        self.assertEqual(performance_predict.replace_section(replaced, new), replaced)
-
 
 if __name__ == "__main__":
     absltest.main()

@@ -184,6 +184,11 @@ class DetectTest(parameterized.TestCase):
         self.assertEqual(found, topology.preset("fully_connected", 2))
         self.assertIn(message, line)
 
+    def test_the_gpus_of_the_driver(self):
+        self.assertEqual(detection.gpus_of_nvidia_smi(), ())
+        self.fake_nvidia_smi(before="print('Model A\\nModel B'); sys.exit()")
+        self.assertEqual(detection.gpus_of_nvidia_smi(), ("Model A", "Model B"))
+
     def test_nvidia_smi_that_cannot_be_run(self):
         (self.folder / "nvidia-smi").write_text("no program")
         (self.folder / "nvidia-smi").chmod(0o755)

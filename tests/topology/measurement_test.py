@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import pathlib
-import tempfile
 from unittest import mock
 
+import measurement_testing
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
@@ -15,24 +14,12 @@ from absl.testing import parameterized
 from tfcdo import topology
 from tfcdo.topology import detection
 from tfcdo.topology import measured
-from tfcdo.topology import measurement
 
 
 class MeasureTest(tf.test.TestCase, parameterized.TestCase):
     def setUp(self) -> None:
         super().setUp()
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-        for patch in (
-            mock.patch.dict(os.environ, {"TFCDO_CACHE_DIR": folder.name}),
-            # What is found need not be right here, but found it must be, and soon.
-            mock.patch.multiple(measurement, _COUNT=2**12, _BYTES=2**14, _LARGE_COUNT=2**14),
-        ):
-            patch.start()
-            self.addCleanup(patch.stop)
-        detection.forget()
-        self.addCleanup(detection.forget)
+        self.folder = measurement_testing.measure_briefly(self)
 
     def test_is_kept_and_detected(self):
         devices = tu.device_names(3)

@@ -16,11 +16,11 @@ import tensorflow as tf
 import testing_utils as tu
 from absl.testing import absltest
 from absl.testing import parameterized
+from cli_testing import run_tfcdo
 
 import tfcdo
 from tfcdo import log
 from tfcdo import tf_internals
-from tfcdo.cli import commands
 from tfcdo.execute import planned
 from tfcdo.keras import trace_summary
 from tfcdo.plan import batch_plan
@@ -272,18 +272,15 @@ class CommandTest(absltest.TestCase):
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
         path = folder / "script.py"
         path.write_text(script)
-        output, errors = io.StringIO(), io.StringIO()
         with (
             mock.patch.object(sys, "argv", []),
             mock.patch.object(sys, "path", list(sys.path)),
-            contextlib.redirect_stdout(output),
-            contextlib.redirect_stderr(errors),
         ):
-            status = commands.run(
-                ("trace", "-o", str(folder / "out.json"), *arguments, str(path), "3")
+            status, output, errors = run_tfcdo(
+                *("trace", "-o", str(folder / "out.json"), *arguments, str(path), "3")
             )
         files = sorted(file.name for file in folder.iterdir())
-        return status, output.getvalue() + errors.getvalue(), files
+        return status, output + errors, files
 
     def test_a_script_with_a_status_of_its_own(self):
         status, output, files = self.run_trace()

@@ -10,6 +10,9 @@ import tensorflow as tf
 from tfcdo import tf_internals
 from tfcdo import virtual_devices
 
+# How many to make where there are not several GPUs and nobody says how many.
+_VIRTUAL_DEVICES = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
@@ -26,11 +29,11 @@ class Devices:
     on_cpu: bool
 
 
-def choose_devices(count: int) -> Devices:
+def choose_devices(count: int | None) -> Devices:
     """Chooses GPUs if there are enough of them, and otherwise virtual CPU devices.
 
     Args:
-      count: how many devices.
+      count: how many devices; None for all GPUs if there are several, else 4 virtual CPU devices.
 
     Returns:
       The devices.
@@ -39,6 +42,8 @@ def choose_devices(count: int) -> Devices:
       RuntimeError: if virtual devices are needed but TensorFlow has started with fewer.
     """
     gpus = tf.config.list_physical_devices("GPU")
+    if count is None:
+        count = len(gpus) if len(gpus) > 1 else _VIRTUAL_DEVICES
     if len(gpus) >= count:
         details = tf.config.experimental.get_device_details(gpus[0])
         name = details.get("device_name", "GPU")

@@ -1,10 +1,13 @@
-"""Describes the machine and the versions that a measurement was made with."""
+"""Describes the machine and the versions that a measurement was made with, and writes both."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
+import pathlib
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 from tfcdo.topology.processor import num_cores
@@ -35,6 +38,18 @@ def describe_environment(devices: str) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+
+
+def write_json(path: pathlib.Path, devices: str, found: Mapping[str, Any]) -> None:
+    """Writes what was measured, behind where, when and with which versions.
+
+    Args:
+      path: the file.
+      devices: a description of the devices.
+      found: what was measured; its keys stand beside those of the environment.
+    """
+    content = {**describe_environment(devices), **found}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _tensorflow_version() -> str:

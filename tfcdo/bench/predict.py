@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tfcdo.bench import implementations
 from tfcdo.bench import measure
@@ -51,9 +51,11 @@ class Comparison:
 
     Attributes:
       predictions: one for each schedule, in the order of the algorithms.
+      topology: the machine, as it was measured just before.
     """
 
     predictions: tuple[Prediction, ...]
+    topology: Topology
 
     @property
     def fastest(self) -> Prediction:
@@ -85,16 +87,20 @@ class Comparison:
 def run(
     sizes: Sequence[int],
     devices: Devices,
-    topology: Topology,
+    measure_machine: Callable[[], Topology],
     settings: measure.Settings,
     track: tracking.Track = tracking.silently,
 ) -> list[Comparison]:
     """Simulates and measures all algorithms for some sizes.
 
+    A machine that is shared with others may be twice as fast a minute later, so it is measured anew
+    before each size.
+
     Args:
       sizes: the bytes on each device.
       devices: the devices.
-      topology: what was measured of them, which `tfcdo.topology.detect` returns for them.
+      measure_machine: returns what it has measured of them, as `tfcdo.topology.detect` does from
+        then on.
       settings: how to measure.
       track: shows the progress.
 
@@ -102,7 +108,7 @@ def run(
       One comparison for each size.
     """
     return [
-        _compare(size, devices, topology, settings, track)
+        _compare(size, devices, measure_machine(), settings, track)
         for size in track(list(sizes), description="sizes")
     ]
 
@@ -141,7 +147,8 @@ def _compare(
                 found[names[0]].wrong,
             )
             for schedule, names in names_by_schedule.items()
-        )
+        ),
+        topology,
     )
 
 

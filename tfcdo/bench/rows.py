@@ -18,6 +18,8 @@ from tfcdo.bench import tracking
 from tfcdo.bench.devices import Devices
 
 SGD, MOMENTUM = "SGD", "momentum"
+# Steps that reduce nothing: no implementation can be faster. It is both their name and their kind.
+ALONE = "updating alone"
 # A power of two, by which small integers are multiplied exactly.
 _LEARNING_RATE = 0.5
 _LARGEST_VALUE = 4
@@ -77,8 +79,8 @@ class RowsMeasurement:
       num_rows: as in `Workload`.
       repeat: as in `Workload`.
       num_devices: over how many devices the rows were summed.
-      name: the implementation's.
-      kind: `"tfcdo"` or `"tf"`.
+      name: the implementation's, or `ALONE` for steps whose rows are reduced already.
+      kind: `"tfcdo"`, `"tf"` or `ALONE`.
       update: `SGD` or `MOMENTUM`.
       seconds: the median time of a step: reading the rows, reducing them, updating all tables.
       spread: the distance between the quartiles of the same times, in seconds.
@@ -120,6 +122,22 @@ class _Data:
                 parts.append(tf.IndexedSlices(values.read_value(), indices.read_value(), shape))
         return tf_internals.per_replica(parts)
 
+    def place_sums(self) -> Callable[[], list[tf.IndexedSlices]]:
+        """Puts the sums of the rows on each device; returns a function that reads them there."""
+        placed = []
+        for device in self.devices.names:
+            with tf.device(device):
+                placed.append((tf.Variable(self.sums), tf.Variable(self.touched)))
+
+        def read() -> list[tf.IndexedSlices]:
+            parts = []
+            for device, (sums, touched) in zip(self.devices.names, placed, strict=True):
+                with tf.device(device):
+                    parts.append(tf.IndexedSlices(sums.read_value(), touched.read_value()))
+            return parts
+
+        return read
+
     def num_wrong(self, step: Callable[[], Any]) -> int:
         """Updates tables of zeros once, and counts the elements that differ from numpy's."""
         zeros = tf.IndexedSlices(np.zeros_like(self.sums), self.touched)
@@ -150,7 +168,7 @@ def run(
       track: shows the progress.
 
     Returns:
-      Two measurements for each implementation, in their order.
+      Two measurements for each implementation, in their order, and two of updating alone.
 
     Raises:
       ValueError: if the table has too few rows.
@@ -164,25 +182,30 @@ def run(
             key = (implementation.name, update)
             found[key] = implementation.build_with(functools.partial(_build, data, update))
             wrong[key] = data.num_wrong(found[key])
+    read_sums = data.place_sums()
+    for update in (SGD, MOMENTUM):
+        found[ALONE, update] = _make_step(data, update, read_sums)
+        wrong[ALONE, update] = data.num_wrong(found[ALONE, update])
     names = {f"{name} {update}": step for (name, update), step in found.items()}
     times = measure.interleave(names, settings, track)
     results = []
-    for implementation in compared:
+    kinds = {one.name: one.package for one in compared} | {ALONE: ALONE}
+    for name, kind in kinds.items():
         for update in (SGD, MOMENTUM):
-            timed = times[f"{implementation.name} {update}"]
+            timed = times[f"{name} {update}"]
             lower, median, upper = np.percentile(timed.wall, [25, 50, 75])
             results.append(
                 RowsMeasurement(
                     workload.num_rows,
                     workload.repeat,
                     len(devices.names),
-                    implementation.name,
-                    implementation.package,
+                    name,
+                    kind,
                     update,
                     float(median),
                     float(upper - lower),
                     float(np.median(timed.cpu)),
-                    wrong[implementation.name, update],
+                    wrong[name, update],
                 )
             )
     return results
@@ -224,17 +247,30 @@ def _build(data: _Data, update: str, implementation: implementations.Implementat
     # optimizers do (tf.compat.v1.train.Optimizer), but for SGD. tfcdo's has each row once.
     needs_adding = update == MOMENTUM and implementation.package != implementations.OURS
 
+    def reduced() -> list[tf.IndexedSlices]:
+        parts = reduce([data.read()])[0].values
+        if not all(isinstance(part, tf.IndexedSlices) for part in parts):
+            raise implementations.UnusableArgumentsError(
+                f"{implementation.name} gives dense tensors, where --sparse updates rows"
+            )
+        return list(parts)
+
+    return _make_step(data, update, reduced, needs_adding)
+
+
+def _make_step(
+    data: _Data,
+    update: str,
+    make_sums: Callable[[], list[tf.IndexedSlices]],
+    needs_adding: bool = False,
+) -> steps.Step:
+    """Makes a step that updates each device's table with what is made of rows for it."""
+
     @tf.function(autograph=False)
     def step() -> None:
-        [result] = reduce([data.read()])
-        parts = result.values
         for device, part, table, momentum in zip(
-            data.devices.names, parts, data.tables, data.momenta, strict=True
+            data.devices.names, make_sums(), data.tables, data.momenta, strict=True
         ):
-            if not isinstance(part, tf.IndexedSlices):
-                raise implementations.UnusableArgumentsError(
-                    f"{implementation.name} gives dense tensors, where --sparse updates rows"
-                )
             with tf.device(device):
                 values, indices = _added(part) if needs_adding else (part.values, part.indices)
                 if update == SGD:

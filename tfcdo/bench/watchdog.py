@@ -63,7 +63,7 @@ class Watchdog:
 
 
 def never(name: str) -> None:
-    """Is what a watchdog without a limit calls."""
+    """Does nothing: a watchdog without a limit has nobody to tell."""
     del name
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Iterator
@@ -140,8 +139,7 @@ def print_result(result: hosts.HostsResult, console: Console) -> None:
 def _write_json(result: hosts.HostsResult, path: pathlib.Path) -> None:
     from tfcdo.bench import machine
 
-    content = {
-        **machine.describe_environment("virtual CPU devices of several processes"),
+    found = {
         "results": [dataclasses.asdict(one) for one in result.measurements],
         "weight_difference": result.weight_difference,
         "least_sending_seconds": result.least_sending_seconds,
@@ -149,4 +147,4 @@ def _write_json(result: hosts.HostsResult, path: pathlib.Path) -> None:
         # Of the last minute: how many processes wanted to run, the workers among them.
         "load": os.getloadavg()[0],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    machine.write_json(path, "virtual CPU devices of several processes", found)

@@ -97,7 +97,7 @@ _OPTIONS = (
     ),
     click.option(
         "--wire",
-        type=click.Choice(["bfloat16", "float16"]),
+        type=options.WIRE_DTYPES,
         help="Send float and double as this: wire_dtype= of tfcdo's classes. busbw counts the "
         "bytes that travel.",
     ),

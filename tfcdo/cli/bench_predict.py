@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import pathlib
 from collections.abc import Sequence
 
@@ -43,16 +43,16 @@ def bench_predict(
     Returns:
       The exit status: 1 if a result was wrong.
     """
-    with options.status(console, "Measuring this machine ..."):
-        found = topology.measure(devices.names)
-    console.print(f"Simulated on: {found.name}", soft_wrap=True)
-    comparisons = predict.run(sizes, devices, found, settings, track)
+    comparisons = predict.run(
+        sizes, devices, lambda: topology.measure(devices.names), settings, track
+    )
+    console.print(f"Simulated on: {comparisons[0].topology.name}", soft_wrap=True)
     console.print(_table(comparisons, console))
     for one in comparisons:
         console.print(_verdict(one))
     console.print(f"Median of simulated over measured: {predict.median_ratio(comparisons):.2f}")
     if json_file:
-        _write_json(comparisons, found, devices, json_file)
+        _write_json(comparisons, devices, json_file)
     return int(any(one.wrong for found in comparisons for one in found.predictions))
 
 
@@ -93,14 +93,11 @@ def _verdict(one: predict.Comparison) -> str:
 
 def _write_json(
     comparisons: Sequence[predict.Comparison],
-    found: topology.Topology,
     devices: Devices,
     path: pathlib.Path,
 ) -> None:
-    content = {
-        **machine.describe_environment(devices.description),
-        "topology": found.name,
-        "costs": {name: value for name, value in found.costs.items() if value < float("inf")},
+    found = {
+        "topology": comparisons[0].topology.name,
         "median_ratio": predict.median_ratio(comparisons),
         "sizes": [
             {
@@ -109,6 +106,9 @@ def _write_json(
                 "fastest": one.fastest.names[0],
                 "loss": one.loss,
                 "agreement": one.agreement,
+                "costs": {
+                    cost: value for cost, value in one.topology.costs.items() if value < math.inf
+                },
                 "predictions": [
                     {**dataclasses.asdict(prediction), "ratio": prediction.ratio}
                     for prediction in one.predictions
@@ -117,4 +117,4 @@ def _write_json(
             for one in comparisons
         ],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    machine.write_json(path, devices.description, found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import pathlib
 from collections.abc import Sequence
@@ -193,11 +192,8 @@ def write_json(
       devices: what they were made on.
       path: the file.
     """
-    content = {
-        **machine.describe_environment(devices.description),
-        "results": [_as_json(one) for one in results],
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    found = {"results": [_as_json(one) for one in results]}
+    machine.write_json(path, devices.description, found)
 
 
 def _as_json(

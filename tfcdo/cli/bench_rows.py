@@ -47,7 +47,7 @@ def show(results: Sequence[rows.RowsMeasurement], console: Console) -> None:
             "Times are medians of whole steps, ± is the distance between the quartiles. of TF: as "
             "a multiple of the fastest right TensorFlow class's. For momentum, each device first "
             "adds TensorFlow's rows of equal index, as TensorFlow's optimizers do; of tfcdo's "
-            "result there is one of each.",
+            "result there is one of each. No step is shorter than updating alone.",
             console,
         )
     )

@@ -13,8 +13,6 @@ from tfcdo.cli.quiet_start import quiet_start
 from tfcdo.topology import detection
 from tfcdo.topology.topology import Topology
 
-_USUAL_COUNT = 4
-
 
 @dataclasses.dataclass(frozen=True)
 class Here:
@@ -47,9 +45,7 @@ def topology_of(here: Here, measure_again: bool) -> Topology:
 
         from tfcdo.bench.devices import choose_devices
 
-        num_gpus = len(tf.config.list_physical_devices("GPU"))
-        usual = num_gpus if num_gpus > 1 else _USUAL_COUNT
-        devices = choose_devices(here.count or usual)
+        devices = choose_devices(here.count)
         tf.config.list_logical_devices()
     known = detection.what_was_measured(devices.names)
     if known is not None and not measure_again:

@@ -31,6 +31,8 @@ _LARGEST_SIZE = 2**63 - 1
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3}
 # nccl-tests' unit, and those that GNU's coreutils have beside it.
 _KILO = {"": 1024, "IB": 1024, "B": 1000}
+# What `wire_dtype` accepts, for those who do not import TensorFlow.
+WIRE_DTYPES = click.Choice(["bfloat16", "float16"])
 # Arrows and signs for output whose encoding has none of them.
 _ASCII = str.maketrans({"→": "->", "µ": "u", "±": "+-"})
 

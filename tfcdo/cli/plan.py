@@ -121,12 +121,12 @@ _MAX_PACKS = 4096
 )
 @click.option(
     "--wire",
-    type=click.Choice(["bfloat16", "float16"]),
+    type=options.WIRE_DTYPES,
     help="The bytes are of float32 and travel as this: half of them, added in 32 bits.",
 )
 @click.option(
     "--wire-between",
-    type=click.Choice(["bfloat16", "float16"]),
+    type=options.WIRE_DTYPES,
     help="With --hosts: the bytes are of float32 and travel between hosts as this, half of them.",
 )
 @click.option(
@@ -177,20 +177,10 @@ def plan(
         raise click.UsageError(f"--draw and --gantt need different files; both are {gantt_file}")
     if trees_file or gantt_file:
         options.require_matplotlib()
-    if measures and not isinstance(topology, Here):
-        raise click.UsageError("--measure measures this machine: it needs -t here")
-    if isinstance(topology, Here):
-        try:
-            topology = topology_of(topology, measures)
-        except (RuntimeError, ValueError) as error:
-            raise click.ClickException(str(error)) from None
-    if devices is not None:
-        try:
-            topology = topology.subset(devices)
-        except ValueError as error:
-            raise click.UsageError(f"--devices: {error}") from None
-    if model is not None:
-        num_bytes = workloads.gradients_of(model).size
+    topology = _machine(topology, measures, devices)
+    gradients = workloads.gradients_of(model) if model else None
+    if gradients:
+        num_bytes = gradients.size
     if num_hosts:
         if trees_file or gantt_file:
             raise click.UsageError("--draw and --gantt draw one host: leave --hosts out")
@@ -203,16 +193,14 @@ def plan(
         plan_hosts(cluster, num_bytes, algorithm, backward, as_json, console)
         return
     if backward is not None:
-        if model is None:
+        if gradients is None:
             raise click.UsageError("--backward needs --model, or --hosts")
         if num_packs or saved_file or trees_file or gantt_file:
             raise click.UsageError(
                 "--backward chooses packs itself, and draws and saves nothing: leave --num-packs, "
                 "--save, --draw and --gantt out"
             )
-        plan_backward(
-            workloads.gradients_of(model), topology, backward, algorithm, as_json, console
-        )
+        plan_backward(gradients, topology, backward, algorithm, as_json, console)
         return
     if wire_between is not None:
         raise click.UsageError("--wire-between needs --hosts")
@@ -244,6 +232,25 @@ def plan(
     for path in _draw(chosen, machine, bound, size, trees_file, gantt_file):
         if not as_json:
             console.print(f"Drew {chosen.label} in {path}", soft_wrap=True)
+
+
+def _machine(
+    topology: Topology | Here, measures: bool, devices: tuple[int, ...] | None
+) -> Topology:
+    """Returns the machine that the options name, measured if it is this one."""
+    if isinstance(topology, Here):
+        try:
+            topology = topology_of(topology, measures)
+        except (RuntimeError, ValueError) as error:
+            raise click.ClickException(str(error)) from None
+    elif measures:
+        raise click.UsageError("--measure measures this machine: it needs -t here")
+    if devices is None:
+        return topology
+    try:
+        return topology.subset(devices)
+    except ValueError as error:
+        raise click.UsageError(f"--devices: {error}") from None
 
 
 def _draw(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -51,23 +51,23 @@ def print_table(
         caption_justify="left",
     )
     table.add_column("Algorithm", no_wrap=True)
-    headings = ("Packs", "Depth", "Busiest link", "Bytes on it", "Time", "Ordered", "Time / bound")
-    shown = headings if console.width >= _WIDE else _ALWAYS_SHOWN
+    # Each column's text of an evaluation: what is not shown is not simulated.
+    columns: dict[str, Callable[[Evaluation], str]] = {
+        "Packs": lambda one: str(len(one.schedule.packs)),
+        "Depth": lambda one: str(one.depth),
+        "Busiest link": lambda one: one.bottleneck or "none",
+        "Bytes on it": lambda one: format_bytes(one.bottleneck_bytes),
+        "Time": lambda one: format_seconds(one.seconds),
+        "Ordered": lambda one: format_seconds(one.ordered_seconds(topology)),
+        "Time / bound": lambda one: f"{one.seconds / bound:.3f}" if bound else "-",
+    }
+    shown = tuple(columns) if console.width >= _WIDE else _ALWAYS_SHOWN
     for heading in shown:
         table.add_column(heading, justify="right", no_wrap=heading.startswith("Time"))
     for evaluation in evaluations:
-        cells = (
-            str(len(evaluation.schedule.packs)),
-            str(evaluation.depth),
-            options.printable(evaluation.bottleneck or "none", console),
-            format_bytes(evaluation.bottleneck_bytes),
-            options.printable(format_seconds(evaluation.seconds), console),
-            options.printable(format_seconds(evaluation.ordered_seconds(topology)), console),
-            f"{evaluation.seconds / bound:.3f}" if bound else "-",
-        )
         table.add_row(
             evaluation.label,
-            *(cell for heading, cell in zip(headings, cells, strict=True) if heading in shown),
+            *(options.printable(columns[heading](evaluation), console) for heading in shown),
             style="bold" if evaluation.algorithm == highlighted else None,
         )
     console.print(table)

@@ -29,7 +29,7 @@ class Task:
 
     @property
     def device_prefix(self) -> str:
-        """The beginning of the names of its devices."""
+        """Returns the beginning of the names of its devices."""
         return f"/job:{self.job}/replica:0/task:{self.index}"
 
 
@@ -57,7 +57,7 @@ class Cluster:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The numbers of all other hosts."""
+        """Returns the numbers of all other hosts."""
         return tuple(host for host in range(len(self.tasks)) if host != self.index)
 
     def name(self, host: int) -> str:

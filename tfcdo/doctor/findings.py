@@ -217,7 +217,7 @@ def _own_sum(name: str, found: dict[str, Any]) -> Iterator[Finding]:
 def _sum_of_tensorflow(
     name: str, found: dict[str, Any], ours: str, report: Report
 ) -> Iterator[Finding]:
-    """A fault of TensorFlow's class is worth knowing, but wrong here only if tfcdo has it too."""
+    """Finds a fault of TensorFlow's class, which is worth knowing but no fault of this machine."""
     if "error" in found:
         yield Finding(NOTE, f"{name} fails: {found['error']}", f"use {ours}")
     elif found.get("wrong"):

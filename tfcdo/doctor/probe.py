@@ -16,7 +16,7 @@ from typing import Any
 from tfcdo.bench import worker_pool
 from tfcdo.version import __version__
 
-# The first version of TensorFlow that tfcdo supports: that of pyproject.toml.
+# That of pyproject.toml, which is not there where tfcdo is installed: a test compares them.
 OLDEST_TENSORFLOW = (2, 16)
 
 

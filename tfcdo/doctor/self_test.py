@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
-import subprocess
 import time
 from typing import Any
 
@@ -17,10 +15,8 @@ from tfcdo.bench import implementations
 from tfcdo.bench import steps
 from tfcdo.bench import workloads
 from tfcdo.execute import copy_trees
-from tfcdo.topology.detection import detect_with_reason
+from tfcdo.topology import detection
 
-# What is tested without GPUs, if nobody says how many devices.
-_VIRTUAL_DEVICES = 4
 # Bytes that are copied between two devices. Between GPUs many, as the call itself takes a while.
 _PATTERN_BYTES = {True: 2**22, False: 2**26}
 _SUM_BYTES = 2**20
@@ -31,15 +27,11 @@ class Patient:
     """The devices of this process, and what can be asked about them.
 
     Args:
-      count: how many devices to use; None for all GPUs if there are several, else for virtual CPU
-        devices.
+      count: how many devices to use; None as for `tfcdo.bench.devices.choose_devices`.
     """
 
     def __init__(self, count: int | None) -> None:
         tf.get_logger().setLevel("ERROR")
-        gpus = tf.config.list_physical_devices("GPU")
-        if count is None:
-            count = len(gpus) if len(gpus) > 1 else _VIRTUAL_DEVICES
         self._devices = bench_devices.choose_devices(count)
 
     def devices(self) -> dict[str, Any]:
@@ -50,7 +42,7 @@ class Patient:
             "examined": list(self._devices.names),
             "description": self._devices.description,
             "on_cpu": self._devices.on_cpu,
-            "gpus_of_nvidia_smi": _gpus_of_nvidia_smi(),
+            "gpus_of_nvidia_smi": list(detection.gpus_of_nvidia_smi()),
         }
 
     def all_reduces(self) -> list[dict[str, Any]]:
@@ -65,7 +57,7 @@ class Patient:
 
     def topology(self) -> dict[str, Any]:
         """Says what joins the devices, and how that was found."""
-        topology, reason = detect_with_reason(self._devices.names)
+        topology, reason = detection.detect_with_reason(self._devices.names)
         links = [
             {
                 "source": source,
@@ -161,21 +153,3 @@ class Patient:
         pattern = np.random.default_rng(source).integers(0, 256, size, np.uint8)
         with tf.device(self._devices.names[source]):
             return pattern, tf.identity(tf.constant(pattern))
-
-
-def _gpus_of_nvidia_smi() -> list[str]:
-    """Returns the GPUs that the driver shows, also those that TensorFlow cannot use."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=10.0,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return listed.stdout.splitlines() if listed.returncode == 0 else []

@@ -14,6 +14,7 @@ from tfcdo.execute import batch
 from tfcdo.execute import explanation
 from tfcdo.execute import one_device
 from tfcdo.execute.config import AllReduceConfig
+from tfcdo.execute.config import SparseAsDense
 from tfcdo.execute.devices import devices_of
 from tfcdo.execute.explanation import Explanation
 from tfcdo.execute.feedback import ErrorFeedback
@@ -27,6 +28,7 @@ from tfcdo.execute.reduction import check_numeric
 from tfcdo.execute.reduction import check_options
 from tfcdo.execute.reduction import check_pairs
 from tfcdo.execute.reduction import check_reduce_op
+from tfcdo.execute.reduction import check_sparse_as_dense
 from tfcdo.execute.reduction import check_topology
 from tfcdo.execute.travel import Wire
 from tfcdo.execute.wire import check_wire_dtype
@@ -41,27 +43,36 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
     """Does what all classes share; they differ in the config that they give to each reduction.
 
     Args:
-      wire_dtype: see `AllReduceCrossDeviceOps`.
+      sparse_as_dense: see `AllReduceCrossDeviceOps`.
+      wire_dtype: the same.
       error_feedback: the same.
       **arguments: the other arguments of the class, for its `repr`.
 
     Raises:
-      ValueError: if `wire_dtype` is another dtype, or there is error feedback without one.
+      ValueError: if `sparse_as_dense` is none of its values, `wire_dtype` is another dtype, or
+        there is error feedback without one.
       TypeError: if `wire_dtype` is not a dtype, or `error_feedback` not a bool.
     """
 
     def __init__(
-        self, *, wire_dtype: Any = None, error_feedback: Any = False, **arguments: Any
+        self,
+        *,
+        sparse_as_dense: Any = "auto",
+        wire_dtype: Any = None,
+        error_feedback: Any = False,
+        **arguments: Any,
     ) -> None:
         super().__init__()
+        check_sparse_as_dense(sparse_as_dense)
         dtype = check_wire_dtype("wire_dtype", wire_dtype)
         check_error_feedback(error_feedback, dtype)
         # What is seldom asked for is not shown where it is not.
-        if arguments.get("sparse_as_dense") == "auto":
-            del arguments["sparse_as_dense"]
+        if sparse_as_dense != "auto":
+            arguments.update(sparse_as_dense=sparse_as_dense)
         if dtype is not None:
             arguments.update(wire_dtype=dtype.name, error_feedback=error_feedback)
         self._arguments = arguments
+        self._sparse_as_dense: SparseAsDense = sparse_as_dense
         self._wire = Wire(dtype, ErrorFeedback() if error_feedback else None)
         if self._wire.feedback is not None:
             self._track_trackable(self._wire.feedback, "error_feedback")
@@ -75,18 +86,24 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
           options: the checked options of the call.
         """
 
+    @property
+    def _common_config(self) -> dict[str, Any]:
+        """Returns the attributes of an `AllReduceConfig` that are the same for all classes."""
+        return {"across_hosts": self._hosts, "sparse_as_dense": self._sparse_as_dense}
+
     def _show(self, *names: str) -> None:
-        """Leaves all arguments but these and the wire's out of the `repr`."""
-        shown = (*names, "wire_dtype", "error_feedback")
+        """Leaves all arguments but these and those of all classes out of the `repr`."""
+        shown = (*names, "sparse_as_dense", "wire_dtype", "error_feedback")
         self._arguments = {name: self._arguments[name] for name in shown if name in self._arguments}
 
     @property
     def compared_among_hosts(self) -> str:
-        """Names the class, and the wire's dtype if it has one, in which all hosts have to agree."""
+        """Returns in words what all hosts have to agree in: the class, and the wire if it casts."""
+        name = type(self).__name__
         if self._wire.dtype is None:
-            return type(self).__name__
-        feedback = " with error feedback" if self._wire.feedback else ""
-        return f"{type(self).__name__}, {self._wire.dtype.name}{feedback}"
+            return name
+        feedback = self._wire.feedback is not None
+        return f"{name} with wire_dtype={self._wire.dtype.name!r}, error_feedback={feedback}"
 
     def __repr__(self) -> str:
         arguments = ", ".join(

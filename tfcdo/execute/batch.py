@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import tf_internals
+from tfcdo.execute import alike
 from tfcdo.execute import copy_trees
 from tfcdo.execute import gather
 from tfcdo.execute import nccl
@@ -51,16 +52,13 @@ def reduce(
     Raises:
       RuntimeError: if a config requires NCCL and it cannot run; no op has been created then.
     """
-    results: list[Any] = [None] * len(reductions)
     reductions = [
         rows.as_tables(reduction) if config.sparse_as_dense is True else reduction
         for reduction, config in zip(reductions, configs, strict=True)
     ]
-    for group in group_batch(reduce_op, reductions, configs, wire):
-        members = [reductions[index] for index in group.indices]
-        for index, result in zip(group.indices, _run(reduce_op, group, members), strict=True):
-            results[index] = result
-    return results
+    groups = group_batch(reduce_op, reductions, configs, wire)
+    results = [_run(reduce_op, one, alike.members(reductions, one.indices)) for one in groups]
+    return alike.in_order([one.indices for one in groups], results)
 
 
 def _run(
@@ -133,14 +131,12 @@ def _residuals(
 def _all_reduce_slices(
     group: Group, reductions: Sequence[Reduction], final_op: numerics.FinalOp
 ) -> list[Any]:
-    by_dtype: dict[tf.DType, list[int]] = {}
-    for index, reduction in enumerate(reductions):
-        by_dtype.setdefault(reduction.values[0].dtype, []).append(index)
+    groups = alike.group(reduction.values[0].dtype for reduction in reductions)
     # How many rows there are differs between devices and steps: those of a dtype have one tree.
-    trees = group.config.trees(len(by_dtype), group.devices)
-    results: list[Any] = [None] * len(reductions)
-    for pack, (indices, tree) in enumerate(zip(by_dtype.values(), trees, strict=True)):
-        members, exchange = [reductions[index] for index in indices], None
+    trees = group.config.trees(len(groups), group.devices)
+    results = []
+    for pack, (indices, tree) in enumerate(zip(groups, trees, strict=True)):
+        members, exchange = alike.members(reductions, indices), None
         if group.config.across_hosts is not None:
             root = group.devices[tree.root]
             exchange = group.config.across_hosts.exchange_slices(root, members, final_op)
@@ -153,9 +149,8 @@ def _all_reduce_slices(
                 with_tables=group.config.sparse_as_dense == "auto",
                 exchange=exchange,
             )
-        for index, total, reduction in zip(indices, totals, members, strict=True):
-            results[index] = to_mirrored(total, reduction)
-    return results
+        results.append([to_mirrored(*pair) for pair in zip(totals, members, strict=True)])
+    return alike.in_order(groups, results)
 
 
 def _all_reduce_with_nccl(
@@ -268,19 +263,17 @@ def gather_values(
     Returns:
       For each value, the concatenation on each of its destinations.
     """
-    groups: dict[Any, list[int]] = {}
-    for index, (reduction, config) in enumerate(zip(reductions, configs, strict=True)):
-        is_all_gather = config.root is None and reduction.is_all_reduce
-        key = (is_all_gather, reduction.devices, reduction.destinations, id(config))
-        groups.setdefault(key, []).append(index)
-    results: list[Any] = [None] * len(reductions)
-    for (is_all_gather, *_), indices in groups.items():
+    groups = alike.group(
+        (reduction.devices, reduction.destinations, id(config))
+        for reduction, config in zip(reductions, configs, strict=True)
+    )
+    results = []
+    for indices in groups:
+        members, config = alike.members(reductions, indices), configs[indices[0]]
+        is_all_gather = config.root is None and members[0].is_all_reduce
         gather_group = _all_gather if is_all_gather else _gather_on_one_device
-        members = [reductions[index] for index in indices]
-        gathered = gather_group(members, axis, configs[indices[0]])
-        for index, result in zip(indices, gathered, strict=True):
-            results[index] = result
-    return results
+        results.append(gather_group(members, axis, config))
+    return alike.in_order(groups, results)
 
 
 def _gather_on_one_device(

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.cluster.session import Session
+from tfcdo.execute import alike
 from tfcdo.execute import handles
 from tfcdo.execute import numerics
 from tfcdo.execute import packs
@@ -27,7 +28,7 @@ from tfcdo.execute import wire
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The connection of a host to the others.
+    """Holds the connection of a host to the others.
 
     Attributes:
       session: what this process shares with the other hosts.
@@ -39,26 +40,32 @@ class Network:
 
     @property
     def num_hosts(self) -> int:
-        """The number of hosts."""
+        """Returns the number of hosts."""
         return len(self.session.cluster.tasks)
 
     @property
     def host_device(self) -> str:
-        """This host's own CPU."""
+        """Returns the name of this host's own CPU."""
         prefix = self.session.cluster.tasks[self.session.cluster.index].device_prefix
         return f"{prefix}/device:CPU:0"
 
-    def exchange(self, description: Mapping[str, Any], num_collectives: int) -> Exchange:
+    def exchange(
+        self,
+        description: Mapping[str, Any],
+        num_collectives: int,
+        wires: Sequence[tf.DType | None] = (),
+    ) -> Exchange:
         """Begins what the hosts exchange for one batch.
 
         Args:
           description: what must be the same on all hosts: JSON values by name.
           num_collectives: how many collectives it takes.
+          wires: see `Exchange`.
 
         Returns:
           The exchange, whose methods emit the collectives, in the same order on all hosts.
         """
-        return Exchange(self, {**description, "collectives": num_collectives})
+        return Exchange(self, {**description, "collectives": num_collectives}, wires)
 
     def exchange_sums(
         self, description: Mapping[str, Any], wires: Sequence[tf.DType | None]
@@ -71,12 +78,11 @@ class Network:
         """
         names = {"wire_between": [one.name if one else "as it is" for one in wires]}
         count = sum(1 if one is None else 2 for one in wires)
-        known = {**description, **(names if any(wires) else {}), "collectives": count}
-        return Exchange(self, known, wires)
+        return self.exchange({**description, **(names if any(wires) else {})}, count, wires)
 
 
 class Exchange:
-    """The collectives of all hosts for one batch of values, in a fixed order.
+    """Emits the collectives of all hosts for one batch of values, in a fixed order.
 
     Args:
       network: what joins the hosts.
@@ -111,21 +117,15 @@ class Exchange:
           The sums over all hosts, on the same device: the same bits on all hosts. Floats of 16 bits
           come back in 32.
         """
+        wire_dtype = next(self._wires, None)
         with tf.device(device):
-            flat = (
-                tensors[0]
-                if len(tensors) == 1
-                else tf.concat([packs.flatten(t) for t in tensors], 0)
-            )
-            wire_dtype = next(self._wires, None)
-            [total] = self._differentiable_sum([flat], [device], wire_dtype)
+            if wire_dtype is not None:
+                return self._sum_of_shares(tensors, device, wire_dtype)
             if len(tensors) == 1:
-                return [total]
-            parts = tf.split(total, tf.stack([_size(tensor) for tensor in tensors]))
-            return [
-                tf.reshape(part, _shape(tensor))
-                for part, tensor in zip(parts, tensors, strict=True)
-            ]
+                return self._differentiable_sum(tensors, [device])
+            flat = tf.concat([packs.flatten(tensor) for tensor in tensors], 0)
+            [total] = self._differentiable_sum([flat], [device])
+            return packs.cut_like(total, tensors)
 
     def all_reduce_flat(
         self, tensors: Sequence[tf.Tensor], devices: Sequence[str]
@@ -162,16 +162,20 @@ class Exchange:
             sent = [wire.as_copied(tensor) for tensor in tensors]
             rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in sent])
             counts = self._gather(rows[tf.newaxis], device)
-            results: list[Any] = [None] * len(tensors)
-            for members in _by_dtype(sent):
-                gathered = self._gather_flat(
-                    [sent[i] for i in members],
-                    tf.gather(counts, packs.int64(members), axis=1),
+            groups = alike.group(tensor.dtype for tensor in sent)
+            gathered = [
+                self._gather_flat(
+                    alike.members(sent, indices),
+                    tf.gather(counts, packs.int64(indices), axis=1),
                     device,
                 )
-                for index, result in zip(members, gathered, strict=True):
-                    results[index] = wire.from_wire(result, tensors[index])
-            return results
+                for indices in groups
+            ]
+            results = alike.in_order(groups, gathered)
+            return [
+                wire.from_wire(result, tensor)
+                for result, tensor in zip(results, tensors, strict=True)
+            ]
 
     def _gather_flat(
         self, tensors: Sequence[tf.Tensor], counts: tf.Tensor, device: str
@@ -187,7 +191,7 @@ class Exchange:
           One tensor each, of all hosts' rows.
         """
         num_hosts = self._network.num_hosts
-        shapes = [_shape(tensor)[1:] for tensor in tensors]
+        shapes = [packs.shape(tensor)[1:] for tensor in tensors]
         sizes = counts * tf.stack([tf.reduce_prod(shape) for shape in shapes])
         totals = tf.reduce_sum(sizes, 1)
         # The collective takes as much from each host, and at least one element.
@@ -258,43 +262,52 @@ class Exchange:
             return wire.from_wire(received, tensor)
 
     def _differentiable_sum(
-        self,
-        tensors: Sequence[tf.Tensor],
-        devices: Sequence[str],
-        wire_dtype: tf.DType | None = None,
+        self, tensors: Sequence[tf.Tensor], devices: Sequence[str]
     ) -> list[tf.Tensor]:
-        """Sums over the hosts; the gradient of a sum of all is the sum of all gradients, uncast."""
+        """Sums over the hosts; the gradient of a sum of all is the sum of all gradients."""
 
         @tf.custom_gradient
         def summed(*values: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
             def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-                description = {
-                    "what": "gradient of an all-reduce",
-                    "values": [describe(upstream[0])],
-                    "device": ", ".join(handles.device_number(device) for device in devices),
-                }
-                exchange = self._network.exchange(description, 1)
-                totals = exchange._differentiable_sum(upstream, devices)
+                totals = self._of_gradient(upstream, devices)._differentiable_sum(upstream, devices)
                 return [
                     tf.cast(total, one.dtype) for total, one in zip(totals, upstream, strict=True)
                 ]
 
-            if wire_dtype is None:
-                return self._sum(values, devices), gradient
-            return [self._sum_of_shares(values[0], devices[0], wire_dtype)], gradient
+            return self._sum(values, devices), gradient
 
         return list(summed(*tensors))
 
-    def _sum_of_shares(self, tensor: tf.Tensor, device: str, wire_dtype: tf.DType) -> tf.Tensor:
-        total = shares.all_reduce(
-            packs.flatten(tensor),
-            wire_dtype,
-            self._network.num_hosts,
-            # In two lines: while the sums of one pack come, the shares of the next one leave.
-            lambda rows: self._copy(tf.raw_ops.CollectiveAllToAllV2, rows, device, "shares"),
-            lambda rows: self._copy(tf.raw_ops.CollectiveGatherV2, rows, device, "sums"),
-        )
-        return tf.reshape(total, _shape(tensor))
+    def _sum_of_shares(
+        self, tensors: Sequence[tf.Tensor], device: str, wire_dtype: tf.DType
+    ) -> list[tf.Tensor]:
+        """Sums over the hosts in 16 bits; the gradient is that of a sum, and not cast."""
+
+        @tf.custom_gradient
+        def summed(*values: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
+            def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+                return self._of_gradient(upstream, [device]).all_reduce(upstream, device)
+
+            totals = shares.all_reduce(
+                values,
+                wire_dtype,
+                self._network.num_hosts,
+                # In two lines: while the sums of one pack come, the shares of the next one leave.
+                lambda rows: self._copy(tf.raw_ops.CollectiveAllToAllV2, rows, device, "shares"),
+                lambda rows: self._copy(tf.raw_ops.CollectiveGatherV2, rows, device, "sums"),
+            )
+            return totals, gradient
+
+        return list(summed(*tensors))
+
+    def _of_gradient(self, upstream: Sequence[tf.Tensor], devices: Sequence[str]) -> Exchange:
+        """Begins the exchange of the gradient of a sum, which takes one collective."""
+        description = {
+            "what": "gradient of an all-reduce",
+            "values": [describe(one) for one in upstream],
+            "device": ", ".join(handles.device_number(device) for device in devices),
+        }
+        return self._network.exchange(description, 1)
 
     def _sum(self, tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
         parts = []
@@ -364,21 +377,3 @@ def describe(tensor: Any) -> str:
         return f"{tensor.dtype.name}[...]"
     sizes = ",".join("?" if size is None else str(size) for size in tensor.shape.as_list())
     return f"{tensor.dtype.name}[{sizes}]"
-
-
-def _by_dtype(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
-    """Returns the positions of the tensors of each dtype, in the order of the first ones."""
-    groups: dict[tf.DType, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault(tensor.dtype, []).append(index)
-    return list(groups.values())
-
-
-def _size(tensor: tf.Tensor) -> tf.Tensor:
-    size = tensor.shape.num_elements()
-    return tf.size(tensor, tf.int64) if size is None else tf.constant(size, tf.int64)
-
-
-def _shape(tensor: tf.Tensor) -> tf.Tensor:
-    known = tensor.shape.is_fully_defined()
-    return packs.int64(tensor.shape.as_list()) if known else tf.shape(tensor, tf.int64)

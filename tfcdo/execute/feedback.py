@@ -27,7 +27,7 @@ _lock = threading.RLock()
 
 
 class Residuals:
-    """What the casts of a batch have lost: one variable for each tensor that a device casts.
+    """Keeps what the casts of a batch have lost: one variable for each tensor that a device casts.
 
     Args:
       devices: the names of the devices.
@@ -42,7 +42,7 @@ class Residuals:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """All variables that have been made."""
+        """Returns all variables that have been made."""
         return list(self._variables.values())
 
     def on(self, device: int, pack: int, tensors: Sequence[tf.Tensor]) -> list[tf.Variable]:
@@ -86,7 +86,7 @@ class Residuals:
 
 @dataclasses.dataclass
 class _Slot:
-    """The residuals of one use of a structure.
+    """Holds the residuals of one use of a structure.
 
     Attributes:
       residuals: the residuals.
@@ -100,7 +100,7 @@ class _Slot:
 
 
 class ErrorFeedback(tf_internals.Trackable):
-    """The residuals of all batches that an object reduces."""
+    """Keeps the residuals of all batches that an object reduces."""
 
     def __init__(self) -> None:
         self._slots: dict[str, list[_Slot]] = {}
@@ -115,7 +115,7 @@ class ErrorFeedback(tf_internals.Trackable):
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """All residuals."""
+        """Returns all residuals."""
         return [
             variable
             for slots in self._slots.values()

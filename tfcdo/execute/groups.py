@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfcdo.execute import alike
 from tfcdo.execute import handles
 from tfcdo.execute import nccl_choice
 from tfcdo.execute import numerics
@@ -81,18 +82,18 @@ def group_batch(
         return nccl_choice.uses_nccl(config, devices, dtype, sizes[devices])
 
     # By identity of the config, whose hash would take longer than all the rest.
-    groups: dict[tuple[Any, ...], tuple[AllReduceConfig, list[int]]] = {}
-    for index, (reduction, config) in enumerate(zip(reductions, configs, strict=True)):
+    keys: list[tuple[Any, ...]] = []
+    for reduction, config in zip(reductions, configs, strict=True):
         used = wire if _is_cast(reduction, wire) else AS_IT_IS
         transport = _transport(reduce_op, reduction, config, used, uses_nccl)
         hosts = config.across_hosts
         between = None if hosts is None else hosts.wire_for(reduction)
-        key = (transport, reduction.devices, used, between, id(config))
-        groups.setdefault(key, (config, []))[1].append(index)
-    return [
-        Group(transport, devices, config, tuple(indices), used, between)
-        for (transport, devices, used, between, _), (config, indices) in groups.items()
-    ]
+        keys.append((transport, reduction.devices, used, between, id(config)))
+    groups = []
+    for indices in alike.group(keys):
+        transport, devices, used, between, _ = keys[indices[0]]
+        groups.append(Group(transport, devices, configs[indices[0]], indices, used, between))
+    return groups
 
 
 def _is_cast(reduction: Reduction, wire: Wire) -> bool:

@@ -26,7 +26,7 @@ from tfcdo.topology.topology import Topology
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """The hosts that all-reduce together, as one of them sees it.
+    """Knows the hosts that all-reduce together, as one of them sees them.
 
     Attributes:
       network: what joins the hosts.
@@ -45,7 +45,7 @@ class Hosts:
 
     @property
     def count(self) -> int:
-        """The number of hosts."""
+        """Returns the number of hosts."""
         return self.network.num_hosts
 
     def runs_flat(self, reduction: Reduction) -> bool:

@@ -13,6 +13,7 @@ from tfcdo.plan import algorithms
 from tfcdo.plan.device_work import predicted_seconds
 from tfcdo.plan.size_class import size_class
 from tfcdo.topology import detection
+from tfcdo.topology.measured import Measured
 from tfcdo.units import format_bytes
 from tfcdo.units import format_seconds
 
@@ -74,15 +75,15 @@ def _trees_beat_nccl(devices: tuple[str, ...], num_bytes: int) -> bool:
 
     The choice is logged once for each size class. Where nothing was measured, NCCL is the safe one.
     """
-    beat, reason = compare(devices, size_class(num_bytes))
+    about = size_class(num_bytes)
+    beat, reason = compare(devices, about)
     log.info_once(
-        f"auto takes {'copy trees' if beat else 'NCCL'} for about "
-        f"{format_bytes(size_class(num_bytes))} on each of {len(devices)} devices: {reason}"
+        f"auto takes {'copy trees' if beat else 'NCCL'} for about {format_bytes(about)} "
+        f"on each of {len(devices)} devices: {reason}"
     )
     return beat
 
 
-@functools.lru_cache(maxsize=256)
 def compare(devices: tuple[str, ...], num_bytes: int) -> tuple[bool, str]:
     """Compares copy trees with NCCL, by what was measured of this machine.
 
@@ -93,7 +94,11 @@ def compare(devices: tuple[str, ...], num_bytes: int) -> tuple[bool, str]:
     Returns:
       Whether copy trees are faster, and the reason for the choice.
     """
-    measured = detection.what_was_measured(devices)
+    return _compare(detection.what_was_measured(devices), num_bytes)
+
+
+@functools.lru_cache(maxsize=256)
+def _compare(measured: Measured | None, num_bytes: int) -> tuple[bool, str]:
     by_nccl = measured.nccl_seconds(num_bytes) if measured else None
     if measured is None or by_nccl is None:
         return False, "it can run, and no measurement of this machine says that trees are faster"

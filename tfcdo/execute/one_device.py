@@ -40,8 +40,7 @@ def reduce_on(
             total = rows.add(values, device)
             if exchange is not None:
                 [total] = rows.across_hosts([total], exchange, device)
-            finished = final_op(total.values, values[0].dtype)
-            return tf.IndexedSlices(finished, total.indices, total.dense_shape)
+            return rows.finished(total, final_op, values[0].dtype)
         total = accumulate(list(values))
         if exchange is not None:
             [total] = exchange.all_reduce([total], device)

@@ -18,7 +18,7 @@ _MOST = 64
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """An all-reduce that was put into a graph.
+    """Describes an all-reduce that was put into a graph.
 
     Attributes:
       scope: the name scope of its ops, such as "tfcdo" or "replica_1/tfcdo_2".

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -52,19 +52,13 @@ def all_reduce(
     if exchange is not None:
         totals = across_hosts(totals, exchange, root)
     with tf.device(root):
-        flat = [
-            tensor
+        results = [
+            finished(total, final_op, parts[0].dtype)
             for total, parts in zip(totals, slices, strict=True)
-            for tensor in (final_op(total.values, parts[0].dtype), total.indices)
         ]
-    copies = copy_trees.broadcast_down(tree, flat, devices)
-    return [
-        [
-            tf.IndexedSlices(*own[2 * position : 2 * position + 2], part.dense_shape)
-            for own, part in zip(copies, parts, strict=True)
-        ]
-        for position, parts in enumerate(slices)
-    ]
+    copies = copy_trees.broadcast_down(tree, _tensors(results), devices)
+    by_device = map(_slices, copies, zip(*slices, strict=True))
+    return [list(parts) for parts in zip(*by_device, strict=True)]
 
 
 def add(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:
@@ -82,12 +76,14 @@ def add(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:
       The sum: rows sorted by index, each index once; 16-bit floats in 32 bits.
     """
     with tf.device(device):
-        indices = tf.concat([_indices_as(part, index_dtype(parts)) for part in parts], 0)
+        dtype = index_dtype(parts)
+        indices = tf.concat([tf.cast(part.indices, dtype) for part in parts], 0)
         order = tf.argsort(indices, stable=True)
         in_order = tf.gather(indices, order)
         differs = tf.cast(in_order[1:] != in_order[:-1], tf.int32)
         number = tf.cumsum(tf.concat([tf.zeros_like(in_order[:1], tf.int32), differs], 0))
-        rows = _in_order([numerics.widened(part.values) for part in parts], order, device)
+        # That of the rows can begin while the indices are sorted.
+        rows = tf.gather(tf.concat([numerics.widened(part.values) for part in parts], 0), order)
         return tf.IndexedSlices(
             tf.math.segment_sum(rows, number),
             tf.math.segment_max(in_order, number),
@@ -95,17 +91,32 @@ def add(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:
         )
 
 
-def _in_order(values: Sequence[tf.Tensor], order: tf.Tensor, device: str) -> tf.Tensor:
-    """Concatenates rows and puts them in an order."""
-    if tf.DeviceSpec.from_string(device).device_type == "GPU":
-        # There the op below would wait for positions in the host's memory.
-        return tf.gather(tf.concat(values, 0), order)
-    # One pass over the rows instead of two.
-    counts = tf.stack([tf.shape(value, tf.int64)[0] for value in values])
-    positions = tf.split(tf.math.invert_permutation(order), counts, num=len(values))
-    rows = tf.raw_ops.DynamicStitch(indices=positions, data=list(values))
-    rows.set_shape(tf.TensorShape([None]).concatenate(values[0].shape[1:]))
-    return rows
+def finished(
+    total: tf.IndexedSlices, final_op: numerics.FinalOp, dtype: tf.DType
+) -> tf.IndexedSlices:
+    """Applies the final op to the rows of a sum, on the current device.
+
+    Args:
+      total: the sum.
+      final_op: divides and rounds.
+      dtype: the dtype of the values that were added.
+    """
+    return tf.IndexedSlices(final_op(total.values, dtype), total.indices, total.dense_shape)
+
+
+def _tensors(slices: Iterable[tf.IndexedSlices]) -> list[tf.Tensor]:
+    """Returns the rows and the indices of slices, in turn, to travel together."""
+    return [tensor for one in slices for tensor in (one.values, one.indices)]
+
+
+def _slices(
+    tensors: Sequence[tf.Tensor], like: Sequence[tf.IndexedSlices]
+) -> list[tf.IndexedSlices]:
+    """Makes slices, of the tables of others, of what `_tensors` has returned."""
+    return [
+        tf.IndexedSlices(values, indices, one.dense_shape)
+        for values, indices, one in zip(tensors[::2], tensors[1::2], like, strict=True)
+    ]
 
 
 def across_hosts(
@@ -122,19 +133,17 @@ def across_hosts(
       The sums over all hosts, as `add` returns them: the same bits on all hosts.
     """
     with tf.device(device):
-        sent = [
-            tensor
-            for total in totals
-            for tensor in (total.values, tf.cast(total.indices, tf.int64))
+        sent = _tensors(_with_indices_as(total, tf.int64) for total in totals)
+    received = _slices(exchange.all_gather(sent, device), totals)
+    with tf.device(device):
+        return [
+            _with_indices_as(add([joined], device), total.indices.dtype)
+            for joined, total in zip(received, totals, strict=True)
         ]
-    received = exchange.all_gather(sent, device)
-    results = []
-    for values, indices, total in zip(received[::2], received[1::2], totals, strict=True):
-        joined = add([tf.IndexedSlices(values, indices, total.dense_shape)], device)
-        with tf.device(device):
-            indices = tf.cast(joined.indices, total.indices.dtype)
-        results.append(tf.IndexedSlices(joined.values, indices, total.dense_shape))
-    return results
+
+
+def _with_indices_as(part: tf.IndexedSlices, dtype: tf.DType) -> tf.IndexedSlices:
+    return tf.IndexedSlices(part.values, tf.cast(part.indices, dtype), part.dense_shape)
 
 
 def to_table(part: tf.IndexedSlices, device: str) -> tf.Tensor:
@@ -148,8 +157,7 @@ def to_table(part: tf.IndexedSlices, device: str) -> tf.Tensor:
     with tf.device(device or None):
         values = numerics.widened(part.values)
         count = tf.cast(part.dense_shape, tf.int64)[0]
-        table = tf.math.unsorted_segment_sum(values, part.indices, count)
-        return table
+        return tf.math.unsorted_segment_sum(values, part.indices, count)
 
 
 def as_tables(reduction: Reduction) -> Reduction:
@@ -179,10 +187,6 @@ def index_dtype(parts: Sequence[tf.IndexedSlices]) -> tf.DType:
     return found.pop() if len(found) == 1 else tf.int64
 
 
-def _indices_as(part: tf.IndexedSlices, dtype: tf.DType) -> tf.Tensor:
-    return tf.cast(part.indices, dtype)
-
-
 def _reduce_up(
     tree: CopyTree,
     slices: Sequence[Sequence[tf.IndexedSlices]],
@@ -205,37 +209,25 @@ def _reduce_one_up(
     """Adds one value on the root, as a table if `choice` is, or turns out, true."""
     if choice is True:
         return _add_tables(tree, parts, devices)
-
-    def tensors(total: tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor]:
-        return total.values, total.indices
-
-    values, indices = tf.cond(
+    tensors = tf.cond(
         choice,
-        lambda: tensors(_add_tables(tree, parts, devices)),
-        lambda: tensors(_add_rows(tree, [parts], devices)[0]),
+        lambda: _tensors([_add_tables(tree, parts, devices)]),
+        lambda: _tensors(_add_rows(tree, [parts], devices)),
     )
-    return tf.IndexedSlices(values, indices, parts[tree.root].dense_shape)
+    [total] = _slices(tensors, [parts[tree.root]])
+    return total
 
 
 def _add_rows(
     tree: CopyTree, slices: Sequence[Sequence[tf.IndexedSlices]], devices: Sequence[str]
 ) -> list[tf.IndexedSlices]:
     """Brings all values' rows to the root and adds them there."""
-    own = [
-        [tensor for parts in slices for tensor in (parts[rank].values, parts[rank].indices)]
-        for rank in range(len(devices))
-    ]
-    collected = gather.collect(tree, own, devices)
-    return [
-        add(
-            [
-                tf.IndexedSlices(*there[2 * position : 2 * position + 2], parts[0].dense_shape)
-                for there in collected
-            ],
-            devices[tree.root],
-        )
-        for position, parts in enumerate(slices)
-    ]
+    if not slices:
+        return []
+    own = [_tensors(there) for there in zip(*slices, strict=True)]
+    first = [parts[0] for parts in slices]
+    collected = [_slices(there, first) for there in gather.collect(tree, own, devices)]
+    return [add(parts, devices[tree.root]) for parts in zip(*collected, strict=True)]
 
 
 def _add_tables(

@@ -82,7 +82,7 @@ _CAST = (tf.float32, tf.float64)
 
 @dataclasses.dataclass(frozen=True)
 class _Format:
-    """What is known of a dtype of floats.
+    """Describes a dtype of floats.
 
     Attributes:
       roundoff: the largest relative error of rounding to it, u.

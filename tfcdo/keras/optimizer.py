@@ -146,12 +146,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The variables of the optimizer inside: there are no others."""
+        """Returns the variables of the optimizer inside: there are no others."""
         return list(self.inner_optimizer.variables)
 
     @property
     def learning_rate(self) -> Any:
-        """The learning rate of the optimizer inside."""
+        """Returns the learning rate of the optimizer inside."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
@@ -160,12 +160,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     @property
     def iterations(self) -> Any:
-        """The number of updates."""
+        """Returns the number of updates."""
         return self.inner_optimizer.iterations
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """The parts of a `MultiOptimizer` inside; there is no such attribute with any other."""
+        """Returns the parts of a `MultiOptimizer` inside; no other optimizer has this attribute."""
         return list(self.inner_optimizer.optimizers)
 
     def scale_loss(self, loss: Any) -> Any:

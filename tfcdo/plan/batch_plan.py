@@ -25,7 +25,7 @@ class ValueSpec:
 
     @functools.cached_property
     def size(self) -> int | None:
-        """The number of elements; None if it is not known until the step runs."""
+        """Returns the number of elements; None if it is not known until the step runs."""
         return None if self.shape is None else math.prod(self.shape)
 
 
@@ -51,7 +51,7 @@ class ValueSlice:
 
     @property
     def size(self) -> int:
-        """The number of elements; only for a slice whose size is known."""
+        """Returns the number of elements; only for a slice whose size is known."""
         if self.stop is None:
             raise ValueError(f"the size of value {self.value} is not known before the step runs")
         return self.stop - self.start
@@ -125,7 +125,7 @@ class BatchPlan:
 
     @functools.cached_property
     def slices_of(self) -> tuple[tuple[ValueSlice, ...], ...]:
-        """`slices_of[v]`: the slices of value `v`, in the order of its elements."""
+        """Returns `slices_of`; `slices_of[v]` are those of value `v`, in its elements' order."""
         slices: list[list[ValueSlice]] = [[] for _ in self.sizes]
         for pack in self.packs:
             for fused in pack.fused_tensors:

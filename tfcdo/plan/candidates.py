@@ -12,6 +12,7 @@ from tfcdo.plan.copy_tree import chain
 from tfcdo.plan.copy_tree import path
 from tfcdo.plan.copy_tree import star
 from tfcdo.plan.copy_tree import two_level
+from tfcdo.plan.edge_loads import EdgeLoads
 from tfcdo.plan.tree_packing import MAX_PACKS
 from tfcdo.plan.tree_packing import TreePacking
 from tfcdo.topology.topology import Topology
@@ -76,7 +77,7 @@ def ring_paths(topology: Topology, copies: int = 1) -> TreePacking | None:
     rings = _rings(topology)
     if not rings:
         return None
-    counts = _evenly(topology, [list(itertools.pairwise((*ring, ring[0]))) for ring in rings])
+    counts = _evenly(topology, rings)
     trees, weights = [], []
     for copy in range(copies):
         for cut in range(devices):
@@ -88,6 +89,7 @@ def ring_paths(topology: Topology, copies: int = 1) -> TreePacking | None:
     return TreePacking(tuple(trees), tuple(weights))
 
 
+@functools.lru_cache(maxsize=64)
 def _rings(topology: Topology) -> list[tuple[int, ...]]:
     """Finds Hamiltonian rings of direct links, not more than `_MAX_RINGS`."""
     neighbours = neighbours_of(topology)
@@ -129,35 +131,16 @@ def neighbours_of(topology: Topology) -> tuple[tuple[int, ...], ...]:
     )
 
 
-@functools.lru_cache(maxsize=64)
-def _edge_loads(
-    topology: Topology,
-) -> dict[tuple[int, int], tuple[tuple[int, float], ...]]:
-    """Returns what a byte up and down an edge costs, `(resource, seconds)` of each resource."""
-    loads = {}
-    for source, target in topology.link_by_pair:
-        held: dict[int, float] = {}
-        for pair in ((source, target), (target, source)):
-            for resource in topology.link_by_pair[pair].resources:
-                held[resource] = held.get(resource, 0.0) + 1 / topology.bandwidth(*pair)
-        loads[source, target] = tuple(held.items())
-    return loads
+def _evenly(topology: Topology, rings: Sequence[tuple[int, ...]]) -> list[int]:
+    """Returns how often to take each ring so that the load of the bottleneck is smallest.
 
-
-def _evenly(topology: Topology, candidates: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-    """Returns how often to take each set of edges so that the load of the bottleneck is smallest.
-
-    Takes one set after another, always the one that loads least, and stops where the load of the
-    bottleneck was smallest in proportion to the number of sets.
+    Takes one ring after another, always the one that loads least, and stops where the load of the
+    bottleneck was smallest in proportion to the number of rings.
     """
-    edge_loads = _edge_loads(topology)
-    columns = []
-    for edges in candidates:
-        column = [0.0] * len(topology.resources)
-        for edge in edges:
-            for resource, seconds in edge_loads[edge]:
-                column[resource] += seconds
-        columns.append(column)
+    loads = EdgeLoads(topology)
+    columns = [
+        loads.load(loads.numbers(itertools.pairwise((*ring, ring[0])))).tolist() for ring in rings
+    ]
     counts = [0] * len(columns)
     load = [0.0] * len(topology.resources)
     best: tuple[float, list[int]] = (math.inf, counts)

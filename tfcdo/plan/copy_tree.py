@@ -59,12 +59,12 @@ class CopyTree:
 
     @functools.cached_property
     def root(self) -> int:
-        """The device where the sum is formed."""
+        """Returns the device where the sum is formed."""
         return self.parents.index(None)
 
     @functools.cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """`children[d]`: the devices that send to `d`, in ascending order."""
+        """Returns `children`; `children[d]` are the devices that send to `d`, ascending."""
         below: list[list[int]] = [[] for _ in self.parents]
         for device, parent in enumerate(self.parents):
             if parent is not None:
@@ -73,7 +73,7 @@ class CopyTree:
 
     @functools.cached_property
     def top_down(self) -> tuple[int, ...]:
-        """The devices in an order in which every parent comes before its children."""
+        """Returns the devices in an order in which every parent comes before its children."""
         order = [self.root]
         for device in order:
             order.extend(self.children[device])
@@ -81,12 +81,12 @@ class CopyTree:
 
     @property
     def bottom_up(self) -> tuple[int, ...]:
-        """The devices in an order in which all children come before their parent."""
+        """Returns the devices in an order in which all children come before their parent."""
         return self.top_down[::-1]
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """The `(child, parent)` pairs, from the root downwards."""
+        """Returns the `(child, parent)` pairs, from the root downwards."""
         return tuple(
             (device, parent)
             for device in self.top_down
@@ -95,7 +95,7 @@ class CopyTree:
 
     @functools.cached_property
     def depth(self) -> int:
-        """The number of edges between the root and the device furthest from it."""
+        """Counts the edges between the root and the device furthest from it."""
         level = {self.root: 0}
         for child, parent in self.edges:
             level[child] = level[parent] + 1

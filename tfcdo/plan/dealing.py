@@ -7,6 +7,7 @@ because nothing keeps the copies in an order.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -19,17 +20,22 @@ from tfcdo.plan.spanning_trees_lp import TreeRates
 from tfcdo.plan.tree_packing import TreePacking
 from tfcdo.topology.topology import Topology
 
-# How many packs trees are judged with; a power of two more or less makes little difference.
-_JUDGED_PACKS = 100
+# Into how many packs trees are dealt out to be judged. Long trees need many packs, of short ones
+# many are slower than some: the better of the two counts, as it does where packs are planned.
+_JUDGED_PACKS = (80, 200)
 # Trees that carry less than this part of the data cost more packs than they are worth.
 _LEAST_PART = 0.01
 _SOLUTIONS = 6
 _STEPS = 100
 _JITTER = 0.05
-# Seeds of the runs; not those by which `robust_seconds` judges the outcome.
-_SEEDS = (101, 102)
-# Latencies are small, not nothing, beside a time of this many seconds.
+# Seed of the runs; not one of those by which `robust_seconds` judges the outcome.
+_SEED = 101
+# Trees serve all sizes. They are judged at what takes this many seconds, beside which latencies are
+# small, not nothing; on fast machines at the gradients of a large model, beside which they are not.
 _JUDGED_SECONDS = 0.05
+_MOST_JUDGED_BYTES = 10**9
+# The size of the packs for which latencies are added to what bytes cost.
+_PACK_BYTES = 10**7
 
 
 def spread_trees(topology: Topology, tasks: int) -> TreePacking | None:
@@ -54,20 +60,25 @@ def spread_trees(topology: Topology, tasks: int) -> TreePacking | None:
     rates = spanning_trees_lp.best_rates(topology)
     if rates is None:
         return None
-    num_bytes = math.ceil(_JUDGED_SECONDS / spanning_trees_lp.seconds_per_byte(topology))
-    slim = spanning_trees_lp.rates_with_few_leaves(topology, _SOLUTIONS)
+    in_time = math.ceil(_JUDGED_SECONDS / spanning_trees_lp.seconds_per_byte(topology))
+    num_bytes = min(in_time, _MOST_JUDGED_BYTES)
+    slim = [
+        found
+        for machine in (topology, _with_latencies_in_bandwidths(topology))
+        for found in spanning_trees_lp.rates_with_few_leaves(machine, _SOLUTIONS)
+    ]
     solutions = map(_large_enough, [rates, *slim])
     candidates = dict.fromkeys(
         packing
         for found in solutions
         for packing in (_rooted_near_the_middle(topology, found), _rooted_at_the_ends(found))
     )
-    judged = [(_mean_seconds(packing, topology, num_bytes), packing) for packing in candidates]
+    judged = [(_judged_seconds(packing, topology, num_bytes), packing) for packing in candidates]
     least, best = min(judged, key=lambda one: one[0])
     rng = random.Random(0)
     for _ in range(min(_STEPS, tasks // _num_tasks(topology))):
         changed = _changed(best, rng)
-        seconds = _mean_seconds(changed, topology, num_bytes)
+        seconds = _judged_seconds(changed, topology, num_bytes)
         if seconds < least:
             least, best = seconds, changed
     return best.rounded()
@@ -155,14 +166,30 @@ def deal_equally(packing: TreePacking, num_packs: int) -> TreePacking:
 
 def _num_tasks(topology: Topology) -> int:
     """Returns about how many tasks the runs of one judgement simulate."""
-    return len(_SEEDS) * _JUDGED_PACKS * 2 * (topology.num_devices - 1)
+    return sum(_JUDGED_PACKS) * 2 * (topology.num_devices - 1)
 
 
-def _mean_seconds(packing: TreePacking, topology: Topology, num_bytes: int) -> float:
-    schedule = deal(packing, topology, _JUDGED_PACKS).schedule(num_bytes)
-    graph = task_graph.build(schedule, topology)
-    ends = [max(simulator.run_shuffled(graph, _JITTER, seed)[1]) for seed in _SEEDS]
-    return sum(ends) / len(ends)
+def _judged_seconds(packing: TreePacking, topology: Topology, num_bytes: int) -> float:
+    schedules = (deal(packing, topology, count).schedule(num_bytes) for count in _JUDGED_PACKS)
+    graphs = (task_graph.build(schedule, topology) for schedule in schedules)
+    return min(max(simulator.run_shuffled(graph, _JITTER, _SEED)[1]) for graph in graphs)
+
+
+def _with_latencies_in_bandwidths(topology: Topology) -> Topology:
+    """Returns a machine without latencies on which packs of `_PACK_BYTES` take as long.
+
+    The linear program knows no latencies, which cost fast links the largest part of their speed.
+    """
+    latency = [0.0] * len(topology.resources)
+    for link in topology.links:
+        for index in link.resources:
+            latency[index] = max(latency[index], link.latency)
+    resources = []
+    for resource, seconds in zip(topology.resources, latency, strict=True):
+        per_byte = 1 / resource.bandwidth + seconds / _PACK_BYTES
+        bandwidth = 1 / per_byte if per_byte else math.inf
+        resources.append(dataclasses.replace(resource, bandwidth=bandwidth))
+    return dataclasses.replace(topology, resources=tuple(resources))
 
 
 def _rooted_near_the_middle(topology: Topology, rates: TreeRates) -> TreePacking:

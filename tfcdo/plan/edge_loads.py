@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import numpy as np
@@ -63,16 +64,20 @@ class EdgeLoads:
         paid = self._seconds * resource_prices[self._resource_of]
         return np.asarray(np.bincount(self._edge_of, paid, len(self.edges)), np.float64)
 
-    def load(self, tree: EdgeNumbers) -> Floats:
-        """Returns for how many seconds a byte along a tree keeps each resource busy."""
+    def load(self, edges: EdgeNumbers) -> Floats:
+        """Returns for how many seconds a byte along some edges keeps each resource busy."""
         chosen = np.zeros(len(self.edges))
-        chosen[list(tree)] = 1
+        chosen[list(edges)] = 1
         busy = self._seconds * chosen[self._edge_of]
         return np.asarray(np.bincount(self._resource_of, busy, len(self.speeds)), np.float64)
 
     def pairs(self, tree: EdgeNumbers) -> tuple[Edge, ...]:
         """Returns the edges of a tree as pairs of devices."""
         return tuple(self.edges[number] for number in tree)
+
+    def numbers(self, pairs: Iterable[Edge]) -> EdgeNumbers:
+        """Returns the numbers of the edges between pairs of devices, in any direction."""
+        return tuple(int(self._number[pair]) for pair in pairs)
 
     def num_leaves(self, tree: EdgeNumbers) -> int:
         """Counts the devices that have one edge in a tree."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tfcdo.plan import algorithms
+from tfcdo.plan import search
 from tfcdo.plan import simulator
 from tfcdo.plan.schedule import Schedule
 from tfcdo.topology.topology import Topology
@@ -20,6 +21,7 @@ class Evaluation:
     Attributes:
       algorithm: the name that was asked for.
       resolved: the same name, or for `auto` that of the algorithm it stands for.
+      origin: where the trees are from, for people.
       schedule: the schedule, in bytes.
       seconds: its simulated time, see `tfcdo.plan.simulator.robust_seconds`.
       bottleneck: the name of the link that carries most bytes for its bandwidth; "" if none
@@ -29,6 +31,7 @@ class Evaluation:
 
     algorithm: str
     resolved: str
+    origin: str
     schedule: Schedule
     seconds: float
     bottleneck: str
@@ -45,7 +48,7 @@ class Evaluation:
         Args:
           topology: the machine that the schedule was made for.
         """
-        return simulator.simulate(self.schedule, topology).seconds
+        return simulator.ordered_seconds(self.schedule, topology)
 
     @property
     def label(self) -> str:
@@ -84,9 +87,12 @@ def evaluate(
     if algorithm == "auto":
         resolved = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
     schedule = algorithms.make_schedule(resolved, topology, num_bytes, num_packs)
+    origin = "the algorithm's own trees"
+    if resolved == "packed_trees":
+        origin = search.origin(topology, num_bytes, num_packs)
     seconds = simulator.robust_seconds(schedule, topology)
     bottleneck, bottleneck_bytes = simulator.bottleneck(schedule, topology)
-    return Evaluation(algorithm, resolved, schedule, seconds, bottleneck, bottleneck_bytes)
+    return Evaluation(algorithm, resolved, origin, schedule, seconds, bottleneck, bottleneck_bytes)
 
 
 def evaluate_all(

@@ -215,12 +215,6 @@ def _done(schedule: Schedule, topology: Topology, ready: Sequence[float]) -> tup
 def _waiting(graph: TaskGraph, ready: Sequence[float]) -> TaskGraph:
     """Makes all tasks that wait for nothing wait for the gradients of their pack."""
     builder = task_graph.TaskGraphBuilder(graph)
-    first_free = 1 + max((max(found, default=0) for found in graph.resource_sets), default=0)
-    gates = [
-        builder.add(("gradients", pack, 0, 0), seconds, (first_free + pack,))
-        for pack, seconds in enumerate(ready)
-    ]
-    for task, (_, pack, _, _) in enumerate(graph.names):
-        if not graph.num_dependencies[task]:
-            builder.depend(task, gates[pack])
+    for pack, seconds in enumerate(ready):
+        builder.wait_for_gradients(graph, pack, seconds, graph.num_resources + pack)
     return builder.graph()

@@ -30,7 +30,7 @@ class PackingOptions:
 
     Attributes:
       num_packs: cut all values of one dtype into this many packs; 0 for no such packing, None to
-        leave the number and the sizes of the packs to the algorithm.
+        leave the number and the sizes of the packs of all dtypes together to the algorithm.
       agg_small_grads_max_bytes: with `num_packs` 0, values smaller than this many bytes are
         grouped; 0 for none.
       agg_small_grads_max_group: at most this many values in such a group; 0 for no grouping.
@@ -69,12 +69,12 @@ class _Line:
 
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each value begins, in elements, and where the line ends."""
+        """Returns where each value begins, in elements, and where the line ends."""
         return tuple(itertools.accumulate((size for _, size in self.values), initial=0))
 
     @property
     def size(self) -> int:
-        """The number of elements of all values."""
+        """Returns the number of elements of all values."""
         return self.starts[-1]
 
     def slices(self, start: int, stop: int) -> tuple[ValueSlice, ...]:
@@ -145,7 +145,7 @@ def plan_batch(
     scheduler = algorithms.scheduler(algorithm, topology)
     packs = [
         (line.slices(part.start, part.stop), part.tree)
-        for line, ranges in (_ranges(line, packing, scheduler) for line in _lines(values))
+        for line, ranges in _ranges(_lines(values), packing, scheduler)
         for part in ranges
     ]
     # An empty value has nothing to share a pack, and of a value whose size is not known nobody can
@@ -173,25 +173,44 @@ def _lines(values: Sequence[ValueSpec]) -> list[_Line]:
 
 
 def _ranges(
-    line: _Line, packing: PackingOptions, scheduler: algorithms.Scheduler
-) -> tuple[_Line, list[_Range]]:
-    """Cuts a line into packs; returns it, perhaps in another order, with its ranges."""
+    lines: Sequence[_Line], packing: PackingOptions, scheduler: algorithms.Scheduler
+) -> Iterator[tuple[_Line, list[_Range]]]:
+    """Cuts lines into packs; yields each, perhaps in another order, with its ranges."""
     if packing.num_packs is None:
-        ranges = _as_scheduled(line, scheduler)
+        found = _as_scheduled(lines, scheduler)
     elif packing.num_packs:
-        ranges = [_Range(start, stop) for start, stop in cut(line.size, packing.num_packs)]
+        cuts = [cut(line.size, packing.num_packs) for line in lines]
+        found = [[_Range(start, stop) for start, stop in ranges] for ranges in cuts]
     else:
-        line, ranges = _small_values_grouped(line, packing)
-    if packing.bytes_per_pack:
-        limit = max(1, packing.bytes_per_pack // line.itemsize)
-        ranges = [part for whole in ranges for part in whole.cut(limit)]
-    return line, ranges
+        grouped = [_small_values_grouped(line, packing) for line in lines]
+        lines, found = [line for line, _ in grouped], [ranges for _, ranges in grouped]
+    for line, ranges in zip(lines, found, strict=True):
+        if packing.bytes_per_pack:
+            limit = max(1, packing.bytes_per_pack // line.itemsize)
+            ranges = [part for whole in ranges for part in whole.cut(limit)]
+        yield line, ranges
 
 
-def _as_scheduled(line: _Line, scheduler: algorithms.Scheduler) -> list[_Range]:
-    """Cuts a line as the algorithm does, whose schedule also says which tree each pack takes."""
-    schedule = scheduler(line.size * line.itemsize, None).resized(line.size)
-    return [_Range(pack.start, pack.stop, pack.tree) for pack in schedule.packs]
+def _as_scheduled(lines: Sequence[_Line], scheduler: algorithms.Scheduler) -> list[list[_Range]]:
+    """Cuts lines as the algorithm does, whose schedule also says which tree each pack takes.
+
+    The lines travel at the same time, so there is one schedule for the bytes of all of them, laid
+    end to end; where a line ends within a pack, the pack is cut in two.
+    """
+    ends = list(itertools.accumulate(line.size * line.itemsize for line in lines))
+    if not ends:
+        return []
+    packs = scheduler(ends[-1], None).packs
+    found = []
+    for line, begin in zip(lines, [0, *ends], strict=False):
+
+        def element(byte: int, line: _Line = line, begin: int = begin) -> int:
+            """Returns the element of the line that begins nearest to a byte of all lines."""
+            return min(max((byte - begin + line.itemsize // 2) // line.itemsize, 0), line.size)
+
+        cuts = ((element(pack.start), element(pack.stop), pack.tree) for pack in packs)
+        found.append([_Range(start, stop, tree) for start, stop, tree in cuts if stop > start])
+    return found
 
 
 def _small_values_grouped(line: _Line, packing: PackingOptions) -> tuple[_Line, list[_Range]]:

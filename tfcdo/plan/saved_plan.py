@@ -12,7 +12,6 @@ import pathlib
 
 import msgspec
 
-from tfcdo.plan import bundled_plans
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.evaluation import Evaluation
 from tfcdo.plan.lower_bound import lower_bound
@@ -99,7 +98,7 @@ class SavedPlan:
             topology,
             evaluation.algorithm,
             evaluation.resolved,
-            _origin(evaluation.resolved, topology),
+            evaluation.origin,
             evaluation.schedule,
             evaluation.seconds,
             evaluation.ordered_seconds(topology),
@@ -204,14 +203,6 @@ class SavedPlan:
         if made_for.is_measured and topology.is_measured:
             return None
         return f"its {made_for.name!r} has other links than the one at hand"
-
-
-def _origin(resolved: str, topology: Topology) -> str:
-    if resolved != "packed_trees":
-        return "the algorithm's own trees"
-    if bundled_plans.find(topology):
-        return "bundled with tfcdo"
-    return "searched for this machine"
 
 
 def _list_of_lines(entries: list[object], indent: str) -> str:

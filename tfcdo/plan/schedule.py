@@ -26,7 +26,7 @@ class Pack:
 
     @property
     def size(self) -> int:
-        """The number of units in the pack."""
+        """Returns the number of units in the pack."""
         return self.stop - self.start
 
 

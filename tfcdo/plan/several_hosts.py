@@ -196,9 +196,8 @@ def _with_network(
     tasks_by_pack: dict[int, list[int]] = {}
     for task, (_, pack_index, _, _) in enumerate(graph.names):
         tasks_by_pack.setdefault(pack_index, []).append(task)
-    first_resource = 1 + max((max(found, default=0) for found in graph.resource_sets), default=0)
     # The host's way out is shared by all packs; waiting holds something of its pack's own.
-    way_out = first_resource
+    way_out = graph.num_resources
     for index, pack in enumerate(schedule.packs):
         tasks = tasks_by_pack.get(index, [])
         roots_reduced = {
@@ -208,11 +207,8 @@ def _with_network(
             for before in dependencies[task]
         }
         fraction = (index + 1) / len(schedule.packs)
-        own = first_resource + 2 * index + 1
-        ready = builder.add(("gradients", index, 0, 0), backward * fraction, (own,))
-        for task in tasks:
-            if not dependencies[task] and graph.names[task][0] == "reduce":
-                builder.depend(task, ready)
+        own = way_out + 2 * index + 1
+        ready = builder.wait_for_gradients(graph, index, backward * fraction, own)
         sent_bytes = 2 * (hosts - 1) / hosts * pack.size * network.sent
         sent = builder.add(
             ("network", index, 0, 0),

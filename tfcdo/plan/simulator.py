@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
 import random
@@ -61,7 +62,7 @@ class Timeline:
 
     @property
     def copies(self) -> tuple[Task, ...]:
-        """The copies alone."""
+        """Returns the copies alone."""
         return tuple(task for task in self.tasks if task.kind != "add")
 
 
@@ -112,7 +113,7 @@ def simulate(
         raise ValueError(f"jitter {jitter} needs a seed")
     graph = task_graph.build(schedule, topology)
     if seed is None:
-        starts, ends = _run(graph, graph.durations, range(len(graph.names)), first_come=True)
+        starts, ends = _run_in_order(graph)
     else:
         starts, ends = run_shuffled(graph, jitter, seed)
     tasks = [
@@ -121,6 +122,33 @@ def simulate(
     ]
     tasks.sort(key=lambda task: (task.start, task.end, task.pack))
     return Timeline(max(ends, default=0.0), tuple(tasks))
+
+
+# `auto` has the schedule of another algorithm, whose time is then known.
+@functools.lru_cache(maxsize=16)
+def ordered_seconds(schedule: Schedule, topology: Topology) -> float:
+    """Returns the time of a schedule where each copy takes exactly as long as it should.
+
+    Args:
+      schedule: what to run, in bytes.
+      topology: what to run it on.
+
+    Returns:
+      The time in seconds, as `simulate` finds it without a seed.
+
+    Raises:
+      ValueError: as `simulate`.
+
+    Example:
+      >>> from tfcdo.topology import preset
+      >>> from tfcdo.plan import algorithms
+      >>> machine = preset("nvswitch", 4)
+      >>> shuffle = algorithms.make_schedule("shuffle", machine, 10**8)
+      >>> ordered_seconds(shuffle, machine) == simulate(shuffle, machine).seconds
+      True
+    """
+    graph = task_graph.build(schedule, topology)
+    return max(_run_in_order(graph)[1], default=0.0)
 
 
 def robust_seconds(
@@ -229,6 +257,11 @@ def run_shuffled(graph: TaskGraph, jitter: float, seed: int) -> tuple[list[float
     return _run(graph, durations, ties, first_come=True)
 
 
+def _run_in_order(graph: TaskGraph) -> tuple[list[float], list[float]]:
+    """Runs the tasks first come, first served, of several the one of the earlier pack."""
+    return _run(graph, graph.durations, range(len(graph.names)), first_come=True)
+
+
 def run_longest_path_first(graph: TaskGraph) -> tuple[list[float], list[float]]:
     """Runs the tasks with the longest critical path first, which no executor does for certain.
 
@@ -269,7 +302,7 @@ def _run(
     # Of the tasks that hold the same resources only the first in line can start.
     queues: list[list[tuple[float, float, int]]] = [[] for _ in masks]
     # Of each resource the sets with it in whose line somebody waits: of many sets, mostly a few.
-    lines: list[set[int]] = [set() for _ in range(1 + max(map(max, sets), default=-1))]
+    lines: list[set[int]] = [set() for _ in range(graph.num_resources)]
     running: list[tuple[float, int]] = []
     ready = [task for task in range(count) if not waiting_for[task]]
     changed: set[int] = set()

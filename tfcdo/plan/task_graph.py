@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from tfcdo.plan.schedule import Pack
 from tfcdo.plan.schedule import Schedule
@@ -33,12 +33,26 @@ class TaskGraph:
 
     @functools.cached_property
     def masks(self) -> tuple[int, ...]:
-        """Each set of resources as the bits of a number."""
+        """Returns each set of resources as the bits of a number."""
         return tuple(sum(1 << resource for resource in held) for held in self.resource_sets)
 
     @functools.cached_property
+    def num_resources(self) -> int:
+        """Returns how many resources there are: one more than the largest that a task holds."""
+        return 1 + max(map(max, self.resource_sets), default=-1)
+
+    @functools.cached_property
+    def first_tasks(self) -> Mapping[int, Sequence[int]]:
+        """Returns, by pack, the tasks that wait for nothing."""
+        found: dict[int, list[int]] = {}
+        for task, (_, pack, _, _) in enumerate(self.names):
+            if not self.num_dependencies[task]:
+                found.setdefault(pack, []).append(task)
+        return found
+
+    @functools.cached_property
     def critical_path(self) -> tuple[float, ...]:
-        """Seconds from each task's start to the end of all that follows, without contention."""
+        """Returns the seconds from each task's start to the end of all after it, if none waits."""
         critical_path = [0.0] * len(self.durations)
         for task in range(len(critical_path) - 1, -1, -1):
             later = max((critical_path[after] for after in self.dependents[task]), default=0.0)
@@ -131,6 +145,23 @@ class TaskGraphBuilder:
         """Makes a task wait for another one."""
         self._dependents[on].append(task)
         self._num_dependencies[task] += 1
+
+    def wait_for_gradients(self, graph: TaskGraph, pack: int, seconds: float, resource: int) -> int:
+        """Makes the first tasks of a pack wait until a backward pass has made its gradients.
+
+        Args:
+          graph: the tasks that the builder began with.
+          pack: the index of the pack.
+          seconds: when its gradients are there.
+          resource: what the wait holds; nothing else may hold it.
+
+        Returns:
+          The number of the task that is the wait.
+        """
+        ready = self.add(("gradients", pack, 0, 0), seconds, (resource,))
+        for task in graph.first_tasks.get(pack, ()):
+            self.depend(task, ready)
+        return ready
 
     def graph(self) -> TaskGraph:
         """Returns the graph of all tasks so far."""

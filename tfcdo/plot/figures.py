@@ -12,6 +12,8 @@ from PIL import Image
 Color = tuple[float, float, float]
 
 _DPI = 100
+# The part of a colour that is left where a sum is on its way down.
+_PALE = 0.45
 
 
 def make_figure(width: float, height: float, title: str) -> Figure:
@@ -47,6 +49,12 @@ def device_colors(num_devices: int) -> list[Color]:
         colormap = matplotlib.colormaps["turbo"].resampled(num_devices)
         numbers = [*range(num_devices)]
     return [(red, green, blue) for red, green, blue, _ in map(colormap, numbers)]
+
+
+def make_paler(color: Color) -> Color:
+    """Returns the colour of a sum on its way down, given that of the same pack on its way up."""
+    red, green, blue = (1 - _PALE * (1 - part) for part in color)
+    return red, green, blue
 
 
 def save_figure(figure: Figure, path: pathlib.Path) -> None:

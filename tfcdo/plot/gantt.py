@@ -16,14 +16,13 @@ from tfcdo.plan.schedule import Schedule
 from tfcdo.plot.figures import Color
 from tfcdo.plot.figures import device_colors
 from tfcdo.plot.figures import make_figure
+from tfcdo.plot.figures import make_paler
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_seconds
 from tfcdo.units import time_unit
 
 _MAX_LANES = 64
 _MAX_ROOTS_EXPLAINED = 16
-# The part of a bar's colour that is left where the sum is on its way down.
-_PALE = 0.45
 # A bar must be this part of the whole time to have room for the number of its pack.
 _ROOM_FOR_NUMBER = 0.014
 
@@ -167,12 +166,7 @@ def _draw_lane(
 
 def _bar_color(task: simulator.Task, schedule: Schedule, colors: Sequence[Color]) -> Color:
     color = colors[schedule.packs[task.pack].tree.root]
-    return _make_paler(color) if task.kind == "broadcast" else color
-
-
-def _make_paler(color: Color) -> Color:
-    red, green, blue = (1 - _PALE * (1 - part) for part in color)
-    return red, green, blue
+    return make_paler(color) if task.kind == "broadcast" else color
 
 
 def _write_busy_shares(
@@ -193,6 +187,6 @@ def _write_busy_shares(
 def _explain_bars(schedule: Schedule, colors: Sequence[Color]) -> list[Any]:
     """Returns the entries of the legend that say what the colours mean."""
     roots = sorted({pack.tree.root for pack in schedule.packs})
-    pale = Patch(color=_make_paler((0.3, 0.3, 0.3)), label="pale: the sum, on its way down")
+    pale = Patch(color=make_paler((0.3, 0.3, 0.3)), label="pale: the sum, on its way down")
     explained = roots[:_MAX_ROOTS_EXPLAINED]
     return [*(Patch(color=colors[root], label=f"summed on {root}") for root in explained), pale]

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from tfcdo.plot.figures import Color
-
 _MAX_LANES = 48
 # A step that took next to no time still gets an axis.
 _SHORTEST = 1e-9
@@ -50,7 +48,7 @@ class Trace:
 
     @property
     def recording(self) -> Recording:
-        """All that was recorded.
+        """Returns all that was recorded.
 
         Raises:
           RuntimeError: before the block has ended.
@@ -61,7 +59,7 @@ class Trace:
 
     @property
     def summary(self) -> Summary:
-        """The share of all-reduces in a step, how much of it is exposed, and the slowest edge."""
+        """Returns the share of all-reduces in a step, what is exposed, and the slowest edge."""
         return self.recording.summary
 
 
@@ -178,18 +176,20 @@ def draw_trace(recording: Recording) -> Figure:
 def _draw(axes: Axes, title: str, bars: Sequence[_Bar]) -> None:
     """Draws one picture: a lane for each edge, a colour for each pack."""
     from tfcdo.plot.figures import device_colors
+    from tfcdo.plot.figures import make_paler
 
     lanes = sorted({bar.lane for bar in bars})[:_MAX_LANES]
     seconds = max((bar.end for bar in bars), default=0.0)
     unit, unit_name = time_unit(seconds or 1e-3)
     colors = device_colors(max((bar.pack for bar in bars), default=0) + 1)
     shown = [bar for bar in bars if bar.lane in lanes]
+    shades = [make_paler(colors[bar.pack]) if bar.is_down else colors[bar.pack] for bar in shown]
     axes.barh(
         [lanes.index(bar.lane) for bar in shown],
         [(bar.end - bar.start) / unit for bar in shown],
         left=[bar.start / unit for bar in shown],
         height=0.8,
-        color=[_color(bar, colors) for bar in shown],
+        color=shades,
     )
     took = f", {format_seconds(seconds)}" if bars else ": not known"
     hidden = len({bar.lane for bar in bars}) - len(lanes)
@@ -200,10 +200,3 @@ def _draw(axes: Axes, title: str, bars: Sequence[_Bar]) -> None:
     axes.set_xlim(0, max(seconds, _SHORTEST) / unit)
     axes.set_xlabel(f"time, {unit_name}", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _color(bar: _Bar, colors: Sequence[Color]) -> Color:
-    red, green, blue = colors[bar.pack]
-    # Paler on the way down, as in the plan's Gantt chart.
-    fade = 0.45 if bar.is_down else 1.0
-    return 1 - fade * (1 - red), 1 - fade * (1 - green), 1 - fade * (1 - blue)

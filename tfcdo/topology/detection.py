@@ -104,8 +104,12 @@ def what_was_measured(devices: Sequence[str]) -> measured.Measured | None:
     Returns:
       The measurement; None if these devices were not measured.
     """
-    names = checks.check_device_list(devices)
-    return _measured(names, _choose(names)[0])
+    return _what_was_measured(checks.check_device_list(devices))
+
+
+@functools.lru_cache(maxsize=64)
+def _what_was_measured(devices: tuple[str, ...]) -> measured.Measured | None:
+    return _measured(devices, _choose(devices)[0])
 
 
 def assumed_topology(devices: Sequence[str]) -> Topology:
@@ -114,8 +118,9 @@ def assumed_topology(devices: Sequence[str]) -> Topology:
 
 
 def forget() -> None:
-    """Makes the next call of `detect` look again."""
+    """Makes the next call of `detect` and of `what_was_measured` look again."""
     _detect.cache_clear()
+    _what_was_measured.cache_clear()
 
 
 def name_of_measured(devices: Sequence[str], assumed: Topology) -> str | None:
@@ -148,12 +153,21 @@ def _measured(devices: Sequence[str], assumed: Topology) -> measured.Measured | 
     return found if found and found.topology.num_devices == len(devices) else None
 
 
-def _gpu_models() -> str:
+def gpus_of_nvidia_smi() -> tuple[str, ...]:
+    """Lists the GPUs that the driver shows, also those that TensorFlow cannot use.
+
+    Returns:
+      The model of each GPU; none if nvidia-smi does not run.
+    """
     try:
         names = _run_nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
     except _NvidiaSmiError:
-        return "of unknown models"
-    return " and ".join(dict.fromkeys(name.strip() for name in names))
+        return ()
+    return tuple(name.strip() for name in names)
+
+
+def _gpu_models() -> str:
+    return " and ".join(dict.fromkeys(gpus_of_nvidia_smi())) or "of unknown models"
 
 
 def _choose(devices: Sequence[str]) -> tuple[Topology, str]:

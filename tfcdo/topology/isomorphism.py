@@ -44,3 +44,22 @@ def isomorphisms(one: Topology, other: Topology, limit: int) -> Iterator[tuple[i
                 yield from extend((*images, image))
 
     yield from itertools.islice(extend(()), limit)
+
+
+def symmetries(topology: Topology, limit: int = 16) -> tuple[tuple[int, ...], ...]:
+    """Returns the permutations of the devices that change no link's bandwidth and latency.
+
+    Args:
+      topology: the machine.
+      limit: a machine with more symmetries than this has too many to be of use in a search.
+
+    Returns:
+      All of them, the identity first, or the identity alone if there are more than `limit`.
+
+    Example:
+      >>> from tfcdo.topology import preset
+      >>> symmetries(preset("dgx1"))[1]
+      (2, 3, 0, 1, 6, 7, 4, 5)
+    """
+    found = tuple(isomorphisms(topology, topology, limit + 1))
+    return found if len(found) <= limit else (tuple(range(topology.num_devices)),)

@@ -19,7 +19,7 @@ from tfcdo.topology.topology import MEASURED
 from tfcdo.topology.topology import Topology
 
 # What another version has measured may mean something else.
-_VERSION = 1
+_VERSION = 2
 
 
 class _MeasuredDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -87,11 +87,6 @@ def measure(devices: Sequence[str], *, progress: Progress | None = None) -> Topo
     return found.topology
 
 
-def _lower_quartile(seconds: Sequence[float]) -> float:
-    """Returns a time that is not that of a moment in which others used the machine."""
-    return sorted(seconds)[len(seconds) // 4]
-
-
 class _Clock:
     """Times graphs on some devices.
 
@@ -125,7 +120,7 @@ class _Clock:
     def seconds(
         self,
         build: Callable[[], Sequence[Any]],
-        of_rounds: Callable[[Sequence[float]], float] = _lower_quartile,
+        of_rounds: Callable[[Sequence[float]], float] = statistics.median,
     ) -> float:
         """Returns the time of a graph, without that of an empty one.
 
@@ -189,15 +184,24 @@ class _Clock:
         return self.seconds(build)
 
     def packing(self, packers: Sequence[int], count: int) -> float:
-        """Returns the time in which each of some devices cuts a tensor up and joins the parts."""
+        """Returns the time in which each of some devices cuts a tensor up and joins parts of all.
+
+        As packs are made and taken apart: each device reads its own values, and sums of all.
+        """
         tf = self._tf
+        num_parts = max(2, 2 ** (len(self.devices).bit_length() - 1))
 
         def build() -> list[Any]:
-            joined = []
+            cut = []
             for device in packers:
                 with tf.device(self.devices[device]):
                     read = self.value(device, count).read_value()
-                    parts = tf.split(read, max(2, 2 ** (len(self.devices).bit_length() - 1)))
+                    # By sizes, as packs are: the op for a number of equal parts is slower.
+                    cut.append(tf.split(read, [count // num_parts] * num_parts))
+            parts = [cut[part % len(cut)][part] for part in range(num_parts)]
+            joined = []
+            for device in packers:
+                with tf.device(self.devices[device]):
                     # Joined in another order, which nothing can simplify away.
                     joined.append(tf.concat([*parts[1:], parts[0]], axis=0))
             return joined

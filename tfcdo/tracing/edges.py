@@ -49,14 +49,18 @@ class EdgeRun:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Returns how long it took."""
         return self.end - self.start
 
     @property
+    def way(self) -> str:
+        """Returns between which devices the edge is; of an addition, those of its operands."""
+        return f"{', '.join(map(str, self.sources))}→{self.target}"
+
+    @property
     def lane(self) -> str:
-        """Names the edge, or the device that adds."""
-        sources = ", ".join(map(str, self.sources))
-        return f"{self.target} adds" if self.kind == ADD else f"{sources}→{self.target}"
+        """Returns the name of the edge, or of the device that adds."""
+        return f"{self.target} adds" if self.kind == ADD else self.way
 
 
 def belongs_to_tfcdo(event: Event) -> bool:

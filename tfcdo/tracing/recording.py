@@ -37,17 +37,17 @@ class Recording:
 
     @functools.cached_property
     def runs(self) -> list[EdgeRun]:
-        """The copies along edges, and the additions."""
+        """Returns the copies along edges, and the additions."""
         return edges.find(self.events, self.planned)
 
     @functools.cached_property
     def summary(self) -> summaries.Summary:
-        """The share of the all-reduces in a step, what of it is exposed, and the slowest edge."""
+        """Returns the share of all-reduces in a step, what is exposed, and the slowest edge."""
         return summaries.summarize(self.events, self.runs)
 
     @functools.cached_property
     def typical_step(self) -> summaries.Interval | None:
-        """The step of median length; None if there is none."""
+        """Returns the step of median length; None if there is none."""
         steps = sorted(summaries.steps_of(self.events), key=lambda step: step[1] - step[0])
         return steps[len(steps) // 2] if steps else None
 

@@ -110,7 +110,7 @@ def summarize(events: Sequence[Event], runs: Sequence[EdgeRun]) -> Summary:
     seconds: dict[str, float] = collections.defaultdict(float)
     for run in runs:
         if any(start <= run.start <= end for start, end in steps):
-            seconds[f"{run.scope}/pack{run.pack} {run.kind} {_way(run)}"] += run.seconds
+            seconds[f"{run.scope}/pack{run.pack} {run.kind} {run.way}"] += run.seconds
     slowest = max(seconds, key=seconds.__getitem__, default=None)
     return Summary(
         len(steps),
@@ -120,10 +120,6 @@ def summarize(events: Sequence[Event], runs: Sequence[EdgeRun]) -> Summary:
         slowest,
         seconds[slowest] / len(steps) if slowest else 0.0,
     )
-
-
-def _way(run: EdgeRun) -> str:
-    return f"{', '.join(map(str, run.sources))}→{run.target}"
 
 
 def _outermost(intervals: Iterable[Interval]) -> list[Interval]:

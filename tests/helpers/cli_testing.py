@@ -1,0 +1,88 @@
+"""Shared by tests of commands: runs `tfcdo` in this process and reads what it prints."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pathlib
+import sys
+import tempfile
+from typing import NamedTuple
+from unittest import mock
+
+from absl.testing import parameterized
+
+from tfcdo.cli import commands
+
+
+class Finished(NamedTuple):
+    """How a command ended.
+
+    Attributes:
+      status: its exit status.
+      output: what it wrote to standard output.
+      errors: what it wrote to standard error.
+    """
+
+    status: int
+    output: str
+    errors: str
+
+
+def run_tfcdo(*arguments: str, stdin: str | None = None) -> Finished:
+    """Runs a command, neither of whose outputs is a terminal.
+
+    Args:
+      *arguments: what follows `tfcdo` on the command line.
+      stdin: what it reads from standard input; None for this process's own.
+
+    Returns:
+      How it ended.
+    """
+    output, errors = io.StringIO(), io.StringIO()
+    given = sys.stdin if stdin is None else io.StringIO(stdin)
+    with (
+        mock.patch.object(sys, "stdin", given),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        status = commands.run(arguments)
+    return Finished(status, output.getvalue(), errors.getvalue())
+
+
+def rows_of_table(output: str) -> dict[str, list[str]]:
+    """Returns the cells of a table with lines between its columns, by the first of each row."""
+    lines = [line for line in output.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    return {name: rest for name, *rest in cells}
+
+
+class CommandTestCase(parameterized.TestCase):
+    """A test of commands, which find nothing of what earlier runs on this machine have kept.
+
+    Attributes:
+      folder: an empty folder for what a test writes.
+      cache: the folder where plans and measurements are kept; empty too.
+    """
+
+    def setUp(self) -> None:
+        super().setUp()
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        self.folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self.cache = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=str(self.cache)))
+
+    def output_of(self, *arguments: str, stdin: str | None = None) -> str:
+        """Returns what a command prints that does what it was asked for."""
+        status, output, errors = run_tfcdo(*arguments, stdin=stdin)
+        self.assertEqual(status, 0, output + errors)
+        return output
+
+    def assert_refused(self, pattern: str, *arguments: str) -> None:
+        """Checks that wrong arguments get one line, which fits a pattern, and status 2."""
+        status, output, errors = run_tfcdo(*arguments)
+        self.assertEqual((status, output), (2, ""), errors)
+        (line,) = errors.splitlines()
+        self.assertRegex(line, f"^tfcdo: .*{pattern}")
