@@ -9,11 +9,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import clusters
 from absl.testing import absltest
 
 from tfcdo.cluster import config
 from tfcdo.cluster import roll_call
+from tfcdo.launch import cluster as launch_cluster
 
 
 def meet(
@@ -46,8 +46,8 @@ def meet(
 class RollCallTest(absltest.TestCase):
     def setUp(self):
         super().setUp()
-        self.ports = clusters.free_ports(3)
-        self.addresses = [f"127.0.0.1:{port}" for port in self.ports]
+        self.addresses = self.enter_context(launch_cluster.reserved_ports(3))
+        self.ports = [int(address.rpartition(":")[2]) for address in self.addresses]
 
     def test_all_come_though_one_is_late(self):
         settings = {host: {"version": "1"} for host in range(3)}

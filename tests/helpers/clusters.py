@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +14,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 import warm_python
+
+from tfcdo.launch import cluster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,22 +31,6 @@ class Outcome:
     output: str
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody uses."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
-def tf_config(ports: Sequence[int], index: int) -> str:
-    """The TF_CONFIG of one host of a cluster on this machine."""
-    addresses = [f"127.0.0.1:{port}" for port in ports]
-    task = {"type": "worker", "index": index}
-    return json.dumps({"cluster": {"worker": addresses}, "task": task})
-
-
 def run(num_hosts: int, module: str, arguments: Sequence[str], timeout: float) -> list[Outcome]:
     """Runs a module's `main` once a host, until all have ended or the time is over.
 
@@ -59,12 +43,16 @@ def run(num_hosts: int, module: str, arguments: Sequence[str], timeout: float) -
     Returns:
       How each host ended.
     """
-    ports = free_ports(num_hosts)
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ending:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        cluster.reserved_ports(num_hosts) as addresses,
+        contextlib.ExitStack() as ending,
+    ):
         logs = [pathlib.Path(folder, f"{host}.log") for host in range(num_hosts)]
+        configs = [cluster.tf_config(addresses, host) for host in range(num_hosts)]
         processes = [
-            ending.enter_context(_started([module, *arguments], tf_config(ports, host), log))
-            for host, log in enumerate(logs)
+            ending.enter_context(_started([module, *arguments], config, log))
+            for config, log in zip(configs, logs, strict=True)
         ]
         deadline = time.monotonic() + timeout
         for process in processes:

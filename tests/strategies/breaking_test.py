@@ -60,7 +60,7 @@ class BreakingTest(tf.test.TestCase, parameterized.TestCase):
     def test_the_other_host_ends_with_the_reason(self, fault, message):
         outcome, faulty = self.outcomes_of(fault)
         self.assertNotEqual(0, outcome.returncode, outcome.output)
-        self.assertRegex(outcome.output.replace("\n", " "), message)
+        self.assertRegex(outcome.output.replace("\n", " "), message, faulty.output)
         self.assertNotIn("values [", faulty.output)
 
     def test_without_the_collective_the_values_are_wrong(self):
