@@ -7,6 +7,7 @@ import pathlib
 import re
 
 from absl.testing import absltest
+from absl.testing import parameterized
 
 from tfcdo.doctor import probe
 
@@ -23,17 +24,18 @@ def _names(line: str) -> set[str]:
     return set(re.findall(r"[a-z_]+", line))
 
 
-class RoomsTest(absltest.TestCase):
+class RoomsTest(parameterized.TestCase):
     def test_the_doctor_asks_for_the_tensorflow_that_the_package_asks_for(self):
         settings = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
         (oldest,) = re.findall(r'"tensorflow>=([0-9.]+)"', settings)
         self.assertEqual(probe.OLDEST_TENSORFLOW, tuple(map(int, oldest.split("."))))
 
-    def test_the_documentation_draws_the_layers_that_import_linter_keeps(self):
+    @parameterized.parameters("README.md", "docs/architecture.md")
+    def test_the_drawing_has_the_layers_that_import_linter_keeps(self, name):
         settings = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
         (contract,) = re.findall(r"^layers = (\[.*?\n\])", settings, re.MULTILINE | re.DOTALL)
         layers = [_names(layer) for layer in ast.literal_eval(contract)]
-        page = (_ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+        page = (_ROOT / name).read_text(encoding="utf-8")
         drawing = page[page.index("The rooms of the package") :].split("```")[1]
         # Each line of the drawing: the rooms, at least two spaces, and what they are.
         drawn = [_names(re.split(r" {2,}", line)[0]) for line in drawing.splitlines()[1:]]
