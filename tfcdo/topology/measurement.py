@@ -80,7 +80,7 @@ def measure(devices: Sequence[str], *, progress: Progress | None = None) -> Topo
     clock.progress(1.0, "done")
     try:
         file = measured.save(found)
-        log.info_once(f"measured {name}; kept in {file}")
+        log.info_once(f"{name}: kept in {file}")
     except (OSError, RuntimeError) as error:
         log.warn_once(f"what was measured is not kept: {error}; TFCDO_CACHE_DIR names a folder")
     detection.forget()
