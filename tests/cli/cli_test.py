@@ -9,6 +9,7 @@ import subprocess
 import sys
 from unittest import mock
 
+import cli_testing
 import click
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -112,7 +113,7 @@ class CommandTest(parameterized.TestCase):
         self.assertEqual(errors.getvalue().strip(), "tfcdo: interrupted")
 
 
-class OutputTest(parameterized.TestCase):
+class OutputTest(cli_testing.CommandTestCase):
     """Output that does not get through gets one line and a status of its own."""
 
     def assert_one_line(self, named: str, shell: str) -> None:
