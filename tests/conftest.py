@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from typing import Any
 
+import pytest
 import warm_python
 
 _LONG = ("multi_worker_test.py", "faults_test.py", "property_test.py", "demo_test.py")
 
 
 def pytest_configure(config: Any) -> None:
-    """Starts the warm process that all of pytest's workers fork from, where there are some."""
-    if config.getoption("numprocesses", None):
+    """Has pytest's workers, and what they start, forked from a warm process."""
+    if hasattr(config, "workerinput"):
+        sys.executable = config.workerinput["executable"]  # For tests of how Python starts.
+    elif config.getoption("numprocesses", None):
         os.environ[warm_python.VARIABLE] = warm_python.executable()
+        if "COVERAGE_RUN" in os.environ:
+            return  # What the warm process has imported would not count.
+        config.option.tx = [f"popen//python={warm_python.executable()}" for _ in config.option.tx]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tells a worker which Python the tests were started with."""
+    node.workerinput["executable"] = sys.executable
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:

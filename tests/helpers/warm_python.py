@@ -46,7 +46,10 @@ _lock = threading.Lock()
 
 
 def executable() -> str:
-    """Returns a program to be called as `python` is, with a file, -c CODE or -m MODULE."""
+    """Returns a program to be called as `python` is, with a file, -c CODE or -m MODULE.
+
+    It takes the option -u, which pytest-xdist gives its workers, and ignores it.
+    """
     with _lock:
         return os.environ.get(VARIABLE) or _start()
 
@@ -159,6 +162,8 @@ def _run(arguments: list[str], folder: str, variables: dict[str, str]) -> NoRetu
 def _run_main(arguments: list[str]) -> None:
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [entry for entry in path if entry and entry not in sys.path]
+    if arguments[0] == "-u":
+        arguments = arguments[1:]
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
         sys.path.insert(0, "")
