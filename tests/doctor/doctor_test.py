@@ -17,6 +17,7 @@ from bench_testing import tearDownModule  # noqa: F401
 from cli_testing import run_tfcdo
 
 from tfcdo.bench import worker_pool
+from tfcdo.doctor import answers
 from tfcdo.doctor import examination
 from tfcdo.doctor import probe
 from tfcdo.doctor import self_test
@@ -147,9 +148,49 @@ class DoctorTest(parameterized.TestCase):
         self.assertIn("  wrong  the devices cannot be used: RuntimeError: no devices today", lines)
 
 
+class JsonTest(absltest.TestCase):
+    def test_errors_stand_where_answers_would(self):
+        with mock.patch.object(_InThisProcess, "ask", _mostly_errors):
+            status, lines = _doctor("--json")
+        report = json.loads("\n".join(lines))
+        self.assertEqual(status, 1)
+        self.assertEqual(report["all_reduces"], [{"error": "ValueError: a"}])
+        self.assertEqual(report["topology"], {"error": "ended", "hangs": False})
+        models = [{"model": name, "error": "b"} for name in ("mobilenet", "bert-base")]
+        self.assertEqual(report["models"], models)
+        hangs = {"source": 0, "target": 1, "error": "no end within 15 s", "hangs": True}
+        self.assertEqual(report["pairs"], [hangs, {"source": 1, "target": 0, "error": "c"}])
+        self.assertEqual(report["sums"]["tf.NcclAllReduce"], {"skipped": "no kernel"})
+        summed = {"skipped": "", "elements": 8, "wrong": 0, "seconds": 0.5}
+        self.assertEqual(report["sums"]["tfcdo.AutoAllReduce"], summed)
+
+
+def _mostly_errors(self: Any, question: Mapping[str, Any], seconds: float) -> Any:
+    """Answers as a probe would on a machine of which hardly anything can be found out."""
+    if question["question"] == "topology":
+        raise worker_pool.WorkerError("ended")
+    if question.get("source") == 0:
+        raise worker_pool.WorkerTimeoutError
+    if question["question"] == "sum":
+        if question["name"] != "tfcdo.AutoAllReduce":
+            return {"skipped": "no kernel"}
+        return {"skipped": "", "elements": 8, "wrong": 0, "seconds": 0.5}
+    names = ["CPU:0", "CPU:1"]
+    return {
+        "versions": {"tfcdo": "1", "python": "3", "tensorflow": "2", "problem": "", "remedy": ""},
+        "devices": {
+            **{"physical": names, "logical": names, "examined": names, "description": "two"},
+            **{"on_cpu": True, "gpus_of_nvidia_smi": []},
+        },
+        "all_reduces": {"error": "ValueError: a"},
+        "auto": {"error": "b"},
+        "pair": {"error": "c"},
+    }[question["question"]]
+
+
 def _no_tensorflow(self: Any, question: Mapping[str, Any], seconds: float) -> Any:
     del self, question, seconds
-    return {"tfcdo": "1", "problem": "none here", "remedy": "install it"}
+    return {"tfcdo": "1", "python": "3", "problem": "none here", "remedy": "install it"}
 
 
 # A probe that answers at once, but hangs for one pair and ends for another.
@@ -167,7 +208,7 @@ def answer(request):
     if pair == (1, 0):
         os.write(2, b"no such link")
         os._exit(7)
-    return {"asked": asked, "wrong": 0}
+    return {"wrong": 0, "bandwidth": 1e9, "asked": asked}
 
 worker_pool.serve(answer)
 """
@@ -177,26 +218,37 @@ class ProbesTest(absltest.TestCase):
     def test_a_probe_that_hangs_or_ends_is_replaced(self):
         limits = examination.Limits(start=30.0, pair=3.0)
         command = (sys.executable, "-c", _FAKE_PROBE)
+        asked: list[list[str]] = []
+
+        def ask(question: Mapping[str, Any], seconds: float) -> Any:
+            answer = probes.ask(question, seconds)
+            asked.append(answer["asked"])
+            return answer
+
         with (
             mock.patch.object(examination.Probes, "_command", command),
             examination.Probes(2, limits) as probes,
         ):
-            pairs = list(examination._pairs(probes.ask, 3, limits, lambda message: None))
-        self.assertEqual(pairs[0]["error"], "no end within 3 s")
-        self.assertTrue(pairs[0]["hangs"])
+            pairs = dict(examination._pairs(ask, 3, limits, lambda message: None))
+        self.assertEqual(pairs.pop((0, 1)), answers.NoAnswer("no end within 3 s", hangs=True))
         # The new probe was asked for its devices first.
-        self.assertEqual(pairs[1]["asked"], ["devices", "pair"])
-        self.assertIn("ended with status 7", pairs[2]["error"])
-        self.assertIn("no such link", pairs[2]["error"])
-        self.assertEqual([pair["wrong"] for pair in pairs[3:]], [0, 0, 0])
+        self.assertEqual(asked[0], ["devices", "pair"])
+        ended = pairs.pop((1, 0))
+        assert isinstance(ended, answers.NoAnswer)
+        self.assertFalse(ended.hangs)
+        self.assertIn("ended with status 7", ended.error)
+        self.assertIn("no such link", ended.error)
+        others = [(0, 2), (1, 2), (2, 0), (2, 1)]
+        self.assertEqual(pairs, dict.fromkeys(others, answers.Copies(0, 1e9)))
 
     def test_after_some_that_hang_the_rest_is_not_tried(self):
         def ask(question: Mapping[str, Any], seconds: float) -> Any:
             raise worker_pool.WorkerTimeoutError
 
-        pairs = list(examination._pairs(ask, 3, examination.Limits(), lambda message: None))
-        self.assertEqual([pair.get("hangs") for pair in pairs], [True] * 3 + [None] * 3)
-        self.assertEqual(pairs[3]["skipped"], "3 others hang")
+        pairs = dict(examination._pairs(ask, 3, examination.Limits(), lambda message: None))
+        hanging = answers.NoAnswer("no end within 15 s", hangs=True)
+        skipped = answers.Skipped("3 others hang")
+        self.assertEqual(list(pairs.values()), [hanging] * 3 + [skipped] * 3)
 
     def test_a_process_of_its_own(self):
         limits = examination.Limits()

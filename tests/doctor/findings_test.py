@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
 import socket
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tfcdo.doctor import answers
 from tfcdo.doctor import findings
 from tfcdo.doctor import tf_config
 from tfcdo.doctor.examination import Report
@@ -18,42 +22,46 @@ from tfcdo.doctor.findings import NOTE
 from tfcdo.doctor.findings import OK
 from tfcdo.doctor.findings import WRONG
 
-_GPUS = [f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(4)]
+_GPUS = tuple(f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(4))
+
+
+_PAIRS = list(itertools.permutations(range(4), 2))
 
 
 def _report(**changes: Any) -> Report:
     """A machine of four GPUs on which all is well, but for what is said."""
-    pairs = [(source, target) for source in range(4) for target in range(4) if source != target]
-    content: dict[str, Any] = {
-        "versions": {"tensorflow": "2.21.0", "problem": "", "remedy": ""},
-        "devices": {
-            "physical": [f"/physical_device:GPU:{number}" for number in range(4)],
-            "logical": _GPUS,
-            "examined": _GPUS,
-            "description": "4 x Some GPU",
-            "on_cpu": False,
-            "gpus_of_nvidia_smi": ["Some GPU"] * 4,
-        },
-        "all_reduces": [{"name": "NcclAllReduce", "can_run": True, "reason": "", "remedy": ""}],
-        "topology": {
-            "name": "m",
-            "reason": "as nvidia-smi reports",
-            "links": [{"source": a, "target": b, "bandwidth": 50e9} for a, b in pairs],
-        },
-        "pairs": [{"source": a, "target": b, "wrong": 0, "bandwidth": 40e9} for a, b in pairs],
-        "sums": {
-            name: {"skipped": "", "wrong": 0, "elements": 8, "seconds": 1e-3}
-            for both in findings.COMPARED
-            for name in both
-        },
-    }
-    return Report(**{**content, **changes})
+    names = tuple(itertools.chain.from_iterable(findings.COMPARED))
+    report = Report(
+        versions=answers.Versions("0.1.0", "3.12.1", tensorflow="2.21.0"),
+        devices=answers.Devices(
+            physical=tuple(f"/physical_device:GPU:{number}" for number in range(4)),
+            logical=_GPUS,
+            examined=_GPUS,
+            description="4 x Some GPU",
+            on_cpu=False,
+            gpus_of_nvidia_smi=("Some GPU",) * 4,
+        ),
+        all_reduces=(answers.AllReduce("NcclAllReduce", True, "", ""),),
+        topology=_topology(bandwidth=50e9),
+        pairs={pair: answers.Copies(0, 40e9) for pair in _PAIRS},
+        sums={name: answers.Sums(elements=8, wrong=0, seconds=1e-3) for name in names},
+    )
+    return dataclasses.replace(report, **changes)
 
 
-def _changed(report: Report, changes: dict[tuple[int, int], dict[str, Any]]) -> Report:
-    for pair in report.pairs:
-        pair.update(changes.get((pair["source"], pair["target"]), {}))
-    return report
+def _topology(bandwidth: float | None) -> answers.FoundTopology:
+    links = tuple(answers.Link(*pair, bandwidth, via_host=False) for pair in _PAIRS)
+    return answers.FoundTopology("m", "as nvidia-smi reports", links)
+
+
+def _with_pairs(changes: Mapping[tuple[int, int], answers.CopiesAnswer], **others: Any) -> Report:
+    report = _report(**others)
+    return dataclasses.replace(report, pairs={**report.pairs, **changes})
+
+
+def _with_sums(changes: Mapping[str, answers.SumsAnswer], **others: Any) -> Report:
+    report = _report(**others)
+    return dataclasses.replace(report, sums={**report.sums, **changes})
 
 
 def _texts(report: Report, severity: str) -> list[str]:
@@ -71,9 +79,9 @@ class FindingsTest(parameterized.TestCase):
         )
 
     def test_what_is_not_ok_has_a_remedy_on_one_line(self):
-        report = _changed(
-            _report(versions={"error": "x"}),
-            {(0, 1): {"wrong": 3}, (1, 2): {"error": "y", "hangs": False}},
+        report = _with_pairs(
+            {(0, 1): answers.Copies(3, 40e9), (1, 2): answers.NoAnswer("y", hangs=False)},
+            versions=answers.Failure("x"),
         )
         for finding in findings.findings_of(report):
             if finding.severity != OK:
@@ -81,8 +89,8 @@ class FindingsTest(parameterized.TestCase):
                 self.assertNotIn("\n", finding.remedy)
 
     def test_pairs_that_hang_are_named_and_their_devices_left_out(self):
-        hangs = {"error": "no end within 15 s", "hangs": True}
-        report = _changed(_report(), {(0, 2): hangs, (2, 3): hangs, (1, 0): {"skipped": "z"}})
+        hangs = answers.NoAnswer("no end within 15 s", hangs=True)
+        report = _with_pairs({(0, 2): hangs, (2, 3): hangs, (1, 0): answers.Skipped("z")})
         (text,) = _texts(report, WRONG)
         self.assertEqual(
             text, "copies from GPU:0 to GPU:2, GPU:2 to GPU:3 hang: no end within 15 s"
@@ -90,21 +98,29 @@ class FindingsTest(parameterized.TestCase):
         self.assertEqual(_texts(report, NOTE), ["1 pairs of devices were not tried: z"])
         self.assertIn("['GPU:0', 'GPU:1', 'GPU:3']", findings.script_line(report))
 
+    def test_copies_that_raise_an_error_fail(self):
+        # The probe goes on, which says nothing of hanging.
+        report = _with_pairs({(0, 2): answers.Failure("InternalError: no peer")})
+        text = "copies from GPU:0 to GPU:2 fail: InternalError: no peer"
+        self.assertEqual(_texts(report, WRONG), [text])
+
     def test_slow_links(self):
-        report = _changed(_report(), {(3, 0): {"bandwidth": 6e9}})
+        report = _with_pairs({(3, 0): answers.Copies(0, 6e9)})
         (text,) = _texts(report, NOTE)
         self.assertIn("copies from GPU:3 to GPU:0 are slower", text)
         self.assertIn("down to 6.0 GB/s", text)
         # A link that the planner takes for free is not compared with anything.
-        for link in (report.topology or {})["links"]:
-            link["bandwidth"] = None
-        self.assertEmpty(_texts(report, NOTE))
+        free = dataclasses.replace(report, topology=_topology(bandwidth=None))
+        self.assertEmpty(_texts(free, NOTE))
 
     def test_classes_that_are_wrong_or_fail(self):
-        report = _report()
-        report.sums["tfcdo.NcclAllReduce"] = {"error": "no end within 60 s", "hangs": True}
-        report.sums["tfcdo.AutoAllReduce"]["wrong"] = 5
-        report.sums["tf.ReductionToOneDevice"] = {"error": "ValueError: no"}
+        report = _with_sums(
+            {
+                "tfcdo.NcclAllReduce": answers.NoAnswer("no end within 60 s", hangs=True),
+                "tfcdo.AutoAllReduce": answers.Sums(elements=8, wrong=5, seconds=1e-3),
+                "tf.ReductionToOneDevice": answers.Failure("ValueError: no"),
+            }
+        )
         self.assertEqual(
             _texts(report, WRONG),
             [
@@ -117,10 +133,13 @@ class FindingsTest(parameterized.TestCase):
         self.assertIn("=tfcdo.HierarchicalCopyAllReduce()", findings.script_line(report))
 
     def test_gpus_that_tensorflow_does_not_see(self):
-        report = _report()
-        assert report.devices
-        report.devices.update(physical=["/physical_device:CPU:0"], on_cpu=True)
-        report.sums["tfcdo.NcclAllReduce"] = {"skipped": "no kernel"}
+        devices = _report().devices
+        assert isinstance(devices, answers.Devices)
+        physical = ("/physical_device:CPU:0",)
+        report = _with_sums(
+            {"tfcdo.NcclAllReduce": answers.Skipped("no kernel")},
+            devices=dataclasses.replace(devices, physical=physical, on_cpu=True),
+        )
         seen, examined = _texts(report, NOTE)
         self.assertEqual(seen, "nvidia-smi shows 4 GPUs, and TensorFlow none")
         self.assertIn("TensorFlow sees no GPU", examined)
@@ -131,7 +150,7 @@ class FindingsTest(parameterized.TestCase):
 
     def test_an_assumed_topology(self):
         reason = "there is no nvidia-smi on the PATH; pass topology= to say what joins them"
-        report = _report(topology={"name": "fully_connected", "reason": reason, "links": []})
+        report = _report(topology=answers.FoundTopology("fully_connected", reason, ()))
         (text,) = _texts(report, NOTE)
         self.assertStartsWith(text, "the topology is assumed to be 'fully_connected'")
 

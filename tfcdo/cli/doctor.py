@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tfcdo.cli import options
+from tfcdo.doctor import answers
 from tfcdo.doctor import examination
 from tfcdo.doctor import findings
 from tfcdo.units import format_bytes
@@ -65,6 +67,13 @@ def _content(
 ) -> dict[str, object]:
     return {
         **dataclasses.asdict(report),
+        "models": [
+            {"model": name, **dataclasses.asdict(plan)} for name, plan in report.models.items()
+        ],
+        "pairs": [
+            {"source": source, "target": target, **dataclasses.asdict(copies)}
+            for (source, target), copies in report.pairs.items()
+        ],
         "findings": [dataclasses.asdict(finding) for finding in found],
         "script": line,
     }
@@ -75,7 +84,7 @@ def _print(report: examination.Report, found: Sequence[findings.Finding], consol
         console.print(Text(heading, "bold"))
         for line in lines:
             console.print(options.printable(f"  {line}", console), soft_wrap=True)
-    if report.pairs and report.devices and not report.devices["on_cpu"]:
+    if report.pairs and isinstance(report.devices, answers.Devices) and not report.devices.on_cpu:
         console.print(_table_of_pairs(report))
     if report.sums:
         console.print(_table_of_sums(report))
@@ -93,42 +102,40 @@ def _print(report: examination.Report, found: Sequence[findings.Finding], consol
 def _facts(report: examination.Report) -> Iterator[tuple[str, list[str]]]:
     """Yields what is known of the machine: headings, and the lines below them."""
     names = ("tfcdo", "tensorflow", "keras", "python", "numpy", "cuda")
-    versions = [f"{name} {report.versions.get(name) or 'none'}" for name in names]
+    versions = [f"{name} {getattr(report.versions, name, None) or 'none'}" for name in names]
     yield "Versions", [", ".join(versions)]
-    if report.devices and "error" not in report.devices:
-        logical = map(findings.short_name, report.devices["logical"])
-        physical = map(findings.short_name, report.devices["physical"])
+    devices, topology = report.devices, report.topology
+    if isinstance(devices, answers.Devices):
+        logical = map(findings.short_name, devices.logical)
+        physical = map(findings.short_name, devices.physical)
         yield (
             "Devices",
             [
                 f"physical: {', '.join(physical)}; logical: {', '.join(logical)}",
-                f"examined: {report.devices['description']}",
+                f"examined: {devices.description}",
             ],
         )
     if report.all_reduces:
         yield "All-reduces that can run", [_can_run(found) for found in report.all_reduces]
-    if report.topology and "error" not in report.topology:
-        topology = report.topology
-        yield "Topology", [f"{topology['name']}: {topology['reason']}", _links(report)]
+    if isinstance(topology, answers.FoundTopology):
+        yield "Topology", [f"{topology.name}: {topology.reason}", _links(topology)]
     if report.models:
-        yield "What AutoAllReduce would do", [_plan(model) for model in report.models]
+        yield "What AutoAllReduce would do", [_plan(*model) for model in report.models.items()]
     config = report.tf_config
     hosts = [f"{host.name}: {host.status}" for host in config.hosts]
     alone = "not set: this process trains alone"
     yield "TF_CONFIG", hosts or [config.problem or (config.text or alone)]
 
 
-def _can_run(found: dict[str, object]) -> str:
-    if "error" in found:
-        return str(found["error"])
-    return f"{found['name']}: {'yes' if found['can_run'] else 'no'}, {found['reason']}"
+def _can_run(found: answers.AllReduce | answers.Failure) -> str:
+    if isinstance(found, answers.Failure):
+        return found.error
+    return f"{found.name}: {'yes' if found.can_run else 'no'}, {found.reason}"
 
 
-def _links(report: examination.Report) -> str:
+def _links(topology: answers.FoundTopology) -> str:
     """Says how fast the links are, those of one speed together."""
-    by_speed: dict[float | None, int] = {}
-    for link in (report.topology or {})["links"]:
-        by_speed[link["bandwidth"]] = by_speed.get(link["bandwidth"], 0) + 1
+    by_speed = collections.Counter(link.bandwidth for link in topology.links)
     parts = [
         f"{count} links {'in one memory' if speed is None else f'of {speed / 1e9:g} GB/s'}"
         for speed, count in sorted(by_speed.items(), key=lambda item: -(item[0] or 0))
@@ -136,45 +143,45 @@ def _links(report: examination.Report) -> str:
     return ", ".join(parts) or "no links"
 
 
-def _plan(model: dict[str, object]) -> str:
-    if "error" in model:
-        return f"{model['model']}: {model['error']}"
-    size, packs = model["bytes"], model["packs"]
-    assert isinstance(size, int)
+def _plan(model: str, plan: answers.ModelPlan | answers.Failure) -> str:
+    if isinstance(plan, answers.Failure):
+        return f"{model}: {plan.error}"
     return (
-        f"{model['model']} ({format_bytes(size)} in {model['values']} gradients): "
-        f"{model['algorithm']} in {packs} pack{'' if packs == 1 else 's'}, "
-        f"{model['graph_ops']} graph ops"
+        f"{model} ({format_bytes(plan.bytes)} in {plan.values} gradients): "
+        f"{plan.algorithm} in {plan.packs} pack{'' if plan.packs == 1 else 's'}, "
+        f"{plan.graph_ops} graph ops"
     )
 
 
 def _table_of_pairs(report: examination.Report) -> Table:
     """Makes the table of bandwidths, measured and of the topology; a row a sending device."""
-    assert report.devices
-    names = [findings.short_name(name) for name in report.devices["examined"]][:_MOST_COLUMNS]
+    names = [findings.short_name(name) for name in report.examined][:_MOST_COLUMNS]
     title = "GB/s from device (row) to device (column): measured / of the topology"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title, title_justify="left")
     for heading in ("", *names):
         table.add_column(heading, justify="right", no_wrap=True)
-    cells = {(pair["source"], pair["target"]): _bandwidths(pair, report) for pair in report.pairs}
+    cells = {
+        pair: _bandwidths(copies, report.planned_bandwidth(pair))
+        for pair, copies in report.pairs.items()
+    }
     for source, name in enumerate(names):
         row = [cells.get((source, target), Text("-")) for target in range(len(names))]
         table.add_row(name, *row)
     return table
 
 
-def _bandwidths(pair: dict[str, object], report: examination.Report) -> Text:
-    source, target = pair["source"], pair["target"]
-    assert isinstance(source, int) and isinstance(target, int)
-    planned = findings.bandwidth_in_topology(report, source, target)
-    beside = "-" if planned is None else f"{planned / 1e9:.1f}"
-    if pair.get("hangs") or "error" in pair:
-        return Text("hangs" if pair.get("hangs") else "fails", _STYLES[findings.WRONG])
-    measured = pair.get("bandwidth")
-    if not isinstance(measured, float):
+def _bandwidths(copies: answers.CopiesAnswer, planned: float | None) -> Text:
+    if isinstance(copies, answers.Failure):
+        return _failure(copies)
+    if isinstance(copies, answers.Skipped):
         return Text("?")
-    style = _STYLES[findings.WRONG] if pair.get("wrong") else ""
-    return Text(f"{measured / 1e9:.1f} / {beside}", style)
+    style = _STYLES[findings.WRONG] if copies.wrong else ""
+    beside = "-" if planned is None else f"{planned / 1e9:.1f}"
+    return Text(f"{copies.bandwidth / 1e9:.1f} / {beside}", style)
+
+
+def _failure(failure: answers.Failure) -> Text:
+    return Text("hangs" if answers.hangs(failure) else "fails", _STYLES[findings.WRONG])
 
 
 def _table_of_sums(report: examination.Report) -> Table:
@@ -188,10 +195,10 @@ def _table_of_sums(report: examination.Report) -> Table:
     return table
 
 
-def _wrong(found: dict[str, object]) -> Text:
-    if "error" in found:
-        return Text("hangs" if found.get("hangs") else "fails", _STYLES[findings.WRONG])
-    if found["skipped"]:
+def _wrong(found: answers.SumsAnswer) -> Text:
+    if isinstance(found, answers.Failure):
+        return _failure(found)
+    if isinstance(found, answers.Skipped):
         return Text("cannot run", "dim")
-    style = _STYLES[findings.WRONG] if found["wrong"] else ""
-    return Text(f"{found['wrong']} of {found['elements']}", style)
+    style = _STYLES[findings.WRONG] if found.wrong else ""
+    return Text(f"{found.wrong} of {found.elements}", style)

@@ -8,10 +8,25 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from tfcdo.bench import worker_pool
 from tfcdo.doctor import tf_config
+from tfcdo.doctor.answers import AllReduce
+from tfcdo.doctor.answers import Copies
+from tfcdo.doctor.answers import CopiesAnswer
+from tfcdo.doctor.answers import Devices
+from tfcdo.doctor.answers import Failure
+from tfcdo.doctor.answers import FoundTopology
+from tfcdo.doctor.answers import ModelPlan
+from tfcdo.doctor.answers import NoAnswer
+from tfcdo.doctor.answers import Skipped
+from tfcdo.doctor.answers import Sums
+from tfcdo.doctor.answers import SumsAnswer
+from tfcdo.doctor.answers import Versions
+from tfcdo.doctor.answers import hangs
 
 # The pairs of classes that are compared, tfcdo's and TensorFlow's; what a strategy that is given no
 # cross-device ops uses is TensorFlow's way to choose by itself.
@@ -31,6 +46,10 @@ _MOST_HANGING = 3
 # Takes a question; returns the answer. Raises `worker_pool.WorkerError` if none comes.
 Ask = Callable[[Mapping[str, Any], float], Any]
 Tell = Callable[[str], None]
+# The indices of the sending and of the receiving device.
+Pair = tuple[int, int]
+
+_Kind = TypeVar("_Kind")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,34 +69,42 @@ class Limits:
     sum: float = 60.0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Report:
     """All answers; None, or empty, where the doctor did not come that far.
 
     Attributes:
-      versions: see `probe.versions`.
-      devices: see `self_test.Patient.devices`.
-      all_reduces: see `self_test.Patient.all_reduces`.
-      topology: see `self_test.Patient.topology`.
-      models: see `self_test.Patient.auto`, for a small model and a large one.
+      versions: the versions of TensorFlow and others.
+      devices: the devices.
+      all_reduces: which of tfcdo's all-reduces can run.
+      topology: what joins the devices.
+      models: what `AutoAllReduce` would do, for a small model and a large one, by their names.
       tf_config: what TF_CONFIG says.
-      pairs: see `self_test.Patient.pair`, with `source` and `target`, indices of devices.
-      sums: see `self_test.Patient.sum`, by the name of the implementation.
-
-    An answer that did not come, or that is an error, is `{"error": text}`, with `"hangs": True`
-    where there was no end to be waited for. A pair that was not tried has the reason in `skipped`.
+      pairs: how copies arrive, by the devices.
+      sums: whether all-reduces are right, by the name of the implementation.
     """
 
-    versions: dict[str, Any] = dataclasses.field(default_factory=dict)
-    devices: dict[str, Any] | None = None
-    all_reduces: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    topology: dict[str, Any] | None = None
-    models: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    versions: Versions | Failure
+    devices: Devices | Failure | None = None
+    all_reduces: tuple[AllReduce | Failure, ...] = ()
+    topology: FoundTopology | Failure | None = None
+    models: Mapping[str, ModelPlan | Failure] = dataclasses.field(default_factory=dict)
     tf_config: tf_config.TfConfig = dataclasses.field(
         default_factory=lambda: tf_config.TfConfig("")
     )
-    pairs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    sums: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    pairs: Mapping[Pair, CopiesAnswer] = dataclasses.field(default_factory=dict)
+    sums: Mapping[str, SumsAnswer] = dataclasses.field(default_factory=dict)
+
+    @property
+    def examined(self) -> tuple[str, ...]:
+        """The names of the devices that are examined; none if they cannot be used."""
+        return self.devices.examined if isinstance(self.devices, Devices) else ()
+
+    def planned_bandwidth(self, pair: Pair) -> float | None:
+        """Returns what the topology says of a link, in bytes per second; None for no limit."""
+        links = self.topology.links if isinstance(self.topology, FoundTopology) else ()
+        found = (link.bandwidth for link in links if (link.source, link.target) == pair)
+        return next(found, None)
 
 
 class Probes:
@@ -147,51 +174,74 @@ def examine(
     Returns:
       The report; it ends early where nothing further can be found out.
     """
-    report = Report()
     tell("Looking at TF_CONFIG")
-    report.tf_config = tf_config.examine_tf_config()
+    config = tf_config.examine_tf_config()
     tell("Starting TensorFlow")
-    report.versions = _answer(ask, {"question": "versions"}, limits.start)
-    if report.versions.get("problem") or "error" in report.versions:
-        return report
-    report.devices = _answer(ask, devices_question(count), limits.start)
-    if "error" in report.devices:
-        return report
-    found = _answer(ask, {"question": "all_reduces"}, limits.plan)
-    report.all_reduces = found if isinstance(found, list) else [found]
+    versions = _answer(ask, {"question": "versions"}, limits.start, Versions)
+    if isinstance(versions, Failure) or versions.problem:
+        return Report(versions, tf_config=config)
+    devices = _answer(ask, devices_question(count), limits.start, Devices)
+    if isinstance(devices, Failure):
+        return Report(versions, devices, tf_config=config)
+    all_reduces = _answer(ask, {"question": "all_reduces"}, limits.plan, tuple[AllReduce, ...])
     tell("Looking at the topology")
-    report.topology = _answer(ask, {"question": "topology"}, limits.plan)
+    topology = _answer(ask, {"question": "topology"}, limits.plan, FoundTopology)
+    return Report(
+        versions,
+        devices,
+        (all_reduces,) if isinstance(all_reduces, Failure) else all_reduces,
+        topology,
+        dict(_models(ask, limits, tell)),
+        config,
+        dict(_pairs(ask, len(devices.examined), limits, tell)),
+        dict(_sums(ask, limits, tell)),
+    )
+
+
+def _models(ask: Ask, limits: Limits, tell: Tell) -> Iterator[tuple[str, ModelPlan | Failure]]:
     for model in (SMALL_MODEL, LARGE_MODEL):
         tell(f"Planning for {model}")
-        answer = _answer(ask, {"question": "auto", "model": model}, limits.plan)
-        report.models.append({"model": model, **answer})
-    report.pairs = list(_pairs(ask, len(report.devices["examined"]), limits, tell))
-    for name in itertools.chain.from_iterable(COMPARED):
-        tell(f"Summing with {name}")
-        report.sums[name] = _answer(ask, {"question": "sum", "name": name}, limits.sum)
-    return report
+        yield model, _answer(ask, {"question": "auto", "model": model}, limits.plan, ModelPlan)
 
 
-def _pairs(ask: Ask, count: int, limits: Limits, tell: Tell) -> Iterator[dict[str, Any]]:
+def _pairs(ask: Ask, count: int, limits: Limits, tell: Tell) -> Iterator[tuple[Pair, CopiesAnswer]]:
     """Tests each ordered pair of devices, until too many hang."""
     pairs = list(itertools.permutations(range(count), 2))
     hanging = 0
     for source, target in pairs:
         tell(f"Copying from device {source} to {target}")
-        pair = {"source": source, "target": target}
         if hanging >= _MOST_HANGING:
-            yield {**pair, "skipped": f"{hanging} others hang"}
+            yield (source, target), Skipped(f"{hanging} others hang")
             continue
-        question = {"question": "pair", **pair, "seconds": _SECONDS_OF_PAIRS / len(pairs)}
-        answer = _answer(ask, question, limits.pair)
-        hanging += bool(answer.get("hangs"))
-        yield {**pair, **answer}
+        seconds = _SECONDS_OF_PAIRS / len(pairs)
+        question = {"question": "pair", "source": source, "target": target, "seconds": seconds}
+        answer = _answer(ask, question, limits.pair, Copies)
+        hanging += hangs(answer)
+        yield (source, target), answer
 
 
-def _answer(ask: Ask, question: Mapping[str, Any], seconds: float) -> Any:
+def _sums(ask: Ask, limits: Limits, tell: Tell) -> Iterator[tuple[str, SumsAnswer]]:
+    for name in itertools.chain.from_iterable(COMPARED):
+        tell(f"Summing with {name}")
+        found = _ask(ask, {"question": "sum", "name": name}, limits.sum)
+        if not isinstance(found, Failure):
+            found = msgspec.convert(found, Skipped if found["skipped"] else Sums)
+        yield name, found
+
+
+def _answer(
+    ask: Ask, question: Mapping[str, Any], seconds: float, kind: type[_Kind]
+) -> _Kind | Failure:
+    found = _ask(ask, question, seconds)
+    return found if isinstance(found, Failure) else msgspec.convert(found, kind)
+
+
+def _ask(ask: Ask, question: Mapping[str, Any], seconds: float) -> Any:
+    """Returns a failure, or what else the probe has answered, as JSON has it."""
     try:
-        return ask(question, seconds)
+        found = ask(question, seconds)
     except worker_pool.WorkerTimeoutError:
-        return {"error": f"no end within {seconds:g} s", "hangs": True}
+        return NoAnswer(f"no end within {seconds:g} s", hangs=True)
     except worker_pool.WorkerError as error:
-        return {"error": str(error).strip(), "hangs": False}
+        return NoAnswer(str(error).strip(), hangs=False)
+    return Failure(found["error"]) if "error" in found else found

@@ -9,9 +9,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from tfcdo.doctor.answers import Copies
+from tfcdo.doctor.answers import CopiesAnswer
+from tfcdo.doctor.answers import Failure
+from tfcdo.doctor.answers import FoundTopology
+from tfcdo.doctor.answers import Skipped
+from tfcdo.doctor.answers import Sums
+from tfcdo.doctor.answers import SumsAnswer
+from tfcdo.doctor.answers import Versions
+from tfcdo.doctor.answers import hangs
 from tfcdo.doctor.examination import COMPARED
+from tfcdo.doctor.examination import Pair
 from tfcdo.doctor.examination import Report
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
@@ -69,48 +78,48 @@ def _tf_config(report: Report) -> Iterator[Finding]:
 
 def _versions(report: Report) -> Iterator[Finding]:
     found = report.versions
-    if found.get("problem"):
-        yield Finding(WRONG, found["problem"], found["remedy"])
-    elif "error" in found:
+    if isinstance(found, Failure):
         remedy = "run `python -c 'import tensorflow'` and see what it prints; reinstall TensorFlow"
-        yield Finding(WRONG, f"TensorFlow does not start: {found['error']}", remedy)
+        yield Finding(WRONG, f"TensorFlow does not start: {found.error}", remedy)
+    elif found.problem:
+        yield Finding(WRONG, found.problem, found.remedy)
     else:
-        yield Finding(OK, f"TensorFlow {found['tensorflow']} can be used")
+        yield Finding(OK, f"TensorFlow {found.tensorflow} can be used")
 
 
 def _devices(report: Report) -> Iterator[Finding]:
     devices = report.devices
     if devices is None:
         return
-    if "error" in devices:
+    if isinstance(devices, Failure):
         remedy = "choose fewer with -g, or see what TensorFlow says of its devices"
-        yield Finding(WRONG, f"the devices cannot be used: {devices['error']}", remedy)
+        yield Finding(WRONG, f"the devices cannot be used: {devices.error}", remedy)
         return
-    gpus = [name for name in devices["physical"] if "GPU" in name]
-    driver_gpus = devices["gpus_of_nvidia_smi"]
-    if len(driver_gpus) > len(gpus):
+    gpus = [name for name in devices.physical if "GPU" in name]
+    num_driver_gpus = len(devices.gpus_of_nvidia_smi)
+    if num_driver_gpus > len(gpus):
         remedy = "pip install 'tensorflow[and-cuda]', and see whether CUDA_VISIBLE_DEVICES is set"
-        seen = f"nvidia-smi shows {len(driver_gpus)} GPUs, and TensorFlow {len(gpus) or 'none'}"
+        seen = f"nvidia-smi shows {num_driver_gpus} GPUs, and TensorFlow {len(gpus) or 'none'}"
         yield Finding(NOTE, seen, remedy)
-    if devices["on_cpu"]:
+    if devices.on_cpu:
         text = {0: "no GPU", 1: "one GPU, which has nothing to all-reduce with"}
         yield Finding(
             NOTE,
             f"TensorFlow sees {text.get(len(gpus), f'{len(gpus)} GPUs')}: what follows is about "
-            f"{devices['description']}",
+            f"{devices.description}",
             "none needed to try things; to train on several GPUs, run this where they are",
         )
     else:
-        yield Finding(OK, f"{devices['description']} are examined")
+        yield Finding(OK, f"{devices.description} are examined")
 
 
 def _all_reduces(report: Report) -> Iterator[Finding]:
     for found in report.all_reduces:
-        if "error" in found:
-            yield Finding(WRONG, f"asking for all-reduces: {found['error']}", _REPORT)
-        elif not found["can_run"]:
-            text = f"tfcdo.{found['name']} cannot run here: {found['reason']}"
-            yield Finding(NOTE, text, found["remedy"])
+        if isinstance(found, Failure):
+            yield Finding(WRONG, f"asking for all-reduces: {found.error}", _REPORT)
+        elif not found.can_run:
+            text = f"tfcdo.{found.name} cannot run here: {found.reason}"
+            yield Finding(NOTE, text, found.remedy)
 
 
 _REPORT = "please report this, with the output of `tfcdo doctor --json`"
@@ -118,80 +127,78 @@ _REPORT = "please report this, with the output of `tfcdo doctor --json`"
 
 def _topology(report: Report) -> Iterator[Finding]:
     topology = report.topology
-    if topology is None:
-        return
-    if "error" in topology:
-        yield Finding(WRONG, f"finding out the topology: {topology['error']}", _REPORT)
-    elif "pass topology=" in topology["reason"]:
-        text = f"the topology is assumed to be {topology['name']!r}: {topology['reason']}"
+    if isinstance(topology, Failure):
+        yield Finding(WRONG, f"finding out the topology: {topology.error}", _REPORT)
+    elif topology and "pass topology=" in topology.reason:
+        text = f"the topology is assumed to be {topology.name!r}: {topology.reason}"
         remedy = "tfcdo.AutoAllReduce(topology=tfcdo.topology.Topology.from_nvidia_smi(text))"
         yield Finding(NOTE, text, remedy)
 
 
 def _models(report: Report) -> Iterator[Finding]:
-    for model in report.models:
-        if "error" in model:
-            yield Finding(WRONG, f"planning for {model['model']}: {model['error']}", _REPORT)
+    for name, plan in report.models.items():
+        if isinstance(plan, Failure):
+            yield Finding(WRONG, f"planning for {name}: {plan.error}", _REPORT)
+
+
+# What copies do that do not arrive as they should, and the remedy.
+_HANG, _FAIL, _LIE = "hang", "fail", "arrive with wrong bits"
+_TROUBLES = {
+    _HANG: "switch IOMMU and ACS off in the BIOS, or leave devices out as in the line below",
+    _FAIL: "see what the driver logged (`dmesg`), or leave devices out as in the line below",
+    _LIE: "switch IOMMU and ACS off in the BIOS, or leave devices out as in the line below",
+}
+
+
+def _trouble(copies: CopiesAnswer) -> str:
+    """Returns one of `_TROUBLES`; "" for copies that are right or were not tried."""
+    if isinstance(copies, Failure):
+        return _HANG if hangs(copies) else _FAIL
+    return _LIE if isinstance(copies, Copies) and copies.wrong else ""
 
 
 def _pairs(report: Report) -> Iterator[Finding]:
     pairs = report.pairs
-    if not pairs:
-        return
-    trouble = {
-        "hang": (
-            [pair for pair in pairs if pair.get("hangs")],
-            "switch IOMMU and ACS off in the BIOS, or leave devices out as in the line below",
-        ),
-        "fail": (
-            [pair for pair in pairs if "error" in pair and not pair["hangs"]],
-            "see what the driver logged (`dmesg`), or leave devices out as in the line below",
-        ),
-        "arrive with wrong bits": (
-            [pair for pair in pairs if pair.get("wrong")],
-            "switch IOMMU and ACS off in the BIOS, or leave devices out as in the line below",
-        ),
+    troubled = {
+        trouble: [pair for pair, copies in pairs.items() if _trouble(copies) == trouble]
+        for trouble in _TROUBLES
     }
-    if not any(found for found, _ in trouble.values()):
+    if pairs and not any(troubled.values()):
         yield Finding(OK, f"copies between all {len(pairs)} ordered pairs of devices arrive right")
-    for what, (found, remedy) in trouble.items():
+    for trouble, found in troubled.items():
         if found:
-            reasons = "; ".join(dict.fromkeys(pair["error"] for pair in found if "error" in pair))
-            text = f"copies from {_named(found, report)} {what}"
-            yield Finding(WRONG, text + (f": {reasons}" if reasons else ""), remedy)
-    skipped = [pair for pair in pairs if "skipped" in pair]
-    if skipped:
-        text = f"{len(skipped)} pairs of devices were not tried: {skipped[0]['skipped']}"
+            answers = map(pairs.__getitem__, found)
+            errors = dict.fromkeys(one.error for one in answers if isinstance(one, Failure))
+            text = f"copies from {_named(found, report)} {trouble}"
+            yield Finding(
+                WRONG, text + (f": {'; '.join(errors)}" if errors else ""), _TROUBLES[trouble]
+            )
+    reasons = [one.skipped for one in pairs.values() if isinstance(one, Skipped)]
+    if reasons:
+        text = f"{len(reasons)} pairs of devices were not tried: {reasons[0]}"
         yield Finding(NOTE, text, "mend those first and run this again")
-    slow = [pair for pair in pairs if _is_slow(pair, report)]
-    if slow:
-        measured = min(pair["bandwidth"] for pair in slow) / 1e9
+    yield from _slow_links(report)
+
+
+def _slow_links(report: Report) -> Iterator[Finding]:
+    slow = {}
+    for pair, copies in report.pairs.items():
+        planned = report.planned_bandwidth(pair)
+        if planned and isinstance(copies, Copies) and copies.bandwidth < _SLOW * planned:
+            slow[pair] = copies.bandwidth
+    if slow and isinstance(report.topology, FoundTopology):
         yield Finding(
             NOTE,
-            f"copies from {_named(slow, report)} are slower than half of what the topology "
-            f"{(report.topology or {}).get('name')!r} says (down to {measured:.1f} GB/s)",
+            f"copies from {_named(list(slow), report)} are slower than half of what the topology "
+            f"{report.topology.name!r} says (down to {min(slow.values()) / 1e9:.1f} GB/s)",
             "see `nvidia-smi nvlink -s` and `lspci -vv`; or describe the machine with topology=",
         )
 
 
-def bandwidth_in_topology(report: Report, source: int, target: int) -> float | None:
-    """Returns what the topology says of a link, in bytes per second; None for no limit."""
-    for link in (report.topology or {}).get("links", ()):
-        if (link["source"], link["target"]) == (source, target):
-            bandwidth: float | None = link["bandwidth"]
-            return bandwidth
-    return None
-
-
-def _is_slow(pair: dict[str, Any], report: Report) -> bool:
-    planned = bandwidth_in_topology(report, pair["source"], pair["target"])
-    return bool(planned and "bandwidth" in pair and pair["bandwidth"] < _SLOW * planned)
-
-
-def _named(pairs: Sequence[dict[str, Any]], report: Report) -> str:
-    names = [short_name(name) for name in (report.devices or {})["examined"]]
+def _named(pairs: Sequence[Pair], report: Report) -> str:
+    names = [short_name(name) for name in report.examined]
     named = ", ".join(
-        f"{names[pair['source']]} to {names[pair['target']]}" for pair in pairs[:_MOST_NAMED]
+        f"{names[source]} to {names[target]}" for source, target in pairs[:_MOST_NAMED]
     )
     more = len(pairs) - _MOST_NAMED
     return f"{named} and {more} more" if more > 0 else named
@@ -204,26 +211,26 @@ def _sums(report: Report) -> Iterator[Finding]:
             yield from _sum_of_tensorflow(tensorflow, report.sums[tensorflow], ours, report)
 
 
-def _own_sum(name: str, found: dict[str, Any]) -> Iterator[Finding]:
-    if "error" in found:
-        yield Finding(WRONG, f"{name} fails: {found['error']}", f"use another class; {_REPORT}")
-    elif found.get("wrong"):
-        text = f"{name} sums wrong: {found['wrong']} of {found['elements']} elements"
+def _own_sum(name: str, found: SumsAnswer) -> Iterator[Finding]:
+    if isinstance(found, Failure):
+        yield Finding(WRONG, f"{name} fails: {found.error}", f"use another class; {_REPORT}")
+    elif isinstance(found, Sums) and found.wrong:
+        text = f"{name} sums wrong: {found.wrong} of {found.elements} elements"
         yield Finding(WRONG, text, "see the pairs above; if all of them are right, report this")
-    elif not found["skipped"]:
+    elif isinstance(found, Sums):
         yield Finding(OK, f"{name} sums right")
 
 
 def _sum_of_tensorflow(
-    name: str, found: dict[str, Any], ours: str, report: Report
+    name: str, found: SumsAnswer, ours: str, report: Report
 ) -> Iterator[Finding]:
     """Finds a fault of TensorFlow's class, which is worth knowing but no fault of this machine."""
-    if "error" in found:
-        yield Finding(NOTE, f"{name} fails: {found['error']}", f"use {ours}")
-    elif found.get("wrong"):
-        count = len((report.devices or {}).get("examined", ()))
-        text = f"{name} sums wrong: {found['wrong']} of {found['elements']} elements"
-        yield Finding(NOTE, f"{text} on {count} devices, without an error", f"use {ours}")
+    if isinstance(found, Failure):
+        yield Finding(NOTE, f"{name} fails: {found.error}", f"use {ours}")
+    elif isinstance(found, Sums) and found.wrong:
+        text = f"{name} sums wrong: {found.wrong} of {found.elements} elements"
+        text += f" on {len(report.examined)} devices, without an error"
+        yield Finding(NOTE, text, f"use {ours}")
 
 
 def script_line(report: Report) -> str:
@@ -236,11 +243,12 @@ def script_line(report: Report) -> str:
       A line of Python; one for the shell if TensorFlow must be mended first.
     """
     if report.devices is None:
-        return str(report.versions.get("remedy") or "pip install --force-reinstall tensorflow")
-    if "error" in report.devices:
+        remedy = report.versions.remedy if isinstance(report.versions, Versions) else ""
+        return remedy or "pip install --force-reinstall tensorflow"
+    if isinstance(report.devices, Failure):
         return "import tfcdo; strategy = tfcdo.MirroredStrategy()"
     ops = f"cross_device_ops={_best_class(report)}()"
-    names, on_cpu = report.devices["examined"], report.devices["on_cpu"]
+    names, on_cpu = report.examined, report.devices.on_cpu
     usable = _usable_devices(report)
     if report.tf_config.hosts:
         each = f", devices_per_worker={len(names)}" if on_cpu else ""
@@ -260,20 +268,16 @@ def script_line(report: Report) -> str:
 def _best_class(report: Report) -> str:
     """Returns the first class whose sums were right, NCCL before all others."""
     for name, _ in (COMPARED[-1], *COMPARED[:-1]):
-        found = report.sums.get(name, {})
-        if "error" not in found and not found.get("skipped") and found.get("wrong") == 0:
+        found = report.sums.get(name)
+        if isinstance(found, Sums) and not found.wrong:
             return name
     return COMPARED[0][0]
 
 
 def _usable_devices(report: Report) -> list[str]:
     """Leaves out devices until no pair that hangs, fails or lies is left, the worst first."""
-    names: list[str] = (report.devices or {})["examined"]
-    bad = [
-        (pair["source"], pair["target"])
-        for pair in report.pairs
-        if pair.get("wrong") or "error" in pair
-    ]
+    names = report.examined
+    bad = [pair for pair, copies in report.pairs.items() if _trouble(copies)]
     left = set(range(len(names)))
     while bad:
         ends = list(itertools.chain.from_iterable(bad))

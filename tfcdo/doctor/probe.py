@@ -13,34 +13,32 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from tfcdo.bench import worker_pool
+from tfcdo.doctor.answers import Failure
+from tfcdo.doctor.answers import Versions
 from tfcdo.version import __version__
 
 # That of pyproject.toml, which is not there where tfcdo is installed: a test compares them.
 OLDEST_TENSORFLOW = (2, 16)
 
 
-def versions() -> dict[str, Any]:
-    """Imports TensorFlow and says which versions there are.
-
-    Returns:
-      The version of each package, None where it cannot be imported; `cuda`, what TensorFlow was
-      built with, if anything; `problem` and `remedy`, both empty if this TensorFlow can be used.
-    """
-    found: dict[str, Any] = {"tfcdo": __version__, "python": platform.python_version()}
-    found.update({"tensorflow": None, "keras": None, "numpy": None, "cuda": None})
+def versions() -> Versions:
+    """Imports TensorFlow and says which versions there are, and whether TensorFlow can be used."""
+    found: dict[str, str | None] = {}
     try:
         for name in ("numpy", "tensorflow"):
             found[name] = importlib.import_module(name).__version__
         found["cuda"] = _cuda_of_tensorflow()
-        problem, remedy = _problem_of_tensorflow(found["tensorflow"])
+        problem, remedy = _problem_of_tensorflow(str(found["tensorflow"]))
         # Keras is needed by Keras users only.
         found["keras"] = _version_of("keras")
     except Exception as error:
         # Whatever a broken installation raises: a missing library, a numpy of the wrong age.
         problem = f"TensorFlow cannot be imported: {_first_line(error)}"
         remedy = f"pip install 'tensorflow>={'.'.join(map(str, OLDEST_TENSORFLOW))}'"
-    return {**found, "problem": problem, "remedy": remedy}
+    return Versions(__version__, platform.python_version(), **found, problem=problem, remedy=remedy)
 
 
 def _problem_of_tensorflow(version: str) -> tuple[str, str]:
@@ -77,7 +75,7 @@ class Probe:
     """Answers questions, the one about devices before those that need them.
 
     A question is an object with `question`, the name of a function of `self_test` or `versions`,
-    and that function's arguments. An answer is what JSON can hold, or `{"error": ...}`.
+    and that function's arguments. An answer is a value of `answers`, as JSON holds it.
     """
 
     def __init__(self) -> None:
@@ -88,15 +86,20 @@ class Probe:
         arguments = dict(request)
         question = arguments.pop("question")
         try:
-            if question == "versions":
-                return versions()
-            if question == "devices":
-                from tfcdo.doctor import self_test
-
-                self._patient = self_test.Patient(**arguments)
-            return getattr(self._patient, question)(**({} if question == "devices" else arguments))
+            found = self._ask(question, arguments)
         except Exception as error:
-            return {"error": f"{type(error).__name__}: {_first_line(error)}"}
+            found = Failure(f"{type(error).__name__}: {_first_line(error)}")
+        return msgspec.to_builtins(found)
+
+    def _ask(self, question: str, arguments: Mapping[str, Any]) -> Any:
+        if question == "versions":
+            return versions()
+        if question == "devices":
+            from tfcdo.doctor import self_test
+
+            self._patient = self_test.Patient(**arguments)
+            return self._patient.devices()
+        return getattr(self._patient, question)(**arguments)
 
 
 def _first_line(error: Exception) -> str:

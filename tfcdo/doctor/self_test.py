@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -14,6 +13,14 @@ from tfcdo.bench import devices as bench_devices
 from tfcdo.bench import implementations
 from tfcdo.bench import steps
 from tfcdo.bench import workloads
+from tfcdo.doctor.answers import AllReduce
+from tfcdo.doctor.answers import Copies
+from tfcdo.doctor.answers import Devices
+from tfcdo.doctor.answers import FoundTopology
+from tfcdo.doctor.answers import Link
+from tfcdo.doctor.answers import ModelPlan
+from tfcdo.doctor.answers import Skipped
+from tfcdo.doctor.answers import Sums
 from tfcdo.execute import copy_trees
 from tfcdo.topology import detection
 
@@ -34,57 +41,47 @@ class Patient:
         tf.get_logger().setLevel("ERROR")
         self._devices = bench_devices.choose_devices(count)
 
-    def devices(self) -> dict[str, Any]:
+    def devices(self) -> Devices:
         """Says what TensorFlow sees and which devices are examined."""
-        return {
-            "physical": [device.name for device in tf.config.list_physical_devices()],
-            "logical": [device.name for device in tf.config.list_logical_devices()],
-            "examined": list(self._devices.names),
-            "description": self._devices.description,
-            "on_cpu": self._devices.on_cpu,
-            "gpus_of_nvidia_smi": list(detection.gpus_of_nvidia_smi()),
-        }
+        return Devices(
+            physical=tuple(device.name for device in tf.config.list_physical_devices()),
+            logical=tuple(device.name for device in tf.config.list_logical_devices()),
+            examined=tuple(self._devices.names),
+            description=self._devices.description,
+            on_cpu=self._devices.on_cpu,
+            gpus_of_nvidia_smi=tuple(detection.gpus_of_nvidia_smi()),
+        )
 
-    def all_reduces(self) -> list[dict[str, Any]]:
+    def all_reduces(self) -> tuple[AllReduce, ...]:
         """Says of each of tfcdo's all-reduces whether it can run on these devices."""
-        status = tfcdo.nccl_status(self._devices.names)
-        found = [
-            {"name": name, "can_run": True, "reason": "copies between any devices", "remedy": ""}
-            for name in ("AutoAllReduce", "HierarchicalCopyAllReduce", "ReductionToOneDevice")
-        ]
-        nccl = {"can_run": status.can_run, "reason": status.reason, "remedy": status.remedy}
-        return [*found, {"name": "NcclAllReduce", **nccl}]
+        names = ("AutoAllReduce", "HierarchicalCopyAllReduce", "ReductionToOneDevice")
+        copying = (AllReduce(name, True, "copies between any devices", "") for name in names)
+        nccl = tfcdo.nccl_status(self._devices.names)
+        return (*copying, AllReduce("NcclAllReduce", nccl.can_run, nccl.reason, nccl.remedy))
 
-    def topology(self) -> dict[str, Any]:
+    def topology(self) -> FoundTopology:
         """Says what joins the devices, and how that was found."""
         topology, reason = detection.detect_with_reason(self._devices.names)
-        links = [
-            {
-                "source": source,
-                "target": target,
-                # JSON has no infinity: None is a link that is never the slowest part.
-                "bandwidth": bandwidth if np.isfinite(bandwidth) else None,
-                "via_host": via_host,
-            }
-            for (source, target), (bandwidth, _, via_host) in sorted(topology.link_kinds.items())
-        ]
-        return {"name": topology.name, "reason": reason, "links": links}
+        links = (
+            Link(*pair, float(bandwidth) if np.isfinite(bandwidth) else None, via_host)
+            for pair, (bandwidth, _, via_host) in sorted(topology.link_kinds.items())
+        )
+        return FoundTopology(topology.name, reason, tuple(links))
 
-    def auto(self, model: str) -> dict[str, Any]:
+    def auto(self, model: str) -> ModelPlan:
         """Says what `AutoAllReduce` would do with a model's gradients."""
         workload = workloads.gradients_of(model)
         explained = tfcdo.AutoAllReduce().explain(workload.shapes, devices=self._devices.names)
-        return {
-            "model": model,
-            "bytes": workload.size,
-            "values": len(workload.shapes),
-            "algorithm": explained.algorithm,
-            "reason": explained.reason,
-            "packs": explained.num_packs,
-            "graph_ops": explained.num_graph_ops,
-        }
+        return ModelPlan(
+            bytes=workload.size,
+            values=len(workload.shapes),
+            algorithm=explained.algorithm,
+            reason=explained.reason,
+            packs=explained.num_packs,
+            graph_ops=explained.num_graph_ops,
+        )
 
-    def pair(self, source: int, target: int, seconds: float) -> dict[str, Any]:
+    def pair(self, source: int, target: int, seconds: float) -> Copies:
         """Copies a known pattern from one device to another and compares every byte.
 
         Args:
@@ -93,7 +90,7 @@ class Patient:
           seconds: how long to repeat the copy, for its speed.
 
         Returns:
-          How many bytes were `wrong`, and `bandwidth` in bytes per second, of the fastest copy.
+          How many bytes were wrong, and the speed.
         """
         pattern, sent = self._pattern_on(source)
         receiver = self._devices.names[target]
@@ -112,35 +109,30 @@ class Patient:
             if not self._devices.on_cpu:
                 tf.test.experimental.sync_devices()
             fastest = min(fastest, time.perf_counter() - start)
-        return {"wrong": wrong, "bandwidth": pattern.size / fastest}
+        return Copies(wrong, pattern.size / fastest)
 
-    def sum(self, name: str) -> dict[str, Any]:
+    def sum(self, name: str) -> Sums | Skipped:
         """All-reduces over all devices and compares every element with numpy's sum.
 
         Args:
           name: the implementation, as `tfcdo bench --ops` takes it.
 
         Returns:
-          `skipped`, the reason if it cannot run here; otherwise how many `elements` there were, how
-          many of them `wrong`, and the `seconds` of the fastest of a few calls.
+          How many elements were wrong, and the time; the reason if it cannot run here.
         """
         (implementation,) = implementations.parse(name)
         data = self._values
         reason = implementation.reason_not_to_run(self._devices.names, data.workload.dtype)
         if reason:
-            return {"skipped": reason}
+            return Skipped(reason)
         built = steps.build_graph(data, implementation.reducer(self._devices.names))
         times = []
         for _ in range(_SAMPLES):
             start = time.perf_counter()
             built.step()
             times.append(time.perf_counter() - start)
-        return {
-            "skipped": "",
-            "elements": data.workload.count * len(self._devices.names),
-            "wrong": built.num_wrong,
-            "seconds": min(times),
-        }
+        elements = data.workload.count * len(self._devices.names)
+        return Sums(elements, built.num_wrong, min(times))
 
     @functools.cached_property
     def _values(self) -> steps.Data:
