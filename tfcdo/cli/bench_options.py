@@ -1,12 +1,16 @@
-"""The options of `tfcdo bench`, in the order of its help."""
+"""The options of `tfcdo bench`, in the order of its help, and which of them go together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from tfcdo.bench import link
 from tfcdo.bench import workloads
 from tfcdo.cli import bench_compare
 from tfcdo.cli import options
@@ -174,8 +178,136 @@ _OPTIONS = (
 )
 
 
-def add_to(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds all options to the function that becomes the command."""
-    for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
+# The sizes of --predict: what is smaller is a matter of the cost of ops alone.
+_PREDICTED = (2**20, 2**28, 4)
+_SWEEP = ("minbytes", "maxbytes", "stepfactor")
+# Of all-reduces of values that are measured by themselves.
+_PLAIN = ("datatype", "eager", "plot_file", "timeout")
+# What chooses what is measured, and the options that have no effect then. If several of these are
+# given, the first one counts.
+_WITHOUT_EFFECT = {
+    "num_workers": (
+        "--workers, which trains one model under two strategies",
+        (*_SWEEP, *_PLAIN, "models", "names", "fit", "wire", "earlier", "sparse_rows"),
+    ),
+    "predicts": (
+        "--predict, which compares all algorithms",
+        (*_PLAIN, "models", "names", "fit", "wire", "earlier", "sparse_rows"),
+    ),
+    "fit": (
+        "--fit, which only times the steps of a model in training",
+        (*_SWEEP, *_PLAIN, "warmup", "sparse_rows"),
+    ),
+    "sparse_rows": (
+        "--sparse, which reduces rows of a table of its own",
+        (*_SWEEP, *_PLAIN, "models", "wire", "earlier"),
+    ),
+    "models": ("--model, as a model's gradients have sizes of their own", _SWEEP),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line asks for: each option by the name of its parameter.
+
+    Attributes:
+      given: the options that the command line has, such as --minbytes, by their parameters.
+    """
+
+    minbytes: int
+    maxbytes: int
+    stepfactor: int
+    num_devices: int
+    iterations: int
+    warmup: int
+    datatype: str
+    models: Sequence[str]
+    names: Sequence[str]
+    wire: str | None
+    eager: bool
+    fit: bool
+    sparse_rows: int | None
+    repeat: float | None
+    predicts: bool
+    num_workers: int | None
+    rate: link.Rate | None
+    json_file: pathlib.Path | None
+    earlier: bench_compare.Earlier | None
+    timeout: float | None
+    plot_file: pathlib.Path | None
+    given: Mapping[str, str]
+
+    @property
+    def dtype(self) -> str:
+        """The datatype as TensorFlow calls it."""
+        return workloads.DTYPES[self.datatype]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of one value, in bytes."""
+        is_default = self.given.keys().isdisjoint(_SWEEP)
+        own = (self.minbytes, self.maxbytes, self.stepfactor)
+        return list(workloads.sizes(*(_PREDICTED if self.predicts and is_default else own)))
+
+    @property
+    def measured(self) -> list[workloads.Workload]:
+        """What is all-reduced."""
+        found = [workloads.gradients_of(name, self.dtype) for name in self.models] or [
+            workloads.one_value(size, self.dtype) for size in self.sizes
+        ]
+        # Sizes below that of one element are all rounded up to it: each is measured once.
+        return list(dict.fromkeys(found))
+
+    def check(self) -> None:
+        """Refuses options that do not go together; does not wait for TensorFlow to start.
+
+        Raises:
+          click.UsageError: if there are any.
+          ModuleNotFoundError: if they need matplotlib, and it is not installed.
+        """
+        in_one_process = not self.num_workers
+        if in_one_process and self.rate:
+            raise click.UsageError("--rate limits the link between --workers, which are not given")
+        if in_one_process and self.num_devices < 2:
+            raise click.UsageError(
+                f"--devices must be at least 2 without --workers; got {self.num_devices}"
+            )
+        self._check_effects()
+        untrained = [name for name in self.models if name not in workloads.KERAS_MODELS]
+        if self.fit and untrained:
+            known = " or ".join(workloads.KERAS_MODELS)
+            raise click.UsageError(f"--fit can train --model {known}, not {untrained[0]}")
+        if in_one_process and self.repeat is not None and not self.sparse_rows:
+            raise click.UsageError("--repeat is about the rows of --sparse, which is not given")
+        if self.minbytes > self.maxbytes:
+            raise click.UsageError(
+                "--minbytes must be at most --maxbytes; "
+                f"got {self.minbytes} and {self.maxbytes} bytes"
+            )
+        if self.plot_file:
+            options.require_matplotlib()
+        if self.wire and self.dtype not in ("float32", "float64"):
+            raise click.UsageError(f"--wire casts float and double; --datatype is {self.datatype}")
+
+    def _check_effects(self) -> None:
+        """Refuses options that would have no effect beside another one."""
+        mode = next((parameter for parameter in _WITHOUT_EFFECT if getattr(self, parameter)), None)
+        if mode:
+            beside, parameters = _WITHOUT_EFFECT[mode]
+            found = [option for parameter, option in self.given.items() if parameter in parameters]
+            if found:
+                raise click.UsageError(f"{' and '.join(found)} cannot be given beside {beside}")
+
+
+def _make(**values: Any) -> Options:
+    context = click.get_current_context()
+    given = {
+        parameter.name: parameter.opts[-1]
+        for parameter in context.command.params
+        if parameter.name
+        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    }
+    return Options(**values, given=given)
+
+
+add_to = options.as_one_value(_make, _OPTIONS)

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import decimal
 import fractions
+import functools
 import importlib
 import pathlib
 import re
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 from rich.console import Console
 from rich.status import Status
+
+_Options = TypeVar("_Options")
 
 if TYPE_CHECKING:
     ParamType = click.ParamType[Any]
@@ -123,6 +127,29 @@ class NewFile(ParamType):
         if path.is_dir():
             self.fail(f"{value!r} is a folder, not a file", param, ctx)
         return path
+
+
+def as_one_value(
+    make: Callable[..., _Options], decorators: Sequence[Callable[..., Any]]
+) -> Callable[[Callable[[_Options], Any]], Callable[..., Any]]:
+    """Adds options to a command that gets all of them as one value.
+
+    Args:
+      make: makes that value; takes the options by the names of their parameters.
+      decorators: what `click.option` returns, in the order of the help.
+
+    Returns:
+      A decorator of the command's function.
+    """
+
+    def add_to(function: Callable[[_Options], Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def command(**values: Any) -> Any:
+            return function(make(**values))
+
+        return functools.reduce(lambda added, option: option(added), reversed(decorators), command)
+
+    return add_to
 
 
 def make_console(width_of_a_pipe: int) -> Console:
