@@ -178,16 +178,16 @@ class Sums:
     """All-reduces over all devices by one implementation.
 
     Attributes:
+      skipped: always empty; JSON has it of those that were tried, too.
       elements: how many elements there were on all devices.
       wrong: how many of them were not what numpy found.
       seconds: the time of the fastest of a few calls.
-      skipped: always empty; JSON has it of those that were tried, too.
     """
 
+    skipped: str = dataclasses.field(default="", kw_only=True)
     elements: int
     wrong: int
     seconds: float
-    skipped: str = ""
 
 
 CopiesAnswer = Copies | Failure | Skipped
