@@ -16,12 +16,14 @@ from typing import Any
 from performance_sections import bench
 from performance_sections import write_section
 
+from tfcdo.bench.rows import ALONE
+from tfcdo.bench.rows import MOMENTUM
+from tfcdo.bench.rows import SGD
+
 TITLE = "## Rows of a table"
 
 # What `tfcdo bench --sparse --json` wrote.
 Run = Mapping[str, Any]
-
-_UPDATES = ("SGD", "momentum")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +41,9 @@ class Case:
 
 NUM_ROWS, NUM_DEVICES = 4096, 4
 CASES = (
-    Case(0.0, {"SGD": 1.05, "momentum": 1.05}),
-    Case(0.5, {"SGD": 1.05, "momentum": 0.80}),
-    Case(0.9, {"SGD": 1.05, "momentum": 0.60}),
+    Case(0.0, {SGD: 1.05, MOMENTUM: 1.05}),
+    Case(0.5, {SGD: 1.05, MOMENTUM: 0.80}),
+    Case(0.9, {SGD: 1.05, MOMENTUM: 0.60}),
 )
 _NUM_RUNS = 2
 
@@ -88,7 +90,7 @@ def section(runs: Sequence[tuple[Case, Sequence[Run]]]) -> str:
         *(
             _row(case, measured, update, name)
             for case, measured in runs
-            for update in _UPDATES
+            for update in (SGD, MOMENTUM)
             for name in dict.fromkeys(
                 one["name"] for one in measured[0]["results"] if one["kind"] == "tfcdo"
             )
@@ -101,7 +103,7 @@ def section(runs: Sequence[tuple[Case, Sequence[Run]]]) -> str:
 def _row(case: Case, measured: Sequence[Run], update: str, name: str) -> str:
     theirs = [min(_seconds(one, update, kind="tf").values()) for one in measured]
     ours = [_seconds(one, update, kind="tfcdo")[name] for one in measured]
-    alone = [_seconds(one, update, kind="updating alone")["updating alone"] for one in measured]
+    alone = [_seconds(one, update, kind=ALONE)[ALONE] for one in measured]
     ratios, limits = _ratios(ours, theirs), _ratios(alone, theirs)
     at_most = case.at_most[update]
     cells = (
