@@ -296,6 +296,11 @@ class WrongTest(CommandTestCase):
     def test_argument(self, pattern: str, *arguments: str):
         self.assert_refused(pattern, "plan", *arguments)
 
+    def test_before_this_machine_is_measured(self):
+        arguments = ("-t", "here", "--wire-between", "bfloat16")
+        with mock.patch.dict(sys.modules, tensorflow=None):
+            self.assert_refused("--wire-between needs --hosts", "plan", *arguments)
+
     @parameterized.parameters(
         (b"", "file: no table of `nvidia-smi topo -m`"),
         (b"hello\n", "GPU0"),
