@@ -86,10 +86,9 @@ class Probe:
         arguments = dict(request)
         question = arguments.pop("question")
         try:
-            found = self._ask(question, arguments)
+            return msgspec.to_builtins(self._ask(question, arguments))
         except Exception as error:
-            found = Failure(f"{type(error).__name__}: {_first_line(error)}")
-        return msgspec.to_builtins(found)
+            return msgspec.to_builtins(Failure(f"{type(error).__name__}: {_first_line(error)}"))
 
     def _ask(self, question: str, arguments: Mapping[str, Any]) -> Any:
         if question == "versions":
