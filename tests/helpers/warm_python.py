@@ -65,7 +65,8 @@ def _start() -> str:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
         listener.listen()
-        server = _FORKING.Process(target=_serve, args=(listener, str(program)), daemon=True)
+        # No daemon, as multiprocessing lets those, and what is forked from them, start nothing.
+        server = _FORKING.Process(target=_serve, args=(listener, str(program)), daemon=False)
         server.start()
 
     def end() -> None:
@@ -79,11 +80,13 @@ def _start() -> str:
 
 
 def _serve(listener: socket.socket, program: str) -> None:
-    """Forks a process for each client, until it is killed."""
+    """Forks a process for each client, until it is killed or the process that started it ends."""
     sys.executable = program
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # They need not be waited for.
     gc.freeze()  # So that no collection in a fork copies the pages of what was imported.
-    while True:
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    while listener in select.select([listener, starter.sentinel], [], [])[0]:
         client = listener.accept()[0]
         if os.fork() == 0:
             listener.close()
