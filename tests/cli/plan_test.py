@@ -289,6 +289,14 @@ class WrongTest(CommandTestCase):
         ("'0' is not a bandwidth", "-t", "dgx1", "--hosts", "2", "--network", "0"),
         ("'60' is not a time", "-t", "dgx1", "--hosts", "2", "--backward", "60"),
         ("--backward needs --model, or --hosts", "-t", "dgx1", "--backward", "60ms"),
+        (
+            "leave --wire out",
+            *("-t", "dgx1", "--model", "tiny", "--backward", "60ms", "--wire", "bfloat16"),
+        ),
+        (
+            "--wire-between needs --hosts",
+            *("-t", "dgx1", "--model", "tiny", "--backward", "60ms", "--wire-between", "bfloat16"),
+        ),
         ("--wire-between needs --hosts", "-t", "dgx1", "--wire-between", "bfloat16"),
         ("draw one host", "-t", "dgx1", "--hosts", "2", "--draw", "a.png"),
         ("both are a.png", "-t", "dgx1", "--draw", "./a.png", "--gantt", "a.png"),

@@ -188,7 +188,7 @@ _PLAIN = ("datatype", "eager", "plot_file", "timeout")
 _WITHOUT_EFFECT = {
     "num_workers": (
         "--workers, which trains one model under two strategies",
-        (*_SWEEP, *_PLAIN, "models", "names", "fit", "wire", "earlier", "sparse_rows"),
+        (*_SWEEP, *_PLAIN, "models", "names", "fit", "wire", "earlier", "sparse_rows", "predicts"),
     ),
     "predicts": (
         "--predict, which compares all algorithms",
@@ -277,7 +277,7 @@ class Options:
         if self.fit and untrained:
             known = " or ".join(workloads.KERAS_MODELS)
             raise click.UsageError(f"--fit can train --model {known}, not {untrained[0]}")
-        if in_one_process and self.repeat is not None and not self.sparse_rows:
+        if self.repeat is not None and not self.sparse_rows:
             raise click.UsageError("--repeat is about the rows of --sparse, which is not given")
         if self.minbytes > self.maxbytes:
             raise click.UsageError(

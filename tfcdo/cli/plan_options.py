@@ -195,16 +195,18 @@ class Options:
                 raise click.UsageError("--num-packs and --save are for one host: leave --hosts out")
             if self.wire:
                 raise click.UsageError("--wire is of the copies inside a host: leave --hosts out")
+        elif self.wire_between:
+            raise click.UsageError("--wire-between needs --hosts")
         elif self.backward is not None:
             if not self.model:
                 raise click.UsageError("--backward needs --model, or --hosts")
+            if self.wire:
+                raise click.UsageError("--backward times packs that travel as they are: leave --wire out")
             if self.num_packs or self.saved_file or drawn:
                 raise click.UsageError(
                     "--backward chooses packs itself, and draws and saves nothing: leave "
                     "--num-packs, --save, --draw and --gantt out"
                 )
-        elif self.wire_between:
-            raise click.UsageError("--wire-between needs --hosts")
 
 
 add_to = options.as_one_value(Options, _OPTIONS)
