@@ -201,7 +201,7 @@ class Options:
             if not self.model:
                 raise click.UsageError("--backward needs --model, or --hosts")
             if self.wire:
-                raise click.UsageError("--backward times packs that travel as they are: leave --wire out")
+                raise click.UsageError("--backward times packs that are not cast: leave --wire out")
             if self.num_packs or self.saved_file or drawn:
                 raise click.UsageError(
                     "--backward chooses packs itself, and draws and saves nothing: leave "
