@@ -29,9 +29,10 @@ from tfcdo.topology.topology import Topology
 _JUDGED_PACKS = (80, 200)
 # Trees that carry less than this part of the data cost more packs than they are worth.
 _LEAST_PART = 0.01
-# Solutions are made of trees of many leaves, which are not deep, and of very many: so many of each.
-_PRICES_OF_LEAF = (-0.05, -0.3)
-_SOLUTIONS = 6
+# Solutions are made of trees of few leaves, of many and of very many; the latter trees are not
+# deep: so many of each.
+_PRICES_OF_LEAF = (0.02, -0.05, -0.3)
+_SOLUTIONS = 4
 # The first steps mix up to so many solutions, the others change the best mix.
 _MIXES = 30
 _MOST_MIXED = 8

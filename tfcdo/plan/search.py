@@ -37,7 +37,7 @@ _DEALT_PACKS = (12, 30, 80, 200)
 MAX_SEARCHED_DEVICES = 16
 _WORTH_MORE_PACKS = 0.99
 # A machine's trees serve all sizes, so they are worth more than one annealing.
-_TASKS_FOR_TREES = 8
+_TASKS_FOR_TREES = 6
 # Where trees are from, for people.
 _SEARCHED = "searched for this machine"
 _KEPT = "kept since an earlier search for this machine"
