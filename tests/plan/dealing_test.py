@@ -65,6 +65,9 @@ class MixedTest(absltest.TestCase):
         mixed = dealing._mixed([first, second, second])
         self.assertEqual(mixed.trees, (star(3, 0), star(3, 1), star(3, 2)))
         self.assertEqual(mixed.weights, (0.25, 1.75, 1.0))
+        few = dealing._mixed([first, second, second], least_part=0.1)
+        self.assertEqual(few.trees, (star(3, 1), star(3, 2)))
+        self.assertLen(dealing._mixed([first], least_part=2.0).trees, 1)
 
 
 class SpreadTreesTest(plan_testing.PlanTestCase):

@@ -36,6 +36,8 @@ _SOLUTIONS = 4
 # The first steps mix up to so many solutions, the others change the best mix.
 _MIXES = 30
 _MOST_MIXED = 8
+# Many trees keep links evenly busy, but each costs a pack at least: fast machines want few.
+_LEAST_PARTS = (0.0, 0.01, 0.02)
 _STEPS = 100
 _JITTER = 0.05
 # Seed of the runs; not one of those by which `robust_seconds` judges the outcome.
@@ -83,7 +85,8 @@ def spread_trees(topology: Topology, tasks: int) -> TreePacking | None:
     least = _judged_seconds(best, topology, num_bytes)
     for step in range(min(_STEPS, tasks // _num_tasks(topology))):
         if step < _MIXES:
-            changed = _mixed(rng.choices(solutions, k=rng.randint(1, _MOST_MIXED)))
+            chosen = rng.choices(solutions, k=rng.randint(1, _MOST_MIXED))
+            changed = _mixed(chosen, rng.choice(_LEAST_PARTS))
         else:
             changed = _changed(best, rng)
         seconds = _judged_seconds(changed, topology, num_bytes)
@@ -212,12 +215,14 @@ def _rooted_in_the_middle(edges: tuple[Edge, ...]) -> CopyTree:
     return rooted(edges, middle)
 
 
-def _mixed(packings: Sequence[TreePacking]) -> TreePacking:
-    """Gives each tree the sum of its parts."""
+def _mixed(packings: Sequence[TreePacking], least_part: float = 0.0) -> TreePacking:
+    """Gives each tree the sum of its parts, and leaves out those below a part of the whole."""
     parts: collections.Counter[CopyTree] = collections.Counter()
     for packing in packings:
         parts.update(dict(zip(packing.trees, packing.weights, strict=True)))
-    return TreePacking(tuple(parts), tuple(parts.values()))
+    least = min(least_part * parts.total(), max(parts.values()))
+    kept = {tree: part for tree, part in parts.items() if part >= least}
+    return TreePacking(tuple(kept), tuple(kept.values()))
 
 
 def _large_enough(rates: TreeRates) -> TreeRates:
