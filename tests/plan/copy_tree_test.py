@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.copy_tree import binomial
 from tfcdo.plan.copy_tree import chain
+from tfcdo.plan.copy_tree import leaves
 from tfcdo.plan.copy_tree import path
+from tfcdo.plan.copy_tree import rooted
 from tfcdo.plan.copy_tree import star
 from tfcdo.plan.copy_tree import two_level
 
@@ -49,6 +51,16 @@ class CopyTreeTest(parameterized.TestCase):
         else:
             with self.assertRaisesRegex(ValueError, "parents"):
                 CopyTree(parents)
+
+    @parameterized.parameters(2, 5, 16)
+    def test_the_same_edges_with_another_root(self, devices):
+        graph = nx.random_labeled_tree(devices, seed=0)
+        edges = list(graph.edges)
+        for root in range(devices):
+            tree = rooted(edges, root)
+            self.assertEqual(tree.root, root)
+            self.assertTrue(nx.utils.graphs_equal(graph_of(tree.parents).to_undirected(), graph))
+        self.assertEqual(leaves(edges), [device for device in graph if graph.degree[device] == 1])
 
     @parameterized.parameters(
         ((), "exactly one None"),

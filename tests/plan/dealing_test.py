@@ -9,6 +9,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 from drawn_machines import draw_machine
 
+from tfcdo.plan import copy_tree
 from tfcdo.plan import dealing
 from tfcdo.plan import search
 from tfcdo.plan import simulator
@@ -57,6 +58,18 @@ class DealTest(parameterized.TestCase):
         self.assertLen(dealing.deal_equally(packing, 1).trees, 1)
 
 
+class MixedTest(absltest.TestCase):
+    def test_trees_carry_the_sum_of_their_parts(self):
+        first = TreePacking((star(3, 0), star(3, 1)), (0.25, 0.75))
+        second = TreePacking((star(3, 1), star(3, 2)), (0.5, 0.5))
+        mixed = dealing._mixed([first, second, second])
+        self.assertEqual(mixed.trees, (star(3, 0), star(3, 1), star(3, 2)))
+        self.assertEqual(mixed.weights, (0.25, 1.75, 1.0))
+        few = dealing._mixed([first, second, second], least_part=0.1)
+        self.assertEqual(few.trees, (star(3, 1), star(3, 2)))
+        self.assertLen(dealing._mixed([first], least_part=2.0).trees, 1)
+
+
 class SpreadTreesTest(plan_testing.PlanTestCase):
     def ratio(self, machine: Topology, num_bytes: int) -> float:
         seconds = simulator.robust_seconds(search.packed_trees(machine, num_bytes), machine)
@@ -66,7 +79,7 @@ class SpreadTreesTest(plan_testing.PlanTestCase):
     def test_parts_of_a_dgx1(self, devices, ratio):
         self.assertLess(self.ratio(preset("dgx1").subset(devices), GB), ratio)
 
-    @parameterized.parameters((3, 0, 1.1), (5, 0, 1.15), (9, 1, 1.4))
+    @parameterized.parameters((3, 0, 1.1), (5, 0, 1.15), (9, 1, 1.4), (16, 102, 1.5))
     def test_drawn_machines(self, devices, seed, ratio):
         self.assertLess(self.ratio(draw_machine(devices, seed), GB), ratio)
 
@@ -119,7 +132,8 @@ class SpreadTreesTest(plan_testing.PlanTestCase):
         assert found is not None
         for tree in found.trees:
             longest = max(
-                chain_.depth for chain_ in (dealing._rooted(tree.edges, root) for root in range(20))
+                chain_.depth
+                for chain_ in (copy_tree.rooted(tree.edges, root) for root in range(20))
             )
             self.assertEqual(tree.depth, (longest + 1) // 2)
 

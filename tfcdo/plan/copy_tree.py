@@ -161,6 +161,50 @@ def path(order: Sequence[int], root: int) -> CopyTree:
     return CopyTree(tuple(parents))
 
 
+def rooted(edges: Sequence[tuple[int, int]], root: int) -> CopyTree:
+    """Returns the tree of some edges that has a root.
+
+    Args:
+      edges: the edges, whose ends may be in any order.
+      root: the root.
+
+    Returns:
+      The tree.
+
+    Example:
+      >>> rooted([(0, 1), (0, 2)], 2).parents
+      (2, 0, None)
+    """
+    near: list[list[int]] = [[] for _ in range(len(edges) + 1)]
+    for a, b in edges:
+        near[a].append(b)
+        near[b].append(a)
+    parents: list[int | None] = [None] * len(near)
+    for device in (order := [root]):
+        for other in near[device]:
+            if other != parents[device]:
+                parents[other] = device
+                order.append(other)
+    return CopyTree(tuple(parents))
+
+
+def leaves(edges: Sequence[tuple[int, int]]) -> list[int]:
+    """Returns the devices that only one of some edges ends at.
+
+    Args:
+      edges: the edges of a tree.
+
+    Returns:
+      The devices in ascending order.
+
+    Example:
+      >>> leaves([(0, 1), (0, 2)])
+      [1, 2]
+    """
+    ends = [end for edge in edges for end in edge]
+    return sorted(end for end in set(ends) if ends.count(end) == 1)
+
+
 def chain(num_devices: int, root: int = 0) -> CopyTree:
     """Returns the path `root, root + 1, ..., root - 1` (modulo `num_devices`), rooted at its end.
 

@@ -1,20 +1,24 @@
 """Dealing: the linear program's trees and rates made into packs that are fast in no order.
 
-The rates say what part of the data each tree carries; what remains is where to root a tree and into
-how many packs to cut its part. Both matter because a copy is sent on only when it has arrived, and
-because nothing keeps the copies in an order.
+Solutions of the program differ in how well their packs get past one another: a copy is sent on only
+when it has arrived, and nothing keeps the copies in an order. Mixed, they serve better than alone,
+as each link then has some copies early and some late. Simulated runs show which to take.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import random
+from collections.abc import Sequence
 
+from tfcdo.plan import rooted_trees_lp
 from tfcdo.plan import simulator
 from tfcdo.plan import spanning_trees_lp
 from tfcdo.plan import task_graph
 from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.copy_tree import rooted
 from tfcdo.plan.edge_loads import Edge
 from tfcdo.plan.spanning_trees_lp import TreeRates
 from tfcdo.plan.tree_packing import TreePacking
@@ -25,7 +29,15 @@ from tfcdo.topology.topology import Topology
 _JUDGED_PACKS = (80, 200)
 # Trees that carry less than this part of the data cost more packs than they are worth.
 _LEAST_PART = 0.01
-_SOLUTIONS = 6
+# Solutions are made of trees of few leaves, of many and of very many; the latter trees are not
+# deep: so many of each.
+_PRICES_OF_LEAF = (0.02, -0.05, -0.3)
+_SOLUTIONS = 4
+# The first steps mix up to so many solutions, the others change the best mix.
+_MIXES = 30
+_MOST_MIXED = 8
+# Many trees keep links evenly busy, but each costs a pack at least: fast machines want few.
+_LEAST_PARTS = (0.0, 0.01, 0.02)
 _STEPS = 100
 _JITTER = 0.05
 # Seed of the runs; not one of those by which `robust_seconds` judges the outcome.
@@ -41,8 +53,8 @@ _PACK_BYTES = 10**7
 def spread_trees(topology: Topology, tasks: int) -> TreePacking | None:
     """Finds rooted trees, and what part of the data along each, that fill the links of a machine.
 
-    Roots and parts of the best of several solutions are changed at random as long as that makes
-    simulated runs faster.
+    Mixes several solutions in various ways, and changes roots and parts of the best mix at random.
+    What makes simulated runs faster is kept.
 
     Args:
       topology: the machine.
@@ -57,27 +69,26 @@ def spread_trees(topology: Topology, tasks: int) -> TreePacking | None:
       >>> sorted(tree.root for tree in spread_trees(preset("fully_connected", 2), 1000).trees)
       [0, 1]
     """
-    rates = spanning_trees_lp.best_rates(topology)
-    if rates is None:
+    seconds_per_byte = spanning_trees_lp.seconds_per_byte(topology)
+    if not seconds_per_byte:
         return None
-    in_time = math.ceil(_JUDGED_SECONDS / spanning_trees_lp.seconds_per_byte(topology))
+    in_time = math.ceil(_JUDGED_SECONDS / seconds_per_byte)
     num_bytes = min(in_time, _MOST_JUDGED_BYTES)
-    slim = [
-        found
-        for machine in (topology, _with_latencies_in_bandwidths(topology))
-        for found in spanning_trees_lp.rates_with_few_leaves(machine, _SOLUTIONS)
+    machine = _with_latencies_in_bandwidths(topology)
+    solutions = [
+        solution
+        for trees in spanning_trees_lp.trees_near_the_best(machine, _PRICES_OF_LEAF)
+        for solution in rooted_trees_lp.solutions(machine, trees, seconds_per_byte, _SOLUTIONS)
     ]
-    solutions = map(_large_enough, [rates, *slim])
-    candidates = dict.fromkeys(
-        packing
-        for found in solutions
-        for packing in (_rooted_near_the_middle(topology, found), _rooted_at_the_ends(found))
-    )
-    judged = [(_judged_seconds(packing, topology, num_bytes), packing) for packing in candidates]
-    least, best = min(judged, key=lambda one: one[0])
     rng = random.Random(0)
-    for _ in range(min(_STEPS, tasks // _num_tasks(topology))):
-        changed = _changed(best, rng)
+    best = _mixed(solutions)
+    least = _judged_seconds(best, topology, num_bytes)
+    for step in range(min(_STEPS, tasks // _num_tasks(topology))):
+        if step < _MIXES:
+            chosen = rng.choices(solutions, k=rng.randint(1, _MOST_MIXED))
+            changed = _mixed(chosen, rng.choice(_LEAST_PARTS))
+        else:
+            changed = _changed(best, rng)
         seconds = _judged_seconds(changed, topology, num_bytes)
         if seconds < least:
             least, best = seconds, changed
@@ -192,36 +203,26 @@ def _with_latencies_in_bandwidths(topology: Topology) -> Topology:
     return dataclasses.replace(topology, resources=tuple(resources))
 
 
-def _rooted_near_the_middle(topology: Topology, rates: TreeRates) -> TreePacking:
-    """Roots each tree where the way through it takes least time."""
-    trees = []
-    for edges in rates.trees:
-        rooted = [_rooted(edges, root) for root in range(topology.num_devices)]
-        trees.append(min(rooted, key=lambda tree: (_seconds_through(tree, topology), tree.depth)))
-    return TreePacking(tuple(trees), rates.rates)
-
-
 def _rooted_in_the_middle(edges: tuple[Edge, ...]) -> CopyTree:
     """Roots a tree in the middle of a longest path."""
-    end = _rooted(edges, 0).top_down[-1]
-    tree = _rooted(edges, end)
+    end = rooted(edges, 0).top_down[-1]
+    tree = rooted(edges, end)
     middle = tree.top_down[-1]
     for _ in range(tree.depth // 2):
         parent = tree.parents[middle]
         assert parent is not None  # The root is further away than that.
         middle = parent
-    return _rooted(edges, middle)
+    return rooted(edges, middle)
 
 
-def _rooted_at_the_ends(rates: TreeRates) -> TreePacking:
-    """Roots equal parts of each tree at each of its leaves: of a path, no two streams meet."""
-    trees, weights = [], []
-    for edges, rate in zip(rates.trees, rates.rates, strict=True):
-        ends = [end for edge in edges for end in edge]
-        leaves = sorted(end for end in set(ends) if ends.count(end) == 1)
-        trees += [_rooted(edges, leaf) for leaf in leaves]
-        weights += [rate / len(leaves)] * len(leaves)
-    return TreePacking(tuple(trees), tuple(weights))
+def _mixed(packings: Sequence[TreePacking], least_part: float = 0.0) -> TreePacking:
+    """Gives each tree the sum of its parts, and leaves out those below a part of the whole."""
+    parts: collections.Counter[CopyTree] = collections.Counter()
+    for packing in packings:
+        parts.update(dict(zip(packing.trees, packing.weights, strict=True)))
+    least = min(least_part * parts.total(), max(parts.values()))
+    kept = {tree: part for tree, part in parts.items() if part >= least}
+    return TreePacking(tuple(kept), tuple(kept.values()))
 
 
 def _large_enough(rates: TreeRates) -> TreeRates:
@@ -242,27 +243,12 @@ def _seconds_through(tree: CopyTree, topology: Topology) -> float:
     return up[tree.root] + down[tree.root]
 
 
-def _rooted(edges: tuple[Edge, ...], root: int) -> CopyTree:
-    """Returns the tree of these edges that has this root."""
-    near: list[list[int]] = [[] for _ in range(len(edges) + 1)]
-    for a, b in edges:
-        near[a].append(b)
-        near[b].append(a)
-    parents: list[int | None] = [None] * len(near)
-    for device in (order := [root]):
-        for other in near[device]:
-            if other != parents[device]:
-                parents[other] = device
-                order.append(other)
-    return CopyTree(tuple(parents))
-
-
 def _changed(packing: TreePacking, rng: random.Random) -> TreePacking:
     """Returns the same trees, of which one has another root or another part."""
     trees, weights = list(packing.trees), list(packing.weights)
     index = rng.randrange(len(trees))
     if rng.random() < 0.6:
-        trees[index] = _rooted(trees[index].edges, rng.randrange(trees[index].num_devices))
+        trees[index] = rooted(trees[index].edges, rng.randrange(trees[index].num_devices))
     else:
         weights[index] *= 2 ** rng.uniform(-1, 1)
     return TreePacking(tuple(trees), tuple(weights))

@@ -106,7 +106,7 @@ class EdgeLoads:
         Args:
           tree: a spanning tree.
           prices: the price of each edge.
-          price_of_leaf: the price of each leaf.
+          price_of_leaf: the price of each leaf; below 0 there are rather more leaves.
 
         Returns:
           A spanning tree that no exchange of one edge makes cheaper.

@@ -16,7 +16,7 @@ from tfcdo.plan.tree_packing import TreePackingDocument
 from tfcdo.topology.topology import Topology
 
 # What another version of the search has found is not what this one would find.
-_VERSION = 4
+_VERSION = 5
 # At most so many files, of some kilobytes each; beyond, those that were used longest ago are
 # deleted. Files rather than a database: the folder may be on a network and used by several hosts.
 _MAX_FILES = 500

@@ -37,7 +37,7 @@ _DEALT_PACKS = (12, 30, 80, 200)
 MAX_SEARCHED_DEVICES = 16
 _WORTH_MORE_PACKS = 0.99
 # A machine's trees serve all sizes, so they are worth more than one annealing.
-_TASKS_FOR_TREES = 5
+_TASKS_FOR_TREES = 6
 # Where trees are from, for people.
 _SEARCHED = "searched for this machine"
 _KEPT = "kept since an earlier search for this machine"
@@ -47,7 +47,7 @@ def packed_trees(topology: Topology, num_bytes: int, num_packs: int | None = Non
     """Plans packs sized and routed so that they fill all links of the machine at once.
 
     Takes a tree packing that comes with the package for this machine, or that an earlier call has
-    found, and else searches for one: for the first size on a machine, which takes up to three
+    found, and else searches for one: for the first size on a machine, which takes up to some
     seconds, and for the first size of a size class (a factor of two), which takes one. On more than
     `MAX_SEARCHED_DEVICES` devices it takes the linear program's trees as they are.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import random
 from collections.abc import Iterable, Iterator
 
 import highspy
@@ -28,8 +27,6 @@ _SAME = 1e-9
 # them made the rates the best on all machines seen.
 _MAX_ROUNDS_OF_ONE = 2**18
 _MOST_WITH_OWN_TREES = 128
-# What a leaf costs in the trees that have few, in parts of the price of the cheapest tree.
-_PRICE_OF_LEAF = 0.02
 _ROUNDS_FOR_LEAVES = 150
 
 
@@ -91,6 +88,12 @@ class _Program:
         # Rounding may leave a little below 0.
         return np.maximum(solution.col_value, 0), np.maximum(solution.row_dual, 0)
 
+    def best_trees(self) -> list[EdgeNumbers]:
+        """Returns the trees, those that a solution may use first."""
+        worth = np.array(self._solver.getSolution().col_dual)
+        trees = self.trees
+        return [trees[index] for index in np.argsort(-worth, kind="stable")]
+
     def rates(self, solution: Floats) -> TreeRates:
         """Returns the trees of a solution that carry something."""
         used = np.flatnonzero(solution > 1e-6 * solution.sum())
@@ -151,50 +154,49 @@ def best_rates(topology: Topology) -> TreeRates | None:
     return solved.program.rates(solved.solution) if solved else None
 
 
-def rates_with_few_leaves(topology: Topology, count: int) -> Iterator[TreeRates]:
-    """Finds trees and rates of nearly the largest sum whose trees have few leaves.
+def trees_near_the_best(
+    topology: Topology, prices_of_leaf: Iterable[float]
+) -> Iterator[list[tuple[Edge, ...]]]:
+    """Finds trees of which solutions of nearly the largest sum are made.
 
-    Nothing keeps packs in an order, so that where two streams of packs meet, each waits for packs
-    that the other has not sent yet. A tree of few leaves has few such places; a path, rooted at
-    its end, none.
+    Where two streams of packs meet, each waits for packs that the other has not sent yet, as
+    nothing keeps them in an order: trees of few leaves have few such places. Trees of many leaves
+    are not deep.
 
     Args:
       topology: the machine.
-      count: how many solutions, all of which weigh the trees a little differently.
+      prices_of_leaf: what a leaf costs, in parts of the price of the cheapest tree; below 0 for
+        trees of many leaves.
 
     Yields:
-      The solutions; none if copies take no time.
+      For each price the trees, the best first; none if copies take no time.
 
     Example:
       >>> from tfcdo.topology import preset
-      >>> found = next(rates_with_few_leaves(preset("nvswitch"), 1))
-      >>> f"{sum(found.rates) * seconds_per_byte(preset('nvswitch')):.3f}"
-      '1.000'
+      >>> few, many = trees_near_the_best(preset("fully_connected", 4), [0.02, -0.02])
+      >>> len(few) <= len(many)
+      True
     """
     solved = _solve.__wrapped__(topology, False)
     if solved is None:
         return
     loads, program = solved.loads, solved.program
+    for price_of_leaf in prices_of_leaf:
 
-    def value(tree: EdgeNumbers) -> float:
-        return 1 - _PRICE_OF_LEAF * (loads.num_leaves(tree) - 2)
+        def value(tree: EdgeNumbers, price: float = price_of_leaf) -> float:
+            return 1 - price * (loads.num_leaves(tree) - 2)
 
-    program.value(map(value, program.trees))
-    solution, prices = program.solve()
-    for _ in range(_ROUNDS_FOR_LEAVES):
-        edge_prices = loads.prices(prices) * (1 / solved.seconds_per_byte)
-        cheapest = loads.cheapest_tree(edge_prices)
-        slim = loads.with_fewer_leaves(cheapest, edge_prices, _PRICE_OF_LEAF)
-        new = [program.add(tree, value(tree)) for tree in (cheapest, slim)]
-        if not any(new):
-            break
-        solution, prices = program.solve()
-    yield program.rates(solution)
-    rng = random.Random(0)
-    values = list(map(value, program.trees))
-    for _ in range(count - 1):
-        program.value(value * (1 - 0.05 * rng.random()) for value in values)
-        yield program.rates(program.solve()[0])
+        program.value(map(value, program.trees))
+        _, prices = program.solve()
+        for _ in range(_ROUNDS_FOR_LEAVES):
+            edge_prices = loads.prices(prices) * (1 / solved.seconds_per_byte)
+            cheapest = loads.cheapest_tree(edge_prices)
+            other = loads.with_fewer_leaves(cheapest, edge_prices, price_of_leaf)
+            new = [program.add(tree, value(tree)) for tree in (cheapest, other)]
+            if not any(new):
+                break
+            _, prices = program.solve()
+        yield [loads.pairs(tree) for tree in program.best_trees()]
 
 
 @functools.lru_cache(maxsize=64)
