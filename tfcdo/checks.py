@@ -59,6 +59,21 @@ def check_device_list(devices: Any) -> tuple[Any, ...]:
     return found
 
 
+def check_devices_or_none(devices: Any) -> None:
+    """Raises `TypeError` unless the argument `devices` is None or several of something.
+
+    What it holds is not checked. An empty list is let through: to TensorFlow's strategies it says
+    as little as None, and scripts give them what `tf.config.list_logical_devices("GPU")` found.
+
+    Example:
+      >>> check_devices_or_none("/cpu:0")
+      Traceback (most recent call last):
+      TypeError: devices must be a list of device names or None; got '/cpu:0'
+    """
+    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
+        raise TypeError(f"devices must be a list of device names or None; got {devices!r}")
+
+
 def check_sizes(num_bytes: object, num_packs: object) -> None:
     """Raises unless these can be the size of some data and the number of packs to cut it into.
 

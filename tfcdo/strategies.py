@@ -26,6 +26,7 @@ from tfcdo.execute import handles
 from tfcdo.execute import nccl
 from tfcdo.execute import wire
 from tfcdo.execute.hosts import Hosts
+from tfcdo.execute.reduction import check_cross_device_ops
 from tfcdo.replica_extended import ReducesStructures
 from tfcdo.replica_extended import ReplicaExtended
 
@@ -46,6 +47,9 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
       cross_device_ops: how to reduce; None for `NcclAllReduce` where NCCL can run, else
         `AutoAllReduce`.
 
+    Raises:
+      TypeError: if an argument is of another type.
+
     Example:
       >>> strategy = MirroredStrategy(["/cpu:0"])
       >>> float(strategy.reduce("SUM", {"loss": tf.constant(2.0)}, axis=None)["loss"])
@@ -57,6 +61,8 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
         devices: Sequence[str] | None = None,
         cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
     ) -> None:
+        checks.check_devices_or_none(devices)
+        check_cross_device_ops(cross_device_ops)
         # TensorFlow's own __init__ would make its own extended class.
         extended = _MirroredExtended(self, devices, cross_device_ops)
         tf.distribute.Strategy.__init__(self, extended)
@@ -149,7 +155,7 @@ def is_chief() -> bool:
     if joined is not None:
         return joined.cluster.is_chief
     config.check_tf_config()
-    cluster = _cluster_of(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    cluster = config.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
     return cluster is None or cluster.is_chief
 
 
@@ -204,11 +210,6 @@ def _check_arguments(options: Any, ops: Any, devices_per_worker: Any) -> None:
         checks.check_int("devices_per_worker", devices_per_worker, at_least=1)
 
 
-def _cluster_of(resolver: Any) -> config.Cluster | None:
-    spec = resolver.cluster_spec()
-    return config.from_spec(spec.as_dict() if spec else {}, resolver.task_type, resolver.task_id)
-
-
 class _MirroredExtended(ReplicaExtended, tf_internals.MirroredExtended):
     """Does the strategy's work for TensorFlow: as its own does, but for moving statistics."""
 
@@ -228,7 +229,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         if resolver is None:
             config.check_tf_config()
             resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        cluster = _cluster_of(resolver)
+        cluster = config.from_resolver(resolver)
         timeout = options.timeout_seconds or _TIMEOUT_SECONDS
         self._devices_wanted = devices_per_worker
         self._network: exchange.Network | None = None

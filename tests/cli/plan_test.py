@@ -298,6 +298,9 @@ class WrongTest(CommandTestCase):
             *("-t", "dgx1", "--model", "tiny", "--backward", "60ms", "--wire-between", "bfloat16"),
         ),
         ("--wire-between needs --hosts", "-t", "dgx1", "--wire-between", "bfloat16"),
+        ("--network .*needs --hosts", "-t", "dgx1", "--network", "12.5G"),
+        ("leave --bytes out", "-t", "dgx1", "--model", "tiny", "-b", "100MB"),
+        ("--topology': 'here:17': at most 16 devices", "-t", "here:17"),
         ("draw one host", "-t", "dgx1", "--hosts", "2", "--draw", "a.png"),
         ("both are a.png", "-t", "dgx1", "--draw", "./a.png", "--gantt", "a.png"),
     )

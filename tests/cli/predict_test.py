@@ -33,7 +33,7 @@ class HereTest(tf.test.TestCase, parameterized.TestCase):
         self.assertStartsWith(name, "measured 3 CPU devices of ")
         self.assertIn(name, " ".join(output.split()))
         # Before it, absl logs where it is kept, unless it is told to log warnings only.
-        self.assertEqual(errors.splitlines()[-1], f"{name}: measured")
+        self.assertEqual(errors.splitlines()[-1], f"{name}: measured now, and kept")
         (file,) = self.folder.glob("measured-*")
         content = file.read_text()
         plan, errors = self.run_tfcdo(*arguments, "--json")

@@ -127,11 +127,12 @@ class ConstructorTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, f"{name}.*-3"):
             tfcdo.AllReduceCrossDeviceOps(**arguments)
 
-    @parameterized.parameters("bogus", "", None, 3, "NCCL", (("ring",),))
+    @parameterized.parameters("bogus", "", None, 3, "NCCL", (("ring",),), [[1, 2]])
     def test_unknown_algorithm(self, algorithm):
         with self.assertRaises(ValueError) as caught:
             tfcdo.AllReduceCrossDeviceOps(algorithm)
-        for known in ("all_reduce_alg", "nccl", "hierarchical_copy", *algorithms.ALGORITHMS):
+        named = ("all_reduce_alg", "nccl", "a list of tfcdo.plan.copy_tree.CopyTree")
+        for known in (*named, *algorithms.ALGORITHMS):
             self.assertIn(known, str(caught.exception))
         self.assertIn(repr(algorithm), str(caught.exception))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -298,6 +298,8 @@ class ExplainTest(tf.test.TestCase, parameterized.TestCase):
         ops = tfcdo.HierarchicalCopyAllReduce()
         with self.assertRaisesRegex(ValueError, r"shapes\[1\] must be fully known; got \(None,"):
             ops.explain([(2,), (None, 3)])
+        with self.assertRaisesRegex(TypeError, "shapes must be a list .* of each value; got 100"):
+            ops.explain(cast(Any, 100))
         with self.assertRaisesRegex(ValueError, "devices must be a list"):
             ops.explain([(2,)], devices=[])
         with self.assertRaisesRegex(ValueError, "each of devices must .*nonsense"):

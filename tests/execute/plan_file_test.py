@@ -57,8 +57,16 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assertEqual((told.algorithm, told.num_packs), ("shuffle", K))
 
     @parameterized.parameters(
-        (3, "it was made for 4 devices, and there are 3"),
-        (4, "it was made for 'pcie', and these devices are 'shared_memory'"),
+        (
+            3,
+            "it was made for 4 devices, and there are 3; make one here with `tfcdo plan -t here:3 "
+            "--save FILE`$",
+        ),
+        (
+            4,
+            "it was made for 'pcie', and these devices are 'shared_memory'; make one .*here:4 .*, "
+            "or pass the plan's own machine as topology= to use it all the same",
+        ),
     )
     def test_a_plan_for_another_machine_is_refused(self, count, reason):
         ops = tfcdo.AutoAllReduce(plan=self.save(preset("pcie", K), "ring"))

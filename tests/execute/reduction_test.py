@@ -12,8 +12,8 @@ from tfcdo import tf_internals
 from tfcdo.execute.devices import check_device
 from tfcdo.execute.devices import devices_of
 from tfcdo.execute.reduction import check_broadcast
-from tfcdo.execute.reduction import check_choice
 from tfcdo.execute.reduction import check_count
+from tfcdo.execute.reduction import check_cross_device_ops
 from tfcdo.execute.reduction import check_gather
 from tfcdo.execute.reduction import check_numeric
 from tfcdo.execute.reduction import check_options
@@ -54,11 +54,12 @@ class ArgumentsTest(parameterized.TestCase):
         self.assertIs(int, type(count))
         self.assertEqual(value, count)
 
-    def test_choice(self):
-        check_choice("color", "red", ("red", "blue"))
-        for bad in "green", "", None, 3, ["red"]:
-            with self.assertRaisesRegex(ValueError, "color must be one of 'red', 'blue'; got "):
-                check_choice("color", bad, ("red", "blue"))
+    def test_cross_device_ops(self):
+        for good in None, tf.distribute.ReductionToOneDevice(), tfcdo.AutoAllReduce():
+            check_cross_device_ops(good)
+        for bad in "auto", 3, tfcdo.AutoAllReduce, tf.distribute.NcclAllReduce:
+            with self.assertRaisesRegex(TypeError, "cross_device_ops must be an object .*; got "):
+                check_cross_device_ops(bad)
 
     @parameterized.parameters("/cpu:0", "GPU:1", "/job:a/replica:0/task:2/device:CPU:0", "/gpu:17")
     def test_device(self, name):

@@ -31,7 +31,7 @@ import tempfile
 import threading
 import traceback
 import types
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import warm_python_client
 
@@ -86,7 +86,8 @@ def _serve(listener: socket.socket, program: str) -> None:
     gc.freeze()  # So that no collection in a fork copies the pages of what was imported.
     starter = multiprocessing.parent_process()
     assert starter is not None
-    while listener in select.select([listener, starter.sentinel], [], [])[0]:
+    watched: list[Any] = [listener, starter.sentinel]
+    while listener in select.select(watched, [], [])[0]:
         client = listener.accept()[0]
         if os.fork() == 0:
             listener.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from unittest import mock
 
 import keras
@@ -129,10 +130,30 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ({"communication_options": 5}, "communication_options must be .* or None; got 5"),
         ({"cross_device_ops": "ring"}, "cross_device_ops must be one of tfcdo's.*; got 'ring'"),
         ({"devices_per_worker": "2"}, "devices_per_worker must be an int; got '2'"),
+        ({"cluster_resolver": 5}, "cluster_resolver must be .*ClusterResolver or None; got 5"),
     )
     def test_types(self, arguments, message):
         with self.assertRaisesRegex(TypeError, message):
             tfcdo.MultiWorkerMirroredStrategy(**arguments)
+
+    @parameterized.parameters(
+        ({"devices": "CPU:0"}, "devices must be a list of device names or None; got 'CPU:0'"),
+        ({"devices": 2}, "devices must be a list of device names or None; got 2"),
+        ({"cross_device_ops": "auto"}, "cross_device_ops must be an object .*; got 'auto'"),
+        ({"cross_device_ops": tfcdo.AutoAllReduce}, "must be an object such as .*AutoAllReduce'>"),
+    )
+    def test_types_on_one_host(self, arguments, message):
+        with self.assertRaisesRegex(TypeError, message):
+            tfcdo.MirroredStrategy(**arguments)
+
+    def test_what_tensorflows_strategy_takes(self):
+        devices = tu.device_names(2)
+        several: list[Sequence[str]] = [devices, tuple(devices), []]
+        for given in several:
+            expected = tf.distribute.MirroredStrategy(given).extended.worker_devices
+            self.assertEqual(expected, tfcdo.MirroredStrategy(given).extended.worker_devices)
+        ops = tf.distribute.ReductionToOneDevice()
+        self.assertIs(ops, tfcdo.MirroredStrategy(devices, ops).extended._cross_device_ops)
 
     def test_a_wrong_tf_config_is_told_before_anything_starts(self):
         for call in (tfcdo.MultiWorkerMirroredStrategy, tfcdo.is_chief):

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import pathlib
+import re
 import sys
 import tempfile
 from typing import Any, ClassVar
@@ -267,7 +268,7 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-class CommandTest(absltest.TestCase):
+class CommandTest(parameterized.TestCase):
     def run_trace(self, *arguments: str, script: str = _SCRIPT) -> tuple[int, str, list[str]]:
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
         path = folder / "script.py"
@@ -287,6 +288,20 @@ class CommandTest(absltest.TestCase):
         self.assertEqual((status, files), (3, ["out.json", "script.py"]))
         self.assertIn("tfcdo: 1 step of ", output)
         self.assertIn("out.json", output)
+
+    @parameterized.parameters(
+        ("open('no-such-file')", "FileNotFoundError: .*'no-such-file'"),
+        ("import sklearn.no_such_module", "ModuleNotFoundError: No module named 'sklearn"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("if", "SyntaxError: "),
+    )
+    def test_a_script_that_fails(self, script, error):
+        status, output, files = self.run_trace(script=script)
+        self.assertEqual((status, files), (1, ["out.json", "script.py"]))
+        # As Python prints it, with no line of this command or of runpy.
+        self.assertRegex(output, rf'(?s)script.py", line 1.*\n{error}')
+        self.assertEqual(re.findall(r'File ".*/(\w+\.py)"', output), ["script.py"])
+        self.assertNotRegex(output, "runpy|pip install")
 
     def test_a_script_that_ends_too_early(self):
         status, output, files = self.run_trace("--after", "60", script="raise SystemExit('bye')")

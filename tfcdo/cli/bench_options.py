@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from tfcdo.bench import link
 from tfcdo.bench import workloads
@@ -113,7 +112,8 @@ _OPTIONS = (
     click.option(
         "--fit",
         is_flag=True,
-        help="Train a real Keras model (--model mobilenet or resnet50) and time its steps instead.",
+        help="Train a real Keras model (--model mobilenet, the default, or resnet50) and time its "
+        "steps instead.",
     ),
     click.option(
         "--sparse",
@@ -300,14 +300,7 @@ class Options:
 
 
 def _make(**values: Any) -> Options:
-    context = click.get_current_context()
-    given = {
-        parameter.name: parameter.opts[-1]
-        for parameter in context.command.params
-        if parameter.name
-        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
-    }
-    return Options(**values, given=given)
+    return Options(**values, given=options.given_options())
 
 
 add_to = options.as_one_value(_make, _OPTIONS)

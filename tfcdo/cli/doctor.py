@@ -101,8 +101,9 @@ def _print(report: examination.Report, found: Sequence[findings.Finding], consol
 
 def _facts(report: examination.Report) -> Iterator[tuple[str, list[str]]]:
     """Yields what is known of the machine: headings, and the lines below them."""
-    names = ("tfcdo", "tensorflow", "keras", "python", "numpy", "cuda")
+    names = ("tfcdo", "tensorflow", "keras", "python", "numpy")
     versions = [f"{name} {getattr(report.versions, name, None) or 'none'}" for name in names]
+    versions.append(f"built for cuda {getattr(report.versions, 'cuda', None) or 'none'}")
     yield "Versions", [", ".join(versions)]
     devices, topology = report.devices, report.topology
     if isinstance(devices, answers.Devices):

@@ -62,5 +62,5 @@ def topology_of(here: Here, measure_again: bool) -> Topology:
             devices.names,
             progress=lambda done, what: shown.update(task, completed=done, description=what),
         )
-    console.print(f"{found.name}: measured", soft_wrap=True)
+    console.print(f"{found.name}: measured now, and kept", soft_wrap=True)
     return found

@@ -11,6 +11,7 @@ import click
 from tfcdo.cli import options
 from tfcdo.cli.here import Here
 from tfcdo.plan.evaluation import check_num_devices
+from tfcdo.topology.measurement import MOST_DEVICES
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
@@ -44,6 +45,8 @@ class Machine(options.ParamType):
         """Looks the preset up, or reads the file."""
         name, _, count = str(value).partition(":")
         if name == "here" and re.fullmatch(r"([1-9]\d?)?", count):
+            if count and int(count) > MOST_DEVICES:
+                self.fail(f"{value!r}: at most {MOST_DEVICES} devices can be measured", param, ctx)
             return Here(int(count) if count else None)
         try:
             if name in PRESETS and re.fullmatch(f"({_NUMBER})?", count):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.status import Status
 
@@ -150,6 +151,20 @@ def as_one_value(
         return functools.reduce(lambda added, option: option(added), reversed(decorators), command)
 
     return add_to
+
+
+def given_options() -> dict[str, str]:
+    """Returns the options that the command line at hand has, such as --bytes, by their parameters.
+
+    An option that has its default may have no effect beside another one; one that is given may not.
+    """
+    context = click.get_current_context()
+    return {
+        parameter.name: parameter.opts[-1]
+        for parameter in context.command.params
+        if parameter.name
+        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    }
 
 
 def make_console(width_of_a_pipe: int) -> Console:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 import click
 
@@ -140,7 +142,11 @@ _OPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line asks for: each option by the name of its parameter."""
+    """What the command line asks for: each option by the name of its parameter.
+
+    Attributes:
+      given: the options that the command line has, such as --bytes, by their parameters.
+    """
 
     topology: Topology | Here | None
     num_bytes: int
@@ -159,6 +165,7 @@ class Options:
     as_json: bool
     measures: bool
     lists: bool
+    given: Mapping[str, str]
 
     @property
     def gradients(self) -> workloads.Workload | None:
@@ -179,7 +186,10 @@ class Options:
         """
         drawn = [path.resolve() for path in (self.trees_file, self.gantt_file) if path]
         if self.topology is None:
-            raise click.UsageError("Missing option '-t' / '--topology': the machine to plan for")
+            raise click.UsageError(
+                "Missing option '-t' / '--topology': the machine to plan for, such as dgx1, or "
+                "here for this one"
+            )
         if len(set(drawn)) < len(drawn):
             raise click.UsageError(
                 f"--draw and --gantt need different files; both are {self.gantt_file}"
@@ -188,6 +198,10 @@ class Options:
             options.require_matplotlib()
         if self.measures and not isinstance(self.topology, Here):
             raise click.UsageError("--measure measures this machine: it needs -t here")
+        if self.model and "num_bytes" in self.given:
+            raise click.UsageError("--model has bytes of its own: leave --bytes out")
+        if "network" in self.given and not self.num_hosts:
+            raise click.UsageError("--network is between hosts: it needs --hosts")
         if self.num_hosts:
             if drawn:
                 raise click.UsageError("--draw and --gantt draw one host: leave --hosts out")
@@ -209,4 +223,8 @@ class Options:
                 )
 
 
-add_to = options.as_one_value(Options, _OPTIONS)
+def _make(**values: Any) -> Options:
+    return Options(**values, given=options.given_options())
+
+
+add_to = options.as_one_value(_make, _OPTIONS)

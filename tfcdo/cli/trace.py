@@ -6,6 +6,7 @@ import pathlib
 import runpy
 import sys
 import threading
+import types
 from typing import TYPE_CHECKING
 
 import click
@@ -142,4 +143,19 @@ def _run(script: pathlib.Path, arguments: tuple[str, ...]) -> int:
             click.echo(error.code, err=True)
             return 1
         return error.code or 0
+    except Exception as error:
+        # Reported here, as the command line takes some errors for its own: what the script does not
+        # find is no file of the command's, nor is a module that it lacks one of tfcdo's.
+        error.__traceback__ = _of_script(error.__traceback__, script)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
     return 0
+
+
+def _of_script(
+    frames: types.TracebackType | None, script: pathlib.Path
+) -> types.TracebackType | None:
+    """Leaves out the frames above the script's: all, if it could not be read as Python."""
+    while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
+        frames = frames.tb_next
+    return frames

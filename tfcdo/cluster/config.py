@@ -66,6 +66,28 @@ class Cluster:
         return f"host {host} (/job:{task.job}/task:{task.index} at {task.address})"
 
 
+def from_resolver(resolver: Any) -> Cluster | None:
+    """Asks a `tf.distribute.cluster_resolver.ClusterResolver` for the cluster.
+
+    Args:
+      resolver: the argument `cluster_resolver` of a strategy.
+
+    Returns:
+      As `from_spec`.
+
+    Raises:
+      TypeError: if it is no cluster resolver.
+      ValueError: as `from_spec`.
+    """
+    if not hasattr(resolver, "cluster_spec"):
+        raise TypeError(
+            "cluster_resolver must be a tf.distribute.cluster_resolver.ClusterResolver or None; "
+            f"got {resolver!r}"
+        )
+    spec = resolver.cluster_spec()
+    return from_spec(spec.as_dict() if spec else {}, resolver.task_type, resolver.task_id)
+
+
 def from_spec(spec: Mapping[str, Sequence[str]], job: Any, index: Any) -> Cluster | None:
     """Checks the description of a cluster and finds this process's place in it.
 

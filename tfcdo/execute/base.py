@@ -219,7 +219,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         Raises:
           ValueError: if `devices` is empty or holds something that is not a device name, or a shape
             is not fully known; and as `reduce`.
-          TypeError: if `dtype` is not a dtype.
+          TypeError: if `shapes` is not a list, or `dtype` is not a dtype.
           RuntimeError: as `reduce`.
 
         Example:

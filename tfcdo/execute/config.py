@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from tfcdo.execute.hosts import Hosts
 from tfcdo.execute.one_device import Accumulate
-from tfcdo.execute.reduction import check_choice
 from tfcdo.plan import algorithms
 from tfcdo.plan import copy_tree
 from tfcdo.plan.algorithms import Algorithm
@@ -80,10 +79,10 @@ class AllReduceConfig:
             return
         reason = self.saved.why_not_on(self.topology_of(devices))
         if reason is not None:
-            raise ValueError(
-                f"plan must be for this machine: {reason}; make one with `tfcdo plan`, or pass "
-                "topology= to say that this is the machine of the plan"
-            )
+            remedy = f"make one here with `tfcdo plan -t here:{len(devices)} --save FILE`"
+            if self.saved.topology.num_devices == len(devices):
+                remedy += ", or pass the plan's own machine as topology= to use it all the same"
+            raise ValueError(f"plan must be for this machine: {reason}; {remedy}")
 
     def plan(
         self, specs: Sequence[ValueSpec], devices: Sequence[str], widening: float = 1.0
@@ -171,9 +170,13 @@ def check_algorithm(algorithm: Any) -> str | tuple[CopyTree, ...]:
     trees = tuple(algorithm) if isinstance(algorithm, Sequence) else ()
     if trees and all(isinstance(tree, CopyTree) for tree in trees):
         return trees
-    check_choice("all_reduce_alg", algorithm, ("nccl", *algorithms.ALGORITHMS))
-    name: str = algorithm
-    return name
+    known = ("nccl", *algorithms.ALGORITHMS)
+    if not isinstance(algorithm, str) or algorithm not in known:
+        raise ValueError(
+            f"all_reduce_alg must be one of {', '.join(map(repr, known))}, or a list of "
+            f"tfcdo.plan.copy_tree.CopyTree; got {algorithm!r}"
+        )
+    return algorithm
 
 
 def check_require_nccl(require_nccl: Any, algorithm: Algorithm) -> None:

@@ -146,6 +146,8 @@ def explain(
     """
     dtype = tf.as_dtype(dtype)
     names = _device_names(devices)
+    if not isinstance(shapes, Iterable):
+        raise TypeError(f"shapes must be a list with the shape of each value; got {shapes!r}")
     sizes = [_known_shape(index, shape) for index, shape in enumerate(shapes)]
     found: list[Group] = []
     plans: list[BatchPlan] = []

@@ -75,12 +75,6 @@ def check_count(name: str, value: Any) -> int:
     return count
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raises `ValueError` unless the argument `name` is one of some strings."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
-
-
 def check_sparse_as_dense(value: Any) -> None:
     """Raises `ValueError` unless the argument `sparse_as_dense` is "auto", True or False."""
     if not isinstance(value, bool) and value != "auto":
@@ -93,6 +87,18 @@ def check_options(options: Any) -> None:
         raise TypeError(
             "options must be a tf.distribute.experimental.CommunicationOptions or None; "
             f"got {brief(options)}"
+        )
+
+
+def check_cross_device_ops(ops: Any) -> None:
+    """Raises `TypeError` unless `ops` is None or a `tf.distribute.CrossDeviceOps`.
+
+    TensorFlow takes anything, a class in place of an object too, and fails in the first reduction.
+    """
+    if ops is not None and not isinstance(ops, tf.distribute.CrossDeviceOps):
+        raise TypeError(
+            "cross_device_ops must be an object such as tfcdo.AutoAllReduce(), or None; "
+            f"got {brief(ops)}"
         )
 
 

@@ -33,7 +33,7 @@ _ROUNDS = 15
 _FREE = 1.5
 _FREE_SECONDS = 50e-6
 # More devices have too many pairs of links to try each together.
-_MOST_DEVICES = 16
+MOST_DEVICES = 16
 _NCCL_SIZES = (2**16, 2**20, 2**24, 2**27)
 
 # Called with the part that is done, from 0 to 1, and what is being measured.
@@ -71,8 +71,8 @@ def measure(devices: Sequence[str], *, progress: Progress | None = None) -> Topo
     name = detection.name_of_measured(names, assumed)
     if name is None or len(set(names)) < len(names):
         raise ValueError(f"devices must be different CPUs or GPUs of this host; got {list(names)}")
-    if len(names) > _MOST_DEVICES:
-        raise ValueError(f"devices must be at most {_MOST_DEVICES}; got {len(names)}")
+    if len(names) > MOST_DEVICES:
+        raise ValueError(f"devices must be at most {MOST_DEVICES}; got {len(names)}")
     clock = _Clock(names, progress or (lambda done, what: None))
     found = measured.Measured(
         _topology(name, clock), datetime.date.today().isoformat(), _time_nccl(clock)
