@@ -61,7 +61,9 @@ class SavedTest(CommandTestCase):
         self.assertRegex(before, r"dgx1 +│ 8 +│ 100 MB +│ [0-9]+ +│ 1\.[0-9]+ +│ with tfcdo")
         self.output_of("plan", "-t", "pcie:3", "-b", "1MB", "-a", "packed_trees", "--json")
         added = set(self.output_of("plan", "--list").split()) - set(before.split())
-        self.assertTrue(any(str(self.cache)[:20] in word for word in added), added)
+        # To be copied: neither is broken over two lines.
+        self.assertIn(str(self.cache), added)
+        self.assertContainsSubset({file.name for file in self.cache.glob("plan-*")}, added)
 
     def test_what_is_left_after_a_backward_pass(self):
         arguments = ("-t", "pcie", "--model", "mobilenet", "--backward", "20ms")

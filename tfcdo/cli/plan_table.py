@@ -93,15 +93,20 @@ def print_plans(console: Console) -> None:
             f"{plan.robust_ratio:.3f}",
             "with tfcdo",
         )
-    for file, kept in plan_cache.kept():
+    all_kept = plan_cache.kept()
+    for file, kept in all_kept:
         size, _, packs = kept.found_for.partition("-")
         found_for = format_bytes(int(size)) if size.isdigit() else "-"
+        if packs.isdigit():
+            found_for += f" in {packs} pack{'s' if packs != '1' else ''}"
         table.add_row(
             kept.topology or "-",
             str(len(kept.parents[0])) if kept.parents else "-",
-            found_for + (f" in {packs} packs" if packs.isdigit() else ""),
+            found_for,
             str(len(kept.weights)),
             "-",
-            str(file),
+            file.name,
         )
     console.print(table)
+    if all_kept:
+        console.print(f"Files are in {all_kept[0][0].parent}", soft_wrap=True)
