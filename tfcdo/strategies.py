@@ -93,6 +93,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         rounded once on its host, and each sum once; docs/several-hosts.md has the bound. Packs
         under 4 KiB, values that are reduced elsewhere (losses, metrics), rows and gathered values
         travel as they are. NCCL then does not all-reduce over all GPUs: it would add in 16 bits.
+        What is lost between hosts is not part of the `error_feedback` of `cross_device_ops`.
 
     Raises:
       ValueError: if TF_CONFIG or the cluster resolver contradicts itself, or `wire_between` is

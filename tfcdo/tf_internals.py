@@ -211,6 +211,12 @@ def plain_variable(initial_value: tf.Tensor) -> tf.Variable:
     return _resource_variable_ops.ResourceVariable(initial_value, trainable=False)
 
 
+def last_restored(variable: tf.Variable) -> int:
+    """Returns the number of the last restoring of a checkpoint that set a variable; -1 for none."""
+    number: int = variable._update_uid
+    return number
+
+
 def graph_of_function() -> tf.Graph | None:
     """Returns the graph of the function that is being traced, around loops and conditions in it.
 

@@ -258,6 +258,20 @@ class StrategyTest(tf.test.TestCase, parameterized.TestCase):
         total = np.sum([run() for _ in range(40)], axis=0)
         self.assertAllClose([120 * (1 + TINY["bfloat16"])] * 4, total, atol=12 * TINY["bfloat16"])
 
+    def test_an_argument_that_all_replicas_share_is_not_rounded(self):
+        ops = tfcdo.AutoAllReduce(wire_dtype="bfloat16", error_feedback=True)
+        strategy = tf.distribute.MirroredStrategy(list(tu.ALL_DEVICES[:3]), ops)
+
+        def replica(value: tf.Tensor) -> tf.Tensor:
+            return tf.distribute.get_replica_context().all_reduce(SUM, [value])[0]
+
+        @tf.function
+        def step(value: tf.Tensor) -> Any:
+            return strategy.experimental_local_results(strategy.run(replica, (value,)))
+
+        for result in step(tf.fill([4], 1 + TINY["bfloat16"])):
+            self.assertAllClose([3 * (1 + TINY["bfloat16"])] * 4, result, rtol=1e-6)
+
 
 class CheckpointTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(function=(False, True), made=(False, True))
@@ -285,6 +299,24 @@ class CheckpointTest(tf.test.TestCase, parameterized.TestCase):
         status.assert_consumed()
         self.assertAllEqual(expected, actual)
         self.assertNotAllEqual(expected, [train(make()).step(step) for step in steps[3:]])
+
+    def test_restored_for_a_function_that_is_made_anew(self):
+        ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype="float16", error_feedback=True)
+        steps = np.random.default_rng(0).standard_normal((6, 3, 5)).astype(np.float32)
+        training = Training(ops, 3, (5,))
+        for step in steps[:3]:
+            training.step(step)
+        path = tf.train.Checkpoint(ops=ops).save(self.get_temp_dir() + "/saved")
+        expected = [training.step(step) for step in steps[3:]]
+        del training
+        gc.collect()
+        tf.train.Checkpoint(ops=ops).restore(path)
+        later = Training(ops, 3, (5,))
+        self.assertAllEqual(expected, [later.step(step) for step in steps[3:]])
+        del later
+        gc.collect()
+        # What one function has got is no longer for the next one.
+        self.assertAllEqual([3.0] * 5, Training(ops, 3, (5,)).step(1.0))
 
 
 class RefusedTest(tf.test.TestCase):

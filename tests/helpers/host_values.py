@@ -12,6 +12,8 @@ import testing_utils as tu
 from testing_utils import MEAN
 from testing_utils import SUM
 
+from tfcdo.cluster import session
+
 DTYPES = (
     tf.float16,
     tf.bfloat16,
@@ -40,6 +42,7 @@ def check(strategy: Any) -> None:
         case.slices(wrap)
         case.gather(wrap)
         case.gather_structure(wrap)
+        case.refused(wrap)
         case.cross_replica(wrap)
     case.gradient()
     case.loop()
@@ -52,6 +55,13 @@ def _constant(arrays: Sequence[Any], replica: int) -> tf.Tensor:
 
 def _at(make: Callable[[int], Sequence[Any]], position: int, replica: int) -> Any:
     return make(replica)[position]
+
+
+def _events_counted() -> int:
+    """How often collectives have been entered or left on this host."""
+    shared = session.current()
+    assert shared is not None
+    return sum(one.read() for one in shared._watch._watched.values())
 
 
 def check_all_reduces(strategy: Any) -> None:
@@ -228,6 +238,23 @@ class _Case:
                 for own in self.strategy.experimental_local_results(result):
                     assert own.dtype == kinds[key][1]
                     np.testing.assert_array_equal(own.numpy(), wanted[key])
+
+    def refused(self, wrap: Any) -> None:
+        """Texts, which no collective takes, are refused before any has begun.
+
+        One that has begun and never ends would count as waiting for ever, and end the training.
+        """
+        texts = self.per_replica(lambda replica: tf.constant([str(replica)]))
+        numbers = self.per_replica(lambda replica: tf.constant([replica]))
+        before = _events_counted()
+        for value in (texts, {"numbers": numbers, "texts": texts}):
+            try:
+                wrap(lambda value=value: self.strategy.gather(value, 0))()
+            except ValueError as error:
+                assert "dtype that TensorFlow gathers between hosts; got string" in str(error)
+            else:
+                raise AssertionError("it did not raise")
+        assert _events_counted() == before, (before, _events_counted())
 
     def cross_replica(self, wrap: Any) -> None:
         counted = self.per_replica(lambda r: tf.constant(r + 1))

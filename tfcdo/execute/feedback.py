@@ -45,6 +45,11 @@ class Residuals:
         """Returns all variables that have been made."""
         return list(self._variables.values())
 
+    @property
+    def last_restored(self) -> int:
+        """Returns which restoring of a checkpoint was the last one that they were part of."""
+        return max(map(tf_internals.last_restored, self.variables), default=-1)
+
     def on(self, device: int, pack: int, tensors: Sequence[tf.Tensor]) -> list[tf.Variable]:
         """Returns the variables of the tensors of a pack on a device; new ones are 0.
 
@@ -92,11 +97,23 @@ class _Slot:
       residuals: the residuals.
       owner: who uses them, weakly: a `tf.function`, or a graph that is none's; None for eager use.
       turn: of several such batches in one function, which one this is.
+      restored: which restoring of a checkpoint the residuals were last part of when their owner
+        went.
     """
 
     residuals: Residuals
     owner: weakref.ref[Any] | None
     turn: int
+    restored: int = -1
+
+    def give_to(self, owner: Any, turn: int) -> None:
+        """Makes a function, or None for eager use, the owner."""
+        self.owner, self.turn = None, turn
+        if owner is not None:
+            self.owner = weakref.ref(owner, self._remember_restored)
+
+    def _remember_restored(self, _: Any) -> None:
+        self.restored = self.residuals.last_restored
 
 
 class ErrorFeedback(tf_internals.Trackable):
@@ -170,19 +187,21 @@ class ErrorFeedback(tf_internals.Trackable):
     def _new(
         self, key: str, slots: list[_Slot], owner: Any, turn: int, devices: Sequence[str]
     ) -> Residuals:
-        reference = None if owner is None else weakref.ref(owner)
         for slot in slots:
             if _is_free(slot):
-                slot.owner, slot.turn = reference, turn
-                with tf.init_scope():
-                    slot.residuals.reset()
+                if slot.residuals.last_restored == slot.restored:
+                    # Else they are from a checkpoint, for whoever comes next.
+                    with tf.init_scope():
+                        slot.residuals.reset()
+                slot.give_to(owner, turn)
                 return slot.residuals
         number = len(slots)
         residuals = Residuals(
             devices,
             lambda name, variable: self._track_trackable(variable, f"batch_{key}_{number}_{name}"),
         )
-        slots.append(_Slot(residuals, reference, turn))
+        slots.append(_Slot(residuals, None, turn))
+        slots[-1].give_to(owner, turn)
         return residuals
 
     def _check_number(self, owner: Any) -> None:

@@ -101,6 +101,9 @@ def _is_cast(reduction: Reduction, wire: Wire) -> bool:
     if not wire.casts(reduction.values[0].dtype) or reduction.is_sparse or reduction.is_state:
         return False
     devices = {*reduction.devices, *reduction.destinations}
+    if wire.feedback is not None and set(reduction.devices) == {""} and len(devices) > 2:
+        # One argument of a function that all replicas have: nobody could keep what a cast loses.
+        return False
     # Values whose devices are not known are taken to be on different ones.
     return len(devices) > 1 or (devices == {""} and len(reduction.devices) > 1)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfcdo import tf_internals
 from tfcdo.execute import exchange
 from tfcdo.execute import handles
 from tfcdo.execute import numerics
@@ -151,8 +152,13 @@ class Hosts:
         return self.network.exchange_sums(description, [cast])
 
     def exchange_gather(self, root: str, group: Sequence[Reduction], axis: Any) -> Exchange:
-        """Begins the exchange of values that are concatenated, those of a dtype together."""
+        """Begins the exchange of values that are concatenated, those of a dtype together.
+
+        Raises:
+          ValueError: if a dtype, such as that of strings, cannot be gathered between hosts.
+        """
         values = [reduction.values[0] for reduction in group]
+        _check_gathered(values)
         fixed = tf.get_static_value(axis)
         description = {
             "what": "gathering",
@@ -163,6 +169,17 @@ class Hosts:
         }
         dtypes = {wire.dtype_copied(value.dtype) for value in values}
         return self.network.exchange(description, 1 + len(dtypes))
+
+
+def _check_gathered(values: Sequence[tf.Tensor]) -> None:
+    """Raises `ValueError` unless collectives take all values: what has begun has to end."""
+    taken = tf_internals.dtypes_of_op("CollectiveGatherV2", "T")
+    for value in values:
+        if wire.dtype_copied(value.dtype) not in taken:
+            raise ValueError(
+                "value must be of a dtype that TensorFlow gathers between hosts; got "
+                f"{value.dtype.name}"
+            )
 
 
 def _describe(what: str, group: Sequence[Reduction], final_op: numerics.FinalOp) -> dict[str, Any]:
