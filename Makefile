@@ -13,6 +13,9 @@ BIN := $(VENV)/bin
 # 2: TensorFlow's C++ half logs errors only.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
+# Where nothing compiled is kept, each of the tests' processes compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 # A worker a core and one more, as some tests mostly wait for processes of their own; four at most:
 # each starts TensorFlow and takes 1 GB of memory. Whoever has run out of tests takes half of what
 # another still has to do.
