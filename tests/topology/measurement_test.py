@@ -33,9 +33,10 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         # Virtual devices hand tensors over, and add with the same cores.
         self.assertEqual((found.bandwidth(0, 2), found.latency(1, 0)), (math.inf, 0.0))
         self.assertTrue(found.serial_reduction)
-        for name in ("addition_bandwidth", "memory_bandwidth"):
-            self.assertBetween(getattr(found, name), 1e6, 1e13)
-        self.assertBetween(found.op_seconds, 1e-8, 1e-2)
+        # How large they are is not asserted: so little is timed that a busy machine could upset it.
+        for name in ("addition_bandwidth", "memory_bandwidth", "op_seconds"):
+            self.assertGreater(getattr(found, name), 0.0)
+            self.assertLess(getattr(found, name), math.inf)
         # A process that comes later reads the file, for the same devices alone.
         self.assertEqual(topology.detect(devices), found)
         (file,) = self.folder.iterdir()

@@ -6,7 +6,7 @@ import datetime
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfcdo import checks
@@ -29,9 +29,6 @@ _BYTES = 4 * _COUNT
 _LARGE_COUNT = 2**24
 _PACKS_OF_OPS = 40
 _ROUNDS = 15
-# A copy this little longer than one of nothing hands its tensor over without copying it.
-_FREE = 1.5
-_FREE_SECONDS = 50e-6
 # More devices have too many pairs of links to try each together.
 MOST_DEVICES = 16
 _NCCL_SIZES = (2**16, 2**20, 2**24, 2**27)
@@ -145,13 +142,14 @@ class _Clock:
         for _ in range(_ROUNDS + 2):
             begin = time.perf_counter()
             run()
-            if not self._on_cpu:
+            if not self.on_cpu:
                 tf.test.experimental.sync_devices()
             times.append(time.perf_counter() - begin)
         return max(of_rounds(times[2:]) - self._empty, 1e-9)
 
     @property
-    def _on_cpu(self) -> bool:
+    def on_cpu(self) -> bool:
+        """Whether the devices are CPU devices."""
         return "CPU" in self.devices[0].upper()
 
     def copies(self, pairs: Sequence[Pair], num_bytes: int) -> float:
@@ -254,12 +252,12 @@ class _Clock:
 def _topology(name: str, clock: _Clock) -> Topology:
     count = len(clock.devices)
     pairs = list(ordered_pairs(count))
+    if not pairs or clock.on_cpu:
+        return _of_shared_memory(name, clock)
     nothing, something = {}, {}
     for number, pair in enumerate(pairs):
         clock.progress(0.3 * number / len(pairs), f"copies from {link_name(*pair)}")
         nothing[pair], something[pair] = clock.copies([pair], 4), clock.copies([pair], _BYTES)
-    if not pairs or _median(something) < _FREE * _median(nothing) + _FREE_SECONDS:
-        return _of_shared_memory(name, clock)
     alone = {
         pair: Alone(nothing[pair], _BYTES / max(something[pair] - nothing[pair], 1e-9))
         for pair in pairs
@@ -279,24 +277,20 @@ def _topology(name: str, clock: _Clock) -> Topology:
     )
 
 
-def _median(seconds: Mapping[Pair, float]) -> float:
-    return statistics.median(seconds.values())
-
-
 def _of_shared_memory(name: str, clock: _Clock) -> Topology:
-    """Measures devices that hand tensors over without copying them, and share cores and memory."""
+    """Measures CPU devices, which hand tensors over as they are, and share cores and memory."""
     count = len(clock.devices)
-    clock.progress(0.4, "additions")
+    clock.progress(0.0, "additions")
     operands = max(2, count)
     adding = clock.additions([0], _COUNT, operands) / (operands + 1)
-    clock.progress(0.5, "packing")
+    clock.progress(0.2, "packing")
     # All at once, as they would: one alone keeps one core busy.
     packing = clock.packing(range(count), _COUNT) / count
-    clock.progress(0.6, "memory that is new")
+    clock.progress(0.4, "memory that is new")
     large = clock.additions([0], _LARGE_COUNT, 2)
     new = large - 3 * adding * _LARGE_COUNT / _COUNT
     clock.forget_values()
-    clock.progress(0.7, "ops")
+    clock.progress(0.6, "ops")
     # Each pack has an addition, and an edge to each device but one, as `device_seconds` counts.
     op_seconds = clock.ops(_PACKS_OF_OPS) / (_PACKS_OF_OPS * count)
     wires = [
