@@ -1,4 +1,4 @@
-"""What both strategies share: reducing structures, and the work for TensorFlow."""
+"""Shared by both strategies: reducing structures, and the work for TensorFlow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one door to TensorFlow's private modules.
+"""Opens the one door to TensorFlow's private modules.
 
 Everything that tfcdo needs from `tensorflow.python` is imported here and given a name of ours, so a
 new TensorFlow version is the work of one file. Nothing here reduces anything: these are the value

@@ -43,7 +43,7 @@ DGX-1 are all of 3 to 7 of its devices, up to symmetry. Targets are of the media
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What `auto` reached on one machine.
+    """Result of `auto` on one machine.
 
     Attributes:
       ratio: its robust time over the bound.

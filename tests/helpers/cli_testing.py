@@ -17,7 +17,7 @@ from tfcdo.cli import commands
 
 
 class Finished(NamedTuple):
-    """How a command ended.
+    """End of a command.
 
     Attributes:
       status: its exit status.

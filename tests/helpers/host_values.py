@@ -58,7 +58,7 @@ def _at(make: Callable[[int], Sequence[Any]], position: int, replica: int) -> An
 
 
 def _events_counted() -> int:
-    """How often collectives have been entered or left on this host."""
+    """Counts how often collectives have been entered or left on this host."""
     shared = session.current()
     assert shared is not None
     return sum(one.read() for one in shared._watch._watched.values())

@@ -1,4 +1,4 @@
-"""What hosts do in tests of `wire_between`: all-reduces of values that a cast may round."""
+"""Work of hosts in tests of `wire_between`: all-reduces of values that a cast may round."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class RowsMeasurement:
 
 @dataclasses.dataclass(frozen=True)
 class _Data:
-    """What all implementations reduce, and the tables that they update, by device."""
+    """Rows that all implementations reduce, and the tables that they update, by device."""
 
     workload: Workload
     devices: Devices

@@ -33,7 +33,7 @@ _TIMED_OUT = 124
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What is measured in this process, where TensorFlow has started.
+    """Measurement in this process, where TensorFlow has started.
 
     Attributes:
       given: the options.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import click
 
@@ -208,7 +207,7 @@ _WITHOUT_EFFECT = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line asks for: each option by the name of its parameter.
+    """Options of the command line: each option by the name of its parameter.
 
     Attributes:
       given: the options that the command line has, such as --minbytes, by their parameters.
@@ -239,19 +238,19 @@ class Options:
 
     @property
     def dtype(self) -> str:
-        """The datatype as TensorFlow calls it."""
+        """Returns the datatype as TensorFlow calls it."""
         return workloads.DTYPES[self.datatype]
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes of one value, in bytes."""
+        """Returns the sizes of one value, in bytes."""
         is_default = self.given.keys().isdisjoint(_SWEEP)
         own = (self.minbytes, self.maxbytes, self.stepfactor)
         return list(workloads.sizes(*(_PREDICTED if self.predicts and is_default else own)))
 
     @property
     def measured(self) -> list[workloads.Workload]:
-        """What is all-reduced."""
+        """Returns what is all-reduced."""
         found = [workloads.gradients_of(name, self.dtype) for name in self.models] or [
             workloads.one_value(size, self.dtype) for size in self.sizes
         ]
@@ -299,8 +298,4 @@ class Options:
                 raise click.UsageError(f"{' and '.join(found)} cannot be given beside {beside}")
 
 
-def _make(**values: Any) -> Options:
-    return Options(**values, given=options.given_options())
-
-
-add_to = options.as_one_value(_make, _OPTIONS)
+add_to = options.as_one_value(Options, _OPTIONS)

@@ -136,7 +136,9 @@ def as_one_value(
     """Adds options to a command that gets all of them as one value.
 
     Args:
-      make: makes that value; takes the options by the names of their parameters.
+      make: makes that value; takes the options by the names of their parameters, and `given`: the
+        options that the command line has, such as --bytes, by their parameters. One that has its
+        default may have no effect beside another one; one that is given may not.
       decorators: what `click.option` returns, in the order of the help.
 
     Returns:
@@ -146,18 +148,14 @@ def as_one_value(
     def add_to(function: Callable[[_Options], Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def command(**values: Any) -> Any:
-            return function(make(**values))
+            return function(make(**values, given=_given_options()))
 
         return functools.reduce(lambda added, option: option(added), reversed(decorators), command)
 
     return add_to
 
 
-def given_options() -> dict[str, str]:
-    """Returns the options that the command line at hand has, such as --bytes, by their parameters.
-
-    An option that has its default may have no effect beside another one; one that is given may not.
-    """
+def _given_options() -> dict[str, str]:
     context = click.get_current_context()
     return {
         parameter.name: parameter.opts[-1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Mapping
-from typing import Any
 
 import click
 
@@ -142,7 +141,7 @@ _OPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line asks for: each option by the name of its parameter.
+    """Options of the command line: each option by the name of its parameter.
 
     Attributes:
       given: the options that the command line has, such as --bytes, by their parameters.
@@ -169,12 +168,12 @@ class Options:
 
     @property
     def gradients(self) -> workloads.Workload | None:
-        """The model's gradients; None without a model."""
+        """Returns the model's gradients; None without a model."""
         return workloads.gradients_of(self.model) if self.model else None
 
     @property
     def size(self) -> int:
-        """The bytes that each device holds."""
+        """Returns the bytes that each device holds."""
         return self.gradients.size if self.gradients else self.num_bytes
 
     def check(self) -> None:
@@ -223,8 +222,4 @@ class Options:
                 )
 
 
-def _make(**values: Any) -> Options:
-    return Options(**values, given=options.given_options())
-
-
-add_to = options.as_one_value(_make, _OPTIONS)
+add_to = options.as_one_value(Options, _OPTIONS)

@@ -70,7 +70,7 @@ class Versions:
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """What TensorFlow sees.
+    """Devices that TensorFlow sees.
 
     Attributes:
       physical: the names of all physical devices.
@@ -91,7 +91,7 @@ class Devices:
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """Whether one of tfcdo's all-reduces can run on the devices.
+    """Answer to whether one of tfcdo's all-reduces can run on the devices.
 
     Attributes:
       name: the name of its class.
@@ -108,7 +108,7 @@ class AllReduce:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What the topology says of the way from one device to another.
+    """Link of the topology: the way from one device to another.
 
     Attributes:
       source: the sending device's index.
@@ -126,7 +126,7 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class FoundTopology:
-    """What joins the devices.
+    """Topology that was found to join the devices.
 
     Attributes:
       name: the topology's.
@@ -141,7 +141,7 @@ class FoundTopology:
 
 @dataclasses.dataclass(frozen=True)
 class ModelPlan:
-    """What `AutoAllReduce` would do with a model's gradients.
+    """Plan: what `AutoAllReduce` would do with a model's gradients.
 
     Attributes:
       bytes: the size of the gradients.

@@ -54,7 +54,7 @@ _Kind = TypeVar("_Kind")
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How many seconds the probe may take for an answer.
+    """Limits, in seconds, of how long the probe may take for an answer.
 
     Attributes:
       start: to import TensorFlow, and to start it.
@@ -97,7 +97,7 @@ class Report:
 
     @property
     def examined(self) -> tuple[str, ...]:
-        """The names of the devices that are examined; none if they cannot be used."""
+        """Returns the names of the devices that are examined; none if they cannot be used."""
         return self.devices.examined if isinstance(self.devices, Devices) else ()
 
     def planned_bandwidth(self, pair: Pair) -> float | None:

@@ -33,7 +33,7 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class TfConfig:
-    """What TF_CONFIG says.
+    """Content of TF_CONFIG.
 
     Attributes:
       text: the variable's value; empty if it is not set.

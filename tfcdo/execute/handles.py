@@ -1,4 +1,4 @@
-"""What TensorFlow knows the collectives of a device by: group keys, order, and a count of them."""
+"""Group keys, order and number of collectives, by which TensorFlow knows those of a device."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ from tfcdo.plan import task_graph
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.copy_tree import rooted
 from tfcdo.plan.edge_loads import Edge
-from tfcdo.plan.spanning_trees_lp import TreeRates
 from tfcdo.plan.tree_packing import TreePacking
 from tfcdo.topology.topology import Topology
 
@@ -107,8 +106,8 @@ def quick_trees(topology: Topology) -> TreePacking | None:
     rates = spanning_trees_lp.best_rates(topology)
     if rates is None:
         return None
-    kept = _large_enough(rates)
-    return TreePacking(tuple(map(_rooted_in_the_middle, kept.trees)), kept.rates)
+    rooted_trees = tuple(map(_rooted_in_the_middle, rates.trees))
+    return _mixed([TreePacking(rooted_trees, rates.rates)], _LEAST_PART)
 
 
 def deal(packing: TreePacking, topology: Topology, num_packs: int) -> TreePacking:
@@ -223,15 +222,6 @@ def _mixed(packings: Sequence[TreePacking], least_part: float = 0.0) -> TreePack
     least = min(least_part * parts.total(), max(parts.values()))
     kept = {tree: part for tree, part in parts.items() if part >= least}
     return TreePacking(tuple(kept), tuple(kept.values()))
-
-
-def _large_enough(rates: TreeRates) -> TreeRates:
-    """Leaves out the trees that carry next to nothing."""
-    least = min(_LEAST_PART * sum(rates.rates), max(rates.rates))
-    kept = [index for index, rate in enumerate(rates.rates) if rate >= least]
-    return TreeRates(
-        tuple(rates.trees[index] for index in kept), tuple(rates.rates[index] for index in kept)
-    )
 
 
 def _seconds_through(tree: CopyTree, topology: Topology) -> float:

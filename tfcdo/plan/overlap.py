@@ -31,7 +31,7 @@ _WORTH_MORE_PACKS = 0.99
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """What is known of the gradient of one variable.
+    """Facts about the gradient of one variable.
 
     Attributes:
       num_bytes: its bytes.

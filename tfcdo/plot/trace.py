@@ -41,7 +41,7 @@ class _Bar:
 
 
 class Trace:
-    """What `trace` gives: the recording, once the block has ended."""
+    """Result of `trace`: the recording, once the block has ended."""
 
     def __init__(self) -> None:
         self._recording: Recording | None = None

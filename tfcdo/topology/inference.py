@@ -24,7 +24,7 @@ _SLOW = 0.9
 
 
 class Alone(NamedTuple):
-    """What a copy takes that runs alone.
+    """Time of a copy that runs alone.
 
     Attributes:
       latency: seconds that it takes on top of its bytes.

@@ -149,7 +149,7 @@ class _Clock:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the devices are CPU devices."""
+        """Returns whether the devices are CPU devices."""
         return "CPU" in self.devices[0].upper()
 
     def copies(self, pairs: Sequence[Pair], num_bytes: int) -> float:

@@ -23,7 +23,7 @@ from tfcdo.tracing.profile import Event
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """What ran while the profiler did, and what was planned.
+    """Record of what ran while the profiler did, and what was planned.
 
     Attributes:
       events: all events, in the order of their start.
