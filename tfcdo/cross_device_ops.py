@@ -13,23 +13,18 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from tfcdo.execute.auto_choices import with_choices
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
-from tfcdo.execute.config import AllReduceConfig
-from tfcdo.execute.config import SparseAsDense
-from tfcdo.execute.config import along_star
-from tfcdo.execute.config import check_algorithm
-from tfcdo.execute.config import check_require_nccl
-from tfcdo.execute.config import on_root
+from tfcdo.execute.base import class_options
 from tfcdo.execute.devices import check_device
-from tfcdo.execute.devices import existing_device
-from tfcdo.execute.hosts import Hosts
-from tfcdo.execute.reduction import Reduction
-from tfcdo.execute.reduction import check_count
+from tfcdo.execute.request import check_count
+from tfcdo.plan import algorithms
 from tfcdo.plan import copy_tree
+from tfcdo.plan.decide import Options
 from tfcdo.plan.packing import PackingOptions
+from tfcdo.plan.saved_plan import SavedPlan
 from tfcdo.topology.topology import Topology
 
+SparseAsDense = bool | Literal["auto"]
 # The algorithms that TensorFlow's class of the same name has.
 _TENSORFLOW_ALGORITHMS = ("nccl", "hierarchical_copy")
 
@@ -68,13 +63,7 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
         wire_dtype: str | tf.DType | None = None,
         error_feedback: bool = False,
     ) -> None:
-        super().__init__(
-            reduce_to_device=reduce_to_device,
-            accumulation_fn=accumulation_fn,
-            sparse_as_dense=sparse_as_dense,
-            wire_dtype=wire_dtype,
-            error_feedback=error_feedback,
-        )
+        common = class_options(wire_dtype, error_feedback, sparse_as_dense)
         if reduce_to_device is not None:
             check_device("reduce_to_device", reduce_to_device)
         if accumulation_fn is not None and not callable(accumulation_fn):
@@ -82,43 +71,12 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
                 "accumulation_fn must be a callable from a list of tensors to a tensor, or None; "
                 f"got {accumulation_fn!r}"
             )
-        self.reduce_to_device = reduce_to_device
-        self.accumulation_fn = accumulation_fn
-
-    def _config_for(self, options: Any) -> Callable[[Reduction], AllReduceConfig]:
-        del options  # What is not packed has no size of packs.
-        fixed_root = None
-        if self.reduce_to_device is not None:
-            fixed_root = existing_device("reduce_to_device", self.reduce_to_device)
-        common = self._common_config
-
-        def config_for(reduction: Reduction) -> AllReduceConfig:
-            root = fixed_root or reduction.destinations[0]
-            accumulates = self.accumulation_fn is not None
-            if accumulates or not reduction.is_all_reduce or root not in reduction.devices:
-                accumulate = self._accumulate if accumulates else None
-                return on_root(root, accumulate, **common)
-            # One device is the simplest copy tree: a star, whose centre is that device.
-            devices = reduction.devices
-            return along_star(len(devices), devices.index(root), **common)
-
-        return config_for
-
-    def _accumulate(self, values: list[tf.Tensor]) -> tf.Tensor:
-        """Calls the caller's function and checks what it returns."""
-        assert self.accumulation_fn is not None
-        total = self.accumulation_fn(values)
-        if not isinstance(total, tf.Tensor):
-            raise TypeError(f"accumulation_fn must return a tensor; it returned {total!r}")
-        return total
-
-    def _between(self, hosts: Hosts) -> ConfiguredCrossDeviceOps:
-        if self.accumulation_fn is not None:
-            raise ValueError(
-                "cross_device_ops must add, to be used between hosts; got a ReductionToOneDevice "
-                f"with accumulation_fn={self.accumulation_fn!r}"
-            )
-        return super()._between(hosts)
+        super().__init__(
+            Options("one_device", one_device=True, **common),
+            accumulation_fn,
+            reduce_to_device,
+        )
+        self._show(reduce_to_device=reduce_to_device, accumulation_fn=accumulation_fn)
 
 
 class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
@@ -192,43 +150,37 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         wire_dtype: str | tf.DType | None = None,
         error_feedback: bool = False,
     ) -> None:
-        all_reduce_alg = check_algorithm(all_reduce_alg)
+        common = class_options(wire_dtype, error_feedback, sparse_as_dense)
+        algorithm = _check_algorithm(all_reduce_alg)
+        if topology is not None and not isinstance(topology, Topology):
+            raise TypeError(f"topology must be a tfcdo.topology.Topology or None; got {topology!r}")
+        _check_require_nccl(require_nccl, algorithm)
         if num_packs == "default":
-            num_packs = 1 if all_reduce_alg in _TENSORFLOW_ALGORITHMS else None
+            num_packs = 1 if algorithm in _TENSORFLOW_ALGORITHMS else None
+        packing = PackingOptions(
+            None if num_packs is None else check_count("num_packs", num_packs),
+            check_count("agg_small_grads_max_bytes", agg_small_grads_max_bytes),
+            check_count("agg_small_grads_max_group", agg_small_grads_max_group),
+        )
+        nccl = algorithm == "nccl"
         super().__init__(
-            all_reduce_alg=all_reduce_alg,
+            Options(
+                "hierarchical_copy" if nccl else algorithm,
+                packing,
+                topology,
+                nccl="always" if nccl else "auto" if algorithm == "auto" else "never",
+                require_nccl=require_nccl,
+                **common,
+            )
+        )
+        self._show(
+            all_reduce_alg=algorithm,
             num_packs=num_packs,
             agg_small_grads_max_bytes=agg_small_grads_max_bytes,
             agg_small_grads_max_group=agg_small_grads_max_group,
             topology=topology,
             require_nccl=require_nccl,
-            sparse_as_dense=sparse_as_dense,
-            wire_dtype=wire_dtype,
-            error_feedback=error_feedback,
         )
-        if topology is not None and not isinstance(topology, Topology):
-            raise TypeError(f"topology must be a tfcdo.topology.Topology or None; got {topology!r}")
-        nccl = all_reduce_alg == "nccl"
-        check_require_nccl(require_nccl, all_reduce_alg)
-        self._config = AllReduceConfig(
-            algorithm="hierarchical_copy" if nccl else all_reduce_alg,
-            packing=PackingOptions(
-                None if num_packs is None else check_count("num_packs", num_packs),
-                check_count("agg_small_grads_max_bytes", agg_small_grads_max_bytes),
-                check_count("agg_small_grads_max_group", agg_small_grads_max_group),
-            ),
-            topology=topology,
-            nccl="always" if nccl else "auto" if all_reduce_alg == "auto" else "never",
-            require_nccl=require_nccl,
-        )
-
-    def _config_for(self, options: Any) -> Callable[[Reduction], AllReduceConfig]:
-        config = dataclasses.replace(self._config, **self._common_config)
-        if options is not None and options.bytes_per_pack:
-            most = check_count("options.bytes_per_pack", options.bytes_per_pack)
-            packing = dataclasses.replace(config.packing, bytes_per_pack=most)
-            config = dataclasses.replace(config, packing=packing)
-        return lambda reduction: config
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):
@@ -280,7 +232,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
             wire_dtype=wire_dtype,
             error_feedback=error_feedback,
         )
-        self._show("num_packs", "topology", "require_nccl")
+        self._show(num_packs=num_packs, topology=topology, require_nccl=require_nccl)
 
 
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
@@ -326,7 +278,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
             wire_dtype=wire_dtype,
             error_feedback=error_feedback,
         )
-        self._show("num_packs", "topology")
+        self._show(num_packs=num_packs, topology=topology)
 
 
 class AutoAllReduce(AllReduceCrossDeviceOps):
@@ -343,19 +295,15 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         trees are used for all sizes; None to plan here. With a plan, NCCL is not used.
       nccl: whether NCCL may be taken; False keeps to copy trees. So does a `wire_dtype`, in which
         NCCL would also add.
-      backward_seconds: how long the backward pass takes that makes the gradients. Packs along copy
-        trees then hold the last layers' first, and their number and sizes are those of which least
-        is left when the pass has ended. None for packs that are fastest when all values are there.
       sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
       wire_dtype: see `AllReduceCrossDeviceOps`.
       error_feedback: the same.
 
     Raises:
       TypeError: if `topology` is not a topology, `plan` is not a path, `nccl` is not a bool,
-        `backward_seconds` is not a number, or as `AllReduceCrossDeviceOps`.
-      ValueError: if `plan` is not the file of a plan, `backward_seconds` is not above 0 or beside a
-        plan, whose packs are fixed, or as `AllReduceCrossDeviceOps`; when values are reduced, if it
-        is a plan for another machine or number of devices.
+        or as `AllReduceCrossDeviceOps`.
+      ValueError: if `plan` is not the file of a plan, or as `AllReduceCrossDeviceOps`; when values
+        are reduced, if it is a plan for another machine or number of devices.
 
     References:
       Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020 (packing
@@ -371,7 +319,6 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         topology: Topology | None = None,
         plan: str | os.PathLike[str] | None = None,
         nccl: bool = True,
-        backward_seconds: float | None = None,
         sparse_as_dense: SparseAsDense = "auto",
         wire_dtype: str | tf.DType | None = None,
         error_feedback: bool = False,
@@ -383,6 +330,48 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
             wire_dtype=wire_dtype,
             error_feedback=error_feedback,
         )
-        self._arguments.update(plan=plan, nccl=nccl, backward_seconds=backward_seconds)
-        self._show("topology", "plan", "nccl", "backward_seconds")
-        self._config = with_choices(self._config, plan, nccl, backward_seconds)
+        if not isinstance(nccl, bool):
+            raise TypeError(f"nccl must be True or False; got {nccl!r}")
+        if not nccl:
+            self._options = dataclasses.replace(self._options, nccl="never")
+        if plan is not None:
+            saved = _read_plan(plan)
+            self._options = dataclasses.replace(
+                self._options, algorithm=saved.schedule, nccl="never", saved=saved
+            )
+        self._show(topology=topology, plan=plan, nccl=nccl)
+
+
+def _check_algorithm(algorithm: Any) -> str | tuple[copy_tree.CopyTree, ...]:
+    """Returns the argument `all_reduce_alg`: a known name, or copy trees."""
+    trees = tuple(algorithm) if isinstance(algorithm, Sequence) else ()
+    if trees and all(isinstance(tree, copy_tree.CopyTree) for tree in trees):
+        return trees
+    known = ("nccl", *algorithms.ALGORITHMS)
+    if not isinstance(algorithm, str) or algorithm not in known:
+        raise ValueError(
+            f"all_reduce_alg must be one of {', '.join(map(repr, known))}, or a list of "
+            f"tfcdo.plan.copy_tree.CopyTree; got {algorithm!r}"
+        )
+    return algorithm
+
+
+def _check_require_nccl(require_nccl: Any, algorithm: algorithms.Algorithm) -> None:
+    if not isinstance(require_nccl, bool):
+        raise TypeError(f"require_nccl must be True or False; got {require_nccl!r}")
+    if require_nccl and algorithm != "nccl":
+        raise ValueError(
+            f"require_nccl must be False unless all_reduce_alg is 'nccl'; got all_reduce_alg="
+            f"{algorithm!r}, which does not use NCCL"
+        )
+
+
+def _read_plan(path: Any) -> SavedPlan:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"plan must be the path of a file, or None; got {path!r}")
+    try:
+        return SavedPlan.read(os.fspath(path))
+    except ValueError as error:
+        raise ValueError(
+            f"plan must be a file that `tfcdo plan --save` has written: {error}"
+        ) from None

@@ -21,12 +21,11 @@ from tfcdo.cross_device_ops import AllReduceCrossDeviceOps
 from tfcdo.cross_device_ops import AutoAllReduce
 from tfcdo.cross_device_ops import NcclAllReduce
 from tfcdo.cross_device_ops import ReductionToOneDevice
-from tfcdo.execute import exchange
-from tfcdo.execute import handles
+from tfcdo.execute import between
+from tfcdo.execute import codec
 from tfcdo.execute import nccl
-from tfcdo.execute import wire
-from tfcdo.execute.hosts import Hosts
-from tfcdo.execute.reduction import check_cross_device_ops
+from tfcdo.execute.request import check_cross_device_ops
+from tfcdo.plan.decide import BetweenHosts
 from tfcdo.replica_extended import ReducesStructures
 from tfcdo.replica_extended import ReplicaExtended
 
@@ -130,7 +129,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
                 communication_options,
                 cross_device_ops,
                 devices_per_worker or environment.devices_per_worker(),
-                wire.check_wire_dtype("wire_between", wire_between),
+                codec.check_wire_dtype("wire_between", wire_between),
             ),
         )
 
@@ -225,7 +224,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         options: Any,
         cross_device_ops: AllReduceCrossDeviceOps | ReductionToOneDevice | None,
         devices_per_worker: int | None,
-        wire_between: tf.DType | None,
+        wire_between: str | None,
     ) -> None:
         if resolver is None:
             config.check_tf_config()
@@ -233,7 +232,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         cluster = config.from_resolver(resolver)
         timeout = options.timeout_seconds or _TIMEOUT_SECONDS
         self._devices_wanted = devices_per_worker
-        self._network: exchange.Network | None = None
+        self._network: between.Network | None = None
         if not tf_internals.tensorflow_has_started():
             settings = _settings(options, cross_device_ops, wire_between)
             _prepare(cluster, settings, devices_per_worker, timeout)
@@ -253,9 +252,9 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
             )
             hint = options.implementation.value.lower()
             flat = wire_between is None and _runs_flat(hint, cross_device_ops, self.worker_devices)
-            self._network = exchange.Network(joined, "nccl" if flat else hint)
+            self._network = between.Network(joined, "nccl" if flat else hint, self.worker_devices)
             most = options.bytes_per_pack or _BYTES_PER_PACK
-            ops = ops._between(Hosts(self._network, self.worker_devices, most, flat, wire_between))
+            ops = ops._between(self._network, BetweenHosts(most, flat, wire_between))
         # Only now, because TensorFlow's constructor insists on its own.
         self._cross_device_ops = self._host_cross_device_ops = ops
 
@@ -328,22 +327,17 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
                 value = value() if callable(value) else value
                 value = getattr(value, "wrapped_value", value)  # Of a checkpoint.
                 value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
-            description = {
-                "what": "initialization",
-                "values": [exchange.describe(value)],
-                "roots": [handles.device_number(device)],
-            }
-            return network.exchange(description, 1).broadcast(value, device)
+            return between.copy_from_chief(network, value, device)
 
         return initial_value
 
 
-def _settings(options: Any, ops: Any, wire_between: tf.DType | None) -> dict[str, str]:
+def _settings(options: Any, ops: Any, wire_between: str | None) -> dict[str, str]:
     """Returns the strategy's arguments by name, as hosts compare them."""
     return {
         "cross_device_ops": ops.compared_among_hosts if ops else "by default",
         "communication_options": f"{options.implementation.value}, {options.bytes_per_pack} bytes",
-        "wire_between": wire_between.name if wire_between else "none",
+        "wire_between": wire_between or "none",
     }
 
 

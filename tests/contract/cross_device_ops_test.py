@@ -274,7 +274,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     def test_the_root_is_looked_up_once_a_batch(self):
         value = tu.per_replica([1.0, 2.0])
         ops = tfcdo.ReductionToOneDevice("/cpu:1")
-        with mock.patch("tfcdo.cross_device_ops.existing_device", return_value="/cpu:1") as found:
+        with mock.patch("tfcdo.execute.base.existing_device", return_value="/cpu:1") as found:
             ops.batch_reduce(SUM, [(value, value)] * 5)
         found.assert_called_once_with("reduce_to_device", "/cpu:1")
 

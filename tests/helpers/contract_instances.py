@@ -16,7 +16,7 @@ from testing_utils import MEAN
 from testing_utils import SUM
 
 from tfcdo import tf_internals
-from tfcdo.plan import packing
+from tfcdo.plan import decide
 
 
 class InstancesContract(contract.Contract):
@@ -168,10 +168,10 @@ class InstancesContract(contract.Contract):
             tu.all_reduce(ops, SUM, [tu.per_replica(own) for own in arrays])
 
         reduce(0)
-        computed = packing.plan_batch.cache_info().misses
+        computed = decide.decide.cache_info().misses
         for seed in range(1, 4):
             reduce(seed)
-        self.assertEqual(computed, packing.plan_batch.cache_info().misses)
+        self.assertEqual(computed, decide.decide.cache_info().misses)
 
     # Gradients.
 

@@ -1,109 +1,81 @@
-"""The base of all classes: what they share, from a caller's arguments to a batch that is run."""
+"""The base of all classes: from a caller's arguments to a plan that is run."""
 
 from __future__ import annotations
 
-import abc
 import copy
+import dataclasses
+import functools
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.execute import batch
-from tfcdo.execute import explanation
-from tfcdo.execute import one_device
-from tfcdo.execute.config import AllReduceConfig
-from tfcdo.execute.config import SparseAsDense
+from tfcdo.execute import copy_trees
+from tfcdo.execute import explain
+from tfcdo.execute import interpreter
+from tfcdo.execute import nccl
+from tfcdo.execute import question as questioning
+from tfcdo.execute import request
+from tfcdo.execute.between import Exchange
+from tfcdo.execute.between import Network
+from tfcdo.execute.codec import check_wire_dtype
 from tfcdo.execute.devices import devices_of
-from tfcdo.execute.explanation import Explanation
+from tfcdo.execute.devices import existing_device
+from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback
-from tfcdo.execute.hosts import Hosts
-from tfcdo.execute.reduction import Reduction
-from tfcdo.execute.reduction import check_broadcast
-from tfcdo.execute.reduction import check_error_feedback
-from tfcdo.execute.reduction import check_gather
-from tfcdo.execute.reduction import check_lone_pair
-from tfcdo.execute.reduction import check_numeric
-from tfcdo.execute.reduction import check_options
-from tfcdo.execute.reduction import check_pairs
-from tfcdo.execute.reduction import check_reduce_op
-from tfcdo.execute.reduction import check_sparse_as_dense
-from tfcdo.execute.reduction import check_topology
-from tfcdo.execute.travel import Wire
-from tfcdo.execute.wire import check_wire_dtype
+from tfcdo.execute.feedback import Residuals
+from tfcdo.execute.question import Question
+from tfcdo.execute.request import Reduction
+from tfcdo.plan import decide as deciding
+from tfcdo.plan import plan as plans
+from tfcdo.plan.decide import BetweenHosts
+from tfcdo.plan.decide import Machine
+from tfcdo.plan.decide import Options
+from tfcdo.plan.plan import Plan
+from tfcdo.topology import detection
 from tfcdo.topology.topology import Topology
 
 # A tf.function rewrites the Python that it calls, for tensors in `if` and `for`. There are none
 # here, so rewriting all of tfcdo would only make tracing slow.
 _as_written = tf.autograph.experimental.do_not_convert
+_lock = threading.Lock()  # All threads must get the same function for the same residuals.
 
 
 class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Trackable):
-    """Does what all classes share; they differ in the config that they give to each reduction.
+    """Does the work that all classes share; they differ in their `Options`.
 
     Args:
-      sparse_as_dense: see `AllReduceCrossDeviceOps`.
-      wire_dtype: the same.
-      error_feedback: the same.
-      **arguments: the other arguments of the class, for its `repr`.
-
-    Raises:
-      ValueError: if `sparse_as_dense` is none of its values, `wire_dtype` is another dtype, or
-        there is error feedback without one.
-      TypeError: if `wire_dtype` is not a dtype, or `error_feedback` not a bool.
+      options: the choices of the class.
+      accumulation_fn: combines the values on one device; None to add them.
+      reduce_to_device: the device that everything is reduced on; None to choose.
     """
 
     def __init__(
         self,
-        *,
-        sparse_as_dense: Any = "auto",
-        wire_dtype: Any = None,
-        error_feedback: Any = False,
-        **arguments: Any,
+        options: Options,
+        accumulation_fn: Callable[[list[tf.Tensor]], tf.Tensor] | None = None,
+        reduce_to_device: str | None = None,
     ) -> None:
         super().__init__()
-        check_sparse_as_dense(sparse_as_dense)
-        dtype = check_wire_dtype("wire_dtype", wire_dtype)
-        check_error_feedback(error_feedback, dtype)
-        # What is seldom asked for is not shown where it is not.
-        if sparse_as_dense != "auto":
-            arguments.update(sparse_as_dense=sparse_as_dense)
-        if dtype is not None:
-            arguments.update(wire_dtype=dtype.name, error_feedback=error_feedback)
-        self._arguments = arguments
-        self._sparse_as_dense: SparseAsDense = sparse_as_dense
-        self._wire = Wire(dtype, ErrorFeedback() if error_feedback else None)
-        if self._wire.feedback is not None:
-            self._track_trackable(self._wire.feedback, "error_feedback")
-        self._hosts: Hosts | None = None
+        self._options = options
+        self._arguments: dict[str, Any] = {}
+        self.accumulation_fn = accumulation_fn
+        self.reduce_to_device = reduce_to_device
+        self._feedback = ErrorFeedback() if options.error_feedback else None
+        if self._feedback is not None:
+            self._track_trackable(self._feedback, "error_feedback")
+        self._network: Network | None = None
 
-    @abc.abstractmethod
-    def _config_for(self, options: Any) -> Callable[[Reduction], AllReduceConfig]:
-        """Returns a function that says how a value is to be reduced.
-
-        Args:
-          options: the checked options of the call.
-        """
-
-    @property
-    def _common_config(self) -> dict[str, Any]:
-        """Returns the attributes of an `AllReduceConfig` that are the same for all classes."""
-        return {"across_hosts": self._hosts, "sparse_as_dense": self._sparse_as_dense}
-
-    def _show(self, *names: str) -> None:
-        """Leaves all arguments but these and those of all classes out of the `repr`."""
-        shown = (*names, "sparse_as_dense", "wire_dtype", "error_feedback")
-        self._arguments = {name: self._arguments[name] for name in shown if name in self._arguments}
-
-    @property
-    def compared_among_hosts(self) -> str:
-        """Returns in words what all hosts have to agree in: the class, and the wire if it casts."""
-        name = type(self).__name__
-        if self._wire.dtype is None:
-            return name
-        feedback = self._wire.feedback is not None
-        return f"{name} with wire_dtype={self._wire.dtype.name!r}, error_feedback={feedback}"
+    def _show(self, **arguments: Any) -> None:
+        """Has the `repr` show these arguments, and those of all classes that are not the default."""
+        common = {"sparse_as_dense": self._options.sparse_as_dense, "wire_dtype": self._options.wire}
+        if self._options.wire is not None:
+            common["error_feedback"] = self._options.error_feedback
+        defaults = ("auto", None)
+        shown = {name: value for name, value in common.items() if value not in defaults}
+        self._arguments = {**arguments, **shown}
 
     def __repr__(self) -> str:
         arguments = ", ".join(
@@ -177,9 +149,9 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         options: Any,
     ) -> Any:
         """Reduces one value; see `reduce`."""
-        check_reduce_op(reduce_op)
-        check_options(options)
-        reduction = check_lone_pair(per_replica_value, destinations)
+        request.check_reduce_op(reduce_op)
+        request.check_options(options)
+        reduction = request.check_lone_pair(per_replica_value, destinations)
         return self._reduce(reduce_op, [reduction], options)[0]
 
     def batch_reduce_implementation(
@@ -189,14 +161,15 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         options: Any,
     ) -> list[Any]:
         """Reduces several values together; see `batch_reduce`."""
-        check_reduce_op(reduce_op)
-        check_options(options)
-        return self._reduce(reduce_op, check_pairs(value_destination_pairs), options)
+        request.check_reduce_op(reduce_op)
+        request.check_options(options)
+        return self._reduce(reduce_op, request.check_pairs(value_destination_pairs), options)
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to each destination; see `broadcast`."""
         devices = devices_of(destinations)
-        return tf_internals.mirrored(one_device.copy_to(check_broadcast(tensor), devices))
+        value = request.check_broadcast(tensor)
+        return tf_internals.mirrored([_copied(value, device) for device in devices])
 
     def explain(
         self,
@@ -209,12 +182,12 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         Args:
           shapes: the shape of each value, fully known, in any form that `tf.TensorShape` takes.
           dtype: the dtype of all values.
-          devices: the replicas' devices; None for those of the current strategy or, outside a
-            strategy, of `tf.distribute.MirroredStrategy()`.
+          devices: the replicas' devices; None for the current strategy's or, outside a strategy,
+            for those of `tf.distribute.MirroredStrategy()`.
 
         Returns:
-          The algorithm and why, packs, copy trees, bytes between devices and graph ops (but those
-          of `error_feedback`); its `str` is made to be read.
+          The algorithm and why, packs, copy trees, bytes between devices and hosts, and graph ops;
+          its `str` is made to be read.
 
         Raises:
           ValueError: if `devices` is empty or holds something that is not a device name, or a shape
@@ -227,26 +200,22 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
           >>> ops.explain([(1000,)], devices=["/cpu:0", "/cpu:1"]).num_packs
           2
         """
-        # What is explained is not reduced: it has no residuals.
-        asked = copy.copy(self)
-        asked._wire = Wire(self._wire.dtype)
-        return explanation.explain(
-            asked, self._config_for(None), asked._wire, shapes, dtype, devices
-        )
+        known = devices if devices is not None or self._network is None else self._network.devices
+        return explain.explain(repr(self), shapes, dtype, known, self._plans_of, self._emit)
 
     def reset_error_feedback(self) -> None:
-        """Sets what the casts have lost so far to 0.
+        """Sets the rounding errors that are kept for the next step to 0.
 
-        Call it where training begins anew with the same object, as with new weights.
+        Call it where training begins again with the same object, as with new weights.
 
         Raises:
           ValueError: if this object has no `error_feedback`.
         """
-        if self._wire.feedback is None:
+        if self._feedback is None:
             raise ValueError(
                 f"error_feedback must be True for there to be something to reset; got {self!r}"
             )
-        self._wire.feedback.reset()
+        self._feedback.reset()
 
     def _gather_implementation(
         self, per_replica_value: Any, destinations: Any, axis: Any, options: Any
@@ -257,42 +226,211 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         self, value_destination_pairs: Sequence[tuple[Any, Any]], axis: Any, options: Any
     ) -> list[Any]:
         """Concatenates several values over the replicas, together."""
-        check_options(options)
+        request.check_options(options)
         reductions = [
-            self._placed(check_gather(value, destinations, axis))
+            request.check_gather(value, destinations, axis)
             for value, destinations in value_destination_pairs
         ]
-        config_for = self._config_for(None)
-        configs = [config_for(reduction) for reduction in reductions]
-        for reduction, config in zip(reductions, configs, strict=True):
-            check_topology(config.topology, reduction)
-        return batch.gather_values(reductions, axis, configs)
+        return self._answer("gather", reductions, options, axis)
 
     def _reduce(
         self, reduce_op: tf.distribute.ReduceOp, reductions: Sequence[Reduction], options: Any
     ) -> list[Any]:
-        config_for = self._config_for(options)
-        reductions = [self._placed(reduction) for reduction in reductions]
-        configs = [config_for(reduction) for reduction in reductions]
-        accumulates = any(config.accumulate for config in configs)
-        if not accumulates or reduce_op == tf.distribute.ReduceOp.MEAN:
-            # What an accumulation_fn makes of other dtypes is its own business until it is divided.
-            check_numeric(reductions)
-        for reduction, config in zip(reductions, configs, strict=True):
-            check_topology(config.topology, reduction)
-            if reduction.is_all_reduce:
-                config.check_plan(reduction.devices)
-        return batch.reduce(reduce_op, reductions, configs, self._wire)
+        op: Literal["sum", "mean"] = (
+            "mean" if reduce_op == tf.distribute.ReduceOp.MEAN else "sum"
+        )
+        if self.accumulation_fn is None or op == "mean":
+            # An accumulation_fn may take other dtypes, until the result is divided.
+            request.check_numeric(reductions)
+        return self._answer(op, reductions, options)
 
-    def _placed(self, reduction: Reduction) -> Reduction:
-        return reduction if self._hosts is None else self._hosts.placed(reduction)
+    def _answer(
+        self, op: str, reductions: Sequence[Reduction], options: Any, axis: Any = None
+    ) -> list[Any]:
+        """Plans all questions before the first op is created, then runs the plans."""
+        results: dict[int, Any] = {}
+        for question, plan in self._plans_of(op, reductions, options, axis):
+            results.update(self._run(question, plan, axis))
+        return [results[position] for position in range(len(reductions))]
+
+    def _plans_of(
+        self, op: str, reductions: Sequence[Reduction], options: Any = None, axis: Any = None
+    ) -> list[tuple[Question, Plan]]:
+        if self._network is not None:
+            known = self._network.with_known_devices
+            reductions = [questioning.placed(reduction, known) for reduction in reductions]
+        questions = questioning.questions(
+            op,
+            reductions,
+            num_hosts=self._network.num_hosts if self._network else 1,
+            root=self._root,
+            one_device=self._options.one_device,
+            user=self.accumulation_fn is not None,
+            tables=self._options.sparse_as_dense is True,
+            axis=axis,
+        )
+        chosen = self._options_of(options)
+        return [(question, self._plan(question, chosen)) for question in questions]
+
+    @property
+    def _root(self) -> str | None:
+        """Returns the full name of the device that everything is reduced on, if one was given."""
+        if self.reduce_to_device is None:
+            return None
+        return existing_device("reduce_to_device", self.reduce_to_device)
+
+    def _options_of(self, options: Any) -> Options:
+        """Returns the choices for one call, with the caller's `bytes_per_pack`."""
+        if options is None or not options.bytes_per_pack:
+            return self._options
+        most = request.check_count("options.bytes_per_pack", options.bytes_per_pack)
+        packing = dataclasses.replace(self._options.packing, bytes_per_pack=most)
+        return dataclasses.replace(self._options, packing=packing)
+
+    def _plan(self, question: Question, options: Options) -> Plan:
+        batch, devices = question.batch, question.devices[: question.batch.replicas]
+        reasons = []
+        for dtype in sorted(deciding.nccl_dtypes(batch, options)):
+            status = nccl.nccl_status(devices, dtype)
+            reasons.append((dtype, "" if status.can_run else str(status)))
+        between = ""
+        if self._network is not None and self._network.hint != "nccl":
+            between = next((reason for _, reason in reasons if reason), "") or (
+                "ask for implementation NCCL in communication_options, and leave wire_between out"
+            )
+        topology = options.topology or self._topology_of(devices)
+        return deciding.decide(batch, options, Machine(topology, tuple(reasons), between))
+
+    def _topology_of(self, devices: Sequence[str]) -> Topology:
+        return detection.detect(tuple(devices))
+
+    def _run(
+        self, question: Question, plan: Plan, axis: Any
+    ) -> list[tuple[int, Any]]:
+        """Runs a plan; returns the results by their position in the caller's batch."""
+        devices = question.devices
+        if self._network is not None and any(pack.over_hosts for pack in plan.packs):
+            # The members of a collective are known by their devices, so each replica takes part
+            # with its own, even where several values lie on one: TensorFlow would wait for ever.
+            devices = self._network.devices
+        residuals = self._residuals(plan, question)
+        if plan.one_function and tf.executing_eagerly():
+            # The ops wait for each other, so they must run at the same time, not one by one. A
+            # concrete function is a function even where tf.config.run_functions_eagerly(True) rules.
+            values = [list(value) for value in question.values]
+            function = _eager_function(plan, devices, self._network, residuals)
+            results = function.get_concrete_function(values)(values)
+            # The result of a function is on the device of its last op, but TensorFlow may name
+            # another device.
+            results = [
+                [copy_trees.copy([own], to)[0] for own, to in zip(value, question.devices, strict=True)]
+                for value in results
+            ]
+        else:
+            accumulate = self._accumulate if self.accumulation_fn is not None else None
+            runtime = interpreter.Runtime(
+                _exchange(plan, self._network), residuals, accumulate, axis
+            )
+            results = interpreter.run(plan, question.values, devices, runtime)
+        return [
+            (position, tf_internals.mirrored([result[node] for node in asked.to]))
+            for position, result, asked in zip(
+                question.positions, results, question.batch.requests, strict=True
+            )
+        ]
+
+    def _emit(self, question: Question, plan: Plan) -> None:
+        """Creates the ops of a plan in the current graph, without residuals: nothing is reduced."""
+        runtime = interpreter.Runtime(_exchange(plan, self._network), None, self._accumulate)
+        interpreter.run(plan, question.values, question.devices, runtime)
+
+    def _residuals(self, plan: Plan, question: Question) -> Residuals | None:
+        if self._feedback is None or not plan.has_feedback:
+            return None
+        questioning.check_known_shapes(question)
+        return self._feedback.residuals(plans.residual_key(plan), question.devices)
+
+    def _accumulate(self, values: list[tf.Tensor]) -> tf.Tensor:
+        """Calls the caller's function and checks its result."""
+        assert self.accumulation_fn is not None
+        total = self.accumulation_fn(values)
+        if not isinstance(total, tf.Tensor):
+            raise TypeError(f"accumulation_fn must return a tensor; it returned {total!r}")
+        return total
 
     @property
     def _num_between_graph_workers(self) -> int:
-        return self._hosts.count if self._hosts else 1
+        return self._network.num_hosts if self._network else 1
 
-    def _between(self, hosts: Hosts) -> ConfiguredCrossDeviceOps:
+    def _between(self, network: Network, between: BetweenHosts) -> ConfiguredCrossDeviceOps:
         """Returns the same ops for several hosts that reduce together."""
+        if self.accumulation_fn is not None:
+            raise ValueError(
+                "cross_device_ops must not have an accumulation_fn, which is not supported between "
+                f"hosts; got {self!r}"
+            )
         ops = copy.copy(self)
-        ops._hosts = hosts
+        ops._network = network
+        ops._options = dataclasses.replace(self._options, between=between)
         return ops
+
+
+def _exchange(plan: Plan, network: Network | None) -> Exchange | None:
+    """Begins the exchange between hosts that a plan asks for."""
+    if network is None or not any(pack.root.hosts for pack in plan.packs):
+        return None
+    return network.exchange(plan)
+
+
+def _eager_function(
+    plan: Plan, devices: tuple[str, ...], network: Network | None, residuals: Residuals | None
+) -> Any:
+    """Returns the function that runs a plan eagerly; it lives as long as its residuals."""
+    if residuals is None:
+        return _function(plan, devices, network)
+    with _lock:
+        if (plan, devices) not in residuals.functions:
+            residuals.functions[plan, devices] = _make_function(plan, devices, network, residuals)
+        return residuals.functions[plan, devices]
+
+
+def _make_function(
+    plan: Plan,
+    devices: tuple[str, ...],
+    network: Network | None,
+    residuals: Residuals | None = None,
+) -> Any:
+    def run(values: Any) -> list[list[Any]]:
+        runtime = interpreter.Runtime(_exchange(plan, network), residuals)
+        return interpreter.run(plan, values, devices, runtime)
+
+    return tf.function(run, autograph=False)
+
+
+# Tracing costs much more than running; the bound keeps a process that draws ever new shapes small.
+_function = functools.lru_cache(maxsize=64)(_make_function)
+
+
+def _copied(value: Any, device: str) -> Any:
+    """Copies a tensor or `tf.IndexedSlices` to a device."""
+    with tf.device(device):
+        if not isinstance(value, tf.IndexedSlices):
+            return tf.identity(value)
+        shape = None if value.dense_shape is None else tf.identity(value.dense_shape)
+        return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), shape)
+
+
+def class_options(
+    wire_dtype: Any = None, error_feedback: Any = False, sparse_as_dense: Any = "auto"
+) -> dict[str, Any]:
+    """Checks the arguments that all classes have; returns them as fields of `Options`.
+
+    Raises:
+      ValueError: if `sparse_as_dense` is none of its values, `wire_dtype` is another dtype, or
+        there is error feedback without one.
+      TypeError: if `wire_dtype` is not a dtype, or `error_feedback` not a bool.
+    """
+    request.check_sparse_as_dense(sparse_as_dense)
+    wire = check_wire_dtype("wire_dtype", wire_dtype)
+    request.check_error_feedback(error_feedback, wire)
+    return {"wire": wire, "error_feedback": error_feedback, "sparse_as_dense": sparse_as_dense}

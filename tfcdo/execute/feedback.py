@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -38,7 +37,8 @@ class Residuals:
         self._devices = tuple(devices)
         self._track = track
         self._variables: dict[tuple[int, int, int], tf.Variable] = {}
-        self._functions: dict[Any, Any] = {}
+        # Functions that run eagerly with these residuals: they live as long as these.
+        self.functions: dict[Any, Any] = {}
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -63,13 +63,6 @@ class Residuals:
                 self._variable((device, pack, index), tensor)
                 for index, tensor in enumerate(tensors)
             ]
-
-    def function(self, make: Callable[..., Any], key: tuple[Any, ...]) -> Any:
-        """Returns `make(*key, self)`, the same for the same key: it lives as long as this."""
-        with _lock:
-            if key not in self._functions:
-                self._functions[key] = make(*key, self)
-            return self._functions[key]
 
     def reset(self) -> None:
         """Sets all variables to 0."""
@@ -146,13 +139,12 @@ class ErrorFeedback(tf_internals.Trackable):
             for slot in slots:
                 slot.residuals.reset()
 
-    def residuals(self, structure: Any, devices: Sequence[str]) -> Residuals:
-        """Returns the residuals of the batch that is being reduced.
+    def residuals(self, key: str, devices: Sequence[str]) -> Residuals:
+        """Returns the rounding errors of the batch that is being reduced.
 
         Args:
-          structure: what batches have in common that are the same one in different steps; its
-            `repr` is the same in another process.
-          devices: the names of the devices that cast.
+          key: a text that is the same for the same batch in different steps and processes.
+          devices: the devices that round.
 
         Raises:
           ValueError: if a device is not known, or too many structures are reduced.
@@ -164,7 +156,6 @@ class ErrorFeedback(tf_internals.Trackable):
                 "error_feedback needs values whose devices are known while a function is traced, "
                 "such as strategy.run makes; got arguments of the function"
             )
-        key = hashlib.sha256(repr(structure).encode()).hexdigest()[:12]
         with _lock:
             owner = None if tf.executing_eagerly() else tf_internals.function_being_traced()
             turn = self._turn(key)

@@ -20,8 +20,11 @@ _ALL_DEVICES_KEYS = {"CPU": 7_003_000, "GPU": 7_004_000}
 _lock = threading.Lock()
 
 
+@functools.lru_cache(maxsize=1024)
 def device_number(device: str) -> str:
-    """Returns a device's type and number, `CPU:0`: what it is called on every host."""
+    """Returns the name of a device on every host, such as "CPU:0"; "" for an unknown device."""
+    if not device:
+        return ""
     spec = tf.DeviceSpec.from_string(device)
     return f"{spec.device_type}:{spec.device_index}"
 

@@ -15,15 +15,10 @@ import tensorflow as tf
 
 from tfcdo import checks
 from tfcdo import tf_internals
-from tfcdo.execute import copy_trees
+from tfcdo.execute import codec as codecs
 from tfcdo.execute import numerics
-from tfcdo.execute import packs
-from tfcdo.execute import wire
+from tfcdo.execute.codec import PackCodec
 from tfcdo.execute.devices import check_device
-from tfcdo.execute.feedback import Residuals
-from tfcdo.execute.travel import Cast
-from tfcdo.execute.travel import Wire
-from tfcdo.plan import batch_plan
 
 OP = "NcclAllReduce"
 # The kernels of one pack find each other by this name: never used twice in a process, and not in
@@ -165,131 +160,74 @@ def _physical_devices(device_type: str) -> list[str]:
     return names
 
 
-def all_reduce(
-    plan: batch_plan.BatchPlan,
-    values: Sequence[Sequence[tf.Tensor]],
+def reduce_pack(
+    held: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str],
-    final_op: numerics.FinalOp,
-    wire_dtype: tf.DType | None = None,
-    residuals: Residuals | None = None,
+    codec: PackCodec,
+    divide: int | None,
 ) -> list[list[tf.Tensor]]:
-    """All-reduces a batch of values with NCCL.
+    """All-reduces one pack: `held[d]` are the tensors of device `d`; the results likewise.
 
-    Where values are cast, NCCL adds them in the wire's dtype.
-
-    Args:
-      plan: the packs; NCCL runs a schedule of its own, so their copy trees are not used.
-      values: `values[d][v]` is value `v` as device `d` holds it.
-      devices: the device names.
-      final_op: applied to each sum, on every device.
-      wire_dtype: what float32 and float64 are cast to; None for nothing.
-      residuals: what casts of earlier steps have lost; None without error feedback.
-
-    Returns:
-      The results, indexed like `values`.
+    Encoded values are added in 16 bits, with one scale for all devices.
     """
-    if tf.executing_eagerly():
-        # The kernels wait for each other, so they must run at the same time, not one by one. A
-        # concrete function is a function even where tf.config.run_functions_eagerly(True) rules.
-        inputs = [list(per_device) for per_device in values]
-        key = (plan, tuple(devices), final_op, wire_dtype)
-        function = _function(*key) if residuals is None else residuals.function(_make_function, key)
-        results = function.get_concrete_function(inputs)(inputs)
-        # What a function returns is where its last op ran, but TensorFlow may name another device.
-        return [
-            copy_trees.copy(per_device, device)
-            for per_device, device in zip(results, devices, strict=True)
-        ]
-
-    def reduce_one(index: int, tensors: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
-        travel = Wire(wire_dtype).travel(tensors[0][0].dtype, residuals, index)
-        if isinstance(travel, Cast):
-            return _reduce_cast(tensors, devices, final_op, travel)
-        return reduce_pack(tensors, devices, final_op)
-
-    return packs.all_reduce(plan, values, devices, reduce_one)
-
-
-def _make_function(
-    plan: batch_plan.BatchPlan,
-    devices: Sequence[str],
-    final_op: numerics.FinalOp,
-    wire_dtype: tf.DType | None,
-    residuals: Residuals | None = None,
-) -> Any:
-    return tf.function(
-        lambda values: all_reduce(plan, values, devices, final_op, wire_dtype, residuals),
-        autograph=False,
+    if codec.codec.dtype is not None:
+        return _reduce_encoded(held, devices, codec, divide)
+    wide = _on_each(devices, lambda own: [numerics.upcast(tensor) for tensor in own], held)
+    totals = _sum_each(wide, devices)
+    return _on_each(
+        devices,
+        lambda sums, own: [
+            numerics.finish(total, divide, tensor.dtype)
+            for total, tensor in zip(sums, own, strict=True)
+        ],
+        totals,
+        held,
     )
 
 
-# Tracing costs much more than running; the bound keeps a process that draws ever new shapes small.
-_function = functools.lru_cache(maxsize=64)(_make_function)
-
-
-def _reduce_cast(
-    tensors_by_device: Sequence[Sequence[tf.Tensor]],
+def _reduce_encoded(
+    held: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str],
-    final_op: numerics.FinalOp,
-    cast: Cast,
+    codec: PackCodec,
+    divide: int | None,
 ) -> list[list[tf.Tensor]]:
-    """All-reduces a pack in 16 bits, with one scale for all devices; see `reduce_pack`."""
-
-    def on_each_device(function: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
-        results = []
-        for index, device in enumerate(devices):
-            with tf.device(device):
-                results.append(function(*(own[index] for own in arguments)))
-        return results
-
     ranks = range(len(devices))
-    carried = on_each_device(cast.carried, tensors_by_device, ranks)
+    carried = _on_each(devices, codec.carry, held, ranks)
     scales: list[Any] = [None] * len(devices)
-    if wire.needs_scale(cast.wire_dtype, cast.dtype):
-        largest = on_each_device(wire.largest_magnitude, carried)
-        largest = _emit(largest, devices, "max")
-        scales = on_each_device(
-            lambda one: wire.scale_for_largest(one, cast.wire_dtype, len(devices)), largest
+    if codec.codec.scale:
+        largest = _emit(_on_each(devices, codecs.largest_magnitude, carried), devices, "max")
+        scales = _on_each(
+            devices, lambda one: codecs.scale_for_largest(one, codec.codec, len(devices)), largest
         )
-    bits = on_each_device(cast.cast, carried, ranks, scales)
-    by_tensor = [differentiable_sum(devices)(*own) for own in zip(*bits, strict=True)]
-    return on_each_device(
-        lambda totals, scale: [
-            final_op(wire.decode(total, cast.dtype, scale), cast.dtype) for total in totals
+    bits = _on_each(devices, codec.round, carried, ranks, scales)
+    return _on_each(
+        devices,
+        lambda sums, scale: [
+            numerics.finish(codecs.decode(total, codec.dtype, scale), divide, codec.dtype)
+            for total in sums
         ],
-        list(zip(*by_tensor, strict=True)),
+        _sum_each(bits, devices),
         scales,
     )
 
 
-def reduce_pack(
-    tensors_by_device: Sequence[Sequence[tf.Tensor]],
-    devices: Sequence[str],
-    final_op: numerics.FinalOp,
-) -> list[list[tf.Tensor]]:
-    """All-reduces the tensors of one pack.
+def _on_each(
+    devices: Sequence[str], function: Callable[..., Any], *arguments: Sequence[Any]
+) -> list[Any]:
+    """Calls a function on each device, with the arguments of that device."""
+    results = []
+    for device, *own in zip(devices, *arguments, strict=True):
+        with tf.device(device):
+            results.append(function(*own))
+    return results
 
-    Args:
-      tensors_by_device: `tensors_by_device[d]` are the fused tensors of device `d`.
-      devices: the device names.
-      final_op: applied to each sum.
 
-    Returns:
-      The results, indexed like `tensors_by_device`.
-    """
-    results_by_tensor = []
-    for tensors in zip(*tensors_by_device, strict=True):
-        wide = []
-        for tensor, device in zip(tensors, devices, strict=True):
-            with tf.device(device):
-                wide.append(numerics.widened(tensor))
-        totals = differentiable_sum(devices)(*wide)
-        results = []
-        for total, tensor, device in zip(totals, tensors, devices, strict=True):
-            with tf.device(device):
-                results.append(final_op(total, tensor.dtype))
-        results_by_tensor.append(results)
-    return [list(per_device) for per_device in zip(*results_by_tensor, strict=True)]
+def _sum_each(
+    held: Sequence[Sequence[tf.Tensor]], devices: Sequence[str]
+) -> list[tuple[tf.Tensor, ...]]:
+    """Sums each tensor of a pack over the devices."""
+    sums = [differentiable_sum(devices)(*own) for own in zip(*held, strict=True)]
+    return list(zip(*sums, strict=True))
 
 
 def differentiable_sum(devices: Sequence[str]) -> Any:
@@ -297,12 +235,6 @@ def differentiable_sum(devices: Sequence[str]) -> Any:
 
     Each result is the sum of all inputs, so the gradient of each input is the sum of the gradients
     of all results: an all-reduce again, of any order.
-
-    Args:
-      devices: the device names.
-
-    Returns:
-      A function from one tensor per device to their sum on each device.
     """
 
     def nccl_sum(*tensors: tf.Tensor) -> list[tf.Tensor]:

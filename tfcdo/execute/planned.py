@@ -1,4 +1,4 @@
-"""Remembers the plans of recent all-reduces in graphs, to set beside what a profiler saw."""
+"""Remembers the plans of recent all-reduces in graphs, to set next to a profiler's events."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfcdo.plan.batch_plan import BatchPlan
-from tfcdo.plan.schedule import Pack
+from tfcdo.plan import plan as plans
+from tfcdo.plan.plan import Plan
 from tfcdo.plan.schedule import Schedule
 
 # More all-reduces than a training step, an evaluation step and a few retracings have.
@@ -22,47 +22,28 @@ class Planned:
 
     Attributes:
       scope: the name scope of its ops, such as "tfcdo" or "replica_1/tfcdo_2".
-      devices: the devices.
+      devices: the device of each node.
       plan: the plan.
-      itemsizes: bytes per element of each value.
     """
 
     scope: str
     devices: tuple[str, ...]
-    plan: BatchPlan
-    itemsizes: tuple[int, ...]
+    plan: Plan
 
     def schedule(self) -> Schedule | None:
         """Returns the packs in bytes, as the simulator takes them; None if a size is not known."""
-        packs: list[Pack] = []
-        for pack in self.plan.packs:
-            parts = [part for fused in pack.fused_tensors for part in fused.slices]
-            if any(part.stop is None for part in parts):
-                return None
-            start = packs[-1].stop if packs else 0
-            size = sum(part.size * self.itemsizes[part.value] for part in parts)
-            if not size:
-                return None
-            packs.append(Pack(start, start + size, pack.tree))
-        return Schedule(len(self.devices), packs[-1].stop if packs else 0, tuple(packs))
+        return plans.schedule(self.plan)
 
 
 _recent: collections.deque[Planned] = collections.deque(maxlen=_MOST)
 
 
-def remember(plan: BatchPlan, values: Sequence[tf.Tensor], devices: Sequence[str]) -> None:
-    """Remembers an all-reduce whose ops come next; eager ops have no names to find them by.
-
-    Args:
-      plan: the plan.
-      values: the values of one device.
-      devices: the devices.
-    """
+def remember(plan: Plan, devices: Sequence[str]) -> None:
+    """Remembers an all-reduce whose ops come next; eager ops have no names to find them by."""
     if not tf.executing_eagerly():
-        itemsizes = tuple(value.dtype.size for value in values)
-        _recent.append(Planned(tf.get_current_name_scope(), tuple(devices), plan, itemsizes))
+        _recent.append(Planned(tf.get_current_name_scope(), tuple(devices), plan))
 
 
 def recent() -> list[Planned]:
-    """Returns what was remembered, the newest first."""
+    """Returns the remembered all-reduces, the newest first."""
     return list(_recent)[::-1]

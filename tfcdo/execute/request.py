@@ -1,4 +1,4 @@
-"""Checks all that a caller passes, before any op is created, and makes checked reductions of it."""
+"""Checks all arguments of a caller before any op is created, and returns it checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tfcdo import checks
 from tfcdo import tf_internals
 from tfcdo.execute.devices import brief
 from tfcdo.execute.devices import devices_of
-from tfcdo.topology.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,21 +23,13 @@ class Reduction:
       values: one tensor or `tf.IndexedSlices` per replica.
       devices: the device of each value; `""` where it is not known at trace time.
       destinations: the devices that get the result.
-      num_hosts: how many hosts hold as many values each.
-      is_state: whether it is not a gradient but a state, a metric or a loss, which is not to be
-        rounded where it is copied.
+      exact: whether it is never rounded where it is copied: only gradients are.
     """
 
     values: tuple[Any, ...]
     devices: tuple[str, ...]
     destinations: tuple[str, ...]
-    num_hosts: int = 1
-    is_state: bool = False
-
-    @property
-    def num_replicas(self) -> int:
-        """Returns the number of values, on all hosts together."""
-        return len(self.values) * self.num_hosts
+    exact: bool = False
 
     @property
     def is_sparse(self) -> bool:
@@ -114,7 +105,7 @@ def check_numeric(reductions: Sequence[Reduction]) -> None:
             )
 
 
-def check_error_feedback(value: Any, wire_dtype: tf.DType | None) -> None:
+def check_error_feedback(value: Any, wire_dtype: str | None) -> None:
     """Raises unless the argument `error_feedback` is a bool, and there is a cast to feed back from.
 
     Raises:
@@ -127,17 +118,6 @@ def check_error_feedback(value: Any, wire_dtype: tf.DType | None) -> None:
         raise ValueError(
             "error_feedback must be False without wire_dtype='bfloat16' or 'float16', as nothing "
             "is lost then; got error_feedback=True and wire_dtype=None"
-        )
-
-
-def check_topology(topology: Topology | None, reduction: Reduction) -> None:
-    """Raises `ValueError` unless the topology, if one was given, fits an all-reduce."""
-    if topology is None or not reduction.is_all_reduce:
-        return
-    if topology.num_devices != len(reduction.devices):
-        raise ValueError(
-            "topology must have as many devices as the values have replicas, "
-            f"{len(reduction.devices)}; {topology.name!r} has {topology.num_devices}"
         )
 
 
@@ -192,22 +172,10 @@ def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
 def check_lone_pair(value: Any, destinations: Any) -> Reduction:
     """Checks one value that is reduced alone, and its destinations; see `check_pair`.
 
-    Gradients come in batches. What is reduced alone may be one too, but variables (metrics, moving
-    averages), what is reduced for a variable, and single numbers (losses, counts) are not.
+    Gradients come in batches. Values that are reduced alone (variables, metrics, statistics, losses)
+    are exact.
     """
-    reduction = check_pair(value, destinations)
-    is_state = (
-        _is_variable(value)
-        or _is_variable(destinations)
-        or (not reduction.is_sparse and reduction.values[0].shape.num_elements() == 1)
-    )
-    return dataclasses.replace(reduction, is_state=is_state) if is_state else reduction
-
-
-def _is_variable(value: Any) -> bool:
-    """Returns whether a value is a variable, or one a replica."""
-    components = value.values if isinstance(value, tf_internals.DistributedValues) else (value,)
-    return any(tf_internals.is_variable(component) for component in components)
+    return dataclasses.replace(check_pair(value, destinations), exact=True)
 
 
 def check_gather(value: Any, destinations: Any, axis: Any) -> Reduction:

@@ -1,0 +1,365 @@
+"""Between hosts: the root step that adds the sums of all hosts, with TensorFlow's collective ops.
+
+The roots of one pack on all hosts exchange the sums of their trees; nothing else crosses between
+hosts. Each host sends the data of one device, however many devices it has. Or, where NCCL runs, all
+devices of all hosts take part in one collective, and there are no trees.
+
+Before the first byte is sent, the hosts agree on the plan's fingerprint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import tf_internals
+from tfcdo.cluster.session import Session
+from tfcdo.execute import collective_dtypes
+from tfcdo.execute import handles
+from tfcdo.execute import numerics
+from tfcdo.execute import shares
+from tfcdo.execute import tensors as shapes
+from tfcdo.plan import plan as plans
+from tfcdo.plan.copy_tree import star
+from tfcdo.plan.plan import Codec
+from tfcdo.plan.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """Holds the connection of a host to the others.
+
+    Attributes:
+      session: the state that this process shares with the other hosts.
+      hint: the implementation of collectives that TensorFlow is to use: "auto", "ring" or "nccl".
+      devices: this host's devices, one a replica; as many on every host.
+    """
+
+    session: Session
+    hint: str
+    devices: tuple[str, ...]
+
+    @property
+    def num_hosts(self) -> int:
+        """Returns the number of hosts."""
+        return len(self.session.cluster.tasks)
+
+    @property
+    def host_device(self) -> str:
+        """Returns the name of this host's own CPU."""
+        prefix = self.session.cluster.tasks[self.session.cluster.index].device_prefix
+        return f"{prefix}/device:CPU:0"
+
+    def with_known_devices(self, known: Sequence[str]) -> tuple[str, ...]:
+        """Fills in devices that are not known while tracing.
+
+        One value a replica is taken to be on the replicas' devices, anything else on the CPU.
+        """
+        usual = self.devices
+        if len(known) != len(self.devices):
+            usual = (self.host_device,) * len(known)
+        return tuple(device or default for device, default in zip(known, usual, strict=True))
+
+    def exchange(self, plan: Plan) -> Exchange:
+        """Begins the exchange of a plan's packs."""
+        _check_gathered(plan)
+        count = plans.num_collectives(plan, _num_copied)
+        return Exchange(self, {**describe(plan), "collectives": count})
+
+
+_WHAT = {"copy": "initialization", "concat": "gathering", "rows": "all-reduce of slices"}
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """Describes a plan to other hosts: its fingerprint, and what people need to see a difference."""
+    roots = [pack.tree.root if pack.tree else 0 for pack in plan.packs]
+    kind = plan.packs[0].kind if plan.packs else "sum"
+    what = _WHAT.get(kind, "all-reduce")
+    if any(pack.over_hosts for pack in plan.packs):
+        what = "all-reduce over all devices"
+    return {
+        "what": what,
+        "values": [str(value) for value in plan.values],
+        "mean over": plan.packs[0].root.divide if plan.packs else None,
+        "replicas of a host": plan.replicas,
+        "packs": [
+            f"{'?' if pack.size is None else pack.size} elements on {plan.nodes[root]}"
+            + (f" as {pack.root.codec.dtype}" if pack.root.codec.dtype else "")
+            for pack, root in zip(plan.packs, roots, strict=True)
+        ],
+        "plan": plan.fingerprint,
+    }
+
+
+def copy_from_chief(network: Network, value: tf.Tensor, device: str) -> tf.Tensor:
+    """Returns the chief's value on every host, on this device, bit for bit."""
+    sizes = None if value.shape.rank is None else tuple(value.shape.as_list())
+    spec = plans.ValueSpec(value.dtype.name, sizes)
+    pack = plans.Pack(
+        "copy",
+        (plans.FusedTensor((plans.Slice(0, 0, spec.size),)),),
+        spec.dtype,
+        star(1),
+        root=plans.RootStep("copy"),
+    )
+    node = handles.device_number(device)
+    plan = Plan((node,), 1, network.num_hosts, (spec,), (pack,))
+    return network.exchange(plan).broadcast(value, device)
+
+
+def _num_copied(names: set[str]) -> int:
+    return len({collective_dtypes.dtype_copied(tf.as_dtype(name)) for name in names})
+
+
+def _check_gathered(plan: Plan) -> None:
+    """Raises `ValueError` unless collectives take all values: an exchange that begins has to end."""
+    taken = tf_internals.dtypes_of_op("CollectiveGatherV2", "T")
+    for pack in plan.packs:
+        for name in plans.gathered_dtypes(plan, pack) if pack.kind == "concat" else ():
+            if collective_dtypes.dtype_copied(tf.as_dtype(name)) not in taken:
+                raise ValueError(
+                    "value must be of a dtype that TensorFlow gathers between hosts; got " + name
+                )
+
+
+class Exchange:
+    """Emits the collectives of all hosts for one batch of values, in a fixed order.
+
+    Args:
+      network: the connection to the other hosts.
+      description: what must be the same on all hosts; "collectives" is their number.
+    """
+
+    def __init__(self, network: Network, description: Mapping[str, Any]) -> None:
+        self._network = network
+        self._count: int = description["collectives"]
+        self._counter = handles.counter(network.session, network.host_device, description)
+        with tf.device(network.host_device):
+            keys = tf_internals.value_at_call_time(
+                lambda: self._next_keys(description), tf.TensorSpec([self._count], tf.int32)
+            )
+            self._keys = iter(tf.unstack(keys, self._count))
+
+    def all_reduce(
+        self, tensors: Sequence[tf.Tensor], device: str, codec: Codec
+    ) -> list[tf.Tensor]:
+        """Adds up tensors of one device of each host, with one collective, or two if encoded.
+
+        Returns the sums on the same device: bitwise the same on all hosts. Floats of 16 bits come
+        back in 32.
+        """
+        with tf.device(device):
+            if codec.dtype is not None:
+                return self._sum_of_shares(tensors, device, codec)
+            if len(tensors) == 1:
+                return self.all_reduce_flat(tensors, [device])
+            flat = tf.concat([shapes.flatten(tensor) for tensor in tensors], 0)
+            [total] = self.all_reduce_flat([flat], [device])
+            return shapes.cut_like(total, tensors)
+
+    def all_reduce_flat(
+        self, tensors: Sequence[tf.Tensor], devices: Sequence[str]
+    ) -> list[tf.Tensor]:
+        """Adds up one tensor of each of these devices of all hosts, with one collective.
+
+        The gradient of a sum of all is the sum of all gradients. Floats of 16 bits come back in 32.
+        """
+
+        @tf.custom_gradient
+        def summed(*values: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
+            def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+                totals = self._of_gradient(upstream, devices).all_reduce_flat(upstream, devices)
+                return [
+                    tf.cast(total, one.dtype) for total, one in zip(totals, upstream, strict=True)
+                ]
+
+            return self._sum(values, devices), gradient
+
+        return list(summed(*tensors))
+
+    def all_gather(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
+        """Concatenates the rows of all hosts, of several tensors together, in the hosts' order.
+
+        Hosts may have another number of rows. It takes one collective for the numbers of rows, and
+        one for each dtype in which TensorFlow gathers the tensors.
+        """
+        with tf.device(device):
+            sent = [collective_dtypes.as_copied(tensor) for tensor in tensors]
+            rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in sent])
+            counts = self._gather(rows[tf.newaxis], device)
+            groups: dict[tf.DType, list[int]] = {}
+            for index, tensor in enumerate(sent):
+                groups.setdefault(tensor.dtype, []).append(index)
+            results: dict[int, tf.Tensor] = {}
+            for members in groups.values():
+                own = tf.gather(counts, shapes.int64(members), axis=1)
+                gathered = self._gather_flat([sent[index] for index in members], own, device)
+                results.update(zip(members, gathered, strict=True))
+            return [
+                collective_dtypes.restored(results[index], tensor)
+                for index, tensor in enumerate(tensors)
+            ]
+
+    def _gather_flat(
+        self, tensors: Sequence[tf.Tensor], counts: tf.Tensor, device: str
+    ) -> list[tf.Tensor]:
+        """Gathers tensors of one dtype, laid end to end; `counts[host, tensor]` are their rows."""
+        num_hosts = self._network.num_hosts
+        row_shapes = [shapes.shape(tensor)[1:] for tensor in tensors]
+        sizes = counts * tf.stack([tf.reduce_prod(shape) for shape in row_shapes])
+        totals = tf.reduce_sum(sizes, 1)
+        # The collective takes as much from each host, and at least one element.
+        most = tf.maximum(tf.reduce_max(totals), 1)
+        flat = tf.concat([shapes.flatten(tensor) for tensor in tensors], 0)
+        padding = tf.zeros([most - tf.size(flat, tf.int64)], flat.dtype)
+        gathered = self._gather(tf.concat([flat, padding], 0), device)
+        cuts = tf.reshape(tf.concat([sizes, (most - totals)[:, tf.newaxis]], 1), [-1])
+        parts = tf.split(gathered, cuts, num=num_hosts * (len(tensors) + 1))
+        results = []
+        for index, (tensor, shape) in enumerate(zip(tensors, row_shapes, strict=True)):
+            joined = tf.concat(parts[index :: len(tensors) + 1], 0)
+            rows = tf.reduce_sum(counts[:, index])[tf.newaxis]
+            result = tf.reshape(joined, tf.concat([rows, shape], 0))
+            result.set_shape(tf.TensorShape([None]).concatenate(tensor.shape[1:]))
+            results.append(result)
+        return results
+
+    def concat(self, tensors: Sequence[tf.Tensor], axis: Any, device: str) -> list[tf.Tensor]:
+        """Concatenates tensors of all hosts along an axis, in as many collectives as `all_gather`."""
+        if tf.get_static_value(axis) == 0:
+            return self.all_gather(tensors, device)
+        with tf.device(device):
+            turns = [shapes.axis_first(tf.rank(tensor), axis) for tensor in tensors]
+            first = [tf.transpose(t, turn) for t, (turn, _) in zip(tensors, turns, strict=True)]
+        gathered = self.all_gather(first, device)
+        with tf.device(device):
+            results = []
+            for rows, tensor, (_, back) in zip(gathered, tensors, turns, strict=True):
+                result = tf.transpose(rows, back)
+                result.set_shape([None] * tensor.shape.rank if tensor.shape.rank else None)
+                results.append(result)
+            return results
+
+    def broadcast(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
+        """Returns the chief's tensor on every host, bit for bit; takes one collective."""
+        with tf.device(device):
+            sent = collective_dtypes.as_copied(tensor)
+            common = {
+                "group_size": self._network.num_hosts,
+                "group_key": handles.group_key(device),
+                "instance_key": next(self._keys),
+                "communication_hint": self._network.hint,
+                "timeout_seconds": 0.0,
+            }
+            entered = self._mark(sent)
+            if self._network.session.cluster.is_chief:
+                received = tf.raw_ops.CollectiveBcastSendV2(input=sent, **common)
+            else:
+                received = tf.raw_ops.CollectiveBcastRecvV2(
+                    T=sent.dtype, shape=tf.shape(sent), **common
+                )
+            self._mark(received, after=entered)
+            return collective_dtypes.restored(received, tensor)
+
+    def _sum_of_shares(
+        self, tensors: Sequence[tf.Tensor], device: str, codec: Codec
+    ) -> list[tf.Tensor]:
+        """Sums over the hosts, encoded; the gradient is a sum's, and not encoded."""
+
+        @tf.custom_gradient
+        def summed(*values: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
+            def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+                return self._of_gradient(upstream, [device]).all_reduce(
+                    upstream, device, plans.IDENTITY
+                )
+
+            totals = shares.all_reduce(
+                values,
+                codec,
+                self._network.num_hosts,
+                # In two lines: while the sums of one pack come, the shares of the next one leave.
+                lambda rows: self._copy(tf.raw_ops.CollectiveAllToAllV2, rows, device, "shares"),
+                lambda rows: self._copy(tf.raw_ops.CollectiveGatherV2, rows, device, "sums"),
+            )
+            return totals, gradient
+
+        return list(summed(*tensors))
+
+    def _of_gradient(self, upstream: Sequence[tf.Tensor], devices: Sequence[str]) -> Exchange:
+        """Begins the exchange of the gradient of a sum, which takes one collective."""
+        values = [
+            plans.ValueSpec(one.dtype.name, tuple(one.shape) if one.shape.rank is not None else None)
+            for one in upstream
+        ]
+        description = {
+            "what": "gradient of an all-reduce",
+            "values": [str(value) for value in values],
+            "device": ", ".join(handles.device_number(device) for device in devices),
+            "collectives": 1,
+        }
+        return Exchange(self._network, description)
+
+    def _sum(self, tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
+        parts = []
+        for tensor, device in zip(tensors, devices, strict=True):
+            with tf.device(device):
+                parts.append(collective_dtypes.as_summed(tensor))
+        entered, key = self._mark(*parts), next(self._keys)
+        totals = []
+        for part, device in zip(parts, devices, strict=True):
+            with tf.device(device):
+                total = tf.raw_ops.CollectiveReduceV2(
+                    input=part,
+                    group_size=self._network.num_hosts * len(devices),
+                    group_key=handles.group_key(*devices),
+                    instance_key=key,
+                    ordering_token=[handles.ordering_token(device)],
+                    merge_op="Add",
+                    final_op="Id",
+                    communication_hint=self._network.hint,
+                )
+                totals.append(total)
+        self._mark(*totals, after=entered)
+        results = []
+        for total, tensor, device in zip(totals, tensors, devices, strict=True):
+            with tf.device(device):
+                back = collective_dtypes.restored(total, tensor, summed=True)
+                results.append(numerics.upcast(back))
+        return results
+
+    def _gather(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
+        return self._copy(tf.raw_ops.CollectiveGatherV2, tensor, device)
+
+    def _copy(
+        self, collective: Callable[..., tf.Tensor], tensor: tf.Tensor, device: str, line: str = ""
+    ) -> tf.Tensor:
+        entered = self._mark(tensor)
+        copied = collective(
+            input=tensor,
+            group_size=self._network.num_hosts,
+            group_key=handles.group_key(device),
+            instance_key=next(self._keys),
+            ordering_token=[handles.ordering_token(device, line)],
+            communication_hint=self._network.hint,
+        )
+        self._mark(copied, after=entered)
+        return copied
+
+    def _mark(self, *tensors: tf.Tensor, after: tf.Operation | None = None) -> tf.Operation:
+        """Counts one more event, entering or leaving a collective, for the watch."""
+        before = [*tensors, after] if after is not None else tensors
+        with tf.control_dependencies(before), tf.device(self._network.host_device):
+            mark = tf.raw_ops.AssignAddVariableOp(
+                resource=tf_internals.captured(self._counter), value=tf.constant(1, tf.int64)
+            )
+        if mark is not None:
+            tf_internals.run_before_function_returns(mark)
+        return mark
+
+    def _next_keys(self, description: Mapping[str, Any]) -> tf.Tensor:
+        keys = self._network.session.next_keys(description, self._count)
+        with tf.device(self._network.host_device):
+            return tf.constant(keys, tf.int32)

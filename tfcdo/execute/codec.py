@@ -1,0 +1,168 @@
+"""The codec: how the values of a pack are cast to 16 bits where they are copied, and cast back.
+
+Between devices, float32 and float64 may be rounded to 16 bits where they are copied; sums are formed
+in their own dtype. docs/wire.md derives the error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo.execute.feedback import Residuals
+from tfcdo.plan import dtypes
+from tfcdo.plan.plan import Codec
+
+# The dtypes that `wire_dtype=` accepts.
+WIRE_DTYPES = ("bfloat16", "float16")
+# The largest relative error of rounding to them.
+ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+# How to find the power of two in a float: the integer to read its bits as, and its exponent's bits.
+_EXPONENT_BITS = {
+    tf.float32: (tf.int32, 0x7F800000),
+    tf.float64: (tf.int64, 0x7FF0000000000000),
+}
+
+
+def check_wire_dtype(name: str, value: Any) -> str | None:
+    """Returns the argument `name` as the name of a dtype, or None.
+
+    Raises:
+      TypeError: if it is something else than a string, a dtype or None.
+      ValueError: if it is another dtype.
+    """
+    accepted = f"{name} must be 'bfloat16', 'float16', the tf.DType of one of them, or None"
+    if value is None:
+        return None
+    if not isinstance(value, (str, tf.DType)):
+        raise TypeError(f"{accepted}; got {value!r}")
+    dtype = value if isinstance(value, str) else value.name
+    if dtype not in WIRE_DTYPES:
+        raise ValueError(f"{accepted}; got {value!r}")
+    return dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class PackCodec:
+    """The codec of one pack, with the rounding errors that its devices keep.
+
+    Attributes:
+      codec: how values are encoded.
+      dtype: the dtype of the values.
+      residuals: the rounding errors of the step before; None without error feedback.
+      pack: the number of the pack.
+    """
+
+    codec: Codec
+    dtype: tf.DType
+    residuals: Residuals | None = None
+    pack: int = 0
+
+    def encode(self, tensors: Sequence[tf.Tensor], node: int) -> list[tf.Tensor]:
+        """Encodes tensors on the current device, a node's; a scale, if any, comes last."""
+        if self.codec.dtype is None or not tensors:
+            return list(tensors)
+        carried = self.carry(tensors, node)
+        scale = scale_for(carried, self.codec)
+        sent = self.round(carried, node, scale)
+        return sent if scale is None else [*sent, scale]
+
+    def decode(self, sent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Makes the tensors again, on the current device, of a copy of what `encode` returned."""
+        if self.codec.dtype is None or not sent:
+            return list(sent)
+        if not self.codec.scale:
+            return [decode(bits, self.dtype) for bits in sent]
+        *encoded, scale = sent
+        return [decode(bits, self.dtype, scale) for bits in encoded]
+
+    def carry(self, tensors: Sequence[tf.Tensor], node: int) -> list[tf.Tensor]:
+        """Adds the rounding errors of the step before, on the current device."""
+        if self.residuals is None:
+            return list(tensors)
+        errors = self.residuals.on(node, self.pack, tensors)
+        return [tensor + error.read_value() for tensor, error in zip(tensors, errors, strict=True)]
+
+    def round(
+        self, tensors: Sequence[tf.Tensor], node: int, scale: tf.Tensor | None
+    ) -> list[tf.Tensor]:
+        """Casts tensors to the wire's dtype, on the current device, and keeps the errors."""
+        assert self.codec.dtype is not None
+        sent = [encode(tensor, self.codec.dtype, scale) for tensor in tensors]
+        if self.residuals is not None:
+            errors = self.residuals.on(node, self.pack, tensors)
+            for error, tensor, bits in zip(errors, tensors, sent, strict=True):
+                arrived = decode(bits, self.dtype, scale)
+                # Infinity and NaN are not used where they arrive, so the old error is kept.
+                error.assign(tf.where(tf.math.is_finite(arrived), tensor - arrived, error))
+        return sent
+
+
+def scale_for(
+    tensors: Sequence[tf.Tensor], codec: Codec, num_terms: int = 1
+) -> tf.Tensor | None:
+    """Returns the power of two that tensors are multiplied by before they are cast; None for none.
+
+    It brings the largest finite magnitude just below the largest number of the wire's dtype: nothing
+    overflows, few numbers are too small, and a power of two rounds nothing. `num_terms` numbers of
+    these magnitudes can then be added in the wire's dtype.
+    """
+    if not codec.scale:
+        return None
+    return scale_for_largest(largest_magnitude(tensors), codec, num_terms)
+
+
+def largest_magnitude(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns the largest finite magnitude in tensors of one dtype, at least one; 0 for none."""
+    zero = tf.constant(0, tensors[0].dtype)
+    largest = [tf.reduce_max(tf.where(tf.math.is_finite(t), tf.abs(t), zero)) for t in tensors]
+    # Of no numbers at all, the largest is minus infinity.
+    return tf.reduce_max(tf.stack([zero, *largest]))
+
+
+def scale_for_largest(largest: tf.Tensor, codec: Codec, num_terms: int = 1) -> tf.Tensor:
+    """Returns the power of two that `scale_for` returns, given the largest magnitude."""
+    dtype, wire = largest.dtype, codec.dtype
+    assert wire is not None
+    # Halved so that rounding the maximum up cannot overflow.
+    power = _power_of_two(largest * (0.5 * (1 + ROUNDOFF[wire])))
+    exponent = dtypes.LARGEST_EXPONENT[wire] - 1 - math.ceil(math.log2(num_terms))
+    # Limited so that the scale for tiny numbers does not overflow.
+    least = 2.0 ** (exponent - dtypes.LARGEST_EXPONENT[dtype.name] + 1)
+    power = tf.maximum(power, tf.constant(least, dtype))
+    return tf.constant(2.0**exponent, dtype) / power
+
+
+def _power_of_two(number: tf.Tensor) -> tf.Tensor:
+    """Returns the largest power of two that is not larger than a number; 0 for tiny ones."""
+    integer, mask = _EXPONENT_BITS[number.dtype]
+    bits = tf.bitwise.bitwise_and(tf.bitcast(number, integer), tf.constant(mask, integer))
+    return tf.bitcast(bits, number.dtype)
+
+
+def encode(tensor: tf.Tensor, wire_dtype: str, scale: tf.Tensor | None = None) -> tf.Tensor:
+    """Casts a tensor to the wire's dtype; its gradient passes as it is, in the tensor's dtype."""
+
+    @tf.custom_gradient
+    def rounded(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        scaled = value if scale is None else value * tf.stop_gradient(scale)
+        return tf.cast(scaled, wire_dtype), lambda upstream: upstream
+
+    return rounded(tensor)
+
+
+def decode(sent: tf.Tensor, dtype: tf.DType, scale: tf.Tensor | None = None) -> tf.Tensor:
+    """Casts a copy of what `encode` returned back to its own dtype; nothing is rounded."""
+
+    # The gradient of a cast would be cast to 16 bits, and several of them added in 16 bits.
+    @tf.custom_gradient
+    def upcast(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        wide = tf.cast(value, dtype)
+        wide = wide if scale is None else wide / tf.stop_gradient(scale)
+        return wide, lambda upstream: upstream
+
+    return upcast(sent)

@@ -1,0 +1,222 @@
+"""Explaining a plan: its packs, trees and bytes, and the ops that it becomes in a graph."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import checks
+from tfcdo import tf_internals
+from tfcdo.execute.devices import check_device
+from tfcdo.execute.question import Question
+from tfcdo.execute.request import Reduction
+from tfcdo.execute.request import check_pairs
+from tfcdo.plan import plan as plans
+from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.plan import Pack
+from tfcdo.plan.plan import Plan
+
+_MAX_LINES = 8  # Of each kind; an explanation fits on a screen.
+
+
+@dataclasses.dataclass(frozen=True)
+class PackExplanation:
+    """Describes one pack of a batch.
+
+    Attributes:
+      num_bytes: the bytes of its values on one device.
+      num_sent_bytes: the bytes of its values as a leaf sends them.
+      num_values: how many values have a part in it.
+      num_tensors: the number of tensors that are sent.
+      tree: the copy tree, over the indices of the devices; None for NCCL, which has its own.
+    """
+
+    num_bytes: int
+    num_sent_bytes: int
+    num_values: int
+    num_tensors: int
+    tree: CopyTree | None
+
+    def __str__(self) -> str:
+        parts = [
+            f"{_bytes(self.num_bytes)} of {_count(self.num_values, 'value')}",
+            f"in {_count(self.num_tensors, 'tensor')}",
+        ]
+        if self.num_sent_bytes != self.num_bytes:
+            parts.append(f"sent as {_bytes(self.num_sent_bytes)}")
+        return " ".join(parts + ([f"along {_nested(self.tree)}"] if self.tree else []))
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Describes what a class does with a batch of values of one dtype.
+
+    Attributes:
+      ops: the `repr` of the object that was asked.
+      devices: the devices, by whose indices the copy trees name them.
+      algorithm: the name of the way in which the values are reduced, such as "ring", "NCCL" or "one device".
+      reason: the reason for it.
+      packs: the packs; none if each value is reduced on one device as it is.
+      bytes_by_link: how many bytes each device sends to each other one, `{(source, target): bytes}`
+        by index; empty for NCCL.
+      num_ops: how many ops of each type the all-reduce adds to a graph.
+      bytes_between_hosts: how many bytes this host sends to others; 0 on one host, and for NCCL.
+    """
+
+    ops: str
+    devices: tuple[str, ...]
+    algorithm: str
+    reason: str
+    packs: tuple[PackExplanation, ...]
+    bytes_by_link: Mapping[tuple[int, int], int]
+    num_ops: Mapping[str, int]
+    bytes_between_hosts: int = 0
+
+    @property
+    def num_packs(self) -> int:
+        """Returns the number of packs."""
+        return len(self.packs)
+
+    @property
+    def num_graph_ops(self) -> int:
+        """Returns the number of ops that the all-reduce adds to a graph."""
+        return sum(self.num_ops.values())
+
+    def __str__(self) -> str:
+        by_amount: dict[int, list[str]] = {}
+        for (source, target), num_bytes in sorted(self.bytes_by_link.items()):
+            by_amount.setdefault(num_bytes, []).append(f"{source} -> {target}")
+        ops = sorted(self.num_ops.items(), key=lambda item: (-item[1], item[0]))
+        lines = [
+            f"{self.ops} on {_count(len(self.devices), 'device')}: {self.algorithm}",
+            f"  because {self.reason}",
+            *_shortened("pack", [f"pack {i}: {pack}" for i, pack in enumerate(self.packs)]),
+            *_shortened("amount", [_links(*item) for item in sorted(by_amount.items())[::-1]]),
+            *(
+                [f"  {_bytes(self.bytes_between_hosts)} to other hosts"]
+                * bool(self.bytes_between_hosts)
+            ),
+            f"  {self.num_graph_ops:,} graph ops: "
+            + ", ".join(f"{count:,} {name}" for name, count in ops),
+        ]
+        return "\n".join(lines)
+
+
+def explain(
+    ops: str,
+    shapes: Iterable[Any],
+    dtype: Any,
+    devices: Sequence[str] | None,
+    plans_of: Callable[[str, Sequence[Reduction]], list[tuple[Question, Plan]]],
+    emit: Callable[[Question, Plan], Any],
+) -> Explanation:
+    """Explains how a class sums a batch of values; see `ConfiguredCrossDeviceOps.explain`.
+
+    Args:
+      ops: the `repr` of the object that is asked.
+      shapes: the shape of each value.
+      dtype: the dtype of all values.
+      devices: the replicas' devices; None for the usual ones.
+      plans_of: makes the object's plans.
+      emit: creates the ops of a plan.
+    """
+    dtype = tf.as_dtype(dtype)
+    names = _device_names(devices)
+    if not isinstance(shapes, Iterable):
+        raise TypeError(f"shapes must be a list with the shape of each value; got {shapes!r}")
+    known = [_known_shape(index, shape) for index, shape in enumerate(shapes)]
+    found: list[Plan] = []
+
+    def all_reduce() -> None:
+        values = [_placeholders(shape, dtype, names) for shape in known]
+        for question, plan in plans_of("sum", check_pairs([(value, value) for value in values])):
+            found.append(plan)
+            emit(question, plan)
+
+    graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
+    # A counter marks the progress of collectives for the watch between hosts.
+    types = [op.type for op in graph.get_operations() if op.type != "Placeholder"]
+    by_edge: collections.Counter[tuple[int, int]] = collections.Counter()
+    for plan in found:
+        by_edge.update(plans.bytes_by_edge(plan))
+    return Explanation(
+        ops,
+        names,
+        found[0].algorithm if found else "nothing",
+        found[0].why if found else "the batch is empty",
+        tuple(_pack(pack) for plan in found for pack in plan.packs),
+        dict(by_edge),
+        dict(collections.Counter(types)),
+        sum(map(plans.bytes_between_hosts, found)),
+    )
+
+
+def _pack(pack: Pack) -> PackExplanation:
+    return PackExplanation(
+        pack.num_bytes,
+        pack.num_sent_bytes,
+        len({part.value for part in pack.slices}),
+        len(pack.tensors),
+        pack.tree,
+    )
+
+
+def _device_names(devices: Sequence[str] | None) -> tuple[str, ...]:
+    if devices is None and tf.distribute.has_strategy():
+        devices = tf.distribute.get_strategy().extended.worker_devices
+    elif devices is None:
+        logical = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+        devices = [device.name for device in logical]
+    names = checks.check_device_list(devices)
+    for name in names:
+        check_device("each of devices", name)
+    return tuple(tf_internals.canonical_device(name) for name in names)
+
+
+def _known_shape(index: int, given: Any) -> tf.TensorShape:
+    shape = tf.TensorShape(given)
+    if not shape.is_fully_defined():
+        raise ValueError(f"shapes[{index}] must be fully known; got {shape}")
+    return shape
+
+
+def _placeholders(shape: tf.TensorShape, dtype: tf.DType, devices: Sequence[str]) -> Any:
+    values = []
+    for device in devices:
+        with tf.device(device):
+            values.append(tf.raw_ops.Placeholder(dtype=dtype, shape=shape))
+    return tf_internals.per_replica(values)
+
+
+def _nested(tree: CopyTree) -> str:
+    """Writes a tree as its root followed by the subtrees: `0(1, 2(3))`."""
+
+    def subtree(device: int) -> str:
+        children = ", ".join(map(subtree, tree.children[device]))
+        return f"{device}({children})" if children else f"{device}"
+
+    return subtree(tree.root)
+
+
+def _links(num_bytes: int, links: Sequence[str]) -> str:
+    more = ", ..." if len(links) > _MAX_LINES else ""
+    listed = ", ".join(links[:_MAX_LINES]) + more
+    return f"{_bytes(num_bytes)} on each of {_count(len(links), 'link')}: {listed}"
+
+
+def _shortened(what: str, lines: Sequence[str]) -> list[str]:
+    shown = [f"  {line}" for line in lines[:_MAX_LINES]]
+    hidden = len(lines) - len(shown)
+    return shown + ([f"  ... and {_count(hidden, f'more {what}')}"] if hidden else [])
+
+
+def _bytes(number: int) -> str:
+    return f"{number:,} bytes"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")

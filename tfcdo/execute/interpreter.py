@@ -1,0 +1,319 @@
+"""The interpreter: turns a plan into TensorFlow ops.
+
+Pack the values; for each pack reduce up its tree, take the root step, broadcast down; unpack. It
+decides nothing: whatever it does is written in the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo.execute import copy_trees
+from tfcdo.execute import nccl
+from tfcdo.execute import numerics
+from tfcdo.execute import planned
+from tfcdo.execute import rows
+from tfcdo.execute import tensors as shapes
+from tfcdo.execute.between import Exchange
+from tfcdo.execute.codec import PackCodec
+from tfcdo.execute.feedback import Residuals
+from tfcdo.plan.plan import FusedTensor
+from tfcdo.plan.plan import Pack
+from tfcdo.plan.plan import Plan
+from tfcdo.plan.plan import Slice
+
+# The tensors, or slices, of one pack: `held[node]`, None for a node without a value.
+Held = list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """State and callables that a plan cannot hold.
+
+    Attributes:
+      exchange: the collectives between hosts; None for one host.
+      residuals: the rounding errors of the step before; None without error feedback.
+      accumulate: the accumulation_fn of "user" packs.
+      axis: the axis to gather along.
+    """
+
+    exchange: Exchange | None = None
+    residuals: Residuals | None = None
+    accumulate: Callable[[list[tf.Tensor]], tf.Tensor] | None = None
+    axis: Any = 0
+
+
+def run(
+    plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str], runtime: Runtime
+) -> list[list[Any]]:
+    """Runs a plan.
+
+    Args:
+      plan: the plan.
+      values: `values[v][r]` is value `v` of replica `r`.
+      devices: the device of each node.
+      runtime: the state and callables of this run.
+
+    Returns:
+      `[v][node]`: the result for value `v` on each node; None on a node that gets none.
+    """
+    with tf.name_scope("tfcdo"):
+        planned.remember(plan, devices)
+        with tf.name_scope("fuse"):
+            packed = _pack_all(plan, values, devices)
+        results = []
+        for index, (pack, held) in enumerate(zip(plan.packs, packed, strict=True)):
+            with tf.name_scope(f"{pack.name}{index}"):
+                after = None if pack.after is None else results[pack.after]
+                results.append(_reduce_pack(plan, index, held, after, devices, runtime))
+        with tf.name_scope("unfuse"):
+            return _unpack_all(plan, results, values, devices)
+
+
+def _reduce_pack(
+    plan: Plan, index: int, held: Held, after: Held | None, devices: Sequence[str], runtime: Runtime
+) -> Held:
+    """Reduces one pack; returns the results by node."""
+    pack, tree = plan.packs[index], plan.packs[index].tree
+    if tree is None:
+        return _reduce_without_tree(plan, index, held, devices, runtime)
+    if after is not None:
+        held = _after(pack, held, after, devices)
+    codec = _codec(plan, index, runtime)
+    encode, decode = (codec.encode, codec.decode) if pack.codec.dtype else (_unchanged, None)
+    root = devices[tree.root]
+    match pack.kind:
+        case "rows":
+            by_value = list(zip(*[own or [None] * len(pack.slices) for own in held], strict=True))
+            total = rows.reduce_up(tree, by_value, devices, pack.tables == "smaller")
+        case "concat":
+            collected = copy_trees.collect(tree, held, devices)
+            with tf.device(root):
+                total = [tf.concat(parts, runtime.axis) for parts in zip(*collected, strict=True)]
+        case "user":
+            assert runtime.accumulate is not None
+            accumulate = runtime.accumulate
+
+            def combine(parts: list[Any], name: str) -> list[tf.Tensor]:
+                del name
+                return [accumulate(list(operands)) for operands in zip(*parts, strict=True)]
+
+            total = copy_trees.reduce_up(tree, held, devices, combine, encode, decode)
+        case _:
+            total = copy_trees.reduce_up(tree, held, devices, _add, encode, decode)
+    result = _root_step(plan, pack, total, root, runtime)
+    if pack.kind == "rows":
+        return _rows_down(pack, result, held, devices)
+    if pack.to is not None:  # Where there was nothing to add, the result may be on another device.
+        result = copy_trees.copy(result, root)
+    if pack.codec.dtype is None:
+        return copy_trees.broadcast_down(tree, result, devices, pack.to)
+    return _encoded_down(pack, codec, result, devices)
+
+
+def _unchanged(value: Any, node: int) -> Any:
+    del node
+    return value
+
+
+def _add(parts: list[Any], name: str) -> list[tf.Tensor]:
+    return [numerics.add(operands, name) for operands in zip(*parts, strict=True)]
+
+
+def _codec(plan: Plan, index: int, runtime: Runtime) -> PackCodec:
+    pack = plan.packs[index]
+    residuals = runtime.residuals if pack.codec.feedback else None
+    return PackCodec(pack.codec, tf.as_dtype(pack.dtype or "float32"), residuals, index)
+
+
+def _after(pack: Pack, held: Held, after: Held, devices: Sequence[str]) -> Held:
+    """Makes the leaves of a tree wait, each for the result of an earlier pack on its own device."""
+    assert pack.tree is not None
+    waiting = list(held)
+    for node, children in enumerate(pack.tree.children):
+        if not children and held[node] is not None and after[node] is not None:
+            with tf.device(devices[node]), tf.control_dependencies(after[node]):
+                waiting[node] = [tf.identity(tensor) for tensor in held[node]]
+    return waiting
+
+
+def _root_step(
+    plan: Plan, pack: Pack, total: list[Any], root: str, runtime: Runtime
+) -> list[Any]:
+    """Adds the other hosts' parts, divides and rounds, on the root."""
+    step = pack.root
+    if step.hosts:
+        assert runtime.exchange is not None
+        with tf.name_scope("across_hosts"):
+            match pack.kind:
+                case "rows":
+                    total = rows.add_other_hosts(total, runtime.exchange, root)
+                case "concat":
+                    total = runtime.exchange.concat(total, runtime.axis, root)
+                case "copy":
+                    total = [runtime.exchange.broadcast(tensor, root) for tensor in total]
+                case _:
+                    total = runtime.exchange.all_reduce(total, root, step.codec)
+    if pack.kind in ("concat", "copy"):
+        return total
+    dtype = tf.as_dtype(pack.dtype)
+    with tf.device(root):
+        if pack.kind == "rows":
+            return [
+                tf.IndexedSlices(
+                    numerics.finish(own.values, step.divide, dtype), own.indices, own.dense_shape
+                )
+                for own in total
+            ]
+        return [numerics.finish(own, step.divide, dtype) for own in total]
+
+
+def _encoded_down(
+    pack: Pack, codec: PackCodec, result: list[tf.Tensor], devices: Sequence[str]
+) -> Held:
+    """Broadcasts encoded results: all nodes, the root too, get them as they arrive."""
+    tree = pack.tree
+    assert tree is not None
+    if pack.to == (tree.root,):
+        return [result if node == tree.root else None for node in range(tree.num_devices)]
+    with tf.device(devices[tree.root]):
+        sent = codec.encode(result, tree.root)
+    arrived: Held = []
+    for node, copies in enumerate(copy_trees.broadcast_down(tree, sent, devices, pack.to)):
+        if copies is None or (pack.to is not None and node not in pack.to):
+            arrived.append(None)
+            continue
+        # Named like the copy: TensorFlow may leave that out, and then this receives.
+        name = "root" if node == tree.root else f"broadcast/{tree.parents[node]}to{node}"
+        with tf.device(devices[node]), tf.name_scope(name):
+            arrived.append(codec.decode(copies))
+    return arrived
+
+
+def _rows_down(
+    pack: Pack, result: list[tf.IndexedSlices], held: Held, devices: Sequence[str]
+) -> Held:
+    """Broadcasts rows; `dense_shape` stays the one that a device itself gave."""
+    tree = pack.tree
+    assert tree is not None
+    sent = rows.to_tensors(result)
+    arrived: Held = []
+    for node, copies in enumerate(copy_trees.broadcast_down(tree, sent, devices, pack.to)):
+        if copies is None:
+            arrived.append(None)
+        else:
+            own = held[node] or [_with_shape_on(part, devices[node]) for part in result]
+            arrived.append(rows.from_tensors(copies, own))
+    return arrived
+
+
+def _with_shape_on(part: tf.IndexedSlices, device: str) -> tf.IndexedSlices:
+    if part.dense_shape is None:
+        return part
+    with tf.device(device):
+        return tf.IndexedSlices(part.values, part.indices, tf.identity(part.dense_shape))
+
+
+def _reduce_without_tree(
+    plan: Plan, index: int, held: Held, devices: Sequence[str], runtime: Runtime
+) -> Held:
+    """Reduces a pack by collectives over all devices: of this host, or of all hosts."""
+    pack = plan.packs[index]
+    if not pack.over_hosts:
+        codec = _codec(plan, index, runtime)
+        return nccl.reduce_pack(held, devices, codec, pack.root.divide)
+    assert runtime.exchange is not None
+    results = []
+    totals = runtime.exchange.all_reduce_flat([tensor for (tensor,) in held], devices)
+    for total, device in zip(totals, devices, strict=True):
+        with tf.device(device):
+            results.append([numerics.finish(total, pack.root.divide, tf.as_dtype(pack.dtype))])
+    return results
+
+
+def _pack_all(
+    plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str]
+) -> list[Held]:
+    """Makes the content of all packs: `[pack][node]`."""
+    packed: list[Held] = [[None] * len(plan.nodes) for _ in plan.packs]
+    for node in range(plan.replicas):
+        own = [value[node] for value in values]
+        with tf.device(devices[node]):
+            for pack, held in zip(_pack(plan, own, devices[node]), packed, strict=True):
+                held[node] = pack
+    return packed
+
+
+def _pack(plan: Plan, values: list[Any], device: str) -> list[list[Any]]:
+    """Makes the content of all packs of one replica, on the current device."""
+    parts: dict[Slice, Any] = {}
+    for index, (value, slices) in enumerate(zip(values, plan.slices_of, strict=True)):
+        if isinstance(value, tf.IndexedSlices) and not plan.values[index].rows:
+            value = numerics.cast(rows.to_table(value, device), value.dtype, device)
+        if value.dtype != plan.dtype_of[index]:
+            value = numerics.cast(value, tf.as_dtype(plan.dtype_of[index]), device)
+        parts.update(zip(slices, _cut(value, slices), strict=True))
+    return [
+        [_fuse(tensor, [parts[part] for part in tensor.slices]) for tensor in pack.tensors]
+        for pack in plan.packs
+    ]
+
+
+def _cut(value: Any, slices: Sequence[Slice]) -> list[Any]:
+    if len(slices) == 1:
+        return [value]
+    return list(tf.split(shapes.flatten(value), shapes.int64(part.size for part in slices)))
+
+
+def _fuse(fused: FusedTensor, parts: Sequence[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    if fused.stacked:
+        return tf.stack(parts)
+    return tf.concat([shapes.flatten(part) for part in parts], axis=0)
+
+
+def _unpack_all(
+    plan: Plan, results: list[Held], values: Sequence[Sequence[Any]], devices: Sequence[str]
+) -> list[list[Any]]:
+    """Takes the results for all values out of the packs: `[value][node]`."""
+    unpacked: list[list[Any]] = [[None] * len(plan.nodes) for _ in plan.values]
+    for node, device in enumerate(devices):
+        own = [held[node] for held in results]
+        with tf.device(device):
+            parts: dict[Slice, Any] = {}
+            flat: set[Slice] = set()
+            for pack, tensors in zip(plan.packs, own, strict=True):
+                if tensors is None:
+                    continue
+                for fused, tensor in zip(pack.tensors, tensors, strict=True):
+                    parts.update(zip(fused.slices, _unfuse(fused, tensor), strict=True))
+                    if len(fused.slices) > 1 and not fused.stacked:
+                        flat.update(fused.slices)
+            for index, slices in enumerate(plan.slices_of):
+                if slices[0] not in parts:
+                    continue
+                result = parts[slices[0]]
+                if len(slices) > 1 or slices[0] in flat:
+                    like = values[index][min(node, plan.replicas - 1)]
+                    result = _join([parts[part] for part in slices], like.shape)
+                unpacked[index][node] = result
+    return unpacked
+
+
+def _unfuse(fused: FusedTensor, tensor: Any) -> list[Any]:
+    if len(fused.slices) == 1:
+        return [tensor]
+    if fused.stacked:
+        return list(tf.unstack(tensor, len(fused.slices)))
+    return list(tf.split(tensor, shapes.int64(part.size for part in fused.slices)))
+
+
+def _join(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:
+    """Gives flat parts of a value its shape again."""
+    joined = parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)
+    return joined if joined.shape == shape else tf.reshape(joined, shapes.int64(shape.as_list()))

@@ -1,0 +1,150 @@
+"""Questions: checked reductions, grouped and described so that one plan answers each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import log
+from tfcdo.execute import handles
+from tfcdo.execute.request import Reduction
+from tfcdo.plan.plan import Batch
+from tfcdo.plan.plan import Request
+from tfcdo.plan.plan import ValueSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """Some reductions of a batch that one plan answers.
+
+    Attributes:
+      batch: the question, as a plan sees it.
+      values: `values[v][r]` is value `v` of replica `r`.
+      devices: the device of each node.
+      positions: the positions of the values in the caller's batch.
+    """
+
+    batch: Batch
+    values: tuple[tuple[Any, ...], ...]
+    devices: tuple[str, ...]
+    positions: tuple[int, ...]
+
+
+def placed(
+    reduction: Reduction, known: Callable[[Sequence[str]], tuple[str, ...]]
+) -> Reduction:
+    """Returns a reduction with the devices filled in that are not known while tracing."""
+    if all(reduction.devices) and all(reduction.destinations):
+        return reduction
+    return dataclasses.replace(
+        reduction,
+        devices=known(reduction.devices),
+        destinations=known(reduction.destinations),
+    )
+
+
+def questions(
+    op: Any,
+    reductions: Sequence[Reduction],
+    *,
+    num_hosts: int,
+    root: str | None,
+    one_device: bool,
+    user: bool,
+    tables: bool,
+    axis: Any = None,
+) -> list[Question]:
+    """Divides a batch into questions: one for each set of devices, and for rows.
+
+    Args:
+      op: see `tfcdo.plan.plan.Batch`.
+      reductions: the checked pairs.
+      num_hosts: the number of hosts.
+      root: the device that everything is reduced on; None for none.
+      one_device: whether everything is reduced on one device.
+      user: whether an accumulation_fn combines the values.
+      tables: whether `tf.IndexedSlices` become tables first.
+      axis: the axis to gather along.
+    """
+    groups: dict[Any, list[int]] = {}
+    for position, reduction in enumerate(reductions):
+        everywhere = reduction.is_all_reduce and not one_device
+        to = None if everywhere else reduction.destinations
+        groups.setdefault((reduction.devices, to, _stays_rows(reduction, tables)), []).append(
+            position
+        )
+    fixed = tf.get_static_value(axis) if axis is not None else None
+    found = []
+    for (devices, _, as_rows), positions in groups.items():
+        members = [reductions[position] for position in positions]
+        nodes = list(devices)
+        for device in (*(root,) * one_device, *members[0].destinations):
+            if device is not None and device not in nodes:
+                nodes.append(device)
+        requests = tuple(
+            Request(_spec(reduction, as_rows), _nodes_of(reduction, nodes), reduction.exact)
+            for reduction in members
+        )
+        chosen = None
+        if one_device:
+            chosen = requests[0].to[0] if root is None else nodes.index(root)
+        batch = Batch(
+            op,
+            len(devices),
+            num_hosts,
+            tuple(map(handles.device_number, nodes)),
+            requests,
+            chosen,
+            user,
+            None if fixed is None else int(fixed),
+        )
+        values = tuple(reduction.values for reduction in members)
+        found.append(Question(batch, values, tuple(nodes), tuple(positions)))
+    return found
+
+
+def _stays_rows(reduction: Reduction, tables: bool) -> bool:
+    if not reduction.is_sparse:
+        return False
+    if tables and reduction.values[0].dense_shape is None:
+        log.warn_once(
+            "sparse_as_dense=True was requested, but tf.IndexedSlices without dense_shape cannot "
+            "become dense; sending rows instead; set dense_shape"
+        )
+        return True
+    return not tables
+
+
+def _spec(reduction: Reduction, as_rows: bool) -> ValueSpec:
+    values = reduction.values
+    if as_rows:
+        row = values[0].values.shape
+        shape = None if row.rank is None else (None, *row.as_list()[1:])
+        return ValueSpec(values[0].dtype.name, shape, rows=True)
+    shapes = [value.shape for value in values]
+    if shapes[0].rank is None:
+        return ValueSpec(values[0].dtype.name, None)
+    sizes = shapes[0].as_list()
+    if not all(shape.is_fully_defined() for shape in shapes[1:]) and None not in sizes:
+        return ValueSpec(values[0].dtype.name, None)
+    return ValueSpec(values[0].dtype.name, tuple(sizes))
+
+
+def _nodes_of(reduction: Reduction, nodes: Sequence[str]) -> tuple[int, ...]:
+    """Returns the nodes of a reduction's destinations, in their order."""
+    if reduction.devices == reduction.destinations:
+        return tuple(range(len(reduction.devices)))
+    return tuple(nodes.index(device) for device in reduction.destinations)
+
+
+def check_known_shapes(question: Question) -> None:
+    """Raises `ValueError` unless all shapes are known while a function is traced."""
+    for value, asked in zip(question.values, question.batch.requests, strict=True):
+        if asked.value.size is None:
+            raise ValueError(
+                "error_feedback needs values whose shapes are known while a function is traced; "
+                f"got {value[0].dtype.name} of shape {value[0].shape}"
+            )

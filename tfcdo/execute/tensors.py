@@ -1,0 +1,47 @@
+"""Sizes, shapes and cuts of tensors, as ops take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def int64(numbers: Iterable[int]) -> tf.Tensor:
+    """Returns sizes or a shape as an op takes them.
+
+    In 64 bits, because TensorFlow 2.21 mixes up 32-bit ones: of eager ops that several threads run
+    on a virtual CPU device, one may get the sizes that were meant for another.
+    """
+    return tf.constant(list(numbers), tf.int64)
+
+
+def flatten(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor with one axis, as it is if it has one already."""
+    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, int64([-1]))
+
+
+def size(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the number of a tensor's elements: a constant where it is known."""
+    known = tensor.shape.num_elements()
+    return tf.size(tensor, tf.int64) if known is None else tf.constant(known, tf.int64)
+
+
+def shape(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor's shape as an op takes it: a constant where it is known."""
+    known = tensor.shape.is_fully_defined()
+    return int64(tensor.shape.as_list()) if known else tf.shape(tensor, tf.int64)
+
+
+def cut_like(flat: tf.Tensor, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Cuts a tensor with one axis into parts of the shapes of others that it holds end to end."""
+    parts = tf.split(flat, tf.stack([size(tensor) for tensor in tensors]), num=len(tensors))
+    return [tf.reshape(part, shape(tensor)) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def axis_first(rank: tf.Tensor, axis: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the permutation of axes that puts one first, and the one that puts it back."""
+    axis = tf.cast(axis, tf.int32) % rank
+    before, after = tf.range(axis), tf.range(axis + 1, rank)
+    return tf.concat([[axis], before, after], 0), tf.concat([before + 1, [0], after], 0)

@@ -1,0 +1,462 @@
+"""Decides how a batch is reduced: the only place where a plan is made.
+
+`decide` is a pure function: hosts that ask the same question of the same machine get the same plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Literal
+
+from tfcdo import log
+from tfcdo.plan import algorithms
+from tfcdo.plan import copy_tree
+from tfcdo.plan import dtypes
+from tfcdo.plan import packing
+from tfcdo.plan.packing import PackingOptions
+from tfcdo.plan.plan import IDENTITY
+from tfcdo.plan.plan import Batch
+from tfcdo.plan.plan import Codec
+from tfcdo.plan.plan import FusedTensor
+from tfcdo.plan.plan import Pack
+from tfcdo.plan.plan import Plan
+from tfcdo.plan.plan import Request
+from tfcdo.plan.plan import RootStep
+from tfcdo.plan.plan import Slice
+from tfcdo.plan.saved_plan import SavedPlan
+from tfcdo.plan.widening import widened
+from tfcdo.topology.topology import Topology
+
+# Below this a pack is sent between hosts as it is: the second collective would cost more than the
+# bytes that it saves.
+MIN_ENCODED_BYTES = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class BetweenHosts:
+    """How packs cross the network between hosts.
+
+    Attributes:
+      bytes_per_pack: the most bytes of a pack where the caller does not say.
+      flat: whether one NCCL collective reduces over all devices of all hosts.
+      wire: the dtype that float32 and float64 gradients are cast to; None for none.
+    """
+
+    bytes_per_pack: int
+    flat: bool = False
+    wire: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """A class's choices: how it reduces whatever it is given.
+
+    Attributes:
+      algorithm: the name of the algorithm that gives the copy trees, or the trees themselves.
+      packing: how values are packed.
+      topology: the machine; None for the detected one.
+      nccl: where to use NCCL if it can run: "never", "always", or "auto" for where it is faster.
+      require_nccl: whether to raise where NCCL was requested and cannot run.
+      one_device: whether everything is reduced on one device.
+      sparse_as_dense: whether `tf.IndexedSlices` become tables first: True, False, or "auto" to add
+        them as tables where these have fewer bytes.
+      wire: the dtype that float32 and float64 gradients are cast to; None for none.
+      error_feedback: whether rounding errors are added to the values of the next step.
+      saved: the plan in a file whose schedule `algorithm` is; None for none.
+      between: how packs cross the network between hosts; None for one host.
+    """
+
+    algorithm: algorithms.Algorithm = "auto"
+    packing: PackingOptions = PackingOptions()
+    topology: Topology | None = None
+    nccl: Literal["never", "always", "auto"] = "never"
+    require_nccl: bool = False
+    one_device: bool = False
+    sparse_as_dense: bool | Literal["auto"] = "auto"
+    wire: str | None = None
+    error_feedback: bool = False
+    saved: SavedPlan | None = None
+    between: BetweenHosts | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The facts about a machine that a decision depends on.
+
+    Attributes:
+      topology: the devices and their links.
+      nccl: for each dtype that NCCL might add, the reason why it cannot; "" if it can. Empty where
+        NCCL is not asked for.
+      nccl_hosts: the reason why NCCL does not run between hosts; "" if it does.
+    """
+
+    topology: Topology
+    nccl: tuple[tuple[str, str], ...] = ()
+    nccl_hosts: str = ""
+
+    def why_no_nccl(self, dtype: str) -> str:
+        """Returns the reason why NCCL cannot add a dtype, or ""."""
+        return dict(self.nccl)[dtype]
+
+
+# Plans are small and pure; the bound only keeps a process that draws ever new shapes from growing.
+@functools.lru_cache(maxsize=512)
+def decide(batch: Batch, options: Options, machine: Machine) -> Plan:
+    """Decides how a batch is reduced.
+
+    Args:
+      batch: the values and destinations.
+      options: the choices of the class.
+      machine: the facts.
+
+    Returns:
+      The plan; the same object for the same question, as long as it is remembered.
+
+    Raises:
+      ValueError: if the topology, copy trees or saved plan are for other devices.
+      RuntimeError: if NCCL is required and cannot run.
+    """
+    check_machine(batch, options, machine.topology)
+    if batch.op == "gather":
+        packs, algorithm, why = _gathered(batch, options, machine), "gather", ""
+    elif batch.root is not None or options.one_device or not batch.is_all_reduce:
+        packs, algorithm, why = _on_one_device(batch, options, machine)
+    elif batch.stays_rows:
+        packs, algorithm, why = _rows(batch, options, machine), "rows", "values are tf.IndexedSlices"
+    else:
+        packs, algorithm, why = _all_reduced(batch, options, machine)
+    values = tuple(request.value for request in batch.requests)
+    return Plan(batch.nodes, batch.replicas, batch.hosts, values, packs, algorithm, why)
+
+
+def check_machine(batch: Batch, options: Options, topology: Topology) -> None:
+    """Raises `ValueError` unless the topology and plan that were given are for these devices."""
+    if not batch.is_all_reduce:
+        return
+    if options.topology is not None and topology.num_devices != batch.replicas:
+        raise ValueError(
+            "topology must have as many devices as the values have replicas, "
+            f"{batch.replicas}; {topology.name!r} has {topology.num_devices}"
+        )
+    reason = options.saved.why_not_on(topology) if options.saved else None
+    if options.saved and reason is not None:
+        remedy = f"make one here with `tfcdo plan -t here:{batch.replicas} --save FILE`"
+        if options.saved.topology.num_devices == batch.replicas:
+            remedy += ", or pass the plan's own machine as topology= to use it all the same"
+        raise ValueError(f"plan must be for this machine: {reason}; {remedy}")
+
+
+def packed_dtype(batch: Batch, request: Request) -> str:
+    """Returns the dtype that a value is added in: floats for a mean of integers."""
+    dtype = request.value.dtype
+    # One replica that keeps its value keeps its dtype too.
+    alone = batch.replicas * batch.hosts == 1 and batch.is_all_reduce
+    # An accumulation_fn gets tensors as they are; rows are always added.
+    if batch.op != "mean" or (batch.user and not request.value.rows) or alone:
+        return dtype
+    return dtypes.MEAN_DTYPE.get(dtype, dtype)
+
+
+def nccl_dtypes(batch: Batch, options: Options) -> set[str]:
+    """Returns the dtypes for which `decide` asks whether NCCL can add them."""
+    if options.nccl == "never" or batch.op not in ("sum", "mean") or not batch.is_all_reduce:
+        return set()
+    if batch.replicas == 1 or batch.root is not None or batch.stays_rows:
+        return set()
+    return {
+        codec.dtype or packed_dtype(batch, request)
+        for request in batch.requests
+        for codec in [_codec(batch, request, options)]
+    }
+
+
+def _divide(batch: Batch) -> int | None:
+    count = batch.replicas * batch.hosts
+    if batch.op != "mean" or (count == 1 and batch.is_all_reduce):
+        return None
+    return count
+
+
+def _codec(batch: Batch, request: Request, options: Options) -> Codec:
+    """Returns how a value is encoded where it is copied to another device."""
+    if options.wire is None or request.exact or request.value.rows:
+        return IDENTITY
+    if request.value.dtype not in dtypes.CAST or packed_dtype(batch, request) != request.value.dtype:
+        return IDENTITY
+    holders = {batch.nodes[node] for node in range(batch.replicas)}
+    devices = holders | {batch.nodes[node] for node in request.to}
+    if options.error_feedback and holders == {""} and len(devices) > 2:
+        return IDENTITY  # One argument that all replicas share: no device could keep its errors.
+    # Values of unknown devices are taken to be on different ones.
+    if len(devices) == 1 and (devices != {""} or batch.replicas == 1):
+        return IDENTITY
+    feedback = options.error_feedback and batch.is_all_reduce
+    return codec_for(options.wire, request.value.dtype, feedback)
+
+
+def codec_for(wire: str, dtype: str, feedback: bool = False) -> Codec:
+    """Returns the codec that casts a dtype to another one, scaled where the range is smaller."""
+    scale = dtypes.LARGEST_EXPONENT[wire] < dtypes.LARGEST_EXPONENT[dtype]
+    return Codec(wire, scale, feedback)
+
+
+def _root_step(
+    batch: Batch, options: Options, dtype: str, exact: bool, tensors: Sequence[FusedTensor]
+) -> RootStep:
+    """Returns the root step of a pack of dense values."""
+    divide = _divide(batch)
+    if batch.hosts == 1:
+        return RootStep(divide=divide)
+    slices = [part for tensor in tensors for part in tensor.slices]
+    known = all(part.stop is not None for part in slices)
+    num_bytes = sum(part.size for part in slices) * dtypes.itemsize(dtype)
+    wire = options.between.wire if options.between else None
+    if wire is None or exact or dtype not in dtypes.CAST or not batch.is_all_reduce:
+        return RootStep("sum", divide=divide)
+    if known and num_bytes < MIN_ENCODED_BYTES:
+        return RootStep("sum", divide=divide)
+    return RootStep("shares", codec_for(wire, dtype), divide)
+
+
+def _items(batch: Batch, members: Sequence[int], codec: Codec) -> list[packing.Item]:
+    """Describes values to the packing, which counts the bytes that are sent."""
+    items = []
+    for index in members:
+        request = batch.requests[index]
+        dtype, shape = packed_dtype(batch, request), request.value.shape
+        known = None if shape is None or None in shape else shape
+        size = dtypes.itemsize(codec.dtype or dtype)
+        items.append(packing.Item(index, dtype, size, known))  # type: ignore[arg-type]
+    return items
+
+
+def _all_reduced(
+    batch: Batch, options: Options, machine: Machine
+) -> tuple[tuple[Pack, ...], str, str]:
+    """Packs dense values; those that are encoded alike are planned together."""
+    groups: dict[tuple[Codec, bool, bool], list[int]] = {}
+    for index, request in enumerate(batch.requests):
+        codec = _codec(batch, request, options)
+        nccl = _uses_nccl(batch, request, options, machine, codec)
+        groups.setdefault((codec, request.exact, nccl), []).append(index)
+    packs: list[Pack] = []
+    names: list[tuple[str, str]] = []
+    flat = options.between is not None and options.between.flat
+    for (codec, exact, nccl), members in groups.items():
+        items = _items(batch, members, codec)
+        own, name, why = (
+            _nccl_packs(items, options, machine) if nccl or flat
+            else _tree_packs(batch, items, options, machine, codec)
+        )  # fmt: skip
+        if flat:
+            name, why = "NCCL", "it runs between hosts, over all devices of all of them"
+        names.append((name, why))
+        offset = len(packs)
+        for packed in own:
+            root = _root_step(batch, options, packed.dtype, exact, packed.tensors)
+            after = None if packed.after is None else packed.after + offset
+            tree = None if nccl or flat else packed.tree
+            packs.append(
+                Pack(
+                    "sum", packed.tensors, packed.dtype, tree, codec, root,
+                    over_hosts=flat, after=after,
+                )  # fmt: skip
+            )
+    return tuple(packs), *(names[0] if names else ("nothing", "the batch is empty"))
+
+
+def _nccl_packs(
+    items: Sequence[packing.Item], options: Options, machine: Machine
+) -> tuple[list[packing.Packed], str, str]:
+    """Packs values for NCCL: one tensor a pack, and one pack unless asked otherwise."""
+    num_packs = 1 if options.packing.num_packs is None else options.packing.num_packs
+    how = dataclasses.replace(
+        options.packing,
+        num_packs=num_packs,
+        one_tensor_per_pack=True,
+        last_first=options.between is not None,
+    )
+    if options.between is not None and not how.bytes_per_pack:
+        how = dataclasses.replace(how, bytes_per_pack=options.between.bytes_per_pack)
+    # NCCL knows the machine itself: the trees are not used, and these cost nothing to plan.
+    trees = (copy_tree.star(machine.topology.num_devices),)
+    why = "an NcclAllReduce kernel is registered for these devices"
+    return packing.pack(items, how, trees, machine.topology), "NCCL", why
+
+
+def _tree_packs(
+    batch: Batch, items: Sequence[packing.Item], options: Options, machine: Machine, codec: Codec
+) -> tuple[list[packing.Packed], str, str]:
+    """Packs values along copy trees; also returns the algorithm and the reason for it."""
+    wider = dtypes.itemsize(items[0].dtype) / items[0].itemsize
+    topology = widened(machine.topology, wider)
+    num_bytes = sum((item.size or 0) * item.itemsize for item in items)
+    algorithm, how = _algorithm(batch, options, topology, num_bytes)
+    packs = packing.pack(items, how, algorithm, topology)
+    return packs, *_reason(batch, options, machine, algorithm, topology, num_bytes)
+
+
+def _algorithm(
+    batch: Batch, options: Options, topology: Topology, num_bytes: int
+) -> tuple[algorithms.Algorithm, PackingOptions]:
+    """Returns the algorithm and packing; across a network, packs that begin to leave early."""
+    if options.between is None:
+        return options.algorithm, options.packing
+    algorithm, how = options.algorithm, options.packing
+    if algorithm == "auto":
+        # Trees whose roots are all devices in turn, so that each network interface has its share.
+        algorithm = algorithms.fastest_algorithm(topology, num_bytes, topology.num_devices)
+        algorithm = "shuffle" if algorithm == "one_device" else algorithm
+    return algorithm, dataclasses.replace(
+        how,
+        num_packs=1 if how.num_packs is None else how.num_packs,
+        bytes_per_pack=how.bytes_per_pack or options.between.bytes_per_pack,
+        # The backward pass makes the gradients of the last variables first: these leave first.
+        last_first=True,
+    )
+
+
+def _reason(
+    batch: Batch,
+    options: Options,
+    machine: Machine,
+    algorithm: algorithms.Algorithm,
+    topology: Topology,
+    num_bytes: int,
+) -> tuple[str, str]:
+    """Names the algorithm of copy trees, and says why it is that one."""
+    origin = "was detected" if options.topology is None else "was given"
+    place = f"the topology {topology.name!r} {origin}"
+    if options.saved is not None:
+        return options.saved.resolved, f"the plan was given: {options.saved.origin}; {place}"
+    if not isinstance(algorithm, str):
+        return "copy trees", f"they were given; {place}"
+    if options.nccl == "always" and batch.replicas > 1:
+        reasons = [reason for _, reason in machine.nccl if reason] or [machine.nccl_hosts]
+        return algorithm, f"NCCL cannot run: {reasons[0]}"
+    if options.algorithm != "auto":
+        return algorithm, f"it was asked for; {place}"
+    if algorithm == "auto":
+        num_packs = options.packing.num_packs or None
+        algorithm = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
+    return (
+        algorithm,
+        f"auto found it fastest for {num_bytes:,} bytes in the simulator; {place}",
+    )
+
+
+def _uses_nccl(
+    batch: Batch, request: Request, options: Options, machine: Machine, codec: Codec
+) -> bool:
+    """Returns whether NCCL adds a value; says why not, once, where it was requested."""
+    if options.nccl == "never" or batch.replicas == 1:
+        return False
+    if options.between is not None:
+        if options.between.flat:
+            return False  # One collective over all hosts; see `Pack.over_hosts`.
+        if options.require_nccl and machine.nccl_hosts:
+            raise RuntimeError(f"NCCL cannot run (require_nccl=True): {machine.nccl_hosts}")
+        return False
+    # NCCL adds encoded values in 16 bits, so only a user who asks for NCCL gets that.
+    if options.nccl == "auto" and codec.dtype is not None:
+        return False
+    reason = machine.why_no_nccl(codec.dtype or packed_dtype(batch, request))
+    if not reason:
+        return True
+    if options.require_nccl:
+        raise RuntimeError(f"NCCL cannot run (require_nccl=True): {reason}")
+    if options.nccl == "always":
+        log.warn_once(f"NCCL was requested but is not available; using copy trees: {reason}")
+    else:
+        log.info_once(f"auto takes copy trees, because NCCL cannot run: {reason.split('; ')[0]}")
+    return False
+
+
+def _on_one_device(
+    batch: Batch, options: Options, machine: Machine
+) -> tuple[tuple[Pack, ...], str, str]:
+    """Reduces on one node: all values in one pack where it is a replica's, else each on its own."""
+    root = batch.requests[0].to[0] if batch.root is None else batch.root
+    tree = copy_tree.star(len(batch.nodes), root)
+    if batch.is_all_reduce and root < batch.replicas and not batch.user and not batch.stays_rows:
+        options = dataclasses.replace(
+            options, algorithm=(tree,), packing=PackingOptions(1), one_device=False, nccl="never"
+        )
+        packs, _, _ = _all_reduced(dataclasses.replace(batch, root=None), options, machine)
+        return packs, "one_device", f"everything is summed on {batch.nodes[root]}"
+    why = (
+        f"accumulation_fn is called on {batch.nodes[root]}"
+        if batch.user
+        else f"reduce_to_device is {batch.nodes[root]}, not one of the devices"
+    )
+    if batch.stays_rows:
+        return _rows(batch, options, machine, tree), "one device", why
+    packs = []
+    for index, request in enumerate(batch.requests):
+        whole = (FusedTensor((Slice(index, 0, request.value.size),)),)
+        dtype = packed_dtype(batch, request)
+        packs.append(
+            Pack(
+                "user" if batch.user else "sum",
+                whole,
+                dtype,
+                tree,
+                _codec(batch, request, options),
+                _root_step(batch, options, dtype, request.exact, whole),
+                tuple(sorted(set(request.to))),
+            )
+        )
+    return tuple(packs), "one device", why
+
+
+def _rows(
+    batch: Batch, options: Options, machine: Machine, tree: copy_tree.CopyTree | None = None
+) -> tuple[Pack, ...]:
+    """Packs the rows of each dtype: their number differs between devices and steps."""
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for index, request in enumerate(batch.requests):
+        to = () if tree is None else request.to
+        groups.setdefault((packed_dtype(batch, request), to), []).append(index)
+    trees = [tree] * len(groups) if tree else _trees(batch, options, machine, len(groups))
+    root = RootStep("gather" if batch.hosts > 1 else "", divide=_divide(batch))
+    return tuple(
+        Pack(
+            "rows",
+            tuple(FusedTensor((Slice(index, 0, None),)) for index in members),
+            dtype,
+            own,
+            root=root,
+            to=tuple(sorted(set(to))) or None,
+            tables="smaller" if options.sparse_as_dense == "auto" and not tree else "never",
+        )
+        for ((dtype, to), members), own in zip(groups.items(), trees, strict=True)
+    )
+
+
+def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[Pack, ...]:
+    """Gathers all values together, along one tree."""
+    if batch.is_all_reduce and batch.root is None and not options.one_device:
+        [tree] = _trees(batch, options, machine, 1)
+        to = None
+    else:
+        root = batch.requests[0].to[0] if batch.root is None else batch.root
+        tree = copy_tree.star(len(batch.nodes), root)
+        to = tuple(sorted({node for request in batch.requests for node in request.to}))
+    tensors = tuple(
+        FusedTensor((Slice(index, 0, request.value.size),))
+        for index, request in enumerate(batch.requests)
+    )
+    return (Pack("concat", tensors, "", tree, root=RootStep("gather" * (batch.hosts > 1)), to=to),)
+
+
+def _trees(
+    batch: Batch, options: Options, machine: Machine, count: int
+) -> list[copy_tree.CopyTree]:
+    """Returns the algorithm's trees in turn, for values whose sizes are known only in a step."""
+    algorithm, _ = _algorithm(batch, options, machine.topology, 0)
+    # Nothing is known of the sizes: the trees are those for tiny values.
+    schedule = algorithms.scheduler(algorithm, machine.topology)(count, count)
+    return [pack.tree for pack in schedule.packs]
+

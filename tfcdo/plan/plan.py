@@ -1,0 +1,421 @@
+"""The plan of an all-reduce: one immutable value that says everything that will happen.
+
+A plan is a list of packs. Each pack is reduced up a copy tree, takes the root step, and is broadcast
+down. `tfcdo.plan.decide` makes plans, `tfcdo.execute.interpreter` turns them into ops; whatever else
+is said about an all-reduce (its explanation, fingerprint, number of collectives, the keys of
+residuals, simulated time) is computed from this value.
+
+Devices are known by index: a node. Nodes `0..replicas - 1` are the replicas; later ones are
+destinations without a value.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import math
+from typing import Any, Literal
+
+import msgspec
+
+from tfcdo.plan import dtypes
+from tfcdo.plan import schedule as schedules
+from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.schedule import Schedule
+
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueSpec:
+    """One value, as far as it is known while a function is traced.
+
+    Attributes:
+      dtype: the name of its dtype.
+      shape: its dimensions, None for an unknown one; None if not even their number is known. The
+        number of rows is left out: it differs between replicas and steps.
+      rows: whether it is a `tf.IndexedSlices` that stays one.
+    """
+
+    dtype: str
+    shape: tuple[int | None, ...] | None
+    rows: bool = False
+
+    @functools.cached_property
+    def size(self) -> int | None:
+        """Returns the number of elements; None if it is not known until the step runs."""
+        if self.shape is None or None in self.shape:
+            return None
+        return math.prod(self.shape)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        if self.shape is None:
+            return f"{'rows of ' * self.rows}{self.dtype}[...]"
+        sizes = ",".join("?" if size is None else str(size) for size in self.shape)
+        return f"{'rows of ' * self.rows}{self.dtype}[{sizes}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One value to reduce, and where to.
+
+    Attributes:
+      value: the value.
+      to: the nodes that get the result, in the caller's order.
+      exact: whether it is never rounded: only gradients are.
+    """
+
+    value: ValueSpec
+    to: tuple[int, ...]
+    exact: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What a caller asks for: values that are reduced together.
+
+    Attributes:
+      op: "sum", "mean" or "gather".
+      replicas: the number of replicas on this host.
+      hosts: the number of hosts.
+      nodes: the names of the devices, such as "GPU:0"; "" for a device that is not known.
+      requests: the values and destinations; either all dense (or to become so), or all rows.
+      root: the node that everything is reduced on; None to choose.
+      user: whether an accumulation_fn combines the values.
+      axis: the axis to gather along; None if it is not known until the step runs.
+    """
+
+    op: Literal["sum", "mean", "gather"]
+    replicas: int
+    hosts: int
+    nodes: tuple[str, ...]
+    requests: tuple[Request, ...]
+    root: int | None = None
+    user: bool = False
+    axis: int | None = None
+
+    @property
+    def stays_rows(self) -> bool:
+        """Returns whether the values are `tf.IndexedSlices` that stay ones."""
+        return bool(self.requests) and self.requests[0].value.rows
+
+    @functools.cached_property
+    def is_all_reduce(self) -> bool:
+        """Returns whether each result goes to exactly the replicas' devices."""
+        everyone = list(range(self.replicas))
+        return all(sorted(to) == everyone for to in {request.to for request in self.requests})
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A range of the elements of one flattened value.
+
+    Attributes:
+      value: the value's index.
+      start: the first element.
+      stop: one past the last element; None for a whole value of unknown size.
+    """
+
+    value: int
+    start: int
+    stop: int | None
+
+    @property
+    def size(self) -> int:
+        """Returns the number of elements; 0 if it is not known."""
+        return 0 if self.stop is None else self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedTensor:
+    """Slices that are sent as one tensor.
+
+    Attributes:
+      slices: the slices, in the order in which they are laid; a single one is sent as it is.
+      stacked: whether they are whole values of one shape, stacked along a new first axis. Otherwise
+        they are flattened and concatenated.
+    """
+
+    slices: tuple[Slice, ...]
+    stacked: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """How values are encoded where they are copied.
+
+    Attributes:
+      dtype: the dtype that they are cast to; None to send them as they are.
+      scale: whether they are multiplied by a power of two first, as the dtype's range is smaller.
+      feedback: whether the rounding errors are added to the values of the next step.
+    """
+
+    dtype: str | None = None
+    scale: bool = False
+    feedback: bool = False
+
+
+IDENTITY = Codec()
+
+
+@dataclasses.dataclass(frozen=True)
+class RootStep:
+    """What the root does with a sum, in this order, before the result is broadcast.
+
+    Attributes:
+      hosts: how the sums of other hosts are added: "" for one host, "sum" by one collective,
+        "shares" by an all-to-all and a gather of encoded values, "gather" for rows and
+        concatenations, "copy" for the chief's value.
+      codec: how values are encoded between hosts, for "shares".
+      divide: the number of replicas of all hosts, for a mean; None for a sum.
+    """
+
+    hosts: Literal["", "sum", "shares", "gather", "copy"] = ""
+    codec: Codec = IDENTITY
+    divide: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pack:
+    """Values, or parts of values, that are reduced together.
+
+    Attributes:
+      kind: how a node combines its children's parts: "sum"; "user" for an accumulation_fn; "rows"
+        adds rows by index; "concat" gathers; "copy" of one value.
+      tensors: the content, in order.
+      dtype: the dtype that values are packed in; "" for a gather, which mixes them.
+      tree: the copy tree over all nodes; None where NCCL reduces.
+      codec: how values are encoded on the edges of the tree, or before NCCL.
+      root: the root step.
+      to: the nodes that get the result; None for all.
+      tables: whether rows are added as tables: "never", or "smaller" where the tables have fewer
+        bytes, which is found when the step runs.
+      over_hosts: whether one collective reduces over all devices of all hosts, without a tree.
+      after: the index of an earlier pack with the same tree, whose result a leaf waits for before
+        it sends this pack; None for no such window.
+    """
+
+    kind: Literal["sum", "user", "rows", "concat", "copy"]
+    tensors: tuple[FusedTensor, ...]
+    dtype: str
+    tree: CopyTree | None
+    codec: Codec = IDENTITY
+    root: RootStep = RootStep()
+    to: tuple[int, ...] | None = None
+    tables: Literal["never", "smaller"] = "never"
+    over_hosts: bool = False
+    after: int | None = None
+
+    @functools.cached_property
+    def slices(self) -> tuple[Slice, ...]:
+        """Returns the slices of all tensors."""
+        return tuple(part for tensor in self.tensors for part in tensor.slices)
+
+    @functools.cached_property
+    def size(self) -> int | None:
+        """Returns the number of elements; None if it is not known until the step runs."""
+        if any(part.stop is None for part in self.slices):
+            return None
+        return sum(part.size for part in self.slices)
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes on one device; 0 if they are not known."""
+        return (self.size or 0) * dtypes.itemsize(self.dtype)
+
+    @property
+    def num_sent_bytes(self) -> int:
+        """Returns the bytes as a leaf sends them, without scales."""
+        return (self.size or 0) * dtypes.itemsize(self.codec.dtype or self.dtype)
+
+    @property
+    def name(self) -> str:
+        """Returns the first part of the name of its scope in a graph."""
+        return {"rows": "rows", "concat": "gather"}.get(self.kind, "pack")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """A whole all-reduce. A plan that misses an element, or packs one twice, cannot be built.
+
+    Attributes:
+      nodes: the names of the devices, such as "GPU:0"; "" for a device that is not known.
+      replicas: the number of replicas of this host; nodes after them have no value.
+      hosts: the number of hosts.
+      values: the values.
+      packs: the packs, in the order in which they are sent.
+      algorithm: the name of the way in which the first values are reduced, for people.
+      why: why that is, for people; not part of the fingerprint.
+
+    Raises:
+      ValueError: if an element is missing or packed twice, a tree does not span the nodes, or a
+        window does not name an earlier pack of the same tree.
+
+    Example:
+      >>> from tfcdo.plan.copy_tree import star
+      >>> pack = Pack("sum", (FusedTensor((Slice(0, 0, 6),)),), "float32", star(2))
+      >>> Plan(("CPU:0", "CPU:1"), 2, 1, (ValueSpec("float32", (3, 2)),), (pack,)).packs[0].size
+      6
+    """
+
+    nodes: tuple[str, ...]
+    replicas: int
+    hosts: int
+    values: tuple[ValueSpec, ...]
+    packs: tuple[Pack, ...]
+    algorithm: str = ""
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        for index, pack in enumerate(self.packs):
+            if pack.tree is not None and pack.tree.num_devices != len(self.nodes):
+                raise ValueError(
+                    f"packs[{index}] must have a tree over the {len(self.nodes)} nodes; got one "
+                    f"over {pack.tree.num_devices}"
+                )
+            if pack.after is not None and not (
+                0 <= pack.after < index and self.packs[pack.after].tree == pack.tree
+            ):
+                raise ValueError(
+                    f"packs[{index}].after must be an earlier pack of the same tree; got {pack.after}"
+                )
+        for index, (value, slices) in enumerate(zip(self.values, self.slices_of, strict=True)):
+            stops = [0, *(part.stop for part in slices)]
+            if [part.start for part in slices] != stops[:-1] or stops[-1] != value.size:
+                raise ValueError(
+                    f"packs must hold each element of value {index}, of size {value.size}, once; "
+                    f"got it cut at {stops}"
+                )
+
+    @functools.cached_property
+    def slices_of(self) -> tuple[tuple[Slice, ...], ...]:
+        """Returns `slices_of`; `slices_of[v]` are those of value `v`, in its elements' order."""
+        slices: list[list[Slice]] = [[] for _ in self.values]
+        for pack in self.packs:
+            for part in pack.slices:
+                slices[part.value].append(part)
+        return tuple(tuple(sorted(parts, key=lambda part: part.start)) for parts in slices)
+
+    @functools.cached_property
+    def dtype_of(self) -> tuple[str, ...]:
+        """Returns `dtype_of`; `dtype_of[v]` is the dtype that value `v` is packed in."""
+        found = {part.value: pack.dtype for pack in self.packs for part in pack.slices}
+        return tuple(found[index] or value.dtype for index, value in enumerate(self.values))
+
+    @functools.cached_property
+    def one_function(self) -> bool:
+        """Returns whether its ops wait for each other, so that they must run at the same time."""
+        return any(pack.tree is None for pack in self.packs)
+
+    @functools.cached_property
+    def has_feedback(self) -> bool:
+        """Returns whether rounding errors are kept for the next step."""
+        return any(pack.codec.feedback for pack in self.packs)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Returns a short text that is equal for equal plans, on every host."""
+        return _digest([VERSION, dataclasses.replace(self, why="", algorithm="")])
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON, with its version."""
+        return msgspec.json.encode({"version": VERSION, "plan": self}).decode()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()[:16]
+
+
+def schedule(plan: Plan) -> Schedule | None:
+    """Returns the packs in bytes, as the simulator takes them; None if a size is not known."""
+    packs: list[schedules.Pack] = []
+    for pack in plan.packs:
+        if pack.tree is None or not pack.num_sent_bytes:
+            return None
+        start = packs[-1].stop if packs else 0
+        packs.append(schedules.Pack(start, start + pack.num_sent_bytes, pack.tree))
+    return Schedule(len(plan.nodes), packs[-1].stop if packs else 0, tuple(packs))
+
+
+def residual_key(plan: Plan) -> str:
+    """Returns a text that names the rounding errors of a plan in checkpoints.
+
+    It depends on nothing but the nodes, the values, and the content, trees and codecs of the packs.
+    """
+    packs = [
+        [pack.tree.parents if pack.tree else None, pack.codec, pack.tensors] for pack in plan.packs
+    ]
+    return f"2-{_digest([plan.nodes, plan.values, packs])}"
+
+
+def num_collectives(plan: Plan, copied_dtypes: Any) -> int:
+    """Returns how many collectives between hosts a plan takes.
+
+    Args:
+      plan: the plan.
+      copied_dtypes: a function that gives, for the dtypes of a pack, the number of dtypes that
+        TensorFlow gathers them in.
+    """
+    counts = {"": 0, "sum": 1, "shares": 2, "copy": 1}
+    return sum(
+        counts[pack.root.hosts]
+        if pack.root.hosts != "gather"
+        else 1 + copied_dtypes(gathered_dtypes(plan, pack))
+        for pack in plan.packs
+    )
+
+
+def gathered_dtypes(plan: Plan, pack: Pack) -> set[str]:
+    """Returns the dtypes of the tensors of a pack that are gathered between hosts."""
+    if pack.kind == "rows":
+        return {dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype), "int64"}
+    return {plan.values[part.value].dtype for part in pack.slices}
+
+
+def bytes_by_edge(plan: Plan) -> dict[tuple[int, int], int]:
+    """Returns the bytes of dense values that each node sends to each other one.
+
+    A leaf sends its values; a node with children sends partial sums, which are wider for 16-bit
+    floats; results are sent in the dtype of the values.
+    """
+    totals: collections.Counter[tuple[int, int]] = collections.Counter()
+    for pack in plan.packs:
+        if pack.tree is None or pack.kind in ("rows", "concat"):
+            continue
+        size = pack.size or 0
+        narrow = dtypes.itemsize(pack.dtype)
+        wide = dtypes.itemsize(dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype))
+        scale = narrow if pack.codec.scale else 0
+        for child, parent in pack.tree.edges:
+            sends = child < plan.replicas
+            adds = any(other < plan.replicas for other in pack.tree.children[child])
+            encoded = pack.codec.dtype and dtypes.itemsize(pack.codec.dtype)
+            if sends or adds:
+                totals[child, parent] += size * (encoded or (wide if adds else narrow)) + scale
+            if pack.to is None or child in pack.to:
+                totals[parent, child] += size * (encoded or narrow) + scale
+    return {edge: count for edge, count in totals.items() if count}
+
+
+def bytes_between_hosts(plan: Plan) -> int:
+    """Returns the bytes of dense values that this host sends to the others."""
+    hosts, total = plan.hosts, 0.0
+    for pack in plan.packs:
+        size, item = pack.size or 0, dtypes.itemsize(dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype))
+        if pack.root.hosts == "sum" and not pack.over_hosts:
+            total += 2 * (hosts - 1) / hosts * size * item
+        elif pack.root.hosts == "shares":
+            assert pack.root.codec.dtype is not None
+            padded = size + -size % (hosts * SHARE_ALIGNMENT)
+            sent = padded * dtypes.itemsize(pack.root.codec.dtype)
+            # Of each host a share goes to each other one, and the sum of its own share to all.
+            ends = hosts * item if pack.root.codec.scale else 0
+            total += (hosts - 1) / hosts * (sent + ends) + (hosts - 1) / hosts * (sent + ends)
+    return round(total)
+
+
+# Shares are a multiple of this many values, 64 bytes: TensorFlow takes a tensor apart without
+# copying it where the parts are aligned.
+SHARE_ALIGNMENT = 32
