@@ -19,7 +19,7 @@ from tfcdo.execute.devices import check_device
 from tfcdo.execute.request import check_count
 from tfcdo.plan import algorithms
 from tfcdo.plan import copy_tree
-from tfcdo.plan.decide import Options
+from tfcdo.plan.options import Options
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.saved_plan import SavedPlan
 from tfcdo.topology.topology import Topology

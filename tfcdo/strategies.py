@@ -25,7 +25,7 @@ from tfcdo.execute import between
 from tfcdo.execute import codec
 from tfcdo.execute import nccl
 from tfcdo.execute.request import check_cross_device_ops
-from tfcdo.plan.decide import BetweenHosts
+from tfcdo.plan.options import BetweenHosts
 from tfcdo.replica_extended import ReducesStructures
 from tfcdo.replica_extended import ReplicaExtended
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.execute import copy_trees
 from tfcdo.execute import explain
-from tfcdo.execute import interpreter
 from tfcdo.execute import nccl
 from tfcdo.execute import question as questioning
 from tfcdo.execute import request
-from tfcdo.execute.between import Exchange
+from tfcdo.execute import running
 from tfcdo.execute.between import Network
 from tfcdo.execute.codec import check_wire_dtype
 from tfcdo.execute.devices import devices_of
@@ -29,10 +25,10 @@ from tfcdo.execute.feedback import Residuals
 from tfcdo.execute.question import Question
 from tfcdo.execute.request import Reduction
 from tfcdo.plan import decide as deciding
-from tfcdo.plan import plan as plans
-from tfcdo.plan.decide import BetweenHosts
-from tfcdo.plan.decide import Machine
-from tfcdo.plan.decide import Options
+from tfcdo.plan import summary
+from tfcdo.plan.options import BetweenHosts
+from tfcdo.plan.options import Machine
+from tfcdo.plan.options import Options
 from tfcdo.plan.plan import Plan
 from tfcdo.topology import detection
 from tfcdo.topology.topology import Topology
@@ -40,7 +36,6 @@ from tfcdo.topology.topology import Topology
 # A tf.function rewrites the Python that it calls, for tensors in `if` and `for`. There are none
 # here, so rewriting all of tfcdo would only make tracing slow.
 _as_written = tf.autograph.experimental.do_not_convert
-_lock = threading.Lock()  # All threads must get the same function for the same residuals.
 
 
 class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Trackable):
@@ -69,8 +64,11 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         self._network: Network | None = None
 
     def _show(self, **arguments: Any) -> None:
-        """Has the `repr` show these arguments, and those of all classes that are not the default."""
-        common = {"sparse_as_dense": self._options.sparse_as_dense, "wire_dtype": self._options.wire}
+        """Has the `repr` show these arguments, and common ones that are not the default."""
+        common = {
+            "sparse_as_dense": self._options.sparse_as_dense,
+            "wire_dtype": self._options.wire,
+        }
         if self._options.wire is not None:
             common["error_feedback"] = self._options.error_feedback
         defaults = ("auto", None)
@@ -200,8 +198,12 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
           >>> ops.explain([(1000,)], devices=["/cpu:0", "/cpu:1"]).num_packs
           2
         """
+
+        def emit(question: Question, plan: Plan) -> None:
+            running.emit(question, plan, self._network, self._combine)
+
         known = devices if devices is not None or self._network is None else self._network.devices
-        return explain.explain(repr(self), shapes, dtype, known, self._plans_of, self._emit)
+        return explain.explain(repr(self), shapes, dtype, known, self._plans_of, emit)
 
     def reset_error_feedback(self) -> None:
         """Sets the rounding errors that are kept for the next step to 0.
@@ -236,9 +238,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
     def _reduce(
         self, reduce_op: tf.distribute.ReduceOp, reductions: Sequence[Reduction], options: Any
     ) -> list[Any]:
-        op: Literal["sum", "mean"] = (
-            "mean" if reduce_op == tf.distribute.ReduceOp.MEAN else "sum"
-        )
+        op: Literal["sum", "mean"] = "mean" if reduce_op == tf.distribute.ReduceOp.MEAN else "sum"
         if self.accumulation_fn is None or op == "mean":
             # An accumulation_fn may take other dtypes, until the result is divided.
             request.check_numeric(reductions)
@@ -250,7 +250,10 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         """Plans all questions before the first op is created, then runs the plans."""
         results: dict[int, Any] = {}
         for question, plan in self._plans_of(op, reductions, options, axis):
-            results.update(self._run(question, plan, axis))
+            residuals = self._residuals(plan, question)
+            results.update(
+                running.run(question, plan, self._network, residuals, self._combine, axis)
+            )
         return [results[position] for position in range(len(reductions))]
 
     def _plans_of(
@@ -304,51 +307,16 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
     def _topology_of(self, devices: Sequence[str]) -> Topology:
         return detection.detect(tuple(devices))
 
-    def _run(
-        self, question: Question, plan: Plan, axis: Any
-    ) -> list[tuple[int, Any]]:
-        """Runs a plan; returns the results by their position in the caller's batch."""
-        devices = question.devices
-        if self._network is not None and any(pack.over_hosts for pack in plan.packs):
-            # The members of a collective are known by their devices, so each replica takes part
-            # with its own, even where several values lie on one: TensorFlow would wait for ever.
-            devices = self._network.devices
-        residuals = self._residuals(plan, question)
-        if plan.one_function and tf.executing_eagerly():
-            # The ops wait for each other, so they must run at the same time, not one by one. A
-            # concrete function is a function even where tf.config.run_functions_eagerly(True) rules.
-            values = [list(value) for value in question.values]
-            function = _eager_function(plan, devices, self._network, residuals)
-            results = function.get_concrete_function(values)(values)
-            # The result of a function is on the device of its last op, but TensorFlow may name
-            # another device.
-            results = [
-                [copy_trees.copy([own], to)[0] for own, to in zip(value, question.devices, strict=True)]
-                for value in results
-            ]
-        else:
-            accumulate = self._accumulate if self.accumulation_fn is not None else None
-            runtime = interpreter.Runtime(
-                _exchange(plan, self._network), residuals, accumulate, axis
-            )
-            results = interpreter.run(plan, question.values, devices, runtime)
-        return [
-            (position, tf_internals.mirrored([result[node] for node in asked.to]))
-            for position, result, asked in zip(
-                question.positions, results, question.batch.requests, strict=True
-            )
-        ]
-
-    def _emit(self, question: Question, plan: Plan) -> None:
-        """Creates the ops of a plan in the current graph, without residuals: nothing is reduced."""
-        runtime = interpreter.Runtime(_exchange(plan, self._network), None, self._accumulate)
-        interpreter.run(plan, question.values, question.devices, runtime)
-
     def _residuals(self, plan: Plan, question: Question) -> Residuals | None:
         if self._feedback is None or not plan.has_feedback:
             return None
         questioning.check_known_shapes(question)
-        return self._feedback.residuals(plans.residual_key(plan), question.devices)
+        return self._feedback.residuals(summary.residual_key(plan), question.devices)
+
+    @property
+    def _combine(self) -> Callable[[list[tf.Tensor]], tf.Tensor] | None:
+        """Returns the checked accumulation_fn, or None."""
+        return self._accumulate if self.accumulation_fn is not None else None
 
     def _accumulate(self, values: list[tf.Tensor]) -> tf.Tensor:
         """Calls the caller's function and checks its result."""
@@ -373,42 +341,6 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         ops._network = network
         ops._options = dataclasses.replace(self._options, between=between)
         return ops
-
-
-def _exchange(plan: Plan, network: Network | None) -> Exchange | None:
-    """Begins the exchange between hosts that a plan asks for."""
-    if network is None or not any(pack.root.hosts for pack in plan.packs):
-        return None
-    return network.exchange(plan)
-
-
-def _eager_function(
-    plan: Plan, devices: tuple[str, ...], network: Network | None, residuals: Residuals | None
-) -> Any:
-    """Returns the function that runs a plan eagerly; it lives as long as its residuals."""
-    if residuals is None:
-        return _function(plan, devices, network)
-    with _lock:
-        if (plan, devices) not in residuals.functions:
-            residuals.functions[plan, devices] = _make_function(plan, devices, network, residuals)
-        return residuals.functions[plan, devices]
-
-
-def _make_function(
-    plan: Plan,
-    devices: tuple[str, ...],
-    network: Network | None,
-    residuals: Residuals | None = None,
-) -> Any:
-    def run(values: Any) -> list[list[Any]]:
-        runtime = interpreter.Runtime(_exchange(plan, network), residuals)
-        return interpreter.run(plan, values, devices, runtime)
-
-    return tf.function(run, autograph=False)
-
-
-# Tracing costs much more than running; the bound keeps a process that draws ever new shapes small.
-_function = functools.lru_cache(maxsize=64)(_make_function)
 
 
 def _copied(value: Any, device: str) -> Any:

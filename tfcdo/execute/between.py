@@ -23,6 +23,7 @@ from tfcdo.execute import numerics
 from tfcdo.execute import shares
 from tfcdo.execute import tensors as shapes
 from tfcdo.plan import plan as plans
+from tfcdo.plan import summary
 from tfcdo.plan.copy_tree import star
 from tfcdo.plan.plan import Codec
 from tfcdo.plan.plan import Plan
@@ -66,7 +67,7 @@ class Network:
     def exchange(self, plan: Plan) -> Exchange:
         """Begins the exchange of a plan's packs."""
         _check_gathered(plan)
-        count = plans.num_collectives(plan, _num_copied)
+        count = summary.num_collectives(plan, _num_copied)
         return Exchange(self, {**describe(plan), "collectives": count})
 
 
@@ -74,7 +75,7 @@ _WHAT = {"copy": "initialization", "concat": "gathering", "rows": "all-reduce of
 
 
 def describe(plan: Plan) -> dict[str, Any]:
-    """Describes a plan to other hosts: its fingerprint, and what people need to see a difference."""
+    """Describes a plan to other hosts: its fingerprint, and words that show a difference."""
     roots = [pack.tree.root if pack.tree else 0 for pack in plan.packs]
     kind = plan.packs[0].kind if plan.packs else "sum"
     what = _WHAT.get(kind, "all-reduce")
@@ -115,10 +116,10 @@ def _num_copied(names: set[str]) -> int:
 
 
 def _check_gathered(plan: Plan) -> None:
-    """Raises `ValueError` unless collectives take all values: an exchange that begins has to end."""
+    """Raises `ValueError` unless collectives take all values: an exchange must be able to end."""
     taken = tf_internals.dtypes_of_op("CollectiveGatherV2", "T")
     for pack in plan.packs:
-        for name in plans.gathered_dtypes(plan, pack) if pack.kind == "concat" else ():
+        for name in summary.gathered_dtypes(plan, pack) if pack.kind == "concat" else ():
             if collective_dtypes.dtype_copied(tf.as_dtype(name)) not in taken:
                 raise ValueError(
                     "value must be of a dtype that TensorFlow gathers between hosts; got " + name
@@ -228,7 +229,7 @@ class Exchange:
         return results
 
     def concat(self, tensors: Sequence[tf.Tensor], axis: Any, device: str) -> list[tf.Tensor]:
-        """Concatenates tensors of all hosts along an axis, in as many collectives as `all_gather`."""
+        """Concatenates tensors of all hosts along an axis, by the collectives of `all_gather`."""
         if tf.get_static_value(axis) == 0:
             return self.all_gather(tensors, device)
         with tf.device(device):
@@ -291,7 +292,9 @@ class Exchange:
     def _of_gradient(self, upstream: Sequence[tf.Tensor], devices: Sequence[str]) -> Exchange:
         """Begins the exchange of the gradient of a sum, which takes one collective."""
         values = [
-            plans.ValueSpec(one.dtype.name, tuple(one.shape) if one.shape.rank is not None else None)
+            plans.ValueSpec(
+                one.dtype.name, tuple(one.shape) if one.shape.rank is not None else None
+            )
             for one in upstream
         ]
         description = {

@@ -1,7 +1,7 @@
 """The codec: how the values of a pack are cast to 16 bits where they are copied, and cast back.
 
-Between devices, float32 and float64 may be rounded to 16 bits where they are copied; sums are formed
-in their own dtype. docs/wire.md derives the error.
+Between devices, float32 and float64 may be rounded to 16 bits where they are copied; sums are
+formed in their own dtype. docs/wire.md derives the error.
 """
 
 from __future__ import annotations
@@ -102,14 +102,12 @@ class PackCodec:
         return sent
 
 
-def scale_for(
-    tensors: Sequence[tf.Tensor], codec: Codec, num_terms: int = 1
-) -> tf.Tensor | None:
+def scale_for(tensors: Sequence[tf.Tensor], codec: Codec, num_terms: int = 1) -> tf.Tensor | None:
     """Returns the power of two that tensors are multiplied by before they are cast; None for none.
 
-    It brings the largest finite magnitude just below the largest number of the wire's dtype: nothing
-    overflows, few numbers are too small, and a power of two rounds nothing. `num_terms` numbers of
-    these magnitudes can then be added in the wire's dtype.
+    It brings the largest finite magnitude just below the largest number of the wire's dtype:
+    nothing overflows, few numbers are too small, and a power of two rounds nothing. `num_terms`
+    numbers of these magnitudes can then be added in the wire's dtype.
     """
     if not codec.scale:
         return None

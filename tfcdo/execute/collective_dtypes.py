@@ -1,4 +1,4 @@
-"""The dtypes that TensorFlow's collective ops take, and how others are turned into them, exactly."""
+"""The dtypes that TensorFlow's collective ops take, and how others become them, exactly."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def as_copied(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def restored(received: tf.Tensor, like: tf.Tensor, summed: bool = False) -> tf.Tensor:
-    """Turns the result of a collective back into the dtype of `like`; sums of 16-bit floats stay wide."""
+    """Turns a result back into the dtype of `like`; sums of 16-bit floats stay in 32 bits."""
     if like.dtype in (_SUMMED_BITS if summed else _COPIED_BITS):
         return tf.bitcast(received, like.dtype)
     if summed and like.dtype in (tf.float16, tf.bfloat16):

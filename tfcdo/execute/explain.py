@@ -15,7 +15,7 @@ from tfcdo.execute.devices import check_device
 from tfcdo.execute.question import Question
 from tfcdo.execute.request import Reduction
 from tfcdo.execute.request import check_pairs
-from tfcdo.plan import plan as plans
+from tfcdo.plan import summary
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Pack
 from tfcdo.plan.plan import Plan
@@ -58,7 +58,7 @@ class Explanation:
     Attributes:
       ops: the `repr` of the object that was asked.
       devices: the devices, by whose indices the copy trees name them.
-      algorithm: the name of the way in which the values are reduced, such as "ring", "NCCL" or "one device".
+      algorithm: the way in which the values are reduced, such as "ring", "NCCL" or "one device".
       reason: the reason for it.
       packs: the packs; none if each value is reduced on one device as it is.
       bytes_by_link: how many bytes each device sends to each other one, `{(source, target): bytes}`
@@ -142,7 +142,7 @@ def explain(
     types = [op.type for op in graph.get_operations() if op.type != "Placeholder"]
     by_edge: collections.Counter[tuple[int, int]] = collections.Counter()
     for plan in found:
-        by_edge.update(plans.bytes_by_edge(plan))
+        by_edge.update(summary.bytes_by_edge(plan))
     return Explanation(
         ops,
         names,
@@ -151,7 +151,7 @@ def explain(
         tuple(_pack(pack) for plan in found for pack in plan.packs),
         dict(by_edge),
         dict(collections.Counter(types)),
-        sum(map(plans.bytes_between_hosts, found)),
+        sum(map(summary.bytes_between_hosts, found)),
     )
 
 

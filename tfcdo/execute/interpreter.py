@@ -65,7 +65,7 @@ def run(
         planned.remember(plan, devices)
         with tf.name_scope("fuse"):
             packed = _pack_all(plan, values, devices)
-        results = []
+        results: list[Held] = []
         for index, (pack, held) in enumerate(zip(plan.packs, packed, strict=True)):
             with tf.name_scope(f"{pack.name}{index}"):
                 after = None if pack.after is None else results[pack.after]
@@ -141,9 +141,7 @@ def _after(pack: Pack, held: Held, after: Held, devices: Sequence[str]) -> Held:
     return waiting
 
 
-def _root_step(
-    plan: Plan, pack: Pack, total: list[Any], root: str, runtime: Runtime
-) -> list[Any]:
+def _root_step(plan: Plan, pack: Pack, total: list[Any], root: str, runtime: Runtime) -> list[Any]:
     """Adds the other hosts' parts, divides and rounds, on the root."""
     step = pack.root
     if step.hosts:
@@ -235,9 +233,7 @@ def _reduce_without_tree(
     return results
 
 
-def _pack_all(
-    plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str]
-) -> list[Held]:
+def _pack_all(plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str]) -> list[Held]:
     """Makes the content of all packs: `[pack][node]`."""
     packed: list[Held] = [[None] * len(plan.nodes) for _ in plan.packs]
     for node in range(plan.replicas):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfcdo.plan import plan as plans
+from tfcdo.plan import summary
 from tfcdo.plan.plan import Plan
 from tfcdo.plan.schedule import Schedule
 
@@ -32,7 +32,7 @@ class Planned:
 
     def schedule(self) -> Schedule | None:
         """Returns the packs in bytes, as the simulator takes them; None if a size is not known."""
-        return plans.schedule(self.plan)
+        return summary.schedule(self.plan)
 
 
 _recent: collections.deque[Planned] = collections.deque(maxlen=_MOST)

@@ -33,9 +33,7 @@ class Question:
     positions: tuple[int, ...]
 
 
-def placed(
-    reduction: Reduction, known: Callable[[Sequence[str]], tuple[str, ...]]
-) -> Reduction:
+def placed(reduction: Reduction, known: Callable[[Sequence[str]], tuple[str, ...]]) -> Reduction:
     """Returns a reduction with the devices filled in that are not known while tracing."""
     if all(reduction.devices) and all(reduction.destinations):
         return reduction

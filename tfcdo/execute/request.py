@@ -172,8 +172,8 @@ def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
 def check_lone_pair(value: Any, destinations: Any) -> Reduction:
     """Checks one value that is reduced alone, and its destinations; see `check_pair`.
 
-    Gradients come in batches. Values that are reduced alone (variables, metrics, statistics, losses)
-    are exact.
+    Gradients come in batches. Values that are reduced alone (variables, metrics, statistics,
+    losses) are exact.
     """
     return dataclasses.replace(check_pair(value, destinations), exact=True)
 

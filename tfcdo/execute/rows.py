@@ -172,7 +172,7 @@ def _index_dtype(parts: Sequence[tf.IndexedSlices]) -> tf.DType:
 def table_is_smaller(parts: Parts, devices: Sequence[str]) -> Any:
     """Tells whether the replicas' rows have more bytes than as many tables.
 
-    Returns a bool if all sizes are known; else a 0-D tensor. False for slices without `dense_shape`.
+    A bool if all sizes are known; else a 0-D tensor. False for slices without `dense_shape`.
     """
     first = _present(parts)[0]
     shape, itemsize = first.dense_shape, numerics.upcast_dtype(first.dtype).size

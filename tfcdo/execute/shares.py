@@ -71,7 +71,7 @@ def _padding(tensors: Sequence[tf.Tensor], wire_dtype: str, num_hosts: int) -> l
 
 
 def _sent(rows: tf.Tensor, scale: tf.Tensor | None) -> tf.Tensor:
-    """Returns encoded rows as they are sent, with the bits of their scale, if any, at their ends."""
+    """Returns encoded rows as they are sent, with the bits of a scale at their ends."""
     # TensorFlow's collective ops take no bfloat16.
     bits = tf.bitcast(rows, tf.float16)
     if scale is None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal
 
 from tfcdo import log
 from tfcdo.plan import algorithms
 from tfcdo.plan import copy_tree
 from tfcdo.plan import dtypes
 from tfcdo.plan import packing
+from tfcdo.plan.options import Machine
+from tfcdo.plan.options import Options
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import IDENTITY
 from tfcdo.plan.plan import Batch
@@ -25,80 +26,12 @@ from tfcdo.plan.plan import Plan
 from tfcdo.plan.plan import Request
 from tfcdo.plan.plan import RootStep
 from tfcdo.plan.plan import Slice
-from tfcdo.plan.saved_plan import SavedPlan
 from tfcdo.plan.widening import widened
 from tfcdo.topology.topology import Topology
 
 # Below this a pack is sent between hosts as it is: the second collective would cost more than the
 # bytes that it saves.
 MIN_ENCODED_BYTES = 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class BetweenHosts:
-    """How packs cross the network between hosts.
-
-    Attributes:
-      bytes_per_pack: the most bytes of a pack where the caller does not say.
-      flat: whether one NCCL collective reduces over all devices of all hosts.
-      wire: the dtype that float32 and float64 gradients are cast to; None for none.
-    """
-
-    bytes_per_pack: int
-    flat: bool = False
-    wire: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """A class's choices: how it reduces whatever it is given.
-
-    Attributes:
-      algorithm: the name of the algorithm that gives the copy trees, or the trees themselves.
-      packing: how values are packed.
-      topology: the machine; None for the detected one.
-      nccl: where to use NCCL if it can run: "never", "always", or "auto" for where it is faster.
-      require_nccl: whether to raise where NCCL was requested and cannot run.
-      one_device: whether everything is reduced on one device.
-      sparse_as_dense: whether `tf.IndexedSlices` become tables first: True, False, or "auto" to add
-        them as tables where these have fewer bytes.
-      wire: the dtype that float32 and float64 gradients are cast to; None for none.
-      error_feedback: whether rounding errors are added to the values of the next step.
-      saved: the plan in a file whose schedule `algorithm` is; None for none.
-      between: how packs cross the network between hosts; None for one host.
-    """
-
-    algorithm: algorithms.Algorithm = "auto"
-    packing: PackingOptions = PackingOptions()
-    topology: Topology | None = None
-    nccl: Literal["never", "always", "auto"] = "never"
-    require_nccl: bool = False
-    one_device: bool = False
-    sparse_as_dense: bool | Literal["auto"] = "auto"
-    wire: str | None = None
-    error_feedback: bool = False
-    saved: SavedPlan | None = None
-    between: BetweenHosts | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """The facts about a machine that a decision depends on.
-
-    Attributes:
-      topology: the devices and their links.
-      nccl: for each dtype that NCCL might add, the reason why it cannot; "" if it can. Empty where
-        NCCL is not asked for.
-      nccl_hosts: the reason why NCCL does not run between hosts; "" if it does.
-    """
-
-    topology: Topology
-    nccl: tuple[tuple[str, str], ...] = ()
-    nccl_hosts: str = ""
-
-    def why_no_nccl(self, dtype: str) -> str:
-        """Returns the reason why NCCL cannot add a dtype, or ""."""
-        return dict(self.nccl)[dtype]
 
 
 # Plans are small and pure; the bound only keeps a process that draws ever new shapes from growing.
@@ -124,7 +57,11 @@ def decide(batch: Batch, options: Options, machine: Machine) -> Plan:
     elif batch.root is not None or options.one_device or not batch.is_all_reduce:
         packs, algorithm, why = _on_one_device(batch, options, machine)
     elif batch.stays_rows:
-        packs, algorithm, why = _rows(batch, options, machine), "rows", "values are tf.IndexedSlices"
+        packs, algorithm, why = (
+            _rows(batch, options, machine),
+            "rows",
+            "values are tf.IndexedSlices",
+        )
     else:
         packs, algorithm, why = _all_reduced(batch, options, machine)
     values = tuple(request.value for request in batch.requests)
@@ -183,7 +120,10 @@ def _codec(batch: Batch, request: Request, options: Options) -> Codec:
     """Returns how a value is encoded where it is copied to another device."""
     if options.wire is None or request.exact or request.value.rows:
         return IDENTITY
-    if request.value.dtype not in dtypes.CAST or packed_dtype(batch, request) != request.value.dtype:
+    if (
+        request.value.dtype not in dtypes.CAST
+        or packed_dtype(batch, request) != request.value.dtype
+    ):
         return IDENTITY
     holders = {batch.nodes[node] for node in range(batch.replicas)}
     devices = holders | {batch.nodes[node] for node in request.to}
@@ -246,10 +186,10 @@ def _all_reduced(
     flat = options.between is not None and options.between.flat
     for (codec, exact, nccl), members in groups.items():
         items = _items(batch, members, codec)
-        own, name, why = (
-            _nccl_packs(items, options, machine) if nccl or flat
-            else _tree_packs(batch, items, options, machine, codec)
-        )  # fmt: skip
+        if nccl or flat:
+            own, name, why = _nccl_packs(items, options, machine)
+        else:
+            own, name, why = _tree_packs(batch, items, options, machine)
         if flat:
             name, why = "NCCL", "it runs between hosts, over all devices of all of them"
         names.append((name, why))
@@ -260,9 +200,15 @@ def _all_reduced(
             tree = None if nccl or flat else packed.tree
             packs.append(
                 Pack(
-                    "sum", packed.tensors, packed.dtype, tree, codec, root,
-                    over_hosts=flat, after=after,
-                )  # fmt: skip
+                    "sum",
+                    packed.tensors,
+                    packed.dtype,
+                    tree,
+                    codec,
+                    root,
+                    over_hosts=flat,
+                    after=after,
+                )
             )
     return tuple(packs), *(names[0] if names else ("nothing", "the batch is empty"))
 
@@ -287,7 +233,7 @@ def _nccl_packs(
 
 
 def _tree_packs(
-    batch: Batch, items: Sequence[packing.Item], options: Options, machine: Machine, codec: Codec
+    batch: Batch, items: Sequence[packing.Item], options: Options, machine: Machine
 ) -> tuple[list[packing.Packed], str, str]:
     """Packs values along copy trees; also returns the algorithm and the reason for it."""
     wider = dtypes.itemsize(items[0].dtype) / items[0].itemsize
@@ -393,11 +339,11 @@ def _on_one_device(
     )
     if batch.stays_rows:
         return _rows(batch, options, machine, tree), "one device", why
-    packs = []
+    alone = []
     for index, request in enumerate(batch.requests):
         whole = (FusedTensor((Slice(index, 0, request.value.size),)),)
         dtype = packed_dtype(batch, request)
-        packs.append(
+        alone.append(
             Pack(
                 "user" if batch.user else "sum",
                 whole,
@@ -408,7 +354,7 @@ def _on_one_device(
                 tuple(sorted(set(request.to))),
             )
         )
-    return tuple(packs), "one device", why
+    return tuple(alone), "one device", why
 
 
 def _rows(
@@ -448,7 +394,8 @@ def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[Pack, .
         FusedTensor((Slice(index, 0, request.value.size),))
         for index, request in enumerate(batch.requests)
     )
-    return (Pack("concat", tensors, "", tree, root=RootStep("gather" * (batch.hosts > 1)), to=to),)
+    root_step = RootStep("gather" if batch.hosts > 1 else "")
+    return (Pack("concat", tensors, "", tree, root=root_step, to=to),)
 
 
 def _trees(
@@ -459,4 +406,3 @@ def _trees(
     # Nothing is known of the sizes: the trees are those for tiny values.
     schedule = algorithms.scheduler(algorithm, machine.topology)(count, count)
     return [pack.tree for pack in schedule.packs]
-

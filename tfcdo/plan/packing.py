@@ -201,8 +201,9 @@ def pack(
             packs.append(Packed(dtype, next(in_turn), tensors))
         else:
             planned = schedule.packs[place]
-            after = getattr(planned, "after", None)
-            packs.append(Packed(dtype, planned.tree, tensors, last.get(after)))
+            after: int | None = getattr(planned, "after", None)
+            window = None if after is None else last.get(after)
+            packs.append(Packed(dtype, planned.tree, tensors, window))
             last[place] = number
     return packs
 
@@ -248,8 +249,11 @@ def _as_scheduled(lines: Sequence[_Line], schedule: Schedule) -> list[list[_Rang
             """Returns the element of the line that begins nearest to a byte of all lines."""
             return min(max((byte - begin + line.itemsize // 2) // line.itemsize, 0), line.size)
 
-        cuts = ((element(p.start), element(p.stop), place) for place, p in enumerate(schedule.packs))
-        found.append([_Range(start, stop, place) for start, stop, place in cuts if stop > start])
+        ranges = [
+            _Range(element(planned.start), element(planned.stop), place)
+            for place, planned in enumerate(schedule.packs)
+        ]
+        found.append([part for part in ranges if part.stop > part.start])
     return found
 
 

@@ -1,8 +1,8 @@
 """The plan of an all-reduce: one immutable value that says everything that will happen.
 
-A plan is a list of packs. Each pack is reduced up a copy tree, takes the root step, and is broadcast
-down. `tfcdo.plan.decide` makes plans, `tfcdo.execute.interpreter` turns them into ops; whatever else
-is said about an all-reduce (its explanation, fingerprint, number of collectives, the keys of
+A plan is a list of packs. Each pack is reduced up a copy tree, takes the root step, and is
+broadcast down. `tfcdo.plan.decide` makes plans, `tfcdo.execute.interpreter` turns them into ops.
+Everything else about an all-reduce (explanation, fingerprint, number of collectives, keys of
 residuals, simulated time) is computed from this value.
 
 Devices are known by index: a node. Nodes `0..replicas - 1` are the replicas; later ones are
@@ -11,7 +11,6 @@ destinations without a value.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import hashlib
@@ -21,11 +20,12 @@ from typing import Any, Literal
 import msgspec
 
 from tfcdo.plan import dtypes
-from tfcdo.plan import schedule as schedules
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.schedule import Schedule
 
 VERSION = 1
+# Shares are a multiple of this many values, 64 bytes: TensorFlow takes a tensor apart without
+# copying it where the parts are aligned.
+SHARE_ALIGNMENT = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +279,8 @@ class Plan:
                 0 <= pack.after < index and self.packs[pack.after].tree == pack.tree
             ):
                 raise ValueError(
-                    f"packs[{index}].after must be an earlier pack of the same tree; got {pack.after}"
+                    f"packs[{index}].after must be an earlier pack of the same tree; got "
+                    f"{pack.after}"
                 )
         for index, (value, slices) in enumerate(zip(self.values, self.slices_of, strict=True)):
             stops = [0, *(part.stop for part in slices)]
@@ -317,105 +318,13 @@ class Plan:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Returns a short text that is equal for equal plans, on every host."""
-        return _digest([VERSION, dataclasses.replace(self, why="", algorithm="")])
+        return digest([VERSION, dataclasses.replace(self, why="", algorithm="")])
 
     def to_json(self) -> str:
         """Returns the plan as JSON, with its version."""
         return msgspec.json.encode({"version": VERSION, "plan": self}).decode()
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Returns a short text that is equal for values with equal JSON."""
     return hashlib.sha256(msgspec.json.encode(value)).hexdigest()[:16]
-
-
-def schedule(plan: Plan) -> Schedule | None:
-    """Returns the packs in bytes, as the simulator takes them; None if a size is not known."""
-    packs: list[schedules.Pack] = []
-    for pack in plan.packs:
-        if pack.tree is None or not pack.num_sent_bytes:
-            return None
-        start = packs[-1].stop if packs else 0
-        packs.append(schedules.Pack(start, start + pack.num_sent_bytes, pack.tree))
-    return Schedule(len(plan.nodes), packs[-1].stop if packs else 0, tuple(packs))
-
-
-def residual_key(plan: Plan) -> str:
-    """Returns a text that names the rounding errors of a plan in checkpoints.
-
-    It depends on nothing but the nodes, the values, and the content, trees and codecs of the packs.
-    """
-    packs = [
-        [pack.tree.parents if pack.tree else None, pack.codec, pack.tensors] for pack in plan.packs
-    ]
-    return f"2-{_digest([plan.nodes, plan.values, packs])}"
-
-
-def num_collectives(plan: Plan, copied_dtypes: Any) -> int:
-    """Returns how many collectives between hosts a plan takes.
-
-    Args:
-      plan: the plan.
-      copied_dtypes: a function that gives, for the dtypes of a pack, the number of dtypes that
-        TensorFlow gathers them in.
-    """
-    counts = {"": 0, "sum": 1, "shares": 2, "copy": 1}
-    return sum(
-        counts[pack.root.hosts]
-        if pack.root.hosts != "gather"
-        else 1 + copied_dtypes(gathered_dtypes(plan, pack))
-        for pack in plan.packs
-    )
-
-
-def gathered_dtypes(plan: Plan, pack: Pack) -> set[str]:
-    """Returns the dtypes of the tensors of a pack that are gathered between hosts."""
-    if pack.kind == "rows":
-        return {dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype), "int64"}
-    return {plan.values[part.value].dtype for part in pack.slices}
-
-
-def bytes_by_edge(plan: Plan) -> dict[tuple[int, int], int]:
-    """Returns the bytes of dense values that each node sends to each other one.
-
-    A leaf sends its values; a node with children sends partial sums, which are wider for 16-bit
-    floats; results are sent in the dtype of the values.
-    """
-    totals: collections.Counter[tuple[int, int]] = collections.Counter()
-    for pack in plan.packs:
-        if pack.tree is None or pack.kind in ("rows", "concat"):
-            continue
-        size = pack.size or 0
-        narrow = dtypes.itemsize(pack.dtype)
-        wide = dtypes.itemsize(dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype))
-        scale = narrow if pack.codec.scale else 0
-        for child, parent in pack.tree.edges:
-            sends = child < plan.replicas
-            adds = any(other < plan.replicas for other in pack.tree.children[child])
-            encoded = pack.codec.dtype and dtypes.itemsize(pack.codec.dtype)
-            if sends or adds:
-                totals[child, parent] += size * (encoded or (wide if adds else narrow)) + scale
-            if pack.to is None or child in pack.to:
-                totals[parent, child] += size * (encoded or narrow) + scale
-    return {edge: count for edge, count in totals.items() if count}
-
-
-def bytes_between_hosts(plan: Plan) -> int:
-    """Returns the bytes of dense values that this host sends to the others."""
-    hosts, total = plan.hosts, 0.0
-    for pack in plan.packs:
-        size, item = pack.size or 0, dtypes.itemsize(dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype))
-        if pack.root.hosts == "sum" and not pack.over_hosts:
-            total += 2 * (hosts - 1) / hosts * size * item
-        elif pack.root.hosts == "shares":
-            assert pack.root.codec.dtype is not None
-            padded = size + -size % (hosts * SHARE_ALIGNMENT)
-            sent = padded * dtypes.itemsize(pack.root.codec.dtype)
-            # Of each host a share goes to each other one, and the sum of its own share to all.
-            ends = hosts * item if pack.root.codec.scale else 0
-            total += (hosts - 1) / hosts * (sent + ends) + (hosts - 1) / hosts * (sent + ends)
-    return round(total)
-
-
-# Shares are a multiple of this many values, 64 bytes: TensorFlow takes a tensor apart without
-# copying it where the parts are aligned.
-SHARE_ALIGNMENT = 32

@@ -167,7 +167,7 @@ def plan_of(runs: Sequence[EdgeRun], planned: Sequence[Planned]) -> Planned | No
         of_plan = {
             (pack, child, parent)
             for pack, pack_plan in enumerate(one.plan.packs)
-            for child, parent in enumerate(pack_plan.tree.parents)
+            for child, parent in enumerate(pack_plan.tree.parents if pack_plan.tree else ())
             if parent is not None
         }
         if edges <= of_plan:

@@ -1,0 +1,102 @@
+"""What a plan comes to: its schedule, bytes, collectives, and the name of its rounding errors."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+
+from tfcdo.plan import dtypes
+from tfcdo.plan.plan import SHARE_ALIGNMENT
+from tfcdo.plan.plan import Pack
+from tfcdo.plan.plan import Plan
+from tfcdo.plan.plan import digest
+from tfcdo.plan.schedule import Pack as SchedulePack
+from tfcdo.plan.schedule import Schedule
+
+
+def schedule(plan: Plan) -> Schedule | None:
+    """Returns the packs in bytes, as the simulator takes them; None if a size is not known."""
+    packs: list[SchedulePack] = []
+    for pack in plan.packs:
+        if pack.tree is None or not pack.num_sent_bytes:
+            return None
+        start = packs[-1].stop if packs else 0
+        packs.append(SchedulePack(start, start + pack.num_sent_bytes, pack.tree))
+    return Schedule(len(plan.nodes), packs[-1].stop if packs else 0, tuple(packs))
+
+
+def residual_key(plan: Plan) -> str:
+    """Returns a text that names the rounding errors of a plan in checkpoints.
+
+    It depends on nothing but the nodes, the values, and the content, trees and codecs of the packs.
+    """
+    packs = [
+        [pack.tree.parents if pack.tree else None, pack.codec, pack.tensors] for pack in plan.packs
+    ]
+    return f"2-{digest([plan.nodes, plan.values, packs])}"
+
+
+def num_collectives(plan: Plan, copied_dtypes: Callable[[set[str]], int]) -> int:
+    """Returns how many collectives between hosts a plan takes.
+
+    Args:
+      plan: the plan.
+      copied_dtypes: a function that gives, for the dtypes of a pack, the number of dtypes that
+        TensorFlow gathers them in.
+    """
+    counts = {"": 0, "sum": 1, "shares": 2, "copy": 1}
+    return sum(
+        counts[pack.root.hosts]
+        if pack.root.hosts != "gather"
+        else 1 + copied_dtypes(gathered_dtypes(plan, pack))
+        for pack in plan.packs
+    )
+
+
+def gathered_dtypes(plan: Plan, pack: Pack) -> set[str]:
+    """Returns the dtypes of the tensors of a pack that are gathered between hosts."""
+    if pack.kind == "rows":
+        return {dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype), "int64"}
+    return {plan.values[part.value].dtype for part in pack.slices}
+
+
+def bytes_by_edge(plan: Plan) -> dict[tuple[int, int], int]:
+    """Returns the bytes of dense values that each node sends to each other one.
+
+    A leaf sends its values; a node with children sends partial sums, which are wider for 16-bit
+    floats; results are sent in the dtype of the values.
+    """
+    totals: collections.Counter[tuple[int, int]] = collections.Counter()
+    for pack in plan.packs:
+        if pack.tree is None or pack.kind in ("rows", "concat"):
+            continue
+        size = pack.size or 0
+        narrow = dtypes.itemsize(pack.dtype)
+        wide = dtypes.itemsize(dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype))
+        scale = narrow if pack.codec.scale else 0
+        for child, parent in pack.tree.edges:
+            sends = child < plan.replicas
+            adds = any(other < plan.replicas for other in pack.tree.children[child])
+            encoded = pack.codec.dtype and dtypes.itemsize(pack.codec.dtype)
+            if sends or adds:
+                totals[child, parent] += size * (encoded or (wide if adds else narrow)) + scale
+            if pack.to is None or child in pack.to:
+                totals[parent, child] += size * (encoded or narrow) + scale
+    return {edge: count for edge, count in totals.items() if count}
+
+
+def bytes_between_hosts(plan: Plan) -> int:
+    """Returns the bytes of dense values that this host sends to the others."""
+    hosts, total = plan.hosts, 0.0
+    for pack in plan.packs:
+        size, item = pack.size or 0, dtypes.itemsize(dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype))
+        if pack.root.hosts == "sum" and not pack.over_hosts:
+            total += 2 * (hosts - 1) / hosts * size * item
+        elif pack.root.hosts == "shares":
+            assert pack.root.codec.dtype is not None
+            padded = size + -size % (hosts * SHARE_ALIGNMENT)
+            sent = padded * dtypes.itemsize(pack.root.codec.dtype)
+            # Of each host a share goes to each other one, and the sum of its own share to all.
+            ends = hosts * item if pack.root.codec.scale else 0
+            total += (hosts - 1) / hosts * (sent + ends) + (hosts - 1) / hosts * (sent + ends)
+    return round(total)
