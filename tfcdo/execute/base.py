@@ -149,7 +149,9 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         """Reduces one value; see `reduce`."""
         request.check_reduce_op(reduce_op)
         request.check_options(options)
-        reduction = request.check_lone_pair(per_replica_value, destinations)
+        reduction = request.check_lone_pair(
+            per_replica_value, destinations, by_strategy=options is not None
+        )
         return self._reduce(reduce_op, [reduction], options)[0]
 
     def batch_reduce_implementation(
@@ -161,7 +163,9 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         """Reduces several values together; see `batch_reduce`."""
         request.check_reduce_op(reduce_op)
         request.check_options(options)
-        return self._reduce(reduce_op, request.check_pairs(value_destination_pairs), options)
+        # A strategy always passes options.
+        pairs = request.check_pairs(value_destination_pairs, by_strategy=options is not None)
+        return self._reduce(reduce_op, pairs, options)
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to each destination; see `broadcast`."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfcdo import tf_internals
 from tfcdo.execute.feedback import Residuals
 from tfcdo.plan import dtypes
 from tfcdo.plan.plan import Codec
@@ -144,23 +145,13 @@ def _power_of_two(number: tf.Tensor) -> tf.Tensor:
 
 def encode(tensor: tf.Tensor, wire_dtype: str, scale: tf.Tensor | None = None) -> tf.Tensor:
     """Casts a tensor to the wire's dtype; its gradient passes as it is, in the tensor's dtype."""
-
-    @tf.custom_gradient
-    def rounded(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        scaled = value if scale is None else value * tf.stop_gradient(scale)
-        return tf.cast(scaled, wire_dtype), lambda upstream: upstream
-
-    return rounded(tensor)
+    scaled = tensor if scale is None else tensor * scale
+    return tf_internals.with_gradient_of(tf.cast(scaled, wire_dtype), tensor)
 
 
 def decode(sent: tf.Tensor, dtype: tf.DType, scale: tf.Tensor | None = None) -> tf.Tensor:
-    """Casts a copy of what `encode` returned back to its own dtype; nothing is rounded."""
-
+    """Casts a copy of an encoded tensor back to its own dtype; nothing is rounded."""
+    wide = tf.cast(sent, dtype)
+    wide = wide if scale is None else wide / scale
     # The gradient of a cast would be cast to 16 bits, and several of them added in 16 bits.
-    @tf.custom_gradient
-    def upcast(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        wide = tf.cast(value, dtype)
-        wide = wide if scale is None else wide / tf.stop_gradient(scale)
-        return wide, lambda upstream: upstream
-
-    return upcast(sent)
+    return tf_internals.with_gradient_of(wide, sent)

@@ -242,7 +242,7 @@ def differentiable_sum(devices: Sequence[str]) -> Any:
         results = []
         for total, tensor, device in zip(sums, differentiated(*tensors), devices, strict=True):
             with tf.device(device):
-                results.append(_with_gradient_of(total, tensor))
+                results.append(tf_internals.with_gradient_of(total, tensor))
         return results
 
     # A gradient of all tensors together needs an op that all pass through, and TensorFlow's is on
@@ -259,13 +259,6 @@ def differentiable_sum(devices: Sequence[str]) -> Any:
         return list(tensors), gradient
 
     return nccl_sum
-
-
-@tf.custom_gradient
-def _with_gradient_of(total: tf.Tensor, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-    """Returns the value of `total`, which hands the gradient that comes to it on to `tensor`."""
-    del tensor
-    return tf.identity(total), lambda upstream: (None, upstream)
 
 
 def _emit(

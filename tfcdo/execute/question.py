@@ -83,8 +83,9 @@ def questions(
             if device is not None and device not in nodes:
                 nodes.append(device)
         requests = tuple(
-            Request(_spec(reduction, as_rows), _nodes_of(reduction, nodes), reduction.exact)
+            Request(spec, _nodes_of(reduction, nodes), reduction.exact or spec.size == 1)
             for reduction in members
+            for spec in [_spec(reduction, as_rows)]
         )
         chosen = None
         if one_device:

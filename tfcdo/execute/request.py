@@ -121,11 +121,15 @@ def check_error_feedback(value: Any, wire_dtype: str | None) -> None:
         )
 
 
-def check_pairs(value_destination_pairs: Any) -> list[Reduction]:
+def check_pairs(value_destination_pairs: Any, by_strategy: bool = False) -> list[Reduction]:
     """Checks the pairs that a `batch_reduce` is called with.
+
+    An optimizer reduces all gradients in one batch. A synchronized layer reduces each statistic
+    alone, and nothing else distinguishes the two: a value that a strategy reduces alone is exact.
 
     Args:
       value_destination_pairs: an iterable of `(value, destinations)` tuples.
+      by_strategy: whether a strategy reduces them, rather than a direct caller.
 
     Returns:
       One `Reduction` per pair, in order.
@@ -141,10 +145,13 @@ def check_pairs(value_destination_pairs: Any) -> list[Reduction]:
     for index, pair in enumerate(pairs):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(f"{expected}; element {index} is {brief(pair)}")
-    return [
+    reductions = [
         check_pair(value, destinations, name=f"pair {index}: ")
         for index, (value, destinations) in enumerate(pairs)
     ]
+    if by_strategy and len(reductions) == 1:
+        return [dataclasses.replace(reductions[0], exact=True)]
+    return reductions
 
 
 def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
@@ -169,13 +176,21 @@ def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
     return reduction
 
 
-def check_lone_pair(value: Any, destinations: Any) -> Reduction:
-    """Checks one value that is reduced alone, and its destinations; see `check_pair`.
+def check_lone_pair(value: Any, destinations: Any, by_strategy: bool = False) -> Reduction:
+    """Checks one value that is reduced alone, and its destinations; see `check_pairs`.
 
-    Gradients come in batches. Values that are reduced alone (variables, metrics, statistics,
-    losses) are exact.
+    Direct callers may reduce a gradient alone. Variables (metrics, moving averages), and values
+    that are reduced for a variable, are exact.
     """
-    return dataclasses.replace(check_pair(value, destinations), exact=True)
+    reduction = check_pair(value, destinations)
+    exact = by_strategy or _is_variable(value) or _is_variable(destinations)
+    return dataclasses.replace(reduction, exact=True) if exact else reduction
+
+
+def _is_variable(value: Any) -> bool:
+    """Returns whether a value is a variable, or one a replica."""
+    components = value.values if isinstance(value, tf_internals.DistributedValues) else (value,)
+    return any(tf_internals.is_variable(component) for component in components)
 
 
 def check_gather(value: Any, destinations: Any, axis: Any) -> Reduction:
