@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from tfcdo.cluster.agreement import digest
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.base import class_options
 from tfcdo.execute.devices import check_device
@@ -22,6 +23,8 @@ from tfcdo.plan import copy_tree
 from tfcdo.plan.options import Options
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.saved_plan import SavedPlan
+from tfcdo.topology import measured
+from tfcdo.topology.measured import Measured
 from tfcdo.topology.topology import Topology
 
 SparseAsDense = bool | Literal["auto"]
@@ -76,6 +79,14 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
         )
         self._show(reduce_to_device=reduce_to_device, accumulation_fn=accumulation_fn)
 
+    @property
+    def compared_among_hosts(self) -> dict[str, str]:
+        """Returns the class and its arguments, by name: all hosts must have the same."""
+        device = tf.DeviceSpec.from_string(self.reduce_to_device or "")
+        # Its job and task are another one on each host.
+        name = f"{device.device_type}:{device.device_index or 0}" if device.device_type else "None"
+        return {**super().compared_among_hosts, "cross_device_ops.reduce_to_device": name}
+
 
 class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
     """All-reduces batches of values, packed, along copy trees or with NCCL.
@@ -97,7 +108,8 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         `AutoAllReduce`.
       agg_small_grads_max_bytes: see above.
       agg_small_grads_max_group: see above.
-      topology: the machine that the devices are part of; None to find out.
+      topology: the machine that the devices are part of, or a file with one, as
+        `tfcdo.topology.measure` writes it; None: detect automatically, without measurements.
       require_nccl: raise `RuntimeError` where NCCL cannot sum some values, rather than use copy
         trees; only with "nccl". This is not about `tf.IndexedSlices`, which go along copy trees.
       sparse_as_dense: how `tf.IndexedSlices` travel. "auto": as rows, or, where a replica's rows
@@ -143,7 +155,7 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
         *,
-        topology: Topology | None = None,
+        topology: Topology | str | os.PathLike[str] | None = None,
         require_nccl: bool = False,
         sparse_as_dense: SparseAsDense = "auto",
         wire_dtype: str | tf.DType | None = None,
@@ -151,8 +163,8 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
     ) -> None:
         common = class_options(wire_dtype, error_feedback, sparse_as_dense)
         algorithm = _check_algorithm(all_reduce_alg)
-        if topology is not None and not isinstance(topology, Topology):
-            raise TypeError(f"topology must be a tfcdo.topology.Topology or None; got {topology!r}")
+        read = _read_topology(topology)
+        machine = read.topology if read else None
         _check_require_nccl(require_nccl, algorithm)
         if num_packs is None and algorithm in ("nccl", "hierarchical_copy"):
             num_packs = 1
@@ -166,7 +178,8 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
             Options(
                 "hierarchical_copy" if nccl else algorithm,
                 packing,
-                topology,
+                machine,
+                read,
                 nccl="always" if nccl else "auto" if algorithm == "auto" else "never",
                 require_nccl=require_nccl,
                 **common,
@@ -177,7 +190,7 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
             num_packs=num_packs,
             agg_small_grads_max_bytes=agg_small_grads_max_bytes,
             agg_small_grads_max_group=agg_small_grads_max_group,
-            topology=topology,
+            topology=machine,
             require_nccl=require_nccl,
         )
 
@@ -195,8 +208,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 
     Args:
       num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value.
-      topology: the machine that the devices are part of; None to find out. Only the copy trees use
-        it.
+      topology: the machine, see `AllReduceCrossDeviceOps`. Only the copy trees use it.
       require_nccl: raise `RuntimeError`, when values are reduced, instead of using copy trees.
       sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
       wire_dtype: see `AllReduceCrossDeviceOps`.
@@ -215,7 +227,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         self,
         num_packs: int = 1,
         *,
-        topology: Topology | None = None,
+        topology: Topology | str | os.PathLike[str] | None = None,
         require_nccl: bool = False,
         sparse_as_dense: SparseAsDense = "auto",
         wire_dtype: str | tf.DType | None = None,
@@ -230,7 +242,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
             wire_dtype=wire_dtype,
             error_feedback=error_feedback,
         )
-        self._show(num_packs=num_packs, topology=topology, require_nccl=require_nccl)
+        self._show(num_packs=num_packs, topology=self._options.topology, require_nccl=require_nccl)
 
 
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
@@ -243,7 +255,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 
     Args:
       num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value.
-      topology: the machine that the devices are part of; None to find out.
+      topology: the machine, see `AllReduceCrossDeviceOps`.
       sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
       wire_dtype: see `AllReduceCrossDeviceOps`.
       error_feedback: the same.
@@ -262,7 +274,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         self,
         num_packs: int = 1,
         *,
-        topology: Topology | None = None,
+        topology: Topology | str | os.PathLike[str] | None = None,
         sparse_as_dense: SparseAsDense = "auto",
         wire_dtype: str | tf.DType | None = None,
         error_feedback: bool = False,
@@ -275,19 +287,19 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
             wire_dtype=wire_dtype,
             error_feedback=error_feedback,
         )
-        self._show(num_packs=num_packs, topology=topology)
+        self._show(num_packs=num_packs, topology=self._options.topology)
 
 
 class AutoAllReduce(AllReduceCrossDeviceOps):
     """All-reduces in the way that is fastest on this machine for the size at hand.
 
-    Where NCCL can run it does, unless a measurement of this machine (`tfcdo.topology.measure`) says
-    that copy trees are faster for that size. Otherwise all known algorithms are simulated on the
-    topology, once per size, and the fastest gives the number of packs, their sizes and their trees.
-    What is chosen, and why, is logged.
+    NCCL is used where it can run, unless a measurement that is given as `topology` says that copy
+    trees are faster for that size. Otherwise all known algorithms are simulated on the topology,
+    once per size, and the fastest gives the number of packs, their sizes and their trees. The
+    choice and its reason are logged.
 
     Args:
-      topology: the machine that the devices are part of; None to find out.
+      topology: the machine, see `AllReduceCrossDeviceOps`.
       plan: the path of a plan that `tfcdo plan --save` has written for this machine, whose copy
         trees are used for all sizes; None to plan here. With a plan, NCCL is not used.
       nccl: whether NCCL may be taken; False keeps to copy trees. So does a `wire_dtype`, in which
@@ -313,7 +325,7 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
     def __init__(
         self,
         *,
-        topology: Topology | None = None,
+        topology: Topology | str | os.PathLike[str] | None = None,
         plan: str | os.PathLike[str] | None = None,
         nccl: bool = True,
         sparse_as_dense: SparseAsDense = "auto",
@@ -336,7 +348,39 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
             self._options = dataclasses.replace(
                 self._options, algorithm=saved.schedule, nccl="never", saved=saved
             )
-        self._show(topology=topology, plan=plan, nccl=nccl)
+        self._show(topology=self._options.topology, plan=plan, nccl=nccl)
+
+    @property
+    def compared_among_hosts(self) -> dict[str, str]:
+        """Returns the class and its arguments, by name: all hosts must have the same."""
+        saved = self._options.saved
+        # By its content: its path may be another one on each host.
+        content = digest({"plan": saved.to_json()}) if saved else "None"
+        return {**super().compared_among_hosts, "cross_device_ops.plan": content}
+
+
+def _read_topology(given: Any) -> Measured | None:
+    """Returns the argument `topology` as a measurement: a topology, or the path of a file with one.
+
+    Raises:
+      TypeError: if it is neither.
+      ValueError: if the file does not hold one.
+    """
+    if given is None:
+        return None
+    if isinstance(given, Topology):
+        return Measured(given, "")
+    if not isinstance(given, (str, os.PathLike)):
+        raise TypeError(
+            f"topology must be a tfcdo.topology.Topology, the path of a file or None; got {given!r}"
+        )
+    try:
+        return measured.read(given)
+    except ValueError as error:
+        raise ValueError(
+            "topology must be a file that tfcdo.topology.measure or Topology.to_json has written: "
+            f"{error}"
+        ) from None
 
 
 def _check_algorithm(algorithm: Any) -> str | tuple[copy_tree.CopyTree, ...]:

@@ -28,6 +28,8 @@ from tfcdo.execute.request import check_cross_device_ops
 from tfcdo.plan.options import BetweenHosts
 from tfcdo.replica_extended import ReducesStructures
 from tfcdo.replica_extended import ReplicaExtended
+from tfcdo.topology.detection import detect
+from tfcdo.topology.topology import Topology
 
 _TIMEOUT_SECONDS = 600.0
 # TensorFlow's servers, once all hosts are there, take less than one.
@@ -252,7 +254,13 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
             )
             hint = options.implementation.value.lower()
             flat = wire_between is None and _runs_flat(hint, cross_device_ops, self.worker_devices)
-            self._network = between.Network(joined, "nccl" if flat else hint, self.worker_devices)
+            # All hosts plan for the chief's machine, so that their packs are the same.
+            machine = joined.text_of_chief(
+                {"what": "machine of a strategy"}, lambda: detect(self.worker_devices).to_json()
+            )
+            self._network = between.Network(
+                joined, "nccl" if flat else hint, self.worker_devices, Topology.from_json(machine)
+            )
             most = options.bytes_per_pack or _BYTES_PER_PACK
             ops = ops._between(self._network, BetweenHosts(most, flat, wire_between))
         # Only now, because TensorFlow's constructor insists on its own.
@@ -335,7 +343,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
 def _settings(options: Any, ops: Any, wire_between: str | None) -> dict[str, str]:
     """Returns the strategy's arguments by name, as hosts compare them."""
     return {
-        "cross_device_ops": ops.compared_among_hosts if ops else "by default",
+        **(ops.compared_among_hosts if ops else {"cross_device_ops": "by default"}),
         "communication_options": f"{options.implementation.value}, {options.bytes_per_pack} bytes",
         "wire_between": wire_between or "none",
     }

@@ -75,6 +75,20 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         shown = {name: value for name, value in common.items() if value not in defaults}
         self._arguments = {**arguments, **shown}
 
+    @property
+    def compared_among_hosts(self) -> dict[str, str]:
+        """Returns the class and its arguments, by name: all hosts must have the same."""
+        arguments = {
+            "sparse_as_dense": self._options.sparse_as_dense,
+            "wire_dtype": self._options.wire,
+            "error_feedback": self._options.error_feedback,
+            **self._arguments,
+        }
+        return {
+            "cross_device_ops": type(self).__name__,
+            **{f"cross_device_ops.{name}": _compared(each) for name, each in arguments.items()},
+        }
+
     def __repr__(self) -> str:
         arguments = ", ".join(
             f"{name}={value.name if isinstance(value, Topology) else value!r}"
@@ -305,11 +319,19 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
             between = next((reason for _, reason in reasons if reason), "") or (
                 "ask for implementation NCCL in communication_options, and leave wire_between out"
             )
-        topology = options.topology or self._topology_of(devices)
-        return deciding.decide(batch, options, Machine(topology, tuple(reasons), between))
+        topology, origin = self._topology_of(options, devices)
+        return deciding.decide(batch, options, Machine(topology, origin, tuple(reasons), between))
 
-    def _topology_of(self, devices: Sequence[str]) -> Topology:
-        return detection.detect(tuple(devices))
+    def _topology_of(self, options: Options, devices: Sequence[str]) -> tuple[Topology, str]:
+        """Returns the topology of some devices, and where it comes from."""
+        if options.topology is not None:
+            return options.topology, "was given"
+        planned = options.saved.topology if options.saved else None
+        if planned and planned.is_measured and planned.name == detection.name_of_measured(devices):
+            return planned, "was given"  # The plan brings its measurement along.
+        if self._network is not None:
+            return self._network.topology_of(devices), "is the first host's"
+        return detection.detect(tuple(devices)), "was detected"
 
     def _residuals(self, plan: Plan, question: Question) -> Residuals | None:
         if self._feedback is None or not plan.has_feedback:
@@ -345,6 +367,13 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         ops._network = network
         ops._options = dataclasses.replace(self._options, between=between)
         return ops
+
+
+def _compared(value: Any) -> str:
+    """Returns an argument as hosts compare it: equal text for equal values on any host."""
+    if isinstance(value, Topology):
+        return f"{value.name!r}, {value.fingerprint[:8]}"
+    return getattr(value, "__qualname__", repr(value))
 
 
 def _copied(value: Any, device: str) -> Any:

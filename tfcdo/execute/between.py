@@ -27,6 +27,8 @@ from tfcdo.plan import summary
 from tfcdo.plan.copy_tree import star
 from tfcdo.plan.plan import Codec
 from tfcdo.plan.plan import Plan
+from tfcdo.topology.presets import preset
+from tfcdo.topology.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +39,13 @@ class Network:
       session: the state that this process shares with the other hosts.
       hint: the implementation of collectives that TensorFlow is to use: "auto", "ring" or "nccl".
       devices: this host's devices, one a replica; as many on every host.
+      machine: the topology of the chief's devices, which all hosts plan for.
     """
 
     session: Session
     hint: str
     devices: tuple[str, ...]
+    machine: Topology
 
     @property
     def num_hosts(self) -> int:
@@ -53,6 +57,12 @@ class Network:
         """Returns the name of this host's own CPU."""
         prefix = self.session.cluster.tasks[self.session.cluster.index].device_prefix
         return f"{prefix}/device:CPU:0"
+
+    def topology_of(self, devices: Sequence[str]) -> Topology:
+        """Returns the topology of some of this host's devices: the same on every host."""
+        if len(set(devices)) == len(devices) and set(devices) <= set(self.devices):
+            return self.machine.subset([self.devices.index(device) for device in devices])
+        return preset("shared_memory", len(devices))  # Several of the values are on one device.
 
     def with_known_devices(self, known: Sequence[str]) -> tuple[str, ...]:
         """Fills in devices that are not known while tracing.

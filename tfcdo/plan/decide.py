@@ -14,6 +14,7 @@ from tfcdo.plan import algorithms
 from tfcdo.plan import copy_tree
 from tfcdo.plan import dtypes
 from tfcdo.plan import packing
+from tfcdo.plan.device_work import predicted_seconds
 from tfcdo.plan.options import Machine
 from tfcdo.plan.options import Options
 from tfcdo.plan.packing import PackingOptions
@@ -26,8 +27,12 @@ from tfcdo.plan.plan import Plan
 from tfcdo.plan.plan import Request
 from tfcdo.plan.plan import RootStep
 from tfcdo.plan.plan import Slice
+from tfcdo.plan.size_class import size_class
 from tfcdo.plan.widening import widened
+from tfcdo.topology.measured import Measured
 from tfcdo.topology.topology import Topology
+from tfcdo.units import format_bytes
+from tfcdo.units import format_seconds
 
 # Below this a pack is sent between hosts as it is: the second collective would cost more than the
 # bytes that it saves.
@@ -187,7 +192,7 @@ def _all_reduced(
     for (codec, exact, nccl), members in groups.items():
         items = _items(batch, members, codec)
         if nccl or flat:
-            own, name, why = _nccl_packs(items, options, machine)
+            own, name, why = _nccl_packs(batch, items, options, machine)
         else:
             own, name, why = _tree_packs(batch, items, options, machine)
         if flat:
@@ -214,7 +219,7 @@ def _all_reduced(
 
 
 def _nccl_packs(
-    items: Sequence[packing.Item], options: Options, machine: Machine
+    batch: Batch, items: Sequence[packing.Item], options: Options, machine: Machine
 ) -> tuple[list[packing.Packed], str, str]:
     """Packs values for NCCL: one tensor a pack, and one pack unless asked otherwise."""
     num_packs = 1 if options.packing.num_packs is None else options.packing.num_packs
@@ -229,6 +234,8 @@ def _nccl_packs(
     # NCCL knows the machine itself: the trees are not used, and these cost nothing to plan.
     trees = (copy_tree.star(machine.topology.num_devices),)
     why = "an NcclAllReduce kernel is registered for these devices"
+    if options.nccl == "auto":
+        why = _trees_beat_nccl(batch, options)[1]
     return packing.pack(items, how, trees, machine.topology), "NCCL", why
 
 
@@ -273,8 +280,7 @@ def _reason(
     num_bytes: int,
 ) -> tuple[str, str]:
     """Names the algorithm of copy trees, and says why it is that one."""
-    origin = "was detected" if options.topology is None else "was given"
-    place = f"the topology {topology.name!r} {origin}"
+    place = f"the topology {topology.name!r} {machine.origin}"
     if options.saved is not None:
         return options.saved.resolved, f"the plan was given: {options.saved.origin}; {place}"
     if not isinstance(algorithm, str):
@@ -287,10 +293,9 @@ def _reason(
     if algorithm == "auto":
         num_packs = options.packing.num_packs or None
         algorithm = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
-    return (
-        algorithm,
-        f"auto found it fastest for {num_bytes:,} bytes in the simulator; {place}",
-    )
+    if options.between is not None:
+        return algorithm, f"auto found it fastest for packs between hosts; {place}"
+    return algorithm, f"auto found it fastest for {num_bytes:,} bytes in the simulator; {place}"
 
 
 def _uses_nccl(
@@ -310,7 +315,7 @@ def _uses_nccl(
         return False
     reason = machine.why_no_nccl(codec.dtype or packed_dtype(batch, request))
     if not reason:
-        return True
+        return options.nccl == "always" or not _trees_beat_nccl(batch, options)[0]
     if options.require_nccl:
         raise RuntimeError(f"NCCL cannot run (require_nccl=True): {reason}")
     if options.nccl == "always":
@@ -318,6 +323,31 @@ def _uses_nccl(
     else:
         log.info_once(f"auto takes copy trees, because NCCL cannot run: {reason.split('; ')[0]}")
     return False
+
+
+def _trees_beat_nccl(batch: Batch, options: Options) -> tuple[bool, str]:
+    """Returns whether copy trees are faster by the measurement that was given, and the reason."""
+    sizes = [(request.value.size or 0, request.value.dtype) for request in batch.requests]
+    about = size_class(sum(size * dtypes.itemsize(dtype) for size, dtype in sizes))
+    beat, reason = _compare(options.measured, about)
+    log.info_once(
+        f"auto takes {'copy trees' if beat else 'NCCL'} for about {format_bytes(about)} "
+        f"on each of {batch.replicas} devices: {reason}"
+    )
+    return beat, reason
+
+
+@functools.lru_cache(maxsize=256)
+def _compare(measured: Measured | None, num_bytes: int) -> tuple[bool, str]:
+    by_nccl = measured.nccl_seconds(num_bytes) if measured else None
+    if measured is None or by_nccl is None:
+        return False, "it can run, and no measurement that was given says that trees are faster"
+    schedule = algorithms.make_schedule("auto", measured.topology, num_bytes)
+    trees = predicted_seconds(schedule, measured.topology)
+    return trees < by_nccl, (
+        f"as measured on {measured.date}, NCCL takes {format_seconds(by_nccl)} and copy trees "
+        f"{format_seconds(trees)}"
+    )
 
 
 def _on_one_device(

@@ -8,6 +8,7 @@ from typing import Literal
 from tfcdo.plan import algorithms
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.saved_plan import SavedPlan
+from tfcdo.topology.measured import Measured
 from tfcdo.topology.topology import Topology
 
 
@@ -34,6 +35,7 @@ class Options:
       algorithm: the name of the algorithm that gives the copy trees, or the trees themselves.
       packing: how values are packed.
       topology: the machine; None for the detected one.
+      measured: the measurement that the topology is from; None for none.
       nccl: where to use NCCL if it can run: "never", "always", or "auto" for where it is faster.
       require_nccl: whether to raise where NCCL was requested and cannot run.
       one_device: whether everything is reduced on one device.
@@ -48,6 +50,7 @@ class Options:
     algorithm: algorithms.Algorithm = "auto"
     packing: PackingOptions = dataclasses.field(default_factory=PackingOptions)
     topology: Topology | None = None
+    measured: Measured | None = None
     nccl: Literal["never", "always", "auto"] = "never"
     require_nccl: bool = False
     one_device: bool = False
@@ -64,12 +67,14 @@ class Machine:
 
     Attributes:
       topology: the devices and their links.
+      origin: where the topology comes from, for people.
       nccl: for each dtype that NCCL might add, the reason why it cannot; "" if it can. Empty where
         NCCL is not asked for.
       nccl_hosts: the reason why NCCL does not run between hosts; "" if it does.
     """
 
     topology: Topology
+    origin: str = "was detected"
     nccl: tuple[tuple[str, str], ...] = ()
     nccl_hosts: str = ""
 
