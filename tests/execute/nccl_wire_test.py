@@ -12,11 +12,11 @@ from testing_utils import EAGER
 from testing_utils import FUNCTION
 from testing_utils import MEAN
 from testing_utils import SUM
+from wire_bounds import roundoff
 
 import tfcdo
-from tfcdo.execute import wire
 
-ROUNDOFF = wire.roundoff(tf.float16)
+ROUNDOFF = roundoff("float16")
 
 
 class NcclWireTest(tf.test.TestCase, parameterized.TestCase):

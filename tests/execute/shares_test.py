@@ -1,4 +1,4 @@
-"""Sums of shares between made-up hosts: right within the bound, and alike on all hosts."""
+"""Sums of shares between simulated hosts: within the bound, and bitwise the same on all hosts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
+from wire_bounds import error_bound
 
 from tfcdo.execute import shares
-from tfcdo.execute import wire
+from tfcdo.plan.decide import codec_for
 
-WIRES = (tf.bfloat16, tf.float16)
+WIRES = ("bfloat16", "float16")
 # Numbers of hosts, and shapes: of one tensor and of several, aligned and not, some of them empty.
 CASES = ((3, ((7,),)), (2, ((64,),)), (3, ((3, 5), (), (129,), (0, 2))), (1, ((32, 3), (96,))))
 
 
 def _sums(
-    values: Sequence[Sequence[np.ndarray]], wire_dtype: tf.DType, knows_shapes: bool
+    values: Sequence[Sequence[np.ndarray]], wire_dtype: str, knows_shapes: bool
 ) -> tuple[list[list[np.ndarray]], set[int]]:
     """Sums what hosts hold; returns what each gets, and how many bytes the rows had.
 
@@ -45,7 +46,7 @@ def _sums(
 def _run(
     own: Sequence[np.ndarray],
     num_hosts: int,
-    wire_dtype: tf.DType,
+    wire_dtype: str,
     knows_shapes: bool,
     arrived: Sequence[np.ndarray],
     gathered: Sequence[np.ndarray],
@@ -77,7 +78,7 @@ def _run(
     def reduce(*tensors):
         totals = shares.all_reduce(
             tensors,
-            wire_dtype,
+            codec_for(wire_dtype, tensors[0].dtype.name),
             num_hosts,
             functools.partial(collective, arrived),
             functools.partial(collective, gathered),
@@ -108,15 +109,15 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
         magnitudes = [np.sum(np.abs(parts), 0) for parts in zip(*values, strict=True)]
         # The scale is that of the pack.
         flat = np.concatenate([np.ravel(one) for one in magnitudes])
-        bound = wire.error_bound(flat, 1, num_hosts, wire_dtype, dtype)
+        bound = error_bound(flat, 1, num_hosts, wire_dtype, dtype)
         error = np.concatenate(
             [np.ravel(own - one) for own, one in zip(results[0], exact, strict=True)]
         )
         self.assertTrue(np.all(np.abs(error) <= bound), np.max(np.abs(error) / bound))
-        if not wire.needs_scale(wire_dtype, dtype):
+        if not codec_for(wire_dtype, dtype.name).scale:
             self.assertEqual([0], [size % 64 for size in row_bytes])
 
-    @parameterized.parameters((tf.bfloat16, 256.0), (tf.float16, 2048.0))
+    @parameterized.parameters(("bfloat16", 256.0), ("float16", 2048.0))
     def test_small_terms_are_not_swallowed(self, wire_dtype, large):
         """Added in 16 bits, a sum of this size stays what it is when 1 is added."""
         values = [[np.full([9], one, np.float32)] for one in (large, 1.0, 1.0, 1.0, 1.0)]
@@ -126,7 +127,7 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(wire_dtype=WIRES)
     def test_nothing_at_all(self, wire_dtype):
-        """A size that is known only when the step runs may be 0: something has to travel."""
+        """A size that is known only when the step runs may be 0: something has to be sent."""
         empty = [[np.zeros([0], np.float32)]] * 2
         results, row_bytes = _sums(empty, wire_dtype, knows_shapes=False)
         self.assertEqual([(0,)] * 2, [own.shape for [own] in results])

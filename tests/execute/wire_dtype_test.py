@@ -1,4 +1,4 @@
-"""Tests of values that travel in 16 bits: the bound of their error, and what is never rounded."""
+"""Values sent in 16 bits: the bound of their error, and values that are never rounded."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from testing_utils import EAGER
 from testing_utils import FUNCTION
 from testing_utils import MEAN
 from testing_utils import SUM
+from wire_bounds import error_bound
+from wire_bounds import roundoff
 
 import tfcdo
 from tfcdo import tf_internals
 from tfcdo.execute import numerics
-from tfcdo.execute import wire
-from tfcdo.plan import algorithms
 
 WIRES = ("bfloat16", "float16")
-# By name, what makes a class's object of keyword arguments, and the most edges to the root: None
-# for what its explanation says.
+# By name: the class, and the most edges to the root; None to ask its explanation.
 SETTINGS: dict[str, tuple[Callable[..., Any], int | None]] = {
     **{
         name: (lambda name=name, **kw: tfcdo.AllReduceCrossDeviceOps(name, **kw), None)
-        for name in (*algorithms.ALGORITHMS, "nccl")
+        for name in ("ring", "halving_doubling")
     },
     "Hierarchical": (lambda **kw: tfcdo.HierarchicalCopyAllReduce(3, **kw), None),
     "Nccl": (tfcdo.NcclAllReduce, None),
@@ -68,11 +67,11 @@ def _errors(
     # The bound is of a pack, whose largest number decides of float16's scale.
     magnitudes = [tu.oracle(reduce_op, [np.abs(one) for one in own]) for own in arrays]
     sizes = np.cumsum([one.size for one in magnitudes])[:-1]
-    bounds = wire.error_bound(
+    bounds = error_bound(
         np.concatenate([one.ravel() for one in magnitudes]),
         depth,
         len(arrays[0]),
-        tf.as_dtype(wire_dtype),
+        wire_dtype,
         dtype,
     )
     for result in results:
@@ -108,7 +107,7 @@ class BoundTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*WIRES)
     def test_adding_in_16_bits_would_break_the_bound(self, wire_dtype):
         ops = tfcdo.ReductionToOneDevice(wire_dtype=wire_dtype)
-        small = 0.75 * wire.roundoff(tf.as_dtype(wire_dtype))
+        small = 0.75 * roundoff(wire_dtype)
         arrays = [[np.full((3,), 1.0 if rank == 0 else small, np.float32) for rank in range(8)]]
 
         def add(values: Sequence[tf.Tensor], name: str | None = None) -> tf.Tensor:
@@ -143,14 +142,14 @@ class BoundTest(tf.test.TestCase, parameterized.TestCase):
         other = np.array([3e4, -6e4, 1e30, np.inf, -np.inf, 1.0, 0.0], np.float32)
         value = tu.per_replica([values, other] + [values] * 6)
         (result,) = tu.all_reduce(ops, SUM, [value])
-        small = wire.roundoff(tf.as_dtype(wire_dtype))
+        small = roundoff(wire_dtype)
         expected = [24e4, -48e4, 8e30, np.inf, np.nan, np.nan, 0.0]
         # Beside 1e30, float16 has few bits left for what is 2^-60 of it.
         np.testing.assert_allclose(result.value, expected, rtol=8 * small, atol=8e30 * 2.0**-39)
 
 
 class ScopeTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
-    """What is cast, and what travels as without a wire dtype."""
+    """Values that are cast, and values that are sent as without a wire dtype."""
 
     @parameterized.product(
         make=(tfcdo.HierarchicalCopyAllReduce, tfcdo.ReductionToOneDevice), reduce_op=(SUM, MEAN)
@@ -174,28 +173,34 @@ class ScopeTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         for plain, cast in results:
             self.assert_bitwise_equal([plain.value, cast.value])
 
-    def test_states_and_losses_are_not_rounded(self):
+    def test_only_gradients_are_rounded(self):
         ops = tfcdo.AutoAllReduce(wire_dtype="bfloat16")
         variables = []
         for rank in range(3):
             with tf.device(tu.device_name(rank)):
                 variables.append(tf.Variable([0.1, 0.2]))
         state = tf_internals.mirrored(variables)
-        value = tu.per_replica([[0.1, 0.2]] * 3)
-        loss = tu.per_replica([0.1] * 3)
-        for reduced, destinations, expected in (
-            (state, state, [0.3, 0.6]),
-            (value, state, [0.3, 0.6]),
-            (loss, loss, 0.3),
-        ):
-            total = ops.reduce(SUM, reduced, destinations).values[0]
-            self.assertAllClose(expected, total, rtol=1e-6)
-        # Gradients are, where they are for variables too.
+        value, loss = tu.per_replica([[0.1, 0.2]] * 3), tu.per_replica([0.1] * 3)
+        # A strategy passes options. It reduces gradients in batches, and statistics alone.
+        options = tf.distribute.experimental.CommunicationOptions()
         for total in (
-            ops.reduce(SUM, value, value).values[0],
-            ops.batch_reduce(SUM, [(value, state)])[0].values[0],
+            ops.reduce(SUM, state, state),
+            ops.reduce(SUM, value, state),
+            ops.reduce(SUM, value, value, options),
+            ops.batch_reduce(SUM, [(value, value)], options)[0],
         ):
-            self.assertNotAllClose([0.3, 0.6], total, rtol=1e-6)
+            self.assertAllClose([0.3, 0.6], total.values[0], rtol=1e-6)
+        for total in (
+            ops.reduce(SUM, loss, loss),
+            ops.batch_reduce(SUM, [(value, value), (loss, loss)])[1],
+        ):
+            self.assertAllClose(0.3, total.values[0], rtol=1e-6)
+        for total in (
+            ops.reduce(SUM, value, value),
+            ops.batch_reduce(SUM, [(value, state)])[0],
+            ops.batch_reduce(SUM, [(value, value), (loss, loss)], options)[0],
+        ):
+            self.assertNotAllClose([0.3, 0.6], total.values[0], rtol=1e-6)
 
     def test_one_replica_and_results_that_stay_are_not_rounded(self):
         alone = tu.per_replica([[0.1, 0.2]])
@@ -244,7 +249,7 @@ class ScopeTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         for gradient in (tf.function(gradients) if function else gradients)():
             self.assertAllClose(np.sum(weights, axis=0) / 3, gradient, rtol=1e-6)
 
-    def test_plans_count_the_bytes_that_travel(self):
+    def test_plans_count_the_bytes_that_are_sent(self):
         devices = tu.device_names(4)
         plain = tfcdo.AllReduceCrossDeviceOps("ring").explain([(4000,)], devices=devices)
         ops = tfcdo.AllReduceCrossDeviceOps("ring", wire_dtype="bfloat16")
@@ -255,13 +260,13 @@ class ScopeTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assertEqual([2000] * 4, [pack.num_sent_bytes for pack in cast.packs])
         self.assertIn("sent as 2,000 bytes", str(cast))
         self.assertNotIn("sent as", str(plain))
-        # Limits of packs are of the bytes that travel, too.
+        # Limits of packs count the bytes that are sent, too.
         options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=4000)
-        value = tu.per_replica([tf.ones([4000])] * 2)
+        value = tu.per_replica([tf.ones([2000])] * 2)
 
         def packs(**arguments: Any) -> int:
             ops = tfcdo.HierarchicalCopyAllReduce(**arguments)
-            traced = tu.traced_ops(lambda: ops.batch_reduce(SUM, [(value, value)], options))
+            traced = tu.traced_ops(lambda: ops.batch_reduce(SUM, [(value, value)] * 2, options))
             return sum(op.type == "AddN" for op in traced)
 
         self.assertEqual((4, 2), (packs(), packs(wire_dtype="float16")))

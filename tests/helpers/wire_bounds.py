@@ -1,0 +1,112 @@
+"""Bounds of the error of all-reduces whose copies are cast to 16 bits; docs/wire.md derives them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfcdo.plan.decide import codec_for
+
+
+@dataclasses.dataclass(frozen=True)
+class _Format:
+    """A dtype of floats.
+
+    Attributes:
+      roundoff: the largest relative error of rounding to it, u.
+      exponent: the exponent of its largest power of two.
+      lost: the largest absolute error of rounding a number too small to be a normal one. TensorFlow's
+        CPU kernels may set such numbers of bfloat16 to 0.
+    """
+
+    roundoff: float
+    exponent: int
+    lost: float
+
+
+_FORMATS = {
+    "bfloat16": _Format(2.0**-8, 127, 2.0**-126),
+    "float16": _Format(2.0**-11, 15, 2.0**-25),
+    "float32": _Format(2.0**-24, 127, 2.0**-126),
+    "float64": _Format(2.0**-53, 1023, 2.0**-1022),
+}
+
+
+def roundoff(wire_dtype: str, dtype: tf.DType = tf.float32) -> float:
+    """The largest relative error of one cast to the wire's dtype.
+
+    TensorFlow casts float64 to 16 bits by way of float32, so such numbers are rounded twice.
+    """
+    once = _FORMATS[wire_dtype].roundoff
+    return once if dtype == tf.float32 else once * (1 + 2.0**-12)
+
+
+def _growth(depth: int, num_devices: int, wire_dtype: str, dtype: tf.DType) -> float:
+    wide = _FORMATS[dtype.name].roundoff
+    return (1 + roundoff(wire_dtype, dtype)) ** (depth + 1) * (1 + wide) ** num_devices
+
+
+def error_bound(
+    magnitudes: Any, depth: int, num_devices: int, wire_dtype: str, dtype: tf.DType = tf.float32
+) -> np.ndarray:
+    """Bounds the absolute error of each element of a sum or mean whose copies are cast.
+
+    A value is rounded on each of the at most `depth` edges to the root, as part of a partial sum,
+    and once more at the root, as part of the result; in between it is added up to K - 1 times and
+    divided once, in its own dtype. With u and v the two roundoffs, its part in the result is
+    therefore wrong by at most (1 + u)^(depth + 1) (1 + v)^K - 1, relative to its magnitude. Numbers
+    too small to be normal are rounded with an absolute error instead, on at most K devices. (Higham,
+    "Accuracy and Stability of Numerical Algorithms", 2nd edition, 2002, chapter 4.)
+
+    Args:
+      magnitudes: the sum over the devices of the absolute values of a pack, of each element; or
+        the mean, for a mean.
+      depth: the most edges between the root and a device, over all packs; 1 for one device.
+      num_devices: the number of devices, K.
+      wire_dtype: "bfloat16" or "float16".
+      dtype: the values' dtype.
+    """
+    magnitudes = np.asarray(magnitudes, np.float64)
+    wire = _FORMATS[wire_dtype]
+    growth = _growth(depth, num_devices, wire_dtype, dtype)
+    lost = _FORMATS[dtype.name].lost
+    if codec_for(wire_dtype, dtype.name).scale:
+        # A scale leaves the largest magnitude at least at half of 2^exponent, less one rounding.
+        largest = np.max(magnitudes, initial=0.0)
+        lost += wire.lost * largest * (1 + wire.roundoff) * 2.0**-wire.exponent
+    else:
+        lost += wire.lost
+    return np.asarray((growth - 1) * magnitudes + num_devices * growth * lost)
+
+
+def feedback_error_bound(
+    magnitudes_by_step: Any,
+    depth: int,
+    num_devices: int,
+    wire_dtype: str,
+    dtype: tf.DType = tf.float32,
+) -> np.ndarray:
+    """Bounds the difference of the sum of all results from the sum of all values, with feedback.
+
+    Each cast adds its error to the next step, so only the residuals of the last step are missing.
+    They are added to values that are cast, so they are rounded too: with c the bound of one step,
+    relative to the magnitudes, they are at most c / (1 - c) of the largest. Additions in the values'
+    own dtype round in every step, without feedback. (Karimireddy et al., "Error Feedback Fixes
+    SignSGD and other Gradient Compression Schemes", ICML 2019, lemma 3.)
+
+    Args:
+      magnitudes_by_step: `magnitudes` of `error_bound` for each step, along the first axis.
+      depth: as for `error_bound`.
+      num_devices: the same.
+      wire_dtype: the same.
+      dtype: the same.
+    """
+    magnitudes = np.asarray(magnitudes_by_step, np.float64)
+    wide = _FORMATS[dtype.name]
+    once = error_bound(np.max(magnitudes, 0), depth, num_devices, wire_dtype, dtype)
+    held = once / (2 - _growth(depth, num_devices, wire_dtype, dtype))
+    added = np.sum(magnitudes + held, 0) * wide.roundoff + len(magnitudes) * wide.lost
+    return np.asarray(held + 2 * num_devices * added)
