@@ -71,7 +71,7 @@ def run(
                 after = None if pack.after is None else results[pack.after]
                 results.append(_reduce_pack(plan, index, held, after, devices, runtime))
         with tf.name_scope("unfuse"):
-            return _unpack_all(plan, results, values, devices)
+            return _unpack_all(plan, results, devices)
 
 
 def _reduce_pack(
@@ -248,10 +248,11 @@ def _pack(plan: Plan, values: list[Any], device: str) -> list[list[Any]]:
     """Makes the content of all packs of one replica, on the current device."""
     parts: dict[Slice, Any] = {}
     for index, (value, slices) in enumerate(zip(values, plan.slices_of, strict=True)):
-        if isinstance(value, tf.IndexedSlices) and not plan.values[index].rows:
+        if plan.values[index].table:
             value = numerics.cast(rows.to_table(value, device), value.dtype, device)
-        if value.dtype != plan.dtype_of[index]:
-            value = numerics.cast(value, tf.as_dtype(plan.dtype_of[index]), device)
+        dtype = plan.casts[index]
+        if dtype is not None:
+            value = numerics.cast(value, tf.as_dtype(dtype), device)
         parts.update(zip(slices, _cut(value, slices), strict=True))
     return [
         [_fuse(tensor, [parts[part] for part in tensor.slices]) for tensor in pack.tensors]
@@ -273,9 +274,7 @@ def _fuse(fused: FusedTensor, parts: Sequence[Any]) -> Any:
     return tf.concat([shapes.flatten(part) for part in parts], axis=0)
 
 
-def _unpack_all(
-    plan: Plan, results: list[Held], values: Sequence[Sequence[Any]], devices: Sequence[str]
-) -> list[list[Any]]:
+def _unpack_all(plan: Plan, results: list[Held], devices: Sequence[str]) -> list[list[Any]]:
     """Takes the results for all values out of the packs: `[value][node]`."""
     unpacked: list[list[Any]] = [[None] * len(plan.nodes) for _ in plan.values]
     for node, device in enumerate(devices):
@@ -295,8 +294,8 @@ def _unpack_all(
                     continue
                 result = parts[slices[0]]
                 if len(slices) > 1 or slices[0] in flat:
-                    like = values[index][min(node, plan.replicas - 1)]
-                    result = _join([parts[part] for part in slices], like.shape)
+                    shape = plan.values[index].shape
+                    result = _join([parts[part] for part in slices], shape)
                 unpacked[index][node] = result
     return unpacked
 
@@ -309,7 +308,8 @@ def _unfuse(fused: FusedTensor, tensor: Any) -> list[Any]:
     return list(tf.split(tensor, shapes.int64(part.size for part in fused.slices)))
 
 
-def _join(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:
-    """Gives flat parts of a value its shape again."""
+def _join(parts: Sequence[tf.Tensor], shape: Sequence[int | None] | None) -> tf.Tensor:
+    """Gives flat parts of a value its shape again; only values of known size are flattened."""
+    assert shape is not None
     joined = parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)
-    return joined if joined.shape == shape else tf.reshape(joined, shapes.int64(shape.as_list()))
+    return joined if len(shape) == 1 else tf.reshape(joined, shapes.int64(shape))

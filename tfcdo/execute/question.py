@@ -124,12 +124,11 @@ def _spec(reduction: Reduction, as_rows: bool) -> ValueSpec:
         shape = None if row.rank is None else (None, *row.as_list()[1:])
         return ValueSpec(values[0].dtype.name, shape, rows=True)
     shapes = [value.shape for value in values]
-    if shapes[0].rank is None:
-        return ValueSpec(values[0].dtype.name, None)
-    sizes = shapes[0].as_list()
-    if not all(shape.is_fully_defined() for shape in shapes[1:]) and None not in sizes:
-        return ValueSpec(values[0].dtype.name, None)
-    return ValueSpec(values[0].dtype.name, tuple(sizes))
+    sizes = None if shapes[0].rank is None else tuple(shapes[0].as_list())
+    known = [shape.is_fully_defined() for shape in shapes]
+    if known[0] and not all(known):
+        sizes = None  # Its size counts as known only if it is known of all replicas.
+    return ValueSpec(values[0].dtype.name, sizes, table=reduction.is_sparse)
 
 
 def _nodes_of(reduction: Reduction, nodes: Sequence[str]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 
-def int64(numbers: Iterable[int]) -> tf.Tensor:
+def int64(numbers: Iterable[int | None]) -> tf.Tensor:
     """Returns sizes or a shape as an op takes them.
 
     In 64 bits, because TensorFlow 2.21 mixes up 32-bit ones: of eager ops that several threads run

@@ -37,11 +37,13 @@ class ValueSpec:
       shape: its dimensions, None for an unknown one; None if not even their number is known. The
         number of rows is left out: it differs between replicas and steps.
       rows: whether it is a `tf.IndexedSlices` that stays one.
+      table: whether it is a `tf.IndexedSlices` that becomes the table that it stands for first.
     """
 
     dtype: str
     shape: tuple[int | None, ...] | None
     rows: bool = False
+    table: bool = False
 
     @functools.cached_property
     def size(self) -> int | None:
@@ -304,6 +306,14 @@ class Plan:
         """Returns `dtype_of`; `dtype_of[v]` is the dtype that value `v` is packed in."""
         found = {part.value: pack.dtype for pack in self.packs for part in pack.slices}
         return tuple(found[index] or value.dtype for index, value in enumerate(self.values))
+
+    @functools.cached_property
+    def casts(self) -> tuple[str | None, ...]:
+        """Returns `casts`; `casts[v]` is the dtype that value `v` is cast to first, if any."""
+        return tuple(
+            None if dtype == value.dtype else dtype
+            for dtype, value in zip(self.dtype_of, self.values, strict=True)
+        )
 
     @functools.cached_property
     def one_function(self) -> bool:
