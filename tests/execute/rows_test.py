@@ -6,20 +6,26 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import graph_testing
 import hypothesis
 import hypothesis.extra.numpy as hnp
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
+from graph_testing import one_pack
 from hypothesis import strategies as st
 
 import tfcdo
 from tfcdo import log
+from tfcdo.execute import interpreter
 from tfcdo.execute import numerics
 from tfcdo.execute import rows
 from tfcdo.plan import algorithms
+from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.copy_tree import two_level
+from tfcdo.plan.plan import RootStep
+from tfcdo.plan.plan import ValueSpec
 
 DTYPES = (
     tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int32, tf.int64,
@@ -77,6 +83,18 @@ def slices_on(tree: Any, seed: int = 0, most: int = 4, size: int = 6) -> list[tf
     ]
 
 
+def all_reduce(
+    tree: CopyTree,
+    values: Sequence[Sequence[tf.IndexedSlices]],
+    divide: int | None = None,
+    tables: Any = "smaller",
+) -> list[list[tf.IndexedSlices]]:
+    """Runs a plan with one pack of all values: `[value][device]`."""
+    specs = [ValueSpec(own[0].dtype.name, (None, 2), rows=True) for own in values]
+    plan = one_pack(tree, *specs, kind="rows", root=RootStep(divide=divide), tables=tables)
+    return interpreter.run(plan, values, tu.device_names(tree.num_devices), interpreter.Runtime())
+
+
 class AddTest(tf.test.TestCase):
     @ONCE
     @hypothesis.given(drawn_slices(st.integers(-(2**31), 2**31 - 1) | st.integers(-1, 3)))
@@ -89,7 +107,7 @@ class AddTest(tf.test.TestCase):
         total = rows.add(slices, "/cpu:0")
         indices, expected = summed(*zip(*[(np.array(own, int), v) for own, v in parts]))
         self.assertEqual(index_dtype, total.indices.dtype)
-        self.assertEqual(numerics.dtype_of_sum(dtype), total.values.dtype)
+        self.assertEqual(numerics.upcast_dtype(dtype), total.values.dtype)
         self.assertAllEqual(indices, total.indices)
         self.assertAllEqual(expected, tu.exact(total.values))
 
@@ -115,7 +133,7 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         given = [slices_on(tree, seed, most=40 if as_tables else 2) for seed in (1, 2, 3)]
         choices = [rows.table_is_smaller(parts, names) for parts in given]
         self.assertEqual([as_tables] * 3, choices)
-        results = rows.all_reduce(tree, given, names, numerics.FinalOp(len(names)))
+        results = all_reduce(tree, given, len(names))
         for parts, result in zip(given, results, strict=True):
             indices, total = summed(*zip(*[(p.indices, p.values) for p in parts]))
             self.assert_bitwise_equal(result)
@@ -138,7 +156,7 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
                 tf.IndexedSlices(*tensors[2 * rank : 2 * rank + 2], table) for rank in range(3)
             ]
             self.assertTrue(tf.is_tensor(rows.table_is_smaller(given, names)))
-            return rows.all_reduce(tree, [given], names, numerics.FinalOp())[0]
+            return all_reduce(tree, [given])[0]
 
         own = st.integers(0, 20).flatmap(
             lambda count: st.tuples(
@@ -166,15 +184,14 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         check()
 
     def test_indices_outside_of_the_table(self):
-        """As rows they are whoever's who applies them; a table has no place for them."""
-        tree = two_level(1)
+        """Rows keep them, for the optimizer to refuse or ignore; a table has no place for them."""
 
         def reduce(indices, with_tables):
             own = tf.IndexedSlices(
                 tf.ones([len(indices), 2]), tf.constant(indices), tf.constant([3, 2])
             )
-            final_op = numerics.FinalOp()
-            return rows.all_reduce(tree, [[own]], tu.device_names(1), final_op, with_tables)[0][0]
+            tables = "smaller" if with_tables else "never"
+            return all_reduce(two_level(1), [[own]], tables=tables)[0][0]
 
         self.assertAllEqual([-1, 0, 7], reduce([7, -1, 0, 0, 0], False).indices)
         self.assertAllEqual([0], reduce([-1, -1, 0, 0, 0], True).indices)
@@ -191,7 +208,7 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
                 cls(sparse_as_dense=bad)
 
     def test_dense_on_demand(self):
-        """As in Horovod; but what has no shape stays rows, and that is said."""
+        """As in Horovod; slices without a shape stay rows, and a warning says so."""
         ops = tfcdo.AutoAllReduce(sparse_as_dense=True)
         shaped = tf.IndexedSlices(tf.ones([2, 2]), tf.constant([2, 2]), tf.constant([3, 2]))
         shapeless = tf.IndexedSlices(shaped.values, shaped.indices)
@@ -204,31 +221,23 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual([2], sparse.values[0].indices)
 
     @parameterized.product(tree=TREES[1::3], most=(2, 40))
-    def test_travels_along_the_edges_only(self, tree, most):
-        names = tu.device_names(tree.num_devices)
-
+    def test_rows_are_copied_along_the_edges_only(self, tree, most):
         @tf.function(autograph=False)
         def run() -> Any:
-            given = [slices_on(tree, seed, most) for seed in (1, 2)]
-            return rows.all_reduce(tree, given, names, numerics.FinalOp())
+            return all_reduce(tree, [slices_on(tree, seed, most) for seed in (1, 2)])
 
-        edges = {ends for edge in tree.edges for ends in (edge, edge[::-1])}
-        crossed = set()
-        operations = run.get_concrete_function().graph.get_operations()
-        for op in operations:
-            for tensor in op.inputs:
-                if tensor.op.device and op.device and tensor.op.device != op.device:
-                    crossed.add((names.index(tensor.op.device), names.index(op.device)))
-        self.assertEqual(edges, crossed)
+        graph = run.get_concrete_function().graph
+        copied = graph_testing.copied_bytes(graph, tu.device_names(tree.num_devices))
+        self.assertEqual(graph_testing.edges_both_ways(tree), set(copied))
         # All values go down with one op an edge.
-        down = [op for op in operations if "broadcast/" in op.name]
+        down = [op for op in graph.get_operations() if "broadcast/" in op.name]
         self.assertLen(down, len(tree.edges))
 
-    def test_only_rows_travel(self):
-        """A table of a terabyte: whoever makes it dense runs out of memory."""
+    def test_only_rows_are_sent(self):
+        """A table of a terabyte: dense, it would not fit into memory."""
         shape = tf.constant([2**30, 256], tf.int64)
         own = [tf.IndexedSlices(tf.ones([1, 256]), tf.constant([rank]), shape) for rank in range(3)]
-        [results] = rows.all_reduce(two_level(3), [own], tu.device_names(3), numerics.FinalOp())
+        [results] = all_reduce(two_level(3), [own])
         self.assertAllEqual([0, 1, 2], results[2].indices)
 
     def check_gradient(
@@ -259,10 +268,9 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(2, 40)
     def test_gradient(self, most):
-        tree, final_op = two_level(3), numerics.FinalOp(3)
+        tree = two_level(3)
         self.check_gradient(
-            slices_on(tree, 5, most),
-            lambda parts: rows.all_reduce(tree, [parts], tu.device_names(3), final_op)[0],
+            slices_on(tree, 5, most), lambda parts: all_reduce(tree, [parts], divide=3)[0]
         )
 
     @parameterized.product(

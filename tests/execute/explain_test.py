@@ -1,0 +1,229 @@
+"""`explain` says what is in the graph that runs, and arguments have the defaults that they name."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any, cast
+
+import graph_testing
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+
+import tfcdo
+from tfcdo import topology
+from tfcdo.plan.copy_tree import chain
+from tfcdo.plan.copy_tree import two_level
+
+MACHINES = ("dgx1", "dgx1_p100", "nvswitch", "pcie", "shared_memory")
+OPS = {
+    "hierarchical": lambda **kw: tfcdo.HierarchicalCopyAllReduce(num_packs=2, **kw),
+    "ring": lambda **kw: tfcdo.AllReduceCrossDeviceOps("ring", **kw),
+    "one device": tfcdo.ReductionToOneDevice,
+    "elsewhere": lambda **kw: tfcdo.ReductionToOneDevice("/cpu:5", **kw),
+    **{
+        f"{algorithm} on {machine}": lambda algorithm=algorithm, machine=machine, **kw: (
+            tfcdo.AllReduceCrossDeviceOps(algorithm, 5, topology=topology.preset(machine, 8), **kw)
+        )
+        for machine, algorithm in itertools.product(MACHINES, ("packed_trees", "auto"))
+    },
+}
+
+
+class GraphTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    """Compares an explanation with the ops of the graph that runs; see also `host_wire`."""
+
+    SHAPES = ((100,), (5, 10), (), (30, 20))
+
+    @parameterized.parameters(
+        *itertools.product(
+            ("hierarchical", "ring", "one device", "elsewhere"),
+            (2, 3, 4),
+            (("float32", None), ("bfloat16", None), ("float32", "float16")),
+        ),
+        *[(name, 8, ("float32", None)) for name in OPS if " on " in name],
+    )
+    def test_packs_and_bytes_are_those_of_the_graph(self, name, count, dtypes):
+        dtype, wire = dtypes
+        ops = OPS[name](wire_dtype=wire)
+        devices = tu.device_names(8)
+        told = ops.explain(self.SHAPES, dtype, devices[:count])
+        arrays = [
+            [tu.numbers(shape, dtype, 10 * index + rank, limit=15) for rank in range(count)]
+            for index, shape in enumerate(self.SHAPES)
+        ]
+
+        @tf.function(autograph=False)
+        def reduce() -> Any:
+            values = [*map(tu.per_replica, arrays)]
+            graph = tf.compat.v1.get_default_graph()
+            before = len(graph.get_operations())
+            results = ops.batch_reduce(tu.SUM, [(value, value) for value in values])
+            counts.append(len(graph.get_operations()) - before)
+            return [result.values for result in results]
+
+        counts: list[int] = []
+        for own, results in zip(arrays, reduce(), strict=True):
+            self.assert_exact(results[0], tu.oracle(tu.SUM, own), tf.as_dtype(dtype))
+            self.assert_bitwise_equal(results)
+        graph = reduce.get_concrete_function().graph
+        names = [op.name for op in graph.get_operations()]
+        packs = {int(found[1]) for name in names if (found := re.match(r"tfcdo/pack(\d+)/", name))}
+        self.assertEqual(set(range(told.num_packs)), packs)
+        copied = graph_testing.copied_bytes(graph, told.devices)
+        self.assertEqual(copied, told.bytes_by_link)
+        self.assertEqual(copied, graph_testing.copied_bytes(graph, told.devices + devices))
+        self.assertEqual(counts[0], told.num_graph_ops)
+        self.assertIn(f"{counts[0]:,} graph ops", str(told))
+        adding = sum(pack.num_tensors * sum(map(bool, pack.tree.children)) for pack in told.packs)
+        self.assertEqual(adding, told.num_ops["AddN"])
+
+
+class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
+    """Tests of arguments left out, and of what an object says about itself."""
+
+    @parameterized.parameters(
+        ("nccl", 1), ("hierarchical_copy", 1), ("ring", None), ("shuffle", None), ("auto", None)
+    )
+    def test_num_packs_left_out(self, algorithm, expected):
+        place = topology.preset("dgx1")
+        default = tfcdo.AllReduceCrossDeviceOps(algorithm, topology=place)
+        given = tfcdo.AllReduceCrossDeviceOps(algorithm, expected, topology=place)
+        self.assertEqual(repr(given), repr(default))
+        shapes = [(40_000_000,)]
+        self.assertEqual(
+            given.explain(shapes, devices=tu.ALL_DEVICES),
+            default.explain(shapes, devices=tu.ALL_DEVICES),
+        )
+
+    def test_auto_is_auto_all_reduce_and_a_ring_is_a_ring(self):
+        place, shapes = topology.preset("dgx1"), [(25_000_000,)]
+        auto = tfcdo.AllReduceCrossDeviceOps("auto", topology=place).explain(
+            shapes, devices=tu.ALL_DEVICES
+        )
+        same = tfcdo.AutoAllReduce(topology=place).explain(shapes, devices=tu.ALL_DEVICES)
+        self.assertEqual(same.packs, auto.packs)
+        self.assertGreater(auto.num_packs, 1)
+        ring = tfcdo.AllReduceCrossDeviceOps("ring").explain([(800,)], devices=tu.ALL_DEVICES)
+        self.assertEqual([chain(8, root) for root in range(8)], [p.tree for p in ring.packs])
+        # Each device but one sends each of the 8 packs once up and once down, to its neighbours.
+        self.assertLen(ring.bytes_by_link, 16)
+        self.assertEqual({400 * 7}, set(ring.bytes_by_link.values()))
+
+    @parameterized.parameters("hierarchical_copy", "ring", "auto")
+    def test_nccl_is_required_of_nccl_only(self, algorithm):
+        with self.assertRaisesRegex(ValueError, f"require_nccl must .*{algorithm}"):
+            tfcdo.AllReduceCrossDeviceOps(algorithm, require_nccl=True)
+
+    @parameterized.parameters(
+        (
+            lambda: tfcdo.HierarchicalCopyAllReduce(2),
+            "HierarchicalCopyAllReduce(num_packs=2, topology=None)",
+        ),
+        (
+            lambda: tfcdo.NcclAllReduce(0),
+            "NcclAllReduce(num_packs=0, topology=None, require_nccl=False)",
+        ),
+        (
+            lambda: tfcdo.AutoAllReduce(topology=topology.preset("dgx1")),
+            "AutoAllReduce(topology='dgx1', plan=None, nccl=True)",
+        ),
+        (
+            lambda: tfcdo.ReductionToOneDevice("/cpu:1"),
+            "ReductionToOneDevice(reduce_to_device='/cpu:1', accumulation_fn=None)",
+        ),
+        (
+            lambda: tfcdo.AllReduceCrossDeviceOps("ring", agg_small_grads_max_bytes=7),
+            "AllReduceCrossDeviceOps(all_reduce_alg='ring', num_packs=None, "
+            "agg_small_grads_max_bytes=7, agg_small_grads_max_group=10, topology=None, "
+            "require_nccl=False)",
+        ),
+    )
+    def test_repr(self, make, expected):
+        self.assertEqual(expected, repr(make()))
+
+
+class ExplainTest(tf.test.TestCase, parameterized.TestCase):
+    SHAPES = ((100,), (5, 10), ())
+
+    def explain(self, ops: Any, count: int = 3, **kwargs: Any) -> Any:
+        return ops.explain(self.SHAPES, devices=[f"/cpu:{i}" for i in range(count)], **kwargs)
+
+    def test_copy_trees(self):
+        told = self.explain(tfcdo.HierarchicalCopyAllReduce(num_packs=2), dtype=tf.float64)
+        self.assertEqual(tu.device_names(3), told.devices)
+        self.assertEqual("hierarchical_copy", told.algorithm)
+        self.assertEqual([600, 608], [pack.num_bytes for pack in told.packs])
+        self.assertEqual([two_level(3, 0), two_level(3, 1)], [pack.tree for pack in told.packs])
+        # Up and down: 600 bytes between 0 and each of the others, 608 between 1 and each of them.
+        expected = {(0, 1): 1208, (1, 0): 1208, (0, 2): 600, (2, 0): 600, (1, 2): 608, (2, 1): 608}
+        self.assertEqual(expected, told.bytes_by_link)
+        text = str(told)
+        for part in (
+            "HierarchicalCopyAllReduce(num_packs=2, topology=None) on 3 devices",
+            "because it was asked for; the topology 'shared_memory' was detected",
+            "pack 1: 608 bytes of 3 values in 1 tensor along 1(0, 2)",
+            "1,208 bytes on each of 2 links: 0 -> 1, 1 -> 0",
+            "2 AddN",
+        ):
+            self.assertIn(part, text)
+        self.assertTrue(text.isascii())
+
+    def test_reasons(self):
+        for ops, algorithm, reason in (
+            (tfcdo.AutoAllReduce(), "one_device", "auto found it fastest for 604 bytes"),
+            (tfcdo.ReductionToOneDevice("/cpu:1"), "one_device", "summed on .*CPU:1"),
+            (tfcdo.ReductionToOneDevice("/cpu:7"), "one device", "reduce_to_device is .*CPU:7"),
+            (tfcdo.ReductionToOneDevice(None, tf.add_n), "one device", "accumulation_fn .*CPU:0"),
+        ):
+            told = self.explain(ops)
+            self.assertEqual(algorithm, told.algorithm)
+            self.assertRegex(told.reason, reason)
+        with tu.kernels_for():
+            told = self.explain(tfcdo.NcclAllReduce())
+            self.assertEqual("hierarchical_copy", told.algorithm)
+            self.assertRegex(told.reason, "NCCL cannot run: no NcclAllReduce kernel")
+            with self.assertRaisesRegex(RuntimeError, "require_nccl"):
+                self.explain(tfcdo.NcclAllReduce(require_nccl=True))
+        with tu.kernels_for("CPU"):
+            told = self.explain(tfcdo.NcclAllReduce(3))
+            self.assertEqual("NCCL", told.algorithm)
+            self.assertEqual([None] * 3, [pack.tree for pack in told.packs])
+            self.assertEqual(9, told.num_ops["NcclAllReduce"])
+            self.assertEmpty(told.bytes_by_link)
+
+    @parameterized.parameters((15_000, 1), (18_000, 3))
+    def test_values_that_cost_more_to_concatenate_than_an_op_are_sent_alone(self, size, num_tensors):
+        # On a CPU, an op costs what it takes to pass over 65 kB.
+        told = tfcdo.HierarchicalCopyAllReduce().explain([(size,)] * 3, devices=tu.device_names(2))
+        (pack,) = told.packs
+        self.assertEqual(num_tensors, pack.num_tensors)
+        self.assertEqual(num_tensors, told.num_ops["AddN"])
+
+    def test_the_strategy_s_devices_by_default(self):
+        ops = tfcdo.HierarchicalCopyAllReduce()
+        with tf.distribute.MirroredStrategy(["/cpu:1", "/cpu:4"], cross_device_ops=ops).scope():
+            told = ops.explain([(2,)])
+        self.assertEqual((tu.device_name(1), tu.device_name(4)), told.devices)
+        # Another test file of this process may have asked for more devices than this one.
+        every_device = tu.device_names(len(tf.config.list_logical_devices("CPU")))
+        self.assertEqual(every_device, ops.explain([(2,)]).devices)
+
+    def test_bad_input(self):
+        ops = tfcdo.HierarchicalCopyAllReduce()
+        with self.assertRaisesRegex(ValueError, r"shapes\[1\] must be fully known; got \(None,"):
+            ops.explain([(2,), (None, 3)])
+        with self.assertRaisesRegex(TypeError, "shapes must be a list .* of each value; got 100"):
+            ops.explain(cast(Any, 100))
+        with self.assertRaisesRegex(ValueError, "devices must be a list"):
+            ops.explain([(2,)], devices=[])
+        with self.assertRaisesRegex(ValueError, "each of devices must .*nonsense"):
+            ops.explain([(2,)], devices=["/cpu:0", "nonsense"])
+        with self.assertRaisesRegex(ValueError, "adds; got string"):
+            ops.explain([(2,)], tf.string, ["/cpu:0", "/cpu:1"])
+        self.assertEqual("nothing", ops.explain([]).algorithm)
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,359 @@
+"""The interpreter: plans of every kind run, along the edges of their trees and no others."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import graph_testing
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+from graph_testing import edges_both_ways
+from graph_testing import one_pack
+
+import tfcdo
+from tfcdo import topology
+from tfcdo.execute import copy_trees
+from tfcdo.execute import interpreter
+from tfcdo.plan import algorithms
+from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.copy_tree import chain
+from tfcdo.plan.copy_tree import star
+from tfcdo.plan.plan import FusedTensor
+from tfcdo.plan.plan import Pack
+from tfcdo.plan.plan import Plan
+from tfcdo.plan.plan import RootStep
+from tfcdo.plan.plan import Slice
+from tfcdo.plan.plan import ValueSpec
+
+# Trees of every kind and several sizes.
+TREES = [
+    tree
+    for count in (1, 2, 3, 8)
+    for make in algorithms.CLASSICS.values()
+    for tree in make(count)[:: max(1, count // 2)]
+]
+
+
+def values_on(count: int, *shapes: tuple[int, ...]) -> list[list[tf.Tensor]]:
+    """One value per shape, on each device: `[value][device]`."""
+    return [
+        [
+            tu.place(tu.numbers(shape, tf.float32, 10 * index + rank), tu.device_name(rank))
+            for rank in range(count)
+        ]
+        for index, shape in enumerate(shapes)
+    ]
+
+
+class TreesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    """Each pack is reduced up its tree, takes the root step, and is broadcast down."""
+
+    def run_both_ways(self, plan: Plan, values: Any) -> tuple[tf.Graph, Any]:
+        """Runs a plan eagerly and in a function; returns the graph, and the eager results."""
+        names = tu.device_names(len(plan.nodes))
+
+        @tf.function(autograph=False)
+        def run(*flat: tf.Tensor) -> Any:
+            own = [[tu.place(v, name) for v, name in zip(value, names)] for value in flat]
+            return interpreter.run(plan, own, names, interpreter.Runtime())
+
+        results = interpreter.run(plan, values, names, interpreter.Runtime())
+        for name, per_node in zip(names, zip(*results, strict=True), strict=True):
+            self.assertContainsSubset({r.device for r in per_node if r is not None}, {name})
+        traced = run(*values)
+        for mine, other in zip(tf.nest.flatten(results), tf.nest.flatten(traced), strict=True):
+            self.assertAllEqual(mine, other)
+        return run.get_concrete_function(*values).graph, results
+
+    @parameterized.parameters(*[(tree,) for tree in TREES])
+    def test_means(self, tree):
+        count = tree.num_devices
+        values = values_on(count, (3,), ())
+        specs = [ValueSpec("float32", shape) for shape in ((3,), ())]
+        plan = one_pack(tree, *specs, root=RootStep(divide=count))
+        graph, results = self.run_both_ways(plan, values)
+        for own, result in zip(values, results, strict=True):
+            self.assert_exact(result[0], tu.oracle(tu.MEAN, own), tf.float32)
+            self.assert_bitwise_equal(result)
+        names = tu.device_names(count)
+        copied = graph_testing.copied_bytes(graph, names)
+        self.assertEqual(dict.fromkeys(edges_both_ways(tree), 16), copied)
+        ops = [(op.type, op.device) for op in graph.get_operations()]
+        adding = [("AddN", names[node]) for node in range(count) if tree.children[node]]
+        expected = 2 * [*adding, ("RealDiv", names[tree.root])]
+        self.assertCountEqual(expected, [op for op in ops if op[0] in ("AddN", "RealDiv")])
+
+    @parameterized.parameters(*[(tree,) for tree in TREES[::3]])
+    def test_gathers(self, tree):
+        count = tree.num_devices
+        values = [
+            [tf.fill([rank % 3, *shape], rank) for rank in range(count)] for shape in ((2,), ())
+        ]
+        specs = [ValueSpec("int32", (None, 2)), ValueSpec("int32", (None,))]
+        graph, results = self.run_both_ways(one_pack(tree, *specs, kind="concat"), values)
+        for own, result in zip(values, results, strict=True):
+            for gathered in result:
+                self.assertAllEqual(np.concatenate(own), gathered)
+        copied = graph_testing.copied_bytes(graph, tu.device_names(count))
+        self.assertEqual(edges_both_ways(tree), set(copied))
+
+    @parameterized.parameters(
+        # Node 3 has no value. A copy goes only to nodes that get the result, or on the way to them.
+        (star(4, 3), {(0, 3), (1, 3), (2, 3)}),
+        (chain(4), {(2, 1), (1, 0), (0, 1), (1, 2), (2, 3)}),
+        (star(4, 0), {(1, 0), (2, 0), (0, 3)}),
+    )
+    def test_sums_to_another_device(self, tree, expected):
+        values = values_on(3, (5,))
+        plan = one_pack(tree, ValueSpec("float32", (5,)), replicas=3, to=(3,))
+        names = tu.device_names(4)
+        graph, ([*_, result],) = self.run_both_ways(plan, values)
+        self.assert_exact(result, tu.oracle(tu.SUM, values[0]), tf.float32)
+        self.assertEqual(expected, set(graph_testing.copied_bytes(graph, names)))
+
+    def test_a_window_makes_leaves_wait_for_an_earlier_result(self):
+        packs = [
+            Pack(
+                "sum",
+                (FusedTensor((Slice(0, 3 * index, 3 * index + 3),)),),
+                "float32",
+                chain(3),
+                after=after,
+            )
+            for index, after in enumerate((None, None, 0))
+        ]
+        plan = Plan(("CPU:0", "CPU:1", "CPU:2"), 3, 1, (ValueSpec("float32", (9,)),), (*packs,))
+        values = values_on(3, (9,))
+        graph, (result,) = self.run_both_ways(plan, values)
+        self.assert_exact(result[0], tu.oracle(tu.SUM, values[0]), tf.float32)
+        waiting = {
+            (op.device, tuple(one.name for one in op.control_inputs))
+            for op in graph.get_operations()
+            if op.control_inputs
+        }
+        # Only the leaf, device 2, and only its part of the last pack.
+        self.assertEqual({(tu.device_name(2), ("tfcdo/pack0/broadcast/1to2",))}, waiting)
+
+    def test_parts_are_combined_in_the_order_of_the_devices(self):
+        # 0 and 2 send to 1, and 1 to 3.
+        tree = CopyTree((1, 3, 1, None))
+        scopes, names = [], []
+
+        def combine(parts, name):
+            scopes.append(tf.constant(0).device)
+            names.append(name)
+            return "(" + "+".join(parts) + ")"
+
+        total = copy_trees.reduce_up(tree, list("abcd"), tu.device_names(4), combine)
+        self.assertEqual("((a+b+c)+d)", total)
+        self.assertEqual([tu.device_name(1), tu.device_name(3)], scopes)
+        self.assertEqual(["reduce/0and2to1", "reduce/1to3"], names)
+
+    def test_ops_in_a_graph_are_named_after_packs_and_edges(self):
+        ops = tfcdo.HierarchicalCopyAllReduce(num_packs=2)
+        dense = tu.per_replica([tf.ones([6])] * 3)
+        rows = tu.per_replica([tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]))] * 3)
+
+        def twice():
+            ops.batch_reduce(tu.SUM, [(dense, dense), (rows, rows)])
+            ops.reduce(tu.SUM, dense, dense)
+
+        names = {
+            op.name: tf.DeviceSpec.from_string(op.device).device_index
+            for op in tu.traced_ops(twice)
+        }
+        for scope in "tfcdo", "tfcdo_2":
+            upward = [re.fullmatch(rf"{scope}/pack[01]/reduce/(.+)to\d", name) for name in names]
+            children = [child for found in upward if found for child in found[1].split("and")]
+            # Each of two packs has a tree of two edges.
+            self.assertLen(children, 4)
+        for name, device in names.items():
+            if found := re.search(r"/(reduce|broadcast|gather)/[\dand]+to(\d)$", name):
+                self.assertEqual(int(found[2]), device, name)
+        downward = [name for name in names if name.startswith("tfcdo_1/rows0/broadcast/")]
+        self.assertLen(downward, 2)
+
+
+class PackingTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    SHAPES = ((2, 3), (), (0, 4), (7,), (2, 3), (5, 1, 2), (1,), (7,))
+
+    @parameterized.product(
+        how=((1, 0, 0), (2, 0, 0), (5, 0, 0), (100, 0, 0), (0, 0, 0), (None, 0, 0), (0, 24, 0),
+             (1, 0, 10)),
+        machine=("shared_memory", "nvswitch"),
+    )  # fmt: skip
+    def test_packing_changes_no_value(self, how, machine):
+        num_packs, small, most = how
+        ops = tfcdo.AllReduceCrossDeviceOps(
+            "ring", num_packs, small, 3, topology=topology.preset(machine, 3)
+        )
+        values = values_on(3, *self.SHAPES)
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=most)
+        for mode in (tu.EAGER, tu.FUNCTION):
+            results = tu.all_reduce(ops, tu.SUM, [*map(tu.per_replica, values)], mode, options)
+            for own, result in zip(values, results, strict=True):
+                self.assert_exact(result.value, tu.oracle(tu.SUM, own), tf.float32)
+                self.assert_bitwise_equal(result.values)
+
+    @parameterized.parameters("shared_memory", "nvswitch")
+    def test_sizes_and_shapes_are_of_64_bits(self, machine):
+        # TensorFlow 2.21 mixes up those of 32 bits where several threads run eager ops.
+        ops = tfcdo.AllReduceCrossDeviceOps("ring", 2, topology=topology.preset(machine, 3))
+        values = [*map(tu.per_replica, values_on(3, *self.SHAPES))]
+        operations = tu.traced_ops(lambda: ops.batch_reduce(tu.SUM, [(v, v) for v in values]))
+        sizes = [op.inputs[1] for op in operations if op.type in ("Reshape", "SplitV")]
+        self.assertLen({size.op.type for size in sizes}, 1)
+        self.assertEqual({tf.int64}, {size.dtype for size in sizes})
+
+    def test_a_value_that_is_sent_alone_is_not_copied(self):
+        value = tu.per_replica([tf.ones([20, 30])] * 3)
+        ops = tfcdo.AllReduceCrossDeviceOps("ring", 1, topology=topology.preset("nvswitch", 3))
+        operations = tu.traced_ops(lambda: ops.batch_reduce(tu.SUM, [(value, value)]))
+        self.assertEqual({"AddN", "Identity", "Placeholder"}, {op.type for op in operations})
+
+
+class BatchTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    def test_results_keep_the_order_of_the_batch(self):
+        """Values that are reduced together are not neighbours in the batch."""
+        arrays = [[np.float32(10 * index + rank) for rank in range(3)] for index in range(6)]
+        values = [tu.per_replica(own) for own in arrays]
+        elsewhere = tu.per_replica(arrays[5], tu.ALL_DEVICES[4:7])
+        row = tu.per_replica(
+            [
+                tf.IndexedSlices(tf.fill([1, 1], float(rank)), tf.constant([rank]))
+                for rank in range(3)
+            ]
+        )
+        pairs: list[Any] = [
+            (values[0], values[0]),
+            (row, row),
+            (values[1], "/cpu:7"),
+            (values[2], values[2]),
+            (elsewhere, elsewhere),
+            (row, "/cpu:6"),
+            (values[3], values[3]),
+            (values[4], elsewhere),
+        ]
+        ops = tfcdo.HierarchicalCopyAllReduce()
+        results = tu.call(tu.EAGER, lambda: ops.batch_reduce(tu.SUM, pairs))
+        self.assertLen(results, len(pairs))
+        for index, source in {0: 0, 2: 1, 3: 2, 4: 5, 6: 3, 7: 4}.items():
+            expected = tu.oracle(tu.SUM, arrays[source])
+            self.assert_exact(results[index].value, expected, tf.float32)
+        for index in 1, 5:
+            self.assertAllEqual([0, 1, 2], results[index].value.indices)
+
+    def test_a_topology_must_fit(self):
+        ops = tfcdo.AllReduceCrossDeviceOps("ring", topology=topology.preset("nvswitch", 4))
+        with tf.Graph().as_default() as graph:
+            own = tu.per_replica([tf.ones([2], tf.int32)] * 2)
+            # The first is no all-reduce, so its topology does not matter.
+            before = len(graph.get_operations())
+            with self.assertRaisesRegex(ValueError, "topology must have .*2; 'nvswitch' has 4"):
+                ops.batch_reduce(tu.MEAN, [(own, "/cpu:0"), (own, own)])
+            self.assertLen(graph.get_operations(), before)
+
+    def test_an_accumulation_fn_gets_the_tensors_themselves(self):
+        value = tu.per_replica([[1.0], [2.0], [4.0]])
+        seen = []
+
+        def accumulate(parts):
+            seen.append([part is own for part, own in zip(parts, value.values, strict=True)])
+            return tf.add_n(parts)
+
+        ops = tfcdo.ReductionToOneDevice("/cpu:5", accumulate)
+        result = ops.reduce(tu.MEAN, value, "/cpu:5")
+        self.assertEqual([[True] * 3], seen)
+        self.assertEqual(tu.device_name(5), result.device)
+        self.assertAllClose([7 / 3], result)
+
+    def test_given_trees_are_used_in_turn(self):
+        first, second = CopyTree((1, None, 1, 2)), CopyTree((None, 3, 0, 0))
+        ops = tfcdo.AllReduceCrossDeviceOps([first, second], num_packs=3)
+        value = tu.per_replica([np.arange(6.0) * rank for rank in range(1, 5)])
+        self.assertAllEqual(
+            [np.arange(6.0) * 10] * 4, ops.batch_reduce(tu.SUM, [(value, value)])[0].values
+        )
+        told = ops.explain(((6,),), devices=[f"/cpu:{i}" for i in range(4)])
+        self.assertEqual([first, second, first], [pack.tree for pack in told.packs])
+        three = tu.per_replica([1.0, 2.0, 3.0])
+        with self.assertRaisesRegex(ValueError, "must span the 3 devices"):
+            ops.batch_reduce(tu.SUM, [(three, three)])
+        with self.assertRaisesRegex(ValueError, "does not use NCCL"):
+            tfcdo.AllReduceCrossDeviceOps([first, second], require_nccl=True)
+
+
+class SharedValueTest(tf.test.TestCase, parameterized.TestCase):
+    """A value that is one and the same object on all replicas counts once for each of them."""
+
+    @parameterized.product(
+        make=(tfcdo.HierarchicalCopyAllReduce, tfcdo.ReductionToOneDevice), count=(1, 3, 4)
+    )
+    def test_a_captured_tensor(self, make, count):
+        strategy = tf.distribute.MirroredStrategy(tu.device_names(count), cross_device_ops=make())
+        shared = tf.constant([1.0, 2.0])
+
+        def reduce(op: tf.distribute.ReduceOp) -> tf.Tensor:
+            return tf.distribute.get_replica_context().all_reduce(op, shared)
+
+        for op, expected in ((tu.SUM, [1.0 * count, 2.0 * count]), (tu.MEAN, [1.0, 2.0])):
+            run = tf.function(lambda op=op: strategy.run(reduce, (op,)))
+            for result in strategy.experimental_local_results(run()):
+                self.assertAllEqual(expected, result)
+
+    @parameterized.product(
+        make=(tfcdo.HierarchicalCopyAllReduce, tfcdo.ReductionToOneDevice), count=(1, 3)
+    )
+    def test_an_argument_of_a_traced_function(self, make, count):
+        devices = tu.device_names(count)
+        strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=make())
+        seen = []
+
+        def reduce(x: tf.Tensor) -> tf.Tensor:
+            total = tf.distribute.get_replica_context().all_reduce(tu.SUM, x)
+            seen.append(total.device)
+            return total
+
+        run = tf.function(lambda x: strategy.run(reduce, (x,)), autograph=False)
+        for result in strategy.experimental_local_results(run(tf.constant([1.0, 2.0]))):
+            self.assertAllEqual([1.0 * count, 2.0 * count], result)
+        self.assertCountEqual(devices, seen)
+
+    @parameterized.parameters(tfcdo.HierarchicalCopyAllReduce, tfcdo.ReductionToOneDevice)
+    def test_counts_once_outside_a_strategy(self, make):
+        shared, ops = tf.constant([1.0, 2.0]), make()
+        self.assertAllEqual([1.0, 2.0], ops.reduce(tu.SUM, shared, "/cpu:0"))
+        with tf.distribute.MirroredStrategy(tu.device_names(3)).scope():
+            self.assertAllEqual([3.0, 6.0], ops.reduce(tu.SUM, shared, "/cpu:0"))
+            self.assertAllEqual([1.0, 2.0], ops.reduce(tu.MEAN, shared, "/cpu:0"))
+
+
+class SlicesTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(
+        make=(tfcdo.HierarchicalCopyAllReduce, tfcdo.ReductionToOneDevice),
+        shape=((3,), [3], np.array([3])),
+        traced=(False, True),
+    )
+    def test_a_dense_shape_that_is_not_a_tensor(self, make, shape, traced):
+        strategy = tf.distribute.MirroredStrategy(tu.device_names(2), cross_device_ops=make())
+
+        def reduce() -> tf.IndexedSlices:
+            slices = tf.IndexedSlices(tf.ones([2]), tf.constant([0, 1]), dense_shape=shape)
+            total = tf.distribute.get_replica_context().all_reduce(tu.SUM, slices)
+            self.assertTrue(tf.is_tensor(total.dense_shape))
+            return tf.convert_to_tensor(total)
+
+        run = (
+            (lambda: strategy.run(reduce))
+            if not traced
+            else tf.function(lambda: strategy.run(reduce), autograph=False)
+        )
+        for result in strategy.experimental_local_results(run()):
+            self.assertAllEqual([2.0, 2.0, 0.0], result)
+
+
+if __name__ == "__main__":
+    tf.test.main()
