@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from tfcdo.cluster.agreement import digest
 from tfcdo.execute.auto_choices import with_choices
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.config import AllReduceConfig
@@ -111,6 +112,14 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
         if not isinstance(total, tf.Tensor):
             raise TypeError(f"accumulation_fn must return a tensor; it returned {total!r}")
         return total
+
+    @property
+    def compared_among_hosts(self) -> dict[str, str]:
+        """Returns the class and its arguments, by name: all hosts must have the same."""
+        device = tf.DeviceSpec.from_string(self.reduce_to_device or "")
+        # Its job and task are another one on each host.
+        name = f"{device.device_type}:{device.device_index or 0}" if device.device_type else "None"
+        return {**super().compared_among_hosts, "cross_device_ops.reduce_to_device": name}
 
     def _between(self, hosts: Hosts) -> ConfiguredCrossDeviceOps:
         if self.accumulation_fn is not None:
@@ -386,3 +395,11 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         self._arguments.update(plan=plan, nccl=nccl, backward_seconds=backward_seconds)
         self._show("topology", "plan", "nccl", "backward_seconds")
         self._config = with_choices(self._config, plan, nccl, backward_seconds)
+
+    @property
+    def compared_among_hosts(self) -> dict[str, str]:
+        """Returns the class and its arguments, by name: all hosts must have the same."""
+        saved = self._config.saved
+        # By its content: its path may be another one on each host.
+        content = digest({"plan": saved.to_json()}) if saved else "None"
+        return {**super().compared_among_hosts, "cross_device_ops.plan": content}

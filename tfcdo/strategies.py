@@ -29,6 +29,8 @@ from tfcdo.execute.hosts import Hosts
 from tfcdo.execute.reduction import check_cross_device_ops
 from tfcdo.replica_extended import ReducesStructures
 from tfcdo.replica_extended import ReplicaExtended
+from tfcdo.topology.detection import detect
+from tfcdo.topology.topology import Topology
 
 _TIMEOUT_SECONDS = 600.0
 # TensorFlow's servers, once all hosts are there, take less than one.
@@ -234,17 +236,25 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         timeout = options.timeout_seconds or _TIMEOUT_SECONDS
         self._devices_wanted = devices_per_worker
         self._network: exchange.Network | None = None
+        settings = {
+            "devices_per_worker": devices_per_worker or _devices_here(None)[1],
+            **_settings(options, cross_device_ops, wire_between),
+        }
+        joined = session.current()
+        if joined is not None:
+            # The roll call has compared the first strategy's. TensorFlow's constructor would wait
+            # without end for hosts that make another strategy.
+            joined.agree({"what": "strategy", **settings})
         if not tf_internals.tensorflow_has_started():
-            settings = _settings(options, cross_device_ops, wire_between)
             _prepare(cluster, settings, devices_per_worker, timeout)
-        elif cluster is not None and session.current() is None:
+        elif cluster is not None and joined is None:
             raise RuntimeError(
                 "MultiWorkerMirroredStrategy must be made before anything else of TensorFlow runs, "
                 "tf.config.list_logical_devices() included: its server can only start before"
             )
         # TensorFlow would set its server up anew for another strategy, and what hosts are sending
         # each other by then would never arrive.
-        self._std_server_started = session.current() is not None
+        self._std_server_started = joined is not None
         super().__init__(strategy, cluster_resolver=resolver, communication_options=options)
         ops = cross_device_ops or _default_ops(self.worker_devices)
         if cluster is not None and len(cluster.tasks) > 1:
@@ -255,7 +265,25 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
             flat = wire_between is None and _runs_flat(hint, cross_device_ops, self.worker_devices)
             self._network = exchange.Network(joined, "nccl" if flat else hint)
             most = options.bytes_per_pack or _BYTES_PER_PACK
-            ops = ops._between(Hosts(self._network, self.worker_devices, most, flat, wire_between))
+            # All hosts plan for the chief's machine, so that their packs are the same.
+            machine = joined.text_of_chief(
+                {
+                    "what": "machine of a strategy",
+                    **settings,
+                    "cross_device_ops in use": type(ops).__name__,
+                    "one collective over all devices": flat,
+                },
+                lambda: detect(self.worker_devices).to_json(),
+            )
+            hosts = Hosts(
+                self._network,
+                self.worker_devices,
+                Topology.from_json(machine),
+                most,
+                flat,
+                wire_between,
+            )
+            ops = ops._between(hosts)
         # Only now, because TensorFlow's constructor insists on its own.
         self._cross_device_ops = self._host_cross_device_ops = ops
 
@@ -338,18 +366,19 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         return initial_value
 
 
-def _settings(options: Any, ops: Any, wire_between: tf.DType | None) -> dict[str, str]:
+def _settings(options: Any, ops: Any, wire_between: tf.DType | None) -> dict[str, Any]:
     """Returns the strategy's arguments by name, as hosts compare them."""
     return {
-        "cross_device_ops": ops.compared_among_hosts if ops else "by default",
-        "communication_options": f"{options.implementation.value}, {options.bytes_per_pack} bytes",
-        "wire_between": wire_between.name if wire_between else "none",
+        **(ops.compared_among_hosts if ops else {"cross_device_ops": "by default"}),
+        "communication_options.implementation": options.implementation.value,
+        "communication_options.bytes_per_pack": str(options.bytes_per_pack),
+        "wire_between": str(wire_between and wire_between.name),
     }
 
 
 def _prepare(
     cluster: config.Cluster | None,
-    own_settings: Mapping[str, str],
+    own_settings: Mapping[str, Any],
     devices_per_worker: int | None,
     timeout: float,
 ) -> None:
@@ -365,7 +394,6 @@ def _prepare(
         "cluster": [f"{task.job} {task.index} at {task.address}" for task in cluster.tasks],
         "version of tfcdo": version.__version__,
         "version of TensorFlow": tf.__version__,
-        "devices_per_worker": devices_per_worker or _devices_here(None)[1],
         **own_settings,
     }
     roll_call.hold(cluster, settings, timeout)

@@ -119,7 +119,25 @@ class AgreementTest(absltest.TestCase):
         for end in on_all_hosts(program, 10.0):
             self.assertIsInstance(end, agreement.DisagreementError)
             self.assertRegex(str(end), r"the programs of host \d .* and host \d .* differ: values")
-            self.assertRegex(str(end), r"element 0 of 2: f\[[45]\] on \w+, f\[[54]\] on \w+")
+            self.assertRegex(str(end), r"element 0 of 2: f\[[45]\] on host \d, f\[[54]\] on host \d")
+
+    def test_all_get_the_text_of_the_chief(self):
+        made = []
+
+        def make(host):
+            made.append(host)
+            return f"text {len(made)} of host {host}"
+
+        store = Store()
+
+        def program(host, _):
+            own = session.Session(cluster(host), store, lambda *_: None, 10.0)
+            texts = [own.text_of_chief(kind(name), lambda: make(host)) for name in "aba"]
+            return texts, own.next_keys(kind("c"), 2)
+
+        texts = ["text 1 of host 0", "text 2 of host 0", "text 1 of host 0"]
+        self.assertEqual([(texts, [0, 64])] * 3, on_all_hosts(program, 10.0))
+        self.assertEqual([0, 0], made)
 
     def test_another_collective(self):
         def program(host, own):

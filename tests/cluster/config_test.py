@@ -82,11 +82,14 @@ class TfConfigTest(parameterized.TestCase):
 
 class DifferenceTest(absltest.TestCase):
     def test_names_the_first_differences(self):
-        left = {"a": 1, "b": [1, 2], "c": [1], "d": 5, "same": 0}
-        right = {"a": 2, "b": [1, 3], "c": [], "same": 0, "e": 6}
+        left = {"a": 1, "b": [1, 2], "c": [1], "d": 5, "same": 0, "only one": 7}
+        right = {"a": 2, "b": [1, 3], "c": [], "d": 6, "same": 0, "only another": 8}
         self.assertEqual(
-            "a: 1 on x, 2 on y; b, element 1 of 2: 2 on x, 3 on y; c: 1 on x, 0 on y; and 2 more",
+            "a: 1 on x, 2 on y; b, element 1 of 2: 2 on x, 3 on y; c: 1 on x, 0 on y; and 1 more",
             difference.between(left, "x", right, "y"),
+        )
+        self.assertEqual(
+            "e: nothing on x, 6 on y", difference.between({"a": 1}, "x", {"a": 1, "e": 6}, "y")
         )
 
 

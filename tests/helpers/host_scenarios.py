@@ -18,6 +18,8 @@ import tensorflow as tf
 from host_keras import in_sync  # noqa: F401
 from host_keras import mended_keras  # noqa: F401
 from host_keras import mixed_float16  # noqa: F401
+from host_unlike import unlike_correct  # noqa: F401
+from host_unlike import unlike_refused  # noqa: F401
 from host_wire import requires_nccl  # noqa: F401
 from host_wire import wire_between  # noqa: F401
 

@@ -130,11 +130,14 @@ class Agreement:
                 mine = waiting[-1] if waiting else None
                 if mine is None:
                     return f"{they} has come to the {brief(strange[0])}, and {me} has not"
+                # Not "here" and "there": each host reads the same text.
+                names = f"host {self._cluster.index}", f"host {host}"
                 if mine.get("what") != strange[0].get("what"):
-                    details = f"here the {brief(mine)}, there the {brief(strange[0])}"
+                    details = f"{names[0]} comes to the {brief(mine)}, "
+                    details += f"{names[1]} to the {brief(strange[0])}"
                 else:
-                    details = difference.between(mine, "here", strange[0], "there")
-                return f"the programs of {me}, here, and {they}, there, differ: {details}"
+                    details = difference.between(mine, names[0], strange[0], names[1])
+                return f"the programs of {me} and {they} differ: {details}"
         return None
 
     def failure(self) -> str | None:
@@ -242,8 +245,10 @@ class Agreement:
 
 
 def brief(description: Description) -> str:
-    """Names a collective in a message: what it is for, and its first values."""
-    values = description.get("values", [])
+    """Names a description in a message: what it is for, and a collective's first values."""
+    if "values" not in description:
+        return str(description.get("what", "collective"))
+    values = description["values"]
     more = ", ..." if len(values) > 3 else ""
     count = f"{len(values)} value{'' if len(values) == 1 else 's'}"
     return f"{description.get('what', 'collective')} of {count} ({', '.join(values[:3])}{more})"

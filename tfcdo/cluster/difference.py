@@ -20,16 +20,22 @@ def between(
       right_name: whose that is.
 
     Returns:
-      The first differences, each with both values; lists are compared element by element.
+      The first differences, each with both values; lists are compared element by element. A name
+      that only one of them has counts if they agree in all others.
 
     Example:
       >>> between({"values": ["int32[2]", "bool[]"]}, "a", {"values": ["int32[2]", "int8[]"]}, "b")
       'values, element 1 of 2: bool[] on a, int8[] on b'
     """
-    found = []
-    for key in [*left, *(key for key in right if key not in left)]:
-        if left.get(key) != right.get(key):
-            found.append(_one(key, left.get(key), left_name, right.get(key), right_name))
+    found = [
+        _one(key, left[key], left_name, right[key], right_name)
+        for key in left
+        if key in right and left[key] != right[key]
+    ]
+    if not found:
+        for key in sorted(left.keys() ^ right.keys()):
+            here, there = (side.get(key, "nothing") for side in (left, right))
+            found.append(_one(key, here, left_name, there, right_name))
     more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
     return "; ".join(found[:_MOST]) + more
 

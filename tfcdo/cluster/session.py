@@ -9,7 +9,9 @@ from typing import Any
 
 from tfcdo.cluster import config
 from tfcdo.cluster import watch
+from tfcdo.cluster.agreement import LATE
 from tfcdo.cluster.agreement import Agreement
+from tfcdo.cluster.agreement import LateHostError
 from tfcdo.cluster.agreement import Store
 from tfcdo.cluster.agreement import digest
 
@@ -32,10 +34,44 @@ class Session:
         self, cluster: config.Cluster, store: Store, abort: watch.Abort, timeout: float
     ) -> None:
         self.cluster = cluster
+        self._store = store
+        self._timeout = timeout
         self._agreement = Agreement(store, cluster, timeout)
         self._watch = watch.Watch(cluster, store, self._agreement, abort, timeout)
         self._lock = threading.Lock()
         self._rounds: dict[str, Iterator[int]] = {}
+        self._texts: dict[str, str] = {}
+
+    def agree(self, description: Mapping[str, Any]) -> None:
+        """Waits until all hosts have come to the same; see `Agreement.number`."""
+        self._agreement.number(description, 0)
+
+    def text_of_chief(self, description: Mapping[str, Any], make: Callable[[], str]) -> str:
+        """Returns a text that the chief makes, once all hosts have come to it.
+
+        Args:
+          description: what all hosts must have in common.
+          make: makes the text; only called on the chief.
+
+        Raises:
+          DisagreementError, LateHostError: see `Agreement.number`.
+        """
+        name = f"text/{digest(description)}"
+        if self.cluster.is_chief:
+            with self._lock:
+                if name not in self._texts:
+                    # Before the hosts agree, so that no other one has to wait for it.
+                    text = make()
+                    self._store.set(name, text)
+                    self._texts[name] = text
+        self.agree(description)
+        with self._lock:
+            if name not in self._texts:
+                text = self._store.get(name, self._timeout)
+                if text is None:
+                    raise LateHostError(f"{LATE}: {self.cluster.name(0)} does not answer")
+                self._texts[name] = text
+            return self._texts[name]
 
     def next_keys(self, description: Mapping[str, Any], count: int) -> list[int]:
         """Returns the keys for the next use of one kind of collectives, the same on all hosts.

@@ -34,6 +34,14 @@ from tfcdo.execute.travel import Wire
 from tfcdo.execute.wire import check_wire_dtype
 from tfcdo.topology.topology import Topology
 
+
+def _compared(value: Any) -> str:
+    """Returns an argument as hosts compare it: equal text for equal values on any host."""
+    if isinstance(value, Topology):
+        return f"{value.name!r}, {value.fingerprint[:8]}"
+    return getattr(value, "__qualname__", repr(value))
+
+
 # A tf.function rewrites the Python that it calls, for tensors in `if` and `for`. There are none
 # here, so rewriting all of tfcdo would only make tracing slow.
 _as_written = tf.autograph.experimental.do_not_convert
@@ -97,13 +105,18 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         self._arguments = {name: self._arguments[name] for name in shown if name in self._arguments}
 
     @property
-    def compared_among_hosts(self) -> str:
-        """Returns in words what all hosts have to agree in: the class, and the wire if it casts."""
-        name = type(self).__name__
-        if self._wire.dtype is None:
-            return name
-        feedback = self._wire.feedback is not None
-        return f"{name} with wire_dtype={self._wire.dtype.name!r}, error_feedback={feedback}"
+    def compared_among_hosts(self) -> dict[str, str]:
+        """Returns the class and its arguments, by name: all hosts must have the same."""
+        arguments = {
+            "sparse_as_dense": self._sparse_as_dense,
+            "wire_dtype": self._wire.dtype.name if self._wire.dtype else None,
+            "error_feedback": self._wire.feedback is not None,
+            **self._arguments,
+        }
+        return {
+            "cross_device_ops": type(self).__name__,
+            **{f"cross_device_ops.{name}": _compared(each) for name, each in arguments.items()},
+        }
 
     def __repr__(self) -> str:
         arguments = ", ".join(

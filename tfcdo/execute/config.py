@@ -71,7 +71,10 @@ class AllReduceConfig:
 
     def topology_of(self, devices: Sequence[str]) -> Topology:
         """Returns the topology that was given, or the one that is found for some devices."""
-        return self.topology or detect(tuple(devices))
+        if self.topology is not None:
+            return self.topology
+        found = self.across_hosts.topology_of if self.across_hosts else detect
+        return found(tuple(devices))
 
     def check_plan(self, devices: Sequence[str]) -> None:
         """Raises `ValueError` unless the plan, if one was given, is for some devices."""

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import tf_internals
+from tfcdo.cluster.agreement import digest
 from tfcdo.execute import exchange
 from tfcdo.execute import handles
 from tfcdo.execute import numerics
@@ -22,6 +23,7 @@ from tfcdo.plan.batch_plan import BatchPlan
 from tfcdo.plan.batch_plan import PackPlan
 from tfcdo.plan.batch_plan import ValueSpec
 from tfcdo.plan.packing import PackingOptions
+from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
 
@@ -32,6 +34,7 @@ class Hosts:
     Attributes:
       network: what joins the hosts.
       devices: this host's devices, one a replica; as many on every host.
+      machine: the topology of these devices as the chief has found it, which all hosts plan for.
       bytes_per_pack: the most bytes that a pack has where the caller does not say.
       flat: whether dense values are all-reduced over all devices of all hosts by one collective,
         which NCCL does best, as it knows the whole machine; not along copy trees in each host.
@@ -40,6 +43,7 @@ class Hosts:
 
     network: exchange.Network
     devices: tuple[str, ...]
+    machine: Topology
     bytes_per_pack: int
     flat: bool = False
     wire: tf.DType | None = None
@@ -61,6 +65,12 @@ class Hosts:
             destinations=self._filled(reduction.destinations),
             num_hosts=self.count,
         )
+
+    def topology_of(self, devices: Sequence[str]) -> Topology:
+        """Returns the topology of some of this host's devices: the same on every host."""
+        if len(set(devices)) == len(devices) and set(devices) <= set(self.devices):
+            return self.machine.subset([self.devices.index(device) for device in devices])
+        return preset("shared_memory", len(devices))  # Several of the values are on one device.
 
     def _filled(self, known: Sequence[str]) -> tuple[str, ...]:
         """Takes one value a replica to be on the replicas' devices, anything else on the CPU."""
@@ -200,7 +210,8 @@ def _describe_value(value: Any) -> str:
 
 def _describe_pack(pack: PackPlan, devices: Sequence[str]) -> str:
     total, root = _num_elements(pack), devices[pack.tree.root]
-    return f"{'?' if total is None else total} elements on {handles.device_number(root)}"
+    count = f"{'?' if total is None else total} elements on {handles.device_number(root)}"
+    return f"{count}, packed as {digest({'tensors': repr(pack.fused_tensors)})[:8]}"
 
 
 def _num_elements(pack: PackPlan) -> int | None:
