@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -25,6 +25,8 @@ from tfcdo.execute import exchange
 from tfcdo.execute import handles
 from tfcdo.execute import nccl
 from tfcdo.execute import wire
+from tfcdo.execute.base import ConfiguredCrossDeviceOps
+from tfcdo.execute.explanation import Explanation
 from tfcdo.execute.hosts import Hosts
 from tfcdo.execute.reduction import check_cross_device_ops
 from tfcdo.replica_extended import ReducesStructures
@@ -41,7 +43,42 @@ _HEARTBEAT_SECONDS = 10.0  # As TensorFlow has it.
 _BYTES_PER_PACK = 4 << 20
 
 
-class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
+class _Explains:
+    """Explains what a strategy does with a batch of gradients."""
+
+    extended: Any
+
+    def explain(self, shapes: Iterable[Any], dtype: Any = tf.float32) -> Explanation:
+        """Says what all-reducing such a batch in this strategy does, without doing it.
+
+        Packs are in the order in which they are sent. On several hosts these are the devices, links
+        and packs of this host; `bytes_between_hosts` is what it sends to the others.
+
+        Args:
+          shapes: the shape of each value, fully known, in any form that `tf.TensorShape` takes.
+          dtype: the dtype of all values.
+
+        Returns:
+          The algorithm and why, packs, copy trees, bytes between devices and to other hosts, and
+          graph ops; its `str` is made to be read.
+
+        Raises:
+          ValueError: if a shape is not fully known; and as `reduce` of the cross-device ops.
+          TypeError: if `shapes` is not a list, `dtype` is not a dtype, or the strategy's
+            `cross_device_ops` is not one of tfcdo's.
+          RuntimeError: as `reduce` of the cross-device ops.
+
+        Example:
+          >>> MirroredStrategy(["/cpu:0"]).explain([(1000,), (10,)]).num_packs
+          1
+        """
+        ops, devices = self.extended._cross_device_ops, self.extended.worker_devices
+        if not isinstance(ops, ConfiguredCrossDeviceOps):
+            raise TypeError(f"cross_device_ops must be one of tfcdo's to be explained; got {ops!r}")
+        return ops.explain(shapes, dtype, devices)
+
+
+class MirroredStrategy(_Explains, ReducesStructures, tf.distribute.MirroredStrategy):
     """`tf.distribute.MirroredStrategy` with tfcdo's all-reduces, on which Keras 3 works.
 
     Args:
@@ -72,7 +109,9 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
             extended._cross_device_ops = _default_ops(extended.worker_devices)
 
 
-class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(
+    _Explains, ReducesStructures, tf.distribute.MultiWorkerMirroredStrategy
+):
     """`tf.distribute.MultiWorkerMirroredStrategy` with tfcdo's all-reduces, on which Keras 3 works.
 
     Inside a host, values are summed as `cross_device_ops` says; between hosts, one device a host

@@ -119,7 +119,9 @@ class AgreementTest(absltest.TestCase):
         for end in on_all_hosts(program, 10.0):
             self.assertIsInstance(end, agreement.DisagreementError)
             self.assertRegex(str(end), r"the programs of host \d .* and host \d .* differ: values")
-            self.assertRegex(str(end), r"element 0 of 2: f\[[45]\] on host \d, f\[[54]\] on host \d")
+            self.assertRegex(
+                str(end), r"element 0 of 2: f\[[45]\] on host \d, f\[[54]\] on host \d"
+            )
 
     def test_all_get_the_text_of_the_chief(self):
         made = []

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import re
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,8 @@ from host_unlike import unlike_correct  # noqa: F401
 from host_unlike import unlike_refused  # noqa: F401
 from host_wire import requires_nccl  # noqa: F401
 from host_wire import wire_between  # noqa: F401
+
+import tfcdo
 
 GLOBAL_BATCH = 24  # Divides by 2 x 2, 3 x 1 and 2 x 3 replicas.
 NUM_EXAMPLES = 4 * GLOBAL_BATCH
@@ -117,6 +121,46 @@ def own_loop(strategy: Any) -> dict[str, np.ndarray]:
 def values(strategy: Any) -> None:
     """Reduces and gathers values of every kind; numpy says what comes out."""
     host_values.check(strategy)
+
+
+def explained(strategy: Any) -> None:
+    """What a strategy explains is what it runs: devices, packs in their order, bytes."""
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=40_000)
+    shapes, hosts = [(100,), (120, 100), (7, 30), (3_500,), (9_000,)], 2
+    for ops in (None, tfcdo.HierarchicalCopyAllReduce(num_packs=0), tfcdo.ReductionToOneDevice()):
+        other = tfcdo.MultiWorkerMirroredStrategy(
+            None,
+            options,
+            cross_device_ops=ops,
+            devices_per_worker=len(strategy.extended.worker_devices),
+        )
+
+        @tf.function(autograph=False)
+        def step(other: Any = other) -> Any:
+            def on_each() -> Any:
+                # Not constants, which would all be one.
+                values = [tf.random.stateless_uniform(shape, (1, 2)) for shape in shapes]
+                return tf.distribute.get_replica_context().all_reduce("SUM", values)
+
+            return other.run(on_each)
+
+        ran = {
+            int(found[1]): op.inputs[0].shape.num_elements() * 4
+            for op in step.get_concrete_function().graph.get_operations()
+            if op.type == "CollectiveReduceV2"
+            and (found := re.search(r"tfcdo/pack(\d+)/", op.name))
+        }
+        told = other.explain(shapes)
+        packs = [pack.num_bytes for pack in told.packs]
+        assert [ran[pack] for pack in sorted(ran)] == packs, (ran, packs)
+        assert len(set(packs)) > 1 or not isinstance(ops, tfcdo.HierarchicalCopyAllReduce), packs
+        total = 4 * sum(math.prod(shape) for shape in shapes)
+        assert told.bytes_between_hosts == 2 * total * (hosts - 1) // hosts, told
+        assert told.devices == other.extended.worker_devices, told
+    # Without a strategy, the devices of this host.
+    told = tfcdo.AutoAllReduce().explain(shapes)
+    assert set(strategy.extended.worker_devices) <= set(told.devices), told.devices
+    assert len({device.rpartition("/")[0] for device in told.devices}) == 1, told.devices
 
 
 def flat(strategy: Any) -> dict[str, np.ndarray]:

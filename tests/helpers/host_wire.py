@@ -116,8 +116,8 @@ def _gradient(name: str, strategy: Any) -> dict[str, np.ndarray]:
 def _explained(name: str, strategy: Any) -> dict[str, np.ndarray]:
     """Returns the bytes that each host sends for 4,800 numbers of float32, on each replica."""
     devices = strategy.extended.worker_devices
-    explanation = strategy.extended._cross_device_ops.explain([(4800,)], devices=devices)
-    return {f"{name} bytes": np.full([len(devices)], explanation.bytes_between_hosts)}
+    bytes_sent = strategy.explain([(4800,)]).bytes_between_hosts
+    return {f"{name} bytes": np.full([len(devices)], bytes_sent)}
 
 
 def requires_nccl(strategy: Any) -> None:

@@ -32,6 +32,20 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         other = tfcdo.MirroredStrategy(tu.device_names(2), own)
         self.assertIs(own, other.extended._cross_device_ops)
 
+    def test_explains_what_it_runs(self):
+        own = tfcdo.AllReduceCrossDeviceOps("ring", num_packs=0)
+        devices = tu.device_names(4)[::-1][:3]
+        strategy = tfcdo.MirroredStrategy(devices, own)
+        shapes = [(100,), (20, 30), (7,)]
+        for told in (strategy.explain(shapes), strategy.explain(shapes, "float64")):
+            self.assertEqual(("ring", devices), (told.algorithm, told.devices))
+            self.assertEqual(repr(own), told.ops)
+        self.assertEqual([800, 4800, 56], [pack.num_bytes for pack in told.packs])
+        self.assertEqual("one_device", self.strategy.explain(shapes).algorithm)
+        theirs = tfcdo.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
+        with self.assertRaisesRegex(TypeError, "cross_device_ops must be one of tfcdo's .*; got <"):
+            theirs.explain(shapes)
+
     def test_gathers_structures(self):
         """In one go; along an axis other than the first; what is not distributed stays."""
         own = [np.full([2, rank + 1], rank, np.float32) for rank in range(3)]

@@ -32,7 +32,7 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
     # Other numbers of hosts or devices change who sends what, which values and sums show, and not
     # what a training asks for.
     @parameterized.parameters(
-        (2, 2, (*_UNLIKE, "fit", "values", "wire_between", "requires_nccl")),
+        (2, 2, (*_UNLIKE, "explained", "fit", "values", "wire_between", "requires_nccl")),
         (3, 1, ("values", "wire_between")),
         (2, 3, ("own_loop", "flat")),
     )

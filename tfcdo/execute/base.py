@@ -223,7 +223,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
           shapes: the shape of each value, fully known, in any form that `tf.TensorShape` takes.
           dtype: the dtype of all values.
           devices: the replicas' devices; None for those of the current strategy or, outside a
-            strategy, of `tf.distribute.MirroredStrategy()`.
+            strategy, of `tf.distribute.MirroredStrategy()`. A strategy's own `explain` also knows
+            the other hosts.
 
         Returns:
           The algorithm and why, packs, copy trees, bytes between devices and graph ops (but those
@@ -243,6 +244,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         # What is explained is not reduced: it has no residuals.
         asked = copy.copy(self)
         asked._wire = Wire(self._wire.dtype)
+        if devices is None and self._hosts is not None:
+            devices = self._hosts.devices
         return explanation.explain(
             asked, self._config_for(None), asked._wire, shapes, dtype, devices
         )

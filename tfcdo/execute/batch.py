@@ -76,7 +76,14 @@ def _run(
 def _run_added(
     group: Group, reductions: Sequence[Reduction], final_op: numerics.FinalOp
 ) -> list[Any]:
-    config = group.config
+    if group.last_values_first:
+        return _run_in_order(group, reductions[::-1], final_op)[::-1]
+    return _run_in_order(group, reductions, final_op)
+
+
+def _run_in_order(
+    group: Group, reductions: Sequence[Reduction], final_op: numerics.FinalOp
+) -> list[Any]:
     match group.transport:
         case Transport.ONE_DEVICE:
             return [_reduce_on_one_device(group, reduction, final_op) for reduction in reductions]
@@ -85,12 +92,9 @@ def _run_added(
         case Transport.NCCL:
             return _all_reduce_with_nccl(group, reductions, final_op)
         case Transport.NCCL_ACROSS_HOSTS:
-            return _all_reduce_flat(group, reductions[::-1], final_op)[::-1]
-        case Transport.COPY_TREES if not config.last_values_first:
-            return _all_reduce_along_trees(group, reductions, final_op)
+            return _all_reduce_flat(group, reductions, final_op)
         case Transport.COPY_TREES:
-            # The backward pass makes the gradients of the last variables first: these leave first.
-            return _all_reduce_along_trees(group, reductions[::-1], final_op)[::-1]
+            return _all_reduce_along_trees(group, reductions, final_op)
 
 
 def _reduce_on_one_device(group: Group, reduction: Reduction, final_op: numerics.FinalOp) -> Any:

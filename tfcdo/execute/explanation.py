@@ -24,6 +24,7 @@ from tfcdo.execute.reduction import check_topology
 from tfcdo.execute.travel import Wire
 from tfcdo.plan.algorithms import fastest_algorithm
 from tfcdo.plan.batch_plan import BatchPlan
+from tfcdo.plan.batch_plan import ValueSpec
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.size_class import size_class
 from tfcdo.plan.widening import widened
@@ -161,8 +162,8 @@ def explain(
         found.extend(groups.group_batch(_SUM, reductions, configs, wire))
         for group in found:
             if group.transport in (*_BY_NCCL, Transport.COPY_TREES):
-                hidden = group.config.backward_seconds is not None
-                plans.append(groups.plan_group(group, reductions[::-1] if hidden else reductions))
+                ordered = reductions[::-1] if group.last_values_first else reductions
+                plans.append(groups.plan_group(group, ordered))
         ops.batch_reduce(_SUM, [(value, value) for value in values])
 
     graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
@@ -187,8 +188,13 @@ def _device_names(devices: Sequence[str] | None) -> tuple[str, ...]:
     if devices is None and tf.distribute.has_strategy():
         devices = tf.distribute.get_strategy().extended.worker_devices
     elif devices is None:
-        logical = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
-        devices = [device.name for device in logical]
+        this_host = tf_internals.canonical_device("CPU:0").removesuffix("CPU:0")
+        for kind in ("GPU", "CPU"):
+            logical = [
+                tf_internals.canonical_device(device.name)
+                for device in tf.config.list_logical_devices(kind)
+            ]
+            devices = devices or [name for name in logical if name.startswith(this_host)]
     names = checks.check_device_list(devices)
     for name in names:
         check_device("each of devices", name)
@@ -229,8 +235,9 @@ def _algorithm(
             if config.accumulate is not None:
                 return "one device", f"accumulation_fn is called on {config.root}"
             return "one device", f"reduce_to_device is {config.root}, not one of the devices"
-    topology = config.topology_of(devices)
-    origin = "was detected" if config.topology is None else "was given"
+    topology, hosts = config.topology_of(devices), config.across_hosts
+    origin = "was detected" if hosts is None else "is that of the first host"
+    origin = origin if config.topology is None else "was given"
     machine = f"the topology {topology.name!r} {origin}"
     if config.saved is not None:
         return config.saved.resolved, f"the plan was given: {config.saved.origin}; {machine}"
@@ -247,6 +254,10 @@ def _algorithm(
     if config.algorithm != "auto":
         return config.algorithm, f"it was asked for; {machine}"
     topology = widened(topology, dtype.size / sent_dtype.size)
+    if hosts is not None:
+        all_values = ValueSpec(sent_dtype.name, 1, (num_bytes,))
+        fastest = hosts.packing_for("auto", config.packing, topology, [all_values])[0]
+        return str(fastest), f"auto found it fastest for packs between hosts; {machine}"
     fastest = fastest_algorithm(topology, num_bytes, config.packing.num_packs or None)
     return fastest, f"auto found it fastest for {_bytes(num_bytes)} in the simulator; {machine}"
 

@@ -53,6 +53,13 @@ class Group:
     wire: Wire = AS_IT_IS
     between: tf.DType | None = None
 
+    @property
+    def last_values_first(self) -> bool:
+        """Returns whether the last values are packed first, as a backward pass makes them."""
+        if self.transport is Transport.COPY_TREES:
+            return self.config.last_values_first
+        return self.transport is Transport.NCCL_ACROSS_HOSTS
+
 
 def group_batch(
     reduce_op: tf.distribute.ReduceOp,
