@@ -22,6 +22,7 @@ from tfcdo.execute.config import along_star
 from tfcdo.execute.config import check_algorithm
 from tfcdo.execute.config import check_require_nccl
 from tfcdo.execute.config import on_root
+from tfcdo.execute.config import read_topology
 from tfcdo.execute.devices import check_device
 from tfcdo.execute.devices import existing_device
 from tfcdo.execute.hosts import Hosts
@@ -150,7 +151,8 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         for all others: "ring" is then a ring, and "auto" is `AutoAllReduce`.
       agg_small_grads_max_bytes: see above.
       agg_small_grads_max_group: see above.
-      topology: the machine that the devices are part of; None to find out.
+      topology: the machine that the devices are part of, or a file with one, as
+        `tfcdo.topology.measure` writes it; None to find out, without looking for measurements.
       require_nccl: raise `RuntimeError` where NCCL cannot sum some values, rather than use copy
         trees; only with "nccl". This is not about `tf.IndexedSlices`, which go along copy trees.
       sparse_as_dense: how `tf.IndexedSlices` travel. "auto": as rows, or, where a replica's rows
@@ -173,9 +175,9 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
     Raises:
       ValueError: if a number is negative, the algorithm is unknown, NCCL is required with another
         algorithm, `sparse_as_dense` is none of its values, `wire_dtype` is another dtype, or None
-        although there is `error_feedback`; when values are reduced, if copy trees do not span their
-        devices.
-      TypeError: if a number is not an int, `topology` not a topology, `require_nccl` or
+        although there is `error_feedback`, or the file `topology` holds no topology; when values
+        are reduced, if copy trees do not span their devices.
+      TypeError: if a number is not an int, `topology` not a topology or path, `require_nccl` or
         `error_feedback` not a bool or `wire_dtype` not a dtype.
 
     References:
@@ -195,7 +197,7 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
         *,
-        topology: Topology | None = None,
+        topology: Topology | str | os.PathLike[str] | None = None,
         require_nccl: bool = False,
         sparse_as_dense: SparseAsDense = "auto",
         wire_dtype: str | tf.DType | None = None,
@@ -204,19 +206,19 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         all_reduce_alg = check_algorithm(all_reduce_alg)
         if num_packs == "default":
             num_packs = 1 if all_reduce_alg in _TENSORFLOW_ALGORITHMS else None
+        measured = read_topology(topology)
+        machine = measured.topology if measured else None
         super().__init__(
             all_reduce_alg=all_reduce_alg,
             num_packs=num_packs,
             agg_small_grads_max_bytes=agg_small_grads_max_bytes,
             agg_small_grads_max_group=agg_small_grads_max_group,
-            topology=topology,
+            topology=machine,
             require_nccl=require_nccl,
             sparse_as_dense=sparse_as_dense,
             wire_dtype=wire_dtype,
             error_feedback=error_feedback,
         )
-        if topology is not None and not isinstance(topology, Topology):
-            raise TypeError(f"topology must be a tfcdo.topology.Topology or None; got {topology!r}")
         nccl = all_reduce_alg == "nccl"
         check_require_nccl(require_nccl, all_reduce_alg)
         self._config = AllReduceConfig(
@@ -226,7 +228,8 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
                 check_count("agg_small_grads_max_bytes", agg_small_grads_max_bytes),
                 check_count("agg_small_grads_max_group", agg_small_grads_max_group),
             ),
-            topology=topology,
+            topology=machine,
+            measured=measured,
             nccl="always" if nccl else "auto" if all_reduce_alg == "auto" else "never",
             require_nccl=require_nccl,
         )
@@ -254,8 +257,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
     Args:
       num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value, None
         for as many as suit NCCL (one) or the copy trees.
-      topology: the machine that the devices are part of; None to find out. Only the copy trees use
-        it.
+      topology: the machine, see `AllReduceCrossDeviceOps`. Only the copy trees use it.
       require_nccl: raise `RuntimeError`, when values are reduced, instead of using copy trees.
       sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
       wire_dtype: see `AllReduceCrossDeviceOps`.
@@ -263,8 +265,8 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 
     Raises:
       ValueError: if `num_packs` is negative, or as `AllReduceCrossDeviceOps`.
-      TypeError: if `num_packs` is not an int, `topology` not a topology or `require_nccl` not a
-        bool, or as `AllReduceCrossDeviceOps`.
+      TypeError: if `num_packs` is not an int, `topology` not a topology or path or `require_nccl`
+        not a bool, or as `AllReduceCrossDeviceOps`.
 
     Example:
       >>> strategy = tf.distribute.MirroredStrategy(["/cpu:0"], cross_device_ops=NcclAllReduce())
@@ -274,7 +276,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         self,
         num_packs: int | None = 1,
         *,
-        topology: Topology | None = None,
+        topology: Topology | str | os.PathLike[str] | None = None,
         require_nccl: bool = False,
         sparse_as_dense: SparseAsDense = "auto",
         wire_dtype: str | tf.DType | None = None,
@@ -303,14 +305,14 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     Args:
       num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value, None
         for one pack per device.
-      topology: the machine that the devices are part of; None to find out.
+      topology: the machine, see `AllReduceCrossDeviceOps`.
       sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
       wire_dtype: see `AllReduceCrossDeviceOps`.
       error_feedback: the same.
 
     Raises:
       ValueError: if `num_packs` is negative, or as `AllReduceCrossDeviceOps`.
-      TypeError: if `num_packs` is not an int, or `topology` not a topology, or as
+      TypeError: if `num_packs` is not an int, or `topology` not a topology or path, or as
         `AllReduceCrossDeviceOps`.
 
     Example:
@@ -322,7 +324,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         self,
         num_packs: int | None = 1,
         *,
-        topology: Topology | None = None,
+        topology: Topology | str | os.PathLike[str] | None = None,
         sparse_as_dense: SparseAsDense = "auto",
         wire_dtype: str | tf.DType | None = None,
         error_feedback: bool = False,
@@ -341,13 +343,13 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 class AutoAllReduce(AllReduceCrossDeviceOps):
     """All-reduces in the way that is fastest on this machine for the size at hand.
 
-    Where NCCL can run it does, unless a measurement of this machine (`tfcdo.topology.measure`) says
-    that copy trees are faster for that size. Otherwise all known algorithms are simulated on the
-    topology, once per size, and the fastest gives the number of packs, their sizes and their trees.
+    Where NCCL can run it does, unless a measurement that is given as `topology` says that copy
+    trees are faster for that size. Otherwise all known algorithms are simulated on the topology,
+    once per size, and the fastest gives the number of packs, their sizes and their trees.
     What is chosen, and why, is logged.
 
     Args:
-      topology: the machine that the devices are part of; None to find out.
+      topology: the machine, see `AllReduceCrossDeviceOps`.
       plan: the path of a plan that `tfcdo plan --save` has written for this machine, whose copy
         trees are used for all sizes; None to plan here. With a plan, NCCL is not used.
       nccl: whether NCCL may be taken; False keeps to copy trees. So does a `wire_dtype`, in which
@@ -360,8 +362,8 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
       error_feedback: the same.
 
     Raises:
-      TypeError: if `topology` is not a topology, `plan` is not a path, `nccl` is not a bool,
-        `backward_seconds` is not a number, or as `AllReduceCrossDeviceOps`.
+      TypeError: if `topology` is not a topology or path, `plan` is not a path, `nccl` is not a
+        bool, `backward_seconds` is not a number, or as `AllReduceCrossDeviceOps`.
       ValueError: if `plan` is not the file of a plan, `backward_seconds` is not above 0 or beside a
         plan, whose packs are fixed, or as `AllReduceCrossDeviceOps`; when values are reduced, if it
         is a plan for another machine or number of devices.
@@ -377,7 +379,7 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
     def __init__(
         self,
         *,
-        topology: Topology | None = None,
+        topology: Topology | str | os.PathLike[str] | None = None,
         plan: str | os.PathLike[str] | None = None,
         nccl: bool = True,
         backward_seconds: float | None = None,

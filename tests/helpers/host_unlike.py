@@ -187,7 +187,7 @@ def unlike_correct(strategy: Any) -> None:
             stack.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=folder))
             devices = [f"CPU:{index}" for index in range(count)]
             assumed = preset("shared_memory", count)
-            name = detection.name_of_measured(devices, assumed)
+            name = detection.name_of_measured(devices)
             assert name is not None
             machine = dataclasses.replace(assumed, name=name, **slow)
             measured.save(measured.Measured(machine, "2026-01-02"))

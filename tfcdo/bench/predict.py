@@ -99,8 +99,7 @@ def run(
     Args:
       sizes: the bytes on each device.
       devices: the devices.
-      measure_machine: returns what it has measured of them, as `tfcdo.topology.detect` does from
-        then on.
+      measure_machine: measures them.
       settings: how to measure.
       track: shows the progress.
 
@@ -132,7 +131,7 @@ def _compare(
     for name in algorithms.ALGORITHMS:
         schedule = algorithms.make_schedule(name, topology, size)
         names_by_schedule.setdefault(schedule, []).append(name)
-    compared = [_implementation(names[0]) for names in names_by_schedule.values()]
+    compared = [_implementation(names[0], topology) for names in names_by_schedule.values()]
     workload = workloads.one_value(size)
     found = {one.name: one for one in measure.run(workload, devices, compared, settings, track)}
     return Comparison(
@@ -152,10 +151,10 @@ def _compare(
     )
 
 
-def _implementation(algorithm: str) -> implementations.Implementation:
+def _implementation(algorithm: str, topology: Topology) -> implementations.Implementation:
     return implementations.Implementation(
         algorithm,
         implementations.OURS,
         "AllReduceCrossDeviceOps",
-        (("all_reduce_alg", algorithm), ("num_packs", None)),
+        (("all_reduce_alg", algorithm), ("num_packs", None), ("topology", topology)),
     )

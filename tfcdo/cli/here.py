@@ -11,6 +11,7 @@ from tfcdo import topology
 from tfcdo.cli import options
 from tfcdo.cli.quiet_start import quiet_start
 from tfcdo.topology import detection
+from tfcdo.topology import measured
 from tfcdo.topology.topology import Topology
 
 
@@ -47,11 +48,10 @@ def topology_of(here: Here, measure_again: bool) -> Topology:
 
         devices = choose_devices(here.count)
         tf.config.list_logical_devices()
-    known = detection.what_was_measured(devices.names)
+    name = detection.name_of_measured(devices.names)
+    known = measured.load(name) if name else None
     if known is not None and not measure_again:
-        console.print(
-            f"{known.topology.name}: as on {known.date}; --measure measures again", soft_wrap=True
-        )
+        console.print(f"{name}: as on {known.date}; --measure measures again", soft_wrap=True)
         return known.topology
     columns = (rich_progress.BarColumn(), rich_progress.TextColumn("{task.description}"))
     with rich_progress.Progress(

@@ -24,7 +24,10 @@ from tfcdo.plan.packing import plan_batch
 from tfcdo.plan.saved_plan import SavedPlan
 from tfcdo.plan.schedule import Schedule
 from tfcdo.plan.widening import widened
+from tfcdo.topology import measured
 from tfcdo.topology.detection import detect
+from tfcdo.topology.detection import name_of_measured
+from tfcdo.topology.measured import Measured
 from tfcdo.topology.topology import Topology
 
 SparseAsDense = bool | Literal["auto"]
@@ -38,6 +41,7 @@ class AllReduceConfig:
       algorithm: the name of the algorithm that gives the copy trees, or the trees themselves.
       packing: how values are packed.
       topology: the machine; None to find out.
+      measured: the measurement that the topology is of; None for none.
       nccl: whether to use NCCL where it can run: "never", "always", or "auto" for unless a
         measurement of this machine says that copy trees are faster.
       require_nccl: whether to raise where NCCL is asked for and cannot run.
@@ -55,6 +59,7 @@ class AllReduceConfig:
     algorithm: Algorithm
     packing: PackingOptions
     topology: Topology | None = None
+    measured: Measured | None = None
     nccl: Literal["never", "always", "auto"] = "never"
     require_nccl: bool = False
     root: str | None = None
@@ -73,6 +78,9 @@ class AllReduceConfig:
         """Returns the topology that was given, or the one that is found for some devices."""
         if self.topology is not None:
             return self.topology
+        planned = self.saved.topology if self.saved else None
+        if planned and planned.is_measured and planned.name == name_of_measured(devices):
+            return planned  # The plan brings its measurement along.
         found = self.across_hosts.topology_of if self.across_hosts else detect
         return found(tuple(devices))
 
@@ -162,6 +170,30 @@ def on_root(root: str, accumulate: Accumulate | None, **common: Any) -> AllReduc
 def along_star(num_devices: int, root: int, **common: Any) -> AllReduceConfig:
     """Returns the config that reduces along a star; `common` are other attributes of it."""
     return AllReduceConfig((copy_tree.star(num_devices, root),), PackingOptions(1), **common)
+
+
+def read_topology(given: Any) -> Measured | None:
+    """Returns the argument `topology` as a measurement: a topology, or the path of a file with one.
+
+    Raises:
+      TypeError: if it is neither.
+      ValueError: if the file does not hold one.
+    """
+    if given is None:
+        return None
+    if isinstance(given, Topology):
+        return Measured(given, "")
+    if not isinstance(given, (str, os.PathLike)):
+        raise TypeError(
+            f"topology must be a tfcdo.topology.Topology, the path of a file or None; got {given!r}"
+        )
+    try:
+        return measured.read(given)
+    except ValueError as error:
+        raise ValueError(
+            "topology must be a file that tfcdo.topology.measure or Topology.to_json has written: "
+            f"{error}"
+        ) from None
 
 
 def check_algorithm(algorithm: Any) -> str | tuple[CopyTree, ...]:

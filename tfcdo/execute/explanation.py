@@ -159,6 +159,7 @@ def explain(
         configs = [config_for(reduction) for reduction in reductions]
         for reduction, config in zip(reductions, configs, strict=True):
             check_topology(config.topology, reduction)
+            config.check_plan(reduction.devices)
         found.extend(groups.group_batch(_SUM, reductions, configs, wire))
         for group in found:
             if group.transport in (*_BY_NCCL, Transport.COPY_TREES):
@@ -226,7 +227,7 @@ def _algorithm(
     config, devices = group.config, group.devices
     match group.transport:
         case Transport.NCCL if config.nccl == "auto":
-            return "NCCL", nccl_choice.compare(devices, size_class(num_bytes))[1]
+            return "NCCL", nccl_choice.compare(config, size_class(num_bytes))[1]
         case Transport.NCCL:
             return "NCCL", str(nccl.nccl_status(devices, sent_dtype))
         case Transport.NCCL_ACROSS_HOSTS:
@@ -237,7 +238,8 @@ def _algorithm(
             return "one device", f"reduce_to_device is {config.root}, not one of the devices"
     topology, hosts = config.topology_of(devices), config.across_hosts
     origin = "was detected" if hosts is None else "is that of the first host"
-    origin = origin if config.topology is None else "was given"
+    if topology is config.topology or (config.saved and topology is config.saved.topology):
+        origin = "was given"
     machine = f"the topology {topology.name!r} {origin}"
     if config.saved is not None:
         return config.saved.resolved, f"the plan was given: {config.saved.origin}; {machine}"

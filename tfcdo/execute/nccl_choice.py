@@ -12,7 +12,6 @@ from tfcdo.execute.config import AllReduceConfig
 from tfcdo.plan import algorithms
 from tfcdo.plan.device_work import predicted_seconds
 from tfcdo.plan.size_class import size_class
-from tfcdo.topology import detection
 from tfcdo.topology.measured import Measured
 from tfcdo.units import format_bytes
 from tfcdo.units import format_seconds
@@ -36,7 +35,7 @@ def uses_nccl(
         return False
     status = nccl.nccl_status(devices, dtype)
     if status.can_run:
-        return config.nccl == "always" or not _trees_beat_nccl(devices, num_bytes)
+        return config.nccl == "always" or not _trees_beat_nccl(config, devices, num_bytes)
     if config.require_nccl:
         raise RuntimeError(f"NCCL cannot run (require_nccl=True): {status}")
     if config.nccl == "always":
@@ -70,13 +69,10 @@ def check_between_hosts(config: AllReduceConfig, devices: tuple[str, ...], dtype
         )
 
 
-def _trees_beat_nccl(devices: tuple[str, ...], num_bytes: int) -> bool:
-    """Returns whether a measurement of this machine says that copy trees are faster than NCCL.
-
-    The choice is logged once for each size class. Where nothing was measured, NCCL is the safe one.
-    """
+def _trees_beat_nccl(config: AllReduceConfig, devices: tuple[str, ...], num_bytes: int) -> bool:
+    """Returns whether the given measurement says that copy trees are faster than NCCL; logs it."""
     about = size_class(num_bytes)
-    beat, reason = compare(devices, about)
+    beat, reason = compare(config, about)
     log.info_once(
         f"auto takes {'copy trees' if beat else 'NCCL'} for about {format_bytes(about)} "
         f"on each of {len(devices)} devices: {reason}"
@@ -84,24 +80,24 @@ def _trees_beat_nccl(devices: tuple[str, ...], num_bytes: int) -> bool:
     return beat
 
 
-def compare(devices: tuple[str, ...], num_bytes: int) -> tuple[bool, str]:
-    """Compares copy trees with NCCL, by what was measured of this machine.
+def compare(config: AllReduceConfig, num_bytes: int) -> tuple[bool, str]:
+    """Compares copy trees with NCCL, by the measurement that was given as `topology`.
 
     Args:
-      devices: the names of devices that NCCL can run over.
+      config: the choices of the class.
       num_bytes: how many bytes each device holds.
 
     Returns:
       Whether copy trees are faster, and the reason for the choice.
     """
-    return _compare(detection.what_was_measured(devices), num_bytes)
+    return _compare(config.measured, num_bytes)
 
 
 @functools.lru_cache(maxsize=256)
 def _compare(measured: Measured | None, num_bytes: int) -> tuple[bool, str]:
     by_nccl = measured.nccl_seconds(num_bytes) if measured else None
     if measured is None or by_nccl is None:
-        return False, "it can run, and no measurement of this machine says that trees are faster"
+        return False, "it can run, and topology= has no measurement of it"
     schedule = algorithms.make_schedule("auto", measured.topology, num_bytes)
     trees = predicted_seconds(schedule, measured.topology)
     return trees < by_nccl, (

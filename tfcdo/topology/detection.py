@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from tfcdo import checks
 from tfcdo import log
-from tfcdo.topology import measured
 from tfcdo.topology.links import Resource
 from tfcdo.topology.links import ordered_pairs
 from tfcdo.topology.presets import preset
@@ -35,9 +34,9 @@ def detect(devices: Sequence[str]) -> Topology:
     GPUs are joined as `nvidia-smi topo -m` reports, or, if it does not run, all to all; logical
     GPUs of one physical GPU share its memory. CPU devices are `shared_memory`, as are unknown ones
     if TensorFlow sees nothing but CPUs. Devices of several types or hosts, and other unknown ones,
-    are taken as joined all to all. Where `tfcdo.topology.measure` has measured the same devices,
-    what it found is returned instead. What was found, and how, is logged (level INFO) the first
-    time that these devices are asked for; later calls return the same.
+    are taken as joined all to all. The result, and how it was found, is logged (level INFO) the
+    first time that these devices are asked for; later calls return the same. Measurements are not
+    looked for: pass them as `topology=`.
 
     Args:
       devices: TensorFlow device names; "" for an unknown device.
@@ -87,48 +86,16 @@ def detect_with_reason(devices: Sequence[str]) -> tuple[Topology, str]:
 @functools.lru_cache(maxsize=64)
 def _detect(devices: tuple[str, ...]) -> tuple[Topology, str]:
     topology, reason = _choose(devices)
-    known = _measured(devices, topology)
-    if known is not None:
-        topology, reason = known.topology, f"as measured on {known.date}"
     names = ", ".join(device or "an unknown device" for device in devices)
     log.info_once(f"topology {topology.name!r} for {names}: {reason}")
     return topology, reason
 
 
-def what_was_measured(devices: Sequence[str]) -> measured.Measured | None:
-    """Returns what was measured of some devices of this machine.
-
-    Args:
-      devices: as for `detect`.
-
-    Returns:
-      The measurement; None if these devices were not measured.
-    """
-    return _what_was_measured(checks.check_device_list(devices))
-
-
-@functools.lru_cache(maxsize=64)
-def _what_was_measured(devices: tuple[str, ...]) -> measured.Measured | None:
-    return _measured(devices, _choose(devices)[0])
-
-
-def assumed_topology(devices: Sequence[str]) -> Topology:
-    """Returns what `detect` would, without a measurement."""
-    return _choose(checks.check_device_list(devices))[0]
-
-
-def forget() -> None:
-    """Makes the next call of `detect` and of `what_was_measured` look again."""
-    _detect.cache_clear()
-    _what_was_measured.cache_clear()
-
-
-def name_of_measured(devices: Sequence[str], assumed: Topology) -> str | None:
+def name_of_measured(devices: Sequence[str]) -> str | None:
     """Says what some devices are, so that a measurement is known to be of the same.
 
     Args:
       devices: as for `detect`.
-      assumed: what is known of their links without a measurement.
 
     Returns:
       The kind, number and model of the devices; of GPUs also how they are joined, as a number. None
@@ -144,13 +111,7 @@ def name_of_measured(devices: Sequence[str], assumed: Topology) -> str | None:
         return f"{MEASURED}{count} CPU devices of {processor_name()} with {num_cores()} cores"
     if kinds[0] != "GPU" or len(set(indices)) < count:
         return None
-    return f"{MEASURED}{count} GPUs, {_gpu_models()}, joined as {assumed.fingerprint[:8]}"
-
-
-def _measured(devices: Sequence[str], assumed: Topology) -> measured.Measured | None:
-    name = name_of_measured(devices, assumed) if measured.is_anything_kept() else None
-    found = measured.load(name) if name else None
-    return found if found and found.topology.num_devices == len(devices) else None
+    return f"{MEASURED}{count} GPUs, {_gpu_models()}, joined as {detect(devices).fingerprint[:8]}"
 
 
 def gpus_of_nvidia_smi() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Keeps what was measured of this machine, in the user's folder, named by what the devices are."""
+"""Keeps measurements of this machine in files, in the user's folder unless another one is named."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 import hashlib
 import math
+import os
 import pathlib
 import re
 
@@ -15,7 +16,6 @@ from tfcdo import log
 from tfcdo.cache_folder import cache_folder
 from tfcdo.cache_folder import write_whole
 from tfcdo.topology.serialization import TopologyDocument
-from tfcdo.topology.topology import MEASURED
 from tfcdo.topology.topology import Topology
 
 # What another version has measured may mean something else.
@@ -73,16 +73,36 @@ class Measured:
         return fast * math.pow(slow / fast, part)
 
 
-def is_anything_kept() -> bool:
-    """Returns whether anything was measured: where not, none need ask what the devices are."""
+def read(path: str | os.PathLike[str]) -> Measured:
+    """Reads a file that `tfcdo.topology.measure` or `Topology.to_json` has written.
+
+    Args:
+      path: the file.
+
+    Returns:
+      The measurement; without times of NCCL if the file is of a topology alone.
+
+    Raises:
+      ValueError: if there is no such file, or it holds something else; the message names it.
+    """
     try:
-        return any(cache_folder().glob(f"{MEASURED.strip()}-*.json"))
-    except (OSError, RuntimeError):
-        return False
+        content = pathlib.Path(path).read_bytes()
+        if b'"date"' in content:
+            return _decode(content)
+        return Measured(Topology.from_json(content.decode()), "")
+    except OSError as error:
+        raise ValueError(f"{os.fspath(path)}: {error.strerror or error}") from None
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+
+def _decode(content: bytes) -> Measured:
+    document = msgspec.json.decode(content, type=_MeasuredDocument)
+    return Measured(Topology.from_document(document.topology), document.date, document.nccl)
 
 
 def load(name: str) -> Measured | None:
-    """Reads what was measured of some devices.
+    """Reads the measurement of some devices from the user's folder.
 
     Args:
       name: what they are.
@@ -92,9 +112,7 @@ def load(name: str) -> Measured | None:
     """
     try:
         file = _file(name)
-        document = msgspec.json.decode(file.read_bytes(), type=_MeasuredDocument)
-        topology = Topology.from_document(document.topology)
-        found = Measured(topology, document.date, document.nccl)
+        found = _decode(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError, RuntimeError):
         return None  # Nothing was measured, or this user has no folder to keep it in.
     except OSError as error:
@@ -107,11 +125,12 @@ def load(name: str) -> Measured | None:
     return found if found.topology.name == name else None
 
 
-def save(measured: Measured) -> pathlib.Path:
-    """Keeps what was measured, in place of what was measured before of the same devices.
+def save(measured: Measured, path: str | os.PathLike[str] | None = None) -> pathlib.Path:
+    """Writes a measurement, in place of an earlier one of the same devices.
 
     Args:
       measured: the measurement.
+      path: the file; None for one in the user's folder.
 
     Returns:
       The file.
@@ -120,7 +139,7 @@ def save(measured: Measured) -> pathlib.Path:
       OSError: if it cannot be written.
       RuntimeError: if the user has no folder for it.
     """
-    file = _file(measured.topology.name)
+    file = _file(measured.topology.name) if path is None else pathlib.Path(path)
     document = _MeasuredDocument(
         topology=measured.topology.to_document(), date=measured.date, nccl=measured.nccl
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -37,19 +38,26 @@ _NCCL_SIZES = (2**16, 2**20, 2**24, 2**27)
 Progress = Callable[[float, str], None]
 
 
-def measure(devices: Sequence[str], *, progress: Progress | None = None) -> Topology:
-    """Measures some devices of this machine, in a few seconds, and keeps what it finds.
+def measure(
+    devices: Sequence[str],
+    *,
+    path: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Topology:
+    """Measures some devices of this machine, in a few seconds, and writes a file.
 
-    From then on `detect` returns it for the same devices, in later processes too: it is kept in the
-    user's cache folder (or `TFCDO_CACHE_DIR`), named by what the devices are. Measured are the
-    latency and the bandwidth of each pair of devices, which pairs slow each other down and so share
-    something, additions, packing, memory that is new, what an op costs, and NCCL where it runs.
+    Nothing uses a measurement unasked: pass the file, or the returned topology, as `topology=` of
+    the cross-device ops. Measured are the latency and the bandwidth of each pair of devices, which
+    pairs slow each other down and so share something, additions, packing, memory that is new, what
+    an op costs, and NCCL where it runs; only the file has the times of NCCL.
     Devices that hand tensors over without copying them, as virtual CPU devices do, have links that
     cost nothing, and add and pack with the same cores. Measure on a machine that does nothing else.
 
     Args:
       devices: TensorFlow device names, each of a device of its own; all CPUs or all GPUs of this
         host.
+      path: the file to write; None for one in the user's cache folder (or `TFCDO_CACHE_DIR`), named
+        by what the devices are, where `tfcdo plan -t here` finds it. Its name is logged.
       progress: called with the part that is done and what is being measured.
 
     Returns:
@@ -57,6 +65,7 @@ def measure(devices: Sequence[str], *, progress: Progress | None = None) -> Topo
 
     Raises:
       ValueError: if there are no devices, more than 16, one twice, or they are of several kinds.
+      OSError: if the file cannot be written; one in the cache folder is only logged then.
 
     Example:
       >>> measure(["CPU:0", "CPU:0"])
@@ -64,8 +73,7 @@ def measure(devices: Sequence[str], *, progress: Progress | None = None) -> Topo
       ValueError: devices must be different CPUs or GPUs of this host; got ['CPU:0', 'CPU:0']
     """
     names = checks.check_device_list(devices)
-    assumed = detection.assumed_topology(names)
-    name = detection.name_of_measured(names, assumed)
+    name = detection.name_of_measured(names)
     if name is None or len(set(names)) < len(names):
         raise ValueError(f"devices must be different CPUs or GPUs of this host; got {list(names)}")
     if len(names) > MOST_DEVICES:
@@ -76,11 +84,12 @@ def measure(devices: Sequence[str], *, progress: Progress | None = None) -> Topo
     )
     clock.progress(1.0, "done")
     try:
-        file = measured.save(found)
+        file = measured.save(found, path)
         log.info_once(f"{name}: kept in {file}")
     except (OSError, RuntimeError) as error:
+        if path is not None:
+            raise
         log.warn_once(f"what was measured is not kept: {error}; TFCDO_CACHE_DIR names a folder")
-    detection.forget()
     return found.topology
 
 
