@@ -107,7 +107,6 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
         return config_for
 
     def _accumulate(self, values: list[tf.Tensor]) -> tf.Tensor:
-        """Calls the caller's function and checks what it returns."""
         assert self.accumulation_fn is not None
         total = self.accumulation_fn(values)
         if not isinstance(total, tf.Tensor):
@@ -117,8 +116,7 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
     @property
     def compared_among_hosts(self) -> dict[str, str]:
         """Returns the class and its arguments, by name: all hosts must have the same."""
-        device = tf.DeviceSpec.from_string(self.reduce_to_device or "")
-        # Its job and task are another one on each host.
+        device = tf.DeviceSpec.from_string(self.reduce_to_device or "")  # Without job and task.
         name = f"{device.device_type}:{device.device_index or 0}" if device.device_type else "None"
         return {**super().compared_among_hosts, "cross_device_ops.reduce_to_device": name}
 
@@ -264,9 +262,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
       error_feedback: the same.
 
     Raises:
-      ValueError: if `num_packs` is negative, or as `AllReduceCrossDeviceOps`.
-      TypeError: if `num_packs` is not an int, `topology` not a topology or path or `require_nccl`
-        not a bool, or as `AllReduceCrossDeviceOps`.
+      ValueError, TypeError: as `AllReduceCrossDeviceOps`.
 
     Example:
       >>> strategy = tf.distribute.MirroredStrategy(["/cpu:0"], cross_device_ops=NcclAllReduce())
@@ -311,9 +307,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
       error_feedback: the same.
 
     Raises:
-      ValueError: if `num_packs` is negative, or as `AllReduceCrossDeviceOps`.
-      TypeError: if `num_packs` is not an int, or `topology` not a topology or path, or as
-        `AllReduceCrossDeviceOps`.
+      ValueError, TypeError: as `AllReduceCrossDeviceOps`.
 
     Example:
       >>> strategy = tf.distribute.MirroredStrategy(
@@ -401,7 +395,6 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
     @property
     def compared_among_hosts(self) -> dict[str, str]:
         """Returns the class and its arguments, by name: all hosts must have the same."""
-        saved = self._config.saved
-        # By its content: its path may be another one on each host.
+        saved = self._config.saved  # Its path may be another one on each host.
         content = digest({"plan": saved.to_json()}) if saved else "None"
         return {**super().compared_among_hosts, "cross_device_ops.plan": content}

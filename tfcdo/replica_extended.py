@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from tfcdo import moving_statistics
 from tfcdo import tf_internals
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
+from tfcdo.execute.explanation import Explanation
 from tfcdo.structures import gather_structure
 from tfcdo.structures import reduce_structure
 
@@ -24,6 +26,37 @@ class ReducesStructures:
         """Concatenates a value, or each of a structure of values; see `gather_structure`."""
         gather = super().gather  # type: ignore[misc]
         return gather_structure(self.extended, gather, value, axis)  # type: ignore[attr-defined]
+
+    def explain(self, shapes: Iterable[Any], dtype: Any = "float32") -> Explanation:
+        """Says what all-reducing such a batch in this strategy does, without doing it.
+
+        Packs are in the order in which they are sent. On several hosts these are the devices, links
+        and packs of this host; `bytes_between_hosts` is what it sends to the others.
+
+        Args:
+          shapes: the shape of each value, fully known, in any form that `tf.TensorShape` takes.
+          dtype: the dtype of all values.
+
+        Returns:
+          The algorithm and why, packs, copy trees, bytes between devices and to other hosts, and
+          graph ops; its `str` is made to be read.
+
+        Raises:
+          ValueError: if a shape is not fully known; and as `reduce` of the cross-device ops.
+          TypeError: if `shapes` is not a list, `dtype` is not a dtype, or the strategy's
+            `cross_device_ops` is not one of tfcdo's.
+          RuntimeError: as `reduce` of the cross-device ops.
+
+        Example:
+          >>> import tfcdo
+          >>> tfcdo.MirroredStrategy(["/cpu:0"]).explain([(1000,), (10,)]).num_packs
+          1
+        """
+        extended = self.extended  # type: ignore[attr-defined]
+        ops = extended._cross_device_ops
+        if not isinstance(ops, ConfiguredCrossDeviceOps):
+            raise TypeError(f"cross_device_ops must be one of tfcdo's to be explained; got {ops!r}")
+        return ops.explain(shapes, dtype, extended.worker_devices)
 
 
 class ReplicaExtended:

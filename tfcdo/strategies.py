@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -25,8 +25,6 @@ from tfcdo.execute import exchange
 from tfcdo.execute import handles
 from tfcdo.execute import nccl
 from tfcdo.execute import wire
-from tfcdo.execute.base import ConfiguredCrossDeviceOps
-from tfcdo.execute.explanation import Explanation
 from tfcdo.execute.hosts import Hosts
 from tfcdo.execute.reduction import check_cross_device_ops
 from tfcdo.replica_extended import ReducesStructures
@@ -43,42 +41,7 @@ _HEARTBEAT_SECONDS = 10.0  # As TensorFlow has it.
 _BYTES_PER_PACK = 4 << 20
 
 
-class _Explains:
-    """Explains what a strategy does with a batch of gradients."""
-
-    extended: Any
-
-    def explain(self, shapes: Iterable[Any], dtype: Any = tf.float32) -> Explanation:
-        """Says what all-reducing such a batch in this strategy does, without doing it.
-
-        Packs are in the order in which they are sent. On several hosts these are the devices, links
-        and packs of this host; `bytes_between_hosts` is what it sends to the others.
-
-        Args:
-          shapes: the shape of each value, fully known, in any form that `tf.TensorShape` takes.
-          dtype: the dtype of all values.
-
-        Returns:
-          The algorithm and why, packs, copy trees, bytes between devices and to other hosts, and
-          graph ops; its `str` is made to be read.
-
-        Raises:
-          ValueError: if a shape is not fully known; and as `reduce` of the cross-device ops.
-          TypeError: if `shapes` is not a list, `dtype` is not a dtype, or the strategy's
-            `cross_device_ops` is not one of tfcdo's.
-          RuntimeError: as `reduce` of the cross-device ops.
-
-        Example:
-          >>> MirroredStrategy(["/cpu:0"]).explain([(1000,), (10,)]).num_packs
-          1
-        """
-        ops, devices = self.extended._cross_device_ops, self.extended.worker_devices
-        if not isinstance(ops, ConfiguredCrossDeviceOps):
-            raise TypeError(f"cross_device_ops must be one of tfcdo's to be explained; got {ops!r}")
-        return ops.explain(shapes, dtype, devices)
-
-
-class MirroredStrategy(_Explains, ReducesStructures, tf.distribute.MirroredStrategy):
+class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
     """`tf.distribute.MirroredStrategy` with tfcdo's all-reduces, on which Keras 3 works.
 
     Args:
@@ -109,9 +72,7 @@ class MirroredStrategy(_Explains, ReducesStructures, tf.distribute.MirroredStrat
             extended._cross_device_ops = _default_ops(extended.worker_devices)
 
 
-class MultiWorkerMirroredStrategy(
-    _Explains, ReducesStructures, tf.distribute.MultiWorkerMirroredStrategy
-):
+class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMirroredStrategy):
     """`tf.distribute.MultiWorkerMirroredStrategy` with tfcdo's all-reduces, on which Keras 3 works.
 
     Inside a host, values are summed as `cross_device_ops` says; between hosts, one device a host
@@ -276,7 +237,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         self._devices_wanted = devices_per_worker
         self._network: exchange.Network | None = None
         settings = {
-            "devices_per_worker": devices_per_worker or _devices_here(None)[1],
+            "devices_per_worker": devices_per_worker or virtual_devices.devices_here(None)[1],
             **_settings(options, cross_device_ops, wire_between),
         }
         joined = session.current()
@@ -301,35 +262,23 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
                 cluster, tf_internals.KeyValueStore(), tf_internals.abort_collectives, timeout
             )
             hint = options.implementation.value.lower()
-            flat = wire_between is None and _runs_flat(hint, cross_device_ops, self.worker_devices)
+            devices = self.worker_devices
+            flat = wire_between is None and _runs_flat(hint, cross_device_ops, devices)
             self._network = exchange.Network(joined, "nccl" if flat else hint)
             most = options.bytes_per_pack or _BYTES_PER_PACK
+            settings["what"] = "machine of a strategy"
+            settings["cross_device_ops in use"] = f"{type(ops).__name__}, {flat=}"
             # All hosts plan for the chief's machine, so that their packs are the same.
-            machine = joined.text_of_chief(
-                {
-                    "what": "machine of a strategy",
-                    **settings,
-                    "cross_device_ops in use": type(ops).__name__,
-                    "one collective over all devices": flat,
-                },
-                lambda: detect(self.worker_devices).to_json(),
-            )
-            hosts = Hosts(
-                self._network,
-                self.worker_devices,
-                Topology.from_json(machine),
-                most,
-                flat,
-                wire_between,
-            )
-            ops = ops._between(hosts)
+            text = joined.text_of_chief(settings, lambda: detect(devices).to_json())
+            machine = Topology.from_json(text)
+            ops = ops._between(Hosts(self._network, devices, machine, most, flat, wire_between))
         # Only now, because TensorFlow's constructor insists on its own.
         self._cross_device_ops = self._host_cross_device_ops = ops
 
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
     ) -> tuple[tuple[str, ...], str]:
-        kind, available = _devices_here(cluster_resolver)
+        kind, available = virtual_devices.devices_here(cluster_resolver)
         count = self._devices_wanted or available
         if count > available:
             raise RuntimeError(
@@ -428,7 +377,9 @@ def _prepare(
     if cluster is None or len(cluster.tasks) == 1:
         return
     if not has_gpus:
-        virtual_devices.configure_threads(devices_per_worker or _devices_here(None)[1])
+        virtual_devices.configure_threads(
+            devices_per_worker or virtual_devices.devices_here(None)[1]
+        )
     settings = {
         "cluster": [f"{task.job} {task.index} at {task.address}" for task in cluster.tasks],
         "version of tfcdo": version.__version__,
@@ -442,22 +393,3 @@ def _prepare(
         start_seconds=_SERVER_START_SECONDS,
         heartbeat_seconds=_HEARTBEAT_SECONDS,
     )
-
-
-def _devices_here(resolver: Any) -> tuple[str, int]:
-    """Returns which devices a worker has, GPU or CPU, and how many; does not start TensorFlow."""
-    if resolver is not None and not isinstance(
-        resolver, tf.distribute.cluster_resolver.TFConfigClusterResolver
-    ):
-        gpus = resolver.num_accelerators().get("GPU", 0)
-        if gpus:
-            return "GPU", gpus
-    for kind in ("GPU", "CPU"):
-        # TensorFlow reports None for a device that nobody has divided: one logical device.
-        count = sum(
-            len(tf.config.get_logical_device_configuration(device) or [None])
-            for device in tf.config.get_visible_devices(kind)
-        )
-        if count:
-            return kind, count
-    raise RuntimeError("TensorFlow sees neither GPUs nor a CPU")

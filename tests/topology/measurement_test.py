@@ -114,6 +114,29 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, f"devices must be .*{message}"):
             topology.measure(devices)
 
+    @parameterized.parameters(
+        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "{}"}, "tfcdo"),
+        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": "{}"}, ".cache/tfcdo"),
+        ({"TFCDO_CACHE_DIR": "{}", "XDG_CACHE_HOME": "/elsewhere"}, "."),
+        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "relative", "HOME": "{}"}, ".cache/tfcdo"),
+        ({"TFCDO_CACHE_DIR": "~/mine", "HOME": "{}"}, "mine"),
+    )
+    def test_where(self, variables, folder):
+        found = measured.Measured(topology.preset("pcie"), "2026-01-01")
+        variables = {key: value.format(self.folder) for key, value in variables.items()}
+        with mock.patch.dict(os.environ, variables):
+            self.assertEqual(self.folder / folder, measured.save(found).parent)
+
+    def test_without_a_home(self):
+        with (
+            mock.patch.dict(os.environ, TFCDO_CACHE_DIR="", XDG_CACHE_HOME=""),
+            # A user that is a mere number, as in a container.
+            mock.patch("pwd.getpwuid", side_effect=KeyError("uid not found")),
+            self.assertRaisesRegex(RuntimeError, "there is no home directory"),
+        ):
+            os.environ.pop("HOME", None)
+            measured.save(measured.Measured(topology.preset("pcie"), "2026-01-01"))
+
     def test_two_names_never_share_a_file(self):
         machine = topology.preset("pcie")
         for name in ("measured 4 GPUs, A", "measured 4 GPUs. A"):
