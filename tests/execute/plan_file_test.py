@@ -59,7 +59,7 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assertEqual((told.algorithm, told.num_packs), ("shuffle", K))
 
     def test_a_plan_for_a_measurement_of_these_devices_needs_no_topology(self):
-        name = detection.name_of_measured(tu.device_names(K))
+        name = str(detection.name_of_measured(tu.device_names(K)))
         machine = dataclasses.replace(preset("pcie", K), name=name)
         ops = tfcdo.AutoAllReduce(plan=self.save(machine, "shuffle"))
         told = ops.explain([(4000,)], devices=tu.device_names(K))

@@ -37,8 +37,8 @@ def main(fault: str, where: str = "all") -> None:
         wire_dtype = "float16" if here else "bfloat16"
         settings["cross_device_ops"] = tfcdo.HierarchicalCopyAllReduce(wire_dtype=wire_dtype)
     if fault == "another packing":
-        packing = {"num_packs": 0, "agg_small_grads_max_bytes": 3000} if here else {"num_packs": 2}
-        settings["cross_device_ops"] = tfcdo.AllReduceCrossDeviceOps("ring", **packing)
+        packing = (0, 3000) if here else (2, 0)
+        settings["cross_device_ops"] = tfcdo.AllReduceCrossDeviceOps("ring", *packing)
     if fault == "another wire between" and here:
         settings["wire_between"] = "bfloat16"
     if fault == "absent" and here:

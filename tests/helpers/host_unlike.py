@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -34,8 +35,7 @@ _SUM, _MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 _SHAPES = ((400,), (20, 30), (1000,), (), (20, 30), (7, 11), (1300,), (2, 2, 3), (7, 11))
 _ROWS, _WIDTH = 50, 8
 
-_Arguments = Mapping[str, Any]
-_Make = Callable[[], _Arguments]
+_Make = Callable[[], Any]
 
 
 def _ops(make: Callable[..., Any], *arguments: Any, **named: Any) -> _Make:
@@ -57,7 +57,7 @@ _all_reduce, _one = tfcdo.AllReduceCrossDeviceOps, tfcdo.ReductionToOneDevice
 _chain, _star, _pcie = copy_tree.chain(2, 0), copy_tree.star(2, 1), preset("pcie", 2)
 # The argument's name in the error: the strategy's arguments on host 0 and on all others, and how
 # the error shows each. The second case once gave incorrect sums.
-SETTINGS: Sequence[tuple[str, _Make, _Make, str, str]] = (
+SETTINGS: Sequence[tuple[Any, ...]] = (
     ("", _ops(_hierarchical), _ops(_auto), "HierarchicalCopyAllReduce", "AutoAllReduce"),
     ("", _ops(_auto), dict, "AutoAllReduce", "by default"),
     ("num_packs", _ops(_all_reduce, "ring", 2), _ops(_all_reduce, "ring", 0, 3000), "2", "0"),
@@ -180,7 +180,7 @@ def unlike_correct(strategy: Any) -> None:
     """Sums on hosts that take their machines to be different, or have measured only one."""
     is_chief = strategy.cluster_resolver.task_id == 0
     count = len(strategy.extended.worker_devices)
-    slow = {"addition_bandwidth": 1e3, "memory_bandwidth": math.inf}
+    slow: dict[str, Any] = {"addition_bandwidth": 1e3, "memory_bandwidth": math.inf}
     with contextlib.ExitStack() as stack:
         if not is_chief:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -228,12 +228,16 @@ def _numbers(shape: tuple[int, ...], replica: int, position: int) -> np.ndarray:
     return draw.integers(-9, 10, shape).astype(np.float32)
 
 
+def _tensor(arrays: Sequence[np.ndarray], replica: int) -> tf.Tensor:
+    return tf.constant(arrays[replica])
+
+
 def _dense(strategy: Any) -> None:
     arrays = [
         [_numbers(shape, replica, position) for replica in range(strategy.num_replicas_in_sync)]
         for position, shape in enumerate(_SHAPES)
     ]
-    values = [_per_replica(strategy, lambda r, own=own: tf.constant(own[r])) for own in arrays]
+    values = [_per_replica(strategy, functools.partial(_tensor, own)) for own in arrays]
     results = strategy.extended.batch_reduce_to(_SUM, [(value, value) for value in values])
     for own, result in zip(arrays, results, strict=True):
         for part in strategy.experimental_local_results(result):
@@ -241,19 +245,19 @@ def _dense(strategy: Any) -> None:
 
 
 def _rows(strategy: Any) -> None:
-    def make(replica: int, position: int) -> tf.IndexedSlices:
+    def make(position: int, replica: int) -> tf.IndexedSlices:
         indices = np.random.default_rng([replica, position, 1]).integers(0, _ROWS, replica + 1)
         values = _numbers((replica + 1, _WIDTH), replica, position)
         return tf.IndexedSlices(
             tf.constant(values), tf.constant(indices), tf.constant([_ROWS, _WIDTH])
         )
 
-    values = [_per_replica(strategy, lambda r, own=own: make(r, own)) for own in range(2)]
+    values = [_per_replica(strategy, functools.partial(make, own)) for own in range(2)]
     results = strategy.extended.batch_reduce_to(_SUM, [(value, value) for value in values])
     for position, result in enumerate(results):
         expected = np.zeros([_ROWS, _WIDTH])
         for replica in range(strategy.num_replicas_in_sync):
-            own = make(replica, position)
+            own = make(position, replica)
             np.add.at(expected, own.indices.numpy(), own.values.numpy())
         for part in strategy.experimental_local_results(result):
             np.testing.assert_array_equal(tf.convert_to_tensor(part), expected)

@@ -65,11 +65,11 @@ class Session:
                     self._store.set(name, text)
                     self._texts[name] = text
         self.agree(description)
-        text = self._texts.get(name) or self._store.get(name, self._timeout)
-        if text is None:
+        agreed = self._texts.get(name) or self._store.get(name, self._timeout)
+        if agreed is None:
             raise LateHostError(f"{LATE}: {self.cluster.name(0)} does not answer")
-        self._texts[name] = text
-        return text
+        self._texts[name] = agreed
+        return agreed
 
     def next_keys(self, description: Mapping[str, Any], count: int) -> list[int]:
         """Returns the keys for the next use of one kind of collectives, the same on all hosts.

@@ -52,13 +52,21 @@ def reduce(
     Raises:
       RuntimeError: if a config requires NCCL and it cannot run; no op has been created then.
     """
-    reductions = [
-        rows.as_tables(reduction) if config.sparse_as_dense is True else reduction
-        for reduction, config in zip(reductions, configs, strict=True)
-    ]
-    groups = group_batch(reduce_op, reductions, configs, wire)
+    dense = [config.sparse_as_dense is True for config in configs]
+    # Before tables are formed: a group that cannot run as required is refused before any op.
+    specs = [_spec_of_table(one) if own else one for one, own in zip(reductions, dense)]
+    groups = group_batch(reduce_op, specs, configs, wire)
+    reductions = [rows.as_tables(one) if own else one for one, own in zip(reductions, dense)]
     results = [_run(reduce_op, one, alike.members(reductions, one.indices)) for one in groups]
     return alike.in_order([one.indices for one in groups], results)
+
+
+def _spec_of_table(reduction: Reduction) -> Reduction:
+    """Returns a reduction of slices as one of specs of the tables that `as_tables` forms."""
+    if not reduction.is_sparse or reduction.values[0].dense_shape is None:
+        return reduction
+    specs = tuple(tf.TensorSpec(value.shape, value.dtype) for value in reduction.values)
+    return dataclasses.replace(reduction, values=specs)
 
 
 def _run(
