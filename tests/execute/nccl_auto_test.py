@@ -53,6 +53,8 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
         takes, line = self.takes_nccl(make(), 5, 25_000)
         self.assertTrue(takes)
         self.assertRegex(line, f"auto takes NCCL for about .* {K} devices: .*has no measurement")
+        # Trees that NCCL does not use are not planned, which may take seconds.
+        self.assertEqual(1, line.count("auto takes"), line)
 
     def test_keeps_to_trees_if_asked(self):
         takes, line = self.takes_nccl(tfcdo.AutoAllReduce(nccl=False), 25_000)

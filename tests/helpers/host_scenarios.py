@@ -183,6 +183,16 @@ def flat(strategy: Any) -> dict[str, np.ndarray]:
             lambda context: tf.constant(flat_numbers(context.replica_id_in_sync_group))
         )
         [total] = extended.batch_reduce_to("SUM", [(numbers, numbers)])
+        traced = len(members)
+        for turn in (1.0, 2.0):  # Other values of the same shape are not traced again.
+            again = strategy.experimental_distribute_values_from_function(
+                lambda context, turn=turn: turn
+                * tf.constant(flat_numbers(context.replica_id_in_sync_group))
+            )
+            [same] = extended.batch_reduce_to("SUM", [(again, again)])
+            for one, other in zip(same.values, total.values, strict=True):
+                np.testing.assert_array_equal(one, turn * other)
+        assert len(members) == traced, (len(members), traced)
     extended._cross_device_ops = ops
     assert set(members) == {strategy.num_replicas_in_sync}, set(members)
     return {"sums": np.stack(strategy.experimental_local_results(total))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from tfcdo.execute.groups import final_op_for
 from tfcdo.execute.groups import group_batch
 from tfcdo.execute.groups import plan_group
 from tfcdo.execute.groups import structure_of
+from tfcdo.execute.hosts import Hosts
 from tfcdo.execute.reduction import Reduction
 from tfcdo.execute.travel import AS_IT_IS
 from tfcdo.execute.travel import Wire
@@ -187,31 +189,58 @@ def _all_reduce_flat(
     hosts = group.config.across_hosts
     assert hosts is not None
     devices = hosts.devices
-    placed = [dataclasses.replace(reduction, devices=devices) for reduction in reductions]
-    plan = plan_group(dataclasses.replace(group, devices=devices), placed)
-
-    def run(values: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
-        exchange = hosts.exchange_packs(plan, placed, final_op)
-
-        def reduce_pack(_: Any, tensors: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
-            flat = [tensor for (tensor,) in tensors]
-            results = []
-            for total, device in zip(exchange.all_reduce_flat(flat, devices), devices, strict=True):
-                with tf.device(device):
-                    results.append([final_op(total, flat[0].dtype)])
-            return results
-
-        here = [copy_trees.copy(own, device) for own, device in zip(values, devices, strict=True)]
-        return packs.all_reduce(plan, here, devices, reduce_pack)
-
+    # Without the values, which a function that is kept would keep too.
+    specs = tuple(
+        dataclasses.replace(
+            reduction,
+            devices=devices,
+            values=tuple(tf.TensorSpec(value.shape, value.dtype) for value in reduction.values),
+        )
+        for reduction in reductions
+    )
+    plan = plan_group(dataclasses.replace(group, devices=devices), specs)
+    values = [list(own) for own in _by_device(reductions)]
     if tf.executing_eagerly():
-        # The collectives of a pack wait for each other, so they must run at the same time.
-        run = tf.function(run, autograph=False)
-    results = run([list(own) for own in _by_device(reductions)])
+        # The collectives of a pack wait for each other, so they must run at the same time: in a
+        # concrete function, even where tf.config.run_functions_eagerly(True) rules.
+        function = _flat_function(hosts, plan, specs, final_op)
+        results = function.get_concrete_function(values)(values)
+    else:
+        results = _run_flat(hosts, plan, specs, final_op, values)
     return _by_value(
         [copy_trees.copy(own, device) for own, device in zip(results, group.devices, strict=True)],
         reductions,
     )
+
+
+# Tracing takes ten times as long as running.
+@functools.lru_cache(maxsize=64)
+def _flat_function(
+    hosts: Hosts, plan: BatchPlan, specs: tuple[Reduction, ...], final_op: numerics.FinalOp
+) -> Any:
+    run = functools.partial(_run_flat, hosts, plan, specs, final_op)
+    return tf.function(lambda values: run(values), autograph=False)
+
+
+def _run_flat(
+    hosts: Hosts,
+    plan: BatchPlan,
+    specs: Sequence[Reduction],
+    final_op: numerics.FinalOp,
+    values: Sequence[Sequence[tf.Tensor]],
+) -> list[list[tf.Tensor]]:
+    exchange, devices = hosts.exchange_packs(plan, specs, final_op), hosts.devices
+
+    def reduce_pack(_: Any, tensors: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        flat = [tensor for (tensor,) in tensors]
+        results = []
+        for total, device in zip(exchange.all_reduce_flat(flat, devices), devices, strict=True):
+            with tf.device(device):
+                results.append([final_op(total, flat[0].dtype)])
+        return results
+
+    here = [copy_trees.copy(own, device) for own, device in zip(values, devices, strict=True)]
+    return packs.all_reduce(plan, here, devices, reduce_pack)
 
 
 def _all_reduce_along_trees(

@@ -115,8 +115,10 @@ class AllReduceConfig:
         """Plans an all-reduce by NCCL: one tensor per pack, unless asked otherwise in one pack."""
         num_packs = 1 if self.packing.num_packs is None else self.packing.num_packs
         options = dataclasses.replace(self.packing, num_packs=num_packs, one_tensor_per_pack=True)
-        # Each pack is one op; NCCL knows the machine itself and does not use the copy trees.
-        config = dataclasses.replace(self, packing=options, backward_seconds=None)
+        # Each pack is one op; NCCL does not use the copy trees, and to plan some may take seconds.
+        config = dataclasses.replace(
+            self, algorithm="one_device", packing=options, backward_seconds=None
+        )
         return config.plan(specs, devices)
 
     def trees(self, count: int, devices: Sequence[str]) -> list[CopyTree]:
