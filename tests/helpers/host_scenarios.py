@@ -186,8 +186,9 @@ def flat(strategy: Any) -> dict[str, np.ndarray]:
         traced = len(members)
         for turn in (1.0, 2.0):  # Other values of the same shape are not traced again.
             again = strategy.experimental_distribute_values_from_function(
-                lambda context, turn=turn: turn
-                * tf.constant(flat_numbers(context.replica_id_in_sync_group))
+                lambda context, turn=turn: (
+                    turn * tf.constant(flat_numbers(context.replica_id_in_sync_group))
+                )
             )
             [same] = extended.batch_reduce_to("SUM", [(again, again)])
             for one, other in zip(same.values, total.values, strict=True):

@@ -181,6 +181,11 @@ class _Case:
             values.append(self.per_replica(make))
             axes.append(axis)
             expected.append(np.concatenate([make(r) for r in range(self.replicas)], axis))
+        # Nothing on any host: a collective of no elements would never end.
+        for shape, axis in (((0, 2), 0), ((3, 0), 1), ((3, 0), 0)):
+            values.append(self.per_replica(lambda replica, shape=shape: tf.zeros(shape)))
+            axes.append(axis)
+            expected.append(np.concatenate([np.zeros(shape, np.float32)] * self.replicas, axis))
         for dtype in COPIED:
 
             def fill(replica: int, dtype: tf.DType = dtype) -> tf.Tensor:

@@ -64,6 +64,7 @@ def wire_between(strategy: Any) -> dict[str, np.ndarray]:
         results |= _sums(name, cast)
         results |= _gradient(name, cast)
         results |= _explained(name, cast)
+        _state(cast)
     return results
 
 
@@ -111,6 +112,33 @@ def _gradient(name: str, strategy: Any) -> dict[str, np.ndarray]:
 
     parts = strategy.experimental_local_results(differentiate())
     return {f"{name} gradient": np.stack([part.numpy() for part in parts])}
+
+
+def _state(strategy: Any) -> None:
+    """Reads a moving statistic of more than 4 KiB: the exact mean, which a checkpoint holds."""
+    count = 2000
+    with strategy.scope():
+        statistic = tf.Variable(
+            tf.zeros([count]),
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.MEAN,
+        )
+
+    @tf.function(autograph=False)
+    def assign() -> None:
+        def step() -> None:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            # Neither dtype of the wire holds it, and its means are exact.
+            statistic.assign(tf.fill([count], 1.0 + 2.0**-20 * (1 + tf.cast(replica, tf.float32))))
+
+        strategy.run(step)
+
+    assign()
+    expected = 1.0 + 2.0**-20 * (strategy.num_replicas_in_sync + 1) / 2
+    reads = (statistic.read_value, tf.function(statistic.read_value, autograph=False))
+    for read in reads:
+        np.testing.assert_array_equal(read(), np.full([count], expected, np.float32))
 
 
 def _explained(name: str, strategy: Any) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ from tfcdo import tf_internals
 from tfcdo.execute import groups
 from tfcdo.execute import nccl
 from tfcdo.execute import nccl_choice
+from tfcdo.execute import planned
 from tfcdo.execute.config import AllReduceConfig
 from tfcdo.execute.devices import check_device
 from tfcdo.execute.groups import Group
@@ -167,7 +168,8 @@ def explain(
                 plans.append(groups.plan_group(group, ordered))
         ops.batch_reduce(_SUM, [(value, value) for value in values])
 
-    graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
+    with planned.only_explained():
+        graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
     operations = [op for op in graph.get_operations() if op.type != "Placeholder"]
     sent_dtype = (found[0].wire.dtype if found else None) or dtype
     count = sum(s.num_elements() for s in sizes)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -47,6 +49,7 @@ class Planned:
         return Schedule(len(self.devices), packs[-1].stop if packs else 0, tuple(packs))
 
 
+_only_explained = contextvars.ContextVar("only explained", default=False)
 _recent: collections.deque[Planned] = collections.deque(maxlen=_MOST)
 
 
@@ -58,9 +61,19 @@ def remember(plan: BatchPlan, values: Sequence[tf.Tensor], devices: Sequence[str
       values: the values of one device.
       devices: the devices.
     """
-    if not tf.executing_eagerly():
+    if not tf.executing_eagerly() and not _only_explained.get():
         itemsizes = tuple(value.dtype.size for value in values)
         _recent.append(Planned(tf.get_current_name_scope(), tuple(devices), plan, itemsizes))
+
+
+@contextlib.contextmanager
+def only_explained() -> Iterator[None]:
+    """While this lasts, nothing that this thread puts into graphs is remembered: it never runs."""
+    token = _only_explained.set(True)
+    try:
+        yield
+    finally:
+        _only_explained.reset(token)
 
 
 def recent() -> list[Planned]:

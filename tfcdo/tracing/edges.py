@@ -37,6 +37,7 @@ class EdgeRun:
       target: the index of the device that receives, or adds.
       start: when it began, in seconds. A copy begins when one device has sent and the other asks.
       end: when it ended.
+      devices: the devices by whose indices a copy is named.
     """
 
     scope: str
@@ -46,6 +47,7 @@ class EdgeRun:
     target: int
     start: float
     end: float
+    devices: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def seconds(self) -> float:
@@ -68,18 +70,23 @@ def belongs_to_tfcdo(event: Event) -> bool:
     return bool(event.op and _SCOPE.search(event.name))
 
 
-def find(events: Sequence[Event], planned: Sequence[Planned]) -> list[EdgeRun]:
+def find(
+    events: Sequence[Event],
+    planned: Sequence[Planned],
+    steps: Sequence[tuple[float, float]] = (),
+) -> list[EdgeRun]:
     """Finds copies and additions.
 
     Args:
       events: the profile, in the order of the start.
       planned: the plans of recent all-reduces, the newest first, which say how their devices are
         numbered.
+      steps: starts and ends of calls, in order; in different ones a scope may have different plans.
 
     Returns:
       The copies and additions, in the order of their start.
     """
-    runs = [*_additions(events), *_copies(events, planned)]
+    runs = [*_additions(events), *_copies(events, planned, steps)]
     return sorted(runs, key=lambda run: (run.start, run.end))
 
 
@@ -93,34 +100,71 @@ def _additions(events: Sequence[Event]) -> Iterator[EdgeRun]:
             )  # fmt: skip
 
 
-def _copies(events: Sequence[Event], planned: Sequence[Planned]) -> Iterator[EdgeRun]:
+def _copies(
+    events: Sequence[Event], planned: Sequence[Planned], steps: Sequence[tuple[float, float]]
+) -> Iterator[EdgeRun]:
     receives = _receives_by_name(events)
-    for send in events:
-        if send.op != "_Send":
-            continue
-        sent = _SENT.fullmatch(send.name)
-        to_edge = _EDGE.search(send.receiver)
-        # A copy down may be left out by TensorFlow: who uses the sum then receives it.
-        found = to_edge or _EDGE.search(sent[1].removesuffix("/_") if sent else "")
-        if not found:
-            continue
-        source = _number_of(send.from_device, found["scope"], planned)
-        target = _number_of(send.to_device, found["scope"], planned)
-        if source is None or target is None:
-            continue
-        kind = found["phase"] if to_edge else BROADCAST
+    starts = [start for start, _ in steps]
+    sends: dict[tuple[int, str], list[_Send]] = collections.defaultdict(list)
+    for event in events:
+        send = _send_of(event)
+        if send:
+            step = bisect.bisect_right(starts, event.start)
+            sends[step, send.name["scope"]].append(send)
+    for (_, scope), ones in sends.items():
+        devices = _devices_of(scope, ones, planned)
+        for send in ones:
+            sent_from, sent_to = send.event.from_device, send.event.to_device
+            if sent_from in devices and sent_to in devices:
+                source, target = devices.index(sent_from), devices.index(sent_to)
+                start, end = _interval(send.event, receives)
+                pack = int(send.name["pack"])
+                yield EdgeRun(scope, pack, send.kind, (source,), target, start, end, devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Send:
+    """An op that sends a pack to another device.
+
+    Attributes:
+      event: when it ran.
+      name: the parts of the edge's name.
+      kind: see `EdgeRun`.
+      numbered: the device that the name's target is the index of.
+    """
+
+    event: Event
+    name: re.Match[str]
+    kind: str
+    numbered: str
+
+
+def _send_of(event: Event) -> _Send | None:
+    if event.op != "_Send":
+        return None
+    to_edge = _EDGE.search(event.receiver)
+    if to_edge:
         # Where copies are cast, what arrives is cast back before it is added.
-        kind = REDUCE if kind == "receive" else kind
-        start, end = _interval(send, receives)
-        yield EdgeRun(found["scope"], int(found["pack"]), kind, (source,), target, start, end)
+        kind = REDUCE if to_edge["phase"] == "receive" else to_edge["phase"]
+        return _Send(event, to_edge, kind, event.to_device)
+    # A copy down may be left out by TensorFlow: who uses the sum then receives it.
+    sent = _SENT.fullmatch(event.name)
+    from_edge = _EDGE.search(sent[1].removesuffix("/_")) if sent else None
+    return _Send(event, from_edge, BROADCAST, event.from_device) if from_edge else None
 
 
-def _number_of(device: str, scope: str, planned: Sequence[Planned]) -> int | None:
-    """Returns a device's index in the newest all-reduce of a scope that it took part in."""
-    for one in planned:
-        if one.scope.rpartition("/")[2] == scope and device in one.devices:
-            return one.devices.index(device)
-    return None
+def _devices_of(scope: str, sends: Sequence[_Send], planned: Sequence[Planned]) -> tuple[str, ...]:
+    """Returns the devices of the plan that agrees with most names of ops; the newest of several."""
+
+    def agreeing(devices: tuple[str, ...]) -> int:
+        return sum(
+            devices[target : target + 1] == (send.numbered,)
+            for send in sends
+            for target in [int(send.name["target"])]
+        )
+
+    known = (one.devices for one in planned if one.scope.rpartition("/")[2] == scope)
+    return max(known, key=agreeing, default=())
 
 
 def _sources(found: re.Match[str]) -> tuple[int, ...]:
@@ -161,8 +205,11 @@ def plan_of(runs: Sequence[EdgeRun], planned: Sequence[Planned]) -> Planned | No
         if run.kind in (REDUCE, ADD)
         for source in run.sources
     }
+    devices = {run.devices for run in runs if run.kind != ADD}
     for one in planned:
         if not edges or one.scope.rpartition("/")[2] != runs[0].scope:
+            continue
+        if devices and one.devices not in devices:
             continue
         of_plan = {
             (pack, child, parent)

@@ -38,7 +38,7 @@ class Recording:
     @functools.cached_property
     def runs(self) -> list[EdgeRun]:
         """Returns the copies along edges, and the additions."""
-        return edges.find(self.events, self.planned)
+        return edges.find(self.events, self.planned, summaries.steps_of(self.events))
 
     @functools.cached_property
     def summary(self) -> summaries.Summary:
