@@ -15,7 +15,7 @@ from tfcdo import tf_internals
 from tfcdo import version
 from tfcdo import virtual_devices
 from tfcdo.cluster import config
-from tfcdo.cluster import roll_call
+from tfcdo.cluster import rendezvous
 from tfcdo.cluster import session
 from tfcdo.cross_device_ops import AllReduceCrossDeviceOps
 from tfcdo.cross_device_ops import AutoAllReduce
@@ -100,7 +100,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         another dtype.
       TypeError: if an argument is of another type.
       RuntimeError: if TensorFlow has already started, or there are fewer devices.
-      RollCallError: (a RuntimeError) if a host does not come in time, cannot be reached or is set
+      RendezvousError: (a RuntimeError) if a host does not come in time, cannot be reached or is set
         up differently, or if this host's port is in use; the message names it.
 
     Example:
@@ -368,7 +368,7 @@ def _prepare(
         "devices_per_worker": devices_per_worker or _devices_here(None)[1],
         **own_settings,
     }
-    roll_call.hold(cluster, settings, timeout)
+    rendezvous.meet(cluster, settings, timeout)
     tf_internals.configure_coordination(
         leader=cluster.tasks[0].device_prefix,
         jobs=collections.Counter(task.job for task in cluster.tasks),

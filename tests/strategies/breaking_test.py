@@ -27,7 +27,7 @@ _FAULTS = {
     "sleeps": r"timed out: pack . of 2, time 5, .* for " + _HOST_1 + ", which is busy or",
     "ends": "UnavailableError",
     "dies": "UnavailableError",
-    "absent": f"RollCallError: timed out waiting for {_HOST_1} to start",
+    "absent": f"RendezvousError: timed out waiting for {_HOST_1} to start",
 }
 
 

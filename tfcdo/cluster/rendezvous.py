@@ -31,11 +31,11 @@ _PATIENCE = 5.0
 _MOST_BYTES = 1 << 20
 
 
-class RollCallError(RuntimeError):
+class RendezvousError(RuntimeError):
     """The hosts of a cluster did not all come, or are not set up alike; the message says which."""
 
 
-def hold(cluster: config.Cluster, settings: Settings, timeout: float) -> None:
+def meet(cluster: config.Cluster, settings: Settings, timeout: float) -> None:
     """Waits until all hosts of a cluster are there, set up alike, and can reach each other.
 
     Args:
@@ -44,7 +44,7 @@ def hold(cluster: config.Cluster, settings: Settings, timeout: float) -> None:
       timeout: how many seconds to wait.
 
     Raises:
-      RollCallError: if a host does not come in time, cannot be reached at its address or is set up
+      RendezvousError: if a host does not come in time, cannot be reached at its address or is set up
         differently, or if this host's port is in use.
     """
     deadline = time.monotonic() + timeout
@@ -66,7 +66,7 @@ def _listening(cluster: config.Cluster) -> Iterator[socket.socket]:
             ("", port), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=1024
         )
     except OSError as error:
-        raise RollCallError(
+        raise RendezvousError(
             f"port {port} of {cluster.name(cluster.index)} cannot be used on this machine: "
             f"{error.strerror or error}; end the process that uses it, or give the task another "
             "port in the cluster's description on all hosts"
@@ -84,7 +84,7 @@ def _lead(
         _accept_all(cluster, settings, listener, deadline, here)
         for host in cluster.others:
             _check_reachable(cluster, host)
-    except RollCallError as error:
+    except RendezvousError as error:
         _tell(here, {"error": str(error)})
         raise
     _tell(here, {"go": True})
@@ -103,7 +103,7 @@ def _accept_all(
         missing = ", ".join(cluster.name(host) for host in cluster.others if host not in here)
         lines.log(f"waiting for {missing} to start")
         if time.monotonic() > deadline:
-            raise RollCallError(problem or f"timed out waiting for {missing} to start")
+            raise RendezvousError(problem or f"timed out waiting for {missing} to start")
         listener.settimeout(1.0)
         try:
             connection, _ = listener.accept()
@@ -129,7 +129,7 @@ def _accept_all(
             # All are to learn of it, also those that are still on their way.
             deadline = min(deadline, time.monotonic() + _FIRST_LINE)
     if problem is not None:
-        raise RollCallError(problem)
+        raise RendezvousError(problem)
 
 
 def _check_reachable(cluster: config.Cluster, host: int) -> None:
@@ -138,7 +138,7 @@ def _check_reachable(cluster: config.Cluster, host: int) -> None:
     try:
         socket.create_connection(address, timeout=5.0).close()
     except OSError as error:
-        raise RollCallError(
+        raise RendezvousError(
             f"{cluster.name(host)} has started, but does not answer at that address: {error}"
         ) from error
 
@@ -160,11 +160,11 @@ def _follow(cluster: config.Cluster, settings: Settings, deadline: float) -> Non
             problem = str(error)
         else:
             if "error" in answer:
-                raise RollCallError(str(answer["error"]))
+                raise RendezvousError(str(answer["error"]))
             return
         lines.log(f"waiting for {cluster.name(0)} to start: {problem}")
         time.sleep(_RETRY)
-    raise RollCallError(f"timed out waiting for {cluster.name(0)} to start: {problem}")
+    raise RendezvousError(f"timed out waiting for {cluster.name(0)} to start: {problem}")
 
 
 def _wait_for_answer(
@@ -173,7 +173,7 @@ def _wait_for_answer(
     while not select.select([connection], [], [], 1.0)[0]:
         lines.log(f"{cluster.name(0)} is there and waits for other hosts")
         if time.monotonic() > deadline + _PATIENCE:
-            raise RollCallError(
+            raise RendezvousError(
                 f"timed out: {cluster.name(0)} is there, but not all other hosts are"
             )
     return _receive(connection)
