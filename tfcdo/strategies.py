@@ -368,7 +368,7 @@ def _prepare(
         "devices_per_worker": devices_per_worker or _devices_here(None)[1],
         **own_settings,
     }
-    rendezvous.meet(cluster, settings, timeout)
+    rendezvous.meet(cluster, settings, timeout, environment.cluster_token())
     tf_internals.configure_coordination(
         leader=cluster.tasks[0].device_prefix,
         jobs=collections.Counter(task.job for task in cluster.tasks),

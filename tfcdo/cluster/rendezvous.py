@@ -4,55 +4,95 @@ TensorFlow's start waits inside C++ with Python's lock held: nothing can be logg
 cannot be interrupted, and a host that never comes is waited for without end. So the hosts first
 meet here, at the chief's address: each says who it is and how it is set up, and all go on together,
 or all learn why not.
+
+The chief first sends a nonce. The other host's greeting begins with an HMAC over that nonce, and
+the answer with one over the host's own nonce; the key is the job's token. So nobody else is heard,
+and a process of another job that comes to the same port is not taken for one of this job.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import select
+import dataclasses
+import hmac
+import queue
+import re
+import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from multiprocessing import connection
+from typing import TypeVar
 
+import msgspec
 from absl import logging
 
+from tfcdo import environment
 from tfcdo.cluster import config
 from tfcdo.cluster import difference
 
-Settings = Mapping[str, Any]
+# What must be the same on all hosts.
+Settings = Mapping[str, str | int | list[str]]
 
 _FIRST_LINE = 10.0  # Seconds until the log says who is waited for; then each minute.
 _NEXT_LINES = 60.0
 _RETRY = 0.2
+_POLL = 0.1
 # By how much the others are more patient than the chief, which knows who is missing.
 _PATIENCE = 5.0
-_MOST_BYTES = 1 << 20
+# How long one message may take, and how large it may be: strangers can send as well.
+_MESSAGE_SECONDS = 5.0
+_MAX_BYTES = 1 << 20
+_TOKEN = environment.CLUSTER_TOKEN
+_HELLO = re.compile(rb"tfcdo ([0-9a-f]{32})\n")
 
 
 class RendezvousError(RuntimeError):
     """The hosts of a cluster did not all come, or are not set up alike; the message says which."""
 
 
-def meet(cluster: config.Cluster, settings: Settings, timeout: float) -> None:
-    """Waits until all hosts of a cluster are there, set up alike, and can reach each other.
+class _Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Says who a host is, how it is set up, and the nonce that the answer must prove."""
 
-    Args:
-      cluster: the hosts.
-      settings: what must be the same on all hosts; values that JSON can hold.
-      timeout: how many seconds to wait.
+    host: int
+    settings: dict[str, str | int | list[str]]
+    nonce: str
+
+
+class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Says why the hosts cannot go on; nothing if they can."""
+
+    error: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arrival:
+    """A host that has come to the chief."""
+
+    peer: socket.socket
+    greeting: _Greeting
+
+
+_Message = TypeVar("_Message", _Greeting, _Answer)
+
+
+class _ProofError(ValueError):
+    """The sender of a message does not know the job's token."""
+
+
+def meet(cluster: config.Cluster, settings: Settings, timeout: float, token: str) -> None:
+    """Waits until all hosts are there, know the token, are set up alike and can reach each other.
 
     Raises:
-      RendezvousError: if a host does not come in time, cannot be reached at its address or is set up
-        differently, or if this host's port is in use.
+      RendezvousError: if they do not in `timeout` seconds, or if this host's port is in use.
     """
     deadline = time.monotonic() + timeout
     with _listening(cluster) as listener:
         if cluster.is_chief:
-            _lead(cluster, settings, listener, deadline)
+            _lead(cluster, settings, token, listener, deadline)
         else:
-            _follow(cluster, settings, deadline)
+            _follow(cluster, settings, token, deadline)
 
 
 @contextlib.contextmanager
@@ -76,136 +116,176 @@ def _listening(cluster: config.Cluster) -> Iterator[socket.socket]:
 
 
 def _lead(
-    cluster: config.Cluster, settings: Settings, listener: socket.socket, deadline: float
-) -> None:
-    """The chief's part: waits for all others, compares, and tells them to go on or why not."""
-    here: dict[int, socket.socket] = {}
-    try:
-        _accept_all(cluster, settings, listener, deadline, here)
-        for host in cluster.others:
-            _check_reachable(cluster, host)
-    except RendezvousError as error:
-        _tell(here, {"error": str(error)})
-        raise
-    _tell(here, {"go": True})
-
-
-def _accept_all(
     cluster: config.Cluster,
     settings: Settings,
+    token: str,
     listener: socket.socket,
     deadline: float,
-    here: dict[int, socket.socket],
 ) -> None:
+    """Waits for all others, compares, and tells them to go on or why not: the chief's part."""
+    arrived: dict[int, _Arrival] = {}
+    error = ""
+    try:
+        _await_all(cluster, settings, token, listener, deadline, arrived)
+        for host in cluster.others:
+            _check_reachable(cluster, host)
+    except RendezvousError as problem:
+        error = str(problem)
+        raise
+    finally:
+        for arrival in arrived.values():
+            _answer(arrival, error, token)
+
+
+def _await_all(
+    cluster: config.Cluster,
+    settings: Settings,
+    token: str,
+    listener: socket.socket,
+    deadline: float,
+    arrived: dict[int, _Arrival],
+) -> None:
+    """Waits until each host has come; one that has ended meanwhile is missing again."""
     lines = _Lines()
-    problem = None
-    while len(here) < len(cluster.others):
-        missing = ", ".join(cluster.name(host) for host in cluster.others if host not in here)
-        lines.log(f"waiting for {missing} to start")
+    problem = hint = ""
+    arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
+    while len(arrived) < len(cluster.others):
+        missing = [cluster.name(host) for host in cluster.others if host not in arrived]
+        waiting = f"waiting for {', '.join(missing)} to start{hint}"
+        lines.log(waiting)
         if time.monotonic() > deadline:
-            raise RendezvousError(problem or f"timed out waiting for {missing} to start")
-        listener.settimeout(1.0)
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            continue
-        connection.settimeout(5.0)
-        try:
-            greeting = _receive(connection)
-            host, theirs = greeting["host"], greeting["settings"]
-        except (OSError, ValueError, KeyError, TypeError):
-            connection.close()  # Not one of ours: a port scan, or a probe of another host.
-            continue
-        if host not in cluster.others:
-            _tell({0: connection}, {"error": f"the cluster has no host {host}"})
-            continue
-        if host in here:
-            here[host].close()  # It has been started again.
-        here[host] = connection
-        if problem is None and dict(theirs) != dict(settings):
-            names = cluster.name(0), cluster.name(host)
-            details = difference.between(settings, names[0], theirs, names[1])
-            problem = f"the hosts are not set up alike: {details}"
-            # All are to learn of it, also those that are still on their way.
-            deadline = min(deadline, time.monotonic() + _FIRST_LINE)
-    if problem is not None:
+            raise RendezvousError(problem or f"timed out {waiting}")
+        peers = [arrival.peer for arrival in arrived.values()]
+        ready = connection.wait([listener, *peers], _POLL)
+        if listener in ready:
+            with contextlib.suppress(OSError):
+                peer, _ = listener.accept()
+                threading.Thread(target=_hear, args=(peer, token, arrivals), daemon=True).start()
+        for host, arrival in list(arrived.items()):
+            if arrival.peer in ready:  # It has no more to say, so it has ended.
+                arrived.pop(host).peer.close()
+        while not arrivals.empty():
+            new = arrivals.get()
+            if new is None:
+                hint = f" (a host came that does not know this job's {_TOKEN})"
+                continue
+            host = new.greeting.host
+            if host not in cluster.others:
+                _answer(new, f"the cluster has no other host {host}", token)
+                continue
+            if host in arrived:
+                arrived[host].peer.close()  # It has been started again.
+            arrived[host] = new
+            if not problem and new.greeting.settings != dict(settings):
+                names = f"on {cluster.name(0)}", f"on {cluster.name(host)}"
+                details = difference.between(settings, names[0], new.greeting.settings, names[1])
+                problem = f"the hosts are not set up alike: {details}"
+                # All are to learn of it, also those that are still on their way.
+                deadline = min(deadline, time.monotonic() + _FIRST_LINE)
+    if problem:
         raise RendezvousError(problem)
+
+
+def _hear(peer: socket.socket, token: str, arrivals: queue.SimpleQueue[_Arrival | None]) -> None:
+    """Hears who has come, in a thread, so that a slow stranger holds up nobody."""
+    nonce = secrets.token_hex(16)
+    try:
+        peer.settimeout(_MESSAGE_SECONDS)
+        peer.sendall(f"tfcdo {nonce}\n".encode())
+        arrivals.put(_Arrival(peer, _open(_receive_line(peer), nonce, token, _Greeting)))
+    except _ProofError:
+        arrivals.put(None)
+        with contextlib.suppress(OSError), peer:
+            peer.sendall(_seal(_Answer(""), "", token))  # It does not know the token of this, too.
+    except (OSError, ValueError, RecursionError):
+        peer.close()  # A port scan, or a probe of another host.
+
+
+def _answer(arrival: _Arrival, error: str, token: str) -> None:
+    with contextlib.suppress(OSError), arrival.peer:
+        arrival.peer.sendall(_seal(_Answer(error), arrival.greeting.nonce, token))
 
 
 def _check_reachable(cluster: config.Cluster, host: int) -> None:
     """Raises unless a host that has come answers at its own address, as collectives need it."""
     address = config.split_address(cluster.tasks[host].address)
     try:
-        socket.create_connection(address, timeout=5.0).close()
+        socket.create_connection(address, timeout=_MESSAGE_SECONDS).close()
     except OSError as error:
         raise RendezvousError(
             f"{cluster.name(host)} has started, but does not answer at that address: {error}"
         ) from error
 
 
-def _follow(cluster: config.Cluster, settings: Settings, deadline: float) -> None:
-    """The other hosts' part: goes to the chief and waits for its word."""
+def _follow(cluster: config.Cluster, settings: Settings, token: str, deadline: float) -> None:
+    """Goes to the chief and waits for its answer: the part of all other hosts."""
     lines = _Lines()
-    address = config.split_address(cluster.tasks[0].address)
-    greeting = {"host": cluster.index, "settings": dict(settings)}
     problem = "no attempt yet"
     while time.monotonic() < deadline:
         try:
-            with socket.create_connection(address, timeout=5.0) as connection:
-                connection.settimeout(5.0)
-                _send(connection, greeting)
-                problem = "it waits for other hosts"
-                answer = _wait_for_answer(cluster, connection, deadline, lines)
-        except (OSError, ValueError) as error:
-            problem = str(error)
+            error = _ask_chief(cluster, settings, token, deadline, lines)
+        except (OSError, ValueError) as failure:
+            problem = str(failure)
         else:
-            if "error" in answer:
-                raise RendezvousError(str(answer["error"]))
+            if error:
+                raise RendezvousError(error)
             return
         lines.log(f"waiting for {cluster.name(0)} to start: {problem}")
         time.sleep(_RETRY)
     raise RendezvousError(f"timed out waiting for {cluster.name(0)} to start: {problem}")
 
 
-def _wait_for_answer(
-    cluster: config.Cluster, connection: socket.socket, deadline: float, lines: _Lines
-) -> dict[str, Any]:
-    while not select.select([connection], [], [], 1.0)[0]:
-        lines.log(f"{cluster.name(0)} is there and waits for other hosts")
-        if time.monotonic() > deadline + _PATIENCE:
-            raise RendezvousError(
-                f"timed out: {cluster.name(0)} is there, but not all other hosts are"
-            )
-    return _receive(connection)
+def _ask_chief(
+    cluster: config.Cluster, settings: Settings, token: str, deadline: float, lines: _Lines
+) -> str:
+    """Greets the chief and returns its answer: why the hosts cannot go on, or nothing."""
+    address = config.split_address(cluster.tasks[0].address)
+    with socket.create_connection(address, timeout=_MESSAGE_SECONDS) as chief:
+        hello = _HELLO.fullmatch(_receive_line(chief))
+        if hello is None:
+            raise ValueError("something else than tfcdo answers there")
+        nonce = secrets.token_hex(16)
+        greeting = _Greeting(cluster.index, dict(settings), nonce)
+        chief.sendall(_seal(greeting, hello[1].decode(), token))
+        while not connection.wait([chief], timeout=1.0):
+            lines.log(f"{cluster.name(0)} is there and waits for other hosts")
+            if time.monotonic() > deadline + _PATIENCE:
+                return f"timed out: {cluster.name(0)} is there, but not all other hosts are"
+        return _open(_receive_line(chief), nonce, token, _Answer).error
 
 
-def _tell(connections: Mapping[int, socket.socket], message: Mapping[str, Any]) -> None:
-    for connection in connections.values():
-        with contextlib.suppress(OSError), connection:
-            _send(connection, message)
+def _seal(message: _Message, nonce: str, token: str) -> bytes:
+    """Returns a line with a message and the proof that its sender knows the token."""
+    content = msgspec.json.encode(message)
+    return b"%s %s\n" % (_prove(content, nonce, token), content)
 
 
-def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
+def _open(line: bytes, nonce: str, token: str, kind: type[_Message]) -> _Message:
+    """Returns the message in a line; nothing is read from it before the proof is verified."""
+    proof, _, content = line.rstrip(b"\n").partition(b" ")
+    if len(proof) != 64:
+        raise ValueError("something else than tfcdo answers there")
+    if not hmac.compare_digest(proof, _prove(content, nonce, token)):
+        raise _ProofError(f"it does not know this job's {_TOKEN}, which all hosts must have")
+    return msgspec.json.decode(content, type=kind)
 
 
-def _receive(connection: socket.socket) -> dict[str, Any]:
-    """Reads one line of JSON."""
+def _prove(content: bytes, nonce: str, token: str) -> bytes:
+    return hmac.new(token.encode(), nonce.encode() + content, "sha256").hexdigest().encode()
+
+
+def _receive_line(sender: socket.socket) -> bytes:
+    deadline = time.monotonic() + _MESSAGE_SECONDS
     line = b""
     while not line.endswith(b"\n"):
-        part = connection.recv(65536)
+        sender.settimeout(max(0.001, deadline - time.monotonic()))
+        part = sender.recv(65536)
         if not part:
             raise ConnectionResetError("it closed the connection")
         line += part
-        if len(line) > _MOST_BYTES:
+        if len(line) > _MAX_BYTES:
             raise ValueError("it sent too much")
-    try:
-        message = json.loads(line)
-    except ValueError:
-        message = None
-    if not isinstance(message, dict):
-        raise ValueError("something else than tfcdo answers there")
-    return message
+    return line
 
 
 class _Lines:
