@@ -82,6 +82,28 @@ class WorkersTest(LaunchTestCase):
         self.assertEqual((result.returncode, result.stderr), (0, ""))
         self.assertEqual(result.stdout, f"worker 1 | {cluster.tf_config(addresses, 1)} False\n")
 
+    @parameterized.parameters(None, "by hand")
+    def test_the_token_that_keeps_jobs_apart(self, own):
+        self.enter_context(_variable(environment.CLUSTER_TOKEN, own))
+        script = f'print(os.environ.get("{environment.CLUSTER_TOKEN}"))'
+        with cluster.reserved_ports(1) as [address]:
+            pass
+        runs = [
+            self.launch("--workers", "2", "train.py", script=script),
+            self.launch("--workers", "2", "train.py"),
+            self.launch("--hosts", address, "--index", "0", "train.py"),
+        ]
+        tokens = [[line.split(" | ")[1] for line in run.stdout.splitlines()] for run in runs]
+        if own is None:
+            for first, second in tokens[:2]:
+                self.assertEqual(first, second)
+                self.assertRegex(first, "^[0-9a-f]{32}$")
+            self.assertNotEqual(tokens[0], tokens[1])
+        else:
+            self.assertEqual([[own] * 2] * 2, tokens[:2])
+        # Launchers of several machines cannot agree on one.
+        self.assertEqual([[str(own)]], tokens[2:])
+
     def test_a_module(self):
         result = self.launch(
             "--workers", "1", "-m", "train", "a", script="print(__name__, sys.argv[1:])"
