@@ -37,7 +37,7 @@ def between(
 def _one(key: str, left: Any, left_name: str, right: Any, right_name: str) -> str:
     if isinstance(left, list) and isinstance(right, list):
         if len(left) != len(right):
-            return f"{key}: {len(left)} {left_name}, {len(right)} {right_name}"
+            return f"{key}: {len(left)} on {left_name}, {len(right)} on {right_name}"
         index = next(i for i, pair in enumerate(zip(left, right)) if pair[0] != pair[1])
         key, left, right = f"{key}, element {index} of {len(left)}", left[index], right[index]
-    return f"{key}: {left} {left_name}, {right} {right_name}"
+    return f"{key}: {left} on {left_name}, {right} on {right_name}"

@@ -32,8 +32,8 @@ from tfcdo import environment
 from tfcdo.cluster import config
 from tfcdo.cluster import difference
 
-# What must be the same on all hosts.
-Settings = Mapping[str, str | int | list[str]]
+Setting = str | int | float | bool | None | list[str]
+Settings = Mapping[str, Setting]  # By name; the same on all hosts.
 
 _FIRST_LINE = 10.0  # Seconds until the log says who is waited for; then each minute.
 _NEXT_LINES = 60.0
@@ -56,7 +56,7 @@ class _Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Says who a host is, how it is set up, and the nonce that the answer must prove."""
 
     host: int
-    settings: dict[str, str | int | list[str]]
+    settings: dict[str, Setting]
     nonce: str
 
 
@@ -177,7 +177,7 @@ def _await_all(
                 arrived[host].peer.close()  # It has been started again.
             arrived[host] = new
             if not problem and new.greeting.settings != dict(settings):
-                names = f"on {cluster.name(0)}", f"on {cluster.name(host)}"
+                names = cluster.name(0), cluster.name(host)
                 details = difference.between(settings, names[0], new.greeting.settings, names[1])
                 problem = f"the hosts are not set up alike: {details}"
                 # All are to learn of it, also those that are still on their way.
