@@ -155,8 +155,7 @@ def is_chief() -> bool:
     joined = session.current()
     if joined is not None:
         return joined.cluster.is_chief
-    config.check_tf_config()
-    cluster = config.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    cluster = config.from_tf_config()
     return cluster is None or cluster.is_chief
 
 
@@ -228,7 +227,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         wire_between: tf.DType | None,
     ) -> None:
         if resolver is None:
-            config.check_tf_config()
+            config.from_tf_config()  # Its errors say more than TensorFlow's.
             resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
         cluster = config.from_resolver(resolver)
         timeout = options.timeout_seconds or _TIMEOUT_SECONDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from unittest import mock
 
 from absl import logging
 from absl.testing import absltest
+from absl.testing import parameterized
 
 from tfcdo.cluster import agreement
 from tfcdo.cluster import config
@@ -73,7 +75,7 @@ def on_all_hosts(program: Callable[[int, agreement.Agreement], Any], timeout: fl
     return ends
 
 
-class AgreementTest(absltest.TestCase):
+class AgreementTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch.object(agreement, "_GRACE", 0.5))
@@ -140,6 +142,37 @@ class AgreementTest(absltest.TestCase):
             self.assertIsInstance(end, agreement.LateHostError)
             self.assertRegex(str(end), r"timed out: host 0 .* s for host 1 \(.*b:2\) to come to")
         self.assertRegex(" ".join(logs.output), "s for a host that host 0 .* waits for to come to")
+
+    @parameterized.parameters(
+        (None, "has come to the end of its program before others: all hosts must make the same"),
+        (ValueError("no files"), "has ended with ValueError: no files$"),
+    )
+    def test_a_host_whose_program_ends(self, error, message):
+        if error is not None:
+            self.enterContext(mock.patch.object(sys, "last_value", error, create=True))
+
+        def program(host, own):
+            try:
+                if host > 0:
+                    own.number(kind("f[4]"), 2)
+            finally:
+                own.leave()
+                left[host] = True
+                # The chief, whose store they all read, is there until the others have left.
+                self.assertTrue(host > 0 or (left[1] and left[2]))
+
+        left = [False] * 3
+        first, *others = on_all_hosts(program, 10.0)
+        self.assertIsNone(first)
+        for end in others:
+            self.assertIsInstance(end, agreement.DisagreementError)
+            self.assertRegex(str(end), rf"^host 0 \(.*a:1\) {message}")
+
+    def test_the_chief_does_not_wait_for_ever(self):
+        self.enterContext(mock.patch.object(agreement, "_LAST_SECONDS", 0.3))
+        agreement.Agreement(Store(), cluster(0), 10.0).leave()
+        with mock.patch.object(Store, "get", side_effect=RuntimeError("the chief is gone")):
+            agreement.Agreement(Store(), cluster(1), 10.0).leave()
 
 
 class WatchTest(absltest.TestCase):
@@ -208,7 +241,16 @@ class WatchTest(absltest.TestCase):
         [(host, late, reason)] = self.aborts[:1]
         self.assertEqual((0, True), (host, late))
         self.assertRegex(reason, r"timed out: pack 2 of 2.*waited 6\d\d s.*for host 1 .*, host 2 ")
+        self.assertEndsWith(reason, agreement.SAME_CALLS)
         self.assertEqual(reason, self.agreements[1].failure())
+
+    def test_another_host_has_given_up(self):
+        self.counts = [11, 10, 11]
+        self.agreements[1].fail("the reason")
+        self.look(0, 2, until=2.0)
+        self.assertEmpty(self.aborts)  # It may have failed in the next step; this one goes on.
+        self.look(0, 2, until=6.0)
+        self.assertEqual([(0, False, "the reason"), (2, False, "the reason")], self.aborts[:2])
 
     def test_a_host_that_has_come_to_something_else(self):
         self.counts = [11, 10, 10]

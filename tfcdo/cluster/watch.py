@@ -22,6 +22,9 @@ from tfcdo.cluster import config
 Abort = Callable[[bool, str], None]
 
 _INTERVAL = 2.0  # Seconds between two looks.
+# From then on, this looks whether another host has given up. TensorFlow, which does not say why,
+# counts a host as gone 10 s after its last heartbeat.
+_NEWS_AFTER = 4.0
 _SUSPECT_AFTER = 10.0  # From then on, other hosts can read what this one waits in.
 _STATUS_TIMEOUT = 0.05
 
@@ -122,18 +125,21 @@ class Watch:
         """Looks once; returns whether the collectives have been ended, so that all is over."""
         now = self._clock()
         waiting = self._longest_waiting(now)
-        if waiting is None or now - waiting.since < _SUSPECT_AFTER:
+        waited = 0.0 if waiting is None else now - waiting.since
+        reason = self._agreement.failure() if waited >= _NEWS_AFTER else None
+        if reason is None and (waiting is None or waited < _SUSPECT_AFTER):
             self._publish(None)
             self._next_line = agreement.LOG_AFTER
             return False
+        assert waiting is not None
         self._publish(waiting.status)
-        waited = now - waiting.since
-        reason = self._agreement.failure() or self._agreement.stray()
+        reason = reason or self._agreement.stray()
         if reason is not None:
             self._give_up(False, reason)
             return True
         if waited >= self._timeout:
-            self._give_up(True, f"{agreement.LATE}: {self._line(waiting, waited)}")
+            line = self._line(waiting, waited)
+            self._give_up(True, f"{agreement.LATE}: {line}; {agreement.SAME_CALLS}")
             return True
         if waited >= self._next_line:
             self._next_line += agreement.LOG_AFTER
