@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
+from tfcdo import log
 from tfcdo import moving_statistics
 from tfcdo import tf_internals
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
@@ -48,3 +51,12 @@ class ReplicaExtended:
     def _located(self, destinations: Any) -> Any:
         """Returns where results are to be; for several hosts to say otherwise."""
         return destinations
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        is_dataset = tf.executing_eagerly() and isinstance(dataset, tf.data.Dataset)
+        if is_dataset and int(dataset.cardinality()) == 0:
+            log.warn_once(
+                "a dataset without elements is distributed; Keras's fit and evaluate end with "
+                "StopIteration where one device trains nothing"
+            )
+        return super()._experimental_distribute_dataset(dataset, options)  # type: ignore[misc]

@@ -41,6 +41,7 @@ DOCUMENTED_ERRORS = (
     "DeadlineExceededError",
     "LateHostError",
     "DisagreementError",
+    "FailedPreconditionError",
     "RendezvousError",
     # Of a chief that was stopped and wakes up: its own service has given it up.
     "AbortedError",
