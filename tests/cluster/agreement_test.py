@@ -235,6 +235,19 @@ class WatchTest(absltest.TestCase):
             self.look(0, 1, 2, until=70.0)
         self.assertRegex(logs.output[0], r"for host 1 \(.*\), which waits in pack 1 of 2, time 3")
 
+    def test_a_host_that_is_ahead_is_not_waited_for(self):
+        for counts, waited_for in (
+            ([9, 11, 10], r"host 2 \([^()]*\), which is busy or stopped"),
+            ([9, 11, 9], "all hosts at once: is the network down\\?"),
+        ):
+            self.setUp()
+            self.counts = counts
+            with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+                self.look(0, 1, 2, until=70.0)
+            self.assertRegex(
+                logs.output[0], rf"pack 1 of 2, time 3, .* on host 0 \S* .* for {waited_for}$"
+            )
+
     def test_ends_what_waits_too_long(self):
         self.counts = [11, 10, 10]
         self.look(0, until=610.0, step=30.0)
