@@ -104,6 +104,9 @@ class WorkersTest(LaunchTestCase):
         # Launchers of several machines cannot agree on one.
         self.assertEqual([[str(own)]], tokens[2:])
 
+    def test_addresses(self):
+        self.assertEqual(("a:2222", "[::1]:2222"), cluster.parse_hosts("a:2222, [::1]:2222"))
+
     def test_a_module(self):
         result = self.launch(
             "--workers", "1", "-m", "train", "a", script="print(__name__, sys.argv[1:])"
@@ -195,10 +198,10 @@ class ArgumentsTest(LaunchTestCase):
         (["--workers", "2", "--no-such-option", "train.py"], "--no-such-option"),
         (["--hosts", "a:1,b:1", "train.py"], "--hosts needs --index: which of the 2"),
         (["--hosts", "a:1,b:1", "--index", "2", "train.py"], "less than the number of hosts, 2"),
-        (["--hosts", "a,b:1", "--index", "0", "train.py"], "NAME:PORT"),
+        (["--hosts", "a,b:1", "--index", "0", "train.py"], "must be 'host:port'"),
         (["--hosts", "a:70000", "--index", "0", "train.py"], "a:70000"),
         (["--hosts", "a:1,a:1", "--index", "0", "train.py"], "'a:1' twice"),
-        (["--hosts", "", "--index", "0", "train.py"], "NAME:PORT"),
+        (["--hosts", "", "--index", "0", "train.py"], "must be 'host:port'"),
     )  # fmt: skip
     def test_a_wrong_argument_gets_one_line(self, arguments: list[str], named: str):
         result = self.launch(*arguments, script="mark('started')")
