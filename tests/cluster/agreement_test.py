@@ -37,7 +37,8 @@ class Store:
 
     def get(self, key: str, timeout: float) -> str | None:
         with self._changed:
-            self._changed.wait_for(lambda: key in self._values, timeout)
+            if timeout > 0.1:  # A shorter one is for a look at what is there.
+                self._changed.wait_for(lambda: key in self._values, timeout)
             return self._values.get(key)
 
     def delete(self, key: str) -> None:
@@ -79,7 +80,7 @@ class AgreementTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch.object(agreement, "_GRACE", 0.5))
-        self.enterContext(mock.patch.object(agreement, "_POLL", 0.1))
+        self.enterContext(mock.patch.object(agreement, "_POLL", 0.15))
 
     def enterContext(self, context):  # noqa: N802 (of Python 3.11, here for 3.10)
         value = context.__enter__()

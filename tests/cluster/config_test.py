@@ -35,6 +35,7 @@ class FromSpecTest(parameterized.TestCase):
 
     def test_one_worker_beside_an_evaluator(self):
         cluster = config.from_spec({"worker": ["a:1"], "evaluator": ["e:1"]}, "worker", 0)
+        assert cluster is not None
         self.assertEqual(["a:1"], [task.address for task in cluster.tasks])
 
     @parameterized.parameters(

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -115,10 +116,9 @@ class RendezvousTest(parameterized.TestCase):
                     stranger.sendall(message)
             ends.extend(meet_all(self.addresses[:2], {1: {}}))
 
-        settings = {0: {}}
         thread = threading.Thread(target=disturb, daemon=True)
         thread.start()
-        self.assertEqual(SUCCESS, meet_all(self.addresses[:2], settings)[0])
+        self.assertEqual(SUCCESS, meet_all(self.addresses[:2], {0: {}})[0])
         thread.join(20.0)
         self.assertEqual(SUCCESS, ends[1])
 
@@ -174,20 +174,35 @@ class RendezvousTest(parameterized.TestCase):
             time.sleep(0.5)
             killed.kill()
             killed.wait()
-            settings = {1: {}, 2: {}} if again else {2: {}}
-            ends.extend(meet_all(self.addresses, settings, timeout=6.0, delays={2: 0.5}))
+            hosts = (1, 2) if again else (2,)
+            settings: dict[int, Any] = {host: {} for host in hosts}
+            ends.extend(meet_all(self.addresses, settings, timeout=3.0, delays={2: 0.5}))
 
         thread = threading.Thread(target=restart, daemon=True)
         thread.start()
-        [end, *_] = meet_all(self.addresses, {0: {}}, timeout=6.0)
+        [end, *_] = meet_all(self.addresses, {0: {}}, timeout=5.0)
         thread.join(20.0)
         expected = SUCCESS if again else r"timed out waiting for host 1 \(.*\) to start"
         self.assertRegex(end, expected)
         self.assertRegex(ends[2], expected)
 
+    def test_nobody_goes_on_when_the_chief_is_interrupted(self):
+        ends: list[str] = []
+        thread = threading.Thread(
+            target=lambda: ends.extend(meet_all(self.addresses[:2], {1: {}}, timeout=2.0))
+        )
+        thread.start()
+        with mock.patch.object(rendezvous, "_check_reachable", side_effect=KeyboardInterrupt):
+            chief = config.from_spec({"worker": self.addresses[:2]}, "worker", 0)
+            assert chief is not None
+            with self.assertRaises(KeyboardInterrupt):
+                rendezvous.meet(chief, {}, 10.0, "")
+        thread.join(20.0)
+        self.assertRegex(ends[1], "^timed out waiting for host 0")
+
     def test_jobs_with_other_tokens_keep_apart(self):
         for tokens in ({0: "a", 1: "b"}, {0: "a"}, {1: "b"}):
-            ends = meet_all(self.addresses[:2], {0: {}, 1: {}}, timeout=2.0, tokens=tokens)
+            ends = meet_all(self.addresses[:2], {0: {}, 1: {}}, timeout=1.0, tokens=tokens)
             for missing, end in zip((1, 0), ends, strict=True):
                 pattern = f"waiting for host {missing} .* does not know this job's TFCDO_CLUSTER_TO"
                 self.assertRegex(end, pattern)
@@ -224,7 +239,7 @@ def unreachable(port: int) -> Any:
             raise ConnectionRefusedError(111, "Connection refused")
         return connect(address, *arguments, **options)
 
-    with absltest.mock.patch.object(socket, "create_connection", refuse):
+    with mock.patch.object(socket, "create_connection", refuse):
         yield
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hmac
+import os
 import queue
 import re
 import secrets
@@ -74,6 +75,16 @@ class _Arrival:
     greeting: _Greeting
 
 
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """The hosts that meet, as this one sees them, and until when it waits for them."""
+
+    cluster: config.Cluster
+    settings: Settings
+    token: str
+    deadline: float
+
+
 _Message = TypeVar("_Message", _Greeting, _Answer)
 
 
@@ -87,12 +98,12 @@ def meet(cluster: config.Cluster, settings: Settings, timeout: float, token: str
     Raises:
       RendezvousError: if they do not in `timeout` seconds, or if this host's port is in use.
     """
-    deadline = time.monotonic() + timeout
+    job = _Job(cluster, settings, token, time.monotonic() + timeout)
     with _listening(cluster) as listener:
         if cluster.is_chief:
-            _lead(cluster, settings, token, listener, deadline)
+            _lead(job, listener)
         else:
-            _follow(cluster, settings, token, deadline)
+            _follow(job)
 
 
 @contextlib.contextmanager
@@ -115,37 +126,24 @@ def _listening(cluster: config.Cluster) -> Iterator[socket.socket]:
         yield listener
 
 
-def _lead(
-    cluster: config.Cluster,
-    settings: Settings,
-    token: str,
-    listener: socket.socket,
-    deadline: float,
-) -> None:
+def _lead(job: _Job, listener: socket.socket) -> None:
     """Waits for all others, compares, and tells them to go on or why not: the chief's part."""
     arrived: dict[int, _Arrival] = {}
-    error = ""
     try:
-        _await_all(cluster, settings, token, listener, deadline, arrived)
-        for host in cluster.others:
-            _check_reachable(cluster, host)
-    except RendezvousError as problem:
-        error = str(problem)
-        raise
-    finally:
+        _await_all(job, listener, arrived)
+        for host in job.cluster.others:
+            _check_reachable(job.cluster, host)
+    except RendezvousError as error:
         for arrival in arrived.values():
-            _answer(arrival, error, token)
+            _answer(arrival, str(error), job.token)
+        raise
+    for arrival in arrived.values():
+        _answer(arrival, "", job.token)
 
 
-def _await_all(
-    cluster: config.Cluster,
-    settings: Settings,
-    token: str,
-    listener: socket.socket,
-    deadline: float,
-    arrived: dict[int, _Arrival],
-) -> None:
+def _await_all(job: _Job, listener: socket.socket, arrived: dict[int, _Arrival]) -> None:
     """Waits until each host has come; one that has ended meanwhile is missing again."""
+    cluster, deadline = job.cluster, job.deadline
     lines = _Lines()
     problem = hint = ""
     arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
@@ -160,7 +158,9 @@ def _await_all(
         if listener in ready:
             with contextlib.suppress(OSError):
                 peer, _ = listener.accept()
-                threading.Thread(target=_hear, args=(peer, token, arrivals), daemon=True).start()
+                threading.Thread(
+                    target=_hear, args=(peer, job.token, arrivals), daemon=True
+                ).start()
         for host, arrival in list(arrived.items()):
             if arrival.peer in ready:  # It has no more to say, so it has ended.
                 arrived.pop(host).peer.close()
@@ -171,14 +171,16 @@ def _await_all(
                 continue
             host = new.greeting.host
             if host not in cluster.others:
-                _answer(new, f"the cluster has no other host {host}", token)
+                _answer(new, f"the cluster has no other host {host}", job.token)
                 continue
             if host in arrived:
                 arrived[host].peer.close()  # It has been started again.
             arrived[host] = new
-            if not problem and new.greeting.settings != dict(settings):
+            if not problem and new.greeting.settings != dict(job.settings):
                 names = cluster.name(0), cluster.name(host)
-                details = difference.between(settings, names[0], new.greeting.settings, names[1])
+                details = difference.between(
+                    job.settings, names[0], new.greeting.settings, names[1]
+                )
                 problem = f"the hosts are not set up alike: {details}"
                 # All are to learn of it, also those that are still on their way.
                 deadline = min(deadline, time.monotonic() + _FIRST_LINE)
@@ -217,41 +219,41 @@ def _check_reachable(cluster: config.Cluster, host: int) -> None:
         ) from error
 
 
-def _follow(cluster: config.Cluster, settings: Settings, token: str, deadline: float) -> None:
+def _follow(job: _Job) -> None:
     """Goes to the chief and waits for its answer: the part of all other hosts."""
+    chief = job.cluster.name(0)
     lines = _Lines()
     problem = "no attempt yet"
-    while time.monotonic() < deadline:
+    while time.monotonic() < job.deadline:
         try:
-            error = _ask_chief(cluster, settings, token, deadline, lines)
+            error = _ask_chief(job, lines)
         except (OSError, ValueError) as failure:
             problem = str(failure)
         else:
             if error:
                 raise RendezvousError(error)
             return
-        lines.log(f"waiting for {cluster.name(0)} to start: {problem}")
+        lines.log(f"waiting for {chief} to start: {problem}")
         time.sleep(_RETRY)
-    raise RendezvousError(f"timed out waiting for {cluster.name(0)} to start: {problem}")
+    raise RendezvousError(f"timed out waiting for {chief} to start: {problem}")
 
 
-def _ask_chief(
-    cluster: config.Cluster, settings: Settings, token: str, deadline: float, lines: _Lines
-) -> str:
+def _ask_chief(job: _Job, lines: _Lines) -> str:
     """Greets the chief and returns its answer: why the hosts cannot go on, or nothing."""
-    address = config.split_address(cluster.tasks[0].address)
-    with socket.create_connection(address, timeout=_MESSAGE_SECONDS) as chief:
-        hello = _HELLO.fullmatch(_receive_line(chief))
+    chief = job.cluster.name(0)
+    address = config.split_address(job.cluster.tasks[0].address)
+    with socket.create_connection(address, timeout=_MESSAGE_SECONDS) as peer:
+        hello = _HELLO.fullmatch(_receive_line(peer))
         if hello is None:
             raise ValueError("something else than tfcdo answers there")
         nonce = secrets.token_hex(16)
-        greeting = _Greeting(cluster.index, dict(settings), nonce)
-        chief.sendall(_seal(greeting, hello[1].decode(), token))
-        while not connection.wait([chief], timeout=1.0):
-            lines.log(f"{cluster.name(0)} is there and waits for other hosts")
-            if time.monotonic() > deadline + _PATIENCE:
-                return f"timed out: {cluster.name(0)} is there, but not all other hosts are"
-        return _open(_receive_line(chief), nonce, token, _Answer).error
+        greeting = _Greeting(job.cluster.index, dict(job.settings), nonce)
+        peer.sendall(_seal(greeting, hello[1].decode(), job.token))
+        while not connection.wait([peer], timeout=1.0):
+            lines.log(f"{chief} is there and waits for other hosts")
+            if time.monotonic() > job.deadline + _PATIENCE:
+                return f"timed out: {chief} is there, but not all other hosts are"
+        return _open(_receive_line(peer), nonce, job.token, _Answer).error
 
 
 def _seal(message: _Message, nonce: str, token: str) -> bytes:
@@ -271,7 +273,7 @@ def _open(line: bytes, nonce: str, token: str, kind: type[_Message]) -> _Message
 
 
 def _prove(content: bytes, nonce: str, token: str) -> bytes:
-    return hmac.new(token.encode(), nonce.encode() + content, "sha256").hexdigest().encode()
+    return hmac.new(os.fsencode(token), nonce.encode() + content, "sha256").hexdigest().encode()
 
 
 def _receive_line(sender: socket.socket) -> bytes:
