@@ -22,7 +22,7 @@ from tfcdo.launch import supervisor
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
-class Hosts(options.ParamType):
+class HostList(options.ParamType):
     """Addresses of workers, separated by commas."""
 
     name = "hosts"
@@ -48,7 +48,7 @@ class Hosts(options.ParamType):
 )
 @click.option(
     "--hosts",
-    type=Hosts(),
+    type=HostList(),
     metavar="A:PORT,...",
     help="The workers' addresses, one a host. Run the same command on each of these hosts, with "
     "its own --index.",

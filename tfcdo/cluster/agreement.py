@@ -121,7 +121,7 @@ class Agreement:
             self._numbers[name] = number
         return number
 
-    def stray(self) -> str | None:
+    def find_mismatch(self) -> str | None:
         """Looks for a host that has come to a collective which this host has not.
 
         Returns:
@@ -238,7 +238,7 @@ class Agreement:
             if reason is not None:
                 raise (LateHostError if reason.startswith(LATE) else DisagreementError)(reason)
             if waited >= _GRACE:
-                reason = self.stray()
+                reason = self.find_mismatch()
                 if reason is not None:
                     self.fail(reason)
                     raise DisagreementError(reason)

@@ -116,7 +116,7 @@ class Watch:
             return False
         assert waiting is not None
         self._publish(waiting.status)
-        reason = reason or self._agreement.stray()
+        reason = reason or self._agreement.find_mismatch()
         if reason is not None:
             self._give_up(False, reason)
             return True
