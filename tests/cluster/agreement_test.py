@@ -169,6 +169,22 @@ class AgreementTest(parameterized.TestCase):
             self.assertIsInstance(end, agreement.DisagreementError)
             self.assertRegex(str(end), rf"^host 0 \(.*a:1\) {message}")
 
+    @parameterized.parameters("", "UnavailableError")
+    def test_a_host_that_ends_because_of_another(self, error):
+        known = "" if error else "another host's reason"
+        store = Store()
+        own = agreement.Agreement(store, cluster(0), 10.0)
+        if known:
+            own.fail(known)
+        else:
+            raised = type(error, (Exception,), {})("a host is gone")
+            self.enterContext(mock.patch.object(sys, "last_value", raised, create=True))
+        with mock.patch.object(store, "get", wraps=store.get) as get:
+            own.leave()
+        # It waits for nobody: the others know, and one of them may never leave.
+        self.assertNotIn("left/", " ".join(call.args[0] for call in get.call_args_list))
+        self.assertEqual(known, own.failure() or "")
+
     def test_the_chief_does_not_wait_for_ever(self):
         self.enterContext(mock.patch.object(agreement, "_LAST_SECONDS", 0.3))
         agreement.Agreement(Store(), cluster(0), 10.0).leave()

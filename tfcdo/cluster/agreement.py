@@ -167,8 +167,11 @@ class Agreement:
             reason = f"{me} has ended with {type(error).__name__}: {str(error)[:_MAX_REASON]}"
         deadline = time.monotonic() + _LAST_SECONDS
         try:
-            self.fail(reason)
             self._store.set(f"left/{self._cluster.index}", "")
+            # TensorFlow itself tells all hosts of one that is gone.
+            if type(error).__name__ == "UnavailableError" or self.failure() is not None:
+                return
+            self.fail(reason)
             for host in self._cluster.others if self._cluster.is_chief else ():
                 while self._store.get(f"left/{host}", _POLL) is None:
                     if time.monotonic() > deadline:
