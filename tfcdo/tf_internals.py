@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from tensorflow.python.distribute import mirrored_strategy as _mirrored_strategy
 from tensorflow.python.distribute import values as _values
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager import record as _record
+from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
 from tensorflow.python.framework import kernels as _kernels
 from tensorflow.python.framework import op_def_registry as _op_def_registry
 from tensorflow.python.ops import control_flow_util as _control_flow_util
@@ -271,6 +273,16 @@ def function_being_traced() -> Any:
             return caller
         frame = frame.f_back
     return graph_of_function()
+
+
+def can_be_called(graph: tf.Graph) -> bool:
+    """Returns whether a function that was traced into a graph still exists; slow.
+
+    A graph alone does not tell: TensorFlow's `ReplicaContext.all_reduce` registers a gradient that
+    keeps its graph alive for as long as the process runs.
+    """
+    holders = gc.get_referrers(graph)
+    return any(isinstance(holder, _atomic_function.AtomicFunction) for holder in holders)
 
 
 def run_before_function_returns(op: tf.Operation) -> None:

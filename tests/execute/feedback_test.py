@@ -214,6 +214,55 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
         # Who comes next begins with nothing.
         self.assertAllEqual([3.0] * 4, Training(ops).step(1.0))
 
+    @parameterized.parameters("concrete", "called by another", "in a strategy")
+    def test_a_concrete_function_keeps_its_residuals(self, kind):
+        ops = self.make()
+        strategy = tf.distribute.MirroredStrategy(list(tu.ALL_DEVICES[:3]), ops)
+
+        def made() -> Training:
+            training = Training(ops)
+
+            def reduce() -> Any:
+                if kind != "in a strategy":
+                    return training.reduce()
+                totals = strategy.run(
+                    lambda own: tf.distribute.get_replica_context().all_reduce(SUM, [own, own])[0],
+                    (tu.per_replica(training.gradients),),
+                )
+                return strategy.experimental_local_results(totals)
+
+            training.call = tf.function(reduce).get_concrete_function()
+            if kind == "called by another":
+                inner = training.call
+                training.call = tf.function(lambda: inner()).get_concrete_function()
+            gc.collect()
+            return training
+
+        first, second = made(), made()
+        lost = [0.0, 0.0]
+        for _ in range(20):
+            lost[0] += first.lost(1, 1 + TINY["bfloat16"])
+            lost[1] += second.lost(1, -3 - 2 * TINY["bfloat16"])
+        self.assertAllClose([0.0, 0.0], lost, atol=24 * TINY["bfloat16"])
+        # Those of functions that are gone are used again, in a strategy too.
+        number = len(_residuals(ops))
+        del first, second
+        gc.collect()
+        third = made()
+        self.assertLess(abs(third.lost(20, 1 + TINY["bfloat16"])), 12 * TINY["bfloat16"])
+        self.assertLen(_residuals(ops), number)
+
+    def test_eager_residuals_are_not_those_of_a_function_that_is_gone(self):
+        ops = self.make()
+        training = Training(ops)
+        training.lost(5, 1 + TINY["bfloat16"])
+        concrete = training.call.get_concrete_function()
+        training.call = training.reduce
+        gc.collect()
+        self.assertAllEqual([3.0] * 4, training.step(1.0))
+        self.assertLen(_residuals(ops), 6)
+        del concrete
+
     @parameterized.parameters(False, True)
     def test_residuals_are_where_they_were_lost(self, in_scope):
         strategy = tf.distribute.MirroredStrategy(list(tu.ALL_DEVICES[:3]))
