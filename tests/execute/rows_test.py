@@ -206,6 +206,25 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
         check()
 
+    @parameterized.product(make=GraphsTest.OPS, wide=(0, 1, 2))
+    def test_indices_of_64_bits_beside_32(self, make, wide):
+        dtypes = [tf.int64 if rank == wide else tf.int32 for rank in range(3)]
+        value = tu.per_replica(
+            [
+                tf.IndexedSlices(
+                    tf.constant([[float(rank)], [10.0]]),
+                    tf.constant([2**33 if dtype == tf.int64 else rank, 5], dtype),
+                )
+                for rank, dtype in enumerate(dtypes)
+            ]
+        )
+        (result,) = tu.all_reduce(make(), tu.SUM, [value])
+        expected = {5: 30.0, 2**33: float(wide), **{r: float(r) for r in range(3) if r != wide}}
+        for one in result.values:
+            self.assertEqual(tf.int64, one.indices.dtype)
+            rows = dict(zip(one.indices.numpy().tolist(), one.values.numpy()[:, 0], strict=True))
+            self.assertEqual(expected, rows)
+
     def test_indices_outside_of_the_table(self):
         """As rows they are whoever's who applies them; a table has no place for them."""
         tree = two_level(1)
