@@ -204,11 +204,8 @@ def captured(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
-_PASSED = "TfcdoGradientOfOther"
-
-
 with contextlib.suppress(KeyError):  # It is registered already if this module is reloaded.
-    tf.RegisterGradient(_PASSED)(lambda op, upstream, _: (None, upstream))
+    tf.RegisterGradient("TfcdoGradientOf")(lambda op, upstream, _: (None, upstream))
 
 
 def with_gradient_of(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
@@ -221,7 +218,7 @@ def with_gradient_of(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
         passed = tf.identity(result)
     else:
         graph = tf.compat.v1.get_default_graph()
-        with graph.gradient_override_map({"IdentityN": _PASSED}):
+        with graph.gradient_override_map({"IdentityN": "TfcdoGradientOf"}):
             passed, _ = tf.raw_ops.IdentityN(input=[result, tensor])
     _record.record_operation("TfcdoGradientOf", [passed], [tensor], lambda upstream: [upstream])
     return passed

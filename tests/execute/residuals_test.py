@@ -156,7 +156,8 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
         ops = self.make()
         training = Training(ops)
         training.lost(5, 1 + TINY["bfloat16"])
-        concrete = training.call.get_concrete_function()
+        concrete: Any = training.call
+        concrete = concrete.get_concrete_function()
         training.call = training.reduce
         gc.collect()
         self.assertAllEqual([3.0] * 4, training.step(1.0))

@@ -117,7 +117,9 @@ class _Slot:
 
     def belongs_to(self, owner: Any) -> bool:
         """Returns whether a function, or None for eager use, is the owner."""
-        return self.owner is None if owner is None else self.owner and self.owner() is owner
+        if self.owner is None or owner is None:
+            return self.owner is owner
+        return self.owner() is owner
 
     def is_free(self) -> bool:
         """Returns whether the function that used the residuals is gone, with all its graphs."""
