@@ -91,8 +91,8 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
       wire_between: "bfloat16" or "float16", to send all-reduced float32 and float64 values between
         hosts in half of the bytes or less. Sums are formed in the values' own dtype: each value is
         rounded once on its host, and each sum once; docs/several-hosts.md has the bound. Packs
-        under 4 KiB, values that are reduced elsewhere (losses, metrics), rows and gathered values
-        travel as they are. NCCL then does not all-reduce over all GPUs: it would add in 16 bits.
+        under 4 KiB, values that are reduced alone (losses, metrics, statistics), rows and gathered
+        values are exact. NCCL then does not all-reduce over all GPUs: it would add in 16 bits.
         What is lost between hosts is not part of the `error_feedback` of `cross_device_ops`.
 
     Raises:

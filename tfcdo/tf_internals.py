@@ -8,7 +8,9 @@ registry of kernels.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +28,8 @@ from tensorflow.python.distribute import device_util as _device_util
 from tensorflow.python.distribute import mirrored_strategy as _mirrored_strategy
 from tensorflow.python.distribute import values as _values
 from tensorflow.python.eager import context as _context
+from tensorflow.python.eager import record as _record
+from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
 from tensorflow.python.framework import kernels as _kernels
 from tensorflow.python.framework import op_def_registry as _op_def_registry
 from tensorflow.python.ops import control_flow_util as _control_flow_util
@@ -200,6 +204,26 @@ def captured(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
+with contextlib.suppress(KeyError):  # It is registered already if this module is reloaded.
+    tf.RegisterGradient("TfcdoGradientOf")(lambda op, upstream, _: (None, upstream))
+
+
+def with_gradient_of(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the value of `result`, which hands the gradient that comes to it on to `tensor`.
+
+    `tf.custom_gradient` registers a new gradient in each graph, which keeps the graph alive for as
+    long as the process runs.
+    """
+    if tf.executing_eagerly():
+        passed = tf.identity(result)
+    else:
+        graph = tf.compat.v1.get_default_graph()
+        with graph.gradient_override_map({"IdentityN": "TfcdoGradientOf"}):
+            passed, _ = tf.raw_ops.IdentityN(input=[result, tensor])
+    _record.record_operation("TfcdoGradientOf", [passed], [tensor], lambda upstream: [upstream])
+    return passed
+
+
 def plain_variable(initial_value: tf.Tensor) -> tf.Variable:
     """Makes a variable that is not trained, on the current device, in a strategy's scope too.
 
@@ -246,6 +270,16 @@ def function_being_traced() -> Any:
             return caller
         frame = frame.f_back
     return graph_of_function()
+
+
+def can_be_called(graph: tf.Graph) -> bool:
+    """Returns whether a function that was traced into a graph still exists; slow.
+
+    A graph alone does not tell: TensorFlow's `ReplicaContext.all_reduce` registers a gradient that
+    keeps its graph alive for as long as the process runs.
+    """
+    holders = gc.get_referrers(graph)
+    return any(isinstance(holder, _atomic_function.AtomicFunction) for holder in holders)
 
 
 def run_before_function_returns(op: tf.Operation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from unittest import mock
@@ -43,7 +44,11 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             gather.assert_called_once()
             self.assertAllEqual(np.concatenate(own, 1), result["uneven"])
             self.assertAllEqual(np.zeros([2, 3]), result["list"][0])
-        self.assertAllEqual([1, 2], self.strategy.gather([tf.constant([1, 2])], 0)[0])
+        # A plain value is there once, in the scope too.
+        plain = {"a": tf.constant([1, 2]), "b": [tf.constant([3.0])]}
+        for scope in (contextlib.nullcontext(), self.strategy.scope()):
+            with scope:
+                self.assertAllEqual(plain, self.strategy.gather(plain, 0))
         with self.assertRaisesRegex(RuntimeError, "cross-replica context"):
             self.strategy.run(lambda: self.strategy.gather([tf.ones([1])], 0))
         with self.assertRaisesRegex(ValueError, "IndexedSlices"):

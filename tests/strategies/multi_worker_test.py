@@ -75,8 +75,9 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
             for case in host_wire.CASES:
                 with self.subTest(f"{name} {case}"):
                     self.check_cast(name, case, hosts, hosts * devices, results)
-            # None of these is cast: a small pack, other dtypes, integers even as they are averaged.
-            for case in ("small", "int32", "float16", "mean of int32"):
+            # None of these is cast: a small pack, other dtypes, integers even as they are averaged,
+            # and a value that is reduced alone.
+            for case in ("small", "int32", "float16", "mean of int32", "alone"):
                 self.assertAllEqual(results[f"uncast {case}"], results[f"{name} {case}"])
             # Each sends all other hosts their shares, and its sums; float16 with a scale for each.
             row = 2 * 4800 // hosts + (4 if name == "float16" else 0)
