@@ -15,6 +15,7 @@ from keras_training import TrainingTestCase
 from keras_training import fitted
 from keras_training import strategy_of
 
+import tfcdo
 from tfcdo.keras import DistributedOptimizer
 
 _TABLE = np.arange(8.0, dtype=np.float32).reshape([4, 2]) - 2
@@ -87,6 +88,20 @@ class UnlikeKindsTest(TrainingTestCase):
             self.assertAllClose(one, other, rtol=1e-5)
             self.assert_bitwise_equal([copy.read_value() for copy in other.value.values])
         self.assertNotAllClose(np.ones_like(_TABLE), expected[0])
+
+    @parameterized.product(
+        ops=[tfcdo.ReductionToOneDevice, tf.distribute.ReductionToOneDevice],
+        gradient=[lambda: table(0), lambda: rows(1)],
+    )
+    def test_a_shared_one_counts_once_for_each_replica(self, ops, gradient):
+        strategy = strategy_of(3, ops())
+        with strategy.scope():
+            variable = keras.Variable(np.zeros_like(_TABLE))
+            optimizer = DistributedOptimizer(ko.SGD(1.0))
+            optimizer.build([variable])
+        shared = gradient()
+        strategy.run(lambda: optimizer.apply([shared], [variable]))
+        self.assertAllClose(-3 * tf.convert_to_tensor(shared), variable)
 
     def test_keras_refuses_other_numbers_of_gradients(self):
         strategy = strategy_of(2)

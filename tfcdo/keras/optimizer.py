@@ -35,6 +35,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     the same optimizer does as on one device. The sum is formed by the strategy's cross-device ops,
     once an update: while gradients accumulate, each replica adds to its own and nothing travels.
 
+    A gradient that all replicas share, one tensor, counts once for each replica. None on some
+    replicas counts as zeros. Variables that Keras overwrites with their gradients, the scales of
+    float8, get the largest of all replicas.
+
     Without a strategy this is the optimizer inside. It must be the outermost one: pass a
     `LossScaleOptimizer` to it, not it to a `LossScaleOptimizer`, which would look for overflows on
     the first replica only. With a policy such as `mixed_float16`, which makes `Model.compile` put a

@@ -114,13 +114,21 @@ def of_one_kind(
     devices = strategy.extended.worker_devices
     return [
         _of_one_kind(gradient, list(variable.shape), devices)
-        if isinstance(gradient, tf.distribute.DistributedValues)
-        else gradient
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
 
 
+def _copied(gradient: Any, device: str) -> Any:
+    """Copies what all replicas share, which TensorFlow's classes would count once for all."""
+    with tf.device(device):
+        return tf.identity(gradient)
+
+
 def _of_one_kind(gradient: Any, shape: list[int], devices: Sequence[str]) -> Any:
+    if gradient is None or len(devices) == 1:
+        return gradient
+    if not isinstance(gradient, tf.distribute.DistributedValues):
+        return tf_internals.per_replica([_copied(gradient, device) for device in devices])
     present = [part for part in gradient.values if part is not None]
     kinds = {isinstance(part, tf.IndexedSlices) for part in present}
     if len(present) == len(gradient.values) and len(kinds) == 1:
