@@ -93,6 +93,38 @@ class StatisticsTest(TrainingTestCase):
             history["val_loss"][-1], model.evaluate(*data(12), 6, verbose=0), rtol=1e-6
         )
 
+    def test_equal_numbers_stay_as_they_are(self):
+        # Seven: with two or three replicas, a mean in 32 bits is exact as well.
+        strategy = tfcdo.MirroredStrategy(tu.device_names(7))
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Input((40,)), keras.layers.Dense(50)])
+            model.add(keras.layers.BatchNormalization())
+        frozen = model.layers[-1].non_trainable_variables[0]
+        expected = np.random.default_rng(0).normal(size=50).astype(np.float32)
+        frozen.assign(expected)
+        self.assertAllEqual(expected, frozen)
+        synchronize = SynchronizeStatistics()
+        synchronize.set_model(model)
+        synchronize.on_epoch_end(0)
+        for copy in strategy.experimental_local_results(frozen.value):
+            self.assertAllEqual(expected, copy)
+
+    def test_each_model_and_method(self):
+        strategy = tf.distribute.MirroredStrategy(
+            tu.device_names(2), tfcdo.HierarchicalCopyAllReduce()
+        )
+        synchronize = SynchronizeStatistics()
+        for method in ("evaluate", "predict"):
+            with strategy.scope():
+                model = model_with_statistics()
+            mean = model.layers[1].non_trainable_variables[0].value
+            for replica, copy in enumerate(mean.values):
+                copy.assign([1.0 + replica, 2.0, 4.0 * replica])
+            given = data(6) if method == "evaluate" else data(6)[:1]
+            getattr(model, method)(*given, verbose=0, callbacks=[synchronize])
+            for copy in mean.values:
+                self.assertAllEqual([1.5, 2.0, 2.0], copy)
+
     def test_one_replica(self):
         expected = trained(tf.distribute.get_strategy(), SynchronizeStatistics())
         model = trained(tfcdo.MirroredStrategy(tu.device_names(1)), SynchronizeStatistics())

@@ -63,8 +63,10 @@ class CheckInSync(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Compares the replicas if it is time to; Keras calls it."""
-        # With `steps_per_execution` Keras calls once for several steps.
-        self._step = self._steps_of_past_epochs + batch + 1
+        # With `steps_per_execution` Keras calls once for several steps, and counts the last ones of
+        # an epoch in full.
+        steps = (self.params or {}).get("steps") or batch + 1
+        self._step = self._steps_of_past_epochs + min(batch + 1, steps)
         if self._step // self._every > self._checked // self._every:
             self._check()
 
