@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
 from tfcdo import moving_statistics
 from tfcdo import tf_internals
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
@@ -27,11 +29,29 @@ class ReducesStructures:
 
 
 class ReplicaExtended:
-    """Has each replica keep its own moving statistics, and gathers several values in one go."""
+    """Starts a step on all replicas or on none, and has each keep its own moving statistics."""
+
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        arguments = tf_internals.tensors_of_graph((args, kwargs))
+        if not arguments:
+            return super()._call_for_each_replica(fn, args, kwargs)  # type: ignore[misc]
+        # Else a replica whose iterator has ended would stop after some of the others' updates.
+        all_have_data = tf.group(*arguments)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with tf.control_dependencies([all_have_data]):
+                return fn(*args, **kwargs)
+
+        # TensorFlow has all replicas inside a tf.function; else each thread has its own graph state.
+        is_function = isinstance(fn, tf.types.experimental.PolymorphicFunction)
+        with tf.control_dependencies([all_have_data]):
+            run = super()._call_for_each_replica  # type: ignore[misc]
+            return run(fn if is_function else step, args, kwargs)
 
     def _create_variable(self, next_creator: Any, **options: Any) -> Any:
         averaged = moving_statistics.averaged_when_read(options)
-        return super()._create_variable(next_creator, **averaged)  # type: ignore[misc]
+        with tf.control_dependencies(None):  # Its first value does not depend on data.
+            return super()._create_variable(next_creator, **averaged)  # type: ignore[misc]
 
     def _batch_gather_to(self, value_destination_pairs: Any, axis: Any, options: Any = None) -> Any:
         ops = self._cross_device_ops  # type: ignore[attr-defined]

@@ -231,6 +231,15 @@ def graph_of_function() -> tf.Graph | None:
     return graph
 
 
+def tensors_of_graph(structure: Any) -> list[tf.Tensor]:
+    """Returns the tensors in a structure that the graph being built makes; none if run eagerly."""
+    if tf.executing_eagerly():
+        return []
+    graph = tf.compat.v1.get_default_graph()
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [leaf for leaf in leaves if tf.is_tensor(leaf) and getattr(leaf, "graph", None) is graph]
+
+
 def function_being_traced() -> Any:
     """Returns the `tf.function` that is being traced: the same object for all its signatures.
 

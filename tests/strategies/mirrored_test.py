@@ -99,6 +99,51 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             with self.assertRaises(Exception):  # noqa: B017 (TensorFlow's, whichever it is)
                 self.strategy.reduce("MEAN", (tu.per_replica(values),), axis=None)
 
+    @parameterized.parameters(False, True)
+    def test_a_step_runs_where_all_replicas_have_data(self, nested):
+        """Seven batches, on three replicas: the first one alone has data for a third step."""
+        with self.strategy.scope():
+            steps = tf.Variable(0, dtype=tf.int64)
+            decayed = tf.Variable(tf.ones([4, 4]))
+            total = tf.Variable(0.0)
+
+        def step(value):
+            steps.assign_add(1)
+            for _ in range(3):
+                decayed.assign(decayed - tf.linalg.matmul(decayed, decayed) / 64)
+            summed = tf.distribute.get_replica_context().all_reduce("SUM", value)
+            if summed > 0:
+                total.assign_add(summed)
+
+        step = tf.function(step) if nested else step
+        train = tf.function(lambda data: self.strategy.run(step, (next(data),)))
+        data = tf.data.Dataset.from_tensor_slices(np.ones(7, np.float32))
+        batches = iter(self.strategy.distribute_datasets_from_function(lambda _: data))
+        with self.assertRaises(tf.errors.OutOfRangeError):
+            while True:
+                train(batches)
+        expected = np.ones([4, 4])
+        for _ in range(2 * 3):
+            expected -= expected @ expected / 64
+        for rank in range(3):
+            self.assertAllEqual(2, steps.values[rank])
+            self.assertAllEqual(6.0, total.values[rank])
+            self.assertAllClose(expected, decayed.values[rank])
+
+    def test_a_step_creates_variables(self):
+        made = []
+
+        def step(value):
+            if not made:
+                made.extend([tf.Variable(tf.fill([2], 3.0)), tf.Variable(lambda: tf.ones([2]))])
+            made[0].assign_add(value * made[1])
+
+        train = tf.function(lambda value: self.strategy.run(step, (value,)))
+        for _ in range(2):
+            train(tf.constant(2.0))
+        for variable in made[0].values:
+            self.assertAllEqual([7.0, 7.0], variable)
+
     def test_keras_trains_where_the_first_batch_does_not_divide(self):
         self.check_fit(np.linspace(-1, 1, 20).reshape(10, 2).astype(np.float32), 4)
 
@@ -181,6 +226,31 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual([2, 2], total[1])
         with strategy.scope():
             self.assertTrue(tfcdo.is_chief())
+
+    @parameterized.parameters(
+        lambda: tfcdo.MirroredStrategy(tu.device_names(2)),
+        lambda: tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=2),
+    )
+    def test_replicas_reduce_through_the_extended(self, make):
+        """As other libraries do, and variables that are aggregated when they are assigned."""
+        strategy = make()
+        with strategy.scope():
+            variable = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+
+        def step():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            value = tf.cast(replica + 1, tf.float32)
+            variable.assign_add(value)
+            sums = strategy.extended._replica_ctx_all_reduce("SUM", {"a": [value]})
+            rows = tf.IndexedSlices(value[tf.newaxis], tf.constant([1]), tf.constant([2]))
+            return sums["a"][0], strategy.extended._replica_ctx_all_reduce(tu.MEAN, rows).values
+
+        for mode in (lambda body: body, tf.function):
+            variable.assign(0.0)
+            sums, rows = mode(lambda: strategy.run(step))()
+            self.assertAllEqual([3.0, 3.0], sums.values)
+            self.assertAllEqual([[1.5], [1.5]], rows.values)
+            self.assertAllEqual(3.0, variable)
 
     def test_more_devices_than_there_are(self):
         # Another test file of this process may have asked for more devices than this one.
