@@ -42,11 +42,18 @@ class ReplicaExtended:
             with tf.control_dependencies([all_have_data]):
                 return fn(*args, **kwargs)
 
-        # TensorFlow has all replicas inside a tf.function; else each thread has its own graph state.
+        # TensorFlow runs a tf.function for all replicas at once, else a thread for each.
         is_function = isinstance(fn, tf.types.experimental.PolymorphicFunction)
         with tf.control_dependencies([all_have_data]):
             run = super()._call_for_each_replica  # type: ignore[misc]
             return run(fn if is_function else step, args, kwargs)
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        if not self._use_merge_call():  # type: ignore[attr-defined]
+            return super()._replica_ctx_all_reduce(reduce_op, value, options)  # type: ignore[misc]
+        # Where replicas meet. On several hosts, TensorFlow has each replica start a collective.
+        reduce = tf.distribute.StrategyExtended._replica_ctx_all_reduce
+        return reduce(self, reduce_op, value, options)
 
     def _create_variable(self, next_creator: Any, **options: Any) -> Any:
         averaged = moving_statistics.averaged_when_read(options)

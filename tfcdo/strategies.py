@@ -277,11 +277,6 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
     def _get_cross_device_ops(self, value: Any) -> Any:
         return self._cross_device_ops
 
-    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        # The base class's, where replicas meet. TensorFlow's has each replica start a collective.
-        reduce = tf.distribute.StrategyExtended._replica_ctx_all_reduce
-        return reduce(self, reduce_op, value, options)
-
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
         pairs = [(value, self._located(where)) for value, where in value_destination_pairs]
         return super()._batch_reduce_to(reduce_op, pairs, options)

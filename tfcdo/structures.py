@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,15 +82,16 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _is_symbolic_build(reduce_op: Any) -> bool:
-    """Tells whether Keras asks for a batch's shapes, by reducing it.
-
-    Nobody else reduces to a mean without an axis from inside Keras.
-    """
-    frame = sys._getframe(3)
-    return (
-        frame.f_globals.get("__name__", "").startswith("keras.")
-        and str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
-    )
+    """Tells whether Keras asks for a batch's shapes, by reducing it; nobody else may."""
+    if str(getattr(reduce_op, "value", reduce_op)).upper() != "MEAN":
+        return False
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        is_keras = frame.f_globals.get("__name__", "").startswith("keras.")
+        if is_keras and "symbolic_build" in frame.f_code.co_name:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _for_its_shape(reduce: Any, reduce_op: Any, value: Any, several_hosts: bool) -> Any:

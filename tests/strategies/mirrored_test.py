@@ -152,6 +152,18 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         lookup = keras.layers.StringLookup(vocabulary=["a", "b", "c", "d"], output_mode="one_hot")
         self.check_fit(words, 6, lookup)
 
+    def test_a_strategy_that_inherits(self):
+        class Strategy(tfcdo.MirroredStrategy):
+            def reduce(self, reduce_op, value, axis=None):
+                return self.counted(super().reduce, reduce_op, value, axis)
+
+            def counted(self, reduce, *arguments):
+                return reduce(*arguments)
+
+        self.strategy = Strategy(tu.device_names(3))
+        self.check_fit(np.linspace(-1, 1, 20).reshape(10, 2).astype(np.float32), 4)
+        self.test_what_nobody_can_add_is_refused()
+
     def check_fit(self, inputs, batch, *layers):
         def trained(strategy):
             keras.utils.set_random_seed(5)
