@@ -56,9 +56,10 @@ class ReplicaExtended:
         return reduce(self, reduce_op, value, options)
 
     def _create_variable(self, next_creator: Any, **options: Any) -> Any:
-        averaged = moving_statistics.averaged_when_read(options)
+        options = moving_statistics.averaged_when_read(options)
+        options = moving_statistics.summed_when_read(options)
         with tf.control_dependencies(None):  # Its first value does not depend on data.
-            return super()._create_variable(next_creator, **averaged)  # type: ignore[misc]
+            return super()._create_variable(next_creator, **options)  # type: ignore[misc]
 
     def _batch_gather_to(self, value_destination_pairs: Any, axis: Any, options: Any = None) -> Any:
         ops = self._cross_device_ops  # type: ignore[attr-defined]

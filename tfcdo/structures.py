@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfcdo import keras_calls
 from tfcdo import moving_statistics
 from tfcdo import tf_internals
 
@@ -83,15 +82,8 @@ def _is_scalar(value: Any) -> bool:
 
 def _is_symbolic_build(reduce_op: Any) -> bool:
     """Tells whether Keras asks for a batch's shapes, by reducing it; nobody else may."""
-    if str(getattr(reduce_op, "value", reduce_op)).upper() != "MEAN":
-        return False
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None:
-        is_keras = frame.f_globals.get("__name__", "").startswith("keras.")
-        if is_keras and "symbolic_build" in frame.f_code.co_name:
-            return True
-        frame = frame.f_back
-    return False
+    is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+    return is_mean and keras_calls.is_in("symbolic_build")
 
 
 def _for_its_shape(reduce: Any, reduce_op: Any, value: Any, several_hosts: bool) -> Any:

@@ -16,6 +16,8 @@ import platform
 import sys
 import xml.etree.ElementTree as ElementTree
 
+from tfcdo import keras_calls
+
 _ROOT = pathlib.Path(__file__).absolute().parents[1]
 # In the package, because an error about an unknown TensorFlow names the known ones.
 RECORD = _ROOT / "tfcdo" / "tested_versions.json"
@@ -88,13 +90,13 @@ def read_record() -> list[Entry]:
     return entries
 
 
-def _combination(entry: Entry) -> tuple[tuple[int, ...], ...]:
-    """Sorts by numbers, and takes the patches of a Python for one version."""
-    numbers = [
+def _combination(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    """Sorts by numbers, and takes the patches of a Python and the newer Keras for one version."""
+    tensorflow, python = (
         tuple(int(number) for number in str(entry[name]).split(".") if number.isdigit())
         for name in ("tensorflow", "python")
-    ]
-    return numbers[0], numbers[1][:2]
+    )
+    return tensorflow, python[:2], not keras_calls.adds_metrics_twice(str(entry["keras"]))
 
 
 def main() -> None:

@@ -131,7 +131,7 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(expected, decayed.values[rank])
 
     def test_a_step_creates_variables(self):
-        made = []
+        made: list[tf.Variable] = []
 
         def step(value):
             if not made:
@@ -180,6 +180,42 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         ):
             self.assertEqual(expected.shape, weights.shape)
             self.assertTrue(np.all(np.isfinite(weights)))
+
+
+class MetricsTest(tf.test.TestCase):
+    def history(self, strategy):
+        keras.utils.set_random_seed(3)
+        inputs = np.random.default_rng(0).normal(size=(240, 5)).astype(np.float32)
+        targets = (inputs.sum(1, keepdims=True) > 0).astype(np.float32)
+        with strategy.scope():
+            layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(1, "sigmoid")]
+            model = keras.Sequential([keras.layers.Input((5,)), *layers])
+            metrics = ["accuracy", "mae"]
+            model.compile("sgd", "mse", metrics=metrics, steps_per_execution=20)
+        return model.fit(inputs, targets, 6, 5, shuffle=False, verbose=0).history
+
+    def test_as_on_one_device(self):
+        """Also with Keras 3.7 to 3.9, whose metrics TensorFlow's strategies add up twice."""
+        expected = self.history(tf.distribute.get_strategy())
+        self.assertAllClose(expected, self.history(tfcdo.MirroredStrategy(tu.device_names(3))))
+
+    def test_of_keras_that_asks_for_sums_only(self):
+        own = {"trainable": False, "dtype": "float32", "aggregation": tf.VariableAggregation.SUM}
+        for version, expected in (("3.6.0", 5.0), ("3.8.0", 3.0), ("3.10.0", 5.0)):
+            strategy = tfcdo.MirroredStrategy(tu.device_names(2))
+            with mock.patch.object(keras, "__version__", version), strategy.scope():
+                total = keras.Variable(0.0, trainable=False, aggregation="sum")
+                of_the_user = tf.Variable(0.0, **own)
+
+            def step(total=total, of_the_user=of_the_user):
+                for variable in (total, of_the_user):
+                    variable.assign(variable + tf.constant(1.0))
+                rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+                total.assign(total + tf.cast(rank, tf.float32))
+
+            strategy.run(step)
+            self.assertAllEqual(expected, total.value)
+            self.assertAllEqual(2.0, of_the_user)
 
 
 class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
