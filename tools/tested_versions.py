@@ -32,6 +32,14 @@ Made by `make test-versions`: each line is a run of the fast tests (`tests/fast_
 each kind) in an environment of its own, on Linux. A combination that is not here was not run; tfcdo
 is developed on the newest TensorFlow and Python 3.11, where each submission runs all tests.
 
+| | Keras 3 | tf_keras (Keras 2) |
+|---|---|---|
+| strategies and cross-device ops, in `fit` and in own loops | yes | yes |
+| `tfcdo.keras` | yes | raises `TypeError`: needs Keras 3 |
+
+tf_keras 2.18.0 and 2.21.0 were tried by hand. Keras 3.7 to 3.9 has incorrect metrics under
+TensorFlow's strategies, and correct ones under tfcdo's.
+
 | TensorFlow | Python | Keras | numpy | passed | failed | skipped | on |
 |---|---|---|---|---|---|---|---|
 """
