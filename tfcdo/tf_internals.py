@@ -255,6 +255,15 @@ def graph_of_function() -> tf.Graph | None:
     return graph
 
 
+def tensors_of_graph(structure: Any) -> list[tf.Tensor]:
+    """Returns the tensors in a structure that the graph being built makes; none if run eagerly."""
+    if tf.executing_eagerly():
+        return []
+    graph = tf.compat.v1.get_default_graph()
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [leaf for leaf in leaves if tf.is_tensor(leaf) and getattr(leaf, "graph", None) is graph]
+
+
 def function_being_traced() -> Any:
     """Returns the `tf.function` that is being traced: the same object for all its signatures.
 
@@ -296,23 +305,42 @@ def run_before_function_returns(op: tf.Operation) -> None:
         graph.control_outputs.append(op)
 
 
-def value_at_call_time(make: Callable[[], tf.Tensor], spec: tf.TensorSpec) -> tf.Tensor:
-    """Returns a tensor that is made anew each time that the function being traced is called.
+def value_at_call_time(
+    make: Callable[[], tf.Tensor], spec: tf.TensorSpec, key: Any = None
+) -> tf.Tensor:
+    """Returns a tensor that is made again each time that the function being traced is called.
 
     Args:
       make: makes the tensor; called eagerly, whenever the outermost function is called.
       spec: the tensor's shape and dtype.
+      key: names the tensor in each graph around; None for a new one.
 
     Returns:
-      What `make` returns if nothing is being traced; else what stands for it in the graph.
+      The result of `make` if nothing is being traced; else a placeholder in the graph.
     """
     if tf.executing_eagerly():
         return make()
     graph: Any = tf.compat.v1.get_default_graph()
     while getattr(graph, "is_control_flow_graph", False):
         graph = graph.outer_graph
+    captures = graph._function_captures
+    key = object() if key is None else key
+    if key in captures.by_ref_internal:
+        return captures.by_ref_internal[key]
     with graph.as_default():
-        return graph.capture_call_time_value(lambda: value_at_call_time(make, spec), spec)
+        value = graph.capture_call_time_value(make, spec, key)
+    tensorflows = captures.by_ref_external[key]
+
+    def at_call() -> Any:
+        # TensorFlow would leave the placeholder in a condition or loop that calls this function,
+        # where nothing feeds it.
+        if tf.executing_eagerly():
+            return tensorflows()
+        return [value_at_call_time(make, spec, key)]
+
+    at_call.output_spec = tensorflows.output_spec  # type: ignore[attr-defined]
+    captures.by_ref_external[key] = at_call
+    return value
 
 
 def configure_coordination(

@@ -349,7 +349,7 @@ class KerasTest(TrainingTestCase):
 class RefusedTest(TrainingTestCase):
     def test_what_is_not_an_optimizer(self):
         for given_ in ("adam", None, ko.SGD, DistributedOptimizer(ko.SGD())):
-            with self.assertRaisesRegex(TypeError, "optimizer must be a Keras optimizer"):
+            with self.assertRaisesRegex(TypeError, "optimizer must be a Keras 3 optimizer"):
                 DistributedOptimizer(given_)
 
     @parameterized.parameters((True, TypeError), (2.0, TypeError), (1, ValueError), (0, ValueError))

@@ -17,7 +17,7 @@ from tfcdo.execute import wire
 _TIMEOUT = 240.0
 # (scenario, how far from one device): near float32 rounding, but for layers that compute in 16
 # bits, whose gradients are rounded on each replica.
-TRAINING = {"fit": 2e-6, "own_loop": 2e-2}
+TRAINING = {"fit": 2e-6, "own_loop": 2e-2, "end_of_data": 2e-6}
 
 
 class TrainingTest(tf.test.TestCase, parameterized.TestCase):
@@ -31,7 +31,7 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
     # Other numbers of hosts or devices change who sends what, which values and sums show, and not
     # what a training asks for.
     @parameterized.parameters(
-        (2, 2, ("fit", "values", "wire_between", "requires_nccl")),
+        (2, 2, ("fit", "end_of_data", "values", "wire_between", "requires_nccl")),
         (3, 1, ("values", "wire_between")),
         (2, 3, ("own_loop", "flat")),
     )

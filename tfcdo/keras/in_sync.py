@@ -10,6 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfcdo import checks
+from tfcdo.keras.callback import Callback
 
 # Odd numbers without pattern, as in hash functions of 64 bits.
 _OF_INDEX, _FIRST, _SECOND = (
@@ -20,7 +21,7 @@ _HALF = np.int64(32)
 _INTEGER_OF_SIZE = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
-class CheckInSync(keras.callbacks.Callback):
+class CheckInSync(Callback):
     """Compares the replicas' weights, on all hosts, while a model trains.
 
     Each replica makes one number of 64 bits from the bits of each trainable variable and of each

@@ -281,7 +281,7 @@ def _check_optimizer(optimizer: Any) -> None:
         optimizer, keras.optimizers.Optimizer
     ):
         raise TypeError(
-            "optimizer must be a Keras optimizer that is not a DistributedOptimizer itself; "
+            "optimizer must be a Keras 3 optimizer that is not a DistributedOptimizer itself; "
             f"got {optimizer!r}"
         )
 
