@@ -131,7 +131,10 @@ def _compare(
     for name in algorithms.ALGORITHMS:
         schedule = algorithms.make_schedule(name, topology, size)
         names_by_schedule.setdefault(schedule, []).append(name)
-    compared = [_implementation(names[0], topology) for names in names_by_schedule.values()]
+    compared = [
+        _implementation(names[0], len(schedule.packs), topology)
+        for schedule, names in names_by_schedule.items()
+    ]
     workload = workloads.one_value(size)
     found = {one.name: one for one in measure.run(workload, devices, compared, settings, track)}
     return Comparison(
@@ -151,10 +154,14 @@ def _compare(
     )
 
 
-def _implementation(algorithm: str, topology: Topology) -> implementations.Implementation:
+def _implementation(
+    algorithm: str, num_packs: int, topology: Topology
+) -> implementations.Implementation:
+    # Left out, it is 1 for this algorithm.
+    asked = num_packs if algorithm == "hierarchical_copy" else None
     return implementations.Implementation(
         algorithm,
         implementations.OURS,
         "AllReduceCrossDeviceOps",
-        (("all_reduce_alg", algorithm), ("num_packs", None), ("topology", topology)),
+        (("all_reduce_alg", algorithm), ("num_packs", asked), ("topology", topology)),
     )
