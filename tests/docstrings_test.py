@@ -47,7 +47,6 @@ _MODULES = (
     "tfcdo.plot.trees",
     "tfcdo.tracing.recording",
     "tfcdo.tracing.summary",
-    "tfcdo.private_names",
     "tfcdo.units",
 )
 

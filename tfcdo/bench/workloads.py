@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import math
-import pathlib
+import pkgutil
 import re
 from collections.abc import Iterator
 
@@ -27,7 +27,6 @@ DTYPES = {
 # The models that Keras can build, by the names that it has for them.
 KERAS_MODELS = {"mobilenet": "MobileNetV2", "resnet50": "ResNet50"}
 
-_MODELS_FILE = pathlib.Path(__file__).with_name("models.json")
 # Sums of integers up to this one are exact in every dtype, the narrow floats among them, so that a
 # wrong element can be told from a rounded one.
 _LARGEST_VALUE = 4
@@ -66,7 +65,7 @@ class Workload:
 @functools.cache
 def _runs_of_models() -> dict[str, list[tuple[int, list[int]]]]:
     """Returns for each model pairs of how often a shape comes in a row, and the shape."""
-    models = json.loads(_MODELS_FILE.read_text(encoding="utf-8"))
+    models = json.loads(pkgutil.get_data("tfcdo.bench", "models.json") or "")
     return {name: model["runs"] for name, model in models.items()}
 
 
