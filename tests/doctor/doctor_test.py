@@ -137,6 +137,11 @@ class DoctorTest(parameterized.TestCase):
         )
         self.assertEqual(lines[-1], "pip install --upgrade 'tensorflow>=2.16'")
 
+    @parameterized.parameters("2.16.0", "2.16.0-rc1", "2.17.1", "3.0.0")
+    def test_a_tensorflow_that_is_not_too_old(self, version: str):
+        with mock.patch.object(tf, "__version__", version):
+            self.assertEqual(probe.versions().problem, "")
+
     def test_a_tensorflow_that_lacks_a_private_name(self):
         with mock.patch.dict(sys.modules, {"tfcdo.tf_internals": None}):
             status, lines = _doctor()

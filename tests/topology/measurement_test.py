@@ -14,6 +14,7 @@ from absl.testing import parameterized
 from tfcdo import topology
 from tfcdo.topology import detection
 from tfcdo.topology import measured
+from tfcdo.topology import measurement
 
 
 class MeasureTest(tf.test.TestCase, parameterized.TestCase):
@@ -43,6 +44,13 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         self.assertStartsWith(file.name, "measured-3-cpu-devices-of-")
         self.assertEqual(topology.detect(devices[:2]).name, "shared_memory")
         self.assertEqual(topology.detect(["CPU:0", "CPU:1", "GPU:0"]).name, "fully_connected")
+
+    def test_op_seconds_are_those_of_one_op(self):
+        clock = mock.Mock(devices=tu.device_names(4), on_cpu=True)
+        clock.additions.return_value = clock.packing.return_value = 1e-3
+        # Each pack has an op on each of the devices.
+        clock.ops.side_effect = lambda packs: packs * 4 * 5e-6
+        self.assertAlmostEqual(measurement._topology("fake", clock).op_seconds, 5e-6)
 
     def test_a_damaged_file_is_ignored(self):
         devices = tu.device_names(2)

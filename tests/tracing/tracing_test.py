@@ -27,6 +27,7 @@ from tfcdo.keras import trace_summary
 from tfcdo.plan import batch_plan
 from tfcdo.plot import trace as trace_plot
 from tfcdo.tracing import edges
+from tfcdo.tracing import profile
 from tfcdo.tracing import recording
 from tfcdo.tracing import summary
 from tfcdo.tracing.profile import Event
@@ -118,6 +119,11 @@ class TraceTest(tf.test.TestCase):
         # Of one step: each pack's copies and additions, one for each edge.
         simulated = [one for one in bars if one["pid"] == 3]
         self.assertLen(simulated, 2 * (4 + 2))
+        # Planned is set beside the typical step, from when its all-reduce began.
+        (runs,) = self.traced.recording.runs_of_step().values()
+        begin = min(run.start for run in runs)
+        self.assertGreater(begin, 0.0)
+        self.assertAlmostEqual(min(one["ts"] for one in simulated), begin * 1e6)
         self.assertEqual(self.content["otherData"]["summary"], str(self.traced.summary))
         ops = {one["name"] for one in bars if one["pid"] == 1}
         self.assertTrue(any(name.startswith("computation/") for name in ops))
@@ -184,6 +190,23 @@ class ArgumentsTest(parameterized.TestCase):
 
 def _op(name: str, start: float, end: float, op: str = "Add") -> Event:
     return Event(name, op, start, end, "thread")
+
+
+class ProfileTest(absltest.TestCase):
+    def test_halves_of_an_op_are_joined_in_their_order(self):
+        """A receive of one name waits in two steps at once: the first to begin ends first."""
+        halves = [
+            _op("x/_2", 4, 4, "_Recv Done"),
+            _op("x/_2", 1, 1, "_Recv Start"),
+            _op("x/_2", 2, 2, "_Recv Start"),
+            _op("y/_2", 3, 3, "_Recv Done"),
+            _op("x/_2", 7, 7, "_Recv Done"),
+            _op("z", 0, 8),
+        ]
+        joined = [(one.name, one.op, one.start, one.end) for one in profile._joined(halves)]
+        self.assertCountEqual(
+            joined, [("x/_2", "_Recv", 1, 4), ("x/_2", "_Recv", 2, 7), ("z", "Add", 0, 8)]
+        )
 
 
 class SummaryTest(absltest.TestCase):
