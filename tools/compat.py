@@ -21,9 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import training_table
-from compat_cases import CASES
-from compat_cases import Case
-from compat_cases import Refused
+from compat_cases import CASES, Case, Refused
 
 TIMEOUT_SECONDS = 120
 LIBRARIES = ("TensorFlow", "tfcdo")

@@ -18,14 +18,10 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from compat import first_words
-from training_cases import BATCH
-from training_cases import TRAININGS
-from training_cases import Training
+from training_cases import BATCH, TRAININGS, Training
 
 import tfcdo
-from tfcdo.keras import DistributedOptimizer
-from tfcdo.keras import SynchronizeStatistics
-from tfcdo.keras import weight_by_examples
+from tfcdo.keras import DistributedOptimizer, SynchronizeStatistics, weight_by_examples
 
 COUNTS = (2, 3, 5)
 Row = dict[str, str]

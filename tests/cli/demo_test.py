@@ -12,8 +12,7 @@ from cli_testing import run_tfcdo
 from sklearn import datasets
 
 import tfcdo
-from tfcdo.cli import demo
-from tfcdo.cli import demo_training
+from tfcdo.cli import demo, demo_training
 from tfcdo.virtual_devices import configure_virtual_cpus
 
 _DEVICES = configure_virtual_cpus(3)

@@ -10,17 +10,15 @@ from typing import Any
 from unittest import mock
 
 import tensorflow as tf
-from absl.testing import absltest
-from absl.testing import parameterized
-from bench_testing import setUpModule  # noqa: F401
-from bench_testing import tearDownModule  # noqa: F401
+from absl.testing import absltest, parameterized
+from bench_testing import (
+    setUpModule,  # noqa: F401
+    tearDownModule,  # noqa: F401
+)
 from cli_testing import run_tfcdo
 
 from tfcdo.bench import worker_pool
-from tfcdo.doctor import answers
-from tfcdo.doctor import examination
-from tfcdo.doctor import probe
-from tfcdo.doctor import self_test
+from tfcdo.doctor import answers, examination, probe, self_test
 from tfcdo.execute import copy_trees
 
 Ask = Callable[[Mapping[str, Any], float], Any]

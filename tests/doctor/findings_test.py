@@ -11,16 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
-from tfcdo.doctor import answers
-from tfcdo.doctor import findings
-from tfcdo.doctor import tf_config
+from tfcdo.doctor import answers, findings, tf_config
 from tfcdo.doctor.examination import Report
-from tfcdo.doctor.findings import NOTE
-from tfcdo.doctor.findings import OK
-from tfcdo.doctor.findings import WRONG
+from tfcdo.doctor.findings import NOTE, OK, WRONG
 
 _GPUS = tuple(f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(4))
 

@@ -12,9 +12,7 @@ from unittest import mock
 import compat
 import testing_utils as tu
 from absl.testing import absltest
-from compat_cases import CASES
-from compat_cases import Case
-from compat_cases import Refused
+from compat_cases import CASES, Case, Refused
 
 PAGE = pathlib.Path(compat.__file__).parent.parent / "docs" / "compat.md"
 _LIBRARY = types.SimpleNamespace()

@@ -9,8 +9,7 @@ from unittest import mock
 import compat
 import training_table
 from absl.testing import absltest
-from training_cases import Training
-from training_cases import dense
+from training_cases import Training, dense
 from training_runs import judge
 
 

@@ -15,21 +15,16 @@ from unittest import mock
 import keras
 import tensorflow as tf
 import testing_utils as tu
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 from cli_testing import run_tfcdo
 
 import tfcdo
-from tfcdo import log
-from tfcdo import tf_internals
+from tfcdo import log, tf_internals
 from tfcdo.execute import planned
 from tfcdo.keras import trace_summary
 from tfcdo.plan import batch_plan
 from tfcdo.plot import trace as trace_plot
-from tfcdo.tracing import edges
-from tfcdo.tracing import profile
-from tfcdo.tracing import recording
-from tfcdo.tracing import summary
+from tfcdo.tracing import edges, profile, recording, summary
 from tfcdo.tracing.profile import Event
 
 _STEPS = 3

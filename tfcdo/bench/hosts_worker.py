@@ -63,14 +63,7 @@ class _TensorFlowStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
 
 class _Training:
-    """A model in training under one strategy.
-
-    Args:
-      strategy: the strategy.
-      worker: this worker's index.
-      num_devices: how many devices each worker has.
-      num_blocks: how many blocks the model has.
-    """
+    """A model in training under one strategy."""
 
     def __init__(
         self, strategy: tf.distribute.Strategy, worker: int, num_devices: int, num_blocks: int
@@ -219,12 +212,7 @@ def _draw_values(shape: tuple[int, ...], replica: int) -> np.ndarray:
 
 
 class _Worker:
-    """Answers the requests of `tfcdo.bench.hosts`.
-
-    Args:
-      num_devices: how many devices each worker has.
-      num_blocks: how many blocks the model has.
-    """
+    """Answers the requests of `tfcdo.bench.hosts`."""
 
     def __init__(self, num_devices: int, num_blocks: int) -> None:
         worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]

@@ -13,9 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tfcdo.cli import demo_training
-from tfcdo.cli import demo_workers
-from tfcdo.cli import options
+from tfcdo.cli import demo_training, demo_workers, options
 from tfcdo.cli.quiet_start import quiet_start
 
 if TYPE_CHECKING:

@@ -11,14 +11,7 @@ from tfcdo.cli import demo_training
 
 
 def train(request: Mapping[str, Any]) -> Any:
-    """Trains together with the other workers.
-
-    Args:
-      request: the number of `devices`, the name of the `ops` and the number of `epochs`.
-
-    Returns:
-      The model's `weights`, and the `digests` of their copies on this worker's devices.
-    """
+    """Trains together with the other workers."""
     import tfcdo
 
     strategy = tfcdo.MultiWorkerMirroredStrategy(

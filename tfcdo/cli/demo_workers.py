@@ -33,20 +33,7 @@ class WorkersResult:
 def train_on_workers(
     num_workers: int, num_devices: int, ops_name: str, epochs: int
 ) -> WorkersResult:
-    """Trains the demo's model under tfcdo.MultiWorkerMirroredStrategy.
-
-    Args:
-      num_workers: how many processes.
-      num_devices: how many virtual CPU devices each of them has.
-      ops_name: which of tfcdo's classes sums inside a worker.
-      epochs: how often to go through the training images.
-
-    Returns:
-      What they have in the end.
-
-    Raises:
-      click.ClickException: if a worker fails.
-    """
+    """Trains the demo's model under tfcdo.MultiWorkerMirroredStrategy."""
     import numpy as np
 
     command = [sys.executable, "-m", "tfcdo.cli.demo_worker"]

@@ -14,9 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tfcdo.cli import options
-from tfcdo.doctor import answers
-from tfcdo.doctor import examination
-from tfcdo.doctor import findings
+from tfcdo.doctor import answers, examination, findings
 from tfcdo.units import format_bytes
 
 _STYLES = {findings.OK: "green", findings.NOTE: "yellow", findings.WRONG: "bold red"}

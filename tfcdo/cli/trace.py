@@ -96,11 +96,7 @@ def trace(
 
 
 class _Recorder:
-    """Records for a limited time, whichever thread begins and ends it.
-
-    Args:
-      seconds: how long at most.
-    """
+    """Records for a limited time, whichever thread begins and ends it."""
 
     def __init__(self, seconds: float) -> None:
         from tfcdo.tracing.recording import Profiler

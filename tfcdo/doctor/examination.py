@@ -14,19 +14,21 @@ import msgspec
 
 from tfcdo.bench import worker_pool
 from tfcdo.doctor import tf_config
-from tfcdo.doctor.answers import AllReduce
-from tfcdo.doctor.answers import Copies
-from tfcdo.doctor.answers import CopiesAnswer
-from tfcdo.doctor.answers import Devices
-from tfcdo.doctor.answers import Failure
-from tfcdo.doctor.answers import FoundTopology
-from tfcdo.doctor.answers import ModelPlan
-from tfcdo.doctor.answers import NoAnswer
-from tfcdo.doctor.answers import Skipped
-from tfcdo.doctor.answers import Sums
-from tfcdo.doctor.answers import SumsAnswer
-from tfcdo.doctor.answers import Versions
-from tfcdo.doctor.answers import hangs
+from tfcdo.doctor.answers import (
+    AllReduce,
+    Copies,
+    CopiesAnswer,
+    Devices,
+    Failure,
+    FoundTopology,
+    ModelPlan,
+    NoAnswer,
+    Skipped,
+    Sums,
+    SumsAnswer,
+    Versions,
+    hangs,
+)
 
 # The pairs of classes that are compared, tfcdo's and TensorFlow's; what a strategy that is given no
 # cross-device ops uses is TensorFlow's way to choose by itself.
@@ -108,12 +110,7 @@ class Report:
 
 
 class Probes:
-    """Keeps one probe running: after one that hung or crashed, the next question starts another.
-
-    Args:
-      count: how many devices to examine; see `self_test.Patient`.
-      limits: the time limits.
-    """
+    """Keeps one probe running: after one that hung or crashed, the next question starts another."""
 
     _command = (sys.executable, "-m", "tfcdo.doctor.probe")
 
@@ -163,17 +160,7 @@ def devices_question(count: int | None) -> dict[str, Any]:
 def examine(
     ask: Ask, count: int | None, limits: Limits, tell: Tell = lambda message: None
 ) -> Report:
-    """Examines this machine.
-
-    Args:
-      ask: asks the probe.
-      count: how many devices to examine; see `self_test.Patient`.
-      limits: the time limits.
-      tell: is told what comes next.
-
-    Returns:
-      The report; it ends early where nothing further can be found out.
-    """
+    """Examines this machine."""
     tell("Looking at TF_CONFIG")
     config = tf_config.examine_tf_config()
     tell("Starting TensorFlow")

@@ -10,18 +10,18 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from tfcdo.doctor.answers import Copies
-from tfcdo.doctor.answers import CopiesAnswer
-from tfcdo.doctor.answers import Failure
-from tfcdo.doctor.answers import FoundTopology
-from tfcdo.doctor.answers import Skipped
-from tfcdo.doctor.answers import Sums
-from tfcdo.doctor.answers import SumsAnswer
-from tfcdo.doctor.answers import Versions
-from tfcdo.doctor.answers import hangs
-from tfcdo.doctor.examination import COMPARED
-from tfcdo.doctor.examination import Pair
-from tfcdo.doctor.examination import Report
+from tfcdo.doctor.answers import (
+    Copies,
+    CopiesAnswer,
+    Failure,
+    FoundTopology,
+    Skipped,
+    Sums,
+    SumsAnswer,
+    Versions,
+    hangs,
+)
+from tfcdo.doctor.examination import COMPARED, Pair, Report
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
 # A link this much slower than the topology says makes its plans bad ones.
@@ -47,14 +47,7 @@ class Finding:
 
 
 def findings_of(report: Report) -> list[Finding]:
-    """Lists what a report says.
-
-    Args:
-      report: the report.
-
-    Returns:
-      The findings, in the order of the examination.
-    """
+    """Lists what a report says."""
     parts = (_tf_config, _versions, _devices, _all_reduces, _topology, _models, _pairs, _sums)
     return [finding for part in parts for finding in part(report)]
 
@@ -234,14 +227,7 @@ def _sum_of_tensorflow(
 
 
 def script_line(report: Report) -> str:
-    """Returns the line to paste into a training script.
-
-    Args:
-      report: the report.
-
-    Returns:
-      A line of Python; one for the shell if TensorFlow must be mended first.
-    """
+    """Returns the line to paste into a training script."""
     if report.devices is None:
         remedy = report.versions.remedy if isinstance(report.versions, Versions) else ""
         return remedy or "pip install --force-reinstall tensorflow"
@@ -289,10 +275,5 @@ def _usable_devices(report: Report) -> list[str]:
 
 
 def short_name(device: str) -> str:
-    """Shortens the full name of a device.
-
-    Example:
-      >>> short_name("/job:localhost/replica:0/task:0/device:GPU:1")
-      'GPU:1'
-    """
+    """Shortens the full name of a device."""
     return ":".join(device.split(":")[-2:])

@@ -10,17 +10,17 @@ import tensorflow as tf
 
 import tfcdo
 from tfcdo.bench import devices as bench_devices
-from tfcdo.bench import implementations
-from tfcdo.bench import steps
-from tfcdo.bench import workloads
-from tfcdo.doctor.answers import AllReduce
-from tfcdo.doctor.answers import Copies
-from tfcdo.doctor.answers import Devices
-from tfcdo.doctor.answers import FoundTopology
-from tfcdo.doctor.answers import Link
-from tfcdo.doctor.answers import ModelPlan
-from tfcdo.doctor.answers import Skipped
-from tfcdo.doctor.answers import Sums
+from tfcdo.bench import implementations, steps, workloads
+from tfcdo.doctor.answers import (
+    AllReduce,
+    Copies,
+    Devices,
+    FoundTopology,
+    Link,
+    ModelPlan,
+    Skipped,
+    Sums,
+)
 from tfcdo.execute import copy_trees
 from tfcdo.topology import detection
 
@@ -31,11 +31,7 @@ _SAMPLES = 3
 
 
 class Patient:
-    """The devices of this process, and what can be asked about them.
-
-    Args:
-      count: how many devices to use; None as for `tfcdo.bench.devices.choose_devices`.
-    """
+    """The devices of this process, and what can be asked about them."""
 
     def __init__(self, count: int | None) -> None:
         tf.get_logger().setLevel("ERROR")
@@ -82,16 +78,7 @@ class Patient:
         )
 
     def pair(self, source: int, target: int, seconds: float) -> Copies:
-        """Copies a known pattern from one device to another and compares every byte.
-
-        Args:
-          source: the sending device's index.
-          target: the receiving device's index.
-          seconds: how long to repeat the copy, for its speed.
-
-        Returns:
-          How many bytes were wrong, and the speed.
-        """
+        """Copies a known pattern from one device to another and compares every byte."""
         pattern, sent = self._pattern_on(source)
         receiver = self._devices.names[target]
 
@@ -112,14 +99,7 @@ class Patient:
         return Copies(wrong, pattern.size / fastest)
 
     def sum(self, name: str) -> Sums | Skipped:
-        """All-reduces over all devices and compares every element with numpy's sum.
-
-        Args:
-          name: the implementation, as `tfcdo bench --ops` takes it.
-
-        Returns:
-          How many elements were wrong, and the time; the reason if it cannot run here.
-        """
+        """All-reduces over all devices and compares every element with numpy's sum."""
         (implementation,) = implementations.parse(name)
         data = self._values
         reason = implementation.reason_not_to_run(self._devices.names, data.workload.dtype)

@@ -47,11 +47,7 @@ class TfConfig:
 
 
 def examine_tf_config() -> TfConfig:
-    """Reads TF_CONFIG and tries to reach each host that it names.
-
-    Returns:
-      What was found; takes a few seconds at most, as all hosts are tried at once.
-    """
+    """Reads TF_CONFIG and tries to reach each host that it names."""
     text = os.environ.get("TF_CONFIG", "").strip()
     if not text:
         return TfConfig("")

@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING
 from tfcdo.topology.topology import Topology
 from tfcdo.tracing import chrome
 from tfcdo.tracing.edges import BROADCAST
-from tfcdo.tracing.recording import Profiler
-from tfcdo.tracing.recording import Recording
-from tfcdo.tracing.recording import lane_of_task
+from tfcdo.tracing.recording import Profiler, Recording, lane_of_task
 from tfcdo.tracing.summary import Summary
-from tfcdo.units import format_seconds
-from tfcdo.units import time_unit
+from tfcdo.units import format_seconds, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,26 +125,14 @@ def _checked_path(
 
 
 def save(recording: Recording, path: pathlib.Path) -> None:
-    """Draws a recording in a file.
-
-    Args:
-      recording: what ran.
-      path: the file, .png or .svg.
-    """
+    """Draws a recording in a file."""
     from tfcdo.plot.figures import save_figure
 
     save_figure(draw_trace(recording), path)
 
 
 def draw_trace(recording: Recording) -> Figure:
-    """Draws the edges of a typical step over time, and below what was planned for them.
-
-    Args:
-      recording: what ran.
-
-    Returns:
-      The figure: for each all-reduce of the step two pictures, one above the other.
-    """
+    """Draws the edges of a typical step over time, and below what was planned for them."""
     from tfcdo.plot.figures import make_figure
 
     by_scope = recording.runs_of_step()
@@ -175,8 +160,7 @@ def draw_trace(recording: Recording) -> Figure:
 
 def _draw(axes: Axes, title: str, bars: Sequence[_Bar]) -> None:
     """Draws one picture: a lane for each edge, a colour for each pack."""
-    from tfcdo.plot.figures import device_colors
-    from tfcdo.plot.figures import make_paler
+    from tfcdo.plot.figures import device_colors, make_paler
 
     lanes = sorted({bar.lane for bar in bars})[:_MAX_LANES]
     seconds = max((bar.end for bar in bars), default=0.0)

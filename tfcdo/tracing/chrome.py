@@ -7,8 +7,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from tfcdo.tracing.recording import Recording
-from tfcdo.tracing.recording import lane_of_task
+from tfcdo.tracing.recording import Recording, lane_of_task
 
 _MICROSECOND = 1e-6
 # The "processes" of the trace: groups of lanes.
@@ -25,13 +24,6 @@ def write(recording: Recording, path: pathlib.Path) -> None:
 
     It has three groups of lanes: all ops, a lane a thread; the ops that bring packs along edges, a
     lane an edge; and what was planned for each all-reduce of a typical step, beginning with it.
-
-    Args:
-      recording: what ran.
-      path: the file.
-
-    Raises:
-      OSError: if it cannot be written.
     """
     lanes = _Lanes()
     events = [*_ops(recording, lanes), *_edges(recording, lanes), *_planned(recording, lanes)]

@@ -69,16 +69,7 @@ def belongs_to_tfcdo(event: Event) -> bool:
 
 
 def find(events: Sequence[Event], planned: Sequence[Planned]) -> list[EdgeRun]:
-    """Finds copies and additions.
-
-    Args:
-      events: the profile, in the order of the start.
-      planned: the plans of recent all-reduces, the newest first, which say how their devices are
-        numbered.
-
-    Returns:
-      The copies and additions, in the order of their start.
-    """
+    """Finds copies and additions."""
     runs = [*_additions(events), *_copies(events, planned)]
     return sorted(runs, key=lambda run: (run.start, run.end))
 
@@ -146,15 +137,7 @@ def _interval(send: Event, receives: dict[str, list[Event]]) -> tuple[float, flo
 
 
 def plan_of(runs: Sequence[EdgeRun], planned: Sequence[Planned]) -> Planned | None:
-    """Finds the plan of the all-reduce that some copies and additions are of.
-
-    Args:
-      runs: those of one scope.
-      planned: the plans of recent all-reduces, the newest first.
-
-    Returns:
-      The newest whose trees have all their edges, or None.
-    """
+    """Finds the plan of the all-reduce that some copies and additions are of."""
     edges = {
         (run.pack, source, run.target)
         for run in runs

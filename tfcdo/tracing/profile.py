@@ -47,17 +47,7 @@ class Event:
 
 
 def read(folder: pathlib.Path) -> tuple[Event, ...]:
-    """Reads the newest profile in a folder.
-
-    Args:
-      folder: that which the profiler was told to write to.
-
-    Returns:
-      The events, in the order of their start.
-
-    Raises:
-      FileNotFoundError: if there is no profile.
-    """
+    """Reads the newest profile in a folder."""
     found = sorted(folder.rglob("*.xplane.pb"))
     if not found:
         raise FileNotFoundError(f"TensorFlow's profiler wrote nothing below {folder}")
