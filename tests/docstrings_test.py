@@ -27,10 +27,7 @@ _MODULES = (
         for module in pkgutil.iter_modules(room.__path__)
         if module.name not in _WITHOUT_EXAMPLES
     ),
-    "tfcdo.bench.implementations",
-    "tfcdo.bench.workloads",
     "tfcdo.cross_device_ops",
-    "tfcdo.doctor.findings",
     "tfcdo.environment",
     "tfcdo.execute.nccl",
     "tfcdo.keras.backup",
@@ -45,8 +42,6 @@ _MODULES = (
     "tfcdo.plot.gantt",
     "tfcdo.plot.trace",
     "tfcdo.plot.trees",
-    "tfcdo.tracing.recording",
-    "tfcdo.tracing.summary",
     "tfcdo.units",
 )
 

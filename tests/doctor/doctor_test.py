@@ -72,6 +72,7 @@ class DoctorTest(parameterized.TestCase):
         status, lines = _doctor("-g", "3")
         text = "\n".join(lines)
         self.assertEqual(status, 0, text)
+        self.assertRegex(lines[0], r"^This machine: no problem, \d+ notes$")
         for shown in (
             f"tensorflow {tf.__version__}",
             "NcclAllReduce: no, no NcclAllReduce kernel is registered for CPU devices",
@@ -123,6 +124,7 @@ class DoctorTest(parameterized.TestCase):
             status, lines = _doctor()
         text = "\n".join(lines)
         self.assertEqual(status, 1)
+        self.assertEqual(lines[0], "This machine: 1 problem")
         self.assertIn("wrong  TensorFlow cannot be imported: ", text)
         self.assertEqual(lines[-1], "pip install 'tensorflow>=2.16'")
 

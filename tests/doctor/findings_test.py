@@ -28,7 +28,7 @@ def _report(**changes: Any) -> Report:
     names = tuple(itertools.chain.from_iterable(findings.COMPARED))
     report = Report(
         versions=answers.Versions("0.1.0", "3.12.1", tensorflow="2.21.0"),
-        devices=answers.Devices(
+        devices=answers.SeenDevices(
             physical=tuple(f"/physical_device:GPU:{number}" for number in range(4)),
             logical=_GPUS,
             examined=_GPUS,
@@ -45,7 +45,7 @@ def _report(**changes: Any) -> Report:
 
 
 def _topology(bandwidth: float | None) -> answers.FoundTopology:
-    links = tuple(answers.Link(*pair, bandwidth, via_host=False) for pair in _PAIRS)
+    links = tuple(answers.LinkSpeed(*pair, bandwidth, via_host=False) for pair in _PAIRS)
     return answers.FoundTopology("m", "as nvidia-smi reports", links)
 
 
@@ -129,7 +129,7 @@ class FindingsTest(parameterized.TestCase):
 
     def test_gpus_that_tensorflow_does_not_see(self):
         devices = _report().devices
-        assert isinstance(devices, answers.Devices)
+        assert isinstance(devices, answers.SeenDevices)
         physical = ("/physical_device:CPU:0",)
         report = _with_sums(
             {"tfcdo.NcclAllReduce": answers.Skipped("no kernel")},

@@ -127,6 +127,9 @@ class TraceTest(tf.test.TestCase):
         self.assertEqual(self.picture[:8], b"\x89PNG\r\n\x1a\n")
         figure: Any = trace_plot.draw_trace(self.traced.recording)
         ran, simulated = figure.axes
+        # One scale, so that lengths can be compared.
+        self.assertEqual(ran.get_xlim(), simulated.get_xlim())
+        self.assertEqual(ran.get_xlabel(), simulated.get_xlabel())
         self.assertIn("what ran", ran.get_title(loc="left"))
         self.assertIn("what was planned", simulated.get_title(loc="left"))
         self.assertContainsSubset(
@@ -264,6 +267,11 @@ class SummaryTest(absltest.TestCase):
                 edges.EdgeRun("tfcdo", 4, edges.BROADCAST, (0,), 1, 9.0, 9.5),
             ],
         )
+
+    def test_intervals(self):
+        self.assertEqual(summary.union([(3, 4), (0, 2), (1, 2.5)]), [(0, 2.5), (3, 4)])
+        self.assertEqual(summary.intersection([(0, 2), (3, 5)], [(1, 4)]), [(1, 2), (3, 4)])
+        self.assertEqual(summary.intersection([(1, 4)], [(0, 2), (3, 5)]), [(1, 2), (3, 4)])
 
     def test_nothing(self):
         self.assertStartsWith(str(summary.summarize([], [])), "no all-reduce of tfcdo ran")

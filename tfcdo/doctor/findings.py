@@ -1,7 +1,6 @@
 """Makes findings of a report: what is right, what is worth knowing, what is wrong, and the remedy.
 
-All here is about the report alone, so that each finding can be tested without the machine that has
-it.
+All here is about the report alone, so that a test needs no machine that has the finding.
 """
 
 from __future__ import annotations
@@ -33,13 +32,7 @@ _NONE_NEEDED = "nothing to do"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One finding.
-
-    Attributes:
-      severity: `OK`; `NOTE`, which is worth knowing; or `WRONG`, which makes the exit status 1.
-      text: what was found.
-      remedy: what to do about it, on one line.
-    """
+    """A finding: `WRONG` makes the exit status 1, `NOTE` is worth knowing."""
 
     severity: str
     text: str

@@ -27,24 +27,14 @@ _SENT = re.compile(r"(.*/_)(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class EdgeRun:
-    """Something that brought a pack further: a copy along an edge, or the addition where it ends.
+    """A copy of a pack along an edge, or the addition where it ends."""
 
-    Attributes:
-      scope: the all-reduce's scope, such as "tfcdo" or "tfcdo_2".
-      pack: the pack's index; of slices, the value's.
-      kind: `REDUCE`, `BROADCAST` or `GATHER` for a copy; `ADD` for adding what was sent.
-      sources: the sending device's index; for an addition, those of all children.
-      target: the index of the device that receives, or adds.
-      start: when it began, in seconds. A copy begins when one device has sent and the other asks.
-      end: when it ended.
-    """
-
-    scope: str
-    pack: int
-    kind: str
-    sources: tuple[int, ...]
+    scope: str  # That of the all-reduce, such as "tfcdo_2".
+    pack: int  # The pack's index; of rows, the value's.
+    kind: str  # `REDUCE`, `BROADCAST` or `GATHER` for a copy; `ADD` for adding what was sent.
+    sources: tuple[int, ...]  # The sending device; for an addition, all children.
     target: int
-    start: float
+    start: float  # In seconds: of a copy, when one device has sent and the other asks.
     end: float
 
     @property

@@ -22,12 +22,9 @@ from tfcdo.tracing.profile import Event
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """Record of what ran while the profiler did, and what was planned.
+    """Events in the order of their start, the newest plans first, and the machine, None if unknown.
 
-    Attributes:
-      events: all events, in the order of their start.
-      planned: the plans of recent all-reduces, the newest first.
-      topology: the machine that plans are simulated on; None to find out.
+    The plans are simulated on that machine.
     """
 
     events: tuple[Event, ...]
