@@ -17,12 +17,17 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from tfcdo.plan import annealing, bundled_plans, search, simulator
+from tfcdo.plan import annealing
+from tfcdo.plan import bundled_plans
+from tfcdo.plan import search
+from tfcdo.plan import simulator
 from tfcdo.plan.bundled_plans import BundledPlan
-from tfcdo.plan.candidates import neighbours_of, ring_paths
+from tfcdo.plan.candidates import neighbours_of
+from tfcdo.plan.candidates import ring_paths
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.lower_bound import lower_bound
-from tfcdo.plan.tree_packing import Permutation, TreePacking
+from tfcdo.plan.tree_packing import Permutation
+from tfcdo.plan.tree_packing import TreePacking
 from tfcdo.topology.isomorphism import symmetries
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology

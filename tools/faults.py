@@ -111,12 +111,7 @@ def undisturbed_weights(hosts: Hosts) -> list[np.ndarray]:
 
 
 def run_case(case: Case, expected: list[np.ndarray]) -> Outcome:
-    """Runs one case.
-
-    Args:
-      case: What to do.
-      expected: The weights of an undisturbed training.
-    """
+    """Runs one case."""
     run = {"start": _launch, "launch": _launch, "kill": _kill, "stop": _stop, "late": _late}[
         case.kind
     ]

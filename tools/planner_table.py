@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 
 from drawn_machines import draw_machine
 
-from tfcdo.plan import algorithms, simulator
+from tfcdo.plan import algorithms
+from tfcdo.plan import simulator
 from tfcdo.plan.lower_bound import lower_bound
 from tfcdo.topology.isomorphism import isomorphisms
 from tfcdo.topology.presets import preset
