@@ -221,7 +221,7 @@ def fit(
     json_file: pathlib.Path | None,
     earlier: bench_compare.Earlier | None,
 ) -> int:
-    """Time the steps of a Keras model in training under each implementation."""
+    """Time the training steps of a Keras model."""
     with _refused_arguments_in_one_line():
         started = _start(num_devices, names, wire, "float32")
         from tfcdo.bench import fit
