@@ -6,6 +6,7 @@ requests of `tfcdo.bench.hosts`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -211,7 +212,7 @@ def _draw_values(shape: tuple[int, ...], replica: int) -> np.ndarray:
     return generator.integers(-4, 5, shape).astype(np.float32)
 
 
-class _Worker:
+class _Trainings:
     """Answers the requests of `tfcdo.bench.hosts`."""
 
     def __init__(self, num_devices: int, num_blocks: int) -> None:
@@ -254,14 +255,9 @@ class _Worker:
 
 def main() -> None:
     """Builds both trainings and answers requests until standard input ends."""
-    worker: list[_Worker] = []
-
-    def handle(request: Mapping[str, Any]) -> Any:
-        if not worker:
-            worker.append(_Worker(*map(int, sys.argv[1:])))
-        return worker[0].answer(request)
-
-    worker_pool.serve(handle)
+    # With the first request, as its answer may take long.
+    trainings = functools.cache(lambda: _Trainings(*map(int, sys.argv[1:])))
+    worker_pool.serve(lambda request: trainings().answer(request))
 
 
 if __name__ == "__main__":
