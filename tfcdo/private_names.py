@@ -12,7 +12,6 @@ import importlib
 import json
 import pkgutil
 from importlib.machinery import ModuleSpec
-from typing import Any
 
 
 def check(spec: ModuleSpec) -> None:
@@ -21,8 +20,8 @@ def check(spec: ModuleSpec) -> None:
     A module calls it with its own `__spec__` before it imports them. Where only compiled files are
     installed, there is no source to look through: Python's own ImportError names the first one.
     """
-    loader: Any = spec.loader  # Every loader of Python's has get_source.
-    names = missing(loader.get_source(spec.name) or "")
+    get_source = getattr(spec.loader, "get_source", lambda name: None)
+    names = missing(get_source(spec.name) or "")
     if names:
         raise ImportError(_explanation(names))
 
