@@ -36,8 +36,6 @@ _MODULES = (
     "tfcdo.keras.statistics",
     "tfcdo.keras.trace_summary",
     "tfcdo.keras.uneven",
-    "tfcdo.launch.cluster",
-    "tfcdo.launch.output",
     "tfcdo.moving_statistics",
     "tfcdo.plot.gantt",
     "tfcdo.plot.trace",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import pathlib
 import re
 import subprocess
@@ -239,6 +240,39 @@ class ValuesTest(tf.test.TestCase, parameterized.TestCase):
         seen = []
         strategy.run(lambda: seen.append(tf_internals.replicas_of_plain_value()))
         self.assertEqual([1, 1, 1], seen)
+
+
+class ValueAtCallTimeTest(tf.test.TestCase):
+    def test_is_made_anew_at_each_call(self):
+        """Also where a called function needs it, in a condition in a loop: Keras's steps."""
+        numbers = itertools.count(1)
+        spec = tf.TensorSpec([], tf.int32)
+
+        @tf.function
+        def number():
+            return tf_internals.value_at_call_time(lambda: tf.constant(next(numbers)), spec)
+
+        calls = [
+            number,
+            tf.function(lambda: number() + tf.function(number)() - number()),
+            tf.function(lambda: tf.cond(tf.constant(True), number, lambda: 0)),
+            tf.function(lambda: tf.while_loop(lambda i: i < 1, lambda i: [number()], [0])[0]),
+            tf.function(
+                lambda: tf.while_loop(
+                    lambda i: i < 1, lambda i: [tf.cond(i < 1, number, lambda: i)], [0]
+                )[0]
+            ),
+        ]
+        # A function that calls one of them, once more in a loop.
+        calls.append(
+            tf.function(
+                lambda: tf.while_loop(
+                    lambda i: i < 1, lambda i: [tf.cond(i < 1, calls[-2], lambda: i)], [0]
+                )[0]
+            )
+        )
+        for expected, call in enumerate((*calls, *calls), start=1):
+            self.assertEqual(expected, int(call()))
 
 
 class RegistryTest(tf.test.TestCase):

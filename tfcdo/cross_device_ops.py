@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import tensorflow as tf
 
@@ -29,9 +29,6 @@ from tfcdo.execute.reduction import check_count
 from tfcdo.plan import copy_tree
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.topology.topology import Topology
-
-# The algorithms that TensorFlow's class of the same name has.
-_TENSORFLOW_ALGORITHMS = ("nccl", "hierarchical_copy")
 
 
 class ReductionToOneDevice(ConfiguredCrossDeviceOps):
@@ -136,9 +133,9 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
       all_reduce_alg: "nccl", or the algorithm that gives the copy trees: "hierarchical_copy" or
         another of `tfcdo.plan.algorithms.ALGORITHMS`; or copy trees of your own, which the packs
         get in turn. Where NCCL cannot run, "nccl" says why, once, and uses "hierarchical_copy".
-      num_packs: see above; 0 for no such packing, None for as many packs as the algorithm asks for.
-        Left out, it is 1 for TensorFlow's own algorithms, "nccl" and "hierarchical_copy", and None
-        for all others: "ring" is then a ring, and "auto" is `AutoAllReduce`.
+      num_packs: see above; 0 for no such packing. None for as many as the algorithm needs: 1 for
+        "nccl" and "hierarchical_copy", as in TensorFlow; "ring" is then a ring, and "auto" is
+        `AutoAllReduce`.
       agg_small_grads_max_bytes: see above.
       agg_small_grads_max_group: see above.
       topology: the machine that the devices are part of; None to find out.
@@ -154,8 +151,9 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         before each copy to another device and added in their own dtype where they arrive, so that
         only copies are rounded, never partial sums. Replicas still get the same bits. None to
         send values as they are, as integers, complex numbers, 16-bit floats and
-        `tf.IndexedSlices` always are; so are losses, metrics and moving averages: what `reduce`
-        gets that is a variable, or for one, or a single number. NCCL adds in `wire_dtype` itself.
+        `tf.IndexedSlices` always are. Only gradients are cast: batches of several values. Single
+        numbers and values that a strategy reduces alone (losses, metrics, statistics of
+        synchronized layers, variables) are exact. NCCL adds in `wire_dtype` itself.
       error_feedback: add what the casts of a step lose to the gradients of the next step, so that
         over many steps nothing is lost: with all-reduces in a `tf.function`, or eagerly in batches
         of the same shapes. It is kept in variables, saved by `tf.train.Checkpoint(ops=...)` and set
@@ -182,7 +180,7 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
     def __init__(
         self,
         all_reduce_alg: str | Sequence[copy_tree.CopyTree] = "nccl",
-        num_packs: int | Literal["default"] | None = "default",
+        num_packs: int | None = None,
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
         *,
@@ -193,8 +191,8 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         error_feedback: bool = False,
     ) -> None:
         all_reduce_alg = check_algorithm(all_reduce_alg)
-        if num_packs == "default":
-            num_packs = 1 if all_reduce_alg in _TENSORFLOW_ALGORITHMS else None
+        if num_packs is None and all_reduce_alg in ("nccl", "hierarchical_copy"):
+            num_packs = 1
         super().__init__(
             all_reduce_alg=all_reduce_alg,
             num_packs=num_packs,
@@ -243,8 +241,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
     that, values go along the copy trees.
 
     Args:
-      num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value, None
-        for as many as suit NCCL (one) or the copy trees.
+      num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value.
       topology: the machine that the devices are part of; None to find out. Only the copy trees use
         it.
       require_nccl: raise `RuntimeError`, when values are reduced, instead of using copy trees.
@@ -263,7 +260,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 
     def __init__(
         self,
-        num_packs: int | None = 1,
+        num_packs: int = 1,
         *,
         topology: Topology | None = None,
         require_nccl: bool = False,
@@ -292,8 +289,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     they are of the same kind and leave no device out.
 
     Args:
-      num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value, None
-        for one pack per device.
+      num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value.
       topology: the machine that the devices are part of; None to find out.
       sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
       wire_dtype: see `AllReduceCrossDeviceOps`.
@@ -311,7 +307,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 
     def __init__(
         self,
-        num_packs: int | None = 1,
+        num_packs: int = 1,
         *,
         topology: Topology | None = None,
         sparse_as_dense: SparseAsDense = "auto",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
+from tfcdo import log
 from tfcdo import moving_statistics
 from tfcdo import tf_internals
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
@@ -27,11 +30,37 @@ class ReducesStructures:
 
 
 class ReplicaExtended:
-    """Has each replica keep its own moving statistics, and gathers several values in one go."""
+    """Starts a step on all replicas or on none, and has each keep its own moving statistics."""
+
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        arguments = tf_internals.tensors_of_graph((args, kwargs))
+        if not arguments:
+            return super()._call_for_each_replica(fn, args, kwargs)  # type: ignore[misc]
+        # Else a replica whose iterator has ended would stop after some of the others' updates.
+        all_have_data = tf.group(*arguments)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with tf.control_dependencies([all_have_data]):
+                return fn(*args, **kwargs)
+
+        # TensorFlow runs a tf.function for all replicas at once, else a thread for each.
+        is_function = isinstance(fn, tf.types.experimental.PolymorphicFunction)
+        with tf.control_dependencies([all_have_data]):
+            run = super()._call_for_each_replica  # type: ignore[misc]
+            return run(fn if is_function else step, args, kwargs)
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        if not self._use_merge_call():  # type: ignore[attr-defined]
+            return super()._replica_ctx_all_reduce(reduce_op, value, options)  # type: ignore[misc]
+        # Where replicas meet. On several hosts, TensorFlow has each replica start a collective.
+        reduce = tf.distribute.StrategyExtended._replica_ctx_all_reduce
+        return reduce(self, reduce_op, value, options)
 
     def _create_variable(self, next_creator: Any, **options: Any) -> Any:
-        averaged = moving_statistics.averaged_when_read(options)
-        return super()._create_variable(next_creator, **averaged)  # type: ignore[misc]
+        options = moving_statistics.averaged_when_read(options)
+        options = moving_statistics.summed_when_read(options)
+        with tf.control_dependencies(None):  # Its first value does not depend on data.
+            return super()._create_variable(next_creator, **options)  # type: ignore[misc]
 
     def _batch_gather_to(self, value_destination_pairs: Any, axis: Any, options: Any = None) -> Any:
         ops = self._cross_device_ops  # type: ignore[attr-defined]
@@ -48,3 +77,12 @@ class ReplicaExtended:
     def _located(self, destinations: Any) -> Any:
         """Returns where results are to be; for several hosts to say otherwise."""
         return destinations
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        is_dataset = tf.executing_eagerly() and isinstance(dataset, tf.data.Dataset)
+        if is_dataset and int(dataset.cardinality()) == 0:
+            log.warn_once(
+                "a dataset without elements is distributed; Keras's fit and evaluate end with "
+                "StopIteration where one device trains nothing"
+            )
+        return super()._experimental_distribute_dataset(dataset, options)  # type: ignore[misc]

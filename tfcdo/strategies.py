@@ -15,7 +15,7 @@ from tfcdo import tf_internals
 from tfcdo import version
 from tfcdo import virtual_devices
 from tfcdo.cluster import config
-from tfcdo.cluster import roll_call
+from tfcdo.cluster import rendezvous
 from tfcdo.cluster import session
 from tfcdo.cross_device_ops import AllReduceCrossDeviceOps
 from tfcdo.cross_device_ops import AutoAllReduce
@@ -91,8 +91,8 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
       wire_between: "bfloat16" or "float16", to send all-reduced float32 and float64 values between
         hosts in half of the bytes or less. Sums are formed in the values' own dtype: each value is
         rounded once on its host, and each sum once; docs/several-hosts.md has the bound. Packs
-        under 4 KiB, values that are reduced elsewhere (losses, metrics), rows and gathered values
-        travel as they are. NCCL then does not all-reduce over all GPUs: it would add in 16 bits.
+        under 4 KiB, values that are reduced alone (losses, metrics, statistics), rows and gathered
+        values are exact. NCCL then does not all-reduce over all GPUs: it would add in 16 bits.
         What is lost between hosts is not part of the `error_feedback` of `cross_device_ops`.
 
     Raises:
@@ -100,7 +100,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         another dtype.
       TypeError: if an argument is of another type.
       RuntimeError: if TensorFlow has already started, or there are fewer devices.
-      RollCallError: (a RuntimeError) if a host does not come in time, cannot be reached or is set
+      RendezvousError: (a RuntimeError) if a host does not come in time, cannot be reached or is set
         up differently, or if this host's port is in use; the message names it.
 
     Example:
@@ -155,8 +155,7 @@ def is_chief() -> bool:
     joined = session.current()
     if joined is not None:
         return joined.cluster.is_chief
-    config.check_tf_config()
-    cluster = config.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    cluster = config.from_tf_config()
     return cluster is None or cluster.is_chief
 
 
@@ -228,7 +227,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         wire_between: tf.DType | None,
     ) -> None:
         if resolver is None:
-            config.check_tf_config()
+            config.from_tf_config()  # Its errors say more than TensorFlow's.
             resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
         cluster = config.from_resolver(resolver)
         timeout = options.timeout_seconds or _TIMEOUT_SECONDS
@@ -368,7 +367,7 @@ def _prepare(
         "devices_per_worker": devices_per_worker or _devices_here(None)[1],
         **own_settings,
     }
-    roll_call.hold(cluster, settings, timeout)
+    rendezvous.meet(cluster, settings, timeout, environment.cluster_token())
     tf_internals.configure_coordination(
         leader=cluster.tasks[0].device_prefix,
         jobs=collections.Counter(task.job for task in cluster.tasks),

@@ -8,7 +8,9 @@ registry of kernels.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +28,8 @@ from tensorflow.python.distribute import device_util as _device_util
 from tensorflow.python.distribute import mirrored_strategy as _mirrored_strategy
 from tensorflow.python.distribute import values as _values
 from tensorflow.python.eager import context as _context
+from tensorflow.python.eager import record as _record
+from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
 from tensorflow.python.framework import kernels as _kernels
 from tensorflow.python.framework import op_def_registry as _op_def_registry
 from tensorflow.python.ops import control_flow_util as _control_flow_util
@@ -200,6 +204,26 @@ def captured(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
+with contextlib.suppress(KeyError):  # It is registered already if this module is reloaded.
+    tf.RegisterGradient("TfcdoGradientOf")(lambda op, upstream, _: (None, upstream))
+
+
+def with_gradient_of(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the value of `result`, which hands the gradient that comes to it on to `tensor`.
+
+    `tf.custom_gradient` registers a new gradient in each graph, which keeps the graph alive for as
+    long as the process runs.
+    """
+    if tf.executing_eagerly():
+        passed = tf.identity(result)
+    else:
+        graph = tf.compat.v1.get_default_graph()
+        with graph.gradient_override_map({"IdentityN": "TfcdoGradientOf"}):
+            passed, _ = tf.raw_ops.IdentityN(input=[result, tensor])
+    _record.record_operation("TfcdoGradientOf", [passed], [tensor], lambda upstream: [upstream])
+    return passed
+
+
 def plain_variable(initial_value: tf.Tensor) -> tf.Variable:
     """Makes a variable that is not trained, on the current device, in a strategy's scope too.
 
@@ -231,6 +255,15 @@ def graph_of_function() -> tf.Graph | None:
     return graph
 
 
+def tensors_of_graph(structure: Any) -> list[tf.Tensor]:
+    """Returns the tensors in a structure that the graph being built makes; none if run eagerly."""
+    if tf.executing_eagerly():
+        return []
+    graph = tf.compat.v1.get_default_graph()
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [leaf for leaf in leaves if tf.is_tensor(leaf) and getattr(leaf, "graph", None) is graph]
+
+
 def function_being_traced() -> Any:
     """Returns the `tf.function` that is being traced: the same object for all its signatures.
 
@@ -248,6 +281,16 @@ def function_being_traced() -> Any:
     return graph_of_function()
 
 
+def can_be_called(graph: tf.Graph) -> bool:
+    """Returns whether a function that was traced into a graph still exists; slow.
+
+    A graph alone does not tell: TensorFlow's `ReplicaContext.all_reduce` registers a gradient that
+    keeps its graph alive for as long as the process runs.
+    """
+    holders = gc.get_referrers(graph)
+    return any(isinstance(holder, _atomic_function.AtomicFunction) for holder in holders)
+
+
 def run_before_function_returns(op: tf.Operation) -> None:
     """Makes a function that is being traced wait for an op before it returns.
 
@@ -262,23 +305,42 @@ def run_before_function_returns(op: tf.Operation) -> None:
         graph.control_outputs.append(op)
 
 
-def value_at_call_time(make: Callable[[], tf.Tensor], spec: tf.TensorSpec) -> tf.Tensor:
-    """Returns a tensor that is made anew each time that the function being traced is called.
+def value_at_call_time(
+    make: Callable[[], tf.Tensor], spec: tf.TensorSpec, key: Any = None
+) -> tf.Tensor:
+    """Returns a tensor that is made again each time that the function being traced is called.
 
     Args:
       make: makes the tensor; called eagerly, whenever the outermost function is called.
       spec: the tensor's shape and dtype.
+      key: names the tensor in each graph around; None for a new one.
 
     Returns:
-      What `make` returns if nothing is being traced; else what stands for it in the graph.
+      The result of `make` if nothing is being traced; else a placeholder in the graph.
     """
     if tf.executing_eagerly():
         return make()
     graph: Any = tf.compat.v1.get_default_graph()
     while getattr(graph, "is_control_flow_graph", False):
         graph = graph.outer_graph
+    captures = graph._function_captures
+    key = object() if key is None else key
+    if key in captures.by_ref_internal:
+        return captures.by_ref_internal[key]
     with graph.as_default():
-        return graph.capture_call_time_value(lambda: value_at_call_time(make, spec), spec)
+        value = graph.capture_call_time_value(make, spec, key)
+    tensorflows = captures.by_ref_external[key]
+
+    def at_call() -> Any:
+        # TensorFlow would leave the placeholder in a condition or loop that calls this function,
+        # where nothing feeds it.
+        if tf.executing_eagerly():
+            return tensorflows()
+        return [value_at_call_time(make, spec, key)]
+
+    at_call.output_spec = tensorflows.output_spec  # type: ignore[attr-defined]
+    captures.by_ref_external[key] = at_call
+    return value
 
 
 def configure_coordination(

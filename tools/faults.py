@@ -34,7 +34,8 @@ DOCUMENTED_ERRORS = (
     "DeadlineExceededError",
     "LateHostError",
     "DisagreementError",
-    "RollCallError",
+    "FailedPreconditionError",
+    "RendezvousError",
     # Of a chief that was stopped and wakes up: its own service has given it up.
     "AbortedError",
 )

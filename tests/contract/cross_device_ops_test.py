@@ -82,7 +82,7 @@ class SignatureTest(parameterized.TestCase):
         (tfcdo.ReductionToOneDevice, "reduce_to_device=None, accumulation_fn=None"),
         (
             tfcdo.AllReduceCrossDeviceOps,
-            "all_reduce_alg='nccl', num_packs='default', agg_small_grads_max_bytes=0, "
+            "all_reduce_alg='nccl', num_packs=None, agg_small_grads_max_bytes=0, "
             "agg_small_grads_max_group=10",
         ),
         (tfcdo.NcclAllReduce, "num_packs=1"),

@@ -99,6 +99,14 @@ class FindingsTest(parameterized.TestCase):
         text = "copies from GPU:0 to GPU:2 fail: InternalError: no peer"
         self.assertEqual(_texts(report, WRONG), [text])
 
+    def test_a_keras_whose_metrics_tensorflow_adds_up_twice(self):
+        for keras, noted in (("3.6.0", 0), ("3.7.0", 1), ("3.9.2", 1), ("3.10.0", 0), (None, 0)):
+            versions = answers.Versions("0.1.0", "3.12.1", tensorflow="2.21.0", keras=keras)
+            texts = _texts(_report(versions=versions), NOTE)
+            self.assertLen(texts, noted)
+            if noted:
+                self.assertIn(f"metrics of Keras {keras} are wrong", texts[0])
+
     def test_slow_links(self):
         report = _with_pairs({(3, 0): answers.Copies(0, 6e9)})
         (text,) = _texts(report, NOTE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any, cast
 
@@ -150,6 +151,8 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         default = tfcdo.AllReduceCrossDeviceOps(algorithm, topology=place)
         given = tfcdo.AllReduceCrossDeviceOps(algorithm, expected, topology=place)
         self.assertEqual(repr(given), repr(default))
+        signature = inspect.signature(tfcdo.AllReduceCrossDeviceOps)
+        self.assertIsNone(signature.parameters["num_packs"].default)
         shapes = [(40_000_000,)]
         self.assertEqual(
             given.explain(shapes, devices=tu.ALL_DEVICES),

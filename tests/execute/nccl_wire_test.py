@@ -60,7 +60,7 @@ class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
     def test_error_feedback_hands_on_what_casts_lose(self, mode):
         # Of 2 and 1 + tiny, nothing is rounded in additions: only the cast loses tiny.
         ops, tiny = self.make(error_feedback=True), 0.3 * 2.0**-10
-        value = tu.per_replica([np.array([1 + tiny], np.float32), np.zeros(1, np.float32)])
+        value = tu.per_replica([np.array([1 + tiny] * 2, np.float32), np.zeros(2, np.float32)])
 
         def reduce() -> tf.Tensor:
             return ops.batch_reduce(SUM, [(value, value)])[0].values[0]
@@ -70,7 +70,7 @@ class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(abs(total - 50 * (1 + tiny)), 2.0**-9)
 
     def test_gradients_are_sums_of_32_bits(self):
-        own = [tf.constant([1.0 + rank]) for rank in range(3)]
+        own = [tf.fill([2], 1.0 + rank) for rank in range(3)]
         weights = [1.0, 2.0**-15, 2.0**-14]
 
         @tf.function
@@ -83,7 +83,7 @@ class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
             return tape.gradient(loss, own)
 
         for gradient in gradients():
-            self.assertAllEqual([sum(weights)], gradient)
+            self.assertAllEqual([sum(weights)] * 2, gradient)
 
     def test_bfloat16_is_what_the_op_does_not_take(self):
         value = tu.per_replica([[1.0, 2.0]] * 2)

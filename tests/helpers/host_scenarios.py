@@ -21,6 +21,8 @@ from host_keras import mixed_float16  # noqa: F401
 from host_wire import requires_nccl  # noqa: F401
 from host_wire import wire_between  # noqa: F401
 
+from tfcdo.keras import weight_by_examples
+
 GLOBAL_BATCH = 24  # Divides by 2 x 2, 3 x 1 and 2 x 3 replicas.
 NUM_EXAMPLES = 4 * GLOBAL_BATCH
 WORDS, CLASSES, LENGTH = 50, 5, 6
@@ -110,6 +112,39 @@ def own_loop(strategy: Any) -> dict[str, np.ndarray]:
         data = strategy.experimental_distribute_dataset(data)
     sums = [[float(part) for part in train(*batch)] for _ in range(2) for batch in data]
     return {**_weights(model, strategy), "sums": np.array(sums)}
+
+
+def end_of_data(strategy: Any) -> dict[str, np.ndarray]:
+    """Keras fit of several steps at a time, on 2 x 2 replicas, where one host has less data.
+
+    Of unknown length, and with an optimizer that changes weights without looking at gradients.
+    """
+    keras.utils.set_random_seed(9)
+    generator = np.random.default_rng(2)
+    # Eleven examples on one host and five on the other, in batches of two for each replica.
+    parts = [generator.normal(size=(rows, 3)).astype(np.float32) for rows in (11, 5)]
+    with _scope(strategy):
+        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.AdamW(0.05, weight_decay=0.3)
+        model.compile(optimizer, "mse", steps_per_execution=2)
+
+    def unknown_length(arrays: list[np.ndarray]) -> tf.data.Dataset:
+        return tf.data.Dataset.from_generator(
+            lambda: ((array, array[:, :1] > 0) for array in arrays),
+            output_signature=(tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1], tf.bool)),
+        )
+
+    if strategy:
+        model = weight_by_examples(model)
+        own = parts[strategy.cluster_resolver.task_id]
+        batches = [own[start : start + 2] for start in range(0, len(own), 2)]
+        data = strategy.distribute_datasets_from_function(lambda _: unknown_length(batches))
+    else:
+        data = unknown_length(
+            [np.concatenate([part[s : s + 4] for part in parts]) for s in range(0, 12, 4)]
+        )
+    model.fit(data, epochs=2, verbose=0)
+    return {**_weights(model, strategy), "steps": optimizer.iterations.numpy()}
 
 
 def values(strategy: Any) -> None:

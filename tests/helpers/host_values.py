@@ -103,6 +103,12 @@ class _Case:
             for name, own in numbers.items()
         }
         arguments["scalar"] = self.per_replica(functools.partial(_constant, scalars))
+        # Of numbers of 8 bits whose sums have more, so that a sum that is rounded is seen.
+        wide = [
+            tf.cast(tu.numbers((99,), tf.float32, r, 20_000), tf.bfloat16).numpy()
+            for r in range(self.replicas)
+        ]
+        arguments["wide"] = self.per_replica(functools.partial(_constant, wide))
         arguments["empty"] = self.per_replica(lambda r: tf.zeros([0, 2]))
         for reduce_op in (SUM, MEAN):
 
@@ -112,6 +118,8 @@ class _Case:
             results = wrap(lambda values, step=step: self.strategy.run(step, (values,)))(arguments)
             self.same(tu.oracle(reduce_op, scalars), results["scalar"], tf.float32)
             self.same(np.zeros([0, 2]), results["empty"], tf.float32)
+            once = tf.cast(tu.oracle(reduce_op, wide), tf.bfloat16)
+            self.same(tu.exact(once), results["wide"], tf.bfloat16)
             for dtype in DTYPES:
                 # Of 8 values of up to 8, all sums are exact; means are so for 4 replicas.
                 expected = tu.oracle(reduce_op, numbers[dtype.name])

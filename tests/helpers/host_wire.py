@@ -79,10 +79,15 @@ def _sums(name: str, strategy: Any) -> dict[str, np.ndarray]:
     def reduce(values: Any) -> Any:
         def step(values: Any) -> Any:
             context = tf.distribute.get_replica_context()
-            # One by one: values of a batch would share packs, and packs their scales.
-            sums = {case: context.all_reduce("SUM", value) for case, value in values.items()}
+            # One by one: values of a batch would share packs, and packs their scales. The single
+            # number is not cast, but a value that is reduced alone is taken for no gradient.
+            sums = {
+                case: context.all_reduce("SUM", [value, tf.ones([])])[0]
+                for case, value in values.items()
+            }
+            alone = context.all_reduce("SUM", values["float32"])
             means = context.all_reduce("MEAN", {c: values[c] for c in ("int32", "float64")})
-            return {**sums, "mean of int32": means["int32"]}
+            return {**sums, "mean of int32": means["int32"], "alone": alone}
 
         return strategy.run(step, (values,))
 
@@ -103,7 +108,7 @@ def _gradient(name: str, strategy: Any) -> dict[str, np.ndarray]:
             value = tf.ones([1100])
             with tf.GradientTape() as tape:
                 tape.watch(value)
-                total = context.all_reduce("SUM", value)
+                total, _ = context.all_reduce("SUM", [value, tf.ones([])])
                 loss = tf.reduce_sum(total) * (replica + 1.0)
             return tape.gradient(loss, value)
 

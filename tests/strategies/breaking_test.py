@@ -25,9 +25,9 @@ _FAULTS = {
     "another step": _HOST_1 + r" .*has come to the all-reduce of 1 value \(float32\[2,32\]\)",
     "unlike keys": r"timed out: pack 1 of 2, time 1, of the all-reduce .* has waited 1\d s",
     "sleeps": r"timed out: pack . of 2, time 5, .* for " + _HOST_1 + ", which is busy or",
-    "ends": "UnavailableError",
+    "ends": _HOST_1 + " has come to the end of its program before others: all hosts must make",
     "dies": "UnavailableError",
-    "absent": f"RollCallError: timed out waiting for {_HOST_1} to start",
+    "absent": f"RendezvousError: timed out waiting for {_HOST_1} to start",
 }
 
 

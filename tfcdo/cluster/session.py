@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -57,6 +58,10 @@ class Session:
         """Starts to watch one kind of collectives; see `Watch.add`."""
         self._watch.add(description, read)
 
+    def leave(self) -> None:
+        """Tells the other hosts that this program ends."""
+        self._agreement.leave()
+
 
 # TensorFlow joins one cluster in the life of a process, and its servers do not end before that.
 _current: Session | None = None
@@ -82,6 +87,7 @@ def join(cluster: config.Cluster, store: Store, abort: watch.Abort, timeout: flo
     global _current
     if _current is None:
         _current = Session(cluster, store, abort, timeout)
+        atexit.register(_current.leave)
     if _current.cluster != cluster:
         raise ValueError(
             f"all strategies of a process must be of one cluster; got {cluster} after "

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
+from tfcdo import keras_calls
 from tfcdo.doctor.answers import (
     Copies,
     CopiesAnswer,
@@ -71,6 +72,12 @@ def _versions(report: Report) -> Iterator[Finding]:
         yield Finding(WRONG, found.problem, found.remedy)
     else:
         yield Finding(OK, f"TensorFlow {found.tensorflow} can be used")
+        if found.keras and keras_calls.adds_metrics_twice(found.keras):
+            text = (
+                f"under TensorFlow's strategies, metrics of Keras {found.keras} are wrong: it adds "
+                "up the replicas' parts twice (keras-team/keras#21467)"
+            )
+            yield Finding(NOTE, text, "use tfcdo.MirroredStrategy, or pip install 'keras>=3.10'")
 
 
 def _devices(report: Report) -> Iterator[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import socket
 from concurrent import futures
@@ -39,8 +38,7 @@ def examine_tf_config() -> TfConfig:
     if not text:
         return TfConfig("")
     try:
-        config.check_tf_config()
-        cluster = _cluster_of(text)
+        cluster = config.from_tf_config()
     except ValueError as error:
         return TfConfig(text, str(error))
     if cluster is None:
@@ -48,15 +46,6 @@ def examine_tf_config() -> TfConfig:
     with futures.ThreadPoolExecutor(len(cluster.tasks)) as pool:
         hosts = pool.map(lambda index: _try(cluster, index), range(len(cluster.tasks)))
     return TfConfig(text, hosts=tuple(hosts))
-
-
-def _cluster_of(text: str) -> config.Cluster | None:
-    described = json.loads(text)
-    task = described.get("task", {})
-    index = task.get("index")
-    if isinstance(index, str) and index.isdigit():  # As TensorFlow reads it.
-        index = int(index)
-    return config.from_spec(described.get("cluster", {}), task.get("type"), index)
 
 
 def _try(cluster: config.Cluster, index: int) -> Host:

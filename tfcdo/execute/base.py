@@ -179,7 +179,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         """Reduces one value; see `reduce`."""
         check_reduce_op(reduce_op)
         check_options(options)
-        reduction = check_lone_pair(per_replica_value, destinations)
+        # A strategy always passes options.
+        reduction = check_lone_pair(per_replica_value, destinations, options is not None)
         return self._reduce(reduce_op, [reduction], options)[0]
 
     def batch_reduce_implementation(
@@ -191,7 +192,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         """Reduces several values together; see `batch_reduce`."""
         check_reduce_op(reduce_op)
         check_options(options)
-        return self._reduce(reduce_op, check_pairs(value_destination_pairs), options)
+        reductions = check_pairs(value_destination_pairs, options is not None)
+        return self._reduce(reduce_op, reductions, options)
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to each destination; see `broadcast`."""

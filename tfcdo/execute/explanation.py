@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfcdo import checks
 from tfcdo import tf_internals
+from tfcdo.execute import alike
 from tfcdo.execute import groups
 from tfcdo.execute import nccl
 from tfcdo.execute import nccl_choice
@@ -150,7 +151,7 @@ def explain(
         raise TypeError(f"shapes must be a list with the shape of each value; got {shapes!r}")
     sizes = [_known_shape(index, shape) for index, shape in enumerate(shapes)]
     found: list[Group] = []
-    plans: list[BatchPlan] = []
+    plans: list[tuple[BatchPlan, tf.DType]] = []
 
     def all_reduce() -> None:
         values = [_placeholders(shape, dtype, names) for shape in sizes]
@@ -162,11 +163,14 @@ def explain(
         for group in found:
             if group.transport in (*_BY_NCCL, Transport.COPY_TREES):
                 hidden = group.config.backward_seconds is not None
-                plans.append(groups.plan_group(group, reductions[::-1] if hidden else reductions))
+                members = alike.members(reductions, group.indices)
+                plan = groups.plan_group(group, members[::-1] if hidden else members)
+                plans.append((plan, group.wire.dtype or dtype))
         ops.batch_reduce(_SUM, [(value, value) for value in values])
 
     graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
     operations = [op for op in graph.get_operations() if op.type != "Placeholder"]
+    found.sort(key=lambda group: group.wire.dtype is None)  # Single numbers are not cast.
     sent_dtype = (found[0].wire.dtype if found else None) or dtype
     count = sum(s.num_elements() for s in sizes)
     algorithm, reason = _algorithm(found, dtype, sent_dtype, count * sent_dtype.size)
@@ -176,7 +180,7 @@ def explain(
         names,
         algorithm,
         reason,
-        tuple(pack for plan in plans for pack in _packs(plan, dtype, sent_dtype, uses_nccl)),
+        tuple(pack for plan, sent in plans for pack in _packs(plan, dtype, sent, uses_nccl)),
         {} if uses_nccl else _bytes_by_link(operations, names),
         dict(collections.Counter(op.type for op in operations)),
         0 if uses_nccl or not found else _bytes_between_hosts(operations, found[0].config),

@@ -97,6 +97,7 @@ class _Slot:
       residuals: the residuals.
       owner: who uses them, weakly: a `tf.function`, or a graph that is none's; None for eager use.
       turn: of several such batches in one function, which one this is.
+      graphs: the graphs that use them; their functions may outlive the `tf.function`.
       restored: which restoring of a checkpoint the residuals were last part of when their owner
         went.
     """
@@ -104,13 +105,27 @@ class _Slot:
     residuals: Residuals
     owner: weakref.ref[Any] | None
     turn: int
+    graphs: weakref.WeakSet[tf.Graph] = dataclasses.field(default_factory=weakref.WeakSet)
     restored: int = -1
 
     def give_to(self, owner: Any, turn: int) -> None:
         """Makes a function, or None for eager use, the owner."""
         self.owner, self.turn = None, turn
+        self.graphs.clear()
         if owner is not None:
             self.owner = weakref.ref(owner, self._remember_restored)
+
+    def belongs_to(self, owner: Any) -> bool:
+        """Returns whether a function, or None for eager use, is the owner."""
+        if self.owner is None or owner is None:
+            return self.owner is owner
+        return self.owner() is owner
+
+    def is_free(self) -> bool:
+        """Returns whether the function that used the residuals is gone, with all its graphs."""
+        if self.owner is None or self.owner() is not None:
+            return False
+        return not any(map(tf_internals.can_be_called, self.graphs))
 
     def _remember_restored(self, _: Any) -> None:
         self.restored = self.residuals.last_restored
@@ -167,48 +182,49 @@ class ErrorFeedback(tf_internals.Trackable):
         key = hashlib.sha256(repr(structure).encode()).hexdigest()[:12]
         with _lock:
             owner = None if tf.executing_eagerly() else tf_internals.function_being_traced()
-            turn = self._turn(key)
-            slots = self._slots.setdefault(key, [])
-            for slot in slots:
-                if _owner_of(slot) is owner and slot.turn == turn and not _is_free(slot):
-                    return slot.residuals
-            self._check_number(owner)
-            return self._new(key, slots, owner, turn, devices)
+            graph = tf_internals.graph_of_function()
+            slot = self._slot(key, owner, self._turn(key, graph), devices)
+            if graph is not None:
+                slot.graphs.add(graph)
+            return slot.residuals
 
-    def _turn(self, key: str) -> int:
+    def _turn(self, key: str, graph: tf.Graph | None) -> int:
         """Counts the batches of a structure in the function that is being traced."""
-        graph = tf_internals.graph_of_function()
         if graph is None:
             return 0
         counter = self._turns.setdefault(graph, collections.Counter())
         counter[key] += 1
         return counter[key] - 1
 
+    def _slot(self, key: str, owner: Any, turn: int, devices: Sequence[str]) -> _Slot:
+        slots = self._slots.setdefault(key, [])
+        for slot in slots:
+            if slot.turn == turn and slot.belongs_to(owner):
+                return slot
+        self._check_number(owner)
+        return self._new(key, slots, owner, turn, devices)
+
     def _new(
         self, key: str, slots: list[_Slot], owner: Any, turn: int, devices: Sequence[str]
-    ) -> Residuals:
-        for slot in slots:
-            if _is_free(slot):
-                if slot.residuals.last_restored == slot.restored:
-                    # Else they are from a checkpoint, for whoever comes next.
-                    with tf.init_scope():
-                        slot.residuals.reset()
-                slot.give_to(owner, turn)
-                return slot.residuals
-        number = len(slots)
-        residuals = Residuals(
-            devices,
-            lambda name, variable: self._track_trackable(variable, f"batch_{key}_{number}_{name}"),
-        )
-        slots.append(_Slot(residuals, None, turn))
-        slots[-1].give_to(owner, turn)
-        return residuals
+    ) -> _Slot:
+        slot = next(filter(_Slot.is_free, slots), None)
+        if slot is None:
+            number = len(slots)
+            residuals = Residuals(
+                devices,
+                lambda name, one: self._track_trackable(one, f"batch_{key}_{number}_{name}"),
+            )
+            slot = _Slot(residuals, None, turn)
+            slots.append(slot)
+        elif slot.residuals.last_restored == slot.restored:
+            # Else they are from a checkpoint, for whoever comes next.
+            with tf.init_scope():
+                slot.residuals.reset()
+        slot.give_to(owner, turn)
+        return slot
 
     def _check_number(self, owner: Any) -> None:
-        used = sum(
-            any(_owner_of(slot) is owner and not _is_free(slot) for slot in slots)
-            for slots in self._slots.values()
-        )
+        used = sum(any(slot.belongs_to(owner) for slot in slots) for slots in self._slots.values())
         if used >= MAX_STRUCTURES:
             who = "one tf.function" if owner is not None else "eager calls"
             raise ValueError(
@@ -216,12 +232,3 @@ class ErrorFeedback(tf_internals.Trackable):
                 f"{used + 1} structures (shapes, dtypes, devices) in {who}: reduce batches of the "
                 "same shapes in each step, or use another object, without error_feedback, for those"
             )
-
-
-def _owner_of(slot: _Slot) -> Any:
-    return None if slot.owner is None else slot.owner()
-
-
-def _is_free(slot: _Slot) -> bool:
-    """Returns whether the function that used some residuals is gone."""
-    return slot.owner is not None and slot.owner() is None

@@ -98,7 +98,7 @@ def group_batch(
 
 def _is_cast(reduction: Reduction, wire: Wire) -> bool:
     """Returns whether values are rounded where they are copied: not where nothing is."""
-    if not wire.casts(reduction.values[0].dtype) or reduction.is_sparse or reduction.is_state:
+    if not wire.casts(reduction.values[0].dtype) or reduction.is_sparse or reduction.is_exact:
         return False
     devices = {*reduction.devices, *reduction.destinations}
     if wire.feedback is not None and set(reduction.devices) == {""} and len(devices) > 2:

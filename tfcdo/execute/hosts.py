@@ -99,7 +99,7 @@ class Hosts:
 
     def wire_for(self, reduction: Reduction) -> tf.DType | None:
         """Returns the dtype that all-reduced values are cast to between hosts; None for none."""
-        if self.wire is None or reduction.is_sparse or reduction.is_state:
+        if self.wire is None or reduction.is_sparse or reduction.is_exact:
             return None
         casts = reduction.is_all_reduce and wire.is_cast(reduction.values[0].dtype)
         return self.wire if casts else None

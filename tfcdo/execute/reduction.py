@@ -25,8 +25,7 @@ class Reduction:
       devices: the device of each value; `""` where it is not known at trace time.
       destinations: the devices that get the result.
       num_hosts: how many hosts hold as many values each.
-      is_state: whether it is not a gradient but a state, a metric or a loss, which is not to be
-        rounded where it is copied.
+      is_state: whether it is known not to be a gradient: a state, a metric or a loss.
     """
 
     values: tuple[Any, ...]
@@ -44,6 +43,11 @@ class Reduction:
     def is_sparse(self) -> bool:
         """Returns whether the values are `tf.IndexedSlices`."""
         return isinstance(self.values[0], tf.IndexedSlices)
+
+    @property
+    def is_exact(self) -> bool:
+        """Returns whether the value must not be rounded where it is copied."""
+        return self.is_state or (not self.is_sparse and self.values[0].shape.num_elements() == 1)
 
     @property
     def is_all_reduce(self) -> bool:
@@ -141,11 +145,15 @@ def check_topology(topology: Topology | None, reduction: Reduction) -> None:
         )
 
 
-def check_pairs(value_destination_pairs: Any) -> list[Reduction]:
+def check_pairs(value_destination_pairs: Any, by_strategy: bool = False) -> list[Reduction]:
     """Checks the pairs that a `batch_reduce` is called with.
+
+    An optimizer reduces all gradients in one batch. A synchronized layer reduces each statistic
+    alone, but nothing else tells it from an optimizer: so what a strategy reduces alone is a state.
 
     Args:
       value_destination_pairs: an iterable of `(value, destinations)` tuples.
+      by_strategy: whether a strategy reduces them, rather than a direct caller.
 
     Returns:
       One `Reduction` per pair, in order.
@@ -161,10 +169,13 @@ def check_pairs(value_destination_pairs: Any) -> list[Reduction]:
     for index, pair in enumerate(pairs):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(f"{expected}; element {index} is {brief(pair)}")
-    return [
+    reductions = [
         check_pair(value, destinations, name=f"pair {index}: ")
         for index, (value, destinations) in enumerate(pairs)
     ]
+    if by_strategy and len(reductions) == 1:
+        return [dataclasses.replace(reductions[0], is_state=True)]
+    return reductions
 
 
 def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
@@ -189,19 +200,15 @@ def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
     return reduction
 
 
-def check_lone_pair(value: Any, destinations: Any) -> Reduction:
-    """Checks one value that is reduced alone, and its destinations; see `check_pair`.
+def check_lone_pair(value: Any, destinations: Any, by_strategy: bool = False) -> Reduction:
+    """Checks one value that is reduced alone, and its destinations; see `check_pairs`.
 
-    Gradients come in batches. What is reduced alone may be one too, but variables (metrics, moving
-    averages), what is reduced for a variable, and single numbers (losses, counts) are not.
+    Direct callers may reduce a gradient alone, but variables (metrics, moving averages) and values
+    that are reduced for a variable are states.
     """
     reduction = check_pair(value, destinations)
-    is_state = (
-        _is_variable(value)
-        or _is_variable(destinations)
-        or (not reduction.is_sparse and reduction.values[0].shape.num_elements() == 1)
-    )
-    return dataclasses.replace(reduction, is_state=is_state) if is_state else reduction
+    is_state = by_strategy or _is_variable(value) or _is_variable(destinations)
+    return dataclasses.replace(reduction, is_state=is_state)
 
 
 def _is_variable(value: Any) -> bool:

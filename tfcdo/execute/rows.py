@@ -80,7 +80,8 @@ def add(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:
         indices = tf.concat([tf.cast(part.indices, dtype) for part in parts], 0)
         order = tf.argsort(indices, stable=True)
         in_order = tf.gather(indices, order)
-        differs = tf.cast(in_order[1:] != in_order[:-1], tf.int32)
+        # Not `!=`, which compares Python's objects in graphs of TensorFlow 1.
+        differs = tf.cast(tf.not_equal(in_order[1:], in_order[:-1]), tf.int32)
         number = tf.cumsum(tf.concat([tf.zeros_like(in_order[:1], tf.int32), differs], 0))
         # That of the rows can begin while the indices are sorted.
         rows = tf.gather(tf.concat([numerics.widened(part.values) for part in parts], 0), order)

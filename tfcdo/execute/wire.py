@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfcdo import tf_internals
+
 # What `CollectiveReduceV2` adds, or what to turn other dtypes into for it, losing nothing: sums of
 # integers are right modulo their size in wider ones too, and a complex number is two real ones.
 _SUMMED_AS = {
@@ -211,13 +213,8 @@ def encode(tensor: tf.Tensor, wire_dtype: tf.DType, scale: tf.Tensor | None = No
     Returns:
       The nearest numbers of the wire dtype to the tensor times the scale.
     """
-
-    @tf.custom_gradient
-    def rounded(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        scaled = value if scale is None else value * tf.stop_gradient(scale)
-        return tf.cast(scaled, wire_dtype), lambda upstream: upstream
-
-    return rounded(tensor)
+    scaled = tensor if scale is None else tensor * scale
+    return tf_internals.with_gradient_of(tf.cast(scaled, wire_dtype), tensor)
 
 
 def decode(sent: tf.Tensor, dtype: tf.DType, scale: tf.Tensor | None = None) -> tf.Tensor:
@@ -228,15 +225,10 @@ def decode(sent: tf.Tensor, dtype: tf.DType, scale: tf.Tensor | None = None) -> 
       dtype: the dtype of the tensor that was encoded.
       scale: the scale that it was encoded with, or a copy of it.
     """
-
+    wide = tf.cast(sent, dtype)
+    wide = wide if scale is None else wide / scale
     # The gradient of a cast would be cast to 16 bits, and several of them added in 16 bits.
-    @tf.custom_gradient
-    def widened(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        wide = tf.cast(value, dtype)
-        wide = wide if scale is None else wide / tf.stop_gradient(scale)
-        return wide, lambda upstream: upstream
-
-    return widened(sent)
+    return tf_internals.with_gradient_of(wide, sent)
 
 
 def roundoff(wire_dtype: tf.DType, dtype: tf.DType = tf.float32) -> float:

@@ -7,10 +7,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfcdo.keras.callback import Callback
+
 MEAN = tf.distribute.ReduceOp.MEAN
 
 
-class SynchronizeStatistics(keras.callbacks.Callback):
+class SynchronizeStatistics(Callback):
     """Gives all replicas, on all hosts, the mean of their moving statistics.
 
     `BatchNormalization` and other layers keep statistics that are not trained, and each replica has
@@ -82,8 +84,11 @@ def statistics_of(model: keras.Model) -> list[keras.Variable]:
 
 def _average(variables: list[keras.Variable]) -> None:
     """Gives each variable its mean over the replicas, on each replica."""
-    # In 64 bits the mean of equal numbers of 32 bits is that number.
-    own = [tf.cast(tf.convert_to_tensor(variable), tf.float64) for variable in variables]
-    means = tf.distribute.get_replica_context().all_reduce(MEAN, own)
-    for variable, mean in zip(variables, means, strict=True):
-        variable.assign(tf.cast(mean, variable.value.dtype))
+    # In 64 bits the mean of equal numbers of 32 bits is that number. They are reduced as one value,
+    # because cross-device ops with a wire dtype take several for gradients.
+    own = [tf.reshape(tf.cast(tf.convert_to_tensor(v), tf.float64), [-1]) for v in variables]
+    means = tf.distribute.get_replica_context().all_reduce(MEAN, tf.concat(own, 0))
+    sizes = [variable.value.shape.num_elements() for variable in variables]
+    for variable, mean in zip(variables, tf.split(means, sizes), strict=True):
+        tensor = tf.cast(tf.reshape(mean, variable.value.shape), variable.value.dtype)
+        variable.assign(tensor)
