@@ -27,12 +27,14 @@ LIBRARIES = ("TensorFlow", "tfcdo")
 _TRAININGS_HEADING = """
 ## Keras on 2, 3 and 5 replicas, against one device
 
-The same model, batches and seed, trained for 4 steps on one device and on 2, 3 and 5 virtual ones:
-the largest difference of weights, and of all losses and metrics that `fit` and `evaluate` report,
-over the three. TensorFlow's column is `tf.distribute.MirroredStrategy` with
-`ReductionToOneDevice`, whose sums are right, and Keras's optimizer; tfcdo's is
-`tfcdo.MirroredStrategy` with `tfcdo.keras.DistributedOptimizer` around the same optimizer and the
-callback `tfcdo.keras.SynchronizeStatistics`, and with `weight_by_examples` where a row says so.
+The same model, batches and seed, trained for 4 steps on one device and on 2, 3 and 5 virtual
+ones, or on as many replicas as a row says: the largest difference of weights, and of all losses and
+metrics that `fit` and `evaluate` report, over all numbers of replicas. TensorFlow's column is
+`tf.distribute.MirroredStrategy` with `ReductionToOneDevice`, whose sums are right, and Keras's
+optimizer; tfcdo's is `tfcdo.MirroredStrategy` with `tfcdo.keras.DistributedOptimizer` around the
+same optimizer and the callback `tfcdo.keras.SynchronizeStatistics`, and with `weight_by_examples`
+where a row says so. On 2 hosts both are `MultiWorkerMirroredStrategy`, of 6 replicas with tfcdo and
+2 with TensorFlow.
 ✓: equal but for rounding; ~: not, for the reason given; ✗: an error, or a silent difference.
 
 | Keras {keras} | TensorFlow {tensorflow} | tfcdo |

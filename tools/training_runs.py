@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import functools
+import json
 import pathlib
 import tempfile
 from collections.abc import Mapping
 
+import clusters
 import keras
 import numpy as np
 import tensorflow as tf
-import testing_utils as tu
 from compat import Row, first_words
 from training_cases import BATCH, Training
 
 import tfcdo
 from tfcdo.keras import DistributedOptimizer, SynchronizeStatistics, weight_by_examples
 
-COUNTS = (2, 3, 5)
+_TIMEOUT = 120.0  # Seconds for the hosts of a training.
 # Weights and reported numbers of a training; or how much two trainings differ in each.
 Seen = tuple[list[np.ndarray], list[float]]
 Differences = tuple[float, float]
@@ -27,7 +28,10 @@ def differences(training: Training, library: str, count: int) -> Differences | s
     """Trains on several replicas and compares with one device."""
     try:
         with tempfile.TemporaryDirectory() as folder:
-            model, seen = _train(training, library, count)
+            if training.hosts > 1:
+                seen = _on_hosts(training, library, count, folder)
+                return seen if isinstance(seen, str) else _largest(seen, _on_one_device(training))
+            model, seen = train(training, library, _strategy(training, library, count))
             if training.saved_only:
                 path = pathlib.Path(folder) / "model.keras"
                 model.save(path)
@@ -41,12 +45,29 @@ def differences(training: Training, library: str, count: int) -> Differences | s
 
 @functools.lru_cache(maxsize=1)
 def _on_one_device(training: Training) -> Seen:
-    return _train(training, "one device", 1)[1]
+    return train(training, "one device", tf.distribute.get_strategy())[1]
 
 
-def _train(training: Training, library: str, count: int) -> tuple[keras.Model, Seen]:
+def _on_hosts(training: Training, library: str, count: int, folder: str) -> Seen | str:
+    """Trains on several hosts, and returns the first one's weights and numbers, or an error."""
+    arguments = [library, str(count // training.hosts), training.name, folder]
+    outcomes = clusters.run(training.hosts, "training_hosts", arguments, _TIMEOUT)
+    file = pathlib.Path(folder, "seen.json")
+    if not file.exists():
+        codes = [outcome.returncode for outcome in outcomes]
+        return f"hangs (over {_TIMEOUT:.0f} s)" if None in codes else f"the hosts end ({codes})"
+    seen = json.loads(file.read_text(encoding="utf-8"))
+    if "error" in seen:
+        return str(seen["error"])
+    return [np.array(weight) for weight in seen["weights"]], seen["reported"]
+
+
+def train(
+    training: Training, library: str, strategy: tf.distribute.Strategy
+) -> tuple[keras.Model, Seen]:
+    """Trains, and returns the model with its weights and the numbers that it reported."""
     keras.utils.set_random_seed(1)
-    with _strategy(library, count).scope():
+    with strategy.scope():
         optimizer = training.optimizer()
         if library == "tfcdo":
             optimizer = DistributedOptimizer(optimizer)
@@ -73,13 +94,12 @@ def _train(training: Training, library: str, count: int) -> tuple[keras.Model, S
     return model, (model.get_weights(), reported)
 
 
-def _strategy(library: str, count: int) -> tf.distribute.Strategy:
-    devices = tu.device_names(count)
+def _strategy(training: Training, library: str, count: int) -> tf.distribute.Strategy:
+    devices = [f"CPU:{index}" for index in range(count)]
     if library == "tfcdo":
-        return tfcdo.MirroredStrategy(devices, tfcdo.HierarchicalCopyAllReduce())
-    if library == "TensorFlow":
-        return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
-    return tf.distribute.get_strategy()
+        ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype=training.wire_dtype)
+        return tfcdo.MirroredStrategy(devices, ops)
+    return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
 
 
 def _evaluate(training: Training, model: keras.Model) -> list[float]:
@@ -95,7 +115,9 @@ def _largest(one: Seen, other: Seen) -> Differences:
 
 def row(training: Training, library: str) -> Row:
     """Runs a training with one library on all numbers of replicas."""
-    return judge(training, {count: differences(training, library, count) for count in COUNTS})
+    return judge(
+        training, {count: differences(training, library, count) for count in training.counts}
+    )
 
 
 def judge(training: Training, differences: Mapping[int, Differences | str]) -> Row:
