@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfcdo import private_names
 
-private_names.check(__file__)
+private_names.check(__spec__)
 
 from tensorflow.python.distribute import collective_all_reduce_strategy as _collective_strategy
 from tensorflow.python.distribute import device_util as _device_util

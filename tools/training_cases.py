@@ -12,8 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import layers
-from keras import optimizers
+from keras import layers, optimizers
 
 EXAMPLES = 60
 BATCH = 30  # Divides by 2, 3, 5 and 6 replicas.
