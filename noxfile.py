@@ -1,7 +1,7 @@
 """Runs the fast tests on each TensorFlow and Python that has wheels: `make test-versions`.
 
-One combination: `nox -s "fast_tests(tensorflow='2.18.1', python='3.12')"`, or some of them:
-`nox -k "2.18.1 or 2.20.0"`. Each has an environment of its own (2 GB, of which 600 MB are
+One combination: `nox -s "fast_tests(tensorflow='2.18.1', python='3.12', keras='')"`, or some of
+them: `nox -k "2.18.1 or 2.20.0"`. Each has an environment of its own (2 GB, of which 600 MB are
 downloaded), which is removed when its tests have passed. What was run is kept in
 tfcdo/tested_versions.json, from which docs/versions.md is made. A Python that is not on this
 machine is skipped, and so not in the record.
@@ -25,14 +25,26 @@ PYTHONS = {
 }
 
 
+# An older Keras than the newest, whose metrics TensorFlow's strategies add up twice.
+KERAS = {("2.18.1", "3.11"): "3.8.0"}
+NEWEST = [(version, python, "") for version, pythons in PYTHONS.items() for python in pythons]
+
+
 @nox.session
 @nox.parametrize(
-    ("tensorflow", "python"),
-    [(version, python) for version, pythons in PYTHONS.items() for python in pythons],
+    ("tensorflow", "python", "keras"),
+    [*NEWEST, *((*versions, keras) for versions, keras in KERAS.items())],
 )
-def fast_tests(session: nox.Session, tensorflow: str) -> None:
-    """Runs tests/fast_tests.txt on one version and adds what came out to the record."""
-    session.install(f"tensorflow=={tensorflow}", "--editable", ".[test]")
+def fast_tests(session: nox.Session, tensorflow: str, keras: str) -> None:
+    """Runs tests/fast_tests.txt on some versions and adds the result to the record.
+
+    Args:
+      session: the environment.
+      tensorflow: TensorFlow's version.
+      keras: Keras's version; empty for the newest.
+    """
+    versions = [f"tensorflow=={tensorflow}", f"keras=={keras}" if keras else "keras"]
+    session.install(*versions, "--editable", ".[test]")
     report = pathlib.Path(session.create_tmp()).absolute() / "junit.xml"
     tests = ["python", "-m", "pytest", "-q", "-n", "2", "@tests/fast_tests.txt"]
     # 1: tests have failed, which the record is to say.

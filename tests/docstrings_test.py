@@ -17,20 +17,14 @@ from absl.testing import parameterized
 import tfcdo.plan
 import tfcdo.topology
 
-# Those that nobody calls but their neighbours. virtual_devices is no case either: its example must
-# come before TensorFlow starts.
-_WITHOUT_EXAMPLES = {"plan_cache"}
+# virtual_devices is no case: its example must come before TensorFlow starts.
 _MODULES = (
     *(
         f"{room.__name__}.{module.name}"
         for room in (tfcdo.plan, tfcdo.topology)
         for module in pkgutil.iter_modules(room.__path__)
-        if module.name not in _WITHOUT_EXAMPLES
     ),
-    "tfcdo.bench.implementations",
-    "tfcdo.bench.workloads",
     "tfcdo.cross_device_ops",
-    "tfcdo.doctor.findings",
     "tfcdo.environment",
     "tfcdo.execute.nccl",
     "tfcdo.keras.backup",
@@ -39,15 +33,11 @@ _MODULES = (
     "tfcdo.keras.statistics",
     "tfcdo.keras.trace_summary",
     "tfcdo.keras.uneven",
-    "tfcdo.launch.cluster",
-    "tfcdo.launch.output",
     "tfcdo.moving_statistics",
     "tfcdo.plot.gantt",
+    "tfcdo.replica_extended",
     "tfcdo.plot.trace",
     "tfcdo.plot.trees",
-    "tfcdo.tracing.recording",
-    "tfcdo.tracing.summary",
-    "tfcdo.private_names",
     "tfcdo.units",
 )
 
@@ -58,7 +48,6 @@ class DocstringsTest(parameterized.TestCase):
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        # Trees that were found on this machine before are no business of a test.
         stack.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=folder))
         # Another test file of this process may have loaded NCCL's kernel for CPUs.
         stack.enter_context(tu.kernels_for("GPU"))

@@ -12,7 +12,7 @@ VARIABLE = "TFCDO_CACHE_DIR"
 
 
 def cache_folder() -> pathlib.Path:
-    """Returns the folder in which plans and measurements are kept; it may not exist yet.
+    """Returns the folder in which measurements are kept; it may not exist yet.
 
     Returns:
       What the environment variable `TFCDO_CACHE_DIR` names, or else the user's cache folder.

@@ -9,6 +9,8 @@ import os
 DEVICES_PER_WORKER = "TFCDO_DEVICES_PER_WORKER"
 # How often `tfcdo launch --max-restarts` has started the workers again: 0 in the first run.
 RESTART_COUNT = "TFCDO_RESTART_COUNT"
+# What hosts that meet at the start must know; `tfcdo launch` makes one for the workers of a host.
+CLUSTER_TOKEN = "TFCDO_CLUSTER_TOKEN"
 
 
 def devices_per_worker() -> int | None:
@@ -35,3 +37,8 @@ def devices_per_worker() -> int | None:
             f"got {text!r}"
         )
     return int(text)
+
+
+def cluster_token() -> str:
+    """Returns the token that this job's hosts must know; empty if there is none."""
+    return os.environ.get(CLUSTER_TOKEN, "").strip()

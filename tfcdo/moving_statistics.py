@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfcdo import keras_calls
 from tfcdo import tf_internals
 
 _AUTO = (None, tf.VariableSynchronization.AUTO)
@@ -50,6 +51,19 @@ def averaged_when_read(options: Mapping[str, Any]) -> dict[str, Any]:
         and tf.as_dtype(dtype).is_floating
     )
     return {**options, **_OWN_MEAN} if is_statistic else dict(options)
+
+
+def summed_when_read(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Has each replica keep its own part of a metric's variable: summed when it is read."""
+    is_metrics = (
+        options.get("trainable") is False
+        and options.get("synchronization") in _AUTO
+        and options.get("aggregation") == tf.VariableAggregation.SUM
+        and keras_calls.adds_metrics_twice()
+        and keras_calls.is_in("initialize")
+    )
+    own = {"synchronization": tf.VariableSynchronization.ON_READ}
+    return {**options, **own} if is_metrics else dict(options)
 
 
 def is_averaged(value: Any) -> bool:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import tensorflow as tf
+
+from tfcdo import log
 from tfcdo import moving_statistics
 from tfcdo import tf_internals
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
+from tfcdo.execute.explain import Explanation
 from tfcdo.structures import gather_structure
 from tfcdo.structures import reduce_structure
 
@@ -25,13 +30,70 @@ class ReducesStructures:
         gather = super().gather  # type: ignore[misc]
         return gather_structure(self.extended, gather, value, axis)  # type: ignore[attr-defined]
 
+    def explain(self, shapes: Iterable[Any], dtype: Any = "float32") -> Explanation:
+        """Says what all-reducing such a batch in this strategy does, without doing it.
+
+        Packs are in the order in which they are sent. On several hosts these are the devices, links
+        and packs of this host; `bytes_between_hosts` is what it sends to the others.
+
+        Args:
+          shapes: the shape of each value, fully known, in any form that `tf.TensorShape` takes.
+          dtype: the dtype of all values.
+
+        Returns:
+          The algorithm and why, packs, copy trees, bytes between devices and to other hosts, and
+          graph ops; its `str` is made to be read.
+
+        Raises:
+          ValueError: if a shape is not fully known; and as `reduce` of the cross-device ops.
+          TypeError: if `shapes` is not a list, `dtype` is not a dtype, or the strategy's
+            `cross_device_ops` is not one of tfcdo's.
+          RuntimeError: as `reduce` of the cross-device ops.
+
+        Example:
+          >>> import tfcdo
+          >>> tfcdo.MirroredStrategy(["/cpu:0"]).explain([(1000,), (10,)]).num_packs
+          1
+        """
+        extended = self.extended  # type: ignore[attr-defined]
+        ops = extended._cross_device_ops
+        if not isinstance(ops, ConfiguredCrossDeviceOps):
+            raise TypeError(f"cross_device_ops must be one of tfcdo's to be explained; got {ops!r}")
+        return ops.explain(shapes, dtype, extended.worker_devices)
+
 
 class ReplicaExtended:
-    """Has each replica keep its own moving statistics, and gathers several values in one go."""
+    """Starts a step on all replicas or on none, and has each keep its own moving statistics."""
+
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        arguments = tf_internals.tensors_of_graph((args, kwargs))
+        if not arguments:
+            return super()._call_for_each_replica(fn, args, kwargs)  # type: ignore[misc]
+        # Else a replica whose iterator has ended would stop after some of the others' updates.
+        all_have_data = tf.group(*arguments)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with tf.control_dependencies([all_have_data]):
+                return fn(*args, **kwargs)
+
+        # TensorFlow runs a tf.function for all replicas at once, else a thread for each.
+        is_function = isinstance(fn, tf.types.experimental.PolymorphicFunction)
+        with tf.control_dependencies([all_have_data]):
+            run = super()._call_for_each_replica  # type: ignore[misc]
+            return run(fn if is_function else step, args, kwargs)
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        if not self._use_merge_call():  # type: ignore[attr-defined]
+            return super()._replica_ctx_all_reduce(reduce_op, value, options)  # type: ignore[misc]
+        # Where replicas meet. On several hosts, TensorFlow has each replica start a collective.
+        reduce = tf.distribute.StrategyExtended._replica_ctx_all_reduce
+        return reduce(self, reduce_op, value, options)
 
     def _create_variable(self, next_creator: Any, **options: Any) -> Any:
-        averaged = moving_statistics.averaged_when_read(options)
-        return super()._create_variable(next_creator, **averaged)  # type: ignore[misc]
+        options = moving_statistics.averaged_when_read(options)
+        options = moving_statistics.summed_when_read(options)
+        with tf.control_dependencies(None):  # Its first value does not depend on data.
+            return super()._create_variable(next_creator, **options)  # type: ignore[misc]
 
     def _batch_gather_to(self, value_destination_pairs: Any, axis: Any, options: Any = None) -> Any:
         ops = self._cross_device_ops  # type: ignore[attr-defined]
@@ -48,3 +110,12 @@ class ReplicaExtended:
     def _located(self, destinations: Any) -> Any:
         """Returns where results are to be; for several hosts to say otherwise."""
         return destinations
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        is_dataset = tf.executing_eagerly() and isinstance(dataset, tf.data.Dataset)
+        if is_dataset and int(dataset.cardinality()) == 0:
+            log.warn_once(
+                "a dataset without elements is distributed; Keras's fit and evaluate end with "
+                "StopIteration where one device trains nothing"
+            )
+        return super()._experimental_distribute_dataset(dataset, options)  # type: ignore[misc]

@@ -15,7 +15,7 @@ from tfcdo import tf_internals
 from tfcdo import version
 from tfcdo import virtual_devices
 from tfcdo.cluster import config
-from tfcdo.cluster import roll_call
+from tfcdo.cluster import rendezvous
 from tfcdo.cluster import session
 from tfcdo.cross_device_ops import AllReduceCrossDeviceOps
 from tfcdo.cross_device_ops import AutoAllReduce
@@ -92,8 +92,8 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
       wire_between: "bfloat16" or "float16", to send all-reduced float32 and float64 values between
         hosts in half of the bytes or less. Sums are formed in the values' own dtype: each value is
         rounded once on its host, and each sum once; docs/several-hosts.md has the bound. Packs
-        under 4 KiB, values that are reduced elsewhere (losses, metrics), rows and gathered values
-        travel as they are. NCCL then does not all-reduce over all GPUs: it would add in 16 bits.
+        under 4 KiB, values that are reduced alone (losses, metrics, statistics), rows and gathered
+        values are exact. NCCL then does not all-reduce over all GPUs: it would add in 16 bits.
         What is lost between hosts is not part of the `error_feedback` of `cross_device_ops`.
 
     Raises:
@@ -101,7 +101,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         another dtype.
       TypeError: if an argument is of another type.
       RuntimeError: if TensorFlow has already started, or there are fewer devices.
-      RollCallError: (a RuntimeError) if a host does not come in time, cannot be reached or is set
+      RendezvousError: (a RuntimeError) if a host does not come in time, cannot be reached or is set
         up differently, or if this host's port is in use; the message names it.
 
     Example:
@@ -156,8 +156,7 @@ def is_chief() -> bool:
     joined = session.current()
     if joined is not None:
         return joined.cluster.is_chief
-    config.check_tf_config()
-    cluster = config.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    cluster = config.from_tf_config()
     return cluster is None or cluster.is_chief
 
 
@@ -229,23 +228,31 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         wire_between: str | None,
     ) -> None:
         if resolver is None:
-            config.check_tf_config()
+            config.from_tf_config()  # Its errors say more than TensorFlow's.
             resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
         cluster = config.from_resolver(resolver)
         timeout = options.timeout_seconds or _TIMEOUT_SECONDS
         self._devices_wanted = devices_per_worker
         self._network: between.Network | None = None
+        settings = {
+            "devices_per_worker": devices_per_worker or virtual_devices.devices_here(None)[1],
+            **_settings(options, cross_device_ops, wire_between),
+        }
+        joined = session.current()
+        if joined is not None:
+            # The rendezvous has compared the first strategy's. TensorFlow's constructor would wait
+            # without end for hosts that make another strategy.
+            joined.agree({"what": "strategy", **settings})
         if not tf_internals.tensorflow_has_started():
-            settings = _settings(options, cross_device_ops, wire_between)
             _prepare(cluster, settings, devices_per_worker, timeout)
-        elif cluster is not None and session.current() is None:
+        elif cluster is not None and joined is None:
             raise RuntimeError(
                 "MultiWorkerMirroredStrategy must be made before anything else of TensorFlow runs, "
                 "tf.config.list_logical_devices() included: its server can only start before"
             )
         # TensorFlow would set its server up anew for another strategy, and what hosts are sending
         # each other by then would never arrive.
-        self._std_server_started = session.current() is not None
+        self._std_server_started = joined is not None
         super().__init__(strategy, cluster_resolver=resolver, communication_options=options)
         ops = cross_device_ops or _default_ops(self.worker_devices)
         if cluster is not None and len(cluster.tasks) > 1:
@@ -253,15 +260,16 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
                 cluster, tf_internals.KeyValueStore(), tf_internals.abort_collectives, timeout
             )
             hint = options.implementation.value.lower()
-            flat = wire_between is None and _runs_flat(hint, cross_device_ops, self.worker_devices)
-            # All hosts plan for the chief's machine, so that their packs are the same.
-            machine = joined.text_of_chief(
-                {"what": "machine of a strategy"}, lambda: detect(self.worker_devices).to_json()
-            )
-            self._network = between.Network(
-                joined, "nccl" if flat else hint, self.worker_devices, Topology.from_json(machine)
-            )
+            devices = self.worker_devices
+            flat = wire_between is None and _runs_flat(hint, cross_device_ops, devices)
             most = options.bytes_per_pack or _BYTES_PER_PACK
+            settings["what"] = "machine of a strategy"
+            settings["cross_device_ops in use"] = f"{type(ops).__name__}, {flat=}"
+            # All hosts plan for the chief's machine, so that their packs are the same.
+            text = joined.text_of_chief(settings, lambda: detect(devices).to_json())
+            self._network = between.Network(
+                joined, "nccl" if flat else hint, devices, Topology.from_json(text)
+            )
             ops = ops._between(self._network, BetweenHosts(most, flat, wire_between))
         # Only now, because TensorFlow's constructor insists on its own.
         self._cross_device_ops = self._host_cross_device_ops = ops
@@ -269,7 +277,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
     ) -> tuple[tuple[str, ...], str]:
-        kind, available = _devices_here(cluster_resolver)
+        kind, available = virtual_devices.devices_here(cluster_resolver)
         count = self._devices_wanted or available
         if count > available:
             raise RuntimeError(
@@ -340,18 +348,19 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         return initial_value
 
 
-def _settings(options: Any, ops: Any, wire_between: str | None) -> dict[str, str]:
+def _settings(options: Any, ops: Any, wire_between: str | None) -> dict[str, Any]:
     """Returns the strategy's arguments by name, as hosts compare them."""
     return {
         **(ops.compared_among_hosts if ops else {"cross_device_ops": "by default"}),
-        "communication_options": f"{options.implementation.value}, {options.bytes_per_pack} bytes",
-        "wire_between": wire_between or "none",
+        "communication_options.implementation": options.implementation.value,
+        "communication_options.bytes_per_pack": str(options.bytes_per_pack),
+        "wire_between": str(wire_between),
     }
 
 
 def _prepare(
     cluster: config.Cluster | None,
-    own_settings: Mapping[str, str],
+    own_settings: Mapping[str, Any],
     devices_per_worker: int | None,
     timeout: float,
 ) -> None:
@@ -362,37 +371,19 @@ def _prepare(
     if cluster is None or len(cluster.tasks) == 1:
         return
     if not has_gpus:
-        virtual_devices.configure_threads(devices_per_worker or _devices_here(None)[1])
+        virtual_devices.configure_threads(
+            devices_per_worker or virtual_devices.devices_here(None)[1]
+        )
     settings = {
         "cluster": [f"{task.job} {task.index} at {task.address}" for task in cluster.tasks],
         "version of tfcdo": version.__version__,
         "version of TensorFlow": tf.__version__,
-        "devices_per_worker": devices_per_worker or _devices_here(None)[1],
         **own_settings,
     }
-    roll_call.hold(cluster, settings, timeout)
+    rendezvous.meet(cluster, settings, timeout, environment.cluster_token())
     tf_internals.configure_coordination(
         leader=cluster.tasks[0].device_prefix,
         jobs=collections.Counter(task.job for task in cluster.tasks),
         start_seconds=_SERVER_START_SECONDS,
         heartbeat_seconds=_HEARTBEAT_SECONDS,
     )
-
-
-def _devices_here(resolver: Any) -> tuple[str, int]:
-    """Returns which devices a worker has, GPU or CPU, and how many; does not start TensorFlow."""
-    if resolver is not None and not isinstance(
-        resolver, tf.distribute.cluster_resolver.TFConfigClusterResolver
-    ):
-        gpus = resolver.num_accelerators().get("GPU", 0)
-        if gpus:
-            return "GPU", gpus
-    for kind in ("GPU", "CPU"):
-        # TensorFlow reports None for a device that nobody has divided: one logical device.
-        count = sum(
-            len(tf.config.get_logical_device_configuration(device) or [None])
-            for device in tf.config.get_visible_devices(kind)
-        )
-        if count:
-            return kind, count
-    raise RuntimeError("TensorFlow sees neither GPUs nor a CPU")

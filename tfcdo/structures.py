@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfcdo import keras_calls
 from tfcdo import moving_statistics
 from tfcdo import tf_internals
 
@@ -81,15 +81,9 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _is_symbolic_build(reduce_op: Any) -> bool:
-    """Tells whether Keras asks for a batch's shapes, by reducing it.
-
-    Nobody else reduces to a mean without an axis from inside Keras.
-    """
-    frame = sys._getframe(3)
-    return (
-        frame.f_globals.get("__name__", "").startswith("keras.")
-        and str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
-    )
+    """Tells whether Keras asks for a batch's shapes, by reducing it; nobody else may."""
+    is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+    return is_mean and keras_calls.is_in("symbolic_build")
 
 
 def _for_its_shape(reduce: Any, reduce_op: Any, value: Any, several_hosts: bool) -> Any:

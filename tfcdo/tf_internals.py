@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfcdo import private_names
 
-private_names.check(__file__)
+private_names.check(__spec__)
 
 from tensorflow.python.distribute import collective_all_reduce_strategy as _collective_strategy
 from tensorflow.python.distribute import device_util as _device_util
@@ -204,11 +204,8 @@ def captured(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
-_PASSED = "TfcdoGradientOfOther"
-
-
 with contextlib.suppress(KeyError):  # It is registered already if this module is reloaded.
-    tf.RegisterGradient(_PASSED)(lambda op, upstream, _: (None, upstream))
+    tf.RegisterGradient("TfcdoGradientOf")(lambda op, upstream, _: (None, upstream))
 
 
 def with_gradient_of(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
@@ -221,7 +218,7 @@ def with_gradient_of(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
         passed = tf.identity(result)
     else:
         graph = tf.compat.v1.get_default_graph()
-        with graph.gradient_override_map({"IdentityN": _PASSED}):
+        with graph.gradient_override_map({"IdentityN": "TfcdoGradientOf"}):
             passed, _ = tf.raw_ops.IdentityN(input=[result, tensor])
     _record.record_operation("TfcdoGradientOf", [passed], [tensor], lambda upstream: [upstream])
     return passed
@@ -256,6 +253,15 @@ def graph_of_function() -> tf.Graph | None:
     while getattr(graph, "is_control_flow_graph", False):
         graph = graph.outer_graph
     return graph
+
+
+def tensors_of_graph(structure: Any) -> list[tf.Tensor]:
+    """Returns the tensors in a structure that the graph being built makes; none if run eagerly."""
+    if tf.executing_eagerly():
+        return []
+    graph = tf.compat.v1.get_default_graph()
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [leaf for leaf in leaves if tf.is_tensor(leaf) and getattr(leaf, "graph", None) is graph]
 
 
 def function_being_traced() -> Any:
@@ -299,23 +305,42 @@ def run_before_function_returns(op: tf.Operation) -> None:
         graph.control_outputs.append(op)
 
 
-def value_at_call_time(make: Callable[[], tf.Tensor], spec: tf.TensorSpec) -> tf.Tensor:
-    """Returns a tensor that is made anew each time that the function being traced is called.
+def value_at_call_time(
+    make: Callable[[], tf.Tensor], spec: tf.TensorSpec, key: Any = None
+) -> tf.Tensor:
+    """Returns a tensor that is made again each time that the function being traced is called.
 
     Args:
       make: makes the tensor; called eagerly, whenever the outermost function is called.
       spec: the tensor's shape and dtype.
+      key: names the tensor in each graph around; None for a new one.
 
     Returns:
-      What `make` returns if nothing is being traced; else what stands for it in the graph.
+      The result of `make` if nothing is being traced; else a placeholder in the graph.
     """
     if tf.executing_eagerly():
         return make()
     graph: Any = tf.compat.v1.get_default_graph()
     while getattr(graph, "is_control_flow_graph", False):
         graph = graph.outer_graph
+    captures = graph._function_captures
+    key = object() if key is None else key
+    if key in captures.by_ref_internal:
+        return captures.by_ref_internal[key]
     with graph.as_default():
-        return graph.capture_call_time_value(lambda: value_at_call_time(make, spec), spec)
+        value = graph.capture_call_time_value(make, spec, key)
+    tensorflows = captures.by_ref_external[key]
+
+    def at_call() -> Any:
+        # TensorFlow would leave the placeholder in a condition or loop that calls this function,
+        # where nothing feeds it.
+        if tf.executing_eagerly():
+            return tensorflows()
+        return [value_at_call_time(make, spec, key)]
+
+    at_call.output_spec = tensorflows.output_spec  # type: ignore[attr-defined]
+    captures.by_ref_external[key] = at_call
+    return value
 
 
 def configure_coordination(
@@ -342,8 +367,11 @@ def configure_coordination(
         heartbeat_timeout_in_ms=round(heartbeat_seconds * 1000),
         coordinated_jobs=[make_job(name=job, num_tasks=count) for job, count in jobs.items()],
     )
-    # Registers all hosts or none, so that from then on their heartbeats tell who has ended.
-    _context.context().coordination_service.cluster_register_with_barrier = True
+    # Registers all hosts or none, so that from then on their heartbeats tell who has ended. Older
+    # versions do not have it: there, a host that ends while servers start is waited for.
+    config = _context.context().coordination_service
+    if "cluster_register_with_barrier" in config.DESCRIPTOR.fields_by_name:
+        config.cluster_register_with_barrier = True
 
 
 class KeyValueStore:

@@ -8,6 +8,7 @@ bench and the tests all come through here.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import tensorflow as tf
 
@@ -86,3 +87,22 @@ def configure_threads(num_devices: int) -> int:
         return chosen
     tf.config.threading.set_inter_op_parallelism_threads(wanted)
     return wanted
+
+
+def devices_here(resolver: Any) -> tuple[str, int]:
+    """Returns which devices a worker has, GPU or CPU, and how many; does not start TensorFlow."""
+    if resolver is not None and not isinstance(
+        resolver, tf.distribute.cluster_resolver.TFConfigClusterResolver
+    ):
+        gpus = resolver.num_accelerators().get("GPU", 0)
+        if gpus:
+            return "GPU", gpus
+    for kind in ("GPU", "CPU"):
+        # TensorFlow reports None for a device that nobody has divided: one logical device.
+        count = sum(
+            len(tf.config.get_logical_device_configuration(device) or [None])
+            for device in tf.config.get_visible_devices(kind)
+        )
+        if count:
+            return kind, count
+    raise RuntimeError("TensorFlow sees neither GPUs nor a CPU")

@@ -16,6 +16,8 @@ import platform
 import sys
 import xml.etree.ElementTree as ElementTree
 
+from tfcdo import keras_calls
+
 _ROOT = pathlib.Path(__file__).absolute().parents[1]
 # In the package, because an error about an unknown TensorFlow names the known ones.
 RECORD = _ROOT / "tfcdo" / "tested_versions.json"
@@ -30,20 +32,21 @@ Made by `make test-versions`: each line is a run of the fast tests (`tests/fast_
 each kind) in an environment of its own, on Linux. A combination that is not here was not run; tfcdo
 is developed on the newest TensorFlow and Python 3.11, where each submission runs all tests.
 
+| | Keras 3 | tf_keras (Keras 2) |
+|---|---|---|
+| strategies and cross-device ops, in `fit` and in own loops | yes | yes |
+| `tfcdo.keras` | yes | raises `TypeError`: needs Keras 3 |
+
+tf_keras 2.18.0 and 2.21.0 were tried by hand. Keras 3.7 to 3.9 has incorrect metrics under
+TensorFlow's strategies, and correct ones under tfcdo's.
+
 | TensorFlow | Python | Keras | numpy | passed | failed | skipped | on |
 |---|---|---|---|---|---|---|---|
 """
 
 
 def entry_of(report: pathlib.Path) -> Entry:
-    """Reads what pytest reports, and the versions of the environment that this runs in.
-
-    Args:
-      report: what `pytest --junitxml` wrote.
-
-    Returns:
-      The versions by package, how many tests passed, failed and were skipped, and the day.
-    """
+    """Reads what pytest reports, and the versions of the environment that this runs in."""
     suites = list(ElementTree.parse(report).iter("testsuite"))
     tests, skipped, failures, errors = (
         sum(int(suite.get(name, 0)) for suite in suites)
@@ -61,15 +64,7 @@ def entry_of(report: pathlib.Path) -> Entry:
 
 
 def with_entry(record: list[Entry], entry: Entry) -> list[Entry]:
-    """Returns the record with an entry, instead of an older one of the same combination.
-
-    Args:
-      record: the entries so far.
-      entry: the new one.
-
-    Returns:
-      The entries, by the versions of TensorFlow and Python.
-    """
+    """Returns the record with an entry, instead of an older one of the same combination."""
     others = [old for old in record if _combination(old) != _combination(entry)]
     return sorted([*others, entry], key=_combination)
 
@@ -88,13 +83,13 @@ def read_record() -> list[Entry]:
     return entries
 
 
-def _combination(entry: Entry) -> tuple[tuple[int, ...], ...]:
-    """Sorts by numbers, and takes the patches of a Python for one version."""
-    numbers = [
+def _combination(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    """Sorts by numbers, and takes the patches of a Python and the newer Keras for one version."""
+    tensorflow, python = (
         tuple(int(number) for number in str(entry[name]).split(".") if number.isdigit())
         for name in ("tensorflow", "python")
-    ]
-    return numbers[0], numbers[1][:2]
+    )
+    return tensorflow, python[:2], not keras_calls.adds_metrics_twice(str(entry["keras"]))
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from unittest import mock
 
 from absl import logging
 from absl.testing import absltest
+from absl.testing import parameterized
 
 from tfcdo.cluster import agreement
 from tfcdo.cluster import config
@@ -35,7 +37,8 @@ class Store:
 
     def get(self, key: str, timeout: float) -> str | None:
         with self._changed:
-            self._changed.wait_for(lambda: key in self._values, timeout)
+            if timeout > 0.1:  # A shorter one is for a look at what is there.
+                self._changed.wait_for(lambda: key in self._values, timeout)
             return self._values.get(key)
 
     def delete(self, key: str) -> None:
@@ -73,11 +76,11 @@ def on_all_hosts(program: Callable[[int, agreement.Agreement], Any], timeout: fl
     return ends
 
 
-class AgreementTest(absltest.TestCase):
+class AgreementTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch.object(agreement, "_GRACE", 0.5))
-        self.enterContext(mock.patch.object(agreement, "_POLL", 0.1))
+        self.enterContext(mock.patch.object(agreement, "_POLL", 0.15))
 
     def enterContext(self, context):  # noqa: N802 (of Python 3.11, here for 3.10)
         value = context.__enter__()
@@ -119,7 +122,27 @@ class AgreementTest(absltest.TestCase):
         for end in on_all_hosts(program, 10.0):
             self.assertIsInstance(end, agreement.DisagreementError)
             self.assertRegex(str(end), r"the programs of host \d .* and host \d .* differ: values")
-            self.assertRegex(str(end), r"element 0 of 2: f\[[45]\] on \w+, f\[[54]\] on \w+")
+            self.assertRegex(
+                str(end), r"element 0 of 2: f\[[45]\] on host \d, f\[[54]\] on host \d"
+            )
+
+    def test_all_get_the_text_of_the_chief(self):
+        made = []
+
+        def make(host):
+            made.append(host)
+            return f"text {len(made)} of host {host}"
+
+        store = Store()
+
+        def program(host, _):
+            own = session.Session(cluster(host), store, lambda *_: None, 10.0)
+            texts = [own.text_of_chief(kind(name), lambda: make(host)) for name in "aba"]
+            return texts, own.next_keys(kind("c"), 2)
+
+        texts = ["text 1 of host 0", "text 2 of host 0", "text 1 of host 0"]
+        self.assertEqual([(texts, [0, 64])] * 3, on_all_hosts(program, 10.0))
+        self.assertEqual([0, 0], made)
 
     def test_another_collective(self):
         def program(host, own):
@@ -140,6 +163,53 @@ class AgreementTest(absltest.TestCase):
             self.assertIsInstance(end, agreement.LateHostError)
             self.assertRegex(str(end), r"timed out: host 0 .* s for host 1 \(.*b:2\) to come to")
         self.assertRegex(" ".join(logs.output), "s for a host that host 0 .* waits for to come to")
+
+    @parameterized.parameters(
+        (None, "has come to the end of its program before others: all hosts must make the same"),
+        (ValueError("no files"), "has ended with ValueError: no files$"),
+    )
+    def test_a_host_whose_program_ends(self, error, message):
+        if error is not None:
+            self.enterContext(mock.patch.object(sys, "last_value", error, create=True))
+
+        def program(host, own):
+            try:
+                if host > 0:
+                    own.number(kind("f[4]"), 2)
+            finally:
+                own.leave()
+                left[host] = True
+                # The chief, whose store they all read, is there until the others have left.
+                self.assertTrue(host > 0 or (left[1] and left[2]))
+
+        left = [False] * 3
+        first, *others = on_all_hosts(program, 10.0)
+        self.assertIsNone(first)
+        for end in others:
+            self.assertIsInstance(end, agreement.DisagreementError)
+            self.assertRegex(str(end), rf"^host 0 \(.*a:1\) {message}")
+
+    @parameterized.parameters("", "UnavailableError")
+    def test_a_host_that_ends_because_of_another(self, error):
+        known = "" if error else "another host's reason"
+        store = Store()
+        own = agreement.Agreement(store, cluster(0), 10.0)
+        if known:
+            own.fail(known)
+        else:
+            raised = type(error, (Exception,), {})("a host is gone")
+            self.enterContext(mock.patch.object(sys, "last_value", raised, create=True))
+        with mock.patch.object(store, "get", wraps=store.get) as get:
+            own.leave()
+        # It waits for nobody: the others know, and one of them may never leave.
+        self.assertNotIn("left/", " ".join(call.args[0] for call in get.call_args_list))
+        self.assertEqual(known, own.failure() or "")
+
+    def test_the_chief_does_not_wait_for_ever(self):
+        self.enterContext(mock.patch.object(agreement, "_LAST_SECONDS", 0.3))
+        agreement.Agreement(Store(), cluster(0), 10.0).leave()
+        with mock.patch.object(Store, "get", side_effect=RuntimeError("the chief is gone")):
+            agreement.Agreement(Store(), cluster(1), 10.0).leave()
 
 
 class WatchTest(absltest.TestCase):
@@ -202,13 +272,35 @@ class WatchTest(absltest.TestCase):
             self.look(0, 1, 2, until=70.0)
         self.assertRegex(logs.output[0], r"for host 1 \(.*\), which waits in pack 1 of 2, time 3")
 
+    def test_a_host_that_is_ahead_is_not_waited_for(self):
+        for counts, waited_for in (
+            ([9, 11, 10], r"host 2 \([^()]*\), which is busy or stopped"),
+            ([9, 11, 9], "all hosts at once: is the network down\\?"),
+        ):
+            self.setUp()
+            self.counts = counts
+            with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+                self.look(0, 1, 2, until=70.0)
+            self.assertRegex(
+                logs.output[0], rf"pack 1 of 2, time 3, .* on host 0 \S* .* for {waited_for}$"
+            )
+
     def test_ends_what_waits_too_long(self):
         self.counts = [11, 10, 10]
         self.look(0, until=610.0, step=30.0)
         [(host, late, reason)] = self.aborts[:1]
         self.assertEqual((0, True), (host, late))
         self.assertRegex(reason, r"timed out: pack 2 of 2.*waited 6\d\d s.*for host 1 .*, host 2 ")
+        self.assertEndsWith(reason, agreement.SAME_CALLS)
         self.assertEqual(reason, self.agreements[1].failure())
+
+    def test_another_host_has_given_up(self):
+        self.counts = [11, 10, 11]
+        self.agreements[1].fail("the reason")
+        self.look(0, 2, until=2.0)
+        self.assertEmpty(self.aborts)  # It may have failed in the next step; this one goes on.
+        self.look(0, 2, until=6.0)
+        self.assertEqual([(0, False, "the reason"), (2, False, "the reason")], self.aborts[:2])
 
     def test_a_host_that_has_come_to_something_else(self):
         self.counts = [11, 10, 10]

@@ -29,9 +29,14 @@ class FromSpecTest(parameterized.TestCase):
         self.assertEqual("host 1 (/job:worker/task:0 at b:2)", cluster.name(1))
         self.assertEqual("/job:worker/replica:0/task:1", cluster.tasks[2].device_prefix)
 
-    @parameterized.parameters(({}, None, None), (TWO, "evaluator", 0))
+    @parameterized.parameters(({}, None, None), ({**TWO, "evaluator": ["e:1"]}, "evaluator", 0))
     def test_alone(self, spec, job, index):
         self.assertIsNone(config.from_spec(spec, job, index))
+
+    def test_one_worker_beside_an_evaluator(self):
+        cluster = config.from_spec({"worker": ["a:1"], "evaluator": ["e:1"]}, "worker", 0)
+        assert cluster is not None
+        self.assertEqual(["a:1"], [task.address for task in cluster.tasks])
 
     @parameterized.parameters(
         (TWO, None, None, "must say which task"),
@@ -40,6 +45,9 @@ class FromSpecTest(parameterized.TestCase):
         (TWO, "worker", -1, "got -1"),
         (TWO, "worker", "0", "must be an int; got '0'"),
         ({"ps": ["a:1"]}, "ps", 0, "to train; got 'ps'"),
+        ({"worker": ["a:1"], "ps": ["b:1"]}, "worker", 0, r"no other jobs, .*; got \['ps'\]"),
+        (TWO, "evaluator", 0, "must be in the cluster with its address, or have no TF_CONFIG"),
+        ({**TWO, "evaluator": ["e:1"]}, "evaluator", 1, "one of the 1 of job 'evaluator', 0 to 0"),
         ({"chief": ["a:1", "b:1"]}, "chief", 0, "at most one chief"),
         ({"worker": ["a:1", "a:1"]}, "worker", 0, "a:1 is there twice"),
         ({"worker": ["a:1", "a"]}, "worker", 0, "'host:port' with a port .*; got 'a'"),
@@ -52,7 +60,7 @@ class FromSpecTest(parameterized.TestCase):
 class TfConfigTest(parameterized.TestCase):
     def check(self, text: str) -> None:
         with mock.patch.dict(os.environ, {"TF_CONFIG": text}):
-            config.check_tf_config()
+            config.from_tf_config()
 
     @parameterized.parameters(
         "", " ", "{}", json.dumps({"cluster": TWO, "task": {"type": "worker", "index": "1"}})
@@ -74,6 +82,9 @@ class TfConfigTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, message):
             self.check(text)
 
+    def test_an_address_in_brackets(self):
+        self.assertEqual(("::1", 2222), config.split_address("[::1]:2222"))
+
     @parameterized.parameters("a", "a:", ":1", "a:0", "a:65536", "a:b", "a:1/x", "u@a:1", 5, None)
     def test_no_address(self, address):
         with self.assertRaisesRegex(ValueError, "an address in a cluster must be 'host:port'"):
@@ -82,11 +93,14 @@ class TfConfigTest(parameterized.TestCase):
 
 class DifferenceTest(absltest.TestCase):
     def test_names_the_first_differences(self):
-        left = {"a": 1, "b": [1, 2], "c": [1], "d": 5, "same": 0}
-        right = {"a": 2, "b": [1, 3], "c": [], "same": 0, "e": 6}
+        left = {"a": 1, "b": [1, 2], "c": [1], "d": 5, "same": 0, "only one": 7}
+        right = {"a": 2, "b": [1, 3], "c": [], "d": 6, "same": 0, "only another": 8}
         self.assertEqual(
-            "a: 1 on x, 2 on y; b, element 1 of 2: 2 on x, 3 on y; c: 1 on x, 0 on y; and 2 more",
+            "a: 1 on x, 2 on y; b, element 1 of 2: 2 on x, 3 on y; c: 1 on x, 0 on y; and 1 more",
             difference.between(left, "x", right, "y"),
+        )
+        self.assertEqual(
+            "e: nothing on x, 6 on y", difference.between({"a": 1}, "x", {"a": 1, "e": 6}, "y")
         )
 
 

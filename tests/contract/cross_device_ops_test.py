@@ -7,6 +7,7 @@ kernel for NCCL, which another test file of the same process may have loaded.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import re
@@ -82,7 +83,7 @@ class SignatureTest(parameterized.TestCase):
         (tfcdo.ReductionToOneDevice, "reduce_to_device=None, accumulation_fn=None"),
         (
             tfcdo.AllReduceCrossDeviceOps,
-            "all_reduce_alg='nccl', num_packs='default', agg_small_grads_max_bytes=0, "
+            "all_reduce_alg='nccl', num_packs=None, agg_small_grads_max_bytes=0, "
             "agg_small_grads_max_group=10",
         ),
         (tfcdo.NcclAllReduce, "num_packs=1"),
@@ -142,7 +143,7 @@ class ConstructorTest(parameterized.TestCase):
                 cls(require_nccl=1)
         for cls in ALL_REDUCES:
             with self.assertRaisesRegex(TypeError, "topology"):
-                cls(topology="dgx1")
+                cls(topology=5)
 
     @parameterized.parameters("nonsense", "", 3, (["/cpu:0"],))
     def test_reduce_to_device_is_checked(self, device):
@@ -370,6 +371,19 @@ class NcclOnCpuTest(tf.test.TestCase):
         ops = tfcdo.NcclAllReduce(require_nccl=True)
         with self.assertRaisesRegex(RuntimeError, "(?s)require_nccl.*NcclAllReduce.*CPU"):
             ops.reduce(SUM, value, value)
+
+    def test_refuses_before_any_op(self):
+        rows = [tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([5, 2]))] * 3
+        ops = tfcdo.NcclAllReduce(require_nccl=True, sparse_as_dense=True)
+
+        def refused(value):
+            with self.assertRaisesRegex(RuntimeError, "(?s)require_nccl.*NcclAllReduce.*CPU"):
+                ops.batch_reduce(SUM, [(value, value)])
+
+        for own in ([1.0, 2.0, 3.0], rows):
+            value = tu.per_replica(own)
+            step = functools.partial(refused, value)
+            self.assertEmpty(tf.function(step).get_concrete_function().graph.get_operations())
 
 
 class TopologyTest(tf.test.TestCase):

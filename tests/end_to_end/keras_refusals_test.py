@@ -7,6 +7,7 @@ import pathlib
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 from absl.testing import parameterized
 
 import tfcdo
@@ -31,6 +32,18 @@ class RefusalTest(parameterized.TestCase, tf.test.TestCase):
             model.compile(keras.optimizers.SGD(0.1, **arguments), "mse")
         with self.assertRaises((RuntimeError, ValueError)):
             model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=4, verbose=0)
+
+    def test_an_empty_dataset_is_named(self):
+        with tfcdo.MirroredStrategy(_DEVICES).scope():
+            model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        dataset = tf.data.Dataset.from_tensor_slices((np.ones((8, 2)), np.ones((8, 1)))).batch(4)
+        with (
+            self.assertLogs(logging.get_absl_logger(), "WARNING") as logs,
+            self.assertRaises(StopIteration),
+        ):
+            model.fit(dataset.take(0), verbose=0)
+        self.assertRegex(" ".join(logs.output), "a dataset without elements .* StopIteration")
 
 
 if __name__ == "__main__":

@@ -11,18 +11,15 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from nccl_on_cpu import setUpModule  # noqa: F401
-from nccl_on_cpu import tearDownModule  # noqa: F401
-from nccl_testing import K
-from nccl_testing import all_reduce
-from nccl_testing import function
-from nccl_testing import packs_of
+from nccl_on_cpu import (
+    setUpModule,  # noqa: F401
+    tearDownModule,  # noqa: F401
+)
+from nccl_testing import K, all_reduce, function, packs_of
 
 import tfcdo
 from tfcdo import log
-from tfcdo.topology import detection
-from tfcdo.topology import measured
-from tfcdo.topology import measurement
+from tfcdo.topology import detection, measured, measurement
 from tfcdo.topology.presets import preset
 
 
@@ -30,7 +27,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
     def setUp(self) -> None:
         super().setUp()
         log.info_once.cache_clear()
-        measurement_testing.measure_briefly(self)
+        self.folder = measurement_testing.measure_briefly(self)
 
     def takes_nccl(self, ops: Any, *sizes: int) -> tuple[bool, str]:
         """All-reduces values of so many floats; returns whether by NCCL, and what was logged."""
@@ -52,7 +49,9 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
     def test_takes_nccl_where_it_runs(self, make):
         takes, line = self.takes_nccl(make(), 5, 25_000)
         self.assertTrue(takes)
-        self.assertRegex(line, f"auto takes NCCL for about .* {K} devices: .*no measurement")
+        self.assertRegex(line, f"auto takes NCCL for about .* {K} devices: .*has no measurement")
+        # Trees that NCCL does not use are not planned, which may take seconds.
+        self.assertEqual(1, line.count("auto takes"), line)
 
     def test_keeps_to_trees_if_asked(self):
         takes, line = self.takes_nccl(tfcdo.AutoAllReduce(nccl=False), 25_000)
@@ -72,34 +71,30 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
     def test_nccl_is_measured_where_it_runs(self):
         sizes = (2**12, 2**16)
         with mock.patch.object(measurement, "_NCCL_SIZES", sizes):
-            measurement.measure(tu.device_names(K))
-        found = detection.what_was_measured(tu.device_names(K))
-        assert found is not None
+            measurement.measure(tu.device_names(K), path=self.folder / "mine.json")
+        found = measured.read(self.folder / "mine.json")
         self.assertEqual(tuple(size for size, _ in found.nccl), sizes)
         self.assertTrue(all(1e-7 < seconds < 10 for _, seconds in found.nccl))
 
-    def test_a_measurement_decides_by_size(self):
+    def test_a_measurement_that_is_passed_decides_by_size(self):
         devices = tu.device_names(K)
-        name = detection.name_of_measured(devices, preset("shared_memory", K))
+        name = detection.name_of_measured(devices)
         assert name is not None
         machine = dataclasses.replace(preset("shared_memory", K), name=name)
-        measured.save(measured.Measured(machine, "2026-01-02", ((1000, 1e-9), (10**6, 1.0))))
-        takes, line = self.takes_nccl(tfcdo.AutoAllReduce(), 250)
+        found = measured.Measured(machine, "2026-01-02", ((1000, 1e-9), (10**6, 1.0)))
+        file = measured.save(found)
+        takes, _ = self.takes_nccl(tfcdo.AutoAllReduce(), 125_000, 125_000)
+        self.assertTrue(takes)  # Nobody asked for the measurement.
+        takes, line = self.takes_nccl(tfcdo.AutoAllReduce(topology=file), 250)
         self.assertTrue(takes)
         self.assertRegex(line, "auto takes NCCL for about .*as measured on 2026-01-02, NCCL takes")
         # What counts is the whole batch.
-        takes, line = self.takes_nccl(tfcdo.AutoAllReduce(), 125_000, 125_000)
+        takes, line = self.takes_nccl(tfcdo.AutoAllReduce(topology=file), 125_000, 125_000)
         self.assertFalse(takes)
         self.assertRegex(line, "auto takes copy trees for about .* NCCL takes .* copy trees")
-        told = tfcdo.AutoAllReduce().explain([(250,)], devices=devices)
+        told = tfcdo.AutoAllReduce(topology=file).explain([(250,)], devices=devices)
         self.assertEqual(told.algorithm, "NCCL")
         self.assertIn("as measured on 2026-01-02", told.reason)
-        # What is measured anew counts from then on.
-        measured.save(measured.Measured(machine, "2026-01-03", ((1000, 1.0), (10**6, 1.0))))
-        detection.forget()
-        takes, line = self.takes_nccl(tfcdo.AutoAllReduce(), 250)
-        self.assertFalse(takes)
-        self.assertIn("as measured on 2026-01-03", line)
 
 
 if __name__ == "__main__":

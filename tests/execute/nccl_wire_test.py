@@ -6,12 +6,11 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from nccl_on_cpu import setUpModule  # noqa: F401
-from nccl_on_cpu import tearDownModule  # noqa: F401
-from testing_utils import EAGER
-from testing_utils import FUNCTION
-from testing_utils import MEAN
-from testing_utils import SUM
+from nccl_on_cpu import (
+    setUpModule,  # noqa: F401
+    tearDownModule,  # noqa: F401
+)
+from testing_utils import EAGER, FUNCTION, MEAN, SUM
 from wire_bounds import roundoff
 
 import tfcdo
@@ -61,7 +60,7 @@ class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
     def test_error_feedback_hands_on_what_casts_lose(self, mode):
         # Of 2 and 1 + tiny, nothing is rounded in additions: only the cast loses tiny.
         ops, tiny = self.make(error_feedback=True), 0.3 * 2.0**-10
-        value = tu.per_replica([np.array([1 + tiny], np.float32), np.zeros(1, np.float32)])
+        value = tu.per_replica([np.array([1 + tiny] * 2, np.float32), np.zeros(2, np.float32)])
 
         def reduce() -> tf.Tensor:
             return ops.batch_reduce(SUM, [(value, value)])[0].values[0]
@@ -71,7 +70,7 @@ class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(abs(total - 50 * (1 + tiny)), 2.0**-9)
 
     def test_gradients_are_sums_of_32_bits(self):
-        own = [tf.constant([1.0 + rank]) for rank in range(3)]
+        own = [tf.fill([2], 1.0 + rank) for rank in range(3)]
         weights = [1.0, 2.0**-15, 2.0**-14]
 
         @tf.function
@@ -84,7 +83,7 @@ class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
             return tape.gradient(loss, own)
 
         for gradient in gradients():
-            self.assertAllEqual([sum(weights)], gradient)
+            self.assertAllEqual([sum(weights)] * 2, gradient)
 
     def test_bfloat16_is_what_the_op_does_not_take(self):
         value = tu.per_replica([[1.0, 2.0]] * 2)

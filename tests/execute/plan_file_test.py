@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pathlib
 import tempfile
@@ -15,6 +16,7 @@ from tfcdo.plan.evaluation import evaluate
 from tfcdo.plan.overlap import Gradient
 from tfcdo.plan.overlap import plan_overlap
 from tfcdo.plan.saved_plan import SavedPlan
+from tfcdo.topology import detection
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
@@ -55,6 +57,20 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         ops = tfcdo.AutoAllReduce(plan=self.save(preset("shared_memory", K), "shuffle"))
         told = ops.explain([(4000,)], devices=tu.device_names(K))
         self.assertEqual((told.algorithm, told.num_packs), ("shuffle", K))
+
+    def test_a_plan_for_a_measurement_of_these_devices_needs_no_topology(self):
+        name = str(detection.name_of_measured(tu.device_names(K)))
+        machine = dataclasses.replace(preset("pcie", K), name=name)
+        ops = tfcdo.AutoAllReduce(plan=self.save(machine, "shuffle"))
+        told = ops.explain([(4000,)], devices=tu.device_names(K))
+        self.assertEqual((told.algorithm, told.num_packs), ("shuffle", K))
+        self.assertIn(f"the topology {name!r} was given", told.reason)
+        with self.assertRaisesRegex(ValueError, "for 4 devices, and there are 3"):
+            ops.explain([(4000,)], devices=tu.device_names(3))
+        other = dataclasses.replace(machine, name=f"{name}, of another model")
+        ops = tfcdo.AutoAllReduce(plan=self.save(other, "shuffle"))
+        with self.assertRaisesRegex(ValueError, "of another model', and these devices are"):
+            ops.explain([(4000,)], devices=tu.device_names(K))
 
     @parameterized.parameters(
         (

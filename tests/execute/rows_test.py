@@ -125,6 +125,47 @@ class AddTest(tf.test.TestCase):
             self.assertAllClose([[expected]], total, rtol=1e-5)
 
 
+class GraphsTest(tf.test.TestCase, parameterized.TestCase):
+    """Rows where `==` and `!=` of tensors compare Python's objects."""
+
+    OPS = (tfcdo.HierarchicalCopyAllReduce, tfcdo.ReductionToOneDevice)
+
+    def total(self, make: Any, dense_shape: Any) -> tf.IndexedSlices:
+        value = tu.per_replica(
+            [
+                tf.IndexedSlices(
+                    tf.constant([[1.0], [2.0], [float(rank)]]), tf.constant([3, 1, 3]), dense_shape
+                )
+                for rank in range(3)
+            ]
+        )
+        return make().batch_reduce(tu.SUM, [(value, value)])[0].values[2]
+
+    @parameterized.product(make=OPS, dense_shape=(None, (4, 1), (1000, 1)))
+    def test_of_tensorflow_1(self, make, dense_shape):
+        with tf.Graph().as_default():
+            shape = None if dense_shape is None else tf.constant(dense_shape)
+            total = self.total(make, shape)
+            with tf.compat.v1.Session() as session:
+                indices, values = session.run([total.indices, total.values])
+        self.assertAllEqual([1, 3], indices)
+        self.assertAllEqual([[6.0], [6.0]], values)
+
+    @parameterized.product(make=OPS, function=(False, True))
+    def test_without_tensor_equality(self, make, function):
+        def reduce() -> Any:
+            total = self.total(make, None)
+            return total.indices, total.values
+
+        tf.compat.v1.disable_tensor_equality()
+        try:
+            indices, values = tf.function(reduce)() if function else reduce()
+        finally:
+            tf.compat.v1.enable_tensor_equality()
+        self.assertAllEqual([1, 3], indices)
+        self.assertAllEqual([[6.0], [6.0]], values)
+
+
 class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(tree=TREES, as_tables=(False, True))
     def test_means_of_several_tables(self, tree, as_tables):
@@ -182,6 +223,25 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(expected, tu.exact(result.values))
 
         check()
+
+    @parameterized.product(make=GraphsTest.OPS, wide=(0, 1, 2))
+    def test_indices_of_64_bits_beside_32(self, make, wide):
+        dtypes = [tf.int64 if rank == wide else tf.int32 for rank in range(3)]
+        value = tu.per_replica(
+            [
+                tf.IndexedSlices(
+                    tf.constant([[float(rank)], [10.0]]),
+                    tf.constant([2**33 if dtype == tf.int64 else rank, 5], dtype),
+                )
+                for rank, dtype in enumerate(dtypes)
+            ]
+        )
+        (result,) = tu.all_reduce(make(), tu.SUM, [value])
+        expected = {5: 30.0, 2**33: float(wide), **{r: float(r) for r in range(3) if r != wide}}
+        for one in result.values:
+            self.assertEqual(tf.int64, one.indices.dtype)
+            rows = dict(zip(one.indices.numpy().tolist(), one.values.numpy()[:, 0], strict=True))
+            self.assertEqual(expected, rows)
 
     def test_indices_outside_of_the_table(self):
         """Rows keep them, for the optimizer to refuse or ignore; a table has no place for them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -249,6 +251,43 @@ class ScopeTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         for gradient in (tf.function(gradients) if function else gradients)():
             self.assertAllClose(np.sum(weights, axis=0) / 3, gradient, rtol=1e-6)
 
+    @parameterized.product(
+        arguments=({}, {"error_feedback": True}), wire_dtype=WIRES, setting=("ring", "OtherDevice")
+    )
+    def test_graphs_end_with_their_functions(self, setting, wire_dtype, arguments):
+        ops = SETTINGS[setting][0](wire_dtype=wire_dtype, **arguments)
+        value = tu.per_replica([tf.ones([4])] * 3)
+        function = tf.function(lambda: ops.batch_reduce(SUM, [(value, value)] * 2)[0].values)
+        graph = weakref.ref(function.get_concrete_function().graph)
+        self.assertIsNotNone(graph())
+        del function
+        gc.collect()
+        self.assertIsNone(graph())
+
+    @parameterized.parameters(False, True)
+    def test_gradients_of_functions_and_of_tensorflow_1(self, of_tensorflow_1):
+        """They come from the graph, not from a tape."""
+        ops = tfcdo.AllReduceCrossDeviceOps("ring", wire_dtype="float16")
+        weights = [tu.numbers((5,), tf.float32, 50 + rank) for rank in range(3)]
+
+        def loss(*own: tf.Tensor) -> tf.Tensor:
+            value = tf_internals.per_replica(own)
+            results = ops.batch_reduce(MEAN, [(value, value)])[0].values
+            return tf.add_n([tf.reduce_sum(w * one) for w, one in zip(weights, results)])
+
+        if of_tensorflow_1:
+            with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+                own = [tu.place(tf.ones([5]), device) for device in tu.device_names(3)]
+                gradients = session.run(tf.gradients(loss(*own), own))
+        else:
+            own = [tu.place(tf.ones([5]), device) for device in tu.device_names(3)]
+            with tf.GradientTape() as tape:
+                tape.watch(own)
+                result = tf.function(loss)(*own)
+            gradients = tape.gradient(result, own)
+        for gradient in gradients:
+            self.assertAllClose(np.sum(weights, axis=0) / 3, gradient, rtol=1e-6)
+
     def test_plans_count_the_bytes_that_are_sent(self):
         devices = tu.device_names(4)
         plain = tfcdo.AllReduceCrossDeviceOps("ring").explain([(4000,)], devices=devices)
@@ -262,11 +301,11 @@ class ScopeTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assertNotIn("sent as", str(plain))
         # Limits of packs count the bytes that are sent, too.
         options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=4000)
-        value = tu.per_replica([tf.ones([2000])] * 2)
+        pairs = [(tu.per_replica([tf.ones([2000])] * 2),) * 2] * 2
 
         def packs(**arguments: Any) -> int:
             ops = tfcdo.HierarchicalCopyAllReduce(**arguments)
-            traced = tu.traced_ops(lambda: ops.batch_reduce(SUM, [(value, value)] * 2, options))
+            traced = tu.traced_ops(lambda: ops.batch_reduce(SUM, pairs, options))
             return sum(op.type == "AddN" for op in traced)
 
         self.assertEqual((4, 2), (packs(), packs(wire_dtype="float16")))

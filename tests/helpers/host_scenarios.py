@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import re
 from typing import Any
 from unittest import mock
 
@@ -18,8 +20,13 @@ import tensorflow as tf
 from host_keras import in_sync  # noqa: F401
 from host_keras import mended_keras  # noqa: F401
 from host_keras import mixed_float16  # noqa: F401
+from host_unlike import unlike_correct  # noqa: F401
+from host_unlike import unlike_refused  # noqa: F401
 from host_wire import requires_nccl  # noqa: F401
 from host_wire import wire_between  # noqa: F401
+
+import tfcdo
+from tfcdo.keras import weight_by_examples
 
 GLOBAL_BATCH = 24  # Divides by 2 x 2, 3 x 1 and 2 x 3 replicas.
 NUM_EXAMPLES = 4 * GLOBAL_BATCH
@@ -112,9 +119,82 @@ def own_loop(strategy: Any) -> dict[str, np.ndarray]:
     return {**_weights(model, strategy), "sums": np.array(sums)}
 
 
+def end_of_data(strategy: Any) -> dict[str, np.ndarray]:
+    """Keras fit of several steps at a time, on 2 x 2 replicas, where one host has less data.
+
+    Of unknown length, and with an optimizer that changes weights without looking at gradients.
+    """
+    keras.utils.set_random_seed(9)
+    generator = np.random.default_rng(2)
+    # Eleven examples on one host and five on the other, in batches of two for each replica.
+    parts = [generator.normal(size=(rows, 3)).astype(np.float32) for rows in (11, 5)]
+    with _scope(strategy):
+        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.AdamW(0.05, weight_decay=0.3)
+        model.compile(optimizer, "mse", steps_per_execution=2)
+
+    def unknown_length(arrays: list[np.ndarray]) -> tf.data.Dataset:
+        return tf.data.Dataset.from_generator(
+            lambda: ((array, array[:, :1] > 0) for array in arrays),
+            output_signature=(tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1], tf.bool)),
+        )
+
+    if strategy:
+        model = weight_by_examples(model)
+        own = parts[strategy.cluster_resolver.task_id]
+        batches = [own[start : start + 2] for start in range(0, len(own), 2)]
+        data = strategy.distribute_datasets_from_function(lambda _: unknown_length(batches))
+    else:
+        data = unknown_length(
+            [np.concatenate([part[s : s + 4] for part in parts]) for s in range(0, 12, 4)]
+        )
+    model.fit(data, epochs=2, verbose=0)
+    return {**_weights(model, strategy), "steps": optimizer.iterations.numpy()}
+
+
 def values(strategy: Any) -> None:
     """Reduces and gathers values of every kind; numpy says what comes out."""
     host_values.check(strategy)
+
+
+def explained(strategy: Any) -> None:
+    """What a strategy explains is what it runs: devices, packs in their order, bytes."""
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=40_000)
+    shapes, hosts = [(100,), (120, 100), (7, 30), (3_500,), (9_000,)], 2
+    for ops in (None, tfcdo.HierarchicalCopyAllReduce(num_packs=0), tfcdo.ReductionToOneDevice()):
+        other = tfcdo.MultiWorkerMirroredStrategy(
+            None,
+            options,
+            cross_device_ops=ops,
+            devices_per_worker=len(strategy.extended.worker_devices),
+        )
+
+        @tf.function(autograph=False)
+        def step(other: Any = other) -> Any:
+            def on_each() -> Any:
+                # Not constants, which would all be one.
+                values = [tf.random.stateless_uniform(shape, (1, 2)) for shape in shapes]
+                return tf.distribute.get_replica_context().all_reduce("SUM", values)
+
+            return other.run(on_each)
+
+        ran = {
+            int(found[1]): op.inputs[0].shape.num_elements() * 4
+            for op in step.get_concrete_function().graph.get_operations()
+            if op.type == "CollectiveReduceV2"
+            and (found := re.search(r"tfcdo/pack(\d+)/", op.name))
+        }
+        told = other.explain(shapes)
+        packs = [pack.num_bytes for pack in told.packs]
+        assert [ran[pack] for pack in sorted(ran)] == packs, (ran, packs)
+        assert len(set(packs)) > 1 or not isinstance(ops, tfcdo.HierarchicalCopyAllReduce), packs
+        total = 4 * sum(math.prod(shape) for shape in shapes)
+        assert told.bytes_between_hosts == 2 * total * (hosts - 1) // hosts, told
+        assert told.devices == other.extended.worker_devices, told
+    # Without a strategy, the devices of this host.
+    told = tfcdo.AutoAllReduce().explain(shapes)
+    assert set(strategy.extended.worker_devices) <= set(told.devices), told.devices
+    assert len({device.rpartition("/")[0] for device in told.devices}) == 1, told.devices
 
 
 def flat(strategy: Any) -> dict[str, np.ndarray]:
@@ -137,6 +217,17 @@ def flat(strategy: Any) -> dict[str, np.ndarray]:
             lambda context: tf.constant(flat_numbers(context.replica_id_in_sync_group))
         )
         [total] = extended.batch_reduce_to("SUM", [(numbers, numbers)])
+        traced = len(members)
+        for turn in (1.0, 2.0):  # Other values of the same shape are not traced again.
+            again = strategy.experimental_distribute_values_from_function(
+                lambda context, turn=turn: (
+                    turn * tf.constant(flat_numbers(context.replica_id_in_sync_group))
+                )
+            )
+            [same] = extended.batch_reduce_to("SUM", [(again, again)])
+            for one, other in zip(same.values, total.values, strict=True):
+                np.testing.assert_array_equal(one, turn * other)
+        assert len(members) == traced, (len(members), traced)
     extended._cross_device_ops = ops
     assert set(members) == {strategy.num_replicas_in_sync}, set(members)
     return {"sums": np.stack(strategy.experimental_local_results(total))}

@@ -53,6 +53,11 @@ def _constant(arrays: Sequence[Any], replica: int) -> tf.Tensor:
     return tf.constant(arrays[replica])
 
 
+def _zeros(shape: Sequence[int], replica: int) -> tf.Tensor:
+    del replica  # All replicas have as little.
+    return tf.zeros(shape)
+
+
 def _at(make: Callable[[int], Sequence[Any]], position: int, replica: int) -> Any:
     return make(replica)[position]
 
@@ -103,6 +108,12 @@ class _Case:
             for name, own in numbers.items()
         }
         arguments["scalar"] = self.per_replica(functools.partial(_constant, scalars))
+        # Of numbers of 8 bits whose sums have more, so that a sum that is rounded is seen.
+        wide = [
+            tf.cast(tu.numbers((99,), tf.float32, r, 20_000), tf.bfloat16).numpy()
+            for r in range(self.replicas)
+        ]
+        arguments["wide"] = self.per_replica(functools.partial(_constant, wide))
         arguments["empty"] = self.per_replica(lambda r: tf.zeros([0, 2]))
         for reduce_op in (SUM, MEAN):
 
@@ -112,6 +123,8 @@ class _Case:
             results = wrap(lambda values, step=step: self.strategy.run(step, (values,)))(arguments)
             self.same(tu.oracle(reduce_op, scalars), results["scalar"], tf.float32)
             self.same(np.zeros([0, 2]), results["empty"], tf.float32)
+            once = tf.cast(tu.oracle(reduce_op, wide), tf.bfloat16)
+            self.same(tu.exact(once), results["wide"], tf.bfloat16)
             for dtype in DTYPES:
                 # Of 8 values of up to 8, all sums are exact; means are so for 4 replicas.
                 expected = tu.oracle(reduce_op, numbers[dtype.name])
@@ -181,6 +194,11 @@ class _Case:
             values.append(self.per_replica(make))
             axes.append(axis)
             expected.append(np.concatenate([make(r) for r in range(self.replicas)], axis))
+        # Nothing on any host: a collective of no elements would never end.
+        for shape, axis in (((0, 2), 0), ((3, 0), 1), ((3, 0), 0)):
+            values.append(self.per_replica(functools.partial(_zeros, shape)))
+            axes.append(axis)
+            expected.append(np.concatenate([np.zeros(shape, np.float32)] * self.replicas, axis))
         for dtype in COPIED:
 
             def fill(replica: int, dtype: tf.DType = dtype) -> tf.Tensor:

@@ -64,6 +64,7 @@ def wire_between(strategy: Any) -> dict[str, np.ndarray]:
         results |= _sums(name, cast)
         results |= _gradient(name, cast)
         results |= _explained(name, cast)
+        _state(cast)
     return results
 
 
@@ -79,10 +80,15 @@ def _sums(name: str, strategy: Any) -> dict[str, np.ndarray]:
     def reduce(values: Any) -> Any:
         def step(values: Any) -> Any:
             context = tf.distribute.get_replica_context()
-            # One by one: values of a batch would share packs, and packs their scales.
-            sums = {case: context.all_reduce("SUM", value) for case, value in values.items()}
+            # One by one: values of a batch would share packs, and packs their scales. The single
+            # number is not cast, but a value that is reduced alone is taken for no gradient.
+            sums = {
+                case: context.all_reduce("SUM", [value, tf.ones([])])[0]
+                for case, value in values.items()
+            }
+            alone = context.all_reduce("SUM", values["float32"])
             means = context.all_reduce("MEAN", {c: values[c] for c in ("int32", "float64")})
-            return {**sums, "mean of int32": means["int32"]}
+            return {**sums, "mean of int32": means["int32"], "alone": alone}
 
         return strategy.run(step, (values,))
 
@@ -103,7 +109,7 @@ def _gradient(name: str, strategy: Any) -> dict[str, np.ndarray]:
             value = tf.ones([1100])
             with tf.GradientTape() as tape:
                 tape.watch(value)
-                total = context.all_reduce("SUM", value)
+                total, _ = context.all_reduce("SUM", [value, tf.ones([])])
                 loss = tf.reduce_sum(total) * (replica + 1.0)
             return tape.gradient(loss, value)
 
@@ -113,11 +119,38 @@ def _gradient(name: str, strategy: Any) -> dict[str, np.ndarray]:
     return {f"{name} gradient": np.stack([part.numpy() for part in parts])}
 
 
+def _state(strategy: Any) -> None:
+    """Reads a moving statistic of more than 4 KiB: the exact mean, which a checkpoint holds."""
+    count = 2000
+    with strategy.scope():
+        statistic = tf.Variable(
+            tf.zeros([count]),
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.MEAN,
+        )
+
+    @tf.function(autograph=False)
+    def assign() -> None:
+        def step() -> None:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            # Neither dtype of the wire holds it, and its means are exact.
+            statistic.assign(tf.fill([count], 1.0 + 2.0**-20 * (1 + tf.cast(replica, tf.float32))))
+
+        strategy.run(step)
+
+    assign()
+    expected = 1.0 + 2.0**-20 * (strategy.num_replicas_in_sync + 1) / 2
+    reads = (statistic.read_value, tf.function(statistic.read_value, autograph=False))
+    for read in reads:
+        np.testing.assert_array_equal(read(), np.full([count], expected, np.float32))
+
+
 def _explained(name: str, strategy: Any) -> dict[str, np.ndarray]:
     """Returns the bytes that each host sends for 4,800 numbers of float32, on each replica."""
     devices = strategy.extended.worker_devices
-    explanation = strategy.extended._cross_device_ops.explain([(4800,)], devices=devices)
-    return {f"{name} bytes": np.full([len(devices)], explanation.bytes_between_hosts)}
+    bytes_sent = strategy.explain([(4800,)]).bytes_between_hosts
+    return {f"{name} bytes": np.full([len(devices)], bytes_sent)}
 
 
 def requires_nccl(strategy: Any) -> None:

@@ -100,10 +100,16 @@ def trained_eagerly(
 
 
 def fitted(
-    count: int, make: Make, epochs: int = 1, callbacks: Any = (), run_eagerly: bool = True
+    count: int,
+    make: Make,
+    epochs: int = 1,
+    callbacks: Any = (),
+    run_eagerly: bool = True,
+    layers: Layers = dense_layers,
+    strategy: Any = None,
 ) -> keras.Model:
-    with strategy_of(count).scope():
-        model = model_of(dense_layers, make(), run_eagerly)
+    with (strategy or strategy_of(count)).scope():
+        model = model_of(layers, make(), run_eagerly)
     inputs, targets = dense_data(4 * BATCH)
     options = {"epochs": epochs, "callbacks": list(callbacks), "shuffle": False, "verbose": 0}
     model.fit(inputs, targets, BATCH, **options)

@@ -1,11 +1,9 @@
-"""Shared by tests of planning: they neither read nor write what earlier runs have found."""
+"""Shared by tests of planning: they remember nothing of earlier tests."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import os
-import tempfile
 from collections.abc import Iterator
 from unittest import mock
 
@@ -55,11 +53,7 @@ def counted_work() -> Iterator[collections.Counter[str]]:
 
 
 class PlanTestCase(parameterized.TestCase):
-    """A test that remembers no plans, with a cache folder of its own and short searches.
-
-    Attributes:
-      cache: the cache folder.
-    """
+    """A test that remembers no plans, with short searches."""
 
     # How good a search is, is one test's business; all others need not wait for it.
     tasks_per_search = 2_000
@@ -68,8 +62,6 @@ class PlanTestCase(parameterized.TestCase):
         super().setUp()
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
-        self.cache = stack.enter_context(tempfile.TemporaryDirectory())
-        stack.enter_context(mock.patch.dict(os.environ, {"TFCDO_CACHE_DIR": self.cache}))
         stack.enter_context(mock.patch.object(annealing, "TASKS_PER_SEARCH", self.tasks_per_search))
         forget()
         self.addCleanup(forget)

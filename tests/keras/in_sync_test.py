@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
+from keras_training import BATCH
 from keras_training import TrainingTestCase
+from keras_training import dense_data
 from keras_training import dense_layers
 from keras_training import fitted
 from keras_training import model_of
@@ -65,6 +68,22 @@ class CheckInSyncTest(TrainingTestCase):
         with self.assertLogs("absl", "ERROR") as logs:
             fitted(2, lambda: "sgd", callbacks=[Break("kernel", 1, 4), check])
         self.assertLen(logs.output, 1)
+
+    # Of an epoch's four steps in executions of three, Keras calls the last one the sixth.
+    @parameterized.parameters((1, 3, [3, 6, 8]), (3, 2, [3, 4, 7, 8]), (3, 4, [4, 8]))
+    def test_counts_steps_across_epochs(self, steps_per_execution, every, expected):
+        model = model_of(dense_layers, "sgd", run_eagerly=False)
+        model.steps_per_execution = steps_per_execution
+        check = CheckInSync(every=every)
+        checked: list[int] = []
+
+        def record() -> None:
+            check._checked = check._step
+            checked.append(check._step)
+
+        with mock.patch.object(check, "_check", record):
+            model.fit(*dense_data(4 * BATCH), BATCH, epochs=2, callbacks=[check], verbose=0)
+        self.assertEqual(checked, expected)
 
     def test_replicas_in_sync(self):
         fitted(3, lambda: "adam", 2, [CheckInSync(every=3)])

@@ -93,10 +93,99 @@ class StatisticsTest(TrainingTestCase):
             history["val_loss"][-1], model.evaluate(*data(12), 6, verbose=0), rtol=1e-6
         )
 
+    def test_equal_numbers_stay_as_they_are(self):
+        # Seven: with two or three replicas, a mean in 32 bits is exact as well.
+        strategy = tfcdo.MirroredStrategy(tu.device_names(7))
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Input((40,)), keras.layers.Dense(50)])
+            model.add(keras.layers.BatchNormalization())
+        frozen = model.layers[-1].non_trainable_variables[0]
+        expected = np.random.default_rng(0).normal(size=50).astype(np.float32)
+        frozen.assign(expected)
+        self.assertAllEqual(expected, frozen)
+        synchronize = SynchronizeStatistics()
+        synchronize.set_model(model)
+        synchronize.on_epoch_end(0)
+        for copy in strategy.experimental_local_results(frozen.value):
+            self.assertAllEqual(expected, copy)
+
+    def test_each_model_and_method(self):
+        strategy = tf.distribute.MirroredStrategy(
+            tu.device_names(2), tfcdo.HierarchicalCopyAllReduce()
+        )
+        synchronize = SynchronizeStatistics()
+        for method in ("evaluate", "predict"):
+            with strategy.scope():
+                model = model_with_statistics()
+            mean = model.layers[1].non_trainable_variables[0].value
+            for replica, copy in enumerate(mean.values):
+                copy.assign([1.0 + replica, 2.0, 4.0 * replica])
+            given = data(6) if method == "evaluate" else data(6)[:1]
+            getattr(model, method)(*given, verbose=0, callbacks=[synchronize])
+            for copy in mean.values:
+                self.assertAllEqual([1.5, 2.0, 2.0], copy)
+
     def test_one_replica(self):
         expected = trained(tf.distribute.get_strategy(), SynchronizeStatistics())
         model = trained(tfcdo.MirroredStrategy(tu.device_names(1)), SynchronizeStatistics())
         self.assert_same_training(expected, model)
+
+
+class WireTest(TrainingTestCase):
+    """With a wire dtype only gradients are rounded: statistics are as on one device."""
+
+    @parameterized.product(
+        strategy_class=(tfcdo.MirroredStrategy, tf.distribute.MirroredStrategy),
+        run_eagerly=(False, True),
+    )
+    def test_synchronized_batch_normalization(self, strategy_class, run_eagerly):
+        inputs = np.random.default_rng(0).normal(10, 0.1, [24, 4]).astype(np.float32)
+
+        def fitted(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+            with strategy.scope():
+                normalization = keras.layers.BatchNormalization(synchronized=True, momentum=0.5)
+                model = keras.Sequential([keras.layers.Input((4,)), normalization])
+                model.compile("sgd", "mse", run_eagerly=run_eagerly)
+            model.fit(inputs, inputs, 6, verbose=0, shuffle=False)
+            # Keras computes E(x^2) - E(x)^2 in float32, which rounds the variance to about 1e-5.
+            return model.get_weights()
+
+        ops = tfcdo.AutoAllReduce(wire_dtype="bfloat16")
+        gamma, beta, mean, variance = fitted(strategy_class(tu.device_names(3), ops))
+        expected = fitted(tf.distribute.get_strategy())
+        self.assertAllClose(expected[0], gamma, rtol=0.01)
+        self.assertAllClose(expected[1], beta, rtol=0.01)
+        self.assertAllClose(expected[2], mean, rtol=1e-5)
+        self.assertAllClose(expected[3], variance, atol=1e-4)
+
+    @parameterized.parameters(tfcdo.MirroredStrategy, tf.distribute.MirroredStrategy)
+    def test_means_are_exact(self, strategy_class):
+        ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")
+        model = trained(strategy_class(tu.device_names(3), ops))
+        expected = [np.mean(own, 0, np.float64) for own in by_replica(model)]
+        synchronize = SynchronizeStatistics()
+        synchronize.set_model(model)
+        synchronize.on_epoch_end(0)
+        for mean, own in zip(expected, by_replica(model), strict=True):
+            for copy in own:
+                self.assertAllClose(mean, copy, rtol=1e-6)
+        # What is equal stays as it is, to the last bit: here, the frozen layer.
+        first = model_with_statistics().layers[0].get_weights()[0]
+        self.assertAllEqual(first, model.layers[0].get_weights()[0])
+
+    @parameterized.parameters(False, True)
+    def test_gradients_of_optimizers_are_rounded(self, distributed):
+        ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")
+        strategy = tf.distribute.MirroredStrategy(tu.device_names(3), ops)
+        with strategy.scope():
+            variables = [keras.Variable(np.zeros(2, np.float32)) for _ in range(2)]
+            optimizer = keras.optimizers.SGD(1.0)
+            optimizer = tfcdo.keras.DistributedOptimizer(optimizer) if distributed else optimizer
+            optimizer.build(variables)
+        strategy.run(lambda: optimizer.apply([tf.constant([0.1, 0.2])] * 2, variables))
+        for variable in variables:
+            self.assertAllClose([-0.3, -0.6], variable.numpy(), rtol=0.02)
+            self.assertNotAllClose([-0.3, -0.6], variable.numpy(), rtol=1e-4)
 
 
 class CreationTest(parameterized.TestCase):

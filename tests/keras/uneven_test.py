@@ -50,7 +50,7 @@ class WeightByExamplesTest(TrainingTestCase):
         self.assertAllClose(losses, unweighted_losses, rtol=1e-2)
 
     def test_what_is_not_a_model(self):
-        with self.assertRaisesRegex(TypeError, "model must be a keras.Model; got 3"):
+        with self.assertRaisesRegex(TypeError, "model must be a keras.Model, of Keras 3; got 3"):
             weight_by_examples(3)
 
 

@@ -107,13 +107,14 @@ class NothingLeftTest(LaunchTestCase):
     @parameterized.parameters("SIGINT", "SIGTERM", "SIGHUP")
     def test_signals_reach_the_workers_and_end_the_job(self, name: str):
         process = self.start_family(
+            *("--max-restarts", "2"),
             then=f"""
 got = []
 signal.signal(signal.{name}, lambda *_: got.append(1))
 mark(f"ready{{task}}")
 while not got: time.sleep(0.02)
 print("tidied up")
-"""
+""",
         )
         self.read_pid("ready0")
         self.read_pid("ready1")
@@ -165,10 +166,20 @@ while True: time.sleep(0.02)
         self.assert_ended(*_MEMBERS)
 
     def test_a_stopped_worker_is_ended_too(self):
-        process = self.start_family(then="while True: time.sleep(0.1)")
+        process = self.start_family(
+            *("--grace", "600"),
+            then="""
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("tidied up")))
+mark(f"ready{task}")
+while True: time.sleep(0.1)
+""",
+        )
+        self.read_pid("ready1")
         os.kill(self.read_pid("worker1"), signal.SIGSTOP)
         os.kill(self.read_pid("worker0"), signal.SIGKILL)
-        self.assertEqual(self.finish(process).returncode, 128 + signal.SIGKILL)
+        result = self.finish(process)
+        self.assertEqual(result.returncode, 128 + signal.SIGKILL)
+        self.assertEqual(result.stdout, "worker 1 | tidied up\n")
         self.assert_ended(*_MEMBERS)
 
     def test_the_launcher_is_killed(self):

@@ -82,6 +82,31 @@ class WorkersTest(LaunchTestCase):
         self.assertEqual((result.returncode, result.stderr), (0, ""))
         self.assertEqual(result.stdout, f"worker 1 | {cluster.tf_config(addresses, 1)} False\n")
 
+    @parameterized.parameters(None, "by hand")
+    def test_the_token_that_keeps_jobs_apart(self, own):
+        self.enter_context(_variable(environment.CLUSTER_TOKEN, own))
+        script = f'print(os.environ.get("{environment.CLUSTER_TOKEN}"))'
+        with cluster.reserved_ports(1) as [address]:
+            pass
+        runs = [
+            self.launch("--workers", "2", "train.py", script=script),
+            self.launch("--workers", "2", "train.py"),
+            self.launch("--hosts", address, "--index", "0", "train.py"),
+        ]
+        tokens = [[line.split(" | ")[1] for line in run.stdout.splitlines()] for run in runs]
+        if own is None:
+            for first, second in tokens[:2]:
+                self.assertEqual(first, second)
+                self.assertRegex(first, "^[0-9a-f]{32}$")
+            self.assertNotEqual(tokens[0], tokens[1])
+        else:
+            self.assertEqual([[own] * 2] * 2, tokens[:2])
+        # Launchers of several machines cannot agree on one.
+        self.assertEqual([[str(own)]], tokens[2:])
+
+    def test_addresses(self):
+        self.assertEqual(("a:2222", "[::1]:2222"), cluster.parse_hosts("a:2222, [::1]:2222"))
+
     def test_a_module(self):
         result = self.launch(
             "--workers", "1", "-m", "train", "a", script="print(__name__, sys.argv[1:])"
@@ -173,10 +198,10 @@ class ArgumentsTest(LaunchTestCase):
         (["--workers", "2", "--no-such-option", "train.py"], "--no-such-option"),
         (["--hosts", "a:1,b:1", "train.py"], "--hosts needs --index: which of the 2"),
         (["--hosts", "a:1,b:1", "--index", "2", "train.py"], "less than the number of hosts, 2"),
-        (["--hosts", "a,b:1", "--index", "0", "train.py"], "NAME:PORT"),
+        (["--hosts", "a,b:1", "--index", "0", "train.py"], "must be 'host:port'"),
         (["--hosts", "a:70000", "--index", "0", "train.py"], "a:70000"),
         (["--hosts", "a:1,a:1", "--index", "0", "train.py"], "'a:1' twice"),
-        (["--hosts", "", "--index", "0", "train.py"], "NAME:PORT"),
+        (["--hosts", "", "--index", "0", "train.py"], "must be 'host:port'"),
     )  # fmt: skip
     def test_a_wrong_argument_gets_one_line(self, arguments: list[str], named: str):
         result = self.launch(*arguments, script="mark('started')")

@@ -111,12 +111,9 @@ class SpreadTreesTest(plan_testing.PlanTestCase):
         machine = draw_machine(4, 1)
         with plan_testing.counted_work() as work:
             search._trees(machine)
-            once = work["tasks"]
+            self.assertGreater(work["tasks"], 0)
             search.packed_trees(machine, 100 * MB)
             search.packed_trees(machine, GB)
-            plan_testing.forget()
-            search._trees(machine)  # From the cache folder.
-            self.assertGreater(once, 0)
             again = work["tasks"]
             search._trees(machine)
             self.assertEqual(work["tasks"], again)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from unittest import mock
@@ -32,6 +33,20 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         other = tfcdo.MirroredStrategy(tu.device_names(2), own)
         self.assertIs(own, other.extended._cross_device_ops)
 
+    def test_explains_what_it_runs(self):
+        own = tfcdo.AllReduceCrossDeviceOps("ring", num_packs=0)
+        devices = tu.device_names(4)[::-1][:3]
+        strategy = tfcdo.MirroredStrategy(devices, own)
+        shapes = [(100,), (20, 30), (7,)]
+        for told in (strategy.explain(shapes), strategy.explain(shapes, "float64")):
+            self.assertEqual(("ring", devices), (told.algorithm, told.devices))
+            self.assertEqual(repr(own), told.ops)
+        self.assertEqual([800, 4800, 56], [pack.num_bytes for pack in told.packs])
+        self.assertEqual("one_device", self.strategy.explain(shapes).algorithm)
+        theirs = tfcdo.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
+        with self.assertRaisesRegex(TypeError, "cross_device_ops must be one of tfcdo's .*; got <"):
+            theirs.explain(shapes)
+
     def test_gathers_structures(self):
         """In one go; along an axis other than the first; what is not distributed stays."""
         own = [np.full([2, rank + 1], rank, np.float32) for rank in range(3)]
@@ -43,7 +58,11 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             gather.assert_called_once()
             self.assertAllEqual(np.concatenate(own, 1), result["uneven"])
             self.assertAllEqual(np.zeros([2, 3]), result["list"][0])
-        self.assertAllEqual([1, 2], self.strategy.gather([tf.constant([1, 2])], 0)[0])
+        # A plain value is there once, in the scope too.
+        plain = {"a": tf.constant([1, 2]), "b": [tf.constant([3.0])]}
+        for scope in (contextlib.nullcontext(), self.strategy.scope()):
+            with scope:
+                self.assertAllEqual(plain, self.strategy.gather(plain, 0))
         with self.assertRaisesRegex(RuntimeError, "cross-replica context"):
             self.strategy.run(lambda: self.strategy.gather([tf.ones([1])], 0))
         with self.assertRaisesRegex(ValueError, "IndexedSlices"):
@@ -99,6 +118,51 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             with self.assertRaises(Exception):  # noqa: B017 (TensorFlow's, whichever it is)
                 self.strategy.reduce("MEAN", (tu.per_replica(values),), axis=None)
 
+    @parameterized.parameters(False, True)
+    def test_a_step_runs_where_all_replicas_have_data(self, nested):
+        """Seven batches, on three replicas: the first one alone has data for a third step."""
+        with self.strategy.scope():
+            steps = tf.Variable(0, dtype=tf.int64)
+            decayed = tf.Variable(tf.ones([4, 4]))
+            total = tf.Variable(0.0)
+
+        def step(value):
+            steps.assign_add(1)
+            for _ in range(3):
+                decayed.assign(decayed - tf.linalg.matmul(decayed, decayed) / 64)
+            summed = tf.distribute.get_replica_context().all_reduce("SUM", value)
+            if summed > 0:
+                total.assign_add(summed)
+
+        step = tf.function(step) if nested else step
+        train = tf.function(lambda data: self.strategy.run(step, (next(data),)))
+        data = tf.data.Dataset.from_tensor_slices(np.ones(7, np.float32))
+        batches = iter(self.strategy.distribute_datasets_from_function(lambda _: data))
+        with self.assertRaises(tf.errors.OutOfRangeError):
+            while True:
+                train(batches)
+        expected = np.ones([4, 4])
+        for _ in range(2 * 3):
+            expected -= expected @ expected / 64
+        for rank in range(3):
+            self.assertAllEqual(2, steps.values[rank])
+            self.assertAllEqual(6.0, total.values[rank])
+            self.assertAllClose(expected, decayed.values[rank])
+
+    def test_a_step_creates_variables(self):
+        made: list[tf.Variable] = []
+
+        def step(value):
+            if not made:
+                made.extend([tf.Variable(tf.fill([2], 3.0)), tf.Variable(lambda: tf.ones([2]))])
+            made[0].assign_add(value * made[1])
+
+        train = tf.function(lambda value: self.strategy.run(step, (value,)))
+        for _ in range(2):
+            train(tf.constant(2.0))
+        for variable in made[0].values:
+            self.assertAllEqual([7.0, 7.0], variable)
+
     def test_keras_trains_where_the_first_batch_does_not_divide(self):
         self.check_fit(np.linspace(-1, 1, 20).reshape(10, 2).astype(np.float32), 4)
 
@@ -106,6 +170,18 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         words = np.array([["a"], ["b"], ["c"], ["a"], ["b"], ["d"]])
         lookup = keras.layers.StringLookup(vocabulary=["a", "b", "c", "d"], output_mode="one_hot")
         self.check_fit(words, 6, lookup)
+
+    def test_a_strategy_that_inherits(self):
+        class Strategy(tfcdo.MirroredStrategy):
+            def reduce(self, reduce_op, value, axis=None):
+                return self.counted(super().reduce, reduce_op, value, axis)
+
+            def counted(self, reduce, *arguments):
+                return reduce(*arguments)
+
+        self.strategy = Strategy(tu.device_names(3))
+        self.check_fit(np.linspace(-1, 1, 20).reshape(10, 2).astype(np.float32), 4)
+        self.test_what_nobody_can_add_is_refused()
 
     def check_fit(self, inputs, batch, *layers):
         def trained(strategy):
@@ -123,6 +199,42 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         ):
             self.assertEqual(expected.shape, weights.shape)
             self.assertTrue(np.all(np.isfinite(weights)))
+
+
+class MetricsTest(tf.test.TestCase):
+    def history(self, strategy):
+        keras.utils.set_random_seed(3)
+        inputs = np.random.default_rng(0).normal(size=(240, 5)).astype(np.float32)
+        targets = (inputs.sum(1, keepdims=True) > 0).astype(np.float32)
+        with strategy.scope():
+            layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(1, "sigmoid")]
+            model = keras.Sequential([keras.layers.Input((5,)), *layers])
+            metrics = ["accuracy", "mae"]
+            model.compile("sgd", "mse", metrics=metrics, steps_per_execution=20)
+        return model.fit(inputs, targets, 6, 5, shuffle=False, verbose=0).history
+
+    def test_as_on_one_device(self):
+        """Also with Keras 3.7 to 3.9, whose metrics TensorFlow's strategies add up twice."""
+        expected = self.history(tf.distribute.get_strategy())
+        self.assertAllClose(expected, self.history(tfcdo.MirroredStrategy(tu.device_names(3))))
+
+    def test_of_keras_that_asks_for_sums_only(self):
+        own = {"trainable": False, "dtype": "float32", "aggregation": tf.VariableAggregation.SUM}
+        for version, expected in (("3.6.0", 5.0), ("3.8.0", 3.0), ("3.10.0", 5.0)):
+            strategy = tfcdo.MirroredStrategy(tu.device_names(2))
+            with mock.patch.object(keras, "__version__", version), strategy.scope():
+                total = keras.Variable(0.0, trainable=False, aggregation="sum")
+                of_the_user = tf.Variable(0.0, **own)
+
+            def step(total=total, of_the_user=of_the_user):
+                for variable in (total, of_the_user):
+                    variable.assign(variable + tf.constant(1.0))
+                rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+                total.assign(total + tf.cast(rank, tf.float32))
+
+            strategy.run(step)
+            self.assertAllEqual(expected, total.value)
+            self.assertAllEqual(2.0, of_the_user)
 
 
 class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
@@ -181,6 +293,31 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual([2, 2], total[1])
         with strategy.scope():
             self.assertTrue(tfcdo.is_chief())
+
+    @parameterized.parameters(
+        lambda: tfcdo.MirroredStrategy(tu.device_names(2)),
+        lambda: tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=2),
+    )
+    def test_replicas_reduce_through_the_extended(self, make):
+        """As other libraries do, and variables that are aggregated when they are assigned."""
+        strategy = make()
+        with strategy.scope():
+            variable = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+
+        def step():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            value = tf.cast(replica + 1, tf.float32)
+            variable.assign_add(value)
+            sums = strategy.extended._replica_ctx_all_reduce("SUM", {"a": [value]})
+            rows = tf.IndexedSlices(value[tf.newaxis], tf.constant([1]), tf.constant([2]))
+            return sums["a"][0], strategy.extended._replica_ctx_all_reduce(tu.MEAN, rows).values
+
+        for mode in (lambda body: body, tf.function):
+            variable.assign(0.0)
+            sums, rows = mode(lambda: strategy.run(step))()
+            self.assertAllEqual([3.0, 3.0], sums.values)
+            self.assertAllEqual([[1.5], [1.5]], rows.values)
+            self.assertAllEqual(3.0, variable)
 
     def test_more_devices_than_there_are(self):
         # Another test file of this process may have asked for more devices than this one.

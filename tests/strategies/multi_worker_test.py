@@ -15,9 +15,10 @@ from absl.testing import parameterized
 from tfcdo.execute import wire
 
 _TIMEOUT = 240.0
+_UNLIKE = ("unlike_correct", "unlike_refused")
 # (scenario, how far from one device): near float32 rounding, but for layers that compute in 16
 # bits, whose gradients are rounded on each replica.
-TRAINING = {"fit": 2e-6, "own_loop": 2e-2}
+TRAINING = {"fit": 2e-6, "own_loop": 2e-2, "end_of_data": 2e-6}
 
 
 class TrainingTest(tf.test.TestCase, parameterized.TestCase):
@@ -31,7 +32,18 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
     # Other numbers of hosts or devices change who sends what, which values and sums show, and not
     # what a training asks for.
     @parameterized.parameters(
-        (2, 2, ("fit", "values", "wire_between", "requires_nccl")),
+        (
+            *(2, 2),
+            (
+                *_UNLIKE,
+                "explained",
+                "fit",
+                "end_of_data",
+                "values",
+                "wire_between",
+                "requires_nccl",
+            ),
+        ),
         (3, 1, ("values", "wire_between")),
         (2, 3, ("own_loop", "flat")),
     )
@@ -75,8 +87,9 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
             for case in host_wire.CASES:
                 with self.subTest(f"{name} {case}"):
                     self.check_cast(name, case, hosts, hosts * devices, results)
-            # None of these is cast: a small pack, other dtypes, integers even as they are averaged.
-            for case in ("small", "int32", "float16", "mean of int32"):
+            # None of these is cast: a small pack, other dtypes, integers even as they are averaged,
+            # and a value that is reduced alone.
+            for case in ("small", "int32", "float16", "mean of int32", "alone"):
                 self.assertAllEqual(results[f"uncast {case}"], results[f"{name} {case}"])
             # Each sends all other hosts their shares, and its sums; float16 with a scale for each.
             row = 2 * 4800 // hosts + (4 if name == "float16" else 0)

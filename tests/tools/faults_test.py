@@ -17,7 +17,7 @@ from tfcdo.launch import cluster
 
 _HOSTS = fault_training.Hosts(2, 1)
 
-# A host that comes to the roll call and ends before TensorFlow's server has started, and one that
+# A host that comes to the rendezvous and ends before TensorFlow's server has started, and one that
 # is left alone with a server that has.
 _ENDS_EARLY = """
 import os, sys, tfcdo

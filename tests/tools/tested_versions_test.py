@@ -16,9 +16,11 @@ _JUNIT = """\
 """
 
 
-def _entry(tensorflow: str, python: str, passed: int = 1) -> tested_versions.Entry:
+def _entry(
+    tensorflow: str, python: str, passed: int = 1, keras: str = "3.15.1"
+) -> tested_versions.Entry:
     numbers: tested_versions.Entry = {"passed": passed, "failed": 0, "skipped": 0}
-    return {"tensorflow": tensorflow, "python": python, "keras": "3", "numpy": "2", **numbers}
+    return {"tensorflow": tensorflow, "python": python, "keras": keras, "numpy": "2", **numbers}
 
 
 class RecordTest(absltest.TestCase):
@@ -39,6 +41,12 @@ class RecordTest(absltest.TestCase):
             [(entry["tensorflow"], entry["python"], entry["passed"]) for entry in record],
             [("2.9.0", "3.10.1", 1), ("2.16.2", "3.12.1", 1), ("2.21.0", "3.11.9", 7)],
         )
+
+    def test_the_old_keras_has_an_entry_of_its_own(self):
+        record = [_entry("2.21.0", "3.11.7")]
+        for keras in ("3.8.0", "3.16.0"):
+            record = tested_versions.with_entry(record, _entry("2.21.0", "3.11.7", 2, keras))
+        self.assertEqual(["3.8.0", "3.16.0"], [entry["keras"] for entry in record])
 
     def test_the_page_is_made_from_the_record(self):
         record = tested_versions.read_record()

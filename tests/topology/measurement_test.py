@@ -1,4 +1,4 @@
-"""Measuring this machine: kept, named by what the devices are, and found by `detect`."""
+"""Measuring this machine: in a file, named by what the devices are, and used where it is passed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
 
+import tfcdo
+from tfcdo import log
 from tfcdo import topology
 from tfcdo.topology import detection
 from tfcdo.topology import measured
+from tfcdo.topology import measurement
 
 
 class MeasureTest(tf.test.TestCase, parameterized.TestCase):
@@ -21,7 +24,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         super().setUp()
         self.folder = measurement_testing.measure_briefly(self)
 
-    def test_is_kept_and_detected(self):
+    def test_is_kept_and_not_used_unasked(self):
         devices = tu.device_names(3)
         self.assertEqual(topology.detect(devices).name, "shared_memory")
         parts: list[float] = []
@@ -37,12 +40,54 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         for name in ("addition_bandwidth", "memory_bandwidth", "op_seconds"):
             self.assertGreater(getattr(found, name), 0.0)
             self.assertLess(getattr(found, name), math.inf)
-        # A process that comes later reads the file, for the same devices alone.
-        self.assertEqual(topology.detect(devices), found)
         (file,) = self.folder.iterdir()
         self.assertStartsWith(file.name, "measured-3-cpu-devices-of-")
-        self.assertEqual(topology.detect(devices[:2]).name, "shared_memory")
-        self.assertEqual(topology.detect(["CPU:0", "CPU:1", "GPU:0"]).name, "fully_connected")
+        self.assertEqual(getattr(measured.load(found.name), "topology", None), found)
+        # Not in this process, and not in one that comes later.
+        for _ in range(2):
+            self.assertEqual(topology.detect(devices).name, "shared_memory")
+            reason = tfcdo.AutoAllReduce(nccl=False).explain([(3,)], devices=devices).reason
+            self.assertIn("the topology 'shared_memory' was detected", reason)
+            detection._detect.cache_clear()
+
+    def test_is_used_where_it_is_passed(self):
+        devices, path = tu.device_names(3), self.folder / "mine.json"
+        found = topology.measure(devices, path=path)
+        self.assertEqual([path], list(self.folder.iterdir()))
+        written = self.folder / "topology.json"
+        written.write_text(found.to_json())
+        for given in (path, str(path), written, found):
+            ops = tfcdo.HierarchicalCopyAllReduce(topology=given)
+            told = ops.explain([(3,)], devices=devices)
+            self.assertIn(f"the topology {found.name!r} was given", told.reason)
+            self.assertIn(found.name, repr(ops))
+
+    def test_other_files_are_refused(self):
+        damaged = self.folder / "damaged.json"
+        for content, reason in (
+            ("{", "not a JSON text"),
+            ("{}", "not a topology"),
+            ('{"date": "2026-01-01"}', "missing required field `topology`"),
+            (b"\xff", "codec can't decode"),
+        ):
+            damaged.write_bytes(content if isinstance(content, bytes) else content.encode())
+            with self.assertRaisesRegex(ValueError, f"topology must be .*damaged.json: .*{reason}"):
+                tfcdo.AutoAllReduce(topology=damaged)
+        with self.assertRaisesRegex(
+            ValueError, "topology must be a file .*none.json: No such file"
+        ):
+            tfcdo.AutoAllReduce(topology=self.folder / "none.json")
+        with self.assertRaisesRegex(TypeError, "topology must be a .*, the path of .*; got 5"):
+            tfcdo.AutoAllReduce(topology=5)  # type: ignore[arg-type]
+        with self.assertRaises(OSError):
+            topology.measure(tu.device_names(2), path=damaged / "mine.json")
+
+    def test_op_seconds_are_those_of_one_op(self):
+        clock = mock.Mock(devices=tu.device_names(4), on_cpu=True)
+        clock.additions.return_value = clock.packing.return_value = 1e-3
+        # Each pack has an op on each of the devices.
+        clock.ops.side_effect = lambda packs: packs * 4 * 5e-6
+        self.assertAlmostEqual(measurement._topology("fake", clock).op_seconds, 5e-6)
 
     def test_a_damaged_file_is_ignored(self):
         devices = tu.device_names(2)
@@ -51,13 +96,12 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         text = file.read_text()
         for damaged in ("{", text.replace('"num_devices": 2', '"num_devices": 3')):
             file.write_text(damaged)
-            detection.forget()
+            log.warn_once.cache_clear()
             with self.assertLogs("absl", "WARNING") as logs:
-                self.assertEqual(topology.detect(devices).name, "shared_memory")
+                self.assertIsNone(measured.load(found.name))
             self.assertRegex(logs.output[0], f"ignoring .*{file.name}, which is no measurement")
         file.write_text(text)
-        detection.forget()
-        self.assertEqual(topology.detect(devices), found)
+        self.assertEqual(getattr(measured.load(found.name), "topology", None), found)
 
     def test_what_cannot_be_kept_is_returned_and_logged(self):
         (self.folder / "file").touch()
@@ -77,6 +121,29 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
     def test_other_devices_are_refused(self, devices, message):
         with self.assertRaisesRegex(ValueError, f"devices must be .*{message}"):
             topology.measure(devices)
+
+    @parameterized.parameters(
+        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "{}"}, "tfcdo"),
+        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": "{}"}, ".cache/tfcdo"),
+        ({"TFCDO_CACHE_DIR": "{}", "XDG_CACHE_HOME": "/elsewhere"}, "."),
+        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "relative", "HOME": "{}"}, ".cache/tfcdo"),
+        ({"TFCDO_CACHE_DIR": "~/mine", "HOME": "{}"}, "mine"),
+    )
+    def test_where(self, variables, folder):
+        found = measured.Measured(topology.preset("pcie"), "2026-01-01")
+        variables = {key: value.format(self.folder) for key, value in variables.items()}
+        with mock.patch.dict(os.environ, variables):
+            self.assertEqual(self.folder / folder, measured.save(found).parent)
+
+    def test_without_a_home(self):
+        with (
+            mock.patch.dict(os.environ, TFCDO_CACHE_DIR="", XDG_CACHE_HOME=""),
+            # A user that is a mere number, as in a container.
+            mock.patch("pwd.getpwuid", side_effect=KeyError("uid not found")),
+            self.assertRaisesRegex(RuntimeError, "there is no home directory"),
+        ):
+            os.environ.pop("HOME", None)
+            measured.save(measured.Measured(topology.preset("pcie"), "2026-01-01"))
 
     def test_two_names_never_share_a_file(self):
         machine = topology.preset("pcie")

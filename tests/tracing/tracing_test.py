@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import pathlib
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any, ClassVar
 from unittest import mock
 
 import keras
 import tensorflow as tf
 import testing_utils as tu
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 from cli_testing import run_tfcdo
 
 import tfcdo
-from tfcdo import log
-from tfcdo import tf_internals
+from tfcdo import log, tf_internals
 from tfcdo.execute import planned
 from tfcdo.keras import trace_summary
 from tfcdo.plan import batch_plan
+from tfcdo.plan import copy_tree
 from tfcdo.plot import trace as trace_plot
-from tfcdo.tracing import edges
-from tfcdo.tracing import recording
-from tfcdo.tracing import summary
+from tfcdo.tracing import edges, profile, recording, summary
 from tfcdo.tracing.profile import Event
 
 _STEPS = 3
@@ -37,8 +36,13 @@ _DEVICES = 3
 
 def _training_step() -> Any:
     """A step with two packs, whose trees have 0 and 1 as roots and two edges each."""
-    ops = tfcdo.HierarchicalCopyAllReduce(num_packs=2)
-    values = tu.per_replica([tf.ones([60_000])] * _DEVICES)
+    return _step(tfcdo.HierarchicalCopyAllReduce(num_packs=2), range(_DEVICES))
+
+
+def _step(ops: Any, devices: Sequence[int]) -> Any:
+    values = tu.per_replica(
+        [tf.ones([60_000])] * len(devices), [tu.device_name(device) for device in devices]
+    )
 
     @tf.function
     def step() -> Any:
@@ -118,6 +122,11 @@ class TraceTest(tf.test.TestCase):
         # Of one step: each pack's copies and additions, one for each edge.
         simulated = [one for one in bars if one["pid"] == 3]
         self.assertLen(simulated, 2 * (4 + 2))
+        # Planned is set beside the typical step, from when its all-reduce began.
+        (runs,) = self.traced.recording.runs_of_step().values()
+        begin = min(run.start for run in runs)
+        self.assertGreater(begin, 0.0)
+        self.assertAlmostEqual(min(one["ts"] for one in simulated), begin * 1e6)
         self.assertEqual(self.content["otherData"]["summary"], str(self.traced.summary))
         ops = {one["name"] for one in bars if one["pid"] == 1}
         self.assertTrue(any(name.startswith("computation/") for name in ops))
@@ -126,6 +135,9 @@ class TraceTest(tf.test.TestCase):
         self.assertEqual(self.picture[:8], b"\x89PNG\r\n\x1a\n")
         figure: Any = trace_plot.draw_trace(self.traced.recording)
         ran, simulated = figure.axes
+        # One scale, so that lengths can be compared.
+        self.assertEqual(ran.get_xlim(), simulated.get_xlim())
+        self.assertEqual(ran.get_xlabel(), simulated.get_xlabel())
         self.assertIn("what ran", ran.get_title(loc="left"))
         self.assertIn("what was planned", simulated.get_title(loc="left"))
         self.assertContainsSubset(
@@ -153,6 +165,60 @@ class WireTest(tf.test.TestCase):
                 *[(edges.BROADCAST, (1,), child) for child in (0, 2)],
             ],
         )
+
+
+class OtherPlansTest(tf.test.TestCase):
+    """Of several plans with one scope, the one that ran is shown."""
+
+    def trace_of(self, devices: Sequence[int], *, between: Any) -> Any:
+        """Records a step on some devices, after something else was done."""
+        ops = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
+        step = _step(ops, devices)
+        step()
+        between()
+        profiler = recording.Profiler()
+        profiler.start()
+        step()
+        step()
+        return profiler.stop()
+
+    def check(self, found: Any, devices: Sequence[int]) -> None:
+        (runs,) = found.runs_of_step().values()
+        plan: Any = edges.plan_of(runs, found.planned)
+        self.assertEqual(tuple(map(tu.device_name, devices)), plan.devices)
+        copies = {run.way for run in runs if run.kind == edges.REDUCE}
+        self.assertEqual({"1→0", "2→1"}, copies)
+        lanes = {recording.lane_of_task(task) for task in found.planned_tasks(runs)}
+        self.assertContainsSubset(copies, lanes)
+
+    def test_the_same_devices_in_another_order(self):
+        for devices, other in (((0, 1, 2), (2, 0, 1)), ((1, 0, 2), (1, 2, 0))):
+            star = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
+            found = self.trace_of(devices, between=_step(star, other))
+            self.check(found, devices)
+
+    def test_explaining_is_no_plan(self):
+        ops = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
+        before = planned.recent()
+        told = ops.explain([(60_000,)], devices=tu.device_names(3)[::-1])
+        self.assertEqual(before, planned.recent())
+        self.assertLen(told.packs, 1)
+        devices = (0, 1, 2)
+        explain = functools.partial(ops.explain, [(60_000,)], devices=tu.device_names(3)[::-1])
+        self.check(self.trace_of(devices, between=explain), devices)
+
+    def test_two_orders_in_one_profile(self):
+        star = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
+        steps = [_step(star, order) for order in ((0, 1, 2), (2, 0, 1))]
+        for step in steps:
+            step()
+        profiler = recording.Profiler()
+        profiler.start()
+        for step in steps:
+            step()
+        runs = profiler.stop().runs
+        copies = [run.way for run in runs if run.kind == edges.REDUCE]
+        self.assertCountEqual(["1→0", "2→1"] * 2, copies)
 
 
 class ArgumentsTest(parameterized.TestCase):
@@ -184,6 +250,23 @@ class ArgumentsTest(parameterized.TestCase):
 
 def _op(name: str, start: float, end: float, op: str = "Add") -> Event:
     return Event(name, op, start, end, "thread")
+
+
+class ProfileTest(absltest.TestCase):
+    def test_halves_of_an_op_are_joined_in_their_order(self):
+        """A receive of one name waits in two steps at once: the first to begin ends first."""
+        halves = [
+            _op("x/_2", 4, 4, "_Recv Done"),
+            _op("x/_2", 1, 1, "_Recv Start"),
+            _op("x/_2", 2, 2, "_Recv Start"),
+            _op("y/_2", 3, 3, "_Recv Done"),
+            _op("x/_2", 7, 7, "_Recv Done"),
+            _op("z", 0, 8),
+        ]
+        joined = [(one.name, one.op, one.start, one.end) for one in profile._joined(halves)]
+        self.assertCountEqual(
+            joined, [("x/_2", "_Recv", 1, 4), ("x/_2", "_Recv", 2, 7), ("z", "Add", 0, 8)]
+        )
 
 
 class SummaryTest(absltest.TestCase):
@@ -246,6 +329,11 @@ class SummaryTest(absltest.TestCase):
                 edges.EdgeRun("tfcdo", 4, edges.BROADCAST, (0,), 1, 9.0, 9.5),
             ],
         )
+
+    def test_intervals(self):
+        self.assertEqual(summary.union([(3, 4), (0, 2), (1, 2.5)]), [(0, 2.5), (3, 4)])
+        self.assertEqual(summary.intersection([(0, 2), (3, 5)], [(1, 4)]), [(1, 2), (3, 4)])
+        self.assertEqual(summary.intersection([(1, 4)], [(0, 2), (3, 5)]), [(1, 2), (3, 4)])
 
     def test_nothing(self):
         self.assertStartsWith(str(summary.summarize([], [])), "no all-reduce of tfcdo ran")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pathlib
+import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
@@ -21,7 +22,7 @@ from tfcdo.launch import supervisor
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
-class Hosts(options.ParamType):
+class HostList(options.ParamType):
     """Addresses of workers, separated by commas."""
 
     name = "hosts"
@@ -47,7 +48,7 @@ class Hosts(options.ParamType):
 )
 @click.option(
     "--hosts",
-    type=Hosts(),
+    type=HostList(),
     metavar="A:PORT,...",
     help="The workers' addresses, one a host. Run the same command on each of these hosts, with "
     "its own --index.",
@@ -156,18 +157,21 @@ def _workers(
 ) -> Iterator[Sequence[supervisor.WorkerSpec]]:
     """Gives what each worker of one run is; on one host, with free ports of its own."""
     with contextlib.ExitStack() as stack:
+        variables = {}
+        if devices_per_worker:
+            variables[environment.DEVICES_PER_WORKER] = str(devices_per_worker)
         if hosts is None:
             assert count is not None
+            # A new one for each run keeps out workers that an earlier run has left.
+            token = environment.cluster_token() or secrets.token_hex(16)
+            variables[environment.CLUSTER_TOKEN] = token
             addresses = stack.enter_context(cluster.reserved_ports(count))
             indices: Sequence[int] = range(count)
         else:
             assert index is not None
             _check_own_port(hosts[index])
             addresses, indices = hosts, [index]
-        devices = {environment.DEVICES_PER_WORKER: str(devices_per_worker)}
-        yield [
-            _worker(worker, addresses, devices if devices_per_worker else {}) for worker in indices
-        ]
+        yield [_worker(worker, addresses, variables) for worker in indices]
 
 
 def _check_own_port(address: str) -> None:

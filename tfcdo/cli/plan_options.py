@@ -134,7 +134,7 @@ _OPTIONS = (
         "--list",
         "lists",
         is_flag=True,
-        help="List the plans that need no search: bundled, and kept.",
+        help="List the plans that come with tfcdo and need no search.",
     ),
 )
 

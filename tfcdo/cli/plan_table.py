@@ -1,4 +1,4 @@
-"""Prints the tables of `tfcdo plan`: a machine's algorithms, and the plans that are kept."""
+"""Prints the tables of `tfcdo plan`: a machine's algorithms, and the bundled plans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from rich.table import Table
 
 from tfcdo.cli import options
 from tfcdo.plan import bundled_plans
-from tfcdo.plan import plan_cache
 from tfcdo.plan.evaluation import Evaluation
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_bytes
@@ -74,13 +73,13 @@ def print_table(
 
 
 def print_plans(console: Console) -> None:
-    """Prints the plans that come with the package, and those that searches have kept.
+    """Prints the plans that come with the package.
 
     Args:
       console: where.
     """
     table = Table(title="Plans that need no search", title_justify="left")
-    for heading in ("Machine", "Devices", "Found for", "Packs", "Time / bound", "Where"):
+    for heading in ("Machine", "Devices", "Found for", "Packs", "Time / bound"):
         table.add_column(heading, overflow="fold")
     bundled = [(plan.machine(), plan) for plan in bundled_plans.read()]
     bundled.sort(key=lambda pair: (pair[0].name, pair[0].num_devices, pair[1].num_bytes))
@@ -91,22 +90,5 @@ def print_plans(console: Console) -> None:
             format_bytes(plan.num_bytes),
             str(len(plan.weights)),
             f"{plan.robust_ratio:.3f}",
-            "with tfcdo",
-        )
-    all_kept = plan_cache.kept()
-    for file, kept in all_kept:
-        size, _, packs = kept.found_for.partition("-")
-        found_for = format_bytes(int(size)) if size.isdigit() else "-"
-        if packs.isdigit():
-            found_for += f" in {packs} pack{'s' if packs != '1' else ''}"
-        table.add_row(
-            kept.topology or "-",
-            str(len(kept.parents[0])) if kept.parents else "-",
-            found_for,
-            str(len(kept.weights)),
-            "-",
-            file.name,
         )
     console.print(table)
-    if all_kept:
-        console.print(f"Files are in {all_kept[0][0].parent}", soft_wrap=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +34,13 @@ _POLL = 0.5
 # By how much the other hosts are more patient than the chief, which knows who is late.
 _PATIENCE = 5.0
 LATE = "timed out"  # How each reason of this kind begins.
+SAME_CALLS = (
+    "all hosts must make the same calls, such as fit, evaluate, predict and save, on the same "
+    "number of batches"
+)
+# How long the chief, which keeps the store, stays at its end for others to read why it ends.
+_LAST_SECONDS = 8.0
+_MAX_REASON = 500  # Characters of an error's message that others are told.
 
 
 class Store(Protocol):
@@ -113,7 +121,7 @@ class Agreement:
             self._numbers[name] = number
         return number
 
-    def stray(self) -> str | None:
+    def find_mismatch(self) -> str | None:
         """Looks for a host that has come to a collective which this host has not.
 
         Returns:
@@ -151,6 +159,28 @@ class Agreement:
                 self._store.set("failed", reason)
             except Exception as error:  # Another host was first, or the chief is gone: as good.
                 logging.info("tfcdo: could not tell the other hosts: %s", error)
+
+    def leave(self) -> None:
+        """Tells the other hosts that this host's program ends, and why; the chief leaves last."""
+        me = self._cluster.name(self._cluster.index)
+        error = getattr(sys, "last_value", None)  # Python has printed it and ends.
+        if error is None:
+            reason = f"{me} has come to the end of its program before others: {SAME_CALLS}"
+        else:
+            reason = f"{me} has ended with {type(error).__name__}: {str(error)[:_MAX_REASON]}"
+        deadline = time.monotonic() + _LAST_SECONDS
+        try:
+            self._store.set(f"left/{self._cluster.index}", "")
+            # TensorFlow itself tells all hosts of one that is gone.
+            if type(error).__name__ == "UnavailableError" or self.failure() is not None:
+                return
+            self.fail(reason)
+            for host in self._cluster.others if self._cluster.is_chief else ():
+                while self._store.get(f"left/{host}", _POLL) is None:
+                    if time.monotonic() > deadline:
+                        return
+        except Exception as problem:  # The chief or another host is gone: there is nobody to tell.
+            logging.info("tfcdo: could not wait for the other hosts: %s", problem)
 
     def _lead(self, name: str, description: Description, size: int) -> int:
         for host in self._cluster.others:
@@ -214,7 +244,7 @@ class Agreement:
             if reason is not None:
                 raise (LateHostError if reason.startswith(LATE) else DisagreementError)(reason)
             if waited >= _GRACE:
-                reason = self.stray()
+                reason = self.find_mismatch()
                 if reason is not None:
                     self.fail(reason)
                     raise DisagreementError(reason)
@@ -225,7 +255,7 @@ class Agreement:
             )
             me = self._cluster.name(self._cluster.index)
             if waited >= timeout:
-                reason = f"{LATE}: {me} {message}"
+                reason = f"{LATE}: {me} {message}; {SAME_CALLS}"
                 self.fail(reason)
                 raise LateHostError(reason)
             logging.warning("tfcdo: %s %s", me, message)

@@ -67,18 +67,7 @@ class Cluster:
 
 
 def from_resolver(resolver: Any) -> Cluster | None:
-    """Asks a `tf.distribute.cluster_resolver.ClusterResolver` for the cluster.
-
-    Args:
-      resolver: the argument `cluster_resolver` of a strategy.
-
-    Returns:
-      As `from_spec`.
-
-    Raises:
-      TypeError: if it is no cluster resolver.
-      ValueError: as `from_spec`.
-    """
+    """Returns the hosts of a `tf.distribute.cluster_resolver.ClusterResolver`; see `from_spec`."""
     if not hasattr(resolver, "cluster_spec"):
         raise TypeError(
             "cluster_resolver must be a tf.distribute.cluster_resolver.ClusterResolver or None; "
@@ -89,15 +78,12 @@ def from_resolver(resolver: Any) -> Cluster | None:
 
 
 def from_spec(spec: Mapping[str, Sequence[str]], job: Any, index: Any) -> Cluster | None:
-    """Checks the description of a cluster and finds this process's place in it.
+    """Returns the hosts that train together; None if this process is on its own or evaluates.
 
     Args:
       spec: the addresses of each job's tasks; empty for a process on its own.
       job: the job that this process belongs to.
       index: its number in that job.
-
-    Returns:
-      The hosts that train together; None if this process trains alone, as an evaluator does.
 
     Raises:
       ValueError: if the description contradicts itself; the message says where.
@@ -109,13 +95,16 @@ def from_spec(spec: Mapping[str, Sequence[str]], job: Any, index: Any) -> Cluste
             "TF_CONFIG, or the cluster resolver, must say which task of the cluster this process "
             f"is (a task type and an index); got the cluster {dict(spec)} and no task"
         )
-    if job not in spec and job != "evaluator":
+    if job == "evaluator" and job not in spec:
+        raise ValueError(
+            "an evaluator must be in the cluster with its address, or have no TF_CONFIG; got "
+            f"the cluster {dict(spec)}"
+        )
+    if job not in spec:
         raise ValueError(f"the task type must be one of {sorted(spec)}; got {job!r}")
     if isinstance(index, bool) or not isinstance(index, int):
         raise ValueError(f"the task index must be an int; got {index!r}")
-    if job == "evaluator":
-        return None
-    if job not in _TRAINING_JOBS:
+    if job not in (*_TRAINING_JOBS, "evaluator"):
         raise ValueError(
             f"the task type must be 'chief', 'worker' or 'evaluator' to train; got {job!r}"
         )
@@ -126,6 +115,8 @@ def from_spec(spec: Mapping[str, Sequence[str]], job: Any, index: Any) -> Cluste
             f"the task index must be one of the {len(spec[job])} of job {job!r}, 0 to "
             f"{len(spec[job]) - 1}; got {index}"
         )
+    if job == "evaluator":
+        return None
     tasks = [
         Task(name, number, address)
         for name in _TRAINING_JOBS
@@ -137,18 +128,21 @@ def from_spec(spec: Mapping[str, Sequence[str]], job: Any, index: Any) -> Cluste
     twice = sorted({address for address in addresses if addresses.count(address) > 1})
     if twice:
         raise ValueError(f"each task must have an address of its own; {twice[0]} is there twice")
+    other_jobs = sorted(set(spec) - {*_TRAINING_JOBS, "evaluator"})
+    if len(tasks) == 1 and other_jobs:
+        # With more of them, tfcdo tells TensorFlow whom to wait for.
+        raise ValueError(
+            f"a cluster whose only training task is of job {job!r} must have no other jobs, whose "
+            f"tasks TensorFlow waits for without end; got {other_jobs}"
+        )
     return Cluster(tuple(tasks), [(task.job, task.index) for task in tasks].index((job, index)))
 
 
-def check_tf_config() -> None:
-    """Checks the environment variable TF_CONFIG, as far as TensorFlow's resolver relies on it.
-
-    Raises:
-      ValueError: if it is not JSON, or not of the documented form.
-    """
+def from_tf_config() -> Cluster | None:
+    """Returns the hosts that TF_CONFIG names; raises a `ValueError` if it is not as documented."""
     text = os.environ.get("TF_CONFIG", "")
     if not text.strip():
-        return
+        return None
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
@@ -169,29 +163,14 @@ def check_tf_config() -> None:
             )
         for address in addresses:
             split_address(address)
-    if cluster:
-        index = task.get("index")
-        if isinstance(index, str) and index.isdigit():  # As TensorFlow reads it.
-            index = int(index)
-        from_spec(cluster, task.get("type"), index)
+    index = task.get("index")
+    if isinstance(index, str) and index.isdigit():  # As TensorFlow reads it.
+        index = int(index)
+    return from_spec(cluster, task.get("type"), index)
 
 
 def split_address(address: Any) -> tuple[str, int]:
-    """Splits an address into a host name and a port.
-
-    Args:
-      address: `host:port`; a host may be a name, an IPv4 address or an IPv6 address in brackets.
-
-    Returns:
-      The host and the port.
-
-    Raises:
-      ValueError: if it is anything else.
-
-    Example:
-      >>> split_address("[::1]:2222")
-      ('::1', 2222)
-    """
+    """Returns the host and port of `host:port`, where an IPv6 address stands in brackets."""
     try:
         if not isinstance(address, str):
             raise ValueError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -61,15 +62,15 @@ class Session:
             with self._lock:
                 if name not in self._texts:
                     # Before the hosts agree, so that no other one has to wait for it.
-                    self._texts[name] = make()
-                    self._store.set(name, self._texts[name])
+                    text = make()
+                    self._store.set(name, text)
+                    self._texts[name] = text
         self.agree(description)
-        if name not in self._texts:
-            text = self._store.get(name, self._timeout)
-            if text is None:
-                raise LateHostError(f"{LATE}: {self.cluster.name(0)} does not answer")
-            self._texts[name] = text
-        return self._texts[name]
+        agreed = self._texts.get(name) or self._store.get(name, self._timeout)
+        if agreed is None:
+            raise LateHostError(f"{LATE}: {self.cluster.name(0)} does not answer")
+        self._texts[name] = agreed
+        return agreed
 
     def next_keys(self, description: Mapping[str, Any], count: int) -> list[int]:
         """Returns the keys for the next use of one kind of collectives, the same on all hosts.
@@ -90,6 +91,10 @@ class Session:
     def watch(self, description: Mapping[str, Any], read: Callable[[], int]) -> None:
         """Starts to watch one kind of collectives; see `Watch.add`."""
         self._watch.add(description, read)
+
+    def leave(self) -> None:
+        """Tells the other hosts that this program ends."""
+        self._agreement.leave()
 
 
 # TensorFlow joins one cluster in the life of a process, and its servers do not end before that.
@@ -116,6 +121,7 @@ def join(cluster: config.Cluster, store: Store, abort: watch.Abort, timeout: flo
     global _current
     if _current is None:
         _current = Session(cluster, store, abort, timeout)
+        atexit.register(_current.leave)
     if _current.cluster != cluster:
         raise ValueError(
             f"all strategies of a process must be of one cluster; got {cluster} after "

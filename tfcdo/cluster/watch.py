@@ -22,16 +22,16 @@ from tfcdo.cluster import config
 Abort = Callable[[bool, str], None]
 
 _INTERVAL = 2.0  # Seconds between two looks.
+# From then on, this looks whether another host has given up. TensorFlow, which does not say why,
+# counts a host as gone 10 s after its last heartbeat.
+_NEWS_AFTER = 4.0
 _SUSPECT_AFTER = 10.0  # From then on, other hosts can read what this one waits in.
 _STATUS_TIMEOUT = 0.05
 
 
 @dataclasses.dataclass
 class _Watched:
-    """One kind of collectives, and when its counter last moved.
-
-    A counter counts entering and leaving: it is odd while a collective waits for other hosts.
-    """
+    """A kind of collectives, and when its counter, odd while one waits, last moved."""
 
     description: agreement.Description
     read: Callable[[], int]
@@ -56,16 +56,7 @@ class _Watched:
 
 
 class Watch:
-    """Watches the collectives of this process from a thread of its own.
-
-    Args:
-      cluster: the hosts.
-      store: the key-value store that they share.
-      agreement_: this host's part in agreeing with them.
-      abort: ends all collectives of this process with an error.
-      timeout: how many seconds a collective may wait for other hosts.
-      clock: gives the time in seconds.
-    """
+    """Watches the collectives of this process from a thread of its own."""
 
     def __init__(
         self,
@@ -90,12 +81,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def add(self, description: agreement.Description, read: Callable[[], int]) -> None:
-        """Starts to watch a kind of collectives.
-
-        Args:
-          description: what it is.
-          read: reads its counter of events, entering and leaving.
-        """
+        """Starts to watch a kind of collectives, whose counter of events `read` reads."""
         with self._lock:
             self._watched[agreement.digest(description)] = _Watched(description, read)
             if self._thread is None:
@@ -122,18 +108,21 @@ class Watch:
         """Looks once; returns whether the collectives have been ended, so that all is over."""
         now = self._clock()
         waiting = self._longest_waiting(now)
-        if waiting is None or now - waiting.since < _SUSPECT_AFTER:
+        waited = 0.0 if waiting is None else now - waiting.since
+        reason = self._agreement.failure() if waited >= _NEWS_AFTER else None
+        if reason is None and (waiting is None or waited < _SUSPECT_AFTER):
             self._publish(None)
             self._next_line = agreement.LOG_AFTER
             return False
+        assert waiting is not None
         self._publish(waiting.status)
-        waited = now - waiting.since
-        reason = self._agreement.failure() or self._agreement.stray()
+        reason = reason or self._agreement.find_mismatch()
         if reason is not None:
             self._give_up(False, reason)
             return True
         if waited >= self._timeout:
-            self._give_up(True, f"{agreement.LATE}: {self._line(waiting, waited)}")
+            line = self._line(waiting, waited)
+            self._give_up(True, f"{agreement.LATE}: {line}; {agreement.SAME_CALLS}")
             return True
         if waited >= self._next_line:
             self._next_line += agreement.LOG_AFTER
@@ -143,11 +132,12 @@ class Watch:
     def _longest_waiting(self, now: float) -> _Watched | None:
         with self._lock:
             watched = list(self._watched.values())
-        for one in watched:
-            count = one.read()
-            if count != one.count:
-                one.count, one.since = count, now
-        return min((one for one in watched if one.waits), key=lambda one: one.since, default=None)
+        for kind in watched:
+            count = kind.read()
+            if count != kind.count:
+                kind.count, kind.since = count, now
+        waiting = (kind for kind in watched if kind.waits)
+        return min(waiting, key=lambda kind: kind.since, default=None)
 
     def _give_up(self, late: bool, reason: str) -> None:
         self._agreement.fail(reason)
@@ -166,19 +156,22 @@ class Watch:
 
     def _line(self, waiting: _Watched, waited: float) -> str:
         me = self._cluster.name(self._cluster.index)
-        culprits = ", ".join(self._waited_for(waiting)) or "all hosts at once: is the network down?"
-        return f"{waiting} has waited {waited:.0f} s on {me} for {culprits}"
+        late = ", ".join(self._waited_for(waiting)) or "all hosts at once: is the network down?"
+        return f"{waiting} has waited {waited:.0f} s on {me} for {late}"
 
     def _waited_for(self, waiting: _Watched) -> list[str]:
-        found = []
+        """Names the hosts that have not come to a collective, and where they are."""
+        late = []
         for host in self._cluster.others:
             status = self._store.get(f"waiting/{host}", _STATUS_TIMEOUT)
             if status is None:
-                found.append(f"{self._cluster.name(host)}, which is busy or stopped")
-            elif status != waiting.status:
-                name, count = json.loads(status)
-                with self._lock:
-                    theirs = self._watched.get(name)
-                what = dataclasses.replace(theirs, count=count) if theirs else "another collective"
-                found.append(f"{self._cluster.name(host)}, which waits in {what}")
-        return found
+                late.append(f"{self._cluster.name(host)}, which is busy or stopped")
+                continue
+            name, count = json.loads(status)
+            with self._lock:
+                theirs = self._watched.get(name)
+            if theirs is waiting and count >= waiting.count:
+                continue  # It waits as well, or is ahead.
+            place = dataclasses.replace(theirs, count=count) if theirs else "another collective"
+            late.append(f"{self._cluster.name(host)}, which waits in {place}")
+        return late

@@ -39,12 +39,14 @@ class Runtime:
       residuals: the rounding errors of the step before; None without error feedback.
       accumulate: the accumulation_fn of "user" packs.
       axis: the axis to gather along.
+      remembered: whether a trace may show this run; False for ops that never run.
     """
 
     exchange: Exchange | None = None
     residuals: Residuals | None = None
     accumulate: Callable[[list[tf.Tensor]], tf.Tensor] | None = None
     axis: Any = 0
+    remembered: bool = True
 
 
 def run(
@@ -62,7 +64,8 @@ def run(
       `[v][node]`: the result for value `v` on each node; None on a node that gets none.
     """
     with tf.name_scope("tfcdo"):
-        planned.remember(plan, devices)
+        if runtime.remembered:
+            planned.remember(plan, devices)
         with tf.name_scope("fuse"):
             packed = _pack_all(plan, values, devices)
         results: list[Held] = []

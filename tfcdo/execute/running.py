@@ -72,7 +72,7 @@ def emit(
     question: Question, plan: Plan, network: Network | None, accumulate: Accumulate | None
 ) -> None:
     """Creates the ops of a plan in the current graph, without residuals: nothing is reduced."""
-    runtime = Runtime(_exchange(plan, network), None, accumulate)
+    runtime = Runtime(_exchange(plan, network), None, accumulate, remembered=False)
     interpreter.run(plan, question.values, question.devices, runtime)
 
 

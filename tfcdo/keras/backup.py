@@ -14,11 +14,12 @@ import keras
 import tensorflow as tf
 
 from tfcdo import strategies
+from tfcdo.keras.callback import Callback
 
 _COMPLETE = re.compile(r"epoch-(\d+)")
 
 
-class BackupAndRestore(keras.callbacks.Callback):
+class BackupAndRestore(Callback):
     """`keras.callbacks.BackupAndRestore` for several hosts, safe against a kill at any moment.
 
     Keras's callback overwrites the weights and then a file with the epoch: killed in between, it

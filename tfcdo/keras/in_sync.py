@@ -10,6 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfcdo import checks
+from tfcdo.keras.callback import Callback
 
 # Odd numbers without pattern, as in hash functions of 64 bits.
 _OF_INDEX, _FIRST, _SECOND = (
@@ -20,7 +21,7 @@ _HALF = np.int64(32)
 _INTEGER_OF_SIZE = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
-class CheckInSync(keras.callbacks.Callback):
+class CheckInSync(Callback):
     """Compares the replicas' weights, on all hosts, while a model trains.
 
     Each replica makes one number of 64 bits from the bits of each trainable variable and of each
@@ -63,8 +64,10 @@ class CheckInSync(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Compares the replicas if it is time to; Keras calls it."""
-        # With `steps_per_execution` Keras calls once for several steps.
-        self._step = self._steps_of_past_epochs + batch + 1
+        # With `steps_per_execution` Keras calls once for several steps, and counts the last ones of
+        # an epoch in full.
+        steps = (self.params or {}).get("steps") or batch + 1
+        self._step = self._steps_of_past_epochs + min(batch + 1, steps)
         if self._step // self._every > self._checked // self._every:
             self._check()
 

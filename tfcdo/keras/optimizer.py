@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     the same optimizer does as on one device. The sum is formed by the strategy's cross-device ops,
     once an update: while gradients accumulate, each replica adds to its own and nothing travels.
 
-    On one replica this is the optimizer inside. It must be the outermost one: pass a
+    A gradient that all replicas share, one tensor, counts once for each replica. None on some
+    replicas counts as zeros. Variables that Keras overwrites with their gradients, the scales of
+    float8, get the largest of all replicas.
+
+    Without a strategy this is the optimizer inside. It must be the outermost one: pass a
     `LossScaleOptimizer` to it, not it to a `LossScaleOptimizer`, which would look for overflows on
     the first replica only. With a policy such as `mixed_float16`, which makes `Model.compile` put a
     `LossScaleOptimizer` around every other optimizer, write
@@ -78,6 +83,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         super().__init__(learning_rate=lambda: optimizer.learning_rate, name=name)
         self.inner_optimizer = optimizer
         self._iterations = optimizer._iterations
+        # While one thread applies gradients, methods of the optimizer inside are replaced.
+        self._applying = threading.RLock()
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What wraps an optimizer takes its loss scale away: this is how one learns of it.
@@ -116,7 +123,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             made in the scope of the strategy that runs.
         """
         strategy = tf.distribute.get_strategy()
-        if strategy.num_replicas_in_sync == 1:
+        if not tf.distribute.has_strategy():
             self.inner_optimizer.apply(grads, trainable_variables)
             self.built = True
             return
@@ -139,10 +146,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     def _apply_across_replicas(
         self, strategy: tf.distribute.Strategy, grads: list[Any], variables: list[Any] | None
     ) -> None:
-        if not self.built and variables is not None:
-            self.build(variables)
-        with updates.summed_first(self.inner_optimizer):
-            strategy.run(self.inner_optimizer.apply, args=(grads, variables))
+        with self._applying:
+            if not self.built and variables is not None:
+                self.build(variables)
+            known = self.inner_optimizer._trainable_variables if variables is None else variables
+            grads = updates.of_one_kind(strategy, grads, known)
+            with updates.summed_first(self.inner_optimizer):
+                strategy.run(self.inner_optimizer.apply, args=(grads, variables))
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -271,7 +281,7 @@ def _check_optimizer(optimizer: Any) -> None:
         optimizer, keras.optimizers.Optimizer
     ):
         raise TypeError(
-            "optimizer must be a Keras optimizer that is not a DistributedOptimizer itself; "
+            "optimizer must be a Keras 3 optimizer that is not a DistributedOptimizer itself; "
             f"got {optimizer!r}"
         )
 

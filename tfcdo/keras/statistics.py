@@ -7,10 +7,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfcdo.keras.callback import Callback
+
 MEAN = tf.distribute.ReduceOp.MEAN
 
 
-class SynchronizeStatistics(keras.callbacks.Callback):
+class SynchronizeStatistics(Callback):
     """Gives all replicas, on all hosts, the mean of their moving statistics.
 
     `BatchNormalization` and other layers keep statistics that are not trained, and each replica has

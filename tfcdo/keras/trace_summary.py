@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfcdo import checks
 from tfcdo import log
+from tfcdo.keras.callback import Callback
 from tfcdo.tracing.recording import Profiler
 
 
-class TraceSummary(keras.callbacks.Callback):
+class TraceSummary(Callback):
     """Prints after an epoch how much of a step all-reduces took, and what of it was exposed.
 
     TensorFlow's profiler records a few steps of the epoch, which takes a little time; the first

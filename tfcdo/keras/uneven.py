@@ -40,7 +40,7 @@ def weight_by_examples(model: keras.Model) -> keras.Model:
       >>> model.compile("sgd", "mse")
     """
     if not isinstance(model, keras.Model):
-        raise TypeError(f"model must be a keras.Model; got {model!r}")
+        raise TypeError(f"model must be a keras.Model, of Keras 3; got {model!r}")
     model.compute_loss = functools.partial(_weighted_loss, model.compute_loss)
     return model
 

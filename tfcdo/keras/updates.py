@@ -19,6 +19,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfcdo import tf_internals
+
 SUM = tf.distribute.ReduceOp.SUM
 
 
@@ -56,6 +58,10 @@ def summed_first(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
             apply_gradients = functools.partial(_apply_gradients, leaf)
             stack.enter_context(_replaced(leaf, "_backend_apply_gradients", apply_gradients))
             stack.enter_context(_replaced(leaf, "_all_reduce_sum_gradients", _already_summed))
+            name = "_overwrite_variables_directly_with_gradients"
+            if hasattr(leaf, name):  # Keras before float8 has no such variables.
+                overwrite = functools.partial(_overwrite_with_largest, getattr(leaf, name))
+                stack.enter_context(_replaced(leaf, name, overwrite))
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             stack.enter_context(_replaced(optimizer, "check_finite", _finite_on_all_replicas))
         yield
@@ -85,13 +91,65 @@ def accumulated_on_each_replica(optimizer: keras.optimizers.Optimizer) -> Iterat
         yield
     for leaf in leaves(optimizer):
         accumulators = getattr(leaf, "_accumulated_gradients", ())
-        if any(accumulator.synchronization != "on_read" for accumulator in accumulators):
+        pairs = zip(accumulators, leaf._trainable_variables, strict=True) if accumulators else ()
+        if any(own.synchronization != "on_read" and not _is_overwritten(of) for own, of in pairs):
             raise ValueError(
                 "a MultiOptimizer whose optimizers accumulate gradients must be given an "
                 "OptimizerMap; got one that chooses its optimizers by a function, "
                 f"of which {leaf.name} has gradient_accumulation_steps="
                 f"{leaf.gradient_accumulation_steps}"
             )
+
+
+def of_one_kind(
+    strategy: tf.distribute.Strategy, gradients: Sequence[Any], variables: Sequence[Any]
+) -> list[Any]:
+    """Gives each variable a gradient of one kind on all replicas of this host, as one device has.
+
+    A replica whose loss does not depend on a variable has None, which counts as zeros if another
+    replica has a gradient; rows become a table if another replica has a table.
+    """
+    if len(gradients) != len(variables):
+        return list(gradients)  # Keras says what is wrong.
+    devices = strategy.extended.worker_devices
+    return [
+        _of_one_kind(gradient, list(variable.shape), devices)
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+
+
+def _copied(gradient: Any, device: str) -> Any:
+    """Copies what all replicas share, which TensorFlow's classes would count once for all."""
+    with tf.device(device):
+        return tf.identity(gradient)
+
+
+def _of_one_kind(gradient: Any, shape: list[int], devices: Sequence[str]) -> Any:
+    if gradient is None or len(devices) == 1:
+        return gradient
+    if not isinstance(gradient, tf.distribute.DistributedValues):
+        return tf_internals.per_replica([_copied(gradient, device) for device in devices])
+    present = [part for part in gradient.values if part is not None]
+    kinds = {isinstance(part, tf.IndexedSlices) for part in present}
+    if len(present) == len(gradient.values) and len(kinds) == 1:
+        return gradient
+    dtype, parts = present[0].dtype, []
+    for part, device in zip(gradient.values, devices, strict=True):
+        with tf.device(device):
+            if kinds == {True}:
+                values, indices = (
+                    (tf.zeros([0, *shape[1:]], dtype), tf.zeros([0], present[0].indices.dtype))
+                    if part is None
+                    else (part.values, part.indices)
+                )
+                part = tf.IndexedSlices(values, indices, tf.constant(shape))
+            elif part is None:
+                part = tf.zeros(shape, dtype)
+            elif isinstance(part, tf.IndexedSlices):
+                part = tf.IndexedSlices(part.values, part.indices, tf.constant(shape))
+                part = tf.convert_to_tensor(part)
+        parts.append(part)
+    return tf_internals.per_replica(parts)
 
 
 @contextlib.contextmanager
@@ -111,6 +169,28 @@ def _already_summed(gradients_and_variables: Any) -> Any:
     return gradients_and_variables
 
 
+def _overwrite_with_largest(
+    original: Any, gradients: Sequence[Any], variables: Sequence[Any]
+) -> Any:
+    """Overwrites variables with the largest of the replicas' gradients, as Keras means them.
+
+    The scales of float8 are made of the largest numbers of a batch: of its parts, the largest is
+    the batch's.
+    """
+    context = tf.distribute.get_replica_context()
+    gradients = list(gradients)
+    overwritten = [index for index, one in enumerate(variables) if _is_overwritten(one)]
+    if overwritten:
+        own = [tf.convert_to_tensor(gradients[index])[None] for index in overwritten]
+        for index, of_all in zip(overwritten, context.all_gather(own, axis=0), strict=True):
+            gradients[index] = tf.reduce_max(of_all, 0)
+    return original(gradients, variables)
+
+
+def _is_overwritten(variable: Any) -> bool:
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
 def _finite_on_all_replicas(gradients: Sequence[Any]) -> tf.Tensor:
     """Tells each replica whether all gradients of all replicas are finite."""
     finite = [
@@ -126,7 +206,8 @@ def _add_variable(
     leaf: Any, original: Any, reference_variable: Any, name: str | None = None, **options: Any
 ) -> keras.Variable:
     """Makes a variable for an optimizer, as Keras does but for accumulators."""
-    if name != "gradient_accumulator":
+    # The gradients of variables to be overwritten are alike on all replicas, as are their largest.
+    if name != "gradient_accumulator" or _is_overwritten(reference_variable):
         return original(reference_variable, name=name, **options)
     path = getattr(reference_variable, "path", None) or reference_variable.name
     with keras.name_scope(leaf.name):
@@ -188,7 +269,7 @@ def _update(leaf: Any, gradients: list[Any], variables: list[Any]) -> None:
     gradients = leaf._clip_gradients(gradients)
     leaf._apply_weight_decay(variables)
     leaf._backend_update_step(gradients, variables, leaf.learning_rate)
-    for accumulator in accumulators:
+    for accumulator in leaf._accumulated_gradients if steps else ():
         accumulator.assign(tf.zeros_like(accumulator.value))
 
 

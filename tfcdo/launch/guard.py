@@ -32,10 +32,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant that loses its own parent.
-
-    Without this, a worker's grandchild would become a child of process 1 and could not be found.
-    """
+    """Makes this process, rather than process 1, the parent of descendants that lose theirs."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -53,14 +50,7 @@ def end_descendants() -> None:
 
 
 def main(command: Sequence[str]) -> int:
-    """Runs a worker until it ends or the launcher does.
-
-    Args:
-      command: The worker's program and its arguments.
-
-    Returns:
-      The worker's exit status; 128 and the signal's number, as in a shell, if a signal ended it.
-    """
+    """Runs a worker until it ends or the launcher does; returns its status as a shell does."""
     adopt_orphans()
     wakeups, wakeup_writer = os.pipe()
     os.set_blocking(wakeup_writer, False)

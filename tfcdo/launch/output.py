@@ -15,15 +15,7 @@ MAX_LINE_BYTES = 65_536
 
 
 class LineSplitter:
-    """Cuts a stream of bytes into lines.
-
-    Example:
-      >>> splitter = LineSplitter()
-      >>> list(splitter.feed(b"one" + bytes([10]) + b"tw")), list(splitter.feed(b"o"))
-      ([b'one'], [])
-      >>> list(splitter.flush())
-      [b'two']
-    """
+    """Cuts a stream of bytes into lines."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -43,11 +35,7 @@ class LineSplitter:
 
 
 class LinePrinter:
-    """Writes whole lines to one stream, from several threads.
-
-    Args:
-      stream: Where to write bytes.
-    """
+    """Writes whole lines to one stream, from several threads."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream

@@ -16,8 +16,7 @@ from typing import IO
 
 from tfcdo import environment
 from tfcdo.launch import guard
-from tfcdo.launch.output import LinePrinter
-from tfcdo.launch.output import LineSplitter
+from tfcdo.launch import output
 
 # Signals that end the job, and those that are only passed on.
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -30,36 +29,23 @@ _LAST_DRAIN_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class WorkerSpec:
-    """One worker, as it is to be started.
+    """One worker, as it is to be started."""
 
-    Attributes:
-      name: What the user calls it, such as "worker 0".
-      prefix: What stands before each line of its output.
-      error_prefix: The same before lines of its standard error.
-      environment: Variables that it gets besides the launcher's own.
-    """
-
-    name: str
-    prefix: bytes
+    name: str  # Such as "worker 0".
+    prefix: bytes  # Printed before each line of its output.
     error_prefix: bytes
-    environment: Mapping[str, str]
+    environment: Mapping[str, str]  # Variables that it gets besides the launcher's own.
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A command to run on several workers, and the rules for it.
-
-    Attributes:
-      command: The program and its arguments, the same for each worker.
-      workers: Returns a context that gives the workers; entered once for each run.
-      max_restarts: How often all workers may be started again after one has failed.
-      grace_seconds: How long workers that were asked to end may take before they are killed.
-    """
+    """A command to run on several workers, and the rules for it."""
 
     command: Sequence[str]
+    # Entered once for each run.
     workers: Callable[[], contextlib.AbstractContextManager[Sequence[WorkerSpec]]]
     max_restarts: int = 0
-    grace_seconds: float = 10.0
+    grace_seconds: float = 10.0  # From the request to end until workers are killed.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +70,9 @@ class _OutputError:
     error: OSError
 
 
+_Events = queue.SimpleQueue[_Exit | _Signal | _OutputError]
+
+
 class _Process:
     """A worker that runs, behind its guard."""
 
@@ -91,8 +80,8 @@ class _Process:
         self,
         spec: WorkerSpec,
         command: Sequence[str],
-        printers: tuple[LinePrinter, LinePrinter],
-        events: queue.SimpleQueue[_Exit | _Signal | _OutputError],
+        printers: tuple[output.LinePrinter, output.LinePrinter],
+        events: _Events,
     ) -> None:
         self.spec = spec
         self._events = events
@@ -139,13 +128,13 @@ class _Process:
     def _wait(self) -> None:
         self._events.put(_Exit(self, self._guard.wait()))
 
-    def _read(self, stream: IO[bytes], prefix: bytes, printer: LinePrinter) -> None:
-        splitter = LineSplitter()
+    def _read(self, stream: IO[bytes], prefix: bytes, printer: output.LinePrinter) -> None:
+        splitter = output.LineSplitter()
         while chunk := os.read(stream.fileno(), 65_536):
             self._print(splitter.feed(chunk), prefix, printer)
         self._print(splitter.flush(), prefix, printer)
 
-    def _print(self, lines: Iterator[bytes], prefix: bytes, printer: LinePrinter) -> None:
+    def _print(self, lines: Iterator[bytes], prefix: bytes, printer: output.LinePrinter) -> None:
         try:
             for line in lines:
                 printer.print(prefix + line)
@@ -154,25 +143,21 @@ class _Process:
 
 
 def run(job: Job, report: Callable[[str], None]) -> int:
-    """Runs a job to its end.
-
-    All workers are ended when one fails (SIGTERM, then SIGKILL), and no process that one of them
-    started is left. Call it in the main thread: it handles the signals that end or tell a job.
+    """Runs a job in the main thread to its end, and leaves no process that it started.
 
     Args:
-      job: What to run.
-      report: Takes each sentence that the user should read: which worker failed and how, and
-        whether all are started again.
+      job: the command and its workers; all end when one fails (SIGTERM, then SIGKILL).
+      report: takes each sentence that the user should read.
 
     Returns:
       0 if all workers ended well; else the status of the first that failed; or 128 and the number
       of the signal that ended the job.
 
     Raises:
-      OSError: If nobody takes the output any more.
+      OSError: if nobody takes the output any more.
     """
     guard.adopt_orphans()
-    events: queue.SimpleQueue[_Exit | _Signal | _OutputError] = queue.SimpleQueue()
+    events: _Events = queue.SimpleQueue()
     with _handled(events):
         for restart in range(job.max_restarts + 1):
             with job.workers() as specs:
@@ -188,11 +173,11 @@ def _run_once(
     job: Job,
     specs: Sequence[WorkerSpec],
     restart: int,
-    events: queue.SimpleQueue[_Exit | _Signal | _OutputError],
+    events: _Events,
     report: Callable[[str], None],
 ) -> tuple[int, bool]:
     """Returns the status of one run, and whether it is final: a signal ended the job."""
-    printers = (LinePrinter(sys.stdout.buffer), LinePrinter(sys.stderr.buffer))
+    printers = (output.LinePrinter(sys.stdout.buffer), output.LinePrinter(sys.stderr.buffer))
     processes: list[_Process] = []
     try:
         for spec in specs:
@@ -221,7 +206,7 @@ class _Supervision:
         self,
         job: Job,
         processes: Sequence[_Process],
-        events: queue.SimpleQueue[_Exit | _Signal | _OutputError],
+        events: _Events,
         report: Callable[[str], None],
     ) -> None:
         self._job = job
@@ -295,7 +280,7 @@ class _Supervision:
 
 
 @contextlib.contextmanager
-def _handled(events: queue.SimpleQueue[_Exit | _Signal | _OutputError]) -> Iterator[None]:
+def _handled(events: _Events) -> Iterator[None]:
     """Puts signals into the queue of events; a SimpleQueue may be put to while it is read."""
     before = {
         number: signal.signal(number, lambda number, frame: events.put(_Signal(number)))

@@ -187,7 +187,7 @@ def _all_reduced(
         nccl = _uses_nccl(batch, request, options, machine, codec)
         groups.setdefault((codec, request.exact, nccl), []).append(index)
     packs: list[Pack] = []
-    names: list[tuple[str, str]] = []
+    reasons: list[tuple[int, str, str]] = []
     flat = options.between is not None and options.between.flat
     for (codec, exact, nccl), members in groups.items():
         items = _items(batch, members, codec)
@@ -197,7 +197,8 @@ def _all_reduced(
             own, name, why = _tree_packs(batch, items, options, machine)
         if flat:
             name, why = "NCCL", "it runs between hosts, over all devices of all of them"
-        names.append((name, why))
+        num_bytes = sum((item.size or 0) * item.itemsize for item in items)
+        reasons.append((num_bytes, name, why))
         offset = len(packs)
         for packed in own:
             root = _root_step(batch, options, packed.dtype, exact, packed.tensors)
@@ -215,7 +216,10 @@ def _all_reduced(
                     after=after,
                 )
             )
-    return tuple(packs), *(names[0] if names else ("nothing", "the batch is empty"))
+    if not reasons:
+        return (), "nothing", "the batch is empty"
+    _, name, why = max(reasons)
+    return tuple(packs), name, why
 
 
 def _nccl_packs(

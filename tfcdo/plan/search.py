@@ -3,8 +3,8 @@
 For much data, the trees and rates of a linear program are dealt out (see `tfcdo.plan.dealing`): one
 search for a machine, whatever the size. For little data, in which latencies count, some tree
 packings suit many machines (see `tfcdo.plan.candidates`); the fastest of them is improved by
-annealing (see `tfcdo.plan.annealing`). All are judged at the size at hand. What
-was found is kept; for some machines it comes with the package.
+annealing (see `tfcdo.plan.annealing`). All are judged at the size at hand. For some machines trees
+come with the package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tfcdo.plan import annealing
 from tfcdo.plan import bundled_plans
 from tfcdo.plan import copy_tree
 from tfcdo.plan import dealing
-from tfcdo.plan import plan_cache
 from tfcdo.plan import simulator
 from tfcdo.plan.candidates import initial_candidates
 from tfcdo.plan.schedule import Schedule
@@ -40,16 +39,15 @@ _WORTH_MORE_PACKS = 0.99
 _TASKS_FOR_TREES = 6
 # Where trees are from, for people.
 _SEARCHED = "searched for this machine"
-_KEPT = "kept since an earlier search for this machine"
 
 
 def packed_trees(topology: Topology, num_bytes: int, num_packs: int | None = None) -> Schedule:
     """Plans packs sized and routed so that they fill all links of the machine at once.
 
-    Takes a tree packing that comes with the package for this machine, or that an earlier call has
-    found, and else searches for one: for the first size on a machine, which takes up to some
-    seconds, and for the first size of a size class (a factor of two), which takes one. On more than
-    `MAX_SEARCHED_DEVICES` devices it takes the linear program's trees as they are.
+    Takes a tree packing that comes with the package for this machine, or else searches for one: for
+    the first size on a machine, which takes up to some seconds, and for the first size of a size
+    class (a factor of two), which takes one. On more than `MAX_SEARCHED_DEVICES` devices it takes
+    the linear program's trees as they are. Searches are not kept for later processes: save a plan.
 
     Args:
       topology: the machine.
@@ -166,14 +164,8 @@ def _dealt(
 @functools.lru_cache(maxsize=64)
 def _trees(topology: Topology) -> _Known | None:
     """Returns the trees that fill the links of a machine, whatever the size."""
-    trees = plan_cache.load(topology, "trees")
-    if trees is not None:
-        return _Known(trees, _KEPT)
     trees = dealing.spread_trees(topology, _TASKS_FOR_TREES * annealing.TASKS_PER_SEARCH)
-    if trees is None:
-        return None
-    plan_cache.save(topology, "trees", trees)
-    return _Known(trees, _SEARCHED)
+    return _Known(trees, _SEARCHED) if trees else None
 
 
 def _with(num_packs: int | None, packings: Sequence[TreePacking]) -> list[TreePacking]:
@@ -185,14 +177,8 @@ def _with(num_packs: int | None, packings: Sequence[TreePacking]) -> list[TreePa
 
 @functools.lru_cache(maxsize=512)
 def _searched(topology: Topology, num_bytes: int, num_packs: int | None) -> _Known:
-    """Returns what a search for a size has found, now or earlier."""
-    key = f"{num_bytes}-{num_packs or 'any'}"
-    packing = plan_cache.load(topology, key)
-    if packing is not None and num_packs in (None, len(packing.trees)):
-        return _Known(packing, _KEPT)
-    packing = search(topology, num_bytes, num_packs)
-    plan_cache.save(topology, key, packing)
-    return _Known(packing, _SEARCHED)
+    """Returns the result of a search for a size."""
+    return _Known(search(topology, num_bytes, num_packs), _SEARCHED)
 
 
 def search(topology: Topology, num_bytes: int, num_packs: int | None = None) -> TreePacking:

@@ -27,25 +27,16 @@ _SENT = re.compile(r"(.*/_)(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class EdgeRun:
-    """Something that brought a pack further: a copy along an edge, or the addition where it ends.
+    """A copy of a pack along an edge, or the addition where it ends."""
 
-    Attributes:
-      scope: the all-reduce's scope, such as "tfcdo" or "tfcdo_2".
-      pack: the pack's index; of slices, the value's.
-      kind: `REDUCE`, `BROADCAST` or `GATHER` for a copy; `ADD` for adding what was sent.
-      sources: the sending device's index; for an addition, those of all children.
-      target: the index of the device that receives, or adds.
-      start: when it began, in seconds. A copy begins when one device has sent and the other asks.
-      end: when it ended.
-    """
-
-    scope: str
-    pack: int
-    kind: str
-    sources: tuple[int, ...]
+    scope: str  # That of the all-reduce, such as "tfcdo_2".
+    pack: int  # The pack's index; of rows, the value's.
+    kind: str  # `REDUCE`, `BROADCAST` or `GATHER` for a copy; `ADD` for adding what was sent.
+    sources: tuple[int, ...]  # The sending device; for an addition, all children.
     target: int
-    start: float
+    start: float  # In seconds: of a copy, when one device has sent and the other asks.
     end: float
+    devices: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def seconds(self) -> float:
@@ -68,18 +59,13 @@ def belongs_to_tfcdo(event: Event) -> bool:
     return bool(event.op and _SCOPE.search(event.name))
 
 
-def find(events: Sequence[Event], planned: Sequence[Planned]) -> list[EdgeRun]:
-    """Finds copies and additions.
-
-    Args:
-      events: the profile, in the order of the start.
-      planned: the plans of recent all-reduces, the newest first, which say how their devices are
-        numbered.
-
-    Returns:
-      The copies and additions, in the order of their start.
-    """
-    runs = [*_additions(events), *_copies(events, planned)]
+def find(
+    events: Sequence[Event],
+    planned: Sequence[Planned],
+    steps: Sequence[tuple[float, float]] = (),
+) -> list[EdgeRun]:
+    """Finds copies and additions; in different steps a scope may have different plans."""
+    runs = [*_additions(events), *_copies(events, planned, steps)]
     return sorted(runs, key=lambda run: (run.start, run.end))
 
 
@@ -93,34 +79,71 @@ def _additions(events: Sequence[Event]) -> Iterator[EdgeRun]:
             )  # fmt: skip
 
 
-def _copies(events: Sequence[Event], planned: Sequence[Planned]) -> Iterator[EdgeRun]:
+def _copies(
+    events: Sequence[Event], planned: Sequence[Planned], steps: Sequence[tuple[float, float]]
+) -> Iterator[EdgeRun]:
     receives = _receives_by_name(events)
-    for send in events:
-        if send.op != "_Send":
-            continue
-        sent = _SENT.fullmatch(send.name)
-        to_edge = _EDGE.search(send.receiver)
-        # A copy down may be left out by TensorFlow: who uses the sum then receives it.
-        found = to_edge or _EDGE.search(sent[1].removesuffix("/_") if sent else "")
-        if not found:
-            continue
-        source = _number_of(send.from_device, found["scope"], planned)
-        target = _number_of(send.to_device, found["scope"], planned)
-        if source is None or target is None:
-            continue
-        kind = found["phase"] if to_edge else BROADCAST
+    starts = [start for start, _ in steps]
+    sends: dict[tuple[int, str], list[_Send]] = collections.defaultdict(list)
+    for event in events:
+        send = _send_of(event)
+        if send:
+            step = bisect.bisect_right(starts, event.start)
+            sends[step, send.name["scope"]].append(send)
+    for (_, scope), ones in sends.items():
+        devices = _devices_of(scope, ones, planned)
+        for send in ones:
+            sent_from, sent_to = send.event.from_device, send.event.to_device
+            if sent_from in devices and sent_to in devices:
+                source, target = devices.index(sent_from), devices.index(sent_to)
+                start, end = _interval(send.event, receives)
+                pack = int(send.name["pack"])
+                yield EdgeRun(scope, pack, send.kind, (source,), target, start, end, devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Send:
+    """An op that sends a pack to another device.
+
+    Attributes:
+      event: when it ran.
+      name: the parts of the edge's name.
+      kind: see `EdgeRun`.
+      numbered: the device that the name's target is the index of.
+    """
+
+    event: Event
+    name: re.Match[str]
+    kind: str
+    numbered: str
+
+
+def _send_of(event: Event) -> _Send | None:
+    if event.op != "_Send":
+        return None
+    to_edge = _EDGE.search(event.receiver)
+    if to_edge:
         # Where copies are cast, what arrives is cast back before it is added.
-        kind = REDUCE if kind == "receive" else kind
-        start, end = _interval(send, receives)
-        yield EdgeRun(found["scope"], int(found["pack"]), kind, (source,), target, start, end)
+        kind = REDUCE if to_edge["phase"] == "receive" else to_edge["phase"]
+        return _Send(event, to_edge, kind, event.to_device)
+    # A copy down may be left out by TensorFlow: who uses the sum then receives it.
+    sent = _SENT.fullmatch(event.name)
+    from_edge = _EDGE.search(sent[1].removesuffix("/_")) if sent else None
+    return _Send(event, from_edge, BROADCAST, event.from_device) if from_edge else None
 
 
-def _number_of(device: str, scope: str, planned: Sequence[Planned]) -> int | None:
-    """Returns a device's index in the newest all-reduce of a scope that it took part in."""
-    for one in planned:
-        if one.scope.rpartition("/")[2] == scope and device in one.devices:
-            return one.devices.index(device)
-    return None
+def _devices_of(scope: str, sends: Sequence[_Send], planned: Sequence[Planned]) -> tuple[str, ...]:
+    """Returns the devices of the plan that agrees with most names of ops; the newest of several."""
+
+    def agreeing(devices: tuple[str, ...]) -> int:
+        return sum(
+            devices[target : target + 1] == (send.numbered,)
+            for send in sends
+            for target in [int(send.name["target"])]
+        )
+
+    known = (one.devices for one in planned if one.scope.rpartition("/")[2] == scope)
+    return max(known, key=agreeing, default=())
 
 
 def _sources(found: re.Match[str]) -> tuple[int, ...]:
@@ -146,23 +169,18 @@ def _interval(send: Event, receives: dict[str, list[Event]]) -> tuple[float, flo
 
 
 def plan_of(runs: Sequence[EdgeRun], planned: Sequence[Planned]) -> Planned | None:
-    """Finds the plan of the all-reduce that some copies and additions are of.
-
-    Args:
-      runs: those of one scope.
-      planned: the plans of recent all-reduces, the newest first.
-
-    Returns:
-      The newest whose trees have all their edges, or None.
-    """
+    """Finds the plan of the all-reduce that some copies and additions are of."""
     edges = {
         (run.pack, source, run.target)
         for run in runs
         if run.kind in (REDUCE, ADD)
         for source in run.sources
     }
+    devices = {run.devices for run in runs if run.kind != ADD}
     for one in planned:
         if not edges or one.scope.rpartition("/")[2] != runs[0].scope:
+            continue
+        if devices and one.devices not in devices:
             continue
         of_plan = {
             (pack, child, parent)

@@ -1,0 +1,247 @@
+"""The hosts' meeting before TensorFlow starts, with hosts that are threads."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tfcdo.cluster import config
+from tfcdo.cluster import rendezvous
+from tfcdo.launch import cluster as launch_cluster
+
+SUCCESS = "all are here"
+
+
+def meet_all(
+    addresses: Sequence[str],
+    settings: Mapping[int, Mapping[str, Any]],
+    timeout: float = 10.0,
+    delays: Mapping[int, float] | None = None,
+    tokens: Mapping[int, str] | None = None,
+) -> list[str]:
+    """Has the hosts that have settings meet; returns how each ended."""
+    ends = ["still waiting"] * len(addresses)
+
+    def attend(host: int) -> None:
+        time.sleep((delays or {}).get(host, 0.0))
+        cluster = config.from_spec({"worker": list(addresses)}, "worker", host)
+        assert cluster is not None
+        try:
+            rendezvous.meet(cluster, settings[host], timeout, (tokens or {}).get(host, ""))
+            ends[host] = SUCCESS
+        except rendezvous.RendezvousError as error:
+            ends[host] = str(error)
+
+    threads = [threading.Thread(target=attend, args=[host], daemon=True) for host in settings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout + 10.0)
+    return ends
+
+
+class RendezvousTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.addresses = self.enter_context(launch_cluster.reserved_ports(3))
+        self.ports = [int(address.rpartition(":")[2]) for address in self.addresses]
+
+    def test_all_come_though_one_is_late(self):
+        settings = {host: {"version": "1"} for host in range(3)}
+        for late in (0, 2):
+            self.assertEqual([SUCCESS] * 3, meet_all(self.addresses, settings, delays={late: 1.5}))
+
+    def test_one_is_set_up_differently(self):
+        settings = {0: {"version": "1"}, 1: {"version": "1"}, 2: {"version": "2"}}
+        for end in meet_all(self.addresses, settings):
+            self.assertRegex(end, r"not set up alike: version: 1 on host 0 .*, 2 on host 2")
+
+    def test_one_does_not_come(self):
+        ends = meet_all(self.addresses, {0: {}, 2: {}}, timeout=2.0)
+        for end in (ends[0], ends[2]):
+            self.assertRegex(end, r"timed out waiting for host 1 \(.* at " + self.addresses[1])
+
+    def test_the_chief_does_not_come(self):
+        ends = meet_all(self.addresses, {1: {}, 2: {}}, timeout=2.0)
+        for end in ends[1:]:
+            self.assertRegex(end, r"timed out waiting for host 0 .* to start: .*refused")
+
+    def test_a_name_that_nobody_knows(self):
+        ends = meet_all(["nobody.invalid:1", self.addresses[1]], {1: {}}, timeout=2.0)
+        self.assertRegex(ends[1], r"host 0 .*nobody.invalid:1.* to start: .*(Name|name)")
+
+    def test_an_address_that_does_not_answer(self):
+        # Host 1 listens on its port, but the cluster says that it is elsewhere.
+        addresses = [self.addresses[0], f"127.0.0.1:{self.ports[1]}"]
+        with unreachable(self.ports[1]):
+            ends = meet_all(addresses, {0: {}, 1: {}}, timeout=5.0)
+        for end in ends:
+            self.assertRegex(end, r"host 1 .* has started, but does not answer at that address")
+
+    def test_a_port_in_use(self):
+        with socket.create_server(("", self.ports[0])):
+            ends = meet_all(self.addresses[:2], {0: {}}, timeout=2.0)
+        self.assertRegex(
+            ends[0], f"port {self.ports[0]} of host 0 .* cannot be used on this machine: .*in use"
+        )
+
+    @parameterized.parameters(
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[]\n",
+        b"\xff\xfe\n",
+        b'{"host": 7, "settings": {}}\n',
+        b'{"host": 1, "settings": 5}\n',
+        b'{"host": 1, "settings": {"version": "of a stranger"}}\n',
+        b'{"host": 1, "settings": ' + b"[" * 100_000 + b"\n",
+        b"x" * 3_000_000,
+        b"",
+    )
+    def test_a_stranger_is_ignored(self, message):
+        ends = []
+
+        def disturb() -> None:
+            for _ in range(3):
+                with connected(self.ports[0]) as stranger, contextlib.suppress(OSError):
+                    stranger.sendall(message)
+            ends.extend(meet_all(self.addresses[:2], {1: {}}))
+
+        thread = threading.Thread(target=disturb, daemon=True)
+        thread.start()
+        self.assertEqual(SUCCESS, meet_all(self.addresses[:2], {0: {}})[0])
+        thread.join(20.0)
+        self.assertEqual(SUCCESS, ends[1])
+
+    @parameterized.parameters(
+        (b'{"host": 1, "settings": 5, "nonce": ""}', ""),
+        (b'{"host": 1, "settings": {"a": ' + b"[" * 100_000, ""),
+        (b'{"host": 7, "settings": {}, "nonce": "x"}', "the cluster has no other host 7"),
+    )
+    def test_a_host_of_the_job_that_talks_nonsense(self, content, answer):
+        ends = []
+
+        def talk() -> None:
+            with connected(self.ports[0]) as peer:
+                nonce = peer.recv(100).split()[1]
+                proof = hmac.new(b"token", nonce + content, "sha256").hexdigest().encode()
+                peer.sendall(proof + b" " + content + b"\n")
+                ends.append(peer.recv(1000).decode())
+            meet_all(self.addresses[:2], {1: {}}, tokens={1: "token"})
+
+        thread = threading.Thread(target=talk, daemon=True)
+        thread.start()
+        self.assertEqual(SUCCESS, meet_all(self.addresses[:2], {0: {}}, tokens={0: "token"})[0])
+        thread.join(20.0)
+        self.assertIn(answer, ends[0])
+        self.assertEqual(answer == "", ends[0] == "")
+
+    def test_slow_strangers_hold_nobody_up(self):
+        def drip() -> None:
+            with connected(self.ports[0]) as stranger, contextlib.suppress(OSError):
+                for _ in range(40):
+                    stranger.sendall(b"x")
+                    time.sleep(0.5)
+
+        for _ in range(5):
+            threading.Thread(target=drip, daemon=True).start()
+        ends = meet_all(self.addresses[:2], {0: {}, 1: {}}, timeout=8.0, delays={1: 1.0})
+        self.assertEqual([SUCCESS] * 2, ends)
+
+    @parameterized.parameters(True, False)
+    def test_a_host_that_ends_and_may_be_started_again(self, again):
+        code = (
+            "import sys; from tfcdo.cluster import config, rendezvous; rendezvous.meet("
+            "config.from_spec({'worker': sys.argv[1:]}, 'worker', 1), {}, 30.0, '')"
+        )
+        killed = subprocess.Popen([sys.executable, "-c", code, *self.addresses])
+        self.addCleanup(killed.kill)
+        ends = []
+
+        def restart() -> None:
+            # Its port is taken once it waits for the others.
+            while killed.poll() is None and not is_taken(self.ports[1]):
+                time.sleep(0.05)
+            time.sleep(0.5)
+            killed.kill()
+            killed.wait()
+            hosts = (1, 2) if again else (2,)
+            settings: dict[int, Any] = {host: {} for host in hosts}
+            ends.extend(meet_all(self.addresses, settings, timeout=3.0, delays={2: 0.5}))
+
+        thread = threading.Thread(target=restart, daemon=True)
+        thread.start()
+        [end, *_] = meet_all(self.addresses, {0: {}}, timeout=5.0)
+        thread.join(20.0)
+        expected = SUCCESS if again else r"timed out waiting for host 1 \(.*\) to start"
+        self.assertRegex(end, expected)
+        self.assertRegex(ends[2], expected)
+
+    def test_nobody_goes_on_when_the_chief_is_interrupted(self):
+        ends: list[str] = []
+        thread = threading.Thread(
+            target=lambda: ends.extend(meet_all(self.addresses[:2], {1: {}}, timeout=2.0))
+        )
+        thread.start()
+        with mock.patch.object(rendezvous, "_check_reachable", side_effect=KeyboardInterrupt):
+            chief = config.from_spec({"worker": self.addresses[:2]}, "worker", 0)
+            assert chief is not None
+            with self.assertRaises(KeyboardInterrupt):
+                rendezvous.meet(chief, {}, 10.0, "")
+        thread.join(20.0)
+        self.assertRegex(ends[1], "^timed out waiting for host 0")
+
+    def test_jobs_with_other_tokens_keep_apart(self):
+        for tokens in ({0: "a", 1: "b"}, {0: "a"}, {1: "b"}):
+            ends = meet_all(self.addresses[:2], {0: {}, 1: {}}, timeout=1.0, tokens=tokens)
+            for missing, end in zip((1, 0), ends, strict=True):
+                pattern = f"waiting for host {missing} .* does not know this job's TFCDO_CLUSTER_TO"
+                self.assertRegex(end, pattern)
+        ends = meet_all(self.addresses[:2], {0: {}, 1: {}}, tokens={0: "a", 1: "a"})
+        self.assertEqual([SUCCESS] * 2, ends)
+
+
+@contextlib.contextmanager
+def connected(port: int) -> Iterator[socket.socket]:
+    """Connects to a port of this machine as soon as somebody listens there."""
+    for _ in range(100):
+        with contextlib.suppress(ConnectionRefusedError):
+            with socket.create_connection(("127.0.0.1", port), 10.0) as connection:
+                yield connection
+            return
+        time.sleep(0.05)
+    raise TimeoutError(port)
+
+
+def is_taken(port: int) -> bool:
+    with contextlib.suppress(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5.0).close()
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def unreachable(port: int) -> Any:
+    """Refuses connections to a port of this machine."""
+    connect = socket.create_connection
+
+    def refuse(address: tuple[str, int], *arguments: Any, **options: Any) -> socket.socket:
+        if address[1] == port:
+            raise ConnectionRefusedError(111, "Connection refused")
+        return connect(address, *arguments, **options)
+
+    with mock.patch.object(socket, "create_connection", refuse):
+        yield
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,263 @@
+"""Hosts that are not alike: either their sums are correct, or an error names the difference.
+
+All cases run in one set of processes. A disagreement ends a session for good, so each case that is
+to end in one has a session of its own, whose keys are apart from all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+
+import tfcdo
+from tfcdo import tf_internals
+from tfcdo.cluster import agreement
+from tfcdo.cluster import session
+from tfcdo.plan import copy_tree
+from tfcdo.plan import packing
+from tfcdo.topology import detection
+from tfcdo.topology import measured
+from tfcdo.topology.presets import preset
+
+_SUM, _MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
+# Flat and not, some of one shape, which are stacked; the sum of no two sizes is a third one's.
+_SHAPES = ((400,), (20, 30), (1000,), (), (20, 30), (7, 11), (1300,), (2, 2, 3), (7, 11))
+_ROWS, _WIDTH = 50, 8
+
+_Make = Callable[[], Any]
+
+
+def _ops(make: Callable[..., Any], *arguments: Any, **named: Any) -> _Make:
+    return lambda: {"cross_device_ops": make(*arguments, **named)}
+
+
+def _options(**named: Any) -> _Make:
+    return lambda: {"options": tf.distribute.experimental.CommunicationOptions(**named)}
+
+
+_BETWEEN_NCCL = tf.distribute.experimental.CommunicationImplementation.NCCL
+_WIRES = ("float16", "bfloat16")
+_hierarchical, _auto, _nccl = (
+    tfcdo.HierarchicalCopyAllReduce,
+    tfcdo.AutoAllReduce,
+    tfcdo.NcclAllReduce,
+)
+_all_reduce, _one = tfcdo.AllReduceCrossDeviceOps, tfcdo.ReductionToOneDevice
+_chain, _star, _pcie = copy_tree.chain(2, 0), copy_tree.star(2, 1), preset("pcie", 2)
+# The argument's name in the error: the strategy's arguments on host 0 and on all others, and how
+# the error shows each. The second case once gave incorrect sums.
+SETTINGS: Sequence[tuple[Any, ...]] = (
+    ("", _ops(_hierarchical), _ops(_auto), "HierarchicalCopyAllReduce", "AutoAllReduce"),
+    ("", _ops(_auto), dict, "AutoAllReduce", "by default"),
+    ("num_packs", _ops(_all_reduce, "ring", 2), _ops(_all_reduce, "ring", 0, 3000), "2", "0"),
+    (
+        "agg_small_grads_max_bytes",
+        *(_ops(_all_reduce, "ring", 0, 3000), _ops(_all_reduce, "ring", 0, 5000)),
+        *("3000", "5000"),
+    ),
+    (
+        "agg_small_grads_max_group",
+        *(_ops(_all_reduce, "ring", 0, 3000, 2), _ops(_all_reduce, "ring", 0, 3000, 3)),
+        *("2", "3"),
+    ),
+    ("all_reduce_alg", _ops(_all_reduce, "ring"), _ops(_all_reduce, "shuffle"), "ring", "shuffle"),
+    (
+        "all_reduce_alg",
+        *(_ops(_all_reduce, [_chain]), _ops(_all_reduce, [_star])),
+        *("None, 0", "1, None"),
+    ),
+    ("topology", _ops(_hierarchical, topology=_pcie), _ops(_hierarchical), "'pcie'", "None"),
+    (
+        "topology",
+        _ops(_hierarchical, topology=_pcie),
+        _ops(_hierarchical, topology=dataclasses.replace(_pcie, addition_bandwidth=1.0)),
+        *("'pcie', ", "'pcie', "),
+    ),
+    ("wire_dtype", *(_ops(_auto, wire_dtype=name) for name in _WIRES), *_WIRES),
+    (
+        "error_feedback",
+        _ops(_auto, wire_dtype="float16"),
+        _ops(_auto, wire_dtype="float16", error_feedback=True),
+        *("False", "True"),
+    ),
+    ("sparse_as_dense", _ops(_auto), _ops(_auto, sparse_as_dense=True), "'auto'", "True"),
+    ("require_nccl", _ops(_nccl), _ops(_nccl, require_nccl=True), "False", "True"),
+    ("nccl", _ops(_auto), _ops(_auto, nccl=False), "True", "False"),
+    ("backward_seconds", _ops(_auto), _ops(_auto, backward_seconds=0.5), "None", "0.5"),
+    ("reduce_to_device", _ops(_one, "/cpu:0"), _ops(_one, "CPU:1"), "CPU:0", "CPU:1"),
+    ("wire_between", dict, lambda: {"wire_between": "bfloat16"}, "None", "bfloat16"),
+    ("bytes_per_pack", _options(), _options(bytes_per_pack=64), "0", "64"),
+    ("implementation", _options(), _options(implementation=_BETWEEN_NCCL), "AUTO", "NCCL"),
+    ("devices_per_worker", dict, lambda: {"devices_per_worker": 1}, "2", "1"),
+)
+
+
+def _strategy(
+    strategy: Any, options: Any = None, devices_per_worker: int | None = None, **arguments: Any
+) -> Any:
+    """Returns another strategy of the same hosts, and devices unless others are asked for."""
+    return tfcdo.MultiWorkerMirroredStrategy(
+        None,
+        options or tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0),
+        devices_per_worker=devices_per_worker or len(strategy.extended.worker_devices),
+        **arguments,
+    )
+
+
+@contextlib.contextmanager
+def _disagreeing(case: str, pattern: str) -> Iterator[None]:
+    """Asserts that a block ends in an error that matches, in a session of its own."""
+
+    class Store(tf_internals.KeyValueStore):
+        def set(self, key: str, value: str) -> None:
+            super().set(f"{case}/{key}", value)
+
+        def get(self, key: str, timeout: float) -> str | None:
+            return super().get(f"{case}/{key}", timeout)
+
+        def delete(self, key: str) -> None:
+            super().delete(f"{case}/{key}")
+
+    joined = session.current()
+    assert joined is not None
+    apart = session.Session(joined.cluster, Store(), tf_internals.abort_collectives, 60.0)
+    with (
+        mock.patch.object(session, "_current", apart),
+        mock.patch.multiple(agreement, _GRACE=0.2, _POLL=0.1),
+    ):
+        try:
+            yield
+        except agreement.DisagreementError as error:
+            assert re.search(pattern, str(error)), (case, pattern, str(error))
+        else:
+            raise AssertionError(f"{case}: it did not raise")
+
+
+def unlike_refused(strategy: Any) -> None:
+    """Makes strategies whose arguments differ between hosts: refused, before any step."""
+    is_chief = strategy.cluster_resolver.task_id == 0
+    for number, (key, first, other, left, right) in enumerate(SETTINGS):
+        first_shown, other_shown = f"[^:]*{left}[^:]* on host 0", f"[^:]*{right}[^:]* on host 1"
+        either = f"{first_shown}, {other_shown}|{other_shown}, {first_shown}"
+        with _disagreeing(f"{number} {key}", f"differ: .*{key}: ({either})"):
+            _strategy(strategy, **(first() if is_chief else other()))
+    _refused_steps(strategy, is_chief)
+
+
+def _refused_steps(strategy: Any, is_chief: bool) -> None:
+    """Takes steps that differ between hosts although their strategies do not."""
+
+    def packed_otherwise(other: Any) -> None:
+        with mock.patch.object(packing, "_SECONDS_PER_OP", 6.5e-6 if is_chief else 0.0):
+            packing.plan_batch.cache_clear()
+            _dense(other)
+
+    def another_op(other: Any) -> None:
+        value = _per_replica(other, lambda replica: tf.ones([3]))
+        other.extended.batch_reduce_to(_SUM if is_chief else _MEAN, [(value, value)])
+
+    cases = {
+        "packing": (packed_otherwise, r"packs, element \d of \d: \d+ elements on CPU:"),
+        "SUM and MEAN": (another_op, "mean over: (None.* 4|4.* None)"),
+    }
+    for case, (run, pattern) in cases.items():
+        with _disagreeing(case, f"differ: .*{pattern}"):
+            run(_strategy(strategy))
+
+
+def unlike_correct(strategy: Any) -> None:
+    """Sums on hosts that take their machines to be different, or have measured only one."""
+    is_chief = strategy.cluster_resolver.task_id == 0
+    count = len(strategy.extended.worker_devices)
+    slow: dict[str, Any] = {"addition_bandwidth": 1e3, "memory_bandwidth": math.inf}
+    with contextlib.ExitStack() as stack:
+        if not is_chief:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            stack.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=folder))
+            devices = [f"CPU:{index}" for index in range(count)]
+            assumed = preset("shared_memory", count)
+            name = detection.name_of_measured(devices)
+            assert name is not None
+            machine = dataclasses.replace(assumed, name=name, **slow)
+            measured.save(measured.Measured(machine, "2026-01-02"))
+        _check_sums(strategy)
+    with contextlib.ExitStack() as stack:
+        if not is_chief:
+            machine = dataclasses.replace(preset("pcie", count), **slow)
+            stack.enter_context(
+                mock.patch.object(detection, "_choose", return_value=(machine, "for a test"))
+            )
+        detection._detect.cache_clear()
+        _check_sums(strategy)
+    detection._detect.cache_clear()
+
+
+def _check_sums(strategy: Any) -> None:
+    """Checks dense values and rows, with nothing cast and with each cast."""
+    for arguments in (
+        {},
+        {"wire_between": "bfloat16"},
+        {"cross_device_ops": tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")},
+        {"cross_device_ops": tfcdo.AllReduceCrossDeviceOps("packed_trees", 0)},
+    ):
+        other = _strategy(strategy, **arguments)
+        _dense(other)
+        _rows(other)
+
+
+def _per_replica(strategy: Any, make: Callable[[int], Any]) -> Any:
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: make(context.replica_id_in_sync_group)
+    )
+
+
+def _numbers(shape: tuple[int, ...], replica: int, position: int) -> np.ndarray:
+    """Returns numbers whose sums over a few replicas are exact, in 16 bits too."""
+    draw = np.random.default_rng([replica, position])
+    return draw.integers(-9, 10, shape).astype(np.float32)
+
+
+def _tensor(arrays: Sequence[np.ndarray], replica: int) -> tf.Tensor:
+    return tf.constant(arrays[replica])
+
+
+def _dense(strategy: Any) -> None:
+    arrays = [
+        [_numbers(shape, replica, position) for replica in range(strategy.num_replicas_in_sync)]
+        for position, shape in enumerate(_SHAPES)
+    ]
+    values = [_per_replica(strategy, functools.partial(_tensor, own)) for own in arrays]
+    results = strategy.extended.batch_reduce_to(_SUM, [(value, value) for value in values])
+    for own, result in zip(arrays, results, strict=True):
+        for part in strategy.experimental_local_results(result):
+            np.testing.assert_array_equal(part, np.sum(own, 0, np.float64))
+
+
+def _rows(strategy: Any) -> None:
+    def make(position: int, replica: int) -> tf.IndexedSlices:
+        indices = np.random.default_rng([replica, position, 1]).integers(0, _ROWS, replica + 1)
+        values = _numbers((replica + 1, _WIDTH), replica, position)
+        return tf.IndexedSlices(
+            tf.constant(values), tf.constant(indices), tf.constant([_ROWS, _WIDTH])
+        )
+
+    values = [_per_replica(strategy, functools.partial(make, own)) for own in range(2)]
+    results = strategy.extended.batch_reduce_to(_SUM, [(value, value) for value in values])
+    for position, result in enumerate(results):
+        expected = np.zeros([_ROWS, _WIDTH])
+        for replica in range(strategy.num_replicas_in_sync):
+            own = make(position, replica)
+            np.add.at(expected, own.indices.numpy(), own.values.numpy())
+        for part in strategy.experimental_local_results(result):
+            np.testing.assert_array_equal(tf.convert_to_tensor(part), expected)

@@ -1,0 +1,196 @@
+"""`DistributedOptimizer`: gradients that differ in kind between replicas, float8, threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from keras import optimizers as ko
+from keras_training import TrainingTestCase
+from keras_training import fitted
+from keras_training import strategy_of
+
+import tfcdo
+from tfcdo.keras import DistributedOptimizer
+
+_TABLE = np.arange(8.0, dtype=np.float32).reshape([4, 2]) - 2
+_ROWS = np.array([3, 0, 3])
+
+
+def table(replica: int) -> tf.Tensor:
+    return tf.constant(_TABLE * (replica + 1))
+
+
+def rows(replica: int) -> tf.IndexedSlices:
+    values = tf.constant(_TABLE[: len(_ROWS)] * (replica + 1))
+    shape = tf.constant(_TABLE.shape) if replica else None  # It can be left out.
+    return tf.IndexedSlices(values, tf.constant(_ROWS), shape)
+
+
+def nothing(replica: int) -> None:
+    return None
+
+
+def total(kinds: Any) -> np.ndarray:
+    """The sum of the replicas' gradients as a table."""
+    result = np.zeros_like(_TABLE, np.float64)
+    for replica, kind in enumerate(kinds):
+        if kind is table:
+            result += _TABLE * (replica + 1)
+        elif kind is rows:
+            np.add.at(result, _ROWS, _TABLE[: len(_ROWS)] * (replica + 1.0))
+    return result
+
+
+class UnlikeKindsTest(TrainingTestCase):
+    @parameterized.product(
+        kinds=[
+            (nothing, table, table),
+            (table, nothing, nothing),
+            (rows, table, rows),
+            (table, rows, nothing),
+            (nothing, rows, rows),
+        ],
+        accumulation=[None, 2],
+    )
+    def test_as_on_one_device(self, kinds, accumulation):
+        def make() -> Any:
+            return ko.Adam(0.1, global_clipnorm=1.0, gradient_accumulation_steps=accumulation)
+
+        def trained(count: int, gradient_of: Callable[[int], Any], optimizer: Any) -> Any:
+            strategy = strategy_of(count)
+            with strategy.scope():
+                own = [keras.Variable(np.ones_like(_TABLE)) for _ in range(2)]
+                optimizer = optimizer()
+
+            def on_replica() -> None:
+                replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+                gradients = [gradient_of(int(replica)), tf.ones_like(_TABLE) / count]
+                # The first step finds the optimizer not built; then it knows the variables.
+                optimizer.apply(gradients, None if optimizer.built else own)
+
+            with strategy.scope():
+                for _ in range(4):
+                    strategy.run(on_replica)
+            return own
+
+        of_all = tf.constant(total(kinds), tf.float32)
+        expected = trained(1, lambda _: of_all, make)
+        actual = trained(
+            3, lambda replica: kinds[replica](replica), lambda: DistributedOptimizer(make())
+        )
+        for one, other in zip(expected, actual, strict=True):
+            self.assertAllClose(one, other, rtol=1e-5)
+            self.assert_bitwise_equal([copy.read_value() for copy in other.value.values])
+        self.assertNotAllClose(np.ones_like(_TABLE), expected[0])
+
+    @parameterized.product(
+        ops=[tfcdo.ReductionToOneDevice, tf.distribute.ReductionToOneDevice],
+        gradient=[lambda: table(0), lambda: rows(1)],
+    )
+    def test_a_shared_one_counts_once_for_each_replica(self, ops, gradient):
+        strategy = strategy_of(3, ops())
+        with strategy.scope():
+            variable = keras.Variable(np.zeros_like(_TABLE))
+            optimizer = DistributedOptimizer(ko.SGD(1.0))
+            optimizer.build([variable])
+        shared = gradient()
+        strategy.run(lambda: optimizer.apply([shared], [variable]))
+        self.assertAllClose(-3 * tf.convert_to_tensor(shared), variable)
+
+    def test_keras_refuses_other_numbers_of_gradients(self):
+        strategy = strategy_of(2)
+        with strategy.scope():
+            own = [keras.Variable([1.0]), keras.Variable([1.0])]
+            optimizer = DistributedOptimizer(ko.SGD(0.5))
+        for given, message in ((1, "must already be built"), (3, "a list of 3 gradients")):
+            with self.assertRaisesRegex(ValueError, message):
+                strategy.run(lambda given=given: optimizer.apply([tf.ones([1])] * given))
+            optimizer.build(own)
+
+    def test_no_replica_has_one(self):
+        strategy = strategy_of(2)
+        with strategy.scope():
+            own = [keras.Variable([1.0]), keras.Variable([1.0])]
+            optimizer = DistributedOptimizer(ko.SGD(0.5, weight_decay=0.1))
+        with self.assertWarnsRegex(UserWarning, "Gradients do not exist"):
+            strategy.run(lambda: optimizer.apply([None, tf.ones([1])], own))
+        self.assertAllEqual([1.0], own[0])
+        self.assertNotAllEqual([1.0], own[1])
+
+
+def float8_layers() -> list[Any]:
+    policy = keras.dtype_policies.get("float8_from_float32")
+    # Without biases, whose gradients Keras rounds to bfloat16 on each replica.
+    return [
+        keras.layers.Input((4,)),
+        keras.layers.Dense(5, activation="tanh", use_bias=False, dtype=policy),
+        keras.layers.Dense(2, use_bias=False, dtype=policy),
+    ]
+
+
+class Float8Test(TrainingTestCase):
+    @parameterized.parameters((2, None), (3, 2))
+    def test_as_on_one_device(self, count, accumulation):
+        def make() -> Any:
+            return ko.LossScaleOptimizer(
+                ko.SGD(0.1, clipnorm=0.5, gradient_accumulation_steps=accumulation), 4.0
+            )
+
+        expected = fitted(1, make, run_eagerly=False, layers=float8_layers)
+        wrapped = fitted(
+            count, lambda: DistributedOptimizer(make()), run_eagerly=False, layers=float8_layers
+        )
+        self.assert_same_training(expected, wrapped, 1e-5)
+        history = expected.layers[0].inputs_amax_history.numpy()
+        self.assertLen(np.flatnonzero(history), 4 // (accumulation or 1))
+
+
+class ThreadsTest(TrainingTestCase):
+    def test_two_threads_trace_steps_of_one_optimizer(self):
+        strategy = strategy_of(2)
+        with strategy.scope():
+            variable = keras.Variable([1.0, 2.0])
+            optimizer = DistributedOptimizer(ko.SGD(0.25, clipnorm=100.0))
+            optimizer.build([variable])
+        both_trace = threading.Barrier(2, timeout=30)
+        inner_apply = optimizer.inner_optimizer.apply
+
+        def slow_apply(*arguments: Any) -> None:
+            # On the first replica of each, wait for the other thread, which may have to wait.
+            if first_to_meet.acquire(blocking=False):
+                other_is_here.wait(0.5)
+            inner_apply(*arguments)
+
+        first_to_meet, other_is_here = threading.Semaphore(1), threading.Event()
+        optimizer.inner_optimizer.apply = slow_apply
+        errors: list[BaseException] = []
+
+        def train(factor: float) -> None:
+            @tf.function(autograph=False)
+            def step() -> None:
+                strategy.run(lambda: optimizer.apply([tf.fill([2], factor)], [variable]))
+
+            try:
+                both_trace.wait()
+                step()
+            except BaseException as error:
+                errors.append(error)
+                other_is_here.set()
+
+        threads = [threading.Thread(target=train, args=(factor,)) for factor in (1.0, 3.0)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        self.assertEmpty(errors)
+        self.assertAllClose([1.0 - 0.25 * 2 * 4, 2.0 - 0.25 * 2 * 4], variable)
+
+
+if __name__ == "__main__":
+    tf.test.main()

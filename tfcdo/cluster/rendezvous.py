@@ -1,0 +1,305 @@
+"""Meeting all hosts before TensorFlow starts its servers.
+
+TensorFlow's start waits inside C++ with Python's lock held: nothing can be logged meanwhile, it
+cannot be interrupted, and a host that never comes is waited for without end. So the hosts first
+meet here, at the chief's address: each says who it is and how it is set up, and all go on together,
+or all learn why not.
+
+The chief first sends a nonce. The other host's greeting begins with an HMAC over that nonce, and
+the answer with one over the host's own nonce; the key is the job's token. So nobody else is heard,
+and a process of another job that comes to the same port is not taken for one of this job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import os
+import queue
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from multiprocessing import connection
+from typing import TypeVar
+
+import msgspec
+from absl import logging
+
+from tfcdo import environment
+from tfcdo.cluster import config
+from tfcdo.cluster import difference
+
+Setting = str | int | float | bool | None | list[str]
+Settings = Mapping[str, Setting]  # By name; the same on all hosts.
+
+_FIRST_LINE = 10.0  # Seconds until the log says who is waited for; then each minute.
+_NEXT_LINES = 60.0
+_RETRY = 0.2
+_POLL = 0.1
+# By how much the others are more patient than the chief, which knows who is missing.
+_PATIENCE = 5.0
+# How long one message may take, and how large it may be: strangers can send as well.
+_MESSAGE_SECONDS = 5.0
+_MAX_BYTES = 1 << 20
+_TOKEN = environment.CLUSTER_TOKEN
+_HELLO = re.compile(rb"tfcdo ([0-9a-f]{32})\n")
+
+
+class RendezvousError(RuntimeError):
+    """The hosts of a cluster did not all come, or are not set up alike; the message says which."""
+
+
+class _Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Says who a host is, how it is set up, and the nonce that the answer must prove."""
+
+    host: int
+    settings: dict[str, Setting]
+    nonce: str
+
+
+class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Says why the hosts cannot go on; nothing if they can."""
+
+    error: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arrival:
+    """A host that has come to the chief."""
+
+    peer: socket.socket
+    greeting: _Greeting
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """The hosts that meet, as this one sees them, and until when it waits for them."""
+
+    cluster: config.Cluster
+    settings: Settings
+    token: str
+    deadline: float
+
+
+_Message = TypeVar("_Message", _Greeting, _Answer)
+
+
+class _ProofError(ValueError):
+    """The sender of a message does not know the job's token."""
+
+
+def meet(cluster: config.Cluster, settings: Settings, timeout: float, token: str) -> None:
+    """Waits until all hosts are there, know the token, are set up alike and can reach each other.
+
+    Raises:
+      RendezvousError: if they do not in `timeout` seconds, or if this host's port is in use.
+    """
+    job = _Job(cluster, settings, token, time.monotonic() + timeout)
+    with _listening(cluster) as listener:
+        if cluster.is_chief:
+            _lead(job, listener)
+        else:
+            _follow(job)
+
+
+@contextlib.contextmanager
+def _listening(cluster: config.Cluster) -> Iterator[socket.socket]:
+    """Holds this host's port, as TensorFlow's server will: on all of the machine's addresses."""
+    task = cluster.tasks[cluster.index]
+    _, port = config.split_address(task.address)
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    try:
+        listener = socket.create_server(
+            ("", port), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=1024
+        )
+    except OSError as error:
+        raise RendezvousError(
+            f"port {port} of {cluster.name(cluster.index)} cannot be used on this machine: "
+            f"{error.strerror or error}; end the process that uses it, or give the task another "
+            "port in the cluster's description on all hosts"
+        ) from error
+    with listener:
+        yield listener
+
+
+def _lead(job: _Job, listener: socket.socket) -> None:
+    """Waits for all others, compares, and tells them to go on or why not: the chief's part."""
+    arrived: dict[int, _Arrival] = {}
+    try:
+        _await_all(job, listener, arrived)
+        for host in job.cluster.others:
+            _check_reachable(job.cluster, host)
+    except RendezvousError as error:
+        for arrival in arrived.values():
+            _answer(arrival, str(error), job.token)
+        raise
+    for arrival in arrived.values():
+        _answer(arrival, "", job.token)
+
+
+def _await_all(job: _Job, listener: socket.socket, arrived: dict[int, _Arrival]) -> None:
+    """Waits until each host has come; one that has ended meanwhile is missing again."""
+    cluster, deadline = job.cluster, job.deadline
+    lines = _Lines()
+    problem = hint = ""
+    arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
+    while len(arrived) < len(cluster.others):
+        missing = [cluster.name(host) for host in cluster.others if host not in arrived]
+        waiting = f"waiting for {', '.join(missing)} to start{hint}"
+        lines.log(waiting)
+        if time.monotonic() > deadline:
+            raise RendezvousError(problem or f"timed out {waiting}")
+        peers = [arrival.peer for arrival in arrived.values()]
+        ready = connection.wait([listener, *peers], _POLL)
+        if listener in ready:
+            with contextlib.suppress(OSError):
+                peer, _ = listener.accept()
+                threading.Thread(
+                    target=_hear, args=(peer, job.token, arrivals), daemon=True
+                ).start()
+        for host, arrival in list(arrived.items()):
+            if arrival.peer in ready:  # It has no more to say, so it has ended.
+                arrived.pop(host).peer.close()
+        while not arrivals.empty():
+            new = arrivals.get()
+            if new is None:
+                hint = f" (a host came that does not know this job's {_TOKEN})"
+                continue
+            host = new.greeting.host
+            if host not in cluster.others:
+                _answer(new, f"the cluster has no other host {host}", job.token)
+                continue
+            if host in arrived:
+                arrived[host].peer.close()  # It has been started again.
+            arrived[host] = new
+            if not problem and new.greeting.settings != dict(job.settings):
+                names = cluster.name(0), cluster.name(host)
+                details = difference.between(
+                    job.settings, names[0], new.greeting.settings, names[1]
+                )
+                problem = f"the hosts are not set up alike: {details}"
+                # All are to learn of it, also those that are still on their way.
+                deadline = min(deadline, time.monotonic() + _FIRST_LINE)
+    if problem:
+        raise RendezvousError(problem)
+
+
+def _hear(peer: socket.socket, token: str, arrivals: queue.SimpleQueue[_Arrival | None]) -> None:
+    """Hears who has come, in a thread, so that a slow stranger holds up nobody."""
+    nonce = secrets.token_hex(16)
+    try:
+        peer.settimeout(_MESSAGE_SECONDS)
+        peer.sendall(f"tfcdo {nonce}\n".encode())
+        arrivals.put(_Arrival(peer, _open(_receive_line(peer), nonce, token, _Greeting)))
+    except _ProofError:
+        arrivals.put(None)
+        with contextlib.suppress(OSError), peer:
+            peer.sendall(_seal(_Answer(""), "", token))  # It does not know the token of this, too.
+    except (OSError, ValueError, RecursionError):
+        peer.close()  # A port scan, or a probe of another host.
+
+
+def _answer(arrival: _Arrival, error: str, token: str) -> None:
+    with contextlib.suppress(OSError), arrival.peer:
+        arrival.peer.sendall(_seal(_Answer(error), arrival.greeting.nonce, token))
+
+
+def _check_reachable(cluster: config.Cluster, host: int) -> None:
+    """Raises unless a host that has come answers at its own address, as collectives need it."""
+    address = config.split_address(cluster.tasks[host].address)
+    try:
+        socket.create_connection(address, timeout=_MESSAGE_SECONDS).close()
+    except OSError as error:
+        raise RendezvousError(
+            f"{cluster.name(host)} has started, but does not answer at that address: {error}"
+        ) from error
+
+
+def _follow(job: _Job) -> None:
+    """Goes to the chief and waits for its answer: the part of all other hosts."""
+    chief = job.cluster.name(0)
+    lines = _Lines()
+    problem = "no attempt yet"
+    while time.monotonic() < job.deadline:
+        try:
+            error = _ask_chief(job, lines)
+        except (OSError, ValueError) as failure:
+            problem = str(failure)
+        else:
+            if error:
+                raise RendezvousError(error)
+            return
+        lines.log(f"waiting for {chief} to start: {problem}")
+        time.sleep(_RETRY)
+    raise RendezvousError(f"timed out waiting for {chief} to start: {problem}")
+
+
+def _ask_chief(job: _Job, lines: _Lines) -> str:
+    """Greets the chief and returns its answer: why the hosts cannot go on, or nothing."""
+    chief = job.cluster.name(0)
+    address = config.split_address(job.cluster.tasks[0].address)
+    with socket.create_connection(address, timeout=_MESSAGE_SECONDS) as peer:
+        hello = _HELLO.fullmatch(_receive_line(peer))
+        if hello is None:
+            raise ValueError("something else than tfcdo answers there")
+        nonce = secrets.token_hex(16)
+        greeting = _Greeting(job.cluster.index, dict(job.settings), nonce)
+        peer.sendall(_seal(greeting, hello[1].decode(), job.token))
+        while not connection.wait([peer], timeout=1.0):
+            lines.log(f"{chief} is there and waits for other hosts")
+            if time.monotonic() > job.deadline + _PATIENCE:
+                return f"timed out: {chief} is there, but not all other hosts are"
+        return _open(_receive_line(peer), nonce, job.token, _Answer).error
+
+
+def _seal(message: _Message, nonce: str, token: str) -> bytes:
+    """Returns a line with a message and the proof that its sender knows the token."""
+    content = msgspec.json.encode(message)
+    return b"%s %s\n" % (_prove(content, nonce, token), content)
+
+
+def _open(line: bytes, nonce: str, token: str, kind: type[_Message]) -> _Message:
+    """Returns the message in a line; nothing is read from it before the proof is verified."""
+    proof, _, content = line.rstrip(b"\n").partition(b" ")
+    if len(proof) != 64:
+        raise ValueError("something else than tfcdo answers there")
+    if not hmac.compare_digest(proof, _prove(content, nonce, token)):
+        raise _ProofError(f"it does not know this job's {_TOKEN}, which all hosts must have")
+    return msgspec.json.decode(content, type=kind)
+
+
+def _prove(content: bytes, nonce: str, token: str) -> bytes:
+    return hmac.new(os.fsencode(token), nonce.encode() + content, "sha256").hexdigest().encode()
+
+
+def _receive_line(sender: socket.socket) -> bytes:
+    deadline = time.monotonic() + _MESSAGE_SECONDS
+    line = b""
+    while not line.endswith(b"\n"):
+        sender.settimeout(max(0.001, deadline - time.monotonic()))
+        part = sender.recv(65536)
+        if not part:
+            raise ConnectionResetError("it closed the connection")
+        line += part
+        if len(line) > _MAX_BYTES:
+            raise ValueError("it sent too much")
+    return line
+
+
+class _Lines:
+    """Logs a line after ten seconds of waiting and then once a minute."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._next = self._start + _FIRST_LINE
+
+    def log(self, message: str) -> None:
+        """Logs the message if it is time to."""
+        now = time.monotonic()
+        if now >= self._next:
+            logging.warning("tfcdo: %s (%.0f s so far)", message, now - self._start)
+            self._next = now + _NEXT_LINES

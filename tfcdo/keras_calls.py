@@ -1,0 +1,30 @@
+"""Tells what Keras is doing, from the functions that are being called."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+
+def is_in(part: str) -> bool:
+    """Returns whether a function of Keras whose name has this part is being called."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        is_keras = frame.f_globals.get("__name__", "").startswith("keras.")
+        if is_keras and part in frame.f_code.co_name:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def adds_metrics_twice(version: str | None = None) -> bool:
+    """Returns whether a Keras, by default the imported one, has TensorFlow add up metrics twice.
+
+    Keras 3.7 to 3.9 has its metrics' variables added up (keras-team/keras#21467), but does not say
+    when. TensorFlow then adds the replicas' parts when they are written, and metrics write what
+    they have read: K times the total, and the new values.
+    """
+    if version is None:
+        version = getattr(sys.modules.get("keras"), "__version__", "")
+    numbers = [int(number) for number in version.split(".")[:2] if number.isdecimal()]
+    return [3, 7] <= numbers < [3, 10]
