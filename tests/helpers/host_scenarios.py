@@ -204,7 +204,8 @@ def flat(strategy: Any) -> dict[str, np.ndarray]:
     """
     extended = strategy.extended
     ops = extended._cross_device_ops
-    extended._cross_device_ops = ops._between(dataclasses.replace(ops._hosts, flat=True))
+    between = dataclasses.replace(ops._options.between, flat=True)
+    extended._cross_device_ops = ops._between(ops._network, between)
     members, reduce = [], tf.raw_ops.CollectiveReduceV2
 
     def counted(**arguments: Any) -> tf.Tensor:

@@ -25,7 +25,7 @@ from tfcdo import tf_internals
 from tfcdo.cluster import agreement
 from tfcdo.cluster import session
 from tfcdo.plan import copy_tree
-from tfcdo.plan import packing
+from tfcdo.plan import decide, packing
 from tfcdo.topology import detection
 from tfcdo.topology import measured
 from tfcdo.topology.presets import preset
@@ -94,7 +94,6 @@ SETTINGS: Sequence[tuple[Any, ...]] = (
     ("sparse_as_dense", _ops(_auto), _ops(_auto, sparse_as_dense=True), "'auto'", "True"),
     ("require_nccl", _ops(_nccl), _ops(_nccl, require_nccl=True), "False", "True"),
     ("nccl", _ops(_auto), _ops(_auto, nccl=False), "True", "False"),
-    ("backward_seconds", _ops(_auto), _ops(_auto, backward_seconds=0.5), "None", "0.5"),
     ("reduce_to_device", _ops(_one, "/cpu:0"), _ops(_one, "CPU:1"), "CPU:0", "CPU:1"),
     ("wire_between", dict, lambda: {"wire_between": "bfloat16"}, "None", "bfloat16"),
     ("bytes_per_pack", _options(), _options(bytes_per_pack=64), "0", "64"),
@@ -160,7 +159,7 @@ def _refused_steps(strategy: Any, is_chief: bool) -> None:
 
     def packed_otherwise(other: Any) -> None:
         with mock.patch.object(packing, "_SECONDS_PER_OP", 6.5e-6 if is_chief else 0.0):
-            packing.plan_batch.cache_clear()
+            decide.decide.cache_clear()
             _dense(other)
 
     def another_op(other: Any) -> None:

@@ -11,8 +11,8 @@ import host_wire
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
+from wire_bounds import error_bound
 
-from tfcdo.execute import wire
 
 _TIMEOUT = 240.0
 _UNLIKE = ("unlike_correct", "unlike_refused")
@@ -111,8 +111,7 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(expected, actual)
         if dtype in (tf.float32, tf.float64):
             magnitudes = np.abs(terms[:, finite]).sum(axis=0)
-            wire_dtype = tf.as_dtype(name)
-            bound = wire.error_bound(magnitudes, 1, num_replicas, wire_dtype, dtype)
+            bound = error_bound(magnitudes, 1, num_replicas, name, dtype)
             error = np.abs(actual - expected)[finite]
             self.assertTrue(np.all(error <= bound), (error / bound).max())
             if case in ("float32", "float64"):

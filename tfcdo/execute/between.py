@@ -97,8 +97,9 @@ def describe(plan: Plan) -> dict[str, Any]:
         "mean over": plan.packs[0].root.divide if plan.packs else None,
         "replicas of a host": plan.replicas,
         "packs": [
-            f"{'?' if pack.size is None else pack.size} elements on {plan.nodes[root]}"
-            + (f" as {pack.root.codec.dtype}" if pack.root.codec.dtype else "")
+            f"{'?' if pack.size is None else pack.size} elements on {plan.nodes[root]}, "
+            f"packed as {plans.digest(pack.tensors)[:8]}"
+            + (f", sent as {pack.root.codec.dtype}" if pack.root.codec.dtype else "")
             for pack, root in zip(plan.packs, roots, strict=True)
         ],
         "plan": plan.fingerprint,
