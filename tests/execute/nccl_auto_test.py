@@ -1,8 +1,9 @@
-"""AutoAllReduce takes NCCL where it runs, unless a measurement of this machine speaks for trees."""
+"""AutoAllReduce takes NCCL where it runs, unless a given measurement says that trees are faster."""
 
 from __future__ import annotations
 
-import dataclasses
+import pathlib
+import tempfile
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from nccl_testing import packs_of
 
 import tfcdo
 from tfcdo import log
-from tfcdo.topology import detection
+from tfcdo.plan import decide
 from tfcdo.topology import measured
 from tfcdo.topology import measurement
 from tfcdo.topology.presets import preset
@@ -30,7 +31,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
     def setUp(self) -> None:
         super().setUp()
         log.info_once.cache_clear()
-        measurement_testing.measure_briefly(self)
+        decide.decide.cache_clear()  # What was planned before is not logged again.
 
     def takes_nccl(self, ops: Any, *sizes: int) -> tuple[bool, str]:
         """All-reduces values of so many floats; returns whether by NCCL, and what was logged."""
@@ -52,7 +53,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
     def test_takes_nccl_where_it_runs(self, make):
         takes, line = self.takes_nccl(make(), 5, 25_000)
         self.assertTrue(takes)
-        self.assertRegex(line, f"auto takes NCCL for about .* {K} devices: .*no measurement")
+        self.assertRegex(line, f"auto takes NCCL for about .* {K} devices: .*no measurement that was given")
 
     def test_keeps_to_trees_if_asked(self):
         takes, line = self.takes_nccl(tfcdo.AutoAllReduce(nccl=False), 25_000)
@@ -71,35 +72,28 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_nccl_is_measured_where_it_runs(self):
         sizes = (2**12, 2**16)
+        folder = measurement_testing.measure_briefly(self)
         with mock.patch.object(measurement, "_NCCL_SIZES", sizes):
-            measurement.measure(tu.device_names(K))
-        found = detection.what_was_measured(tu.device_names(K))
-        assert found is not None
-        self.assertEqual(tuple(size for size, _ in found.nccl), sizes)
-        self.assertTrue(all(1e-7 < seconds < 10 for _, seconds in found.nccl))
+            measurement.measure(tu.device_names(K), path=folder / "measured.json")
+        nccl = measured.read(folder / "measured.json").nccl
+        self.assertEqual(tuple(size for size, _ in nccl), sizes)
+        self.assertTrue(all(1e-7 < seconds < 10 for _, seconds in nccl))
 
-    def test_a_measurement_decides_by_size(self):
-        devices = tu.device_names(K)
-        name = detection.name_of_measured(devices, preset("shared_memory", K))
-        assert name is not None
-        machine = dataclasses.replace(preset("shared_memory", K), name=name)
-        measured.save(measured.Measured(machine, "2026-01-02", ((1000, 1e-9), (10**6, 1.0))))
-        takes, line = self.takes_nccl(tfcdo.AutoAllReduce(), 250)
+    def test_a_measurement_that_is_given_decides_by_size(self):
+        path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "measured.json")
+        machine = preset("shared_memory", K)
+        measured.save(measured.Measured(machine, "2026-01-02", ((1000, 1e-9), (10**6, 1.0))), path)
+        ops = tfcdo.AutoAllReduce(topology=path)
+        takes, line = self.takes_nccl(ops, 250)
         self.assertTrue(takes)
         self.assertRegex(line, "auto takes NCCL for about .*as measured on 2026-01-02, NCCL takes")
-        # What counts is the whole batch.
-        takes, line = self.takes_nccl(tfcdo.AutoAllReduce(), 125_000, 125_000)
+        # The size is the bytes of the whole batch.
+        takes, line = self.takes_nccl(ops, 125_000, 125_000)
         self.assertFalse(takes)
         self.assertRegex(line, "auto takes copy trees for about .* NCCL takes .* copy trees")
-        told = tfcdo.AutoAllReduce().explain([(250,)], devices=devices)
+        told = ops.explain([(250,)], devices=tu.device_names(K))
         self.assertEqual(told.algorithm, "NCCL")
         self.assertIn("as measured on 2026-01-02", told.reason)
-        # What is measured anew counts from then on.
-        measured.save(measured.Measured(machine, "2026-01-03", ((1000, 1.0), (10**6, 1.0))))
-        detection.forget()
-        takes, line = self.takes_nccl(tfcdo.AutoAllReduce(), 250)
-        self.assertFalse(takes)
-        self.assertIn("as measured on 2026-01-03", line)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import tempfile
 import unittest
 from unittest import mock
 
-from tfcdo.topology import detection
 from tfcdo.topology import measurement
 
 
@@ -29,6 +28,4 @@ def measure_briefly(test: unittest.TestCase) -> pathlib.Path:
     stack.enter_context(
         mock.patch.multiple(measurement, _COUNT=2**12, _BYTES=2**14, _LARGE_COUNT=2**14)
     )
-    detection.forget()
-    stack.callback(detection.forget)
     return pathlib.Path(folder)
