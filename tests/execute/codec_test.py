@@ -41,7 +41,11 @@ def _there_and_back(
 
 def _all_finite(wire_dtype: str) -> np.ndarray:
     with np.errstate(invalid="ignore"):  # Some are NaN.
-        bits = np.arange(1 << 16, dtype=np.uint16).view(tf.as_dtype(wire_dtype).as_numpy_dtype).astype(float)
+        bits = (
+            np.arange(1 << 16, dtype=np.uint16)
+            .view(tf.as_dtype(wire_dtype).as_numpy_dtype)
+            .astype(float)
+        )
     # TensorFlow's CPU kernels may take float32 that are not normal for 0.
     return bits[np.isfinite(bits) & ((np.abs(bits) >= 2.0**-126) | (bits == 0))]
 

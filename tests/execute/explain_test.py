@@ -194,7 +194,9 @@ class ExplainTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEmpty(told.bytes_by_link)
 
     @parameterized.parameters((15_000, 1), (18_000, 3))
-    def test_values_that_cost_more_to_concatenate_than_an_op_are_sent_alone(self, size, num_tensors):
+    def test_values_that_cost_more_to_concatenate_than_an_op_are_sent_alone(
+        self, size, num_tensors
+    ):
         # On a CPU, an op costs what it takes to pass over 65 kB.
         told = tfcdo.HierarchicalCopyAllReduce().explain([(size,)] * 3, devices=tu.device_names(2))
         (pack,) = told.packs

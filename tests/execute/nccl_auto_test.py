@@ -53,7 +53,9 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
     def test_takes_nccl_where_it_runs(self, make):
         takes, line = self.takes_nccl(make(), 5, 25_000)
         self.assertTrue(takes)
-        self.assertRegex(line, f"auto takes NCCL for about .* {K} devices: .*no measurement that was given")
+        self.assertRegex(
+            line, f"auto takes NCCL for about .* {K} devices: .*no measurement that was given"
+        )
 
     def test_keeps_to_trees_if_asked(self):
         takes, line = self.takes_nccl(tfcdo.AutoAllReduce(nccl=False), 25_000)

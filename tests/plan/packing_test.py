@@ -46,7 +46,9 @@ def pack(
 def contents(packs: Sequence[Packed]) -> list[list[Any]]:
     """The slices of each pack, whatever tensors they are fused in, in the order of the values."""
     return [
-        sorted((part.value, part.start, part.stop) for fused in one.tensors for part in fused.slices)
+        sorted(
+            (part.value, part.start, part.stop) for fused in one.tensors for part in fused.slices
+        )
         for one in packs
     ]
 
@@ -193,9 +195,7 @@ class NumPacksTest(parameterized.TestCase):
         options = packing.PackingOptions(None)
         packs = packing.pack(items((1000, 25), (0,)), options, algorithm, place)
         schedule = algorithms.make_schedule(algorithm, place, 4 * 25_000)
-        self.assertEqual(
-            [pack.tree for pack in schedule.packs], [one.tree for one in packs[:-1]]
-        )
+        self.assertEqual([pack.tree for pack in schedule.packs], [one.tree for one in packs[:-1]])
         self.assertLen(packs, len(schedule.packs) + 1)  # The empty value is sent alone.
 
     @parameterized.parameters(
