@@ -1,4 +1,4 @@
-"""AutoAllReduce takes NCCL where it runs, unless a measurement of this machine speaks for trees."""
+"""AutoAllReduce takes NCCL where it runs, unless a given measurement says that trees are faster."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from nccl_testing import K, all_reduce, function, packs_of
 
 import tfcdo
 from tfcdo import log
+from tfcdo.plan import decide
 from tfcdo.topology import detection, measured, measurement
 from tfcdo.topology.presets import preset
 
@@ -28,6 +29,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
         super().setUp()
         log.info_once.cache_clear()
         self.folder = measurement_testing.measure_briefly(self)
+        decide.decide.cache_clear()  # What was planned before is not logged again.
 
     def takes_nccl(self, ops: Any, *sizes: int) -> tuple[bool, str]:
         """All-reduces values of so many floats; returns whether by NCCL, and what was logged."""

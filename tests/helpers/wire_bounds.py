@@ -1,4 +1,4 @@
-"""Bounds of the error of all-reduces whose copies are cast to 16 bits; docs/wire.md derives them."""
+"""Bounds of the error of all-reduces that cast copies to 16 bits; docs/wire.md derives them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class _Format:
     Attributes:
       roundoff: the largest relative error of rounding to it, u.
       exponent: the exponent of its largest power of two.
-      lost: the largest absolute error of rounding a number too small to be a normal one. TensorFlow's
-        CPU kernels may set such numbers of bfloat16 to 0.
+      lost: the largest absolute error of rounding a number too small to be a normal one.
+        TensorFlow's CPU kernels may set such numbers of bfloat16 to 0.
     """
 
     roundoff: float
@@ -58,8 +58,8 @@ def error_bound(
     and once more at the root, as part of the result; in between it is added up to K - 1 times and
     divided once, in its own dtype. With u and v the two roundoffs, its part in the result is
     therefore wrong by at most (1 + u)^(depth + 1) (1 + v)^K - 1, relative to its magnitude. Numbers
-    too small to be normal are rounded with an absolute error instead, on at most K devices. (Higham,
-    "Accuracy and Stability of Numerical Algorithms", 2nd edition, 2002, chapter 4.)
+    too small to be normal are rounded with an absolute error instead, on at most K devices.
+    (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition, 2002, chapter 4.)
 
     Args:
       magnitudes: the sum over the devices of the absolute values of a pack, of each element; or
@@ -93,9 +93,9 @@ def feedback_error_bound(
 
     Each cast adds its error to the next step, so only the residuals of the last step are missing.
     They are added to values that are cast, so they are rounded too: with c the bound of one step,
-    relative to the magnitudes, they are at most c / (1 - c) of the largest. Additions in the values'
-    own dtype round in every step, without feedback. (Karimireddy et al., "Error Feedback Fixes
-    SignSGD and other Gradient Compression Schemes", ICML 2019, lemma 3.)
+    relative to the magnitudes, they are at most c / (1 - c) of the largest. Additions in the
+    values' own dtype round in every step, without feedback. (Karimireddy et al., "Error Feedback
+    Fixes SignSGD and other Gradient Compression Schemes", ICML 2019, lemma 3.)
 
     Args:
       magnitudes_by_step: `magnitudes` of `error_bound` for each step, along the first axis.

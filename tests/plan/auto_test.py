@@ -16,7 +16,6 @@ from tfcdo import log
 from tfcdo.plan import algorithms
 from tfcdo.plan import packing
 from tfcdo.plan import simulator
-from tfcdo.plan.batch_plan import ValueSpec
 from tfcdo.plan.lower_bound import lower_bound
 from tfcdo.plan.size_class import size_class
 from tfcdo.topology.presets import PRESETS
@@ -151,10 +150,10 @@ class WorkTest(plan_testing.PlanTestCase):
             for size in sizes:
                 self.assertEqual(algorithms.make_schedule("auto", machine, size).size, size)
                 options = packing.PackingOptions(None)
-                plan = packing.plan_batch(
-                    (ValueSpec("float32", 4, (size // 4,)),), options, "auto", machine
-                )
-                self.assertEqual(plan.sizes, (size // 4,))
+                value = packing.Item(0, "float32", 4, (size // 4,))
+                packs = packing.pack([value], options, "auto", machine)
+                slices = [part for one in packs for part in one.tensors[0].slices]
+                self.assertEqual(sum(part.size for part in slices), size // 4)
         self.assertEqual(work["tasks"], 0)
 
 

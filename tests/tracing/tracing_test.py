@@ -24,7 +24,7 @@ import tfcdo
 from tfcdo import log, tf_internals
 from tfcdo.execute import planned
 from tfcdo.keras import trace_summary
-from tfcdo.plan import batch_plan
+from tfcdo.plan.plan import Plan
 from tfcdo.plan import copy_tree
 from tfcdo.plot import trace as trace_plot
 from tfcdo.tracing import edges, profile, recording, summary
@@ -319,7 +319,7 @@ class SummaryTest(absltest.TestCase):
             ),
         ]
         devices = tuple(map(cpu, range(3)))
-        plan = planned.Planned("f/tfcdo", devices, batch_plan.BatchPlan((), ()), ())
+        plan = planned.Planned("f/tfcdo", devices, Plan(("CPU:0",) * 3, 3, 1, (), ()))
         self.assertEqual(
             edges.find(events, [plan]),
             [

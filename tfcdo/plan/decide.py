@@ -345,7 +345,7 @@ def _trees_beat_nccl(batch: Batch, options: Options) -> tuple[bool, str]:
 def _compare(measured: Measured | None, num_bytes: int) -> tuple[bool, str]:
     by_nccl = measured.nccl_seconds(num_bytes) if measured else None
     if measured is None or by_nccl is None:
-        return False, "it can run, and no measurement that was given says that trees are faster"
+        return False, "it can run, and topology= has no measurement of it"
     schedule = algorithms.make_schedule("auto", measured.topology, num_bytes)
     trees = predicted_seconds(schedule, measured.topology)
     return trees < by_nccl, (

@@ -1,0 +1,313 @@
+"""Decisions: the packs, order, slices, trees, codecs and root steps of batches of every kind."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tfcdo import log
+from tfcdo.plan import algorithms
+from tfcdo.plan.copy_tree import star
+from tfcdo.plan.decide import MIN_ENCODED_BYTES
+from tfcdo.plan.decide import decide
+from tfcdo.plan.decide import nccl_dtypes
+from tfcdo.plan.options import BetweenHosts
+from tfcdo.plan.options import Machine
+from tfcdo.plan.options import Options
+from tfcdo.plan.packing import PackingOptions
+from tfcdo.plan.plan import IDENTITY
+from tfcdo.plan.plan import Batch
+from tfcdo.plan.plan import Codec
+from tfcdo.plan.plan import Pack
+from tfcdo.plan.plan import Plan
+from tfcdo.plan.plan import Request
+from tfcdo.plan.plan import RootStep
+from tfcdo.plan.plan import ValueSpec
+from tfcdo.topology.presets import preset
+
+K = 3
+SUM = RootStep("sum")
+# float32 values of this size are just encoded between hosts.
+LARGE = MIN_ENCODED_BYTES // 4
+
+
+def f32(*shape: int) -> ValueSpec:
+    return ValueSpec("float32", shape)
+
+
+def batch(
+    *values: ValueSpec,
+    op: Any = "sum",
+    to: tuple[int, ...] | None = None,
+    nodes: int | None = None,
+    exact: bool = False,
+    replicas: int = K,
+    **settings: Any,
+) -> Batch:
+    """A batch of values on CPUs; `nodes` counts destinations that are not replicas too."""
+    everyone = tuple(range(replicas))
+    requests = tuple(Request(value, everyone if to is None else to, exact) for value in values)
+    names = tuple(f"CPU:{node}" for node in range(nodes or replicas))
+    hosts = settings.pop("hosts", 1)
+    return Batch(op, replicas, hosts, names, requests, **settings)
+
+
+def plan(asked: Batch, topology: str = "nvswitch", reasons: Any = (), **choices: Any) -> Plan:
+    """Decides for a class with some choices; packs of "hierarchical_copy" unless it says others."""
+    options = Options(**{"algorithm": "hierarchical_copy", "packing": PackingOptions(), **choices})
+    machine = Machine(preset(topology, asked.replicas), "was detected", reasons, "not asked for")
+    return decide(asked, options, machine)
+
+
+def content(pack: Pack) -> list[tuple[int, int, int | None]]:
+    return [(part.value, part.start, part.stop) for part in pack.slices]
+
+
+def contents(made: Plan) -> list[list[tuple[int, int, int | None]]]:
+    return [content(pack) for pack in made.packs]
+
+
+class OneHostTest(parameterized.TestCase):
+    def test_mixed_dtypes(self):
+        made = plan(batch(f32(4), ValueSpec("int64", (2,)), f32(2, 3)), packing=PackingOptions(2))
+        self.assertEqual(
+            contents(made), [[(0, 0, 4), (2, 0, 1)], [(2, 1, 6)], [(1, 0, 1)], [(1, 1, 2)]]
+        )
+        self.assertEqual([pack.dtype for pack in made.packs], ["float32"] * 2 + ["int64"] * 2)
+        trees = algorithms.make_schedule("hierarchical_copy", preset("nvswitch", K), 40, 4).packs
+        self.assertEqual([pack.tree for pack in made.packs], [pack.tree for pack in trees])
+        self.assertEqual({pack.root for pack in made.packs}, {RootStep()})
+        self.assertEqual(made.algorithm, "hierarchical_copy")
+
+    @parameterized.parameters(
+        ("int32", 1, None, "int32", None),  # One replica that keeps its value keeps its dtype too.
+        ("int32", 3, None, "float64", 3),
+        ("uint8", 3, None, "float32", 3),
+        ("int64", 3, None, "int64", 3),
+        ("bfloat16", 3, None, "bfloat16", 3),
+        ("int32", 1, (1,), "float64", 1),
+    )
+    def test_means(self, dtype, replicas, to, packed, divide):
+        nodes = replicas if to is None else replicas + 1
+        asked = batch(ValueSpec(dtype, (2,)), op="mean", replicas=replicas, to=to, nodes=nodes)
+        [pack] = plan(asked).packs
+        self.assertEqual((pack.dtype, pack.root), (packed, RootStep(divide=divide)))
+
+    def test_one_device(self):
+        made = plan(batch(f32(4), f32(2), root=1), one_device=True)
+        self.assertEqual(contents(made), [[(0, 0, 4), (1, 0, 2)]])
+        self.assertEqual([pack.tree for pack in made.packs], [star(K, 1)])
+        self.assertIsNone(made.packs[0].to)
+        self.assertEqual(made.why, "everything is summed on CPU:1")
+
+    @parameterized.parameters(
+        ({"to": (3,), "nodes": 4}, 3, (3,)),  # To another device.
+        ({"to": (1,)}, 1, (1,)),
+        ({"to": (0, 1, 2), "nodes": 4, "root": 3}, 3, (0, 1, 2)),  # On another device.
+        ({"user": True, "root": 0}, 0, (0, 1, 2)),
+        ({"user": True, "root": 3, "nodes": 4, "to": (2, 1)}, 3, (1, 2)),
+    )
+    def test_elsewhere(self, where, root, to):
+        """Each value alone: to fuse them would not save a copy that is not needed."""
+        asked = batch(f32(4), f32(2), **where)
+        made = plan(asked)
+        self.assertEqual(contents(made), [[(0, 0, 4)], [(1, 0, 2)]])
+        self.assertEqual({pack.tree for pack in made.packs}, {star(len(asked.nodes), root)})
+        self.assertEqual({pack.to for pack in made.packs}, {to})
+        self.assertEqual({pack.kind for pack in made.packs}, {"user" if asked.user else "sum"})
+
+    @parameterized.parameters(("auto", "smaller"), (False, "never"))
+    def test_rows(self, sparse_as_dense, tables):
+        rows = [ValueSpec(d, (None, 2), rows=True) for d in ("float32", "int32", "float32")]
+        made = plan(batch(*rows, op="mean"), sparse_as_dense=sparse_as_dense)
+        self.assertEqual(contents(made), [[(0, 0, None), (2, 0, None)], [(1, 0, None)]])
+        self.assertEqual([pack.dtype for pack in made.packs], ["float32", "float64"])
+        for pack in made.packs:
+            self.assertEqual((pack.kind, pack.tables, pack.to), ("rows", tables, None))
+            self.assertEqual(pack.root, RootStep(divide=K))
+        # Away from the replicas, rows are always sent as rows.
+        [pack] = plan(batch(rows[0], to=(1,)), sparse_as_dense=sparse_as_dense).packs
+        self.assertEqual((pack.tables, pack.to, pack.tree), ("never", (1,), star(K, 1)))
+
+    @parameterized.parameters((None, 3, None), ((1,), 3, (1,)), ((3,), 4, (3,)))
+    def test_gather(self, to, nodes, expected):
+        values = ValueSpec("int32", (None, 2)), ValueSpec("float32", (4,))
+        made = plan(batch(*values, op="gather", axis=0, to=to, nodes=nodes))
+        [pack] = made.packs
+        self.assertEqual((pack.kind, pack.dtype, pack.to), ("concat", "", expected))
+        self.assertEqual(content(pack), [(0, 0, None), (1, 0, 4)])
+        if expected is not None:
+            self.assertEqual(pack.tree, star(nodes, expected[0]))
+
+    def test_values_of_unknown_and_no_size_are_sent_alone(self):
+        made = plan(batch(f32(3), ValueSpec("float32", None), f32(0, 2), f32(1)))
+        self.assertEqual(contents(made), [[(0, 0, 3), (3, 0, 1)], [(1, 0, None)], [(2, 0, 0)]])
+
+    def test_exact_values_share_packs_where_nothing_is_encoded(self):
+        requests = (Request(f32(4), (0, 1, 2)), Request(f32(), (0, 1, 2), exact=True))
+        asked = dataclasses.replace(batch(f32(4)), requests=requests)
+        self.assertEqual(contents(plan(asked)), [[(0, 0, 4), (1, 0, 1)]])
+        made = plan(asked, wire="bfloat16")
+        self.assertEqual(contents(made), [[(0, 0, 4)], [(1, 0, 1)]])
+        self.assertEqual([pack.codec for pack in made.packs], [Codec("bfloat16"), IDENTITY])
+
+    @parameterized.parameters(
+        ("float32", "bfloat16", Codec("bfloat16")),
+        ("float32", "float16", Codec("float16", scale=True)),
+        ("float64", "bfloat16", Codec("bfloat16", scale=True)),
+        ("int32", "float16", IDENTITY),
+        ("float16", "float16", IDENTITY),
+        ("complex64", "bfloat16", IDENTITY),
+    )
+    def test_codecs(self, dtype, wire, expected):
+        asked = batch(ValueSpec(dtype, (8,)))
+        self.assertEqual(plan(asked, wire=wire).packs[0].codec, expected)
+        self.assertEqual(plan(asked).packs[0].codec, IDENTITY)
+        feedback = plan(asked, wire=wire, error_feedback=True).packs[0].codec
+        self.assertEqual(feedback.feedback, expected.dtype is not None)
+        # One replica sends nothing; of a result elsewhere, no device keeps errors.
+        self.assertEqual(plan(batch(f32(8), replicas=1), wire=wire).packs[0].codec, IDENTITY)
+        elsewhere = plan(batch(f32(8), to=(1,)), wire=wire, error_feedback=True).packs[0].codec
+        self.assertFalse(elsewhere.feedback)
+
+    def test_limits_are_of_the_bytes_that_are_sent(self):
+        options = PackingOptions(1, bytes_per_pack=8)
+        self.assertLen(plan(batch(f32(8)), packing=options).packs, 4)
+        self.assertLen(plan(batch(f32(8)), packing=options, wire="float16").packs, 2)
+
+    def test_a_topology_of_another_number_of_devices(self):
+        machine = preset("nvswitch", 4)
+        with self.assertRaisesRegex(ValueError, "topology must have .*3; 'nvswitch' has 4"):
+            decide(batch(f32(4)), Options(topology=machine), Machine(machine))
+
+    def test_the_same_question_has_the_same_answer(self):
+        asked = batch(f32(4, 2), f32(3))
+        first = plan(asked)
+        self.assertIs(first, plan(batch(f32(4, 2), f32(3))))
+        decide.cache_clear()
+        self.assertIsNot(first, plan(asked))
+        self.assertEqual(first.fingerprint, plan(asked).fingerprint)
+        others = [
+            plan(asked, algorithm="ring"),
+            plan(asked, packing=PackingOptions(2)),
+            plan(batch(f32(3), f32(4, 2))),
+            plan(asked, wire="float16"),
+            plan(batch(f32(4, 2), f32(3), op="mean")),
+        ]
+        self.assertLen({first.fingerprint, *(other.fingerprint for other in others)}, 6)
+
+
+class HostsTest(parameterized.TestCase):
+    BETWEEN = BetweenHosts(64, wire="bfloat16")
+
+    def test_packs_in_the_order_of_the_backward_pass(self):
+        made = plan(batch(f32(20), f32(3), f32(5), hosts=2), between=BetweenHosts(64))
+        # The last values first, in packs of at most 64 bytes.
+        self.assertEqual(contents(made), [[(2, 0, 5), (1, 0, 3), (0, 0, 6)], [(0, 6, 20)]])
+        self.assertEqual([pack.root for pack in made.packs], [SUM, SUM])
+        made = plan(
+            batch(f32(20), hosts=2), between=BetweenHosts(64), packing=PackingOptions(1, 0, 0, 40)
+        )
+        self.assertEqual([pack.size for pack in made.packs], [10, 10])
+
+    def test_small_packs_are_not_encoded(self):
+        between = BetweenHosts(4 << 20, wire="bfloat16")
+        for size, expected in ((LARGE, RootStep("shares", Codec("bfloat16"))), (LARGE - 1, SUM)):
+            [pack] = plan(batch(f32(size), hosts=2), between=between).packs
+            self.assertEqual(pack.root, expected)
+            self.assertEqual(pack.codec, IDENTITY)
+        asked = batch(ValueSpec("float64", (LARGE,)), op="mean", hosts=2)
+        [pack] = plan(asked, between=between).packs
+        self.assertEqual(pack.root, RootStep("shares", Codec("bfloat16", scale=True), 2 * K))
+
+    @parameterized.parameters(
+        {"exact": True}, {"to": (1,)}, {"value": "int64"}, {"value": "float16"}, {"value": "int32"}
+    )
+    def test_other_values_are_not_encoded(self, value: str = "float32", **where: Any):
+        asked = batch(ValueSpec(value, (4 * LARGE,)), hosts=2, op="mean", **where)
+        made = plan(asked, between=BetweenHosts(4 << 20, wire="float16"))
+        # Even the mean of int32, which is added as float64.
+        self.assertEqual({pack.root for pack in made.packs}, {RootStep("sum", divide=2 * K)})
+
+    def test_sizes_that_are_not_known_are_encoded(self):
+        asked = batch(ValueSpec("float32", (None,)), hosts=2)
+        self.assertEqual(plan(asked, between=self.BETWEEN).packs[0].root.hosts, "shares")
+
+    def test_rows_and_gathers(self):
+        rows = batch(ValueSpec("float32", (None, 2), rows=True), op="mean", hosts=2)
+        gather = batch(f32(4), op="gather", axis=0, hosts=2)
+        for asked, divide in ((rows, 2 * K), (gather, None)):
+            [pack] = plan(asked, between=self.BETWEEN).packs
+            self.assertEqual(pack.root, RootStep("gather", divide=divide))
+
+    def test_one_collective_over_all_devices(self):
+        made = plan(batch(f32(20), f32(3), hosts=2), between=BetweenHosts(64, flat=True))
+        self.assertEqual([pack.over_hosts for pack in made.packs], [True, True])
+        self.assertEqual({pack.tree for pack in made.packs}, {None})
+        self.assertEqual([len(pack.tensors) for pack in made.packs], [1, 1])
+        self.assertEqual(content(made.packs[0])[0], (1, 0, 3))
+
+    def test_auto_gives_every_device_a_share_of_the_network(self):
+        made = plan(
+            batch(f32(64), hosts=2), "shared_memory", algorithm="auto", between=BetweenHosts(64)
+        )
+        self.assertEqual({pack.tree.root for pack in made.packs if pack.tree}, {0, 1, 2})
+
+
+class NcclTest(parameterized.TestCase):
+    """`reasons` says for each dtype why NCCL cannot add it; "" if it can."""
+
+    MIXED = batch(f32(20_000), ValueSpec("int8", (4,)), f32(30_000))
+    REASONS = (("float32", ""), ("int8", "no int8; cast it"))
+
+    def setUp(self) -> None:
+        super().setUp()
+        decide.cache_clear()
+        log.warn_once.cache_clear()
+
+    def test_one_tensor_a_pack_and_trees_for_other_dtypes(self):
+        with self.assertLogs("absl", "WARNING") as logs:
+            made = plan(self.MIXED, "shared_memory", self.REASONS, nccl="always")
+        message = "NCCL was requested but is not available; using copy trees: no int8; cast it"
+        self.assertIn(message, logs.output[0])
+        whole = [(0, 0, 20_000), (2, 0, 30_000)]
+        self.assertEqual(contents(made), [whole, [(1, 0, 4)]])
+        self.assertEqual([pack.tree is None for pack in made.packs], [True, False])
+        self.assertLen(made.packs[0].tensors, 1)
+        self.assertEqual((made.algorithm, made.one_function), ("NCCL", True))
+
+    def test_it_is_required(self):
+        reason = r"NCCL cannot run \(require_nccl=True\): no int8; cast it"
+        with self.assertRaisesRegex(RuntimeError, reason):
+            plan(self.MIXED, "nvswitch", self.REASONS, nccl="always", require_nccl=True)
+        settings = {"between": BetweenHosts(64), "nccl": "always", "require_nccl": True}
+        with self.assertRaisesRegex(RuntimeError, "require_nccl=True.: not asked for"):
+            plan(batch(f32(4), hosts=2), "nvswitch", (("float32", ""),), **settings)
+
+    @parameterized.parameters(
+        (batch(f32(4)), "auto", None, {"float32"}),
+        (batch(f32(4), ValueSpec("int8", (4,)), op="mean"), "always", None, {"float32"}),
+        (batch(f32(4)), "always", "float16", {"float16"}),
+        (batch(f32(4)), "never", None, set()),
+        (batch(f32(4), replicas=1), "always", None, set()),
+        (batch(f32(4), to=(1,)), "always", None, set()),
+        (batch(f32(4), op="gather"), "always", None, set()),
+        (batch(ValueSpec("float32", (None, 2), rows=True)), "always", None, set()),
+    )
+    def test_only_dtypes_that_it_would_add_are_asked_for(self, asked, nccl, wire, expected):
+        self.assertEqual(nccl_dtypes(asked, Options(nccl=nccl, wire=wire)), expected)
+        reasons = tuple((dtype, "") for dtype in expected)
+        packs = plan(asked, "nvswitch", reasons, nccl=nccl, wire=wire).packs
+        self.assertEqual([pack.tree is None for pack in packs], [bool(expected)] * len(packs))
+
+    def test_auto_does_not_add_in_16_bits(self):
+        settings = {"algorithm": "auto", "nccl": "auto", "wire": "float16"}
+        [pack, *_] = plan(batch(f32(4)), "nvswitch", (("float16", ""),), **settings).packs
+        self.assertIsNotNone(pack.tree)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,206 @@
+"""Plans: no plan with a fault can be built, equal plans have equal fingerprints, and summaries."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tfcdo.plan import summary
+from tfcdo.plan.copy_tree import chain
+from tfcdo.plan.copy_tree import star
+from tfcdo.plan.plan import SHARE_ALIGNMENT
+from tfcdo.plan.plan import Codec
+from tfcdo.plan.plan import FusedTensor
+from tfcdo.plan.plan import Pack
+from tfcdo.plan.plan import Plan
+from tfcdo.plan.plan import RootStep
+from tfcdo.plan.plan import Slice
+from tfcdo.plan.plan import ValueSpec
+
+VALUES = (ValueSpec("float32", (10,)), ValueSpec("float32", (5,)))
+
+
+def pack(*slices: tuple[int, int, int], **settings: Any) -> Pack:
+    """A pack of one tensor, of slices (value, start, stop)."""
+    tensor = FusedTensor(tuple(Slice(*part) for part in slices))
+    return Pack("sum", (tensor,), "float32", settings.pop("tree", star(3)), **settings)
+
+
+def plan(*packs: Pack, values: tuple[ValueSpec, ...] = VALUES, hosts: int = 1) -> Plan:
+    return Plan(("CPU:0", "CPU:1", "CPU:2"), 3, hosts, values, packs)
+
+
+PACKS = (pack((0, 0, 5)), pack((0, 5, 10)), pack((1, 0, 5)))
+
+
+class CheckedTest(parameterized.TestCase):
+    """A plan that would leave an element out, or add it twice, cannot be built."""
+
+    def test_plans_cannot_be_changed(self):
+        made: Any = plan(*PACKS)
+        for holder, name in (
+            (made, "packs"),
+            (made.packs[0], "tree"),
+            (made.packs[0].tensors[0].slices[0], "start"),
+        ):
+            with self.assertRaises(dataclasses.FrozenInstanceError):
+                setattr(holder, name, None)
+
+    def test_slices_of_each_value_in_the_order_of_its_elements(self):
+        made = plan(*PACKS[::-1])
+        self.assertEqual(made.slices_of, ((Slice(0, 0, 5), Slice(0, 5, 10)), (Slice(1, 0, 5),)))
+
+    @parameterized.parameters(
+        (PACKS[1:], r"value 0, of size 10, once; got it cut at \[0, 10\]"),
+        ((PACKS[0], PACKS[2]), r"value 0, of size 10, once; got it cut at \[0, 5\]"),
+        (PACKS[:2], "value 1, of size 5, once"),
+        ((*PACKS, PACKS[0]), r"value 0, of size 10, once; got it cut at \[0, 5, 5, 10\]"),
+        ((*PACKS[:2], pack((1, 0, 6))), "value 1, of size 5, once"),
+        ((PACKS[0], pack((0, 5, 10), tree=star(2)), PACKS[2]), r"packs\[1\] must have a tree over"),
+        ((pack((0, 0, 10), after=0), PACKS[2]), r"packs\[0\].after must be an earlier pack"),
+        ((PACKS[0], PACKS[1], pack((1, 0, 5), after=3)), r"packs\[2\].after .*; got 3"),
+        (
+            (*PACKS[:2], pack((1, 0, 5), tree=star(3, 1), after=0)),
+            r"packs\[2\].after must be an earlier pack of the same tree; got 0",
+        ),
+    )
+    def test_refused(self, packs, message):
+        with self.assertRaisesRegex(ValueError, message):
+            plan(*packs)
+
+    def test_sizes(self):
+        self.assertEqual(ValueSpec("float32", (3, 4)).size, 12)
+        for unknown in (None, (None, 4)):
+            spec = ValueSpec("float32", unknown)
+            whole = pack((0, 0, None))  # type: ignore[arg-type]
+            self.assertIsNone(spec.size)
+            self.assertIsNone(plan(whole, values=(spec,)).packs[0].size)
+            self.assertIsNone(summary.schedule(plan(whole, values=(spec,))))
+
+
+class FingerprintTest(parameterized.TestCase):
+    def test_is_equal_for_equal_plans_whatever_people_are_told(self):
+        made = plan(*PACKS)
+        self.assertEqual(made.fingerprint, plan(*PACKS).fingerprint)
+        told = dataclasses.replace(made, algorithm="ring", why="it was asked for")
+        self.assertEqual(made.fingerprint, told.fingerprint)
+
+    @parameterized.parameters(
+        ((PACKS[1], PACKS[0], PACKS[2]),),
+        ((pack((0, 0, 5), tree=star(3, 1)), *PACKS[1:]),),
+        ((pack((0, 0, 5), codec=Codec("bfloat16")), *PACKS[1:]),),
+        ((pack((0, 0, 5), root=RootStep(divide=3)), *PACKS[1:]),),
+        ((*PACKS[:2], pack((1, 0, 5), after=0)),),
+        ((pack((0, 0, 10)), pack((1, 0, 5))),),
+        ((pack((0, 0, 10), (1, 0, 5)),),),
+        ((pack((1, 0, 5), (0, 0, 10)),),),  # The order of the slices in a tensor.
+    )
+    def test_is_different_for_another_plan(self, packs):
+        others = [plan(*PACKS), plan(pack((0, 0, 10), (1, 0, 5)), hosts=2)]
+        for other in others:
+            self.assertNotEqual(other.fingerprint, plan(*packs).fingerprint)
+
+    def test_differs_with_the_order_of_slices(self):
+        first, second = (
+            plan(pack(*order)).fingerprint
+            for order in (((0, 0, 10), (1, 0, 5)), ((1, 0, 5), (0, 0, 10)))
+        )
+        self.assertNotEqual(first, second)
+
+    def test_json_has_a_version(self):
+        document = json.loads(plan(*PACKS).to_json())
+        self.assertEqual(document["version"], 1)
+        self.assertLen(document["plan"]["packs"], 3)
+
+
+class SummaryTest(parameterized.TestCase):
+    def test_the_key_of_residuals_stays(self):
+        """A checkpoint of today must be found by later versions."""
+        made = Plan(
+            ("CPU:0", "CPU:1"),
+            2,
+            1,
+            (ValueSpec("float32", (6,)),),
+            (
+                Pack(
+                    "sum",
+                    (FusedTensor((Slice(0, 0, 6),)),),
+                    "float32",
+                    star(2),
+                    Codec("bfloat16", feedback=True),
+                ),
+            ),
+        )
+        key = summary.residual_key(made)
+        self.assertEqual(key, "2-2918e1c5074c1d04")
+        # Nothing is part of it that changes no residual.
+        [one] = made.packs
+        for other in (
+            dataclasses.replace(made, why="told", algorithm="ring"),
+            dataclasses.replace(made, packs=(dataclasses.replace(one, root=RootStep(divide=2)),)),
+            dataclasses.replace(made, hosts=2),
+        ):
+            self.assertEqual(key, summary.residual_key(other))
+        for other in (
+            dataclasses.replace(made, packs=(dataclasses.replace(one, tree=star(2, 1)),)),
+            dataclasses.replace(made, nodes=("GPU:0", "GPU:1")),
+        ):
+            self.assertNotEqual(key, summary.residual_key(other))
+
+    def test_schedule(self):
+        made = plan(pack((0, 0, 10), codec=Codec("float16", scale=True)), pack((1, 0, 5)))
+        found = summary.schedule(made)
+        assert found is not None
+        self.assertEqual([(p.start, p.stop) for p in found.packs], [(0, 20), (20, 40)])
+        self.assertIsNone(summary.schedule(plan(pack((0, 0, 10), (1, 0, 5), tree=None))))
+
+    def test_bytes_by_edge(self):
+        """See also `explain_test`, which compares them with graphs."""
+        both = ((0, 0, 10), (1, 0, 5))
+        for made, expected in (
+            # Up and down a chain; 16-bit partial sums are of 32 bits, scales 4 bytes.
+            (plan(pack(*both, tree=chain(3))), [60, 60]),
+            (plan(pack(*both, tree=chain(3), codec=Codec("float16", scale=True))), [34, 34]),
+        ):
+            up = [summary.bytes_by_edge(made)[edge] for edge in ((2, 1), (1, 0))]
+            down = [summary.bytes_by_edge(made)[edge] for edge in ((0, 1), (1, 2))]
+            self.assertEqual(up + down, expected * 2)
+        halves = pack(*both, tree=chain(3))
+        made = plan(
+            dataclasses.replace(halves, dtype="bfloat16"),
+            values=tuple(dataclasses.replace(value, dtype="bfloat16") for value in VALUES),
+        )
+        self.assertEqual(
+            summary.bytes_by_edge(made), {(2, 1): 30, (1, 0): 60, (0, 1): 30, (1, 2): 30}
+        )
+
+    def test_collectives_and_bytes_between_hosts(self):
+        added = plan(pack((0, 0, 10), (1, 0, 5), root=RootStep("sum")), hosts=2)
+        self.assertEqual(summary.num_collectives(added, len), 1)
+        self.assertEqual(summary.bytes_between_hosts(added), 4 * 15)
+        shares = RootStep("shares", Codec("bfloat16"))
+        encoded = plan(
+            pack((0, 0, 10), root=RootStep("sum")), pack((1, 0, 5), root=shares), hosts=2
+        )
+        self.assertEqual(summary.num_collectives(encoded, len), 3)
+        # 10 floats as they are, and 5 padded to two shares, in 16 bits, there and back.
+        self.assertEqual(summary.bytes_between_hosts(encoded), 40 + 2 * (2 * SHARE_ALIGNMENT))
+
+    def test_collectives_of_gathers(self):
+        specs = (ValueSpec("int32", (None,)), ValueSpec("float32", (None,)))
+        tensors = tuple(FusedTensor((Slice(index, 0, None),)) for index in (0, 1))
+        gathered = Pack("concat", tensors, "", star(3), root=RootStep("gather"))
+        self.assertEqual(summary.num_collectives(plan(gathered, values=specs), len), 3)
+        rows = ValueSpec("bfloat16", (None, 2), rows=True)
+        added = Pack("rows", tensors[:1], "bfloat16", star(3), root=RootStep("gather"))
+        made = plan(added, values=(rows,))
+        self.assertEqual(summary.gathered_dtypes(made, added), {"float32", "int64"})
+        self.assertEqual(summary.num_collectives(made, len), 3)
+
+
+if __name__ == "__main__":
+    absltest.main()
