@@ -24,10 +24,7 @@ _MODULES = (
         for room in (tfcdo.plan, tfcdo.topology)
         for module in pkgutil.iter_modules(room.__path__)
     ),
-    "tfcdo.bench.implementations",
-    "tfcdo.bench.workloads",
     "tfcdo.cross_device_ops",
-    "tfcdo.doctor.findings",
     "tfcdo.environment",
     "tfcdo.execute.nccl",
     "tfcdo.keras.backup",
@@ -41,9 +38,6 @@ _MODULES = (
     "tfcdo.replica_extended",
     "tfcdo.plot.trace",
     "tfcdo.plot.trees",
-    "tfcdo.tracing.recording",
-    "tfcdo.tracing.summary",
-    "tfcdo.private_names",
     "tfcdo.units",
 )
 

@@ -62,7 +62,7 @@ class LicenceTest(absltest.TestCase):
     def test_one_file_says_it_for_all(self):
         """A licence header, by which a file would say other than LICENSE; see CONTRIBUTING.md."""
         files = [path for folder in _FOLDERS for path in (_ROOT / folder).rglob("*.*")]
-        sources = {".py", ".pyi", ".cc", ".bzl"}
+        sources = {".py", ".cc", ".bzl"}
         texts = {path: path.read_text(encoding="utf-8") for path in files if path.suffix in sources}
         self.assertContainsSubset({_ROOT / "tfcdo" / "version.py"}, set(texts))
         headed = [path for path, text in texts.items() if _HEADER.search(text)]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import itertools
 import pathlib
 import re
 import subprocess
 import sys
 import tempfile
+from importlib.machinery import ModuleSpec
+from importlib.machinery import SourcelessFileLoader
 
 import numpy as np
 import tensorflow as tf
@@ -149,7 +152,9 @@ class PrivateNamesTest(tf.test.TestCase):
         folder = self.enter_context(tempfile.TemporaryDirectory())
         copy = pathlib.Path(folder, "copy_of_tf_internals.py")
         copy.write_text(source, encoding="utf-8")
-        exec(compile(source, copy, "exec"), {"__name__": "copy", "__file__": str(copy)})
+        spec = importlib.util.spec_from_file_location("copy_of_tf_internals", copy)
+        assert spec and spec.loader
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
     def test_all_are_there(self):
         self.import_copy()
@@ -175,6 +180,16 @@ class PrivateNamesTest(tf.test.TestCase):
         self.assertEqual(
             private_names.missing(source), ["tensorflow.python.framework.kernels.no_such_name"]
         )
+
+    def test_attributes_of_modules_and_of_results(self):
+        source = "from os import path as p; p.join; p.no_such; p.nothing()"
+        self.assertEqual(
+            private_names.missing(source, package="os"), ["os.path.no_such", "os.path.nothing"]
+        )
+
+    def test_a_module_without_source_is_not_looked_through(self):
+        loader = SourcelessFileLoader("gone", "gone.pyc")
+        private_names.check(ModuleSpec("gone", loader, origin="gone.pyc"))
 
 
 class ValuesTest(tf.test.TestCase, parameterized.TestCase):

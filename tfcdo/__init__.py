@@ -3,8 +3,59 @@
 strategy = tf.distribute.MirroredStrategy(cross_device_ops=tfcdo.HierarchicalCopyAllReduce())
 """
 
-import lazy_loader
+from __future__ import annotations
 
-# Planning needs no TensorFlow, which takes seconds to import: each name is fetched when it is used.
-# The table of the public names is `__init__.pyi`, which type checkers read too.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfcdo import keras as keras
+    from tfcdo import topology as topology
+    from tfcdo.cross_device_ops import AllReduceCrossDeviceOps as AllReduceCrossDeviceOps
+    from tfcdo.cross_device_ops import AutoAllReduce as AutoAllReduce
+    from tfcdo.cross_device_ops import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+    from tfcdo.cross_device_ops import NcclAllReduce as NcclAllReduce
+    from tfcdo.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
+    from tfcdo.execute.nccl import NcclStatus as NcclStatus
+    from tfcdo.execute.nccl import nccl_status as nccl_status
+    from tfcdo.plot.trace import trace as trace
+    from tfcdo.strategies import MirroredStrategy as MirroredStrategy
+    from tfcdo.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+    from tfcdo.strategies import is_chief as is_chief
+    from tfcdo.version import __version__ as __version__
+
+# Planning needs no TensorFlow, which takes seconds to import: each public name is fetched from its
+# module when it is first used. Type checkers read the imports above; a test compares both.
+_MODULES = {
+    "AllReduceCrossDeviceOps": "cross_device_ops",
+    "AutoAllReduce": "cross_device_ops",
+    "HierarchicalCopyAllReduce": "cross_device_ops",
+    "NcclAllReduce": "cross_device_ops",
+    "ReductionToOneDevice": "cross_device_ops",
+    "NcclStatus": "execute.nccl",
+    "nccl_status": "execute.nccl",
+    "trace": "plot.trace",
+    "MirroredStrategy": "strategies",
+    "MultiWorkerMirroredStrategy": "strategies",
+    "is_chief": "strategies",
+    "__version__": "version",
+}
+_PACKAGES = ("keras", "topology")
+__all__ = [*_MODULES, *_PACKAGES]
+
+
+# For type checkers the imports above are all; they would take any name for one of this function's.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in _PACKAGES:
+            return importlib.import_module(f"tfcdo.{name}")
+        if name not in _MODULES:
+            raise AttributeError(f"module 'tfcdo' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"tfcdo.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,40 +10,27 @@ import ast
 import contextlib
 import importlib
 import json
-import pathlib
+import pkgutil
+from importlib.machinery import ModuleSpec
 
-_RECORD = pathlib.Path(__file__).with_name("tested_versions.json")
 
+def check(spec: ModuleSpec) -> None:
+    """Raises an ImportError that names all private names that a module needs and TensorFlow lacks.
 
-def check(file: str) -> None:
-    """Raises unless all is there that a file uses of TensorFlow's private modules.
-
-    Args:
-      file: the path of the Python file; it calls this before it imports them.
-
-    Raises:
-      ImportError: names all that is missing, and the versions of TensorFlow that are known to have
-        it.
+    A module calls it with its own `__spec__` before it imports them. Where only compiled files are
+    installed, there is no source to look through: Python's own ImportError names the first one.
     """
-    names = missing(pathlib.Path(file).read_text(encoding="utf-8"))
+    get_source = getattr(spec.loader, "get_source", lambda name: None)
+    names = missing(get_source(spec.name) or "")
     if names:
         raise ImportError(_explanation(names))
 
 
 def missing(source: str, package: str = "tensorflow.python") -> list[str]:
-    """Finds the private names that a source uses and that are not there.
+    """Returns the private names that a source uses and that are not there.
 
-    Args:
-      source: Python source, which imports modules of `package` as `from package.x import y as z`.
-      package: the package that is private.
-
-    Returns:
-      The full names of the modules, of what is used of each (`z.name`), and of what is used of the
-      results of its functions (`z.name().attribute`), in order of appearance.
-
-    Example:
-      >>> missing("from os import path as p; p.join; p.no_such; p.nothing()", package="os")
-      ['os.path.no_such', 'os.path.nothing']
+    Found are modules imported as `from package.x import y as z`, their attributes (`z.name`) and
+    attributes of the results of their functions (`z.name().attribute`).
     """
     tree = ast.parse(source)
     modules = {
@@ -91,7 +78,8 @@ def _exists(name: str) -> bool:
 def _explanation(names: list[str]) -> str:
     import tensorflow as tf
 
-    known = dict.fromkeys(entry["tensorflow"] for entry in json.loads(_RECORD.read_text()))
+    record = json.loads(pkgutil.get_data("tfcdo", "tested_versions.json") or "")
+    known = dict.fromkeys(entry["tensorflow"] for entry in record)
     return (
         f"tfcdo uses names of TensorFlow that are not in TensorFlow {tf.__version__}: "
         f"{', '.join(names)}. Versions on which tfcdo's tests were run: {', '.join(known)}. "

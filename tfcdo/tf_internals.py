@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfcdo import private_names
 
-private_names.check(__file__)
+private_names.check(__spec__)
 
 from tensorflow.python.distribute import collective_all_reduce_strategy as _collective_strategy
 from tensorflow.python.distribute import device_util as _device_util
@@ -367,8 +367,11 @@ def configure_coordination(
         heartbeat_timeout_in_ms=round(heartbeat_seconds * 1000),
         coordinated_jobs=[make_job(name=job, num_tasks=count) for job, count in jobs.items()],
     )
-    # Registers all hosts or none, so that from then on their heartbeats tell who has ended.
-    _context.context().coordination_service.cluster_register_with_barrier = True
+    # Registers all hosts or none, so that from then on their heartbeats tell who has ended. Older
+    # versions do not have it: there, a host that ends while servers start is waited for.
+    config = _context.context().coordination_service
+    if "cluster_register_with_barrier" in config.DESCRIPTOR.fields_by_name:
+        config.cluster_register_with_barrier = True
 
 
 class KeyValueStore:

@@ -1,14 +1,13 @@
-"""Runs the same cases through TensorFlow's classes and tfcdo's, and writes a table of the outcomes.
+"""Runs the same work through TensorFlow's classes and tfcdo's, and writes tables of the outcomes.
 
     python tools/compat.py docs/compat.md
 
-Every case runs in a worker process, one process for each library: a case that crashes or hangs ends
-its worker, is noted, and the next case gets a new one.
+The work is single calls (`compat_cases`) and trainings (`training_cases`). It runs in a worker
+process for each library; after a crash or a hang, the next case gets a new one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.metadata
 import json
@@ -18,110 +17,90 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import training_table
-from compat_cases import CASES
-from compat_cases import Case
-from compat_cases import Refused
+from compat_cases import CASES, Case, Refused
 
-TIMEOUT_SECONDS = 120
+# By kind of work, seconds that a worker may take for all of it.
+TIMEOUT_SECONDS = {"calls": 120, "trainings": 1800}
 LIBRARIES = ("TensorFlow", "tfcdo")
+_TRAININGS_HEADING = """
+## Keras on 2, 3 and 5 replicas, against one device
+
+The same model, batches and seed, trained for 4 steps on one device and on 2, 3 and 5 virtual
+ones, or on as many replicas as a row says: the largest difference of weights, and of all losses and
+metrics that `fit` and `evaluate` report, over all numbers of replicas. TensorFlow's column is
+`tf.distribute.MirroredStrategy` with `ReductionToOneDevice`, whose sums are right, and Keras's
+optimizer; tfcdo's is `tfcdo.MirroredStrategy` with `tfcdo.keras.DistributedOptimizer` around the
+same optimizer and the callback `tfcdo.keras.SynchronizeStatistics`, and with `weight_by_examples`
+where a row says so. On 2 hosts both are `MultiWorkerMirroredStrategy`, of 6 replicas with tfcdo and
+2 with TensorFlow.
+✓: equal but for rounding; ~: not, for the reason given; ✗: an error, or a silent difference.
+
+| Keras {keras} | TensorFlow {tensorflow} | tfcdo |
+|---|---|---|
+"""
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """Outcome of one case.
+class Row(NamedTuple):
+    """The outcome of a case: ✓ if the user got a correct result, or the clear error there is."""
 
-    Attributes:
-      text: what to print.
-      good: whether the user got the right result, or a clear error where none is right.
-    """
-
+    name: str
+    mark: str
     text: str
-    good: bool
+
+    @property
+    def cell(self) -> str:
+        """Returns the cell of a table."""
+        return f"{self.mark} {self.text}".replace("|", "\\|").replace("\n", " ")
 
 
-def run(library: str) -> list[Outcome]:
-    """Runs all cases with one library.
-
-    Args:
-      library: one of `LIBRARIES`.
-
-    Returns:
-      The outcomes, in the order of `CASES`.
-    """
-    outcomes: list[Outcome] = []
-    while len(outcomes) < len(CASES):
-        outcomes += run_worker(library, len(outcomes))
-    return outcomes
-
-
-def run_worker(library: str, first: int) -> list[Outcome]:
-    """Returns the outcomes from case `first` up to the end, or to a case that ends the worker."""
+def run(names: Sequence[str], command: Sequence[str], seconds: float) -> list[Row]:
+    """Runs all cases in workers: a command, with the number of the case to begin with."""
+    rows: list[Row] = []
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    try:
-        done = subprocess.run(
-            command_of_worker(library, first),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            env=environment,
-            check=False,
-        )
-        output, ending = done.stdout, Outcome(f"the process ends ({done.returncode})", False)
-    except subprocess.TimeoutExpired as expired:
-        # `output` is bytes even though the process was started with text=True.
-        output = (expired.stdout or b"").decode()
-        ending = Outcome(f"hangs (over {TIMEOUT_SECONDS} s)", False)
-    outcomes = [Outcome(**json.loads(line)) for line in output.splitlines() if line[:1] == "{"]
-    return outcomes if first + len(outcomes) == len(CASES) else [*outcomes, ending]
+    while len(rows) < len(names):
+        try:
+            done = subprocess.run(
+                [*command, str(len(rows))],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                timeout=seconds,
+                env=environment,
+                check=False,
+            )
+            output, ending = done.stdout, f"the process ends ({done.returncode})"
+        except subprocess.TimeoutExpired as expired:
+            output, ending = expired.stdout or b"", f"hangs (over {seconds} s)"
+        rows += [Row(*json.loads(line)) for line in output.decode().splitlines() if line[:1] == "["]
+        if len(rows) < len(names):
+            rows.append(Row(names[len(rows)], "✗", ending))
+    return rows
 
 
-def command_of_worker(library: str, first: int) -> list[str]:
-    """Returns the command that runs the cases of a library from case `first` on."""
-    return [sys.executable, __file__, "--worker", library, str(first)]
-
-
-def table(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
-    """Writes the page: one row for each case.
-
-    Args:
-      outcomes: by library, the outcomes of all cases.
-
-    Returns:
-      Markdown.
-    """
-    version = tensorflow_version()
-    rows = [
-        f"| {case.name} | {cell(theirs)} | {cell(ours)} |"
-        for case, theirs, ours in zip(CASES, outcomes["TensorFlow"], outcomes["tfcdo"], strict=True)
-    ]
-    counts = {
-        name: sum(not one.good for one in of_library) for name, of_library in outcomes.items()
-    }
-    return "\n".join(
-        [
-            "# The same cases through TensorFlow's classes and tfcdo's",
-            "",
-            "Made by `make compat`, which runs both on virtual CPU devices; do not edit.",
-            f"TensorFlow {version}. ✗: a wrong result, or an error that does not say what "
-            "is wrong.",
-            f"Of {len(CASES)} cases, TensorFlow's classes fail {counts['TensorFlow']} and tfcdo's "
-            f"{counts['tfcdo']}.",
-            "",
-            f"| case | TensorFlow {version} | tfcdo |",
-            "|---|---|---|",
-            *rows,
-            "",
-        ]
+def table(rows: Mapping[str, Sequence[Row]]) -> str:
+    """Returns a line for each case, TensorFlow's outcome before tfcdo's."""
+    return "".join(
+        f"| {theirs.name} | {theirs.cell} | {ours.cell} |\n"
+        for theirs, ours in zip(*(rows[library] for library in LIBRARIES), strict=True)
     )
 
 
-def tensorflow_version() -> str:
-    """Returns TensorFlow's version."""
-    return version_of("tensorflow")
+def page(calls: Mapping[str, Sequence[Row]], trainings: Mapping[str, Sequence[Row]]) -> str:
+    """Writes the page, in Markdown."""
+    version = version_of("tensorflow")
+    failed = {name: sum(row.mark == "✗" for row in rows) for name, rows in calls.items()}
+    return (
+        "# The same cases through TensorFlow's classes and tfcdo's\n\n"
+        "Made by `make compat`, which runs both on virtual CPU devices; do not edit.\n"
+        f"TensorFlow {version}. ✗: a wrong result, or an error that does not say what is wrong.\n"
+        f"Of {len(CASES)} cases, TensorFlow's classes fail {failed['TensorFlow']} and tfcdo's "
+        f"{failed['tfcdo']}.\n\n"
+        f"| case | TensorFlow {version} | tfcdo |\n|---|---|---|\n"
+        + table(calls)
+        + _TRAININGS_HEADING.format(keras=version_of("keras"), tensorflow=version)
+        + table(trainings)
+    )
 
 
 def version_of(package: str) -> str:
@@ -130,31 +109,20 @@ def version_of(package: str) -> str:
     return importlib.metadata.version(names[0])
 
 
-def cell(outcome: Outcome) -> str:
-    return f"{'✓' if outcome.good else '✗'} {outcome.text}".replace("|", "\\|").replace("\n", " ")
-
-
-def judge(case: Case, library: Any) -> Outcome:
-    """Runs a case in this process.
-
-    Args:
-      case: the case.
-      library: the namespace of the classes.
-
-    Returns:
-      What happened.
-    """
+def judge(case: Case, library: Any) -> Row:
+    """Runs a case in this process, with the classes in a namespace."""
     refused = isinstance(case.expected, Refused)
     try:
         result = case.call(library)
     except Exception as error:
         text = f"{type(error).__name__}: {first_words(str(error))}"
         clear = isinstance(error, (ValueError, TypeError))
-        return Outcome(text, refused and clear and case.expected.argument in str(error))
-    if refused:
-        return Outcome(f"accepts it and gives {result}", False)
-    good = result == case.expected
-    return Outcome(f"{result}" if good else f"{result} instead of {case.expected}", good)
+        good = refused and clear and case.expected.argument in str(error)
+    else:
+        good = not refused and result == case.expected
+        text = f"{result}" if good else f"{result} instead of {case.expected}"
+        text = f"accepts it and gives {result}" if refused else text
+    return Row(case.name, "✓" if good else "✗", text)
 
 
 def first_words(message: str) -> str:
@@ -177,24 +145,44 @@ def _library(name: str) -> Any:
     return importlib.import_module("tensorflow.python.distribute.cross_device_ops")
 
 
-def _work(library: str, first: int) -> None:
+def _work(kind: str, library: str, first: int) -> None:
+    """Prints the rows of one library from a case on."""
     import testing_utils  # noqa: F401  (configures the virtual devices, before anything else)
 
-    namespace = _library(library)
-    for case in CASES[first:]:
-        print(json.dumps(dataclasses.asdict(judge(case, namespace))), flush=True)
+    if kind == "calls":
+        namespace = _library(library)
+        rows = (judge(case, namespace) for case in CASES[first:])
+    else:
+        training_runs = importlib.import_module("training_runs")
+        rows = (training_runs.row(training, library) for training in _trainings()[first:])
+    for row in rows:
+        print(json.dumps(row), flush=True)
+
+
+def _trainings() -> Sequence[Any]:
+    return importlib.import_module("training_cases").TRAININGS
 
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[0] == "--worker":
-        _work(arguments[1], int(arguments[2]))
+        _work(arguments[1], arguments[2], int(arguments[3]))
         return
-    text = table({library: run(library) for library in LIBRARIES})
-    text += training_table.section(
-        {library: training_table.run(library) for library in LIBRARIES},
-        {"version": version_of("keras"), "tensorflow": tensorflow_version()},
+    names = {
+        "calls": [case.name for case in CASES],
+        "trainings": [training.name for training in _trainings()],
+    }
+    calls, trainings = (
+        {
+            library: run(
+                names[kind],
+                [sys.executable, __file__, "--worker", kind, library],
+                seconds,
+            )
+            for library in LIBRARIES
+        }
+        for kind, seconds in TIMEOUT_SECONDS.items()
     )
-    pathlib.Path(arguments[0]).write_text(text, encoding="utf-8")
+    pathlib.Path(arguments[0]).write_text(page(calls, trainings), encoding="utf-8")
     print(f"{arguments[0]}: {len(CASES)} cases")
 
 

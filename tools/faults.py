@@ -19,14 +19,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from fault_training import EPOCHS
-from fault_training import SEED
-from fault_training import STEPS
-from fault_training import HangError
-from fault_training import Hosts
-from fault_training import Training
-from fault_training import training
-from fault_training import wait_until
+from fault_training import EPOCHS, SEED, STEPS, HangError, Hosts, Training, training, wait_until
 
 KINDS = {
     "start": "killed while starting, `tfcdo launch --max-restarts 1`",
@@ -119,12 +112,7 @@ def undisturbed_weights(hosts: Hosts) -> list[np.ndarray]:
 
 
 def run_case(case: Case, expected: list[np.ndarray]) -> Outcome:
-    """Runs one case.
-
-    Args:
-      case: What to do.
-      expected: The weights of an undisturbed training.
-    """
+    """Runs one case."""
     run = {"start": _launch, "launch": _launch, "kill": _kill, "stop": _stop, "late": _late}[
         case.kind
     ]

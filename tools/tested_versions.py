@@ -46,14 +46,7 @@ TensorFlow's strategies, and correct ones under tfcdo's.
 
 
 def entry_of(report: pathlib.Path) -> Entry:
-    """Reads what pytest reports, and the versions of the environment that this runs in.
-
-    Args:
-      report: what `pytest --junitxml` wrote.
-
-    Returns:
-      The versions by package, how many tests passed, failed and were skipped, and the day.
-    """
+    """Reads what pytest reports, and the versions of the environment that this runs in."""
     suites = list(ElementTree.parse(report).iter("testsuite"))
     tests, skipped, failures, errors = (
         sum(int(suite.get(name, 0)) for suite in suites)
@@ -71,15 +64,7 @@ def entry_of(report: pathlib.Path) -> Entry:
 
 
 def with_entry(record: list[Entry], entry: Entry) -> list[Entry]:
-    """Returns the record with an entry, instead of an older one of the same combination.
-
-    Args:
-      record: the entries so far.
-      entry: the new one.
-
-    Returns:
-      The entries, by the versions of TensorFlow and Python.
-    """
+    """Returns the record with an entry, instead of an older one of the same combination."""
     others = [old for old in record if _combination(old) != _combination(entry)]
     return sorted([*others, entry], key=_combination)
 

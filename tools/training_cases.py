@@ -12,11 +12,10 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import layers
-from keras import optimizers
+from keras import layers, optimizers
 
 EXAMPLES = 60
-BATCH = 30  # Divides by 2, 3 and 5 replicas.
+BATCH = 30  # Divides by 2, 3, 5 and 6 replicas.
 Data = tuple[np.ndarray, ...]
 
 
@@ -38,6 +37,9 @@ class Training:
       saved_only: whether `evaluate` in the strategy is compared with that of the saved model,
         rather than the training with that on one device.
       reason: why it cannot be as on one device.
+      counts: the numbers of replicas to compare with one device.
+      hosts: on how many hosts, each with three of the devices.
+      wire_dtype: the dtype of gradients on their way, for tfcdo alone.
     """
 
     name: str
@@ -52,11 +54,19 @@ class Training:
     evaluate_batch: int | None = None
     saved_only: bool = False
     reason: str = ""
+    counts: tuple[int, ...] = (2, 3, 5)
+    hosts: int = 1
+    wire_dtype: str | None = None
 
 
 def numbers(examples: int = EXAMPLES) -> Data:
     inputs = np.random.default_rng(0).normal(0.5, 1, [examples, 6]).astype(np.float32)
     return inputs, np.sin(inputs[:, :2]) + inputs[:, 2:4]
+
+
+def far_from_zero() -> Data:
+    inputs, targets = numbers()
+    return 10 + 0.1 * inputs, targets
 
 
 def pictures() -> Data:
@@ -168,6 +178,26 @@ TRAININGS = (
         dense,
         lambda: optimizers.SGD(0.2, use_ema=True, ema_momentum=0.6, ema_overwrite_frequency=2),
     ),
+    Training(
+        "1 replica: `gradient_accumulation_steps` and `ema_overwrite_frequency`",
+        dense,
+        lambda: optimizers.Adam(
+            0.05,
+            gradient_accumulation_steps=2,
+            global_clipnorm=0.1,
+            use_ema=True,
+            ema_overwrite_frequency=2,
+        ),
+        counts=(1,),
+    ),
+    Training(
+        "1 replica: `LossScaleOptimizer` and `gradient_accumulation_steps`",
+        dense,
+        lambda: optimizers.LossScaleOptimizer(
+            optimizers.SGD(0.2, clipnorm=0.1, gradient_accumulation_steps=2), 16.0
+        ),
+        counts=(1,),
+    ),
     Training("`AdamW`, weight decay", dense, lambda: optimizers.AdamW(0.05, weight_decay=0.1)),
     Training(
         "`LossScaleOptimizer` and `clipnorm`",
@@ -183,6 +213,14 @@ TRAININGS = (
         tolerance=2e-3,
     ),
     Training("`BatchNormalization(synchronized=True)`", lambda: normalized(synchronized=True)),
+    Training(
+        # In 16 bits, the variance of these inputs is lost in the rounding of their mean.
+        "`BatchNormalization(synchronized=True)`, gradients copied in bfloat16 by tfcdo",
+        lambda: stack(layers.BatchNormalization(momentum=0.5, synchronized=True), layers.Dense(2)),
+        data=far_from_zero,
+        tolerance=2e-2,
+        wire_dtype="bfloat16",
+    ),
     Training(
         "`BatchNormalization()`",
         normalized,
@@ -243,6 +281,13 @@ TRAININGS = (
     Training("regularization losses", lambda: dense(kernel_regularizer="l2")),
     Training("`add_loss`", lambda: dense(Penalty())),
     Training("`steps_per_execution=2`", dense, compile={"steps_per_execution": 2}),
+    Training(
+        "`steps_per_execution=2` on 2 hosts",
+        dense,
+        compile={"steps_per_execution": 2},
+        counts=(6,),
+        hosts=2,
+    ),
     Training("`run_eagerly=True`", dense, compile={"run_eagerly": True}),
     Training(
         "`jit_compile=True`",

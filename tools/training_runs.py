@@ -1,53 +1,37 @@
-"""Runs the trainings of docs/compat.md with one library, and prints a row for each; JSON.
-
-python tools/training_runs.py tfcdo 0
-"""
+"""Runs the trainings of docs/compat.md with one library, and makes a row of each."""
 
 from __future__ import annotations
 
 import functools
 import json
 import pathlib
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
+import clusters
 import keras
 import numpy as np
 import tensorflow as tf
-import testing_utils as tu
-from compat import first_words
-from training_cases import BATCH
-from training_cases import TRAININGS
-from training_cases import Training
+from compat import Row, first_words
+from training_cases import BATCH, Training
 
 import tfcdo
-from tfcdo.keras import DistributedOptimizer
-from tfcdo.keras import SynchronizeStatistics
-from tfcdo.keras import weight_by_examples
+from tfcdo.keras import DistributedOptimizer, SynchronizeStatistics, weight_by_examples
 
-COUNTS = (2, 3, 5)
-Row = dict[str, str]
+_TIMEOUT = 120.0  # Seconds for the hosts of a training.
 # Weights and reported numbers of a training; or how much two trainings differ in each.
 Seen = tuple[list[np.ndarray], list[float]]
 Differences = tuple[float, float]
 
 
 def differences(training: Training, library: str, count: int) -> Differences | str:
-    """Trains on several replicas and compares with one device.
-
-    Args:
-      training: the training.
-      library: "TensorFlow" or "tfcdo".
-      count: the number of replicas.
-
-    Returns:
-      The largest difference of weights and of reported numbers, or an error.
-    """
+    """Trains on several replicas and compares with one device."""
     try:
         with tempfile.TemporaryDirectory() as folder:
-            model, seen = _train(training, library, count)
+            if training.hosts > 1:
+                seen = _on_hosts(training, library, count, folder)
+                return seen if isinstance(seen, str) else _largest(seen, _on_one_device(training))
+            model, seen = train(training, library, _strategy(training, library, count))
             if training.saved_only:
                 path = pathlib.Path(folder) / "model.keras"
                 model.save(path)
@@ -61,12 +45,29 @@ def differences(training: Training, library: str, count: int) -> Differences | s
 
 @functools.lru_cache(maxsize=1)
 def _on_one_device(training: Training) -> Seen:
-    return _train(training, "one device", 1)[1]
+    return train(training, "one device", tf.distribute.get_strategy())[1]
 
 
-def _train(training: Training, library: str, count: int) -> tuple[keras.Model, Seen]:
+def _on_hosts(training: Training, library: str, count: int, folder: str) -> Seen | str:
+    """Trains on several hosts, and returns the first one's weights and numbers, or an error."""
+    arguments = [library, str(count // training.hosts), training.name, folder]
+    outcomes = clusters.run(training.hosts, "training_hosts", arguments, _TIMEOUT)
+    file = pathlib.Path(folder, "seen.json")
+    if not file.exists():
+        codes = [outcome.returncode for outcome in outcomes]
+        return f"hangs (over {_TIMEOUT:.0f} s)" if None in codes else f"the hosts end ({codes})"
+    seen = json.loads(file.read_text(encoding="utf-8"))
+    if "error" in seen:
+        return str(seen["error"])
+    return [np.array(weight) for weight in seen["weights"]], seen["reported"]
+
+
+def train(
+    training: Training, library: str, strategy: tf.distribute.Strategy
+) -> tuple[keras.Model, Seen]:
+    """Trains, and returns the model with its weights and the numbers that it reported."""
     keras.utils.set_random_seed(1)
-    with _strategy(library, count).scope():
+    with strategy.scope():
         optimizer = training.optimizer()
         if library == "tfcdo":
             optimizer = DistributedOptimizer(optimizer)
@@ -93,13 +94,12 @@ def _train(training: Training, library: str, count: int) -> tuple[keras.Model, S
     return model, (model.get_weights(), reported)
 
 
-def _strategy(library: str, count: int) -> tf.distribute.Strategy:
-    devices = tu.device_names(count)
+def _strategy(training: Training, library: str, count: int) -> tf.distribute.Strategy:
+    devices = [f"CPU:{index}" for index in range(count)]
     if library == "tfcdo":
-        return tfcdo.MirroredStrategy(devices, tfcdo.HierarchicalCopyAllReduce())
-    if library == "TensorFlow":
-        return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
-    return tf.distribute.get_strategy()
+        ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype=training.wire_dtype)
+        return tfcdo.MirroredStrategy(devices, ops)
+    return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
 
 
 def _evaluate(training: Training, model: keras.Model) -> list[float]:
@@ -113,48 +113,29 @@ def _largest(one: Seen, other: Seen) -> Differences:
     return weights, reported
 
 
-def judge(training: Any, differences: Mapping[int, Any]) -> Row:
-    """Makes a cell of what was seen.
+def row(training: Training, library: str) -> Row:
+    """Runs a training with one library on all numbers of replicas."""
+    return judge(
+        training, {count: differences(training, library, count) for count in training.counts}
+    )
 
-    Args:
-      training: the training.
-      differences: by the number of replicas, the differences of weights and of reported numbers, or
-        an error's text.
 
-    Returns:
-      The row's name, mark and text.
-    """
+def judge(training: Training, differences: Mapping[int, Differences | str]) -> Row:
+    """Makes a row of the differences, or errors, by the number of replicas."""
     errors = {count: text for count, text in differences.items() if isinstance(text, str)}
     if errors:
-        where = "" if len(errors) == len(differences) else f" ({_listed(errors)} replicas)"
+        counts = " and ".join(map(str, errors))
+        where = "" if len(errors) == len(differences) else f" ({counts} replicas)"
         text, mark = f"{next(iter(errors.values()))}{where}", "✗"
     else:
-        weights, reported = (max(pair[part] for pair in differences.values()) for part in (0, 1))
+        pairs = [pair for pair in differences.values() if not isinstance(pair, str)]
+        weights, reported = map(max, zip(*pairs, strict=True))
         equal = weights <= training.tolerance and reported <= training.tolerance
         text, mark = f"{_short(weights)}, {_short(reported)}", "✓" if equal else "✗"
     if mark == "✗" and training.reason:
         text, mark = f"{text}: {training.reason}", "~"
-    return {"name": training.name, "mark": mark, "text": text}
+    return Row(training.name, mark, text)
 
 
 def _short(difference: float) -> str:
     return f"{difference:.0e}" if difference else "0"
-
-
-def _listed(counts: Sequence[int] | Mapping[int, Any]) -> str:
-    return " and ".join(map(str, counts))
-
-
-def main(arguments: Sequence[str]) -> None:
-    if arguments[0] == "--names":
-        for training in TRAININGS:
-            print(json.dumps({"name": training.name}))
-        return
-    library, first = arguments[0], int(arguments[1])
-    for training in TRAININGS[first:]:
-        seen = {count: differences(training, library, count) for count in COUNTS}
-        print(json.dumps(judge(training, seen)), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -19,11 +19,7 @@ _STYLES = {"float32": "k-", "bfloat16": "C0--", "bfloat16, error feedback": "C0-
 
 
 def table(accuracies: Mapping[str, Mapping[str, float]]) -> str:
-    """Writes accuracies as a table.
-
-    Args:
-      accuracies: by wire, by model: the part of test examples that a model tells right.
-    """
+    """Writes accuracies as a table."""
     models = list(next(iter(accuracies.values())))
     lines = [f"| wire | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
     for wire, by_model in accuracies.items():

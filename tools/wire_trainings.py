@@ -105,13 +105,6 @@ def badly_scaled_losses(wire: str, steps: int = 2000) -> np.ndarray:
     Device k has the loss sum(curvature / 2 * (w - a_k)^2), with curvatures from 0.1 to 1 and a_k
     up to thousands apart. Near the minimum of the mean, the devices' gradients are as large as
     ever, and nearly cancel: what rounding loses of each is larger than what is left.
-
-    Args:
-      wire: which of `WIRES`.
-      steps: how many steps of SGD; the learning rate falls as 1 / (1 + t / 50).
-
-    Returns:
-      How far the mean loss is above its minimum, after each step.
     """
     generator = np.random.default_rng(0)
     curvatures = np.logspace(-1, 0, 20).astype(np.float32)

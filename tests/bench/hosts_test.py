@@ -10,9 +10,7 @@ from unittest import mock
 import warm_python
 from absl.testing import absltest
 
-from tfcdo.bench import hosts
-from tfcdo.bench import link
-from tfcdo.bench import worker_pool
+from tfcdo.bench import hosts, link, worker_pool
 
 
 class _FakePool:
@@ -53,7 +51,7 @@ class HostsTest(absltest.TestCase):
         opened = mock.Mock(command=(), rate=link.parse_rate("1mbit"))
         opened.count_bytes.side_effect = lambda: sent[0]
         with mock.patch.object(worker_pool, "start_workers", start_workers):
-            result = hosts.run(hosts.Settings(2, 3, iterations=4, warmup=1), opened)
+            result = hosts.run(hosts.HostsSettings(2, 3, iterations=4, warmup=1), opened)
         self.assertEqual(pool.steps, ["tfcdo", "tfcdo bfloat16", "tf", "computing alone"] * 5)
         ours, cast, theirs, alone = result.measurements
         # A step ends when the slowest worker's does; the first round is warm-up.
@@ -77,7 +75,9 @@ class HostsTest(absltest.TestCase):
             except link.LinkError:
                 opened = link.shared_link()  # As the command does, which says so.
             stack.enter_context(mock.patch.object(sys, "executable", warm_python.executable()))
-            result = hosts.run(hosts.Settings(2, 2, iterations=1, warmup=1, num_blocks=1), opened)
+            result = hosts.run(
+                hosts.HostsSettings(2, 2, iterations=1, warmup=1, num_blocks=1), opened
+            )
         ours, cast, theirs, alone = result.measurements
         for one in (ours, cast, theirs):
             self.assertEqual((one.wrong, one.distinct_copies), (0, 1), one.name)

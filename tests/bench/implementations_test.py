@@ -5,16 +5,17 @@ from unittest import mock
 
 import tensorflow as tf
 from absl.testing import parameterized
-from bench_testing import NO_FUNCTION
-from bench_testing import SMALL
-from bench_testing import implementation_of
-from bench_testing import names_of
-from bench_testing import setUpModule  # noqa: F401
-from bench_testing import tearDownModule  # noqa: F401
+from bench_testing import (
+    NO_FUNCTION,
+    SMALL,
+    implementation_of,
+    names_of,
+    setUpModule,  # noqa: F401
+    tearDownModule,  # noqa: F401
+)
 
 import tfcdo
-from tfcdo.bench import implementations
-from tfcdo.bench import steps
+from tfcdo.bench import implementations, steps
 from tfcdo.bench.devices import choose_devices
 
 

@@ -10,8 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from unittest import mock
 
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from tfcdo.bench import link
 
@@ -101,7 +100,7 @@ class LinkTest(absltest.TestCase):
         self.assertGreaterEqual(shared.count_bytes(), 0)
 
     @contextlib.contextmanager
-    def _open(self, rate: link.Rate | None) -> Iterator[link.Link | None]:
+    def _open(self, rate: link.Rate | None) -> Iterator[link.Loopback | None]:
         """Opens a link; None where this user may not, and the refusal says what would help."""
         with contextlib.ExitStack() as stack:
             try:
@@ -111,7 +110,7 @@ class LinkTest(absltest.TestCase):
                 opened = None
             yield opened
 
-    def _send(self, opened: link.Link) -> None:
+    def _send(self, opened: link.Loopback) -> None:
         sent = subprocess.run(
             [*opened.command, sys.executable, "-c", _SENDER],
             check=True,

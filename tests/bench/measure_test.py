@@ -10,19 +10,17 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
-from bench_testing import QUICK
-from bench_testing import SMALL
-from bench_testing import TF_HIERARCHICAL
-from bench_testing import implementation_of
-from bench_testing import measurement_of
-from bench_testing import setUpModule  # noqa: F401
-from bench_testing import tearDownModule  # noqa: F401
+from bench_testing import (
+    QUICK,
+    SMALL,
+    TF_HIERARCHICAL,
+    implementation_of,
+    measurement_of,
+    setUpModule,  # noqa: F401
+    tearDownModule,  # noqa: F401
+)
 
-from tfcdo.bench import fit
-from tfcdo.bench import machine
-from tfcdo.bench import measure
-from tfcdo.bench import steps
-from tfcdo.bench import workloads
+from tfcdo.bench import devices, fit, measure, steps, workloads
 from tfcdo.bench.devices import choose_devices
 
 
@@ -175,7 +173,7 @@ class EvaluationTest(parameterized.TestCase, tf.test.TestCase):
             mock.patch.object(os, "cpu_count", return_value=48),
         ):
             del os.sched_getaffinity
-            found = machine.describe_environment("2 devices")
+            found = devices.describe_environment("2 devices")
         self.assertEqual(found["machine"]["cores"], 48)
 
 

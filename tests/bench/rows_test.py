@@ -1,4 +1,4 @@
-"""`tfcdo bench --sparse`: what is measured is right, and what is wrong is found."""
+"""`tfcdo bench sparse`: what is measured is right, and what is wrong is found."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
-from bench_testing import QUICK
-from bench_testing import ForgetsTheLastDevice
-from bench_testing import implementation_of
-from bench_testing import setUpModule  # noqa: F401
-from bench_testing import tearDownModule  # noqa: F401
-from cli_testing import CommandTestCase
-from cli_testing import run_tfcdo
+from bench_testing import (
+    QUICK,
+    ForgetsTheLastDevice,
+    implementation_of,
+    setUpModule,  # noqa: F401
+    tearDownModule,  # noqa: F401
+)
+from cli_testing import CommandTestCase, run_tfcdo
 
-from tfcdo.bench import devices
-from tfcdo.bench import implementations
-from tfcdo.bench import rows
+from tfcdo.bench import devices, implementations, rows
 
-SMALL = functools.partial(rows.Workload, table_rows=40, width=3)
+SMALL = functools.partial(rows.TableRows, table_rows=40, width=3)
 
 
 class ForgetsTheLastRows(ForgetsTheLastDevice):
@@ -37,11 +36,11 @@ class ForgetsTheLastRows(ForgetsTheLastDevice):
 class RowsTest(tf.test.TestCase, CommandTestCase):
     @parameterized.parameters((0.0, 24), (0.5, 16), (0.9, 10), (1.0, 8))
     def test_indices(self, repeat, different):
-        drawn = rows.Workload(8, repeat, table_rows=24).draw_indices(3)
+        drawn = rows.TableRows(8, repeat, table_rows=24).draw_indices(3)
         self.assertEqual([8] * 3, [len(set(own)) for own in drawn])
         self.assertLen(np.unique(drawn), different)
         with self.assertRaisesRegex(ValueError, "24 rows, of which 4 devices with 8 rows each"):
-            rows.Workload(8, 0.0, table_rows=24).draw_indices(4)
+            rows.TableRows(8, 0.0, table_rows=24).draw_indices(4)
 
     def test_updates_are_checked(self):
         names = ("tfcdo.AutoAllReduce", "tf.ReductionToOneDevice", "tf.CollectiveAllReduce")
@@ -66,34 +65,22 @@ class RowsTest(tf.test.TestCase, CommandTestCase):
             self.assertBetween(one.wrong, 1, 3)
 
     def test_command(self):
-        arguments = [
-            "--sparse",
-            "8",
-            "--repeat",
-            "0.25",
-            "-g",
-            "2",
-            "-n",
-            "1",
-            "-w",
-            "0",
-            "--ops",
-            "tfcdo",
-        ]
-        with mock.patch.object(rows, "Workload", SMALL):
-            output = self.output_of("bench", *arguments, "--ops", "tf.ReductionToOneDevice")
+        arguments = ("sparse", "8", "--repeat", "0.25", "-g", "2", "-n", "1", "-w", "0")
+        names = ("--ops", "tfcdo", "--ops", "tf.ReductionToOneDevice")
+        with mock.patch.object(rows, "TableRows", SMALL):
+            output = self.output_of("bench", *arguments, *names)
         self.assertIn("8 rows on each of 2 devices, 25% of them on all", output)
         self.assertRegex(output, r"updating alone +\S+ +\S+ +\S+ .* 0")
         self.assertRegex(output, r"tf.ReductionToOneDevice +\S+ +\S+ +1.00 .* 1.00 +0")
 
     @parameterized.parameters(
-        ("--repeat 0.5", "--repeat is about"),
-        ("--sparse 8 --model tiny", "--model cannot be"),
-        ("--sparse 39 -g 2 --repeat 0", "the table has"),
-        ("--sparse 8 -g 2 --ops tfcdo.AutoAllReduce(sparse_as_dense=True)", "gives dense"),
+        ("sparse", "Missing argument 'ROWS'"),
+        ("sparse 8 --model tiny", "No such option"),
+        ("sparse 39 -g 2 --repeat 0", "the table has"),
+        ("sparse 8 -g 2 --ops tfcdo.AutoAllReduce(sparse_as_dense=True)", "gives dense"),
     )
     def test_arguments_that_cannot_be_used(self, arguments: str, named: str):
-        with mock.patch.object(rows, "Workload", SMALL):
+        with mock.patch.object(rows, "TableRows", SMALL):
             status, _, errors = run_tfcdo("bench", *arguments.split())
         self.assertEqual(2, status)
         self.assertIn(named, errors)

@@ -9,21 +9,18 @@ import numpy as np
 import tensorflow as tf
 import warm_python
 from absl.testing import parameterized
-from bench_testing import SMALL
-from bench_testing import TF_HIERARCHICAL
-from bench_testing import ForgetsTheLastDevice
-from bench_testing import broadcast
-from bench_testing import implementation_of
-from bench_testing import names_of
-from bench_testing import setUpModule  # noqa: F401
-from bench_testing import tearDownModule  # noqa: F401
+from bench_testing import (
+    SMALL,
+    TF_HIERARCHICAL,
+    ForgetsTheLastDevice,
+    broadcast,
+    implementation_of,
+    names_of,
+    setUpModule,  # noqa: F401
+    tearDownModule,  # noqa: F401
+)
 
-from tfcdo.bench import implementations
-from tfcdo.bench import measure
-from tfcdo.bench import memory
-from tfcdo.bench import profile
-from tfcdo.bench import steps
-from tfcdo.bench import workloads
+from tfcdo.bench import implementations, measure, steps, workloads
 from tfcdo.bench.devices import choose_devices
 
 
@@ -122,7 +119,7 @@ _PEAKS = """
 import json
 import tensorflow as tf
 from bench_testing import broadcast
-from tfcdo.bench import devices, memory, steps, workloads
+from tfcdo.bench import devices, measure, steps, workloads
 
 pair = devices.choose_devices(2)
 data = steps.place_values(workloads.Workload("w", ((2**20,),)), pair)
@@ -133,7 +130,7 @@ def reduce(values):
     return [broadcast(tf.negative(first) * tf.exp(second), 2)]
 
 built = [steps.build_graph(data, one) for one in (reduce, None)]
-print(json.dumps([memory.peak_of(one.step, pair) for one in built]))
+print(json.dumps([measure.peak_of(one.step, pair) for one in built]))
 """
 
 
@@ -153,7 +150,7 @@ class MemoryTest(tf.test.TestCase):
         )
         reset = mock.patch.object(tf.config.experimental, "reset_memory_stats")
         with info, reset:
-            peak = memory.peak_of(
+            peak = measure.peak_of(
                 lambda: in_use.append({"current": 6, "peak": 105}), choose_devices(2)
             )
         self.assertEqual(peak, 100)
@@ -161,17 +158,7 @@ class MemoryTest(tf.test.TestCase):
     def test_no_count_is_no_number(self):
         error = ValueError("Allocator stats not available")
         with mock.patch.object(tf.config.experimental, "get_memory_info", side_effect=error):
-            self.assertIsNone(memory.peak_of(lambda: None, choose_devices(2)))
-
-
-class ProfileTest(tf.test.TestCase):
-    def test_ops_and_their_bytes(self):
-        workload = workloads.Workload("w", ((300, 300),))
-        found = profile.profile(workload, 2, implementation_of("tf.ReductionToOneDevice"))
-        by_op = {entry.op: entry for entry in found}
-        self.assertEqual((by_op["AddN"].count, by_op["AddN"].size), (1, workload.size))
-        self.assertGreaterEqual(by_op["AddN"].seconds, 0.0)
-        self.assertNotIn("ReadVariableOp", by_op)
+            self.assertIsNone(measure.peak_of(lambda: None, choose_devices(2)))
 
 
 class DevicesTest(tf.test.TestCase):

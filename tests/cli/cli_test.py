@@ -11,12 +11,10 @@ from unittest import mock
 
 import cli_testing
 import click
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 import tfcdo.version
-from tfcdo.cli import commands
-from tfcdo.cli import options
+from tfcdo.cli import commands, options
 from tfcdo.cli.quiet_start import quiet_start
 
 # Runs the command as its console script does, then says on standard error whether TensorFlow is

@@ -9,21 +9,15 @@ import subprocess
 import sys
 from unittest import mock
 
-from absl.testing import absltest
-from absl.testing import parameterized
-from cli_testing import CommandTestCase
-from cli_testing import rows_of_table
-from cli_testing import run_tfcdo
+from absl.testing import absltest, parameterized
+from cli_testing import CommandTestCase, rows_of_table, run_tfcdo
 from rich import console as rich_console
 
 from tfcdo.cli import options
-from tfcdo.plan import algorithms
-from tfcdo.plan import simulator
+from tfcdo.plan import algorithms, simulator
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.schedule import Pack
-from tfcdo.plan.schedule import Schedule
-from tfcdo.topology.links import Link
-from tfcdo.topology.links import Resource
+from tfcdo.plan.schedule import Pack, Schedule
+from tfcdo.topology.links import Link, Resource
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 

@@ -6,8 +6,10 @@ import json
 
 import tensorflow as tf
 from absl.testing import parameterized
-from bench_testing import setUpModule  # noqa: F401
-from bench_testing import tearDownModule  # noqa: F401
+from bench_testing import (
+    setUpModule,  # noqa: F401
+    tearDownModule,  # noqa: F401
+)
 from cli_testing import CommandTestCase
 
 from tfcdo.bench import implementations

@@ -10,17 +10,15 @@ from typing import Any
 from unittest import mock
 
 import tensorflow as tf
-from absl.testing import absltest
-from absl.testing import parameterized
-from bench_testing import setUpModule  # noqa: F401
-from bench_testing import tearDownModule  # noqa: F401
+from absl.testing import absltest, parameterized
+from bench_testing import (
+    setUpModule,  # noqa: F401
+    tearDownModule,  # noqa: F401
+)
 from cli_testing import run_tfcdo
 
 from tfcdo.bench import worker_pool
-from tfcdo.doctor import answers
-from tfcdo.doctor import examination
-from tfcdo.doctor import probe
-from tfcdo.doctor import self_test
+from tfcdo.doctor import answers, examination, probe, self_test
 from tfcdo.execute import copy_trees
 
 Ask = Callable[[Mapping[str, Any], float], Any]
@@ -74,6 +72,7 @@ class DoctorTest(parameterized.TestCase):
         status, lines = _doctor("-g", "3")
         text = "\n".join(lines)
         self.assertEqual(status, 0, text)
+        self.assertRegex(lines[0], r"^This machine: no problem, \d+ notes$")
         for shown in (
             f"tensorflow {tf.__version__}",
             "NcclAllReduce: no, no NcclAllReduce kernel is registered for CPU devices",
@@ -125,6 +124,7 @@ class DoctorTest(parameterized.TestCase):
             status, lines = _doctor()
         text = "\n".join(lines)
         self.assertEqual(status, 1)
+        self.assertEqual(lines[0], "This machine: 1 problem")
         self.assertIn("wrong  TensorFlow cannot be imported: ", text)
         self.assertEqual(lines[-1], "pip install 'tensorflow>=2.16'")
 
@@ -136,6 +136,11 @@ class DoctorTest(parameterized.TestCase):
             "  wrong  TensorFlow 2.9.3 is older than 2.16, the oldest that tfcdo runs on", lines
         )
         self.assertEqual(lines[-1], "pip install --upgrade 'tensorflow>=2.16'")
+
+    @parameterized.parameters("2.16.0", "2.16.0-rc1", "2.17.1", "3.0.0")
+    def test_a_tensorflow_that_is_not_too_old(self, version: str):
+        with mock.patch.object(tf, "__version__", version):
+            self.assertEqual(probe.versions().problem, "")
 
     def test_a_tensorflow_that_lacks_a_private_name(self):
         with mock.patch.dict(sys.modules, {"tfcdo.tf_internals": None}):

@@ -11,16 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
-from tfcdo.doctor import answers
-from tfcdo.doctor import findings
-from tfcdo.doctor import tf_config
+from tfcdo.doctor import answers, findings, tf_config
 from tfcdo.doctor.examination import Report
-from tfcdo.doctor.findings import NOTE
-from tfcdo.doctor.findings import OK
-from tfcdo.doctor.findings import WRONG
+from tfcdo.doctor.findings import NOTE, OK, WRONG
 
 _GPUS = tuple(f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(4))
 
@@ -33,7 +28,7 @@ def _report(**changes: Any) -> Report:
     names = tuple(itertools.chain.from_iterable(findings.COMPARED))
     report = Report(
         versions=answers.Versions("0.1.0", "3.12.1", tensorflow="2.21.0"),
-        devices=answers.Devices(
+        devices=answers.SeenDevices(
             physical=tuple(f"/physical_device:GPU:{number}" for number in range(4)),
             logical=_GPUS,
             examined=_GPUS,
@@ -50,7 +45,7 @@ def _report(**changes: Any) -> Report:
 
 
 def _topology(bandwidth: float | None) -> answers.FoundTopology:
-    links = tuple(answers.Link(*pair, bandwidth, via_host=False) for pair in _PAIRS)
+    links = tuple(answers.LinkSpeed(*pair, bandwidth, via_host=False) for pair in _PAIRS)
     return answers.FoundTopology("m", "as nvidia-smi reports", links)
 
 
@@ -142,7 +137,7 @@ class FindingsTest(parameterized.TestCase):
 
     def test_gpus_that_tensorflow_does_not_see(self):
         devices = _report().devices
-        assert isinstance(devices, answers.Devices)
+        assert isinstance(devices, answers.SeenDevices)
         physical = ("/physical_device:CPU:0",)
         report = _with_sums(
             {"tfcdo.NcclAllReduce": answers.Skipped("no kernel")},

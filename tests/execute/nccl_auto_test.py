@@ -11,18 +11,15 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from nccl_on_cpu import setUpModule  # noqa: F401
-from nccl_on_cpu import tearDownModule  # noqa: F401
-from nccl_testing import K
-from nccl_testing import all_reduce
-from nccl_testing import function
-from nccl_testing import packs_of
+from nccl_on_cpu import (
+    setUpModule,  # noqa: F401
+    tearDownModule,  # noqa: F401
+)
+from nccl_testing import K, all_reduce, function, packs_of
 
 import tfcdo
 from tfcdo import log
-from tfcdo.topology import detection
-from tfcdo.topology import measured
-from tfcdo.topology import measurement
+from tfcdo.topology import detection, measured, measurement
 from tfcdo.topology.presets import preset
 
 

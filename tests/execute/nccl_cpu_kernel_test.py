@@ -1,28 +1,78 @@
-"""The CPU kernel for NcclAllReduce: results against numpy, whatever the order of the devices."""
+"""The tests' CPU kernel for NcclAllReduce: results as numpy's, and errors instead of hangs."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import pathlib
+import tempfile
+import threading
+import unittest
+from collections.abc import Callable, Sequence
 from concurrent import futures
+from typing import Any
+from unittest import mock
 
-import nccl_cpu_kernel_testing
+import nccl_cpu_kernel
+import nccl_on_cpu
 import numpy as np
 import tensorflow as tf
-from absl.testing import absltest
-from absl.testing import parameterized
-from nccl_cpu_kernel_testing import DEVICES
-from nccl_cpu_kernel_testing import DTYPES
-from nccl_cpu_kernel_testing import KERNEL_PATIENCE
-from nccl_cpu_kernel_testing import REDUCTIONS
-from nccl_cpu_kernel_testing import all_reduce
-from nccl_cpu_kernel_testing import all_reduce_constants
-from nccl_cpu_kernel_testing import delayed
-from nccl_cpu_kernel_testing import waiting_at_most
-from nccl_cpu_kernel_testing import without_hanging
+from absl.testing import absltest, parameterized
+from nccl_testing import DTYPES, delayed
+
+from tfcdo.virtual_devices import configure_virtual_cpus
+
+# More than ten, as CPU:10 is a trap for those who sort names instead of numbers.
+DEVICES = configure_virtual_cpus(11)
+# Seconds. Where the devices must not wait for one another, the kernel has more patience than the
+# test, so that a test that hangs fails.
+TEST_PATIENCE, KERNEL_PATIENCE = 60.0, 90.0
+REDUCTIONS: dict[str, Any] = {"sum": np.sum, "prod": np.prod, "min": np.min, "max": np.max}
 
 
 def setUpModule() -> None:
-    nccl_cpu_kernel_testing.load_kernel()
+    nccl_cpu_kernel.load()
+
+
+def all_reduce(
+    values: Sequence[Any],
+    reduction: str = "sum",
+    num_devices: int | None = None,
+    devices: Sequence[str] = DEVICES,
+    name: str = "pack",
+) -> list[tf.Tensor]:
+    """One op on each device, with nothing that holds them together."""
+    results = []
+    for value, device in zip(values, devices, strict=False):
+        with tf.device(device):
+            results.append(
+                tf.raw_ops.NcclAllReduce(
+                    input=value,
+                    reduction=reduction,
+                    num_devices=len(values) if num_devices is None else num_devices,
+                    shared_name=name,
+                )
+            )
+    return results
+
+
+def run(values: Any, reduction: str = "sum") -> list[tf.Tensor]:
+    return tf.function(lambda: all_reduce([tf.constant(one) for one in values], reduction))()
+
+
+def without_hanging(function: Callable[[], Any]) -> Any:
+    """Returns what the function returns and raises what it raises, unless it hangs."""
+    outcome: futures.Future = futures.Future()
+
+    def call() -> None:
+        try:
+            outcome.set_result(function())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    # Not a pool: one of its threads that hangs would keep the test from ending.
+    threading.Thread(target=call, daemon=True).start()
+    return outcome.result(TEST_PATIENCE)
 
 
 class ReductionTest(tf.test.TestCase, parameterized.TestCase):
@@ -30,53 +80,31 @@ class ReductionTest(tf.test.TestCase, parameterized.TestCase):
     def test_agrees_with_numpy_on_every_device_count(self, reduction, dtype):
         random = np.random.default_rng(7)
         for count in range(1, 9):
-            if dtype.is_integer:
-                values = random.integers(-9, 10, size=(count, 3, 5)).astype(dtype.as_numpy_dtype)
-            else:
-                values = random.uniform(-2, 2, size=(count, 3, 5)).astype(dtype.as_numpy_dtype)
-
+            limit = 9 if dtype.is_integer else 2
+            drawn = random.uniform(-limit, limit, size=(count, 3, 5))
+            values = drawn.astype(dtype.as_numpy_dtype)
             expected = REDUCTIONS[reduction](values.astype(np.float64), axis=0)
-            results = all_reduce_constants(values, reduction)
-            self.assertLen(results, count)
-            for result in results:
+            tolerance = 0 if dtype.is_integer else 8 * np.finfo(dtype.as_numpy_dtype).eps
+            for result in run(values, reduction):
                 self.assertEqual(result.dtype, dtype)
-                self.assertAllClose(
-                    expected,
-                    tf.cast(result, tf.float64),
-                    rtol=0 if dtype.is_integer else 8 * np.finfo(dtype.as_numpy_dtype).eps,
-                    atol=0 if dtype.is_integer else 8 * np.finfo(dtype.as_numpy_dtype).eps,
-                    msg=f"{count} devices",
-                )
+                actual = tf.cast(result, tf.float64)
+                self.assertAllClose(expected, actual, rtol=tolerance, atol=tolerance)
 
-    @parameterized.parameters(((),), ((0,),), ((2, 0, 3),), ((1,),), ((70_001,),))
+    @parameterized.parameters(((),), ((0,),), ((2, 0, 3),), ((70_001,),))
     def test_keeps_the_shape(self, shape):
-        for result in all_reduce_constants([np.full(shape, float(i)) for i in range(3)]):
+        for result in run([np.full(shape, float(i)) for i in range(3)]):
             self.assertAllEqual(np.full(shape, 3.0), result)
-            self.assertEqual(result.shape, shape)
 
-    def test_rounds_16_bit_floats_once(self):
-        # Between 2048 and 4096 float16 knows the even numbers alone: rounded after each addition,
-        # every 1 would be lost.
-        values = np.array([2048] + 6 * [1], np.float16)
-        for result in all_reduce_constants(values):
-            self.assertAllEqual(2054.0, result)
-
-    def test_integers_wrap_around(self):
-        for result in all_reduce_constants([tf.int32.max, 1]):
-            self.assertAllEqual(tf.int32.min, result)
-
-    @parameterized.parameters("min", "max")
-    def test_minimum_and_maximum_hand_on_nan(self, reduction):
-        for values in ([np.nan, 1.0, 2.0], [1.0, np.nan, 2.0], [1.0, 2.0, np.nan]):
-            for result in all_reduce_constants(values, reduction):
-                self.assertAllEqual(np.nan, result)
-
-    def test_the_op_itself_refuses_bfloat16(self):
-        # Which is why the kernel has none: TensorFlow's op definition leaves it out.
-        with self.assertRaisesRegex((TypeError, tf.errors.InvalidArgumentError), "bfloat16"):
-            tf.raw_ops.NcclAllReduce(
-                input=tf.constant(1, tf.bfloat16), reduction="sum", num_devices=1, shared_name="p"
-            )
+    @parameterized.parameters(
+        # Between 2048 and 4096 float16 knows the even numbers alone: rounded once.
+        (np.array([2048] + 6 * [1], np.float16), "sum", 2054.0),
+        (np.array([2**31 - 1, 1], np.int32), "sum", -(2**31)),
+        (np.array([1.0, np.nan, 2.0]), "min", np.nan),
+        (np.array([np.nan, 1.0, 2.0]), "max", np.nan),
+    )
+    def test_rounding_overflow_and_nan(self, values, reduction, expected):
+        for result in run(values, reduction):
+            self.assertAllEqual(expected, result)
 
     def test_adds_in_the_order_of_the_devices_whoever_comes_first(self):
         # In float32 (1e8 + 1) - 1e8 is 0, but (1e8 - 1e8) + 1 is 1.
@@ -89,69 +117,14 @@ class ReductionTest(tf.test.TestCase, parameterized.TestCase):
                 for rank, device in enumerate(arrival):
                     with tf.device(device):
                         inputs.append(delayed(tf.constant(values[device]), 0.03 * rank))
-                return all_reduce(inputs, "pack", devices=arrival)
+                return all_reduce(inputs, devices=arrival)
 
             for result in reduce_all():
                 self.assertAllEqual(0.0, result, msg=f"arrival: {arrival}")
 
-    def test_repeats_bit_for_bit(self):
-        values = np.random.default_rng(3).normal(size=(8, 1000)).astype(np.float32)
 
-        @tf.function
-        def reduce_all():
-            return all_reduce([tf.constant(v) for v in values], "pack")
-
-        total = values[0]
-        for value in values[1:]:
-            total = total + value
-        for _ in range(30):
-            for result in reduce_all():
-                self.assertEqual(total.tobytes(), result.numpy().tobytes())
-
-
-class StepTest(tf.test.TestCase, parameterized.TestCase):
-    """Which ops belong together: functions, loops, branches, threads, sessions."""
-
-    def test_functions_called_one_after_the_other(self):
-        @tf.function
-        def inner(a, b):
-            return all_reduce([a, b], "pack")
-
-        @tf.function
-        def outer(a, b):
-            return inner(*inner(*inner(a, b)))
-
-        for _ in range(20):
-            self.assertAllEqual([12.0, 12.0], outer(tf.constant(1.0), tf.constant(2.0)))
-
-    def test_calls_at_the_same_time_of_a_function_that_is_not_inlined(self):
-        # Each call is a step of its own. Inlined, the calls would share one: see the next test.
-        @tf.function(experimental_attributes={"_noinline": True})
-        def inner(a, b):
-            return all_reduce([a, b], "pack")
-
-        @tf.function
-        def outer(a, b):
-            return [inner(a * factor, b * factor) for factor in (1.0, 10.0, 100.0)]
-
-        for _ in range(20):
-            self.assertAllEqual(
-                [[3.0, 3.0], [30.0, 30.0], [300.0, 300.0]],
-                outer(tf.constant(1.0), tf.constant(2.0)),
-            )
-
-    def test_two_inlined_calls_at_the_same_time_share_a_step(self):
-        @tf.function
-        def inner(a):
-            return all_reduce([a], "pack", num_devices=2)
-
-        @tf.function
-        def outer(a):
-            return inner(a), inner(a + 1.0)
-
-        # CPU:0 alone comes, from either call, so that it does not depend on who is quicker.
-        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "CPU:0 came twice"):
-            outer(tf.constant(1.0))
+class StepTest(tf.test.TestCase):
+    """Which ops belong together: iterations, calls, threads."""
 
     def test_iterations_of_a_loop_do_not_mix(self):
         count = 40
@@ -160,7 +133,7 @@ class StepTest(tf.test.TestCase, parameterized.TestCase):
         def loop():
             def body(i, left, right):
                 x = tf.cast(i, tf.float32)
-                results = all_reduce([x, 100 * x], "pack")
+                results = all_reduce([x, 100 * x])
                 return i + 1, left.write(i, results[0]), right.write(i, results[1])
 
             arrays = [tf.TensorArray(tf.float32, count) for _ in range(2)]
@@ -173,88 +146,170 @@ class StepTest(tf.test.TestCase, parameterized.TestCase):
             for result in loop():
                 self.assertAllEqual(101.0 * np.arange(count), result)
 
-    def test_loops_that_run_at_the_same_time_do_not_mix(self):
-        def loop(a, b):
-            def body(i, a, b):
-                return i + 1, *all_reduce([a, b], "pack")
+    def test_calls_that_are_not_inlined_and_threads_do_not_mix(self):
+        @tf.function(experimental_attributes={"_noinline": True})
+        def inner(a, b):
+            return all_reduce([a, b])
 
-            return tf.while_loop(lambda i, *_: i < 10, body, [0, a, b])[1:]
-
-        # A session, because in a function the loops would run one after the other.
-        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-            starts = (1.0, 10.0, 100.0)
-            loops = [loop(tf.constant(start), tf.constant(0.0)) for start in starts]
-            for _ in range(20):
-                for start, results in zip(starts, session.run(loops), strict=True):
-                    self.assertAllEqual([512 * start, 512 * start], results)
-
-    def test_a_loop_in_a_loop(self):
-        @tf.function
-        def loops():
-            def inner_body(j, a, b):
-                return j + 1, *all_reduce([a, b], "pack")
-
-            def outer_body(i, a, b):
-                _, a, b = tf.while_loop(lambda j, *_: j < 2, inner_body, [0, a, b])
-                return i + 1, a, b
-
-            return tf.while_loop(
-                lambda i, *_: i < 3, outer_body, [0, tf.constant(1.0), tf.constant(2.0)]
-            )
-
-        _, a, b = loops()
-        self.assertAllEqual([96.0, 96.0], [a, b])  # 1 + 2, doubled five times.
-
-    def test_a_branch(self):
-        @tf.function
-        def branch(condition):
-            return tf.cond(
-                condition,
-                lambda: all_reduce([tf.constant(1.0), tf.constant(2.0)], "pack"),
-                lambda: all_reduce([tf.constant(3.0), tf.constant(4.0)], "pack", "prod"),
-            )
-
-        self.assertAllEqual([3.0, 3.0], branch(tf.constant(True)))
-        self.assertAllEqual([12.0, 12.0], branch(tf.constant(False)))
-
-    def test_threads_that_call_the_same_function(self):
-        @tf.function
-        def reduce_all(a, b, c):
-            return all_reduce([a, b, c], "pack")
+        outer = tf.function(lambda a: [inner(a * factor, a) for factor in (1.0, 10.0, 100.0)])
 
         def call_often(thread: int) -> None:
-            for i in range(100):
-                x = float(1000 * thread + i)
-                results = reduce_all(*(tf.constant(v) for v in (x, 2 * x, 3 * x)))
-                self.assertAllEqual(3 * [6 * x], results)
+            for turn in range(20):
+                x = float(1000 * thread + turn)
+                expected = [[2 * x] * 2, [11 * x] * 2, [101 * x] * 2]
+                np.testing.assert_array_equal(expected, outer(tf.constant(x)))
 
         with futures.ThreadPoolExecutor(4) as pool:
-            for future in [pool.submit(call_often, thread) for thread in range(4)]:
-                future.result()
+            list(pool.map(call_often, range(4)))
 
-    def test_a_session(self):
-        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-            results = all_reduce([tf.constant(1.0), tf.constant(2.0)], "pack")
-            for _ in range(20):
-                self.assertAllEqual([3.0, 3.0], session.run(results))
+    def test_two_inlined_calls_at_the_same_time_share_a_step(self):
+        inner = tf.function(lambda a: all_reduce([a], num_devices=2))
+        # CPU:0 alone comes, from either call, so that it does not depend on who is quicker.
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "CPU:0 came twice"):
+            tf.function(lambda: (inner(tf.constant(1.0)), inner(tf.constant(2.0))))()
 
     def test_waiting_takes_no_thread(self):
         # 64 packs, and one device that comes late: 640 ops wait, and still others have to run.
-        packs, count = 64, len(DEVICES)
-
         @tf.function
         def reduce_all():
             results = []
-            for pack in range(packs):
-                values = [tf.constant(float(pack)) for _ in range(count - 1)]
+            for pack in range(64):
+                values = [tf.constant(float(pack)) for _ in DEVICES[1:]]
                 with tf.device(DEVICES[-1]):
                     values.append(delayed(tf.constant(float(pack)), 0.001))
-                results.append(all_reduce(values, f"pack {pack}"))
+                results.append(all_reduce(values, name=f"pack {pack}"))
             return results
 
-        with waiting_at_most(KERNEL_PATIENCE):
+        with nccl_on_cpu.patience(KERNEL_PATIENCE):
             results = without_hanging(reduce_all)
-        self.assertAllEqual(np.outer(np.arange(packs), np.full(count, count)), results)
+        self.assertAllEqual(np.outer(np.arange(64), np.full(11, 11)), results)
+
+
+class ErrorTest(tf.test.TestCase, parameterized.TestCase):
+    """Each error comes without waiting, or when the time is up; the next step works."""
+
+    def tearDown(self):
+        self.assertAllEqual([4.0, 4.0], run([1.0, 3.0]))
+        super().tearDown()
+
+    @parameterized.parameters(
+        (lambda: all_reduce([tf.zeros([2]), tf.zeros([3])]), "float[2]", "float[3]", "CPU:1"),
+        (lambda: all_reduce([tf.zeros([2, 3]), tf.zeros([3, 2])]), "[2,3]", "[3,2]"),
+        (lambda: all_reduce([tf.zeros([2]), tf.zeros([2], tf.int32)]), "float[2]", "int32[2]"),
+        (
+            lambda: [
+                all_reduce([0.0], "sum", 2),
+                all_reduce([0.0], "max", 2, devices=["CPU:1"]),
+            ],
+            "sum of",
+            "max of",
+        ),
+        (
+            lambda: [all_reduce([0.0], "sum", 2), all_reduce([0.0], "sum", 3, ["CPU:1"])],
+            "over 2 devices",
+            "over 3 devices",
+        ),
+        (lambda: all_reduce([0.0] * 2, devices=["CPU:3", "CPU:3"]), "CPU:3 came twice"),
+        # Who comes after an error does not wait either.
+        (
+            lambda: all_reduce([tf.zeros([2]), tf.zeros([3]), delayed(tf.zeros([2]), 0.3)]),
+            "float[2]",
+            "float[3]",
+        ),
+    )
+    def test_devices_that_disagree(self, body, *parts):
+        step = tf.function(body)
+        with nccl_on_cpu.patience(KERNEL_PATIENCE):
+            for _ in range(5):  # The devices come in another order each time.
+                with self.assertRaises(tf.errors.InvalidArgumentError) as caught:
+                    without_hanging(step)
+                for part in ("NcclAllReduce 'pack'", *parts):
+                    self.assertIn(part, str(caught.exception))
+
+    @parameterized.parameters(
+        (
+            lambda: all_reduce([0.0] * 2, num_devices=3, devices=["CPU:0", "CPU:10"]),
+            "within 0.2 s 2 of 3 devices came: CPU:0, CPU:10.",
+        ),
+        (lambda: all_reduce([0.0, delayed(tf.constant(0.0), 0.6)]), "1 of 2 devices came: CPU:0."),
+    )
+    def test_a_device_that_does_not_come_in_time(self, body, message):
+        with (
+            nccl_on_cpu.patience(0.2),
+            self.assertRaisesRegex(tf.errors.DeadlineExceededError, message),
+        ):
+            without_hanging(tf.function(body))
+
+    def test_ops_run_one_by_one_do_not_meet(self):
+        with nccl_on_cpu.patience(0.1), self.assertRaises(tf.errors.DeadlineExceededError):
+            without_hanging(lambda: all_reduce([tf.zeros([2]), tf.zeros([2])]))
+
+    def test_an_error_elsewhere_cancels_the_waiting_devices(self):
+        fails = tf.Variable(True)
+
+        @tf.function
+        def reduce_all():
+            with tf.device("CPU:2"):
+                fine = tf.logical_not(delayed(fails.read_value(), 0.1))
+                with tf.control_dependencies([tf.debugging.Assert(fine, ["replica 2 failed"])]):
+                    last = tf.constant(4.0)
+            return all_reduce([tf.constant(1.0), tf.constant(2.0), last])
+
+        with nccl_on_cpu.patience(KERNEL_PATIENCE):
+            with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "replica 2 failed"):
+                without_hanging(reduce_all)
+            fails.assign(False)
+            self.assertAllEqual([7.0, 7.0, 7.0], reduce_all())
+
+
+class LoaderTest(absltest.TestCase):
+    """Building the kernel, with a script in the compiler's place."""
+
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        (self.folder / "cache").mkdir()
+
+    def compile_by(self, script: str) -> None:
+        """Puts a script in the compiler's place; it finds the path to write to in $out."""
+        compiler = self.folder / "compiler"
+        compiler.write_text(
+            "#!/bin/sh\n"
+            'if [ "$1" = --version ]; then echo fake; exit; fi\n'
+            'for argument in "$@"; do out=$argument; done\n'
+            f"{script}\n"
+        )
+        compiler.chmod(0o755)
+        self.enter_context(mock.patch.dict(os.environ, {"CXX": str(compiler)}))
+
+    def build(self, *_: object) -> pathlib.Path:
+        return nccl_cpu_kernel.build(self.folder / "cache")
+
+    def test_no_compiler(self):
+        with (
+            mock.patch.dict(os.environ, {"CXX": "/no/such/compiler"}),
+            self.assertRaisesRegex(unittest.SkipTest, r"install g\+\+"),
+        ):
+            nccl_cpu_kernel.build(self.folder)
+
+    def test_a_compiler_that_fails(self):
+        self.compile_by("echo half >$out; echo 'no such header' >&2; exit 3")
+        with self.assertRaisesRegex(RuntimeError, r"exit status 3(.|\n)*no such header"):
+            self.build()
+        self.assertEmpty(list((self.folder / "cache").iterdir()))
+
+    def test_is_built_once_by_all_who_ask_and_again_for_another_source(self):
+        # The file is written in two pieces: nobody may see the first piece alone.
+        runs = self.folder / "runs"
+        self.compile_by(f"echo . >>{runs}; printf a >$out; sleep 0.2; printf b >>$out")
+        with futures.ThreadPoolExecutor(4) as pool:
+            built = list(pool.map(self.build, range(4)))
+        self.assertEqual([one.read_text() for one in built], ["ab"] * 4)
+        self.assertEqual(runs.read_text(), ".\n")
+        changed = self.folder / "changed.cc"
+        changed.write_text("// Another source.")
+        with mock.patch.object(nccl_cpu_kernel, "_SOURCE", changed):
+            self.assertNotEqual(self.build(), built[0])
 
 
 if __name__ == "__main__":

@@ -16,15 +16,11 @@ import tensorflow as tf
 import testing_utils as tu
 from absl import logging
 from absl.testing import parameterized
-from nccl_on_cpu import setUpModule  # noqa: F401
-from nccl_on_cpu import tearDownModule  # noqa: F401
-from nccl_testing import K
-from nccl_testing import all_reduce
-from nccl_testing import delayed
-from nccl_testing import function
-from nccl_testing import nccl
-from nccl_testing import one
-from nccl_testing import ranks
+from nccl_on_cpu import (
+    setUpModule,  # noqa: F401
+    tearDownModule,  # noqa: F401
+)
+from nccl_testing import K, all_reduce, delayed, function, nccl, one, ranks
 from testing_utils import MEAN
 
 import tfcdo

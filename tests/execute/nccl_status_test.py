@@ -6,6 +6,7 @@ there is none, a process of its own looks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -13,7 +14,6 @@ import pathlib
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -59,108 +59,91 @@ def names(*indices: int) -> list[str]:
     return [f"/gpu:{index}" for index in indices]
 
 
+GPU_KERNEL, NO_KERNEL, CPU_KERNEL, BOTH = ("GPU",), (), ("CPU",), ("GPU", "CPU")
+TWO_TASKS = [f"/job:worker/task:{task}/gpu:0" for task in range(2)]
+# By their full names, and in other spellings.
+SPELLED = ["gpu:0", "/device:GPU:1", "/job:localhost/replica:0/task:0/device:GPU:2"]
+
+
 class StatusTest(tf.test.TestCase, parameterized.TestCase):
-    def check(self, devices: Sequence[str], *parts: str, dtype: Any = tf.float32) -> None:
-        """Checks that NCCL cannot run, and the parts that reason and remedy are to have."""
-        status = tfcdo.nccl_status(devices, dtype)
+    @parameterized.parameters(
+        # The device types with a kernel, the parts of each GPU (0: not divided), the devices, and
+        # what reason and remedy say.
+        (GPU_KERNEL, (0, 0), names(1), "only one device"),
+        (GPU_KERNEL, (0, 0), ["/cpu:0", "/cpu:1"], "no NcclAllReduce kernel", "CPU", REMEDY),
+        (NO_KERNEL, (0, 0), names(0, 1), "no NcclAllReduce kernel", "GPU", REMEDY),
+        (BOTH, (0, 0), ["/gpu:0", "/cpu:0"], "mix", "CPU and GPU", "one type"),
+        (GPU_KERNEL, (0, 0), TWO_TASKS, "one process", TWO_TASKS[1], "MultiWorkerMirrored"),
+        (BOTH, (0, 0), ["", ""], "not known while this function is traced", "strategy.run"),
+        (BOTH, (0, 0), ["/gpu:0", ""], "not known"),
+        (GPU_KERNEL, (0, 0), names(0, 1, 2), "no GPU:2", "sees 2 GPU devices"),
+        (GPU_KERNEL, (), names(0, 1), "no GPU:0", "sees 0 GPU devices"),
+        (CPU_KERNEL, None, ["/cpu:0", "/cpu:77"], "no CPU:77", "sees", "CPU devices"),
+        (BOTH, (0, 0), names(0, 1, 0), "on one device", "each replica"),
+        (CPU_KERNEL, None, ["/cpu:3", "/device:CPU:3"], "on one device"),
+        (GPU_KERNEL, (2,), names(0, 1), "logical devices of one physical GPU", "GPU:0", REMEDY),
+        (GPU_KERNEL, (0, 3, 2), names(0, 1, 4, 5), "/physical_device:GPU:2,", REMEDY),
+        (GPU_KERNEL, (0, 3, 2), names(1, 3), "/physical_device:GPU:1,", REMEDY),
+    )
+    def test_what_keeps_nccl_from_running(self, kernels, parts, devices, *said):
+        with kernels_for(*kernels), contextlib.nullcontext() if parts is None else gpus(*parts):
+            self.check_cannot(tfcdo.nccl_status(devices), *said)
+
+    def check_cannot(self, status: tfcdo.NcclStatus, *said: str) -> None:
         self.assertFalse(status.can_run)
         self.assertNotEmpty(status.reason)
         self.assertNotEmpty(status.remedy)
         self.assertEqual(f"{status.reason}; {status.remedy}", str(status))
-        for part in parts:
+        for part in said:
             self.assertIn(part, str(status))
 
-    @parameterized.parameters(2, 3, 8)
-    def test_gpus(self, count):
-        with kernels_for("GPU"), gpus(*[0] * count):
-            status = tfcdo.nccl_status(names(*range(count)))
+    @parameterized.parameters(
+        (GPU_KERNEL, (0, 0), names(0, 1)),
+        (GPU_KERNEL, (0,) * 8, names(*range(8))),
+        (GPU_KERNEL, (0, 0, 0), SPELLED),
+        (GPU_KERNEL, (0, 0, 0), tuple(SPELLED)),
+        # One logical device of each GPU will do; those of a processor share no GPU.
+        (GPU_KERNEL, (0, 3, 2), names(0, 1, 4)),
+        (GPU_KERNEL, (0, 3, 2), names(0, 3, 5)),
+        (GPU_KERNEL, (0, 3, 2), names(2, 4)),
+        (CPU_KERNEL, None, tu.ALL_DEVICES),
+    )
+    def test_where_nccl_can_run(self, kernels, parts, devices):
+        with kernels_for(*kernels), contextlib.nullcontext() if parts is None else gpus(*parts):
+            status = tfcdo.nccl_status(devices)
         self.assertEqual((True, ""), (status.can_run, status.remedy))
         self.assertEqual("an NcclAllReduce kernel is registered for these devices", str(status))
 
-    @parameterized.parameters(tf.float16, "float32", tf.float64, tf.int32, "int64", float)
-    def test_dtypes_that_nccl_takes(self, dtype):
+    @parameterized.parameters(
+        *[(dtype, True) for dtype in (tf.float16, "float32", tf.float64, tf.int32, "int64", float)],
+        *[(dtype, False) for dtype in ("bfloat16", "complex64", "int8", "uint32", "bool")],
+    )
+    def test_dtypes(self, dtype, is_taken):
         with kernels_for("GPU"), gpus(0, 0):
-            self.assertTrue(tfcdo.nccl_status(names(0, 1), dtype).can_run)
-
-    @parameterized.parameters("bfloat16", "complex64", "int8", "uint32", "bool", "string")
-    def test_dtypes_that_nccl_does_not_take(self, dtype):
-        with kernels_for("GPU"), gpus(0, 0):
-            self.check(names(0, 1), f"not take {dtype} but float16, float32,", "cast", dtype=dtype)
-
-    def test_one_device(self):
-        with kernels_for("GPU"), gpus(0, 0):
-            self.check(names(1), "only one device")
-
-    def test_no_kernel_for_these_devices(self):
-        with kernels_for("GPU"), gpus(0, 0):
-            self.check(["/cpu:0", "/cpu:1"], "no NcclAllReduce kernel", "CPU", REMEDY)
-        with kernels_for(), gpus(0, 0):
-            self.check(names(0, 1), "no NcclAllReduce kernel", "GPU", REMEDY)
-
-    def test_mixed_types(self):
-        with kernels_for("GPU", "CPU"), gpus(0, 0):
-            self.check(["/gpu:0", "/cpu:0"], "mix", "CPU and GPU", "one type")
-
-    def test_several_hosts(self):
-        devices = [f"/job:worker/task:{task}/gpu:0" for task in range(2)]
-        with kernels_for("GPU"), gpus(0, 0):
-            self.check(devices, "one process", devices[1], "MultiWorkerMirroredStrategy")
-
-    def test_unknown_devices(self):
-        with kernels_for("GPU", "CPU"), gpus(0, 0):
-            self.check(["", ""], "not known while this function is traced", "strategy.run")
-            self.check(["/gpu:0", ""], "not known")
-
-    def test_devices_that_do_not_exist(self):
-        with kernels_for("GPU"), gpus(0, 0):
-            self.check(names(0, 1, 2), "no GPU:2", "sees 2 GPU devices")
-        with kernels_for("GPU"), gpus():
-            self.check(names(0, 1), "no GPU:0", "sees 0 GPU devices")
-        with kernels_for("CPU"):
-            self.check(["/cpu:0", "/cpu:77"], "no CPU:77", "sees", "CPU devices")
-
-    def test_one_device_twice(self):
-        with kernels_for("GPU", "CPU"), gpus(0, 0):
-            self.check(names(0, 1, 0), "on one device", "each replica")
-        with kernels_for("CPU"):
-            self.check(["/cpu:3", "/device:CPU:3"], "on one device")
-
-    def test_logical_devices_of_one_physical_gpu(self):
-        with kernels_for("GPU"), gpus(2):
-            self.check(names(0, 1), "logical devices of one physical GPU", "GPU:0", REMEDY)
-        with kernels_for("GPU"), gpus(0, 3, 2):
-            self.check(names(0, 1, 4, 5), "/physical_device:GPU:2,", REMEDY)
-            self.check(names(1, 3), "/physical_device:GPU:1,", REMEDY)
-            # One logical device of each GPU will do.
-            for devices in names(0, 1, 4), names(0, 3, 5), names(2, 4):
-                self.assertTrue(tfcdo.nccl_status(devices).can_run)
+            status = tfcdo.nccl_status(names(0, 1), dtype)
+        self.assertEqual(status.can_run, is_taken)
+        if not is_taken:
+            self.check_cannot(status, f"not take {dtype} but float16, float32,", "cast")
 
     def test_hidden_gpus_do_not_count(self):
         # TensorFlow numbers the GPUs that it may use from 0 on.
         with kernels_for("GPU"), gpus(2, 2, hidden=1):
-            self.check(names(0, 1), "/physical_device:GPU:1,")
-            self.check(names(2, 3), "/physical_device:GPU:2,")
+            self.check_cannot(tfcdo.nccl_status(names(0, 1)), "/physical_device:GPU:1,")
+            self.check_cannot(tfcdo.nccl_status(names(2, 3)), "/physical_device:GPU:2,")
             self.assertTrue(tfcdo.nccl_status(names(1, 2)).can_run)
 
-    def test_logical_devices_of_a_processor_share_no_gpu(self):
-        with kernels_for("CPU"):
-            self.assertTrue(tfcdo.nccl_status(tu.ALL_DEVICES).can_run)
-
-    def test_any_spelling(self):
-        with kernels_for("GPU"), gpus(0, 0, 0):
-            devices = ["gpu:0", "/device:GPU:1", "/job:localhost/replica:0/task:0/device:GPU:2"]
-            self.assertTrue(tfcdo.nccl_status(devices).can_run)
-            self.assertTrue(tfcdo.nccl_status(tuple(devices)).can_run)
-
-    @parameterized.parameters(([],), ((),), ("/gpu:0",), (None,))
-    def test_devices_must_be_a_list(self, devices):
-        with self.assertRaisesRegex(ValueError, "devices must be a list"):
+    @parameterized.parameters(
+        ([], "devices must be a list"),
+        ((), "devices must be a list"),
+        ("/gpu:0", "devices must be a list"),
+        (None, "devices must be a list"),
+        (["/gpu:0", "nonsense"], "each of devices.*nonsense"),
+        (["/gpu:0", 3], "each of devices.*3"),
+        (["/gpu:0", None], "each of devices.*None"),
+    )
+    def test_wrong_devices(self, devices, message):
+        with self.assertRaisesRegex(ValueError, message):
             tfcdo.nccl_status(devices)
-
-    @parameterized.parameters("nonsense", 3, None)
-    def test_each_must_be_a_device(self, device):
-        with self.assertRaisesRegex(ValueError, f"each of devices.*{device}"):
-            tfcdo.nccl_status(["/gpu:0", device])
 
     def test_dtype_must_be_one(self):
         with kernels_for("GPU"), gpus(0, 0), self.assertRaises(TypeError):

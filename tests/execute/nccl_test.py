@@ -16,20 +16,12 @@ import tensorflow as tf
 import testing_utils as tu
 from absl import logging
 from absl.testing import parameterized
-from nccl_on_cpu import setUpModule  # noqa: F401
-from nccl_on_cpu import tearDownModule  # noqa: F401
-from nccl_testing import DTYPES
-from nccl_testing import K
-from nccl_testing import all_reduce
-from nccl_testing import function
-from nccl_testing import nccl
-from nccl_testing import one
-from nccl_testing import packs_of
-from nccl_testing import ranks
-from testing_utils import EAGER
-from testing_utils import FUNCTION
-from testing_utils import MEAN
-from testing_utils import SUM
+from nccl_on_cpu import (
+    setUpModule,  # noqa: F401
+    tearDownModule,  # noqa: F401
+)
+from nccl_testing import DTYPES, K, all_reduce, function, nccl, one, packs_of, ranks
+from testing_utils import EAGER, FUNCTION, MEAN, SUM
 
 import tfcdo
 from tfcdo import log

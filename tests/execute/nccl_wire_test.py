@@ -6,12 +6,11 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from nccl_on_cpu import setUpModule  # noqa: F401
-from nccl_on_cpu import tearDownModule  # noqa: F401
-from testing_utils import EAGER
-from testing_utils import FUNCTION
-from testing_utils import MEAN
-from testing_utils import SUM
+from nccl_on_cpu import (
+    setUpModule,  # noqa: F401
+    tearDownModule,  # noqa: F401
+)
+from testing_utils import EAGER, FUNCTION, MEAN, SUM
 
 import tfcdo
 from tfcdo.execute import wire

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import unittest
 from collections.abc import Iterator
 from unittest import mock
 
@@ -28,9 +27,6 @@ def running() -> Iterator[None]:
     Raises:
       unittest.SkipTest: if the kernel cannot be built on this machine.
     """
-    reason = nccl_cpu_kernel.why_unavailable()
-    if reason is not None:
-        raise unittest.SkipTest(reason)
     nccl_cpu_kernel.load()
     with patience(_PATIENCE_SECONDS), nccl_cpu_kernel.seen():
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -80,8 +81,8 @@ class CheckInSyncTest(TrainingTestCase):
             check._checked = check._step
             checked.append(check._step)
 
-        check._check = record
-        model.fit(*dense_data(4 * BATCH), BATCH, epochs=2, callbacks=[check], verbose=0)
+        with mock.patch.object(check, "_check", record):
+            model.fit(*dense_data(4 * BATCH), BATCH, epochs=2, callbacks=[check], verbose=0)
         self.assertEqual(checked, expected)
 
     def test_replicas_in_sync(self):

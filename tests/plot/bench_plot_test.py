@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo.bench import measure
-from tfcdo.bench.devices import Devices
+from tfcdo.bench.devices import ChosenDevices
 from tfcdo.plot import bench
 
 
@@ -15,7 +15,7 @@ def _measurement(name: str, kind: str, seconds: float, wrong: int = 0) -> measur
     return measure.Measurement("w", 4000, 1000, "float32", 4, name, kind, seconds, 0.0, 0.0, wrong)
 
 
-_DEVICES = Devices(("/cpu:0",) * 4, "4 devices", True)
+_DEVICES = ChosenDevices(("/cpu:0",) * 4, "4 devices", True)
 
 
 class PlotTest(tf.test.TestCase):

@@ -7,8 +7,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from tfcdo.plan import algorithms
 from tfcdo.plot.figures import save_figure

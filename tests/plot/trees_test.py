@@ -7,17 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from tfcdo.plan import algorithms
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.schedule import Schedule
-from tfcdo.plan.schedule import assign
-from tfcdo.plan.schedule import cut
+from tfcdo.plan.schedule import Schedule, assign, cut
 from tfcdo.plot.trees import draw_trees
-from tfcdo.topology.links import Resource
-from tfcdo.topology.links import ordered_pairs
+from tfcdo.topology.links import Resource, ordered_pairs
 from tfcdo.topology.presets import preset
 from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology

@@ -7,87 +7,124 @@ import sys
 import types
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import compat
 import testing_utils as tu
-from absl.testing import absltest
-from compat_cases import CASES
-from compat_cases import Case
-from compat_cases import Refused
+from absl.testing import absltest, parameterized
+from compat_cases import CASES, Case, Refused
+from training_cases import TRAININGS, Training, dense
+from training_runs import judge as judge_training
 
 PAGE = pathlib.Path(compat.__file__).parent.parent / "docs" / "compat.md"
 _LIBRARY = types.SimpleNamespace()
+# Prints the rows of two cases of three, and ends in the middle of the second.
+_WORKER = """
+import json, sys
+first = int(sys.argv[1])
+if first == 0:
+    print(json.dumps(["a", "✓", "0"])); sys.exit(7)
+print("noise")
+print(json.dumps(["c", "✓", "0"]))
+"""
 
 
-def _raising(error: Exception) -> Callable[[Any], Any]:
+def _returning(result: Any) -> Callable[[Any], Any]:
     def call(library: Any) -> Any:
-        raise error
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     return call
 
 
-class JudgeTest(absltest.TestCase):
-    def test_a_right_result(self):
-        outcome = compat.judge(Case("x", lambda _: 3.0, 3.0), _LIBRARY)
-        self.assertEqual(outcome, compat.Outcome("3.0", True))
+class JudgeTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (3.0, 3.0, "✓", "3.0"),
+        (3.0, 6.0, "✗", "3.0 instead of 6.0"),
+        (3.0, Refused("shape"), "✗", "accepts it and gives 3.0"),
+        # An error is good if it is wanted and names the argument.
+        (ValueError("shape: 1, 2"), Refused("shape"), "✓", "ValueError: shape: 1, 2"),
+        (ValueError("wrong"), Refused("shape"), "✗", "ValueError: wrong"),
+        (RuntimeError("shape"), Refused("shape"), "✗", "RuntimeError: shape"),
+        (ValueError("shape"), 3.0, "✗", "ValueError: shape"),
+    )
+    def test_calls(self, result: Any, expected: Any, mark: str, text: str):
+        row = compat.judge(Case("x", _returning(result), expected), _LIBRARY)
+        self.assertEqual(row, compat.Row("x", mark, text))
 
-    def test_a_wrong_result(self):
-        outcome = compat.judge(Case("x", lambda _: 3.0, 6.0), _LIBRARY)
-        self.assertEqual(outcome, compat.Outcome("3.0 instead of 6.0", False))
+    @parameterized.parameters(
+        # The largest difference counts, of weights or of reported numbers.
+        ({2: (1e-8, 0.0), 3: (2e-7, 1e-6), 5: (0.0, 3e-8)}, "", "✓", "2e-07, 1e-06"),
+        ({2: (1e-3, 0.0)}, "", "✗", "1e-03, 0"),
+        ({2: (0.0, 1e-3)}, "", "✗", "0, 1e-03"),
+        ({2: (float("nan"), 0.0)}, "", "✗", "nan, 0"),
+        ({2: (0.0, float("nan"))}, "", "✗", "0, nan"),
+        ({2: (0.5, 0.0)}, "so", "~", "5e-01, 0: so"),
+        ({2: (0.0, 0.0)}, "so", "✓", "0, 0"),
+        ({2: "E: a", 3: "E: a"}, "", "✗", "E: a"),
+        ({2: (0.0, 0.0), 3: "E: a", 5: "E: b"}, "", "✗", "E: a (3 and 5 replicas)"),
+    )
+    def test_trainings(self, differences: Any, reason: str, mark: str, text: str):
+        row = judge_training(Training("x", dense, reason=reason), differences)
+        self.assertEqual(row, compat.Row("x", mark, text))
 
-    def test_an_error_is_good_if_it_is_wanted_and_names_the_argument(self):
-        for error, expected, good in (
-            (ValueError("shape: 1, 2"), Refused("shape"), True),
-            (ValueError("wrong"), Refused("shape"), False),
-            (RuntimeError("shape"), Refused("shape"), False),
-            (ValueError("shape"), 3.0, False),
-        ):
-            with self.subTest(f"{error!r}, {expected}"):
-                case = Case("x", _raising(error), expected)
-                outcome = compat.judge(case, _LIBRARY)
-                self.assertEqual(outcome.good, good)
-                self.assertStartsWith(outcome.text, f"{type(error).__name__}: ")
+    def test_first_words_have_neither_colors_nor_stacks(self):
+        message = "Bad \033[1mcall\033[0m. Node x defined at (most recent call last): /y"
+        self.assertEqual(compat.first_words(message), "Bad call. Node x")
 
-    def test_what_should_be_refused_and_is_not(self):
-        outcome = compat.judge(Case("x", lambda _: 3.0, Refused("shape")), _LIBRARY)
-        self.assertEqual(outcome, compat.Outcome("accepts it and gives 3.0", False))
 
-    def test_a_worker_that_ends_is_an_outcome_of_the_case_that_ended_it(self):
-        worker = 'import sys; print(\'{"text": "a", "good": true}\'); sys.exit(7)'
-        with mock.patch.object(
-            compat, "command_of_worker", lambda *_: [sys.executable, "-c", worker]
-        ):
-            self.assertEqual(
-                compat.run_worker("tfcdo", 0),
-                [compat.Outcome("a", True), compat.Outcome("the process ends (7)", False)],
-            )
+class RunTest(absltest.TestCase):
+    def test_a_worker_that_ends_is_noted_and_another_one_goes_on(self):
+        rows = compat.run("abc", [sys.executable, "-c", _WORKER], 60)
+        self.assertEqual(
+            rows,
+            [
+                compat.Row("a", "✓", "0"),
+                compat.Row("b", "✗", "the process ends (7)"),
+                compat.Row("c", "✓", "0"),
+            ],
+        )
+
+    def test_a_worker_that_hangs_is_ended(self):
+        code = 'import time; print(\'["a", "~", "0"]\', flush=True); time.sleep(600)'
+        rows = compat.run("ab", [sys.executable, "-c", code], 1.0)
+        self.assertEqual(rows[1], compat.Row("b", "✗", "hangs (over 1.0 s)"))
 
 
 class PageTest(absltest.TestCase):
     def test_counts_and_cells(self):
-        right, wrong = compat.Outcome("a | b", True), compat.Outcome("c", False)
-        outcomes = {"TensorFlow": [wrong] * len(CASES), "tfcdo": [right] * len(CASES)}
-        page = compat.table(outcomes)
+        calls, trainings = (
+            {
+                library: [compat.Row(one.name, mark, f"{mark} | x") for one in cases]
+                for library, mark in (("TensorFlow", "✗"), ("tfcdo", "✓"))
+            }
+            for cases in (CASES, TRAININGS)
+        )
+        page = compat.page(calls, trainings)
         self.assertIn(f"TensorFlow's classes fail {len(CASES)} and tfcdo's 0.", page)
-        self.assertIn(f"| {CASES[0].name} | ✗ c | ✓ a \\| b |", page)
+        for name in (CASES[0].name, TRAININGS[0].name):
+            self.assertIn(f"| {name} | ✗ ✗ \\| x | ✓ ✓ \\| x |\n", page)
+        # The page that is kept has these rows.
+        kept = PAGE.read_text(encoding="utf-8")
+        for name in (*(case.name for case in CASES), *(one.name for one in TRAININGS)):
+            self.assertIn(f"\n| {name} | ", kept)
 
     def test_the_page_shows_what_tfcdo_does(self):
         page = PAGE.read_text(encoding="utf-8")
-        version = compat.tensorflow_version()
+        version = compat.version_of("tensorflow")
         if f"TensorFlow {version}." not in page:
             self.skipTest(f"docs/compat.md is not of TensorFlow {version}")
         tfcdo = importlib.import_module("tfcdo")
-        rows = page.splitlines()
+        lines = page.splitlines()
         with contextlib.ExitStack() as stack:
             # Another test file of this process may have loaded NCCL's kernel for CPUs.
             stack.enter_context(tu.kernels_for("GPU"))
             for case in CASES:
                 with self.subTest(case.name):
-                    outcome = compat.judge(case, tfcdo)
-                    self.assertTrue(outcome.good, outcome.text)
-                    (row,) = (row for row in rows if row.startswith(f"| {case.name} |"))
-                    self.assertEndsWith(row, f"| {compat.cell(outcome)} |")
+                    row = compat.judge(case, tfcdo)
+                    self.assertEqual(row.mark, "✓", row.text)
+                    (line,) = (line for line in lines if line.startswith(f"| {case.name} |"))
+                    self.assertEndsWith(line, f"| {row.cell} |")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ import networkx as nx
 import plan_testing
 import planner_table
 from absl.testing import absltest
-from drawn_machines import FASTEST
-from drawn_machines import SLOWEST
-from drawn_machines import draw_machine
+from drawn_machines import FASTEST, SLOWEST, draw_machine
 
 from tfcdo.topology.presets import preset
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -280,6 +281,12 @@ class ImportTest(absltest.TestCase):
         import tfcdo
 
         self.assertContainsSubset(tfcdo.__all__, dir(tfcdo))
+        source = pathlib.Path(tfcdo.__file__).read_text(encoding="utf-8")
+        homes = re.findall(r"^    from tfcdo\.?(\S*) import (\w+) as \2$", source, re.MULTILINE)
+        # As type checkers read it, and as it is.
+        self.assertEqual({**tfcdo._MODULES, "keras": "", "topology": ""}, {n: m for m, n in homes})
+        for name in tfcdo.__all__:
+            self.assertIsNotNone(getattr(tfcdo, name))
 
 
 if __name__ == "__main__":

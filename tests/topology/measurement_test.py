@@ -16,6 +16,7 @@ from tfcdo import log
 from tfcdo import topology
 from tfcdo.topology import detection
 from tfcdo.topology import measured
+from tfcdo.topology import measurement
 
 
 class MeasureTest(tf.test.TestCase, parameterized.TestCase):
@@ -80,6 +81,13 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
             tfcdo.AutoAllReduce(topology=5)  # type: ignore[arg-type]
         with self.assertRaises(OSError):
             topology.measure(tu.device_names(2), path=damaged / "mine.json")
+
+    def test_op_seconds_are_those_of_one_op(self):
+        clock = mock.Mock(devices=tu.device_names(4), on_cpu=True)
+        clock.additions.return_value = clock.packing.return_value = 1e-3
+        # Each pack has an op on each of the devices.
+        clock.ops.side_effect = lambda packs: packs * 4 * 5e-6
+        self.assertAlmostEqual(measurement._topology("fake", clock).op_seconds, 5e-6)
 
     def test_a_damaged_file_is_ignored(self):
         devices = tu.device_names(2)

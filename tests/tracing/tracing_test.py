@@ -16,8 +16,7 @@ import keras
 import tensorflow as tf
 import testing_utils as tu
 import tracing_testing
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 from cli_testing import run_tfcdo
 
 import tfcdo
@@ -26,9 +25,7 @@ from tfcdo.execute import planned
 from tfcdo.keras import trace_summary
 from tfcdo.plan import batch_plan
 from tfcdo.plot import trace as trace_plot
-from tfcdo.tracing import edges
-from tfcdo.tracing import recording
-from tfcdo.tracing import summary
+from tfcdo.tracing import edges, profile, recording, summary
 from tfcdo.tracing.profile import Event
 
 _STEPS = 3
@@ -102,10 +99,11 @@ class TraceTest(tf.test.TestCase):
         # Of one step: each pack's copies and additions, one for each edge.
         simulated = [one for one in bars if one["pid"] == 3]
         self.assertLen(simulated, 2 * (4 + 2))
-        (ran,) = self.traced.recording.runs_of_step().values()
-        began = min(run.start for run in ran) * 1e6
-        self.assertGreater(began, 0.0)
-        self.assertAlmostEqual(began, min(one["ts"] for one in simulated))
+        # Planned is set beside the typical step, from when its all-reduce began.
+        (runs,) = self.traced.recording.runs_of_step().values()
+        begin = min(run.start for run in runs)
+        self.assertGreater(begin, 0.0)
+        self.assertAlmostEqual(min(one["ts"] for one in simulated), begin * 1e6)
         self.assertEqual(self.content["otherData"]["summary"], str(self.traced.summary))
         ops = {one["name"] for one in bars if one["pid"] == 1}
         self.assertTrue(any(name.startswith("computation/") for name in ops))
@@ -114,6 +112,9 @@ class TraceTest(tf.test.TestCase):
         self.assertEqual(self.picture[:8], b"\x89PNG\r\n\x1a\n")
         figure: Any = trace_plot.draw_trace(self.traced.recording)
         ran, simulated = figure.axes
+        # One scale, so that lengths can be compared.
+        self.assertEqual(ran.get_xlim(), simulated.get_xlim())
+        self.assertEqual(ran.get_xlabel(), simulated.get_xlabel())
         self.assertIn("what ran", ran.get_title(loc="left"))
         self.assertIn("what was planned", simulated.get_title(loc="left"))
         self.assertContainsSubset(
@@ -172,6 +173,23 @@ class ArgumentsTest(parameterized.TestCase):
 
 def _op(name: str, start: float, end: float, op: str = "Add") -> Event:
     return Event(name, op, start, end, "thread")
+
+
+class ProfileTest(absltest.TestCase):
+    def test_halves_of_an_op_are_joined_in_their_order(self):
+        """A receive of one name waits in two steps at once: the first to begin ends first."""
+        halves = [
+            _op("x/_2", 4, 4, "_Recv Done"),
+            _op("x/_2", 1, 1, "_Recv Start"),
+            _op("x/_2", 2, 2, "_Recv Start"),
+            _op("y/_2", 3, 3, "_Recv Done"),
+            _op("x/_2", 7, 7, "_Recv Done"),
+            _op("z", 0, 8),
+        ]
+        joined = [(one.name, one.op, one.start, one.end) for one in profile._joined(halves)]
+        self.assertCountEqual(
+            joined, [("x/_2", "_Recv", 1, 4), ("x/_2", "_Recv", 2, 7), ("z", "Add", 0, 8)]
+        )
 
 
 class SummaryTest(absltest.TestCase):
@@ -234,6 +252,11 @@ class SummaryTest(absltest.TestCase):
                 edges.EdgeRun("tfcdo", 4, edges.BROADCAST, (0,), 1, 9.0, 9.5),
             ],
         )
+
+    def test_intervals(self):
+        self.assertEqual(summary.union([(3, 4), (0, 2), (1, 2.5)]), [(0, 2.5), (3, 4)])
+        self.assertEqual(summary.intersection([(0, 2), (3, 5)], [(1, 4)]), [(1, 2), (3, 4)])
+        self.assertEqual(summary.intersection([(1, 4)], [(0, 2), (3, 5)]), [(1, 2), (3, 4)])
 
     def test_nothing(self):
         self.assertStartsWith(str(summary.summarize([], [])), "no all-reduce of tfcdo ran")

@@ -1,57 +1,74 @@
-"""Chooses the devices that are measured."""
+"""Chooses the devices that are measured, and describes where a measurement was made."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import platform
+from collections.abc import Mapping
+from typing import Any
 
-import tensorflow as tf
+from tfcdo.topology.processor import num_cores, processor_name
+from tfcdo.version import __version__
 
-from tfcdo import tf_internals
-from tfcdo import virtual_devices
-
-# How many to make where there are not several GPUs and nobody says how many.
+# Number of devices where there are not several GPUs and none is asked for.
 _VIRTUAL_DEVICES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Devices:
-    """Devices of one run.
-
-    Attributes:
-      names: their full names.
-      description: what they are, for people.
-      on_cpu: whether they are virtual devices of one processor.
-    """
+class ChosenDevices:
+    """Devices of one run: full names, a description, whether they are virtual CPU devices."""
 
     names: tuple[str, ...]
     description: str
     on_cpu: bool
 
 
-def choose_devices(count: int | None) -> Devices:
-    """Chooses GPUs if there are enough of them, and otherwise virtual CPU devices.
+def choose_devices(count: int | None) -> ChosenDevices:
+    """Chooses GPUs if there are enough, else virtual CPU devices; None: all GPUs, or 4 of these."""
+    import tensorflow as tf
 
-    Args:
-      count: how many devices; None for all GPUs if there are several, else 4 virtual CPU devices.
+    from tfcdo import tf_internals, virtual_devices
 
-    Returns:
-      The devices.
-
-    Raises:
-      RuntimeError: if virtual devices are needed but TensorFlow has started with fewer.
-    """
     gpus = tf.config.list_physical_devices("GPU")
     if count is None:
         count = len(gpus) if len(gpus) > 1 else _VIRTUAL_DEVICES
-    if len(gpus) >= count:
+    on_cpu = len(gpus) < count
+    if on_cpu:
+        names = virtual_devices.configure_virtual_cpus(count)
+        reason = f", because there are only {len(gpus)} GPUs" if gpus else ""
+        description = f"{count} virtual CPU devices{reason}"
+    else:
+        names = [f"GPU:{number}" for number in range(count)]
         details = tf.config.experimental.get_device_details(gpus[0])
-        name = details.get("device_name", "GPU")
-        return Devices(_canonical([f"GPU:{n}" for n in range(count)]), f"{count} x {name}", False)
-    names = virtual_devices.configure_virtual_cpus(count)
-    reason = f", because there are only {len(gpus)} GPUs" if gpus else ""
-    return Devices(_canonical(names), f"{count} virtual CPU devices{reason}", True)
+        description = f"{count} x {details.get('device_name', 'GPU')}"
+    return ChosenDevices(tuple(map(tf_internals.canonical_device, names)), description, on_cpu)
 
 
-def _canonical(names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(map(tf_internals.canonical_device, names))
+def describe_environment(devices: str) -> dict[str, Any]:
+    """Describes when, where and with which versions something was measured, as JSON has it."""
+    # From the package's metadata, as importing TensorFlow takes seconds.
+    tensorflow, *_ = importlib.metadata.packages_distributions()["tensorflow"]
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": {
+            "processor": processor_name(),
+            "cores": num_cores(),
+            "system": platform.platform(),
+        },
+        "devices": devices,
+        "versions": {
+            "tfcdo": __version__,
+            "tensorflow": importlib.metadata.version(tensorflow),
+            "python": platform.python_version(),
+        },
+    }
+
+
+def write_json(path: pathlib.Path, devices: str, found: Mapping[str, Any]) -> None:
+    """Writes measurements after a description of their environment."""
+    content = {**describe_environment(devices), **found}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

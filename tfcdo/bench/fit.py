@@ -12,10 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcdo.bench import implementations
-from tfcdo.bench import tracking
-from tfcdo.bench import workloads
-from tfcdo.bench.devices import Devices
+from tfcdo.bench import implementations, tracking, workloads
+from tfcdo.bench.devices import ChosenDevices
 
 _SEED = 7
 _CLASSES = 10
@@ -31,17 +29,7 @@ MODELS: Mapping[str, Callable[..., Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class FitMeasurement:
-    """Times of training a model under one implementation.
-
-    Attributes:
-      model: the model's name.
-      num_devices: on how many devices.
-      name: the implementation's name.
-      kind: `"tfcdo"` or `"tf"`.
-      seconds: the median time of one step, in seconds.
-      spread: the distance between the quartiles of these times, in seconds.
-      first_step: seconds of the first step, with all tracing and building.
-    """
+    """Seconds of training a model: median step, distance of its quartiles, first step."""
 
     model: str
     num_devices: int
@@ -71,26 +59,12 @@ class _StepTimes(keras.callbacks.Callback):
 
 def run(
     model: str,
-    devices: Devices,
+    devices: ChosenDevices,
     compared: Sequence[implementations.Implementation],
     rounds: int,
     track: tracking.Track = tracking.silently,
 ) -> list[FitMeasurement]:
-    """Trains one copy of a model under each implementation, a step of each in turn.
-
-    Args:
-      model: one of `MODELS`.
-      devices: on which devices.
-      compared: the implementations.
-      rounds: how many steps of each count.
-      track: shows the progress.
-
-    Returns:
-      One measurement each.
-
-    Raises:
-      implementations.UnusableArgumentsError: if one cannot run with its arguments.
-    """
+    """Trains one copy of a model under each implementation, a step of each in turn."""
     copies = {}
     first_steps = {}
     for implementation in track(compared, description=f"building {model}"):
@@ -103,28 +77,27 @@ def run(
     times: dict[str, list[float]] = {name: [] for name in copies}
     for _ in track(range(rounds), description=f"steps of {model}"):
         for name, copy in copies.items():
-            # Keras starts anew at each call: the second step is one in the middle of training.
+            # Keras starts again at each call: the second step is one in the middle of training.
             times[name].append(_train(copy, devices, 2)[-1])
     found = []
-    for implementation in compared:
-        name = implementation.name
-        lower, median, upper = np.quantile(times[name], (0.25, 0.5, 0.75))
+    for one in compared:
+        lower, median, upper = np.quantile(times[one.name], (0.25, 0.5, 0.75)).tolist()
         found.append(
             FitMeasurement(
-                model=model,
-                num_devices=len(devices.names),
-                name=name,
-                kind=implementation.package,
-                seconds=float(median),
-                spread=float(upper - lower),
-                first_step=first_steps[name],
+                model,
+                len(devices.names),
+                one.name,
+                one.package,
+                median,
+                upper - lower,
+                first_steps[one.name],
             )
         )
     return found
 
 
 def _start(
-    model: str, devices: Devices, implementation: implementations.Implementation
+    model: str, devices: ChosenDevices, implementation: implementations.Implementation
 ) -> tuple[Any, float]:
     """Builds a model; returns it with the seconds of its first step."""
     built = _compiled(model, implementation.strategy(devices.names))
@@ -139,7 +112,7 @@ def _compiled(model: str, strategy: tf.distribute.Strategy) -> Any:
     return built
 
 
-def _train(model: Any, devices: Devices, steps: int) -> list[float]:
+def _train(model: Any, devices: ChosenDevices, steps: int) -> list[float]:
     count = _IMAGES_PER_DEVICE * len(devices.names)
     generator = np.random.default_rng(_SEED)
     images = generator.random((steps * count, *_IMAGE), np.float32)

@@ -14,26 +14,16 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.bench import implementations
-from tfcdo.bench import steps
-from tfcdo.bench import workloads
-from tfcdo.bench.devices import Devices
+from tfcdo.bench import implementations, steps, workloads
+from tfcdo.bench.devices import ChosenDevices
 
 # Elements of a tensor: so many that the cost of a call does not count. The memory of much larger
 # tensors would be requested from the system anew in each step.
 _CHUNK = 2**20
 
 
-def place_values(workload: workloads.Workload, devices: Devices) -> steps.Data:
-    """Places as many bytes where they are cheapest to add: in few chunks, on one device.
-
-    Args:
-      workload: the number of elements and their dtype.
-      devices: as many values are summed as there are devices, all on the first device.
-
-    Returns:
-      The values.
-    """
+def place_values(workload: workloads.Workload, devices: ChosenDevices) -> steps.Data:
+    """Places as many bytes where they are cheapest to add: in few chunks, on one device."""
     chunks = [_CHUNK] * (workload.count // _CHUNK)
     rest = workload.count % _CHUNK
     shapes = tuple((count,) for count in [*chunks, *([rest] if rest else [])])
@@ -44,15 +34,7 @@ def place_values(workload: workloads.Workload, devices: Devices) -> steps.Data:
 
 
 def single_passes(device: str) -> Mapping[str, implementations.Reduce]:
-    """Returns functions that sum in a single pass; the fastest is the floor.
-
-    Args:
-      device: where the values are. Nothing leaves it, so on GPUs the memory of one GPU sets the
-        floor.
-
-    Returns:
-      By name, functions to use like an implementation's.
-    """
+    """Returns functions that sum in a single pass; the fastest is the floor."""
 
     def with_xla(values: Sequence[Any]) -> list[Any]:
         with tf.device(device):
@@ -66,14 +48,7 @@ def single_passes(device: str) -> Mapping[str, implementations.Reduce]:
 
 
 def repack(data: steps.Data) -> implementations.Reduce:
-    """Returns a function that packs and unpacks small values, and neither adds nor sends them.
-
-    Args:
-      data: the values; those with a variable of their own stay as they are.
-
-    Returns:
-      A function to use like an implementation's, that gives each device its own values.
-    """
+    """Returns a function that packs and unpacks small values, and neither adds nor sends them."""
 
     def repacked(values: Sequence[Any]) -> list[Any]:
         components = zip(*(value.values for value in values), strict=True)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
-from tfcdo.bench import link
-from tfcdo.bench import tracking
-from tfcdo.bench import worker_pool
+from tfcdo.bench import link, tracking, worker_pool
 from tfcdo.launch import cluster
 
 # The names in requests, and what results are called. `hosts_worker` has the same: importing it
@@ -29,15 +27,10 @@ _STEP_TIMEOUT = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """Settings of a measurement.
+class HostsSettings:
+    """Numbers of processes, of virtual CPU devices of each, of samples, and of the model's blocks.
 
-    Attributes:
-      num_workers: how many processes.
-      num_devices: how many virtual CPU devices each of them has.
-      iterations: how many steps of each strategy count.
-      warmup: how many are taken before and thrown away.
-      num_blocks: how many blocks the model has, of 4.9 MB of gradients each.
+    Each block has 4.9 MB of gradients.
     """
 
     num_workers: int
@@ -52,19 +45,15 @@ class HostsMeasurement:
     """Measurement of training steps under one strategy.
 
     Attributes:
-      name: the strategy's, or "computing alone" for steps that make gradients and drop them.
+      name: the strategy's, or "computing alone" for steps that drop their gradients.
       kind: `"tfcdo"`, `"tfcdo bfloat16"`, `"tf"` or `"computing alone"`.
-      num_workers: how many processes trained.
-      num_devices: on how many devices each.
-      rate: the limit of the link between them as tc writes it; None if it has none.
-      gradient_bytes: the bytes of one replica's gradients.
-      seconds: the median time of a step, from its start to the end of the last worker's.
-      spread: the distance between the quartiles of these times, in seconds.
-      bytes_sent: the bytes that crossed the link in a step, on average.
-      wrong: how many elements of an all-reduce of known values were not what numpy found; None
-        for computing alone.
-      distinct_copies: how many different copies of the weights the replicas have in the end: 1 if
-        they are bitwise equal; None for computing alone.
+      rate: the limit of the link between the processes as tc writes it; None if it has none.
+      gradient_bytes: bytes of one replica's gradients.
+      seconds: median time of a step, to the end of the last worker's.
+      spread: distance between the quartiles of these times, in seconds.
+      bytes_sent: bytes that crossed the link in a step, on average.
+      wrong: number of elements of an all-reduce that differ from numpy's; None without one.
+      distinct_copies: number of different copies of the weights in the end; None likewise.
     """
 
     name: str
@@ -82,14 +71,12 @@ class HostsMeasurement:
 
 @dataclasses.dataclass(frozen=True)
 class HostsResult:
-    """Everything that one run found.
+    """All measurements of a run.
 
     Attributes:
-      measurements: tfcdo's, TensorFlow's and that of computing alone.
-      weight_difference: the largest difference of a weight between tfcdo's and TensorFlow's
-        training, with nothing cast.
-      least_sending_seconds: the least time that the link needs for the gradients; 0 if it has no
-        rate.
+      weight_difference: largest difference of a weight between tfcdo's and TensorFlow's training,
+        with nothing cast.
+      least_sending_seconds: least time that the link needs for the gradients; 0 if it has no rate.
     """
 
     measurements: tuple[HostsMeasurement, ...]
@@ -108,42 +95,17 @@ class HostsResult:
 
 
 def least_bytes(num_workers: int, gradient_bytes: int) -> int:
-    """Returns the bytes that workers must at least send each other to sum their gradients.
+    """Returns the bytes that workers must send each other at least to sum their gradients.
 
-    Args:
-      num_workers: how many workers.
-      gradient_bytes: how many bytes each of them contributes.
-
-    Returns:
-      The bytes of all workers together.
-
-    References:
-      Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-      2009: each worker sends at least 2 (N - 1) / N times its data.
-
-    Example:
-      >>> least_bytes(4, 100)
-      600
+    Patarasuk and Yuan 2009: each of N workers sends at least 2 (N - 1) / N times its data.
     """
     return 2 * (num_workers - 1) * gradient_bytes
 
 
 def run(
-    settings: Settings, opened: link.Link, track: tracking.Track = tracking.silently
+    settings: HostsSettings, opened: link.Loopback, track: tracking.Track = tracking.silently
 ) -> HostsResult:
-    """Trains the same model on the same data under both strategies, a step of each in turn.
-
-    Args:
-      settings: how to measure.
-      opened: the link between the workers.
-      track: shows the progress.
-
-    Returns:
-      What was found.
-
-    Raises:
-      worker_pool.WorkerError: if a worker ends, or does not answer in time.
-    """
+    """Trains the same model on the same data under both strategies, a step of each in turn."""
     with _workers(settings, opened) as pool:
         (description, *_) = pool.request({"do": "describe"}, _BUILD_TIMEOUT)
         wrong = {
@@ -162,16 +124,20 @@ def run(
                     sent[kind].append(opened.count_bytes() - before)
         compared = pool.request({"do": "compare"}, _STEP_TIMEOUT)
     measurements = []
-    for kind in NAMES:
+    for kind, name in NAMES.items():
         digests = {digest for answer in compared for digest in answer["digests"].get(kind, ())}
+        lower, median, upper = np.quantile(seconds[kind], (0.25, 0.5, 0.75)).tolist()
         measurements.append(
-            _measurement(
-                settings,
-                kind,
-                seconds[kind],
-                sent[kind],
+            HostsMeasurement(
+                name=name,
+                kind=kind,
+                num_workers=settings.num_workers,
+                num_devices=settings.num_devices,
                 rate=opened.rate.text if opened.rate else None,
                 gradient_bytes=description["gradient_bytes"],
+                seconds=median,
+                spread=upper - lower,
+                bytes_sent=float(np.mean(sent[kind])),
                 wrong=wrong.get(kind),
                 distinct_copies=len(digests) or None,
             )
@@ -185,7 +151,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _workers(settings: Settings, opened: link.Link) -> Iterator[worker_pool.WorkerPool]:
+def _workers(settings: HostsSettings, opened: link.Loopback) -> Iterator[worker_pool.WorkerPool]:
     with cluster.reserved_ports(settings.num_workers) as addresses:
         variables = [
             {
@@ -202,30 +168,3 @@ def _workers(settings: Settings, opened: link.Link) -> Iterator[worker_pool.Work
         ]
         with worker_pool.start_workers(command, variables) as pool:
             yield pool
-
-
-def _measurement(
-    settings: Settings,
-    kind: str,
-    seconds: Sequence[float],
-    sent: Sequence[int],
-    *,
-    rate: str | None,
-    gradient_bytes: int,
-    wrong: int | None,
-    distinct_copies: int | None,
-) -> HostsMeasurement:
-    lower, median, upper = np.quantile(seconds, (0.25, 0.5, 0.75))
-    return HostsMeasurement(
-        name=NAMES[kind],
-        kind=kind,
-        num_workers=settings.num_workers,
-        num_devices=settings.num_devices,
-        rate=rate,
-        gradient_bytes=gradient_bytes,
-        seconds=float(median),
-        spread=float(upper - lower),
-        bytes_sent=float(np.mean(sent)),
-        wrong=wrong,
-        distinct_copies=distinct_copies,
-    )

@@ -6,6 +6,7 @@ requests of `tfcdo.bench.hosts`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -63,14 +64,7 @@ class _TensorFlowStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
 
 class _Training:
-    """A model in training under one strategy.
-
-    Args:
-      strategy: the strategy.
-      worker: this worker's index.
-      num_devices: how many devices each worker has.
-      num_blocks: how many blocks the model has.
-    """
+    """A model in training under one strategy."""
 
     def __init__(
         self, strategy: tf.distribute.Strategy, worker: int, num_devices: int, num_blocks: int
@@ -218,13 +212,8 @@ def _draw_values(shape: tuple[int, ...], replica: int) -> np.ndarray:
     return generator.integers(-4, 5, shape).astype(np.float32)
 
 
-class _Worker:
-    """Answers the requests of `tfcdo.bench.hosts`.
-
-    Args:
-      num_devices: how many devices each worker has.
-      num_blocks: how many blocks the model has.
-    """
+class _Trainings:
+    """Answers the requests of `tfcdo.bench.hosts`."""
 
     def __init__(self, num_devices: int, num_blocks: int) -> None:
         worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
@@ -266,14 +255,9 @@ class _Worker:
 
 def main() -> None:
     """Builds both trainings and answers requests until standard input ends."""
-    worker: list[_Worker] = []
-
-    def handle(request: Mapping[str, Any]) -> Any:
-        if not worker:
-            worker.append(_Worker(*map(int, sys.argv[1:])))
-        return worker[0].answer(request)
-
-    worker_pool.serve(handle)
+    # With the first request, as its answer may take long.
+    trainings = functools.cache(lambda: _Trainings(*map(int, sys.argv[1:])))
+    worker_pool.serve(lambda request: trainings().answer(request))
 
 
 if __name__ == "__main__":

@@ -93,15 +93,7 @@ class Implementation:
         )
 
     def reason_not_to_run(self, devices: Sequence[str], dtype: str) -> str | None:
-        """Returns the reason why this implementation cannot run.
-
-        Args:
-          devices: over which devices, by their TensorFlow names.
-          dtype: the name of the dtype of the values.
-
-        Returns:
-          The reason and its remedy, or None if it can run over these devices.
-        """
+        """Returns the reason why this implementation cannot run."""
         if not self._wants_nccl():
             return None
         cast = self.wire if dtype in ("float32", "float64") else None
@@ -109,18 +101,7 @@ class Implementation:
         return None if status.can_run else str(status)
 
     def build_with(self, build: Callable[[Implementation], _Built]) -> _Built:
-        """Builds something that runs this implementation, which shows if its arguments are wrong.
-
-        Args:
-          build: takes an implementation.
-
-        Returns:
-          What `build` makes of this one.
-
-        Raises:
-          UnusableArgumentsError: if that fails because of the arguments. All other errors are
-            passed on.
-        """
+        """Returns what `build` makes of this; an error is about the arguments, or passed on."""
         try:
             return build(self)
         except _WRONG_ARGUMENTS as error:
@@ -167,24 +148,7 @@ def _batch_reduce(
 
 
 def parse(name: str) -> list[Implementation]:
-    """Returns the implementations that a name stands for.
-
-    Args:
-      name: `tfcdo` or `tf` for all of one package, `all`, or a constructor call as Python writes
-        it, the brackets left out where they are empty: `tfcdo.ReductionToOneDevice`,
-        `tf.HierarchicalCopyAllReduce(num_packs=8)`. `tf.CollectiveAllReduce` is what a strategy
-        that is given no cross-device ops uses.
-
-    Returns:
-      The implementations, at least one.
-
-    Raises:
-      ValueError: if the name stands for none.
-
-    Example:
-      >>> [found.class_name for found in parse("tf.ReductionToOneDevice()")]
-      ['ReductionToOneDevice']
-    """
+    """Returns the implementations that a name stands for."""
     if name in (OURS, TENSORFLOW, "all"):
         return [found for found in _known() if name in (found.package, "all")]
     package, class_name, arguments = _read_call(name)

@@ -34,26 +34,20 @@ class LinkError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """The rate of a link.
-
-    Attributes:
-      text: as the user wrote it, in tc's units, such as "1gbit".
-      bytes_per_second: the same as a number.
-    """
+    """The rate of a link, as the user wrote it in tc's units, such as "1gbit", and as a number."""
 
     text: str
     bytes_per_second: float
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class Loopback:
     """A loopback interface.
 
     Attributes:
-      command: what starts a program on this link, to be put in front of the program's command.
-      counters: the file that counts what has crossed it.
+      command: the words before a program's command that start it on this link.
+      counters: the file that counts the bytes that have crossed it.
       is_own: whether nothing but the workers uses it.
-      rate: its limit; None if it has none.
     """
 
     command: tuple[str, ...]
@@ -72,21 +66,7 @@ class Link:
 
 
 def parse_rate(text: str) -> Rate:
-    """Reads a rate as tc writes it.
-
-    Args:
-      text: a number and kbit, mbit or gbit.
-
-    Returns:
-      The rate.
-
-    Raises:
-      ValueError: if it is not such a text, or the rate is 0.
-
-    Example:
-      >>> parse_rate("1gbit").bytes_per_second
-      125000000.0
-    """
+    """Reads a rate as tc writes it."""
     found = _RATE.fullmatch(text)
     bits = float(found[1]) * _PREFIXES[found[2].lower()] if found else 0.0
     if not bits:
@@ -97,18 +77,8 @@ def parse_rate(text: str) -> Rate:
 
 
 @contextlib.contextmanager
-def open_link(rate: Rate | None) -> Iterator[Link]:
-    """Opens a loopback interface in a network namespace of its own.
-
-    Args:
-      rate: its limit, for both directions together; None for none.
-
-    Yields:
-      The link, which ends with the block.
-
-    Raises:
-      LinkError: if this user may not have one; the message says what would help.
-    """
+def open_link(rate: Rate | None) -> Iterator[Loopback]:
+    """Opens a loopback interface in a network namespace of its own."""
     # A program that holds the namespace until its standard input is closed.
     script = f"ip link set {_LOOPBACK} up && {_shaping(rate)} && echo ready && exec cat"
     command = [*_namespace_command(), "sh", "-c", script]
@@ -133,7 +103,7 @@ def open_link(rate: Rate | None) -> Iterator[Link]:
                     "where users may make namespaces and shape their interfaces"
                 )
             target = str(holder.pid)
-            yield Link(
+            yield Loopback(
                 ("nsenter", "--target", target, *_enter_options()),
                 pathlib.Path("/proc", target, "net", "dev"),
                 is_own=True,
@@ -147,9 +117,9 @@ def open_link(rate: Rate | None) -> Iterator[Link]:
                 holder.kill()
 
 
-def shared_link() -> Link:
+def shared_link() -> Loopback:
     """Returns the machine's own loopback interface, which other programs use as well."""
-    return Link((), pathlib.Path("/proc/net/dev"), is_own=False, rate=None)
+    return Loopback((), pathlib.Path("/proc/net/dev"), is_own=False, rate=None)
 
 
 def _namespace_command() -> Sequence[str]:

@@ -12,15 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
-from tfcdo.bench import floor
-from tfcdo.bench import implementations
-from tfcdo.bench import memory
-from tfcdo.bench import steps
-from tfcdo.bench import tracking
-from tfcdo.bench import watchdog
-from tfcdo.bench import workloads
-from tfcdo.bench.devices import Devices
+from tfcdo.bench import floor, implementations, steps, tracking, workloads
+from tfcdo.bench.devices import ChosenDevices
 
 BASELINE, FLOOR, PACKING = "baseline", "floor", "packing"
 _REPACK = "pack and unpack"
@@ -32,13 +27,7 @@ _SHORTEST_SAMPLE = 0.005
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings of a measurement.
-
-    Attributes:
-      iterations: how many samples of each step count.
-      warmup: how many are taken before and thrown away.
-      eager: whether to run op by op instead of in a graph.
-    """
+    """Number of samples that count and of those before them, and whether ops run eagerly."""
 
     iterations: int = 20
     warmup: int = 5
@@ -53,22 +42,16 @@ class Measurement:
       workload: its name.
       size: bytes that each device holds.
       count: elements that each device holds.
-      dtype: the name of their dtype.
-      num_devices: over how many devices they were summed.
-      name: the implementation's.
       kind: `"tfcdo"`, `"tf"`, `FLOOR`, `PACKING` (see `floor.repack`) or `BASELINE`.
-      seconds: the median time per round minus the baseline's in the same round; for the baseline
-        itself, its own time.
-      spread: the distance between the quartiles of the same times, in seconds.
-      p99: the 99th percentile of the same times, in seconds: what one of a hundred samples is
-        slower than, with fewer samples the slowest.
-      cpu_seconds: the same median of the CPU time of all threads of the process, which other
-        processes do not lengthen by taking turns with it.
-      wrong: how many elements were not what numpy found; None if there was nothing to check.
-      first_call: seconds for tracing the graph and running it once; None if nothing is traced.
-      nodes: how many ops it adds to the baseline's graph; None likewise.
-      peak_memory: bytes in use at most while it runs, beyond its input; None if that is not known.
-      sent_size: bytes that each device's values have as they travel; None for `size`.
+      seconds: median time of a call minus the baseline's in the same round; the baseline's own.
+      spread: distance between the quartiles of the same times, in seconds.
+      cpu_seconds: as `seconds`, of the CPU time of all threads.
+      wrong: number of elements that differ from numpy's; None if nothing was summed.
+      first_call: seconds of tracing and of the first call; None if nothing is traced.
+      nodes: number of ops that are added to the baseline's graph; None likewise.
+      peak_memory: bytes in use at most, beyond the input; None if not known.
+      p99: 99th percentile of the same times, in seconds.
+      sent_size: bytes of each device's values as they are sent; None for `size`.
     """
 
     workload: str
@@ -86,7 +69,6 @@ class Measurement:
     nodes: int | None = None
     peak_memory: int | None = None
     p99: float | None = None
-
     sent_size: int | None = None
 
     @property
@@ -109,111 +91,67 @@ class Times(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _TimedRun:
-    """All that is known about one step at the end of a run."""
+class _Timed:
+    """A step, its times and the memory that it needs."""
 
     step: steps.TimedStep
     times: Times
     peak_memory: int | None
 
-    def minus(self, baseline: _TimedRun) -> _TimedRun:
-        """Returns this run without the times and the nodes of a baseline."""
-        nodes, baseline_nodes = self.step.num_nodes, baseline.step.num_nodes
-        added = None if nodes is None or baseline_nodes is None else nodes - baseline_nodes
-        return dataclasses.replace(
-            self,
-            step=dataclasses.replace(self.step, num_nodes=added),
-            times=Times(self.times.wall - baseline.times.wall, self.times.cpu - baseline.times.cpu),
-        )
-
 
 def run(
     workload: workloads.Workload,
-    devices: Devices,
+    devices: ChosenDevices,
     compared: Sequence[implementations.Implementation],
     settings: Settings,
     track: tracking.Track = tracking.silently,
-    watch: watchdog.Watchdog = watchdog.ASLEEP,
+    watch: tracking.Watchdog = tracking.ASLEEP,
 ) -> list[Measurement]:
-    """Measures implementations, the floor, packing and the baseline in turn.
-
-    Args:
-      workload: what is all-reduced.
-      devices: over which devices.
-      compared: the implementations.
-      settings: how to measure.
-      track: shows the progress.
-      watch: watches each implementation while it is built and checked, and in each round.
-
-    Returns:
-      One measurement each: the implementations' in the order given, the floors', that of packing if
-      several values are small and of one shape, the baseline's.
-
-    Raises:
-      implementations.UnusableArgumentsError: if one cannot run with its arguments.
-    """
+    """Measures implementations, the floors, packing if values are small, and the baseline."""
     build = steps.build_eager if settings.eager else steps.build_graph
-    # The baseline comes first: whatever is built first also pays for what TensorFlow does only
-    # once.
+    # The baseline comes first: the first step also pays for what TensorFlow does only once.
     data = steps.place_values(workload, devices)
-    timed_steps = {BASELINE: build(data, None)}
+    built = {BASELINE: build(data, None)}
     kinds: dict[str, str] = {}
     for implementation in track(compared, description="building and checking"):
         kinds[implementation.name] = implementation.package
         with watch.watching(implementation.name):
-            timed_steps[implementation.name] = implementation.build_with(
-                lambda built: build(data, built.reducer(devices.names))
+            built[implementation.name] = implementation.build_with(
+                lambda made: build(data, made.reducer(devices.names))
             )
     floor_data = floor.place_values(workload, devices)
-    timed_steps[_BASELINE_OF_FLOOR] = steps.build_graph(floor_data, None)
+    built[_BASELINE_OF_FLOOR] = steps.build_graph(floor_data, None)
     for name, reduce in floor.single_passes(devices.names[0]).items():
         kinds[name] = FLOOR
-        timed_steps[name] = steps.build_graph(floor_data, reduce)
+        built[name] = steps.build_graph(floor_data, reduce)
     if data.has_coalesced:
         kinds[_REPACK] = PACKING
-        timed_steps[_REPACK] = build(data, floor.repack(data))
+        built[_REPACK] = build(data, floor.repack(data))
+    kinds[BASELINE] = BASELINE
 
-    steps_by_name = {name: one.step for name, one in timed_steps.items()}
-    times = interleave(steps_by_name, settings, track, watch)
-    runs = {
-        name: _TimedRun(timed_step, times[name], memory.peak_of(timed_step.step, devices))
-        for name, timed_step in timed_steps.items()
+    times = interleave({name: one.step for name, one in built.items()}, settings, track, watch)
+    timed = {
+        name: _Timed(one, times[name], peak_of(one.step, devices)) for name, one in built.items()
     }
+    cast = {one.name for one in compared if one.wire}
     found = []
     for name, kind in kinds.items():
-        baseline = runs[_BASELINE_OF_FLOOR if kind == FLOOR else BASELINE]
-        found.append(
-            _measurement(workload, len(devices.names), name, kind, runs[name].minus(baseline))
+        baseline = {FLOOR: _BASELINE_OF_FLOOR, BASELINE: None}.get(kind, BASELINE)
+        one = _measurement(
+            workload, devices, name, kind, timed[name], timed[baseline] if baseline else None
         )
-    cast = {one.name for one in compared if one.wire}
-    found = [
-        dataclasses.replace(one, sent_size=2 * workload.count) if one.name in cast else one
-        for one in found
-    ]
-    return [
-        *found,
-        _measurement(workload, len(devices.names), BASELINE, BASELINE, runs[BASELINE]),
-    ]
+        sent = 2 * workload.count if name in cast else None
+        found.append(dataclasses.replace(one, sent_size=sent))
+    return found
 
 
 def interleave(
     steps_by_name: Mapping[str, steps.Step],
     settings: Settings,
     track: tracking.Track = tracking.silently,
-    watch: watchdog.Watchdog = watchdog.ASLEEP,
+    watch: tracking.Watchdog = tracking.ASLEEP,
 ) -> dict[str, Times]:
-    """Times steps A B C A B C ..., so that a change of the machine's load affects all of them.
-
-    Args:
-      steps_by_name: the steps.
-      settings: how many rounds.
-      track: shows the progress.
-      watch: watches each sample.
-
-    Returns:
-      For each step one sample per round: the mean of as many calls in a row as it takes to fill
-      `_SHORTEST_SAMPLE`.
-    """
+    """Times steps A B C A B C ..., so that a change of the machine's load affects all of them."""
     samples: dict[str, list[Times]] = {name: [] for name in steps_by_name}
     num_calls = dict.fromkeys(steps_by_name, 1)
     with _no_garbage_collection():
@@ -239,27 +177,54 @@ def _sample(step: steps.Step, num_calls: int) -> Times:
 
 
 def _measurement(
-    workload: workloads.Workload, num_devices: int, name: str, kind: str, timed_run: _TimedRun
+    workload: workloads.Workload,
+    devices: ChosenDevices,
+    name: str,
+    kind: str,
+    timed: _Timed,
+    baseline: _Timed | None,
 ) -> Measurement:
-    lower, median, upper = np.quantile(timed_run.times.wall, (0.25, 0.5, 0.75))
-    p99 = np.quantile(timed_run.times.wall, 0.99, method="higher")
+    wall, cpu, nodes = timed.times.wall, timed.times.cpu, timed.step.num_nodes
+    if baseline:
+        wall, cpu = wall - baseline.times.wall, cpu - baseline.times.cpu
+        nodes = None if nodes is None else nodes - (baseline.step.num_nodes or 0)
+    lower, median, upper = np.quantile(wall, (0.25, 0.5, 0.75))
     return Measurement(
         workload=workload.name,
         size=workload.size,
         count=workload.count,
         dtype=workload.dtype,
-        num_devices=num_devices,
+        num_devices=len(devices.names),
         name=name,
         kind=kind,
         seconds=float(median),
         spread=float(upper - lower),
-        cpu_seconds=float(np.median(timed_run.times.cpu)),
-        wrong=None if kind in (PACKING, BASELINE) else timed_run.step.num_wrong,
-        first_call=timed_run.step.first_call,
-        nodes=timed_run.step.num_nodes,
-        peak_memory=timed_run.peak_memory,
-        p99=float(p99),
+        cpu_seconds=float(np.median(cpu)),
+        wrong=None if kind in (PACKING, BASELINE) else timed.step.num_wrong,
+        first_call=timed.step.first_call,
+        nodes=nodes,
+        peak_memory=timed.peak_memory,
+        p99=float(np.quantile(wall, 0.99, method="higher")),
     )
+
+
+def peak_of(step: steps.Step, devices: ChosenDevices) -> int | None:
+    """Runs a step; returns the most bytes in use beyond those before, None if nobody counts them.
+
+    TensorFlow's allocator for processors does not count tensors of less than 256 KiB.
+    """
+    # The virtual devices of one processor share its allocator.
+    counted = devices.names[:1] if devices.on_cpu else devices.names
+    memory = tf.config.experimental
+    try:
+        for device in counted:
+            memory.reset_memory_stats(device)
+        before = [memory.get_memory_info(device)["current"] for device in counted]
+        step()
+        after = [memory.get_memory_info(device)["peak"] for device in counted]
+    except ValueError:
+        return None
+    return int(sum(after) - sum(before))
 
 
 def by_workload(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
@@ -269,15 +234,7 @@ def by_workload(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
 
 
 def fastest(measurements: Sequence[Measurement], kind: str) -> Measurement | None:
-    """Returns the fastest measurement of one kind among those without wrong results.
-
-    Args:
-      measurements: of one workload.
-      kind: as in `Measurement.kind`.
-
-    Returns:
-      The measurement, or None if there is none.
-    """
+    """Returns the fastest measurement of one kind among those without wrong results."""
     right = [one for one in measurements if one.kind == kind and not one.wrong]
     return min(right, key=lambda one: one.seconds, default=None)
 

@@ -11,11 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.bench import implementations
-from tfcdo.bench import measure
-from tfcdo.bench import steps
-from tfcdo.bench import tracking
-from tfcdo.bench.devices import Devices
+from tfcdo.bench import implementations, measure, steps, tracking
+from tfcdo.bench.devices import ChosenDevices
 
 SGD, MOMENTUM = "SGD", "momentum"
 # Steps that reduce nothing: no implementation can be faster. It is both their name and their kind.
@@ -26,14 +23,14 @@ _LARGEST_VALUE = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Workload:
+class TableRows:
     """Rows of a table that every device has a gradient for.
 
     Attributes:
-      num_rows: how many rows each device has, all different.
-      repeat: the share of these rows that all devices have; the others are one device's only.
-      table_rows: how many rows the table has.
-      width: how many float32 numbers a row has.
+      num_rows: number of rows of each device, all different.
+      repeat: share of these rows that all devices have; the others are one device's only.
+      table_rows: number of rows of the table.
+      width: number of float32 numbers in a row.
     """
 
     num_rows: int
@@ -42,22 +39,12 @@ class Workload:
     width: int = 64
 
     def draw_indices(self, num_devices: int) -> list[np.ndarray]:
-        """Draws the indices of each device's rows, in no order.
-
-        Args:
-          num_devices: the number of devices.
-
-        Returns:
-          One array for each device.
-
-        Raises:
-          ValueError: if the table has fewer rows.
-        """
+        """Draws the indices of each device's rows, in no order."""
         shared = round(self.num_rows * self.repeat)
         own = self.num_rows - shared
         needed = shared + num_devices * own
         if needed > self.table_rows:
-            raise ValueError(
+            raise implementations.UnusableArgumentsError(
                 f"the table has {self.table_rows:,} rows, of which {num_devices} devices with "
                 f"{self.num_rows:,} rows each need {needed:,}"
             )
@@ -76,16 +63,13 @@ class RowsMeasurement:
     """Measurement of one implementation with one kind of update.
 
     Attributes:
-      num_rows: as in `Workload`.
-      repeat: as in `Workload`.
-      num_devices: over how many devices the rows were summed.
       name: the implementation's, or `ALONE` for steps whose rows are reduced already.
       kind: `"tfcdo"`, `"tf"` or `ALONE`.
       update: `SGD` or `MOMENTUM`.
-      seconds: the median time of a step: reading the rows, reducing them, updating all tables.
-      spread: the distance between the quartiles of the same times, in seconds.
-      cpu_seconds: the median of the CPU time of all threads of the process.
-      wrong: how many elements of the updated rows are not what numpy found.
+      seconds: median time of a step: reading the rows, reducing them, updating all tables.
+      spread: distance between the quartiles of the same times, in seconds.
+      cpu_seconds: median CPU time of all threads of the process.
+      wrong: number of elements of the updated rows that differ from numpy's.
     """
 
     num_rows: int
@@ -104,8 +88,8 @@ class RowsMeasurement:
 class _Data:
     """Rows that all implementations reduce, and the tables that they update, by device."""
 
-    workload: Workload
-    devices: Devices
+    workload: TableRows
+    devices: ChosenDevices
     values: tuple[tf.Variable, ...]
     indices: tuple[tf.Variable, ...]
     tables: tuple[tf.Variable, ...]
@@ -152,28 +136,13 @@ class _Data:
 
 
 def run(
-    workload: Workload,
-    devices: Devices,
+    workload: TableRows,
+    devices: ChosenDevices,
     compared: Sequence[implementations.Implementation],
     settings: measure.Settings,
     track: tracking.Track = tracking.silently,
 ) -> list[RowsMeasurement]:
-    """Measures each implementation with each kind of update, taking turns on the same tables.
-
-    Args:
-      workload: the rows.
-      devices: over which devices.
-      compared: the implementations.
-      settings: how to measure; always in graphs.
-      track: shows the progress.
-
-    Returns:
-      Two measurements for each implementation, in their order, and two of updating alone.
-
-    Raises:
-      ValueError: if the table has too few rows.
-      implementations.UnusableArgumentsError: if one cannot run with its arguments.
-    """
+    """Measures each implementation with each kind of update, taking turns on the same tables."""
     data = _place(workload, devices)
     found: dict[tuple[str, str], steps.Step] = {}
     wrong: dict[tuple[str, str], int] = {}
@@ -217,7 +186,7 @@ def fastest(results: Sequence[RowsMeasurement], kind: str, update: str) -> RowsM
     return min(right, key=lambda one: one.seconds, default=None)
 
 
-def _place(workload: Workload, devices: Devices) -> _Data:
+def _place(workload: TableRows, devices: ChosenDevices) -> _Data:
     shape = (workload.table_rows, workload.width)
     all_indices = workload.draw_indices(len(devices.names))
     touched = np.unique(np.concatenate(all_indices))
@@ -251,7 +220,7 @@ def _build(data: _Data, update: str, implementation: implementations.Implementat
         parts = reduce([data.read()])[0].values
         if not all(isinstance(part, tf.IndexedSlices) for part in parts):
             raise implementations.UnusableArgumentsError(
-                f"{implementation.name} gives dense tensors, where --sparse updates rows"
+                f"{implementation.name} gives dense tensors, where rows are updated"
             )
         return list(parts)
 

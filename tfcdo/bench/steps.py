@@ -12,9 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.bench import implementations
-from tfcdo.bench import workloads
-from tfcdo.bench.devices import Devices
+from tfcdo.bench import implementations, workloads
+from tfcdo.bench.devices import ChosenDevices
 
 # `[d][v]`: value `v` as device `d` holds it.
 ValuesByDevice = list[list[tf.Tensor]]
@@ -40,7 +39,7 @@ class Data:
     """
 
     workload: workloads.Workload
-    devices: Devices
+    devices: ChosenDevices
     coalesced: tuple[tuple[int, ...], ...]
     variables: tuple[tuple[tf.Variable, ...], ...]
     sums: tuple[np.ndarray, ...]
@@ -75,16 +74,8 @@ class Data:
         )
 
 
-def place_values(workload: workloads.Workload, devices: Devices) -> Data:
-    """Places other small integers on each device, whose sums every dtype holds exactly.
-
-    Args:
-      workload: the shapes and the dtype.
-      devices: where.
-
-    Returns:
-      The values, and their sums.
-    """
+def place_values(workload: workloads.Workload, devices: ChosenDevices) -> Data:
+    """Places other small integers on each device, whose sums every dtype holds exactly."""
     dtype = tf.as_dtype(workload.dtype).as_numpy_dtype
     sums = [np.zeros(shape, np.int16) for shape in workload.shapes]
     coalesced = _coalesced(workload)
@@ -121,15 +112,7 @@ def _stacked(arrays: Sequence[np.ndarray], indices: Sequence[int]) -> np.ndarray
 def all_reduce(
     reduce: implementations.Reduce | None, values_by_device: ValuesByDevice
 ) -> ValuesByDevice:
-    """All-reduces one batch.
-
-    Args:
-      reduce: how; None leaves the values as they are.
-      values_by_device: the values.
-
-    Returns:
-      The results, indexed like the values.
-    """
+    """All-reduces one batch."""
     if reduce is None:
         return values_by_device
     values = zip(*values_by_device, strict=True)
@@ -159,15 +142,7 @@ class TimedStep:
 
 
 def build_graph(data: Data, reduce: implementations.Reduce | None) -> TimedStep:
-    """Builds a graph that reads the values from variables, all-reduces, and uses every result.
-
-    Args:
-      data: the values.
-      reduce: how they are reduced; None for the baseline, which only reads and uses the values.
-
-    Returns:
-      The step.
-    """
+    """Builds a graph that reads the values from variables, all-reduces, and uses every result."""
     start = time.perf_counter()
     function = trace(data, reduce)
     step = synchronous(function, data.devices)
@@ -179,15 +154,7 @@ def build_graph(data: Data, reduce: implementations.Reduce | None) -> TimedStep:
 
 
 def trace(data: Data, reduce: implementations.Reduce | None) -> Any:
-    """Traces the graph of `build_graph` without running it.
-
-    Args:
-      data: the values.
-      reduce: how they are reduced, or None.
-
-    Returns:
-      The concrete function.
-    """
+    """Traces the graph of `build_graph` without running it."""
     if not data.devices.on_cpu:
         return _returning(data, reduce).get_concrete_function()
 
@@ -215,15 +182,7 @@ def _returning(data: Data, reduce: implementations.Reduce | None) -> Any:
 
 
 def build_eager(data: Data, reduce: implementations.Reduce | None) -> TimedStep:
-    """Builds a step without a graph: the values are tensors, and each call runs op by op.
-
-    Args:
-      data: the values.
-      reduce: how they are reduced; None does nothing.
-
-    Returns:
-      The step.
-    """
+    """Builds a step without a graph: the values are tensors, and each call runs op by op."""
     values = data.read()
     wrong = 0 if reduce is None else data.num_wrong(all_reduce(reduce, values))
     step = synchronous(lambda: all_reduce(reduce, values), data.devices)
@@ -243,7 +202,7 @@ def _consume(data: Data, results: ValuesByDevice) -> None:
             tf.raw_ops.Assert(condition=always_true.read_value(), data=device_results, summarize=1)
 
 
-def synchronous(call: Callable[[], Any], devices: Devices) -> Step:
+def synchronous(call: Callable[[], Any], devices: ChosenDevices) -> Step:
     """Returns a function that calls another one and waits until the devices have done the work."""
     if devices.on_cpu:
         return call

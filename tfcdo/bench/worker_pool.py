@@ -94,28 +94,13 @@ class _Worker:
 
 
 class WorkerPool:
-    """Workers that all get the same requests.
-
-    Args:
-      workers: the running workers.
-    """
+    """Workers that all get the same requests."""
 
     def __init__(self, workers: Sequence[_Worker]) -> None:
         self._workers = workers
 
     def request(self, content: Mapping[str, Any], timeout: float) -> list[Any]:
-        """Sends a request to all workers at once and waits for all answers.
-
-        Args:
-          content: what `json.dumps` takes.
-          timeout: how many seconds the answers may take.
-
-        Returns:
-          One answer for each worker.
-
-        Raises:
-          WorkerError: if a worker ends; `WorkerTimeoutError` if it does not answer in time.
-        """
+        """Sends a request to all workers at once and waits for all answers."""
         deadline = time.monotonic() + timeout
         for worker in self._workers:
             worker.send(content)
@@ -126,15 +111,7 @@ class WorkerPool:
 def start_workers(
     command: Sequence[str], variables: Sequence[Mapping[str, str]]
 ) -> Iterator[WorkerPool]:
-    """Starts workers, and ends them with the block.
-
-    Args:
-      command: what each runs; it calls `serve`.
-      variables: for each worker, the environment variables that it gets besides this process's.
-
-    Yields:
-      The pool.
-    """
+    """Starts workers, and ends them with the block."""
     workers: list[_Worker] = []
     try:
         for index, own_variables in enumerate(variables):
@@ -152,9 +129,6 @@ def serve(handler: Handler) -> None:
     """Answers requests in a worker until its standard input ends.
 
     What the handler prints goes to standard error.
-
-    Args:
-      handler: takes a request and returns an answer that `json.dumps` takes.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import math
-import pathlib
+import pkgutil
 import re
 from collections.abc import Iterator
 
@@ -27,7 +27,6 @@ DTYPES = {
 # The models that Keras can build, by the names that it has for them.
 KERAS_MODELS = {"mobilenet": "MobileNetV2", "resnet50": "ResNet50"}
 
-_MODELS_FILE = pathlib.Path(__file__).with_name("models.json")
 # Sums of integers up to this one are exact in every dtype, the narrow floats among them, so that a
 # wrong element can be told from a rounded one.
 _LARGEST_VALUE = 4
@@ -66,7 +65,7 @@ class Workload:
 @functools.cache
 def _runs_of_models() -> dict[str, list[tuple[int, list[int]]]]:
     """Returns for each model pairs of how often a shape comes in a row, and the shape."""
-    models = json.loads(_MODELS_FILE.read_text(encoding="utf-8"))
+    models = json.loads(pkgutil.get_data("tfcdo.bench", "models.json") or "")
     return {name: model["runs"] for name, model in models.items()}
 
 
@@ -76,22 +75,7 @@ def model_names() -> list[str]:
 
 
 def gradients_of(model: str, dtype: str = "float32") -> Workload:
-    """Returns the gradients of a model, in the order of its variables.
-
-    Args:
-      model: one of `model_names()`.
-      dtype: a dtype's name.
-
-    Returns:
-      The workload.
-
-    Raises:
-      ValueError: if there is no such model.
-
-    Example:
-      >>> gradients_of("tiny").count
-      32000
-    """
+    """Returns the gradients of a model, in the order of its variables."""
     if model not in _runs_of_models():
         raise ValueError(f"model must be one of {', '.join(model_names())}; got {model!r}")
     shapes = [tuple(shape) for repeats, shape in _runs_of_models()[model] for _ in range(repeats)]
@@ -99,19 +83,7 @@ def gradients_of(model: str, dtype: str = "float32") -> Workload:
 
 
 def sizes(begin: int, end: int, factor: int) -> Iterator[int]:
-    """Yields the sizes from `begin` to `end`, each `factor` times as large as the one before.
-
-    Args:
-      begin: the first size in bytes, at least 1.
-      end: no size is larger, in bytes.
-      factor: from one size to the next, at least 2.
-
-    Yields:
-      The sizes in bytes.
-
-    Raises:
-      ValueError: if no number of steps leads from `begin` to `end` or beyond.
-    """
+    """Yields the sizes from `begin` to `end`, each `factor` times as large as the one before."""
     if begin < 1 or factor < 2 or end < begin:
         raise ValueError(
             "sizes need 1 <= begin <= end and factor >= 2; "
@@ -135,15 +107,7 @@ def _bytes_of(dtype: str) -> int:
 
 
 def draw_values(workload: Workload, seed: int) -> list[np.ndarray]:
-    """Draws one device's values: small integers, to be converted to the workload's dtype.
-
-    Args:
-      workload: gives the shapes.
-      seed: the same seed gives the same numbers.
-
-    Returns:
-      One int8 array for each value.
-    """
+    """Draws one device's values: small integers, to be converted to the workload's dtype."""
     generator = np.random.default_rng(seed)
     return [
         generator.integers(-_LARGEST_VALUE, _LARGEST_VALUE + 1, shape, np.int8)

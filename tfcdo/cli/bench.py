@@ -5,211 +5,343 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
-from tfcdo.bench import hosts
-from tfcdo.cli import bench_compare
-from tfcdo.cli import bench_options
-from tfcdo.cli import options
-from tfcdo.cli.bench_hosts import bench_hosts
+from tfcdo.bench import workloads
+from tfcdo.cli import bench_compare, bench_workers, options
 from tfcdo.cli.progress import progress
 from tfcdo.cli.quiet_start import quiet_start
 
 if TYPE_CHECKING:
-    from tfcdo.bench import implementations
-    from tfcdo.bench import measure
-    from tfcdo.bench.devices import Devices
+    from tfcdo.bench import implementations, measure
+    from tfcdo.bench.devices import ChosenDevices
 
-# What is measured where no option says so.
-_FIT_MODEL, _REPEAT = "mobilenet", 0.5
 # The status that GNU's timeout has.
 _TIMED_OUT = 124
 
 
+_DEVICES = options.number(
+    *("-g", "--devices", "num_devices"), least=2, most=16, default=4,
+    text="Number of devices: GPUs if there are that many, else virtual CPU devices.",
+)  # fmt: skip
+_NAMES = click.option(
+    "--ops",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    default=("all",),
+    show_default=True,
+    help="Implementations: tfcdo, tf or all; or one, as Python writes it, such as "
+    "'tf.HierarchicalCopyAllReduce(num_packs=8)'. Can be repeated.",
+)
+_WIRE = click.option(
+    "--wire",
+    type=options.WIRE_DTYPES,
+    help="Send float and double as this dtype: wire_dtype= of tfcdo's classes. busbw counts the "
+    "bytes that are sent.",
+)
+_COMPARE = click.option(
+    "--compare",
+    "earlier",
+    type=bench_compare.EarlierFile(),
+    metavar="OLD.json",
+    help="Show the times next to those of an earlier run, which --json wrote.",
+)
+
+
 @dataclasses.dataclass(frozen=True)
-class _Run:
-    """Measurement in this process, where TensorFlow has started.
+class _Started:
+    """TensorFlow, started: the console, the devices, and the implementations that can run."""
 
-    Attributes:
-      given: the options.
-      console: where results are printed.
-      devices: over which devices.
-      settings: how to measure.
-      compared: the implementations.
-    """
-
-    given: bench_options.Options
     console: Console
-    devices: Devices
-    settings: measure.Settings
+    devices: ChosenDevices
     compared: Sequence[implementations.Implementation]
 
-    def write(self, results: Sequence[Any]) -> None:
-        """Compares with the earlier run, and writes the JSON file."""
-        from tfcdo.bench import machine
-        from tfcdo.cli import bench_report
 
-        if self.given.earlier:
-            now = machine.describe_environment(self.devices.description)
-            bench_compare.show(self.given.earlier, now, results, self.console)
-        if self.given.json_file:
-            bench_report.write_json(results, self.devices, self.given.json_file)
-
-
-@click.command()
-@bench_options.add_to
-def bench(given: bench_options.Options) -> int:
+@click.group(invoke_without_command=True)
+@click.option(
+    *("-b", "--minbytes"), type=options.Size(), default="8", show_default=True,
+    help="Smallest size of the one value that is all-reduced; K, M and G are powers of 1024, KB, "
+    "MB and GB of 1000.",
+)  # fmt: skip
+@click.option(
+    *("-e", "--maxbytes"), type=options.Size(), default="128M", show_default=True,
+    help="Largest size.",
+)  # fmt: skip
+@options.number(
+    *("-f", "--stepfactor"), least=2, most=None, default=8, text="Factor from one size to the next."
+)
+@_DEVICES
+@options.ITERATIONS
+@options.WARMUP
+@click.option(
+    *("-d", "--datatype"), type=click.Choice(list(workloads.DTYPES)), default="float",
+    show_default=True, help="Type of the numbers.",
+)  # fmt: skip
+@click.option(
+    "--model",
+    "models",
+    type=click.Choice(workloads.model_names()),
+    multiple=True,
+    metavar="NAME",
+    help="All-reduce a model's gradients instead of one value: resnet50, bert-base, mobilenet, "
+    "tiny (500 values of 64 numbers) or tiny-matrices (500 of 8 x 8). Can be repeated.",
+)
+@_NAMES
+@_WIRE
+@click.option("--eager", is_flag=True, help="Run op by op instead of in a graph.")
+@options.JSON_FILE
+@_COMPARE
+@click.option(
+    *("-T", "--timeout"), type=click.FloatRange(0.0, min_open=True), metavar="SECONDS",
+    help="End with status 124 if building an implementation, or a sample of it, takes longer.",
+)  # fmt: skip
+@click.option(
+    "--plot", "plot_file", type=options.NewFile(".png"), help="File for a picture of the results."
+)
+@click.pass_context
+def bench(
+    context: click.Context,
+    minbytes: int,
+    maxbytes: int,
+    stepfactor: int,
+    num_devices: int,
+    iterations: int,
+    warmup: int,
+    datatype: str,
+    models: Sequence[str],
+    names: Sequence[str],
+    wire: str | None,
+    eager: bool,
+    json_file: pathlib.Path | None,
+    earlier: bench_compare.Earlier | None,
+    timeout: float | None,
+    plot_file: pathlib.Path | None,
+) -> int:
     """Measure all-reduce implementations side by side: tfcdo's, TensorFlow's, and the floor.
 
     The values are read from variables on each device, all-reduced in a graph, and used where they
     end up; the time of the same graph without the all-reduce is subtracted. The implementations
     take turns. Every result is compared with numpy's: the exit status is 1 if one of tfcdo's is
-    wrong.
+    wrong. The subcommands measure other work.
     """
-    given.check()
-    if given.num_workers:
-        return _workers(given, given.num_workers)
-    started = _start(given)
-    if given.predicts:
-        return _predict(started)
-    from tfcdo.bench import implementations
+    given = [
+        parameter.opts[-1]
+        for parameter in context.command.params
+        if context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
+    ]
+    if context.invoked_subcommand:
+        if given:
+            raise click.UsageError(
+                f"{' and '.join(given)} must follow the subcommand {context.invoked_subcommand}"
+            )
+        return 0
+    dtype = workloads.DTYPES[datatype]
+    sizes = [name for name in given if name in ("--minbytes", "--maxbytes", "--stepfactor")]
+    if models and sizes:
+        raise click.UsageError(
+            f"{' and '.join(sizes)} cannot be given beside --model, as a model's gradients have "
+            "sizes of their own"
+        )
+    if minbytes > maxbytes:
+        raise click.UsageError(
+            f"--minbytes must be at most --maxbytes; got {minbytes} and {maxbytes} bytes"
+        )
+    if plot_file:
+        options.require_matplotlib()
+    if wire and dtype not in ("float32", "float64"):
+        raise click.UsageError(f"--wire casts float and double; --datatype is {datatype}")
+    measured = [workloads.gradients_of(name, dtype) for name in models] or [
+        workloads.one_value(size, dtype) for size in workloads.sizes(minbytes, maxbytes, stepfactor)
+    ]
 
-    run = _without_what_cannot_run(started)
-    try:
-        if given.fit:
-            return _fit(run)
-        return _sparse(run, given.sparse_rows) if given.sparse_rows else _all_reduce(run)
-    except implementations.UnusableArgumentsError as error:
-        raise click.UsageError(str(error)) from error
+    with _refused_arguments_in_one_line():
+        started = _start(num_devices, names, wire, dtype)
+        from tfcdo.bench import implementations, measure, tracking
+        from tfcdo.cli import bench_tables
+
+        results: list[measure.Measurement] = []
+
+        def give_up(name: str) -> None:
+            """Reports what was measured so far; only the end of the process ends what hangs."""
+            if results:
+                bench_tables.show(results, started.console)
+                _write(started, results, json_file, earlier)
+            click.echo(f"tfcdo: {name} took longer than --timeout {timeout:g} s", err=True)
+            sys.stdout.flush()
+            os._exit(_TIMED_OUT)
+
+        watch = tracking.Watchdog(timeout, give_up)
+        settings = measure.Settings(iterations, warmup, eager)
+        with progress(started.console) as track:
+            # Sizes below one element are rounded up to it: each workload is measured once.
+            for workload in track(list(dict.fromkeys(measured)), description="workloads"):
+                results += measure.run(
+                    workload, started.devices, started.compared, settings, track, watch
+                )
+    bench_tables.show(results, started.console)
+    _write(started, results, json_file, earlier)
+    if plot_file:
+        from tfcdo.plot import bench as bench_plot
+
+        bench_plot.save(results, started.devices, plot_file)
+    bench_tables.show_averages(results, started.console)
+    return int(any(one.wrong for one in results if one.kind == implementations.OURS))
 
 
-def _workers(given: bench_options.Options, num_workers: int) -> int:
-    settings = hosts.Settings(num_workers, given.num_devices, given.iterations, given.warmup)
-    console = options.make_console(width_of_a_pipe=120)
-    with progress(console) as track:
-        return bench_hosts(settings, given.rate, given.json_file, console, track)
+@bench.command()
+@click.option(
+    "--model",
+    "models",
+    type=click.Choice(list(workloads.KERAS_MODELS)),
+    multiple=True,
+    default=("mobilenet",),
+    show_default=True,
+    help="Keras model. Can be repeated.",
+)
+@_DEVICES
+@options.ITERATIONS
+@_NAMES
+@_WIRE
+@options.JSON_FILE
+@_COMPARE
+def fit(
+    models: Sequence[str],
+    num_devices: int,
+    iterations: int,
+    names: Sequence[str],
+    wire: str | None,
+    json_file: pathlib.Path | None,
+    earlier: bench_compare.Earlier | None,
+) -> int:
+    """Time the training steps of a Keras model."""
+    with _refused_arguments_in_one_line():
+        started = _start(num_devices, names, wire, "float32")
+        from tfcdo.bench import fit
+        from tfcdo.cli import bench_tables
+
+        results = []
+        with progress(started.console) as track:
+            for name in track(list(dict.fromkeys(models)), description="models"):
+                results += fit.run(name, started.devices, started.compared, iterations, track)
+    bench_tables.show_fit(results, started.console)
+    _write(started, results, json_file, earlier)
+    return 0
 
 
-def _start(given: bench_options.Options) -> _Run:
-    """Starts TensorFlow, and makes the implementations that are named."""
+@bench.command()
+@click.argument("num_rows", metavar="ROWS", type=click.IntRange(1, 10**6))
+@click.option(
+    "--repeat",
+    type=click.FloatRange(0.0, 1.0),
+    default=0.5,
+    show_default=True,
+    help="Share of a device's rows that all devices have.",
+)
+@_DEVICES
+@options.ITERATIONS
+@options.WARMUP
+@_NAMES
+@options.JSON_FILE
+def sparse(
+    num_rows: int,
+    repeat: float,
+    num_devices: int,
+    iterations: int,
+    warmup: int,
+    names: Sequence[str],
+    json_file: pathlib.Path | None,
+) -> int:
+    """Reduce ROWS rows of a table on each device and update the table.
+
+    The table is of 1,000,000 x 64 numbers; it is updated by SGD and with momentum. The exit status
+    is 1 if an update by one of tfcdo's classes is wrong.
+    """
+    with _refused_arguments_in_one_line():
+        started = _start(num_devices, names, None, "float32")
+        from tfcdo.bench import implementations, measure, rows
+        from tfcdo.cli import bench_tables
+
+        settings = measure.Settings(iterations, warmup)
+        with progress(started.console) as track:
+            results = rows.run(
+                rows.TableRows(num_rows, repeat), started.devices, started.compared, settings, track
+            )
+    bench_tables.show_rows(results, started.console)
+    _write(started, results, json_file, None)
+    return int(any(one.wrong for one in results if one.kind == implementations.OURS))
+
+
+bench.add_command(bench_workers.workers)
+
+
+def _start(num_devices: int, names: Sequence[str], wire: str | None, dtype: str) -> _Started:
+    """Starts TensorFlow, and makes the implementations that are named and can run here."""
     console = options.make_console(width_of_a_pipe=160)
     with options.status(console, "Starting TensorFlow ..."), quiet_start():
         import tensorflow as tf
 
         from tfcdo.bench import implementations
-        from tfcdo.bench import measure
         from tfcdo.bench.devices import choose_devices
 
         tf.get_logger().setLevel("ERROR")
-        with _errors_as_messages():
+        try:
             # Devices come first, because constructing implementations may start TensorFlow.
-            devices = choose_devices(given.num_devices)
-            named = [found for name in given.names for found in implementations.parse(name)]
-            if given.wire:
-                named = [found.with_wire(given.wire) for found in named]
+            devices = choose_devices(num_devices)
+            named = dict.fromkeys(
+                found.with_wire(wire) if wire else found
+                for name in names
+                for found in implementations.parse(name)
+            )
+        except RuntimeError as error:
+            raise click.ClickException(str(error)) from error
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
         tf.config.list_logical_devices()
     console.print(f"{devices.description}, TensorFlow {tf.__version__}")
-    settings = measure.Settings(given.iterations, given.warmup, given.eager)
-    return _Run(given, console, devices, settings, list(dict.fromkeys(named)))
-
-
-def _without_what_cannot_run(run: _Run) -> _Run:
-    """Leaves out the implementations that cannot run here, and prints the reason."""
-    compared = []
-    left_out: dict[str, list[str]] = {}
-    for implementation in run.compared:
-        reason = implementation.reason_not_to_run(run.devices.names, run.given.dtype)
-        if reason:
-            left_out.setdefault(reason, []).append(implementation.name)
-        else:
-            compared.append(implementation)
-    for reason, names in left_out.items():
-        run.console.print(f"Without {' and '.join(names)}: {reason}")
+    reasons = {one: one.reason_not_to_run(devices.names, dtype) for one in named}
+    for reason in dict.fromkeys(filter(None, reasons.values())):
+        left_out = [one.name for one in named if reasons[one] == reason]
+        console.print(f"Without {' and '.join(left_out)}: {reason}")
+    compared = [one for one in named if not reasons[one]]
     if not compared:
         raise click.UsageError("none of the implementations can run here")
-    return dataclasses.replace(run, compared=compared)
+    return _Started(console, devices, compared)
 
 
-def _predict(run: _Run) -> int:
-    from tfcdo.cli.bench_predict import bench_predict
+def _write(
+    started: _Started,
+    results: Sequence[Any],
+    json_file: pathlib.Path | None,
+    earlier: bench_compare.Earlier | None,
+) -> None:
+    """Compares with the earlier run, and writes the JSON file."""
+    from tfcdo.bench import devices
 
-    with progress(run.console) as track:
-        return bench_predict(
-            run.given.sizes, run.devices, run.settings, run.given.json_file, run.console, track
-        )
-
-
-def _all_reduce(run: _Run) -> int:
-    from tfcdo.bench import implementations
-    from tfcdo.bench import measure
-    from tfcdo.bench import watchdog
-    from tfcdo.cli import bench_report
-
-    given = run.given
-    results: list[measure.Measurement] = []
-
-    def give_up(name: str) -> None:
-        """Reports what was measured so far; nothing but its process ends what hangs."""
-        if results:
-            bench_report.show(results, run.console)
-            run.write(results)
-        click.echo(f"tfcdo: {name} took longer than --timeout {given.timeout:g} s", err=True)
-        sys.stdout.flush()
-        os._exit(_TIMED_OUT)
-
-    watching = watchdog.Watchdog(given.timeout, give_up).running()
-    with progress(run.console) as track, watching as watch:
-        for workload in track(given.measured, description="workloads"):
-            results += measure.run(workload, run.devices, run.compared, run.settings, track, watch)
-    bench_report.show(results, run.console)
-    run.write(results)
-    if given.plot_file:
-        from tfcdo.plot import bench
-
-        bench.save(results, run.devices, given.plot_file)
-    bench_report.show_averages(results, run.console)
-    return int(any(one.wrong for one in results if one.kind == implementations.OURS))
-
-
-def _sparse(run: _Run, num_rows: int) -> int:
-    from tfcdo.bench import implementations
-    from tfcdo.bench import rows
-    from tfcdo.cli import bench_rows
-
-    repeat = _REPEAT if run.given.repeat is None else run.given.repeat
-    workload = rows.Workload(num_rows, repeat)
-    with progress(run.console) as track, _errors_as_messages():
-        results = rows.run(workload, run.devices, run.compared, run.settings, track)
-    bench_rows.show(results, run.console)
-    run.write(results)
-    return int(any(one.wrong for one in results if one.kind == implementations.OURS))
-
-
-def _fit(run: _Run) -> int:
-    from tfcdo.bench import fit
-    from tfcdo.cli import bench_report
-
-    names = tuple(dict.fromkeys(run.given.models)) or (_FIT_MODEL,)
-    results = []
-    with progress(run.console) as track:
-        for name in track(names, description="models"):
-            results += fit.run(name, run.devices, run.compared, run.given.iterations, track)
-    bench_report.show_fit(results, run.console)
-    run.write(results)
-    return 0
+    description = started.devices.description
+    if earlier:
+        now = devices.describe_environment(description)
+        bench_compare.show(earlier, now, results, started.console)
+    if json_file:
+        found = {"results": [bench_compare.as_json(one) for one in results]}
+        devices.write_json(json_file, description, found)
 
 
 @contextlib.contextmanager
-def _errors_as_messages() -> Iterator[None]:
-    """Reports wrong options, and what this machine does not have, without a traceback."""
+def _refused_arguments_in_one_line() -> Iterator[None]:
+    """Reports arguments that prove wrong when they are used; all other errors are bugs."""
     try:
         yield
     except ValueError as error:
+        from tfcdo.bench import implementations
+
+        if not isinstance(error, implementations.UnusableArgumentsError):
+            raise
         raise click.UsageError(str(error)) from error
-    except RuntimeError as error:
-        raise click.ClickException(str(error)) from error

@@ -24,13 +24,7 @@ _Key = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
-    """An earlier run, as `tfcdo bench --json` wrote it.
-
-    Attributes:
-      name: the file's name.
-      where: date, machine, devices and versions.
-      results: the measurements.
-    """
+    """The name of a file of `tfcdo bench --json`, its environment, and its measurements."""
 
     name: str
     where: Mapping[str, Any]
@@ -64,17 +58,20 @@ def _key_of(one: Mapping[str, Any]) -> _Key:
     return tuple(one.get(key) for key in _KEYS)
 
 
+def as_json(one: Any) -> dict[str, Any]:
+    """Returns a measurement's fields and bandwidths; None for NaN, which JSON does not have."""
+    found = dataclasses.asdict(one)
+    for name in ("algbw", "busbw"):
+        if hasattr(one, name):
+            value = getattr(one, name)
+            found[name] = None if math.isnan(value) else value
+    return found
+
+
 def show(
     earlier: Earlier, now: Mapping[str, Any], results: Sequence[Any], console: Console
 ) -> None:
-    """Prints the table of times before and now.
-
-    Args:
-      earlier: the earlier run.
-      now: date, machine, devices and versions of this one.
-      results: its measurements.
-      console: where.
-    """
+    """Prints the table of times before and now, and the differences of the environments."""
     for name in ("machine", "devices", "versions"):
         if earlier.where.get(name) != now[name]:
             console.print(f"{earlier.name} has other {name}: {earlier.where.get(name)}")

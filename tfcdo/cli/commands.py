@@ -52,15 +52,7 @@ def tfcdo(context: click.Context) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs `tfcdo` with these arguments.
-
-    Args:
-      arguments: What follows `tfcdo` on the command line.
-
-    Returns:
-      The exit status: 0, 2 if the arguments are wrong, 1 if something cannot be read or written, or
-      what the sub-command returned.
-    """
+    """Runs `tfcdo` with these arguments."""
     if sys.stdout is None:
         return _complain("standard output is closed")
     if isinstance(sys.stdout, io.TextIOWrapper):

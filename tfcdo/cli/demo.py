@@ -13,9 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tfcdo.cli import demo_training
-from tfcdo.cli import demo_workers
-from tfcdo.cli import options
+from tfcdo.cli import demo_training, demo_workers, options
 from tfcdo.cli.quiet_start import quiet_start
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ class Check:
     passed: bool | None
     # False for TensorFlow's own sums, which do not fail the demo.
     is_tfcdo: bool = True
-    # Why it fails, where it is only shown.
+    # What it shows, where it is only shown.
     note: str = ""
 
 
@@ -144,16 +142,16 @@ def _check_workers(
     each = f"{num_workers} x {_count(devices)}"
     console.print(f"Training on {num_workers} workers, {each}, with tfcdo.{ops_name}", style="bold")
     with options.status(console, "Training (a minute or two) ..."):
-        result = demo_workers.train_on_workers(num_workers, devices, ops_name, epochs)
+        weights, copies = demo_workers.train_on_workers(num_workers, devices, ops_name, epochs)
     with options.status(console, "The same training on one device, to compare ..."):
         alone = demo_training.train(
             digits, num_workers * devices, epochs, tf.distribute.get_strategy(), 0
         )
     model = keras.models.clone_model(alone)
-    model.set_weights(result.weights)
+    model.set_weights(weights)
     return [
         _check_accuracy(model, digits, epochs),
-        _check_copies(each, len(set(result.digests))),
+        _check_copies(each, len(copies)),
         _check_weights(model, alone),
     ]
 
@@ -295,22 +293,27 @@ def _check_sums(
 
 
 def _show(checks: list[Check], console: Console) -> None:
-    table = Table()
-    table.add_column("Check")
-    table.add_column("Result", justify="right")
-    table.add_column("Wanted")
-    table.add_column()
+    """Prints tfcdo's checks and the verdict, then those of Keras and TensorFlow alone."""
+    table = Table("Check", "Result", "Wanted", "")
     for check in checks:
-        table.add_row(check.subject, check.result, check.wanted, _VERDICTS[check.passed])
+        if check.is_tfcdo:
+            table.add_row(check.subject, check.result, check.wanted, _VERDICTS[check.passed])
     console.print()
     console.print(table)
-    for check in checks:
-        if not check.is_tfcdo and check.passed is False:
-            console.print(f"Shown to compare: {check.note}")
     failed = [check.subject for check in checks if _failed(check)]
     if failed:
         heading = Text("Not as wanted:", "bold red")
         console.print(Text.assemble(heading, " ", "; ".join(failed)))
+    else:
+        console.print(Text("All checks passed.", "green"))
+    others = [check for check in checks if not check.is_tfcdo]
+    if others:
+        table = Table("Without tfcdo", "Result", "Wanted")
+        for check in others:
+            table.add_row(check.subject, check.result, check.wanted)
+        console.print(table)
+        for check in others:
+            console.print(check.note)
 
 
 def _failed(check: Check) -> bool:

@@ -1,14 +1,19 @@
-"""`tfcdo demo --workers`: trains the demo's model on several processes of this host."""
+"""`tfcdo demo --workers`: trains the demo's model on several processes of this host.
+
+Each of them runs this file.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tfcdo.bench import worker_pool
+from tfcdo.cli import demo_training
 from tfcdo.launch import cluster
 
 if TYPE_CHECKING:
@@ -17,39 +22,13 @@ if TYPE_CHECKING:
 _TIMEOUT = 1800.0
 
 
-@dataclasses.dataclass(frozen=True)
-class WorkersResult:
-    """The state of workers that have trained together.
-
-    Attributes:
-      weights: the model's weights.
-      digests: a digest of the weights on each device of each worker.
-    """
-
-    weights: list[np.ndarray]
-    digests: list[str]
-
-
 def train_on_workers(
     num_workers: int, num_devices: int, ops_name: str, epochs: int
-) -> WorkersResult:
-    """Trains the demo's model under tfcdo.MultiWorkerMirroredStrategy.
-
-    Args:
-      num_workers: how many processes.
-      num_devices: how many virtual CPU devices each of them has.
-      ops_name: which of tfcdo's classes sums inside a worker.
-      epochs: how often to go through the training images.
-
-    Returns:
-      What they have in the end.
-
-    Raises:
-      click.ClickException: if a worker fails.
-    """
+) -> tuple[list[np.ndarray], set[str]]:
+    """Returns the weights in the end, and digests of all devices' copies of them."""
     import numpy as np
 
-    command = [sys.executable, "-m", "tfcdo.cli.demo_worker"]
+    command = [sys.executable, "-m", "tfcdo.cli.demo_workers"]
     request = {"devices": num_devices, "ops": ops_name, "epochs": epochs}
     with cluster.reserved_ports(num_workers) as addresses:
         variables = [
@@ -61,7 +40,33 @@ def train_on_workers(
                 answers = pool.request(request, _TIMEOUT)
         except worker_pool.WorkerError as error:
             raise click.ClickException(str(error)) from error
-    return WorkersResult(
-        [np.array(weight, np.float32) for weight in answers[0]["weights"]],
-        [digest for answer in answers for digest in answer["digests"]],
+    weights = [np.array(weight, np.float32) for weight in answers[0]["weights"]]
+    return weights, {digest for answer in answers for digest in answer["digests"]}
+
+
+def _train(request: Mapping[str, Any]) -> Any:
+    """Trains together with the other workers; returns weights and their digests."""
+    import tfcdo
+
+    strategy = tfcdo.MultiWorkerMirroredStrategy(
+        cross_device_ops=demo_training.find_cross_device_ops_class(request["ops"])(),
+        devices_per_worker=request["devices"],
     )
+    model = demo_training.train(
+        demo_training.load_digits(), strategy.num_replicas_in_sync, request["epochs"], strategy, 2
+    )
+    copies = zip(
+        *(strategy.experimental_local_results(weight.value) for weight in model.weights),
+        strict=True,
+    )
+    return {
+        "weights": [weight.tolist() for weight in model.get_weights()],
+        "digests": [
+            hashlib.sha256(b"".join(copy.numpy().tobytes() for copy in weights)).hexdigest()
+            for weights in copies
+        ],
+    }
+
+
+if __name__ == "__main__":
+    worker_pool.serve(_train)

@@ -14,9 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tfcdo.cli import options
-from tfcdo.doctor import answers
-from tfcdo.doctor import examination
-from tfcdo.doctor import findings
+from tfcdo.doctor import answers, examination, findings
 from tfcdo.units import format_bytes
 
 _STYLES = {findings.OK: "green", findings.NOTE: "yellow", findings.WRONG: "bold red"}
@@ -39,8 +37,8 @@ def doctor(num_devices: int | None, as_json: bool) -> int:
 
     Copies a known pattern between every two devices and all-reduces on all of them, with
     TensorFlow's own classes beside tfcdo's, in a process that is given up if it hangs. Each finding
-    has its remedy, and the last line is what to paste into a script. The exit status is 1 if
-    something is wrong here; what only TensorFlow's classes get wrong is told, and does not count.
+    has its remedy; the last line can be pasted into a script. The exit status is 1 if there is a
+    problem; TensorFlow's own errors are reported but do not affect it.
     """
     console = options.make_console(width_of_a_pipe=120)
     limits = examination.Limits()
@@ -80,15 +78,12 @@ def _content(
 
 
 def _print(report: examination.Report, found: Sequence[findings.Finding], console: Console) -> None:
-    for heading, lines in _facts(report):
-        console.print(Text(heading, "bold"))
-        for line in lines:
-            console.print(options.printable(f"  {line}", console), soft_wrap=True)
-    if report.pairs and isinstance(report.devices, answers.Devices) and not report.devices.on_cpu:
-        console.print(_table_of_pairs(report))
-    if report.sums:
-        console.print(_table_of_sums(report))
-    console.print(Text("Findings", "bold"))
+    wrong = sum(finding.severity == findings.WRONG for finding in found)
+    notes = sum(finding.severity == findings.NOTE for finding in found)
+    verdict = f"{wrong} problem{'' if wrong == 1 else 's'}" if wrong else "no problem"
+    style = _STYLES[findings.WRONG if wrong else findings.OK]
+    noted = f", {notes} note{'' if notes == 1 else 's'}" if notes else ""
+    console.print(Text.assemble("This machine: ", (verdict, style), noted))
     for finding in found:
         mark = Text(f"  {finding.severity:5}  ", _STYLES[finding.severity])
         console.print(Text.assemble(mark, finding.text), soft_wrap=True)
@@ -96,6 +91,15 @@ def _print(report: examination.Report, found: Sequence[findings.Finding], consol
             console.print(
                 options.printable(f"         → {finding.remedy}", console), soft_wrap=True
             )
+    for heading, lines in _facts(report):
+        console.print(Text(heading, "bold"))
+        for line in lines:
+            console.print(options.printable(f"  {line}", console), soft_wrap=True)
+    on_gpus = isinstance(report.devices, answers.SeenDevices) and not report.devices.on_cpu
+    if report.pairs and on_gpus:
+        console.print(_table_of_pairs(report))
+    if report.sums:
+        console.print(_table_of_sums(report))
     console.print(Text("To paste into your script", "bold"))
 
 
@@ -106,7 +110,7 @@ def _facts(report: examination.Report) -> Iterator[tuple[str, list[str]]]:
     versions.append(f"built for cuda {getattr(report.versions, 'cuda', None) or 'none'}")
     yield "Versions", [", ".join(versions)]
     devices, topology = report.devices, report.topology
-    if isinstance(devices, answers.Devices):
+    if isinstance(devices, answers.SeenDevices):
         logical = map(findings.short_name, devices.logical)
         physical = map(findings.short_name, devices.physical)
         yield (

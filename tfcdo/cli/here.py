@@ -27,18 +27,7 @@ class Here:
 
 
 def topology_of(here: Here, measure_again: bool) -> Topology:
-    """Returns what joins some devices of this machine; measures it unless that was done before.
-
-    Args:
-      here: the devices.
-      measure_again: whether to measure in any case.
-
-    Returns:
-      The topology.
-
-    Raises:
-      RuntimeError: if there are not so many devices.
-    """
+    """Returns what joins some devices of this machine; measures it unless that was done before."""
     # Beside the output, which may be a plan as JSON.
     console = Console(stderr=True, highlight=False, emoji=False, markup=False)
     with options.status(console, "Starting TensorFlow ..."), quiet_start():

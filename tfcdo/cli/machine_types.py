@@ -12,8 +12,7 @@ from tfcdo.cli import options
 from tfcdo.cli.here import Here
 from tfcdo.plan.evaluation import check_num_devices
 from tfcdo.topology.measurement import MOST_DEVICES
-from tfcdo.topology.presets import PRESETS
-from tfcdo.topology.presets import preset
+from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
 
 # Limited to 9 digits: int() refuses huge strings.

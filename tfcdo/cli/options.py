@@ -105,11 +105,7 @@ class Duration(ParamType):
 
 
 class NewFile(ParamType):
-    """A file to write, in a folder that exists.
-
-    Args:
-      *suffixes: how its name may end.
-    """
+    """A file to write, in a folder that exists."""
 
     name = "file"
 
@@ -133,17 +129,7 @@ class NewFile(ParamType):
 def as_one_value(
     make: Callable[..., _Options], decorators: Sequence[Callable[..., Any]]
 ) -> Callable[[Callable[[_Options], Any]], Callable[..., Any]]:
-    """Adds options to a command that gets all of them as one value.
-
-    Args:
-      make: makes that value; takes the options by the names of their parameters, and `given`: the
-        options that the command line has, such as --bytes, by their parameters. One that has its
-        default may have no effect beside another one; one that is given may not.
-      decorators: what `click.option` returns, in the order of the help.
-
-    Returns:
-      A decorator of the command's function.
-    """
+    """Adds options to a command that gets all of them as one value."""
 
     def add_to(function: Callable[[_Options], Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -166,55 +152,40 @@ def _given_options() -> dict[str, str]:
 
 
 def make_console(width_of_a_pipe: int) -> Console:
-    """Makes the console that a sub-command prints on.
-
-    Args:
-      width_of_a_pipe: the number of columns if standard output is not a terminal.
-
-    Returns:
-      A console without colours or pictures of its own. Names that users give may have square
-      brackets, so nothing is read as markup.
-    """
+    """Makes the console that a sub-command prints on."""
     width = None if sys.stdout.isatty() else width_of_a_pipe
     return Console(highlight=False, emoji=False, markup=False, width=width)
 
 
 def status(console: Console, message: str) -> Status:
-    """Shows on a terminal that something is being done.
-
-    Args:
-      console: where.
-      message: what is being done.
-
-    Returns:
-      A context manager; the message is there as long as its block runs.
-    """
+    """Shows on a terminal that something is being done."""
     return console.status(message, spinner="line" if console.options.ascii_only else "dots")
 
 
 def printable(text: str, console: Console) -> str:
-    """Spells a text with the letters that a console has.
-
-    Args:
-      text: the text.
-      console: where it will be printed.
-
-    Returns:
-      The text; with `->` for an arrow and the like if the console's encoding is not a Unicode one.
-
-    Example:
-      >>> import io
-      >>> ascii_console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-      >>> printable("0→2 in 4 µs", ascii_console)
-      '0->2 in 4 us'
-    """
+    """Spells a text with the letters that a console has."""
     return text.translate(_ASCII) if console.options.ascii_only else text
 
 
 def require_matplotlib() -> None:
-    """Raises before time is spent on what matplotlib would draw.
-
-    Raises:
-      ModuleNotFoundError: if matplotlib is not installed; `main` reports it.
-    """
+    """Raises before time is spent on what matplotlib would draw."""
     importlib.import_module("matplotlib")
+
+
+def number(*names: str, least: int, most: int | None, default: int, text: str) -> Any:
+    """Makes an option of a whole number whose default the help shows."""
+    kind = click.IntRange(least, most)
+    return click.option(*names, type=kind, default=default, show_default=True, help=text)
+
+
+# Options that the commands of the bench share; more samples would not end in a day.
+ITERATIONS = number(
+    *("-n", "--iters", "iterations"), least=1, most=10**6, default=20,
+    text="Samples of each implementation, taken in turn.",
+)  # fmt: skip
+WARMUP = number(
+    *("-w", "--warmup"), least=0, most=10**6, default=5, text="Samples before those that count."
+)
+JSON_FILE = click.option(
+    *("-J", "--json", "json_file"), type=NewFile(".json"), help="File for the results."
+)

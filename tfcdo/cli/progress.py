@@ -17,14 +17,7 @@ _Item = TypeVar("_Item")
 
 @contextlib.contextmanager
 def progress(console: Console) -> Iterator[tracking.Track]:
-    """Shows progress bars on a terminal, one for each sequence that is being gone through.
-
-    Args:
-      console: where.
-
-    Yields:
-      The function that goes through a sequence and shows how far it is.
-    """
+    """Shows progress bars on a terminal, one for each sequence that is being gone through."""
     columns = (
         rich_progress.BarColumn(),
         rich_progress.MofNCompleteColumn(),

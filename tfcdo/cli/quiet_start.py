@@ -18,11 +18,6 @@ def quiet_start() -> Iterator[None]:
     `TF_CPP_MIN_LOG_LEVEL` alone does not do it: the C++ half of recent versions also logs before
     it has read that variable, straight to file descriptor 2. If the block raises, what was held
     back is shown, unless it is about the user's options or from the user's keyboard.
-
-    Example:
-      >>> with quiet_start():
-      ...     import tensorflow as tf
-      ...     devices = tf.config.list_logical_devices()
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.stderr.flush()

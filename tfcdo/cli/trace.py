@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tfcdo.cli import options
+from tfcdo.cli.quiet_start import quiet_start
 
 if TYPE_CHECKING:
     from tfcdo.tracing.recording import Recording
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     "--draw",
     "picture",
     type=options.NewFile(".png", ".svg"),
-    help="Draw a typical step beside what was planned: .png or .svg",
+    help="Picture of a typical step and its plan: .png or .svg",
 )
 @click.option(
     "--after",
@@ -41,14 +42,14 @@ if TYPE_CHECKING:
     default=0.0,
     show_default=True,
     metavar="SECONDS",
-    help="Begin so long after the script, when its graphs are traced.",
+    help="Seconds to wait, to skip graph tracing.",
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(0.0, min_open=True),
     default=60.0,
     show_default=True,
-    help="Record so long, or until the script ends.",
+    help="Longest recording.",
 )
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
@@ -96,14 +97,11 @@ def trace(
 
 
 class _Recorder:
-    """Records for a limited time, whichever thread begins and ends it.
-
-    Args:
-      seconds: how long at most.
-    """
+    """Records for a limited time, whichever thread begins and ends it."""
 
     def __init__(self, seconds: float) -> None:
-        from tfcdo.tracing.recording import Profiler
+        with quiet_start():
+            from tfcdo.tracing.recording import Profiler
 
         self._profiler = Profiler()
         self._recording: Recording | None = None

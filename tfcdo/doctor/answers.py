@@ -7,79 +7,47 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """No answer but an error.
-
-    Attributes:
-      error: what went wrong.
-    """
+    """An error instead of an answer."""
 
     error: str
 
 
 @dataclasses.dataclass(frozen=True)
 class NoAnswer(Failure):
-    """No answer at all.
-
-    Attributes:
-      hangs: whether there was no end to be waited for; otherwise the probe has ended.
-    """
+    """No answer at all: the probe hangs, or has ended."""
 
     hangs: bool
 
 
 def hangs(answer: object) -> bool:
-    """Returns whether there was no end of the answer to be waited for."""
+    """Returns whether the probe hangs instead of an answer."""
     return isinstance(answer, NoAnswer) and answer.hangs
 
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """Something that was not tried.
-
-    Attributes:
-      skipped: the reason.
-    """
+    """The reason why something was not tried."""
 
     skipped: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Versions:
-    """Versions of packages, None where there is none.
-
-    Attributes:
-      tfcdo: tfcdo's.
-      python: Python's.
-      tensorflow: TensorFlow's; None if it cannot be imported, as for numpy.
-      keras: Keras's, which is needed by Keras users only.
-      numpy: numpy's.
-      cuda: CUDA's that TensorFlow was built with.
-      problem: why this TensorFlow cannot be used; empty if it can.
-      remedy: what to do about that.
-    """
+    """Versions of packages, None where there is none; why this TensorFlow cannot be used, if so."""
 
     tfcdo: str
     python: str
     tensorflow: str | None = None
     keras: str | None = None
     numpy: str | None = None
-    cuda: str | None = None
+    cuda: str | None = None  # That TensorFlow was built with.
     problem: str = ""
     remedy: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class Devices:
-    """Devices that TensorFlow sees.
-
-    Attributes:
-      physical: the names of all physical devices.
-      logical: the names of all logical devices.
-      examined: the names of those that are examined.
-      description: what these are, in words.
-      on_cpu: whether they are virtual CPU devices.
-      gpus_of_nvidia_smi: the GPUs that the driver knows.
-    """
+class SeenDevices:
+    """Names of the devices that TensorFlow sees, of those examined, and of the driver's GPUs."""
 
     physical: tuple[str, ...]
     logical: tuple[str, ...]
@@ -91,14 +59,7 @@ class Devices:
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """Answer to whether one of tfcdo's all-reduces can run on the devices.
-
-    Attributes:
-      name: the name of its class.
-      can_run: whether it can.
-      reason: why, or why not.
-      remedy: what to do if it cannot; empty if it can.
-    """
+    """Whether a class of tfcdo's can run on the devices, why or why not, and the remedy."""
 
     name: str
     can_run: bool
@@ -107,16 +68,8 @@ class AllReduce:
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
-    """Link of the topology: the way from one device to another.
-
-    Attributes:
-      source: the sending device's index.
-      target: the receiving device's index.
-      bandwidth: in bytes per second; None for a link that is never the slowest part, as JSON has
-        no infinity.
-      via_host: whether it leads over the host.
-    """
+class LinkSpeed:
+    """Bytes per second from one device to another, None for no limit, and whether via the host."""
 
     source: int
     target: int
@@ -126,31 +79,16 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class FoundTopology:
-    """Topology that was found to join the devices.
-
-    Attributes:
-      name: the topology's.
-      reason: how it was found.
-      links: between each ordered pair of devices that has one.
-    """
+    """The topology that joins the devices, and how it was found."""
 
     name: str
     reason: str
-    links: tuple[Link, ...]
+    links: tuple[LinkSpeed, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelPlan:
-    """Plan: what `AutoAllReduce` would do with a model's gradients.
-
-    Attributes:
-      bytes: the size of the gradients.
-      values: how many there are.
-      algorithm: the algorithm that it chooses.
-      reason: why.
-      packs: in how many packs.
-      graph_ops: how many ops that makes in a graph.
-    """
+    """The plan of `AutoAllReduce` for a model's gradients."""
 
     bytes: int
     values: int
@@ -162,12 +100,7 @@ class ModelPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Copies of a known pattern from one device to another.
-
-    Attributes:
-      wrong: how many bytes of the first copy were not as they had been sent.
-      bandwidth: of the fastest one, in bytes per second.
-    """
+    """Copies between two devices: wrong bytes of the first, bytes per second of the fastest."""
 
     wrong: int
     bandwidth: float
@@ -175,16 +108,9 @@ class Copies:
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """All-reduces over all devices by one implementation.
+    """All-reduces by one implementation: elements on all devices, wrong ones, seconds of a call."""
 
-    Attributes:
-      skipped: always empty; JSON has it of those that were tried, too.
-      elements: how many elements there were on all devices.
-      wrong: how many of them were not what numpy found.
-      seconds: the time of the fastest of a few calls.
-    """
-
-    skipped: str = dataclasses.field(default="", kw_only=True)
+    skipped: str = dataclasses.field(default="", kw_only=True)  # Always empty.
     elements: int
     wrong: int
     seconds: float

@@ -13,20 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from tfcdo.bench import worker_pool
-from tfcdo.doctor import tf_config
-from tfcdo.doctor.answers import AllReduce
-from tfcdo.doctor.answers import Copies
-from tfcdo.doctor.answers import CopiesAnswer
-from tfcdo.doctor.answers import Devices
-from tfcdo.doctor.answers import Failure
-from tfcdo.doctor.answers import FoundTopology
-from tfcdo.doctor.answers import ModelPlan
-from tfcdo.doctor.answers import NoAnswer
-from tfcdo.doctor.answers import Skipped
-from tfcdo.doctor.answers import Sums
-from tfcdo.doctor.answers import SumsAnswer
-from tfcdo.doctor.answers import Versions
-from tfcdo.doctor.answers import hangs
+from tfcdo.doctor import answers, tf_config
+from tfcdo.doctor.answers import CopiesAnswer, Failure, ModelPlan, NoAnswer, Skipped, SumsAnswer
 
 # The pairs of classes that are compared, tfcdo's and TensorFlow's; what a strategy that is given no
 # cross-device ops uses is TensorFlow's way to choose by itself.
@@ -54,14 +42,7 @@ _Kind = TypeVar("_Kind")
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits, in seconds, of how long the probe may take for an answer.
-
-    Attributes:
-      start: to import TensorFlow, and to start it.
-      plan: to plan one model's all-reduce.
-      pair: for the copies between two devices.
-      sum: for one implementation's sums.
-    """
+    """Seconds that the probe may take to start, to plan, to copy between two devices, to sum."""
 
     start: float = 120.0
     plan: float = 120.0
@@ -71,23 +52,12 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All answers; None, or empty, where the doctor did not come that far.
+    """All answers; None, or empty, where the doctor did not come that far."""
 
-    Attributes:
-      versions: the versions of TensorFlow and others.
-      devices: the devices.
-      all_reduces: which of tfcdo's all-reduces can run.
-      topology: what joins the devices.
-      models: what `AutoAllReduce` would do, for a small model and a large one, by their names.
-      tf_config: what TF_CONFIG says.
-      pairs: how copies arrive, by the devices.
-      sums: whether all-reduces are right, by the name of the implementation.
-    """
-
-    versions: Versions | Failure
-    devices: Devices | Failure | None = None
-    all_reduces: tuple[AllReduce | Failure, ...] = ()
-    topology: FoundTopology | Failure | None = None
+    versions: answers.Versions | Failure
+    devices: answers.SeenDevices | Failure | None = None
+    all_reduces: tuple[answers.AllReduce | Failure, ...] = ()
+    topology: answers.FoundTopology | Failure | None = None
     models: Mapping[str, ModelPlan | Failure] = dataclasses.field(default_factory=dict)
     tf_config: tf_config.TfConfig = dataclasses.field(
         default_factory=lambda: tf_config.TfConfig("")
@@ -98,22 +68,17 @@ class Report:
     @property
     def examined(self) -> tuple[str, ...]:
         """Returns the names of the devices that are examined; none if they cannot be used."""
-        return self.devices.examined if isinstance(self.devices, Devices) else ()
+        return self.devices.examined if isinstance(self.devices, answers.SeenDevices) else ()
 
     def planned_bandwidth(self, pair: Pair) -> float | None:
         """Returns what the topology says of a link, in bytes per second; None for no limit."""
-        links = self.topology.links if isinstance(self.topology, FoundTopology) else ()
+        links = self.topology.links if isinstance(self.topology, answers.FoundTopology) else ()
         found = (link.bandwidth for link in links if (link.source, link.target) == pair)
         return next(found, None)
 
 
 class Probes:
-    """Keeps one probe running: after one that hung or crashed, the next question starts another.
-
-    Args:
-      count: how many devices to examine; see `self_test.Patient`.
-      limits: the time limits.
-    """
+    """Keeps one probe running: after one that hung or crashed, the next question starts another."""
 
     _command = (sys.executable, "-m", "tfcdo.doctor.probe")
 
@@ -163,29 +128,21 @@ def devices_question(count: int | None) -> dict[str, Any]:
 def examine(
     ask: Ask, count: int | None, limits: Limits, tell: Tell = lambda message: None
 ) -> Report:
-    """Examines this machine.
-
-    Args:
-      ask: asks the probe.
-      count: how many devices to examine; see `self_test.Patient`.
-      limits: the time limits.
-      tell: is told what comes next.
-
-    Returns:
-      The report; it ends early where nothing further can be found out.
-    """
+    """Examines this machine."""
     tell("Looking at TF_CONFIG")
     config = tf_config.examine_tf_config()
     tell("Starting TensorFlow")
-    versions = _answer(ask, {"question": "versions"}, limits.start, Versions)
+    versions = _answer(ask, {"question": "versions"}, limits.start, answers.Versions)
     if isinstance(versions, Failure) or versions.problem:
         return Report(versions, tf_config=config)
-    devices = _answer(ask, devices_question(count), limits.start, Devices)
+    devices = _answer(ask, devices_question(count), limits.start, answers.SeenDevices)
     if isinstance(devices, Failure):
         return Report(versions, devices, tf_config=config)
-    all_reduces = _answer(ask, {"question": "all_reduces"}, limits.plan, tuple[AllReduce, ...])
+    all_reduces = _answer(
+        ask, {"question": "all_reduces"}, limits.plan, tuple[answers.AllReduce, ...]
+    )
     tell("Looking at the topology")
-    topology = _answer(ask, {"question": "topology"}, limits.plan, FoundTopology)
+    topology = _answer(ask, {"question": "topology"}, limits.plan, answers.FoundTopology)
     return Report(
         versions,
         devices,
@@ -215,8 +172,8 @@ def _pairs(ask: Ask, count: int, limits: Limits, tell: Tell) -> Iterator[tuple[P
             continue
         seconds = _SECONDS_OF_PAIRS / len(pairs)
         question = {"question": "pair", "source": source, "target": target, "seconds": seconds}
-        answer = _answer(ask, question, limits.pair, Copies)
-        hanging += hangs(answer)
+        answer = _answer(ask, question, limits.pair, answers.Copies)
+        hanging += answers.hangs(answer)
         yield (source, target), answer
 
 
@@ -225,7 +182,7 @@ def _sums(ask: Ask, limits: Limits, tell: Tell) -> Iterator[tuple[str, SumsAnswe
         tell(f"Summing with {name}")
         found = _ask(ask, {"question": "sum", "name": name}, limits.sum)
         if not isinstance(found, Failure):
-            found = msgspec.convert(found, Skipped if found["skipped"] else Sums)
+            found = msgspec.convert(found, Skipped if found["skipped"] else answers.Sums)
         yield name, found
 
 

@@ -1,7 +1,6 @@
 """Makes findings of a report: what is right, what is worth knowing, what is wrong, and the remedy.
 
-All here is about the report alone, so that each finding can be tested without the machine that has
-it.
+All here is about the report alone, so that a test needs no machine that has the finding.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from tfcdo import keras_calls
-from tfcdo.doctor.answers import Copies
-from tfcdo.doctor.answers import CopiesAnswer
-from tfcdo.doctor.answers import Failure
-from tfcdo.doctor.answers import FoundTopology
-from tfcdo.doctor.answers import Skipped
-from tfcdo.doctor.answers import Sums
-from tfcdo.doctor.answers import SumsAnswer
-from tfcdo.doctor.answers import Versions
-from tfcdo.doctor.answers import hangs
-from tfcdo.doctor.examination import COMPARED
-from tfcdo.doctor.examination import Pair
-from tfcdo.doctor.examination import Report
+from tfcdo.doctor.answers import (
+    Copies,
+    CopiesAnswer,
+    Failure,
+    FoundTopology,
+    Skipped,
+    Sums,
+    SumsAnswer,
+    Versions,
+    hangs,
+)
+from tfcdo.doctor.examination import COMPARED, Pair, Report
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
 # A link this much slower than the topology says makes its plans bad ones.
@@ -34,13 +33,7 @@ _NONE_NEEDED = "nothing to do"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One finding.
-
-    Attributes:
-      severity: `OK`; `NOTE`, which is worth knowing; or `WRONG`, which makes the exit status 1.
-      text: what was found.
-      remedy: what to do about it, on one line.
-    """
+    """A finding: `WRONG` makes the exit status 1, `NOTE` is worth knowing."""
 
     severity: str
     text: str
@@ -48,14 +41,7 @@ class Finding:
 
 
 def findings_of(report: Report) -> list[Finding]:
-    """Lists what a report says.
-
-    Args:
-      report: the report.
-
-    Returns:
-      The findings, in the order of the examination.
-    """
+    """Lists what a report says."""
     parts = (_tf_config, _versions, _devices, _all_reduces, _topology, _models, _pairs, _sums)
     return [finding for part in parts for finding in part(report)]
 
@@ -241,14 +227,7 @@ def _sum_of_tensorflow(
 
 
 def script_line(report: Report) -> str:
-    """Returns the line to paste into a training script.
-
-    Args:
-      report: the report.
-
-    Returns:
-      A line of Python; one for the shell if TensorFlow must be mended first.
-    """
+    """Returns the line to paste into a training script."""
     if report.devices is None:
         remedy = report.versions.remedy if isinstance(report.versions, Versions) else ""
         return remedy or "pip install --force-reinstall tensorflow"
@@ -296,10 +275,5 @@ def _usable_devices(report: Report) -> list[str]:
 
 
 def short_name(device: str) -> str:
-    """Shortens the full name of a device.
-
-    Example:
-      >>> short_name("/job:localhost/replica:0/task:0/device:GPU:1")
-      'GPU:1'
-    """
+    """Shortens the full name of a device."""
     return ":".join(device.split(":")[-2:])

@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from tfcdo.bench import worker_pool
-from tfcdo.doctor.answers import Failure
-from tfcdo.doctor.answers import Versions
+from tfcdo.doctor.answers import Failure, Versions
 from tfcdo.version import __version__
 
 # That of pyproject.toml, which is not there where tfcdo is installed: a test compares them.

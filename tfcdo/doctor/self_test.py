@@ -10,17 +10,8 @@ import tensorflow as tf
 
 import tfcdo
 from tfcdo.bench import devices as bench_devices
-from tfcdo.bench import implementations
-from tfcdo.bench import steps
-from tfcdo.bench import workloads
-from tfcdo.doctor.answers import AllReduce
-from tfcdo.doctor.answers import Copies
-from tfcdo.doctor.answers import Devices
-from tfcdo.doctor.answers import FoundTopology
-from tfcdo.doctor.answers import Link
-from tfcdo.doctor.answers import ModelPlan
-from tfcdo.doctor.answers import Skipped
-from tfcdo.doctor.answers import Sums
+from tfcdo.bench import implementations, steps, workloads
+from tfcdo.doctor import answers
 from tfcdo.execute import copy_trees
 from tfcdo.topology import detection
 
@@ -31,19 +22,15 @@ _SAMPLES = 3
 
 
 class Patient:
-    """The devices of this process, and what can be asked about them.
-
-    Args:
-      count: how many devices to use; None as for `tfcdo.bench.devices.choose_devices`.
-    """
+    """The devices of this process, and what can be asked about them."""
 
     def __init__(self, count: int | None) -> None:
         tf.get_logger().setLevel("ERROR")
         self._devices = bench_devices.choose_devices(count)
 
-    def devices(self) -> Devices:
+    def devices(self) -> answers.SeenDevices:
         """Says what TensorFlow sees and which devices are examined."""
-        return Devices(
+        return answers.SeenDevices(
             physical=tuple(device.name for device in tf.config.list_physical_devices()),
             logical=tuple(device.name for device in tf.config.list_logical_devices()),
             examined=tuple(self._devices.names),
@@ -52,27 +39,32 @@ class Patient:
             gpus_of_nvidia_smi=tuple(detection.gpus_of_nvidia_smi()),
         )
 
-    def all_reduces(self) -> tuple[AllReduce, ...]:
+    def all_reduces(self) -> tuple[answers.AllReduce, ...]:
         """Says of each of tfcdo's all-reduces whether it can run on these devices."""
         names = ("AutoAllReduce", "HierarchicalCopyAllReduce", "ReductionToOneDevice")
-        copying = (AllReduce(name, True, "copies between any devices", "") for name in names)
+        copying = (
+            answers.AllReduce(name, True, "copies between any devices", "") for name in names
+        )
         nccl = tfcdo.nccl_status(self._devices.names)
-        return (*copying, AllReduce("NcclAllReduce", nccl.can_run, nccl.reason, nccl.remedy))
+        return (
+            *copying,
+            answers.AllReduce("NcclAllReduce", nccl.can_run, nccl.reason, nccl.remedy),
+        )
 
-    def topology(self) -> FoundTopology:
+    def topology(self) -> answers.FoundTopology:
         """Says what joins the devices, and how that was found."""
         topology, reason = detection.detect_with_reason(self._devices.names)
         links = (
-            Link(*pair, float(bandwidth) if np.isfinite(bandwidth) else None, via_host)
+            answers.LinkSpeed(*pair, float(bandwidth) if np.isfinite(bandwidth) else None, via_host)
             for pair, (bandwidth, _, via_host) in sorted(topology.link_kinds.items())
         )
-        return FoundTopology(topology.name, reason, tuple(links))
+        return answers.FoundTopology(topology.name, reason, tuple(links))
 
-    def auto(self, model: str) -> ModelPlan:
+    def auto(self, model: str) -> answers.ModelPlan:
         """Says what `AutoAllReduce` would do with a model's gradients."""
         workload = workloads.gradients_of(model)
         explained = tfcdo.AutoAllReduce().explain(workload.shapes, devices=self._devices.names)
-        return ModelPlan(
+        return answers.ModelPlan(
             bytes=workload.size,
             values=len(workload.shapes),
             algorithm=explained.algorithm,
@@ -81,17 +73,8 @@ class Patient:
             graph_ops=explained.num_graph_ops,
         )
 
-    def pair(self, source: int, target: int, seconds: float) -> Copies:
-        """Copies a known pattern from one device to another and compares every byte.
-
-        Args:
-          source: the sending device's index.
-          target: the receiving device's index.
-          seconds: how long to repeat the copy, for its speed.
-
-        Returns:
-          How many bytes were wrong, and the speed.
-        """
+    def pair(self, source: int, target: int, seconds: float) -> answers.Copies:
+        """Copies a known pattern from one device to another and compares every byte."""
         pattern, sent = self._pattern_on(source)
         receiver = self._devices.names[target]
 
@@ -109,22 +92,15 @@ class Patient:
             if not self._devices.on_cpu:
                 tf.test.experimental.sync_devices()
             fastest = min(fastest, time.perf_counter() - start)
-        return Copies(wrong, pattern.size / fastest)
+        return answers.Copies(wrong, pattern.size / fastest)
 
-    def sum(self, name: str) -> Sums | Skipped:
-        """All-reduces over all devices and compares every element with numpy's sum.
-
-        Args:
-          name: the implementation, as `tfcdo bench --ops` takes it.
-
-        Returns:
-          How many elements were wrong, and the time; the reason if it cannot run here.
-        """
+    def sum(self, name: str) -> answers.Sums | answers.Skipped:
+        """All-reduces over all devices and compares every element with numpy's sum."""
         (implementation,) = implementations.parse(name)
         data = self._values
         reason = implementation.reason_not_to_run(self._devices.names, data.workload.dtype)
         if reason:
-            return Skipped(reason)
+            return answers.Skipped(reason)
         built = steps.build_graph(data, implementation.reducer(self._devices.names))
         times = []
         for _ in range(_SAMPLES):
@@ -132,7 +108,7 @@ class Patient:
             built.step()
             times.append(time.perf_counter() - start)
         elements = data.workload.count * len(self._devices.names)
-        return Sums(elements, built.num_wrong, min(times))
+        return answers.Sums(elements, built.num_wrong, min(times))
 
     @functools.cached_property
     def _values(self) -> steps.Data:

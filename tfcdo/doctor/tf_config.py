@@ -15,14 +15,7 @@ _SECONDS = 3.0
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """One host of the cluster as this one sees it.
-
-    Attributes:
-      name: its number, task and address.
-      is_here: whether it is this process's own task.
-      reached: whether the machine answers; a refused connection is an answer.
-      status: what was found, in words.
-    """
+    """One host of the cluster as this one sees it; a refused connection is an answer."""
 
     name: str
     is_here: bool
@@ -32,13 +25,7 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class TfConfig:
-    """Content of TF_CONFIG.
-
-    Attributes:
-      text: the variable's value; empty if it is not set.
-      problem: what is wrong with it; empty if nothing is.
-      hosts: the hosts that train together; none if it is not set, wrong, or of one process.
-    """
+    """Content of TF_CONFIG, what is wrong with it, and the hosts that train together."""
 
     text: str
     problem: str = ""
@@ -46,11 +33,7 @@ class TfConfig:
 
 
 def examine_tf_config() -> TfConfig:
-    """Reads TF_CONFIG and tries to reach each host that it names.
-
-    Returns:
-      What was found; takes a few seconds at most, as all hosts are tried at once.
-    """
+    """Reads TF_CONFIG and tries to reach each host that it names."""
     text = os.environ.get("TF_CONFIG", "").strip()
     if not text:
         return TfConfig("")

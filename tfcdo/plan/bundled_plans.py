@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import pkgutil
 
 import msgspec
 
@@ -42,7 +43,8 @@ class BundledPlan(TreePackingDocument, frozen=True, kw_only=True):
 @functools.lru_cache(maxsize=1)
 def read() -> tuple[BundledPlan, ...]:
     """Reads all plans that come with the package."""
-    return msgspec.json.decode(FILE.read_bytes(), type=tuple[BundledPlan, ...])
+    content = pkgutil.get_data("tfcdo.plan", FILE.name)  # Also from a zip file.
+    return msgspec.json.decode(content or b"", type=tuple[BundledPlan, ...])
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from tfcdo.bench import implementations
-from tfcdo.bench import measure
-from tfcdo.bench.devices import Devices
+from tfcdo.bench import implementations, measure
+from tfcdo.bench.devices import ChosenDevices
 
 _LINES = {implementations.OURS: "-o", implementations.TENSORFLOW: "--s", measure.FLOOR: ":"}
 _BARS = {
@@ -20,16 +19,8 @@ _BARS = {
 }
 
 
-def draw(results: Sequence[measure.Measurement], devices: Devices) -> Figure:
-    """Draws busbw over size, one line for each implementation; of models, one bar for each.
-
-    Args:
-      results: as `measure.run` returns them, of one workload after the other.
-      devices: what they were made on.
-
-    Returns:
-      The figure.
-    """
+def draw(results: Sequence[measure.Measurement], devices: ChosenDevices) -> Figure:
+    """Draws busbw over size, one line for each implementation; of models, one bar for each."""
     drawn = [one for one in results if one.kind in _LINES]
     groups = measure.by_workload(drawn)
     sweep = len({one.workload for one in drawn}) == 1 and len(groups) > 1
@@ -38,14 +29,10 @@ def draw(results: Sequence[measure.Measurement], devices: Devices) -> Figure:
     return figure
 
 
-def save(results: Sequence[measure.Measurement], devices: Devices, path: pathlib.Path) -> None:
-    """Draws measurements, as `draw` does, and writes the picture to a file.
-
-    Args:
-      results: as for `draw`.
-      devices: what they were made on.
-      path: the PNG file.
-    """
+def save(
+    results: Sequence[measure.Measurement], devices: ChosenDevices, path: pathlib.Path
+) -> None:
+    """Draws measurements, as `draw` does, and writes the picture to a file."""
     draw(results, devices).savefig(path, dpi=120)
 
 

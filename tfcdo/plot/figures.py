@@ -17,30 +17,14 @@ _PALE = 0.45
 
 
 def make_figure(width: float, height: float, title: str) -> Figure:
-    """Makes an empty figure.
-
-    Args:
-      width: in inches.
-      height: in inches.
-      title: a line above the picture.
-
-    Returns:
-      The figure; what is put on it is laid out when it is saved.
-    """
+    """Makes an empty figure."""
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     figure.suptitle(title, fontsize=14, fontweight="bold", parse_math=False)
     return figure
 
 
 def device_colors(num_devices: int) -> list[Color]:
-    """Chooses a colour for each device.
-
-    Args:
-      num_devices: how many devices there are.
-
-    Returns:
-      Different colours: red, green and blue, from 0 to 1.
-    """
+    """Chooses a colour for each device."""
     if num_devices <= 8:
         colormap = matplotlib.colormaps["tab10"]
         # Grey is for the machine, and olive is next to it.

@@ -13,13 +13,9 @@ from matplotlib.patches import Patch
 from tfcdo.plan import simulator
 from tfcdo.plan.lower_bound import lower_bound
 from tfcdo.plan.schedule import Schedule
-from tfcdo.plot.figures import Color
-from tfcdo.plot.figures import device_colors
-from tfcdo.plot.figures import make_figure
-from tfcdo.plot.figures import make_paler
+from tfcdo.plot.figures import Color, device_colors, make_figure, make_paler
 from tfcdo.topology.topology import Topology
-from tfcdo.units import format_seconds
-from tfcdo.units import time_unit
+from tfcdo.units import format_seconds, time_unit
 
 _MAX_LANES = 64
 _MAX_ROOTS_EXPLAINED = 16

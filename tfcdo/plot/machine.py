@@ -22,14 +22,7 @@ _LINE_COLOR = "0.45"
 
 
 def place_devices(topology: Topology) -> Positions:
-    """Places the devices on a circle, so that no line passes over a third device.
-
-    Args:
-      topology: the machine.
-
-    Returns:
-      The x and y of each device, on the unit circle; the best joined are next to each other.
-    """
+    """Places the devices on a circle, so that no line passes over a third device."""
     devices = topology.num_devices
     order = list(range(devices))
     if devices > 3:
@@ -50,11 +43,6 @@ def draw_machine(axes: Axes, topology: Topology, positions: Positions) -> None:
     """Draws the devices and the links between them, and what the kinds of links mean.
 
     A link is an arrow if the one in the other direction is not of the same kind.
-
-    Args:
-      axes: where to draw.
-      topology: the machine.
-      positions: the place of each device.
     """
     graph = nx.Graph()
     graph.add_nodes_from(range(topology.num_devices))
@@ -91,11 +79,7 @@ def draw_machine(axes: Axes, topology: Topology, positions: Positions) -> None:
 
 
 def set_limits(axes: Axes) -> None:
-    """Shows the unit circle and a margin, without a frame.
-
-    Args:
-      axes: where devices are drawn.
-    """
+    """Shows the unit circle and a margin, without a frame."""
     axes.set_aspect("equal")
     axes.set_xlim(-1.25, 1.25)
     axes.set_ylim(-1.25, 1.25)

@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING
 from tfcdo.topology.topology import Topology
 from tfcdo.tracing import chrome
 from tfcdo.tracing.edges import BROADCAST
-from tfcdo.tracing.recording import Profiler
-from tfcdo.tracing.recording import Recording
-from tfcdo.tracing.recording import lane_of_task
+from tfcdo.tracing.recording import Profiler, Recording, lane_of_task
 from tfcdo.tracing.summary import Summary
-from tfcdo.units import format_seconds
-from tfcdo.units import time_unit
+from tfcdo.units import format_seconds, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,26 +125,14 @@ def _checked_path(
 
 
 def save(recording: Recording, path: pathlib.Path) -> None:
-    """Draws a recording in a file.
-
-    Args:
-      recording: what ran.
-      path: the file, .png or .svg.
-    """
+    """Draws a recording in a file."""
     from tfcdo.plot.figures import save_figure
 
     save_figure(draw_trace(recording), path)
 
 
 def draw_trace(recording: Recording) -> Figure:
-    """Draws the edges of a typical step over time, and below what was planned for them.
-
-    Args:
-      recording: what ran.
-
-    Returns:
-      The figure: for each all-reduce of the step two pictures, one above the other.
-    """
+    """Draws the edges of a typical step over time, and below what was planned for them."""
     from tfcdo.plot.figures import make_figure
 
     by_scope = recording.runs_of_step()
@@ -166,21 +151,21 @@ def draw_trace(recording: Recording) -> Figure:
     heights = [max(2, min(_MAX_LANES, len({bar.lane for bar in bars}))) for _, bars in pictures]
     figure = make_figure(14, 1.5 + sum(0.22 * height + 0.9 for height in heights), "")
     figure.suptitle(str(recording.summary), fontsize=11)
+    # One scale for all, so that plan and run can be compared.
+    seconds = max((bar.end for _, bars in pictures for bar in bars), default=0.0) or _SHORTEST
     if pictures:
         grid = figure.subplots(len(pictures), squeeze=False, height_ratios=heights)
         for (axes,), (title, bars) in zip(grid, pictures, strict=True):
-            _draw(axes, title, bars)
+            _draw(axes, title, bars, seconds)
     return figure
 
 
-def _draw(axes: Axes, title: str, bars: Sequence[_Bar]) -> None:
+def _draw(axes: Axes, title: str, bars: Sequence[_Bar], shown_seconds: float) -> None:
     """Draws one picture: a lane for each edge, a colour for each pack."""
-    from tfcdo.plot.figures import device_colors
-    from tfcdo.plot.figures import make_paler
+    from tfcdo.plot.figures import device_colors, make_paler
 
     lanes = sorted({bar.lane for bar in bars})[:_MAX_LANES]
-    seconds = max((bar.end for bar in bars), default=0.0)
-    unit, unit_name = time_unit(seconds or 1e-3)
+    unit, unit_name = time_unit(shown_seconds)
     colors = device_colors(max((bar.pack for bar in bars), default=0) + 1)
     shown = [bar for bar in bars if bar.lane in lanes]
     shades = [make_paler(colors[bar.pack]) if bar.is_down else colors[bar.pack] for bar in shown]
@@ -191,12 +176,12 @@ def _draw(axes: Axes, title: str, bars: Sequence[_Bar]) -> None:
         height=0.8,
         color=shades,
     )
-    took = f", {format_seconds(seconds)}" if bars else ": not known"
+    took = f", {format_seconds(max(bar.end for bar in bars))}" if bars else ": not known"
     hidden = len({bar.lane for bar in bars}) - len(lanes)
     more = f", {hidden} more edges not shown" if hidden else ""
     axes.set_title(f"{title}{took}{more}", fontsize=9, loc="left", parse_math=False)
     axes.set_yticks(range(len(lanes)), lanes, fontsize=8)
     axes.set_ylim(max(len(lanes), 1) - 0.4, -0.6)
-    axes.set_xlim(0, max(seconds, _SHORTEST) / unit)
+    axes.set_xlim(0, shown_seconds / unit)
     axes.set_xlabel(f"time, {unit_name}", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

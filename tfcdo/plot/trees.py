@@ -13,13 +13,8 @@ from matplotlib.figure import Figure
 
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.schedule import Schedule
-from tfcdo.plot.figures import Color
-from tfcdo.plot.figures import device_colors
-from tfcdo.plot.figures import make_figure
-from tfcdo.plot.machine import Positions
-from tfcdo.plot.machine import draw_machine
-from tfcdo.plot.machine import place_devices
-from tfcdo.plot.machine import set_limits
+from tfcdo.plot.figures import Color, device_colors, make_figure
+from tfcdo.plot.machine import Positions, draw_machine, place_devices, set_limits
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_bytes
 

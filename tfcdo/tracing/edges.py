@@ -27,25 +27,14 @@ _SENT = re.compile(r"(.*/_)(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class EdgeRun:
-    """Something that brought a pack further: a copy along an edge, or the addition where it ends.
+    """A copy of a pack along an edge, or the addition where it ends."""
 
-    Attributes:
-      scope: the all-reduce's scope, such as "tfcdo" or "tfcdo_2".
-      pack: the pack's index; of slices, the value's.
-      kind: `REDUCE`, `BROADCAST` or `GATHER` for a copy; `ADD` for adding what was sent.
-      sources: the sending device's index; for an addition, those of all children.
-      target: the index of the device that receives, or adds.
-      start: when it began, in seconds. A copy begins when one device has sent and the other asks.
-      end: when it ended.
-      devices: the devices by whose indices a copy is named.
-    """
-
-    scope: str
-    pack: int
-    kind: str
-    sources: tuple[int, ...]
+    scope: str  # That of the all-reduce, such as "tfcdo_2".
+    pack: int  # The pack's index; of rows, the value's.
+    kind: str  # `REDUCE`, `BROADCAST` or `GATHER` for a copy; `ADD` for adding what was sent.
+    sources: tuple[int, ...]  # The sending device; for an addition, all children.
     target: int
-    start: float
+    start: float  # In seconds: of a copy, when one device has sent and the other asks.
     end: float
     devices: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
@@ -75,17 +64,7 @@ def find(
     planned: Sequence[Planned],
     steps: Sequence[tuple[float, float]] = (),
 ) -> list[EdgeRun]:
-    """Finds copies and additions.
-
-    Args:
-      events: the profile, in the order of the start.
-      planned: the plans of recent all-reduces, the newest first, which say how their devices are
-        numbered.
-      steps: starts and ends of calls, in order; in different ones a scope may have different plans.
-
-    Returns:
-      The copies and additions, in the order of their start.
-    """
+    """Finds copies and additions; in different steps a scope may have different plans."""
     runs = [*_additions(events), *_copies(events, planned, steps)]
     return sorted(runs, key=lambda run: (run.start, run.end))
 
@@ -190,15 +169,7 @@ def _interval(send: Event, receives: dict[str, list[Event]]) -> tuple[float, flo
 
 
 def plan_of(runs: Sequence[EdgeRun], planned: Sequence[Planned]) -> Planned | None:
-    """Finds the plan of the all-reduce that some copies and additions are of.
-
-    Args:
-      runs: those of one scope.
-      planned: the plans of recent all-reduces, the newest first.
-
-    Returns:
-      The newest whose trees have all their edges, or None.
-    """
+    """Finds the plan of the all-reduce that some copies and additions are of."""
     edges = {
         (run.pack, source, run.target)
         for run in runs

@@ -23,41 +23,21 @@ _PLANES = ("/host:CPU", "/device:")
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Something that took time on a thread of the host or on a stream of a GPU.
+    """Something that took time on a thread of the host or on a stream of a GPU."""
 
-    Attributes:
-      name: the node's name, for an op; otherwise what the profiler calls it.
-      op: the op's type, such as "AddN"; empty if it is not an op.
-      start: when it began, in seconds since the profile did.
-      end: when it ended.
-      line: the thread or stream.
-      receiver: for an op that sends to another device, the name of the op that gets it.
-      from_device: for such an op, the full name of its device.
-      to_device: for such an op, that of the other device.
-    """
-
-    name: str
-    op: str
-    start: float
+    name: str  # The node's name, for an op.
+    op: str  # The op's type, such as "AddN"; empty if it is not an op.
+    start: float  # In seconds since the profile began.
     end: float
-    line: str
+    line: str  # The thread or stream.
+    # For an op that sends to another device: the op that receives, and both devices' full names.
     receiver: str = ""
     from_device: str = ""
     to_device: str = ""
 
 
 def read(folder: pathlib.Path) -> tuple[Event, ...]:
-    """Reads the newest profile in a folder.
-
-    Args:
-      folder: that which the profiler was told to write to.
-
-    Returns:
-      The events, in the order of their start.
-
-    Raises:
-      FileNotFoundError: if there is no profile.
-    """
+    """Reads the newest profile in a folder."""
     found = sorted(folder.rglob("*.xplane.pb"))
     if not found:
         raise FileNotFoundError(f"TensorFlow's profiler wrote nothing below {folder}")

@@ -14,8 +14,7 @@ from tfcdo.execute import planned
 from tfcdo.plan import simulator
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
-from tfcdo.tracing import edges
-from tfcdo.tracing import profile
+from tfcdo.tracing import edges, profile
 from tfcdo.tracing import summary as summaries
 from tfcdo.tracing.edges import EdgeRun
 from tfcdo.tracing.profile import Event
@@ -23,12 +22,9 @@ from tfcdo.tracing.profile import Event
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """Record of what ran while the profiler did, and what was planned.
+    """Events in the order of their start, the newest plans first, and the machine, None if unknown.
 
-    Attributes:
-      events: all events, in the order of their start.
-      planned: the plans of recent all-reduces, the newest first.
-      topology: the machine that plans are simulated on; None to find out.
+    The plans are simulated on that machine.
     """
 
     events: tuple[Event, ...]
@@ -63,14 +59,7 @@ class Recording:
         return found
 
     def planned_tasks(self, runs: Sequence[EdgeRun]) -> tuple[simulator.Task, ...]:
-        """Simulates what was planned for the all-reduce that some edges are of.
-
-        Args:
-          runs: the edges of one all-reduce.
-
-        Returns:
-          The copies and additions, from second 0; none if the plan or a size is not known.
-        """
+        """Simulates what was planned for the all-reduce that some edges are of."""
         plan = edges.plan_of(runs, self.planned)
         schedule = plan.schedule() if plan else None
         if plan is None or schedule is None:
@@ -86,30 +75,14 @@ def lane_of_task(task: simulator.Task) -> str:
 
 
 class Profiler:
-    """TensorFlow's profiler, between `start` and `stop`.
-
-    Args:
-      topology: see `Recording`.
-
-    Example:
-      >>> profiler = Profiler()
-      >>> profiler.start()
-      >>> recording = profiler.stop()
-      >>> recording.summary.num_steps
-      0
-    """
+    """TensorFlow's profiler, between `start` and `stop`."""
 
     def __init__(self, topology: Topology | None = None) -> None:
         self._topology = topology
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self) -> None:
-        """Starts the profiler.
-
-        Raises:
-          tf.errors.AlreadyExistsError: if this process is being profiled already, as by Keras's
-            `TensorBoard` callback.
-        """
+        """Starts the profiler."""
         folder = tempfile.TemporaryDirectory(prefix="tfcdo-trace-")
         try:
             # The names of ops, and no calls of Python, of which there are very many.
@@ -123,14 +96,7 @@ class Profiler:
         self._folder = folder
 
     def stop(self) -> Recording:
-        """Stops the profiler and reads what it wrote.
-
-        Returns:
-          The recording.
-
-        Raises:
-          RuntimeError: if it has not been started.
-        """
+        """Stops the profiler and reads what it wrote."""
         if self._folder is None:
             raise RuntimeError("start the profiler before it is stopped")
         folder, self._folder = self._folder, None

@@ -58,15 +58,7 @@ class Summary:
 
 
 def steps_of(events: Sequence[Event]) -> list[Interval]:
-    """Finds the calls in which all-reduces ran.
-
-    Args:
-      events: the profile.
-
-    Returns:
-      Start and end of each call of a `tf.function` from Python, or of a session, that has ops of an
-      all-reduce; if there is none, of all these ops together.
-    """
+    """Finds the calls in which all-reduces ran."""
     ours = [event for event in events if edges.belongs_to_tfcdo(event)]
     calls = _outermost((one.start, one.end) for one in events if one.name.startswith(_CALLS))
     steps = [
@@ -80,15 +72,7 @@ def steps_of(events: Sequence[Event]) -> list[Interval]:
 
 
 def summarize(events: Sequence[Event], runs: Sequence[EdgeRun]) -> Summary:
-    """Sums a profile up.
-
-    Args:
-      events: the profile.
-      runs: the edges that `edges.find` found in it.
-
-    Returns:
-      The summary.
-    """
+    """Sums a profile up."""
     steps = steps_of(events)
     if not steps:
         return Summary(0)
@@ -132,12 +116,7 @@ def _outermost(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Joins the intervals that overlap.
-
-    Example:
-      >>> union([(3, 4), (0, 2), (1, 2.5)])
-      [(0, 2.5), (3, 4)]
-    """
+    """Joins the intervals that overlap."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -148,12 +127,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Returns what is in both of two lists of intervals, each as `union` returns it.
-
-    Example:
-      >>> intersection([(0, 2), (3, 5)], [(1, 4)])
-      [(1, 2), (3, 4)]
-    """
+    """Returns what is in both of two lists of intervals, each as `union` returns it."""
     common, i, j = [], 0, 0
     while i < len(one) and j < len(other):
         start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])

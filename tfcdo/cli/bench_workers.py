@@ -1,4 +1,4 @@
-"""`tfcdo bench --workers`: measures multi-worker strategies on processes of this host."""
+"""`tfcdo bench workers`: measures multi-worker strategies on processes of this host."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import click
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tfcdo.bench import link
+from tfcdo.bench import devices, hosts, link, worker_pool
 from tfcdo.cli import options
-from tfcdo.units import format_bytes
-from tfcdo.units import format_seconds
-
-if TYPE_CHECKING:
-    from tfcdo.bench import hosts
-    from tfcdo.bench import tracking
+from tfcdo.cli.progress import progress
+from tfcdo.units import format_bytes, format_seconds
 
 
-class RateType(options.ParamType):
+class _Rate(options.ParamType):
     """A rate as tc writes it, such as 1gbit."""
 
     name = "rate"
@@ -39,34 +34,42 @@ class RateType(options.ParamType):
             self.fail(str(error).removeprefix("rate "), param, ctx)
 
 
-def bench_hosts(
-    settings: hosts.Settings,
+@click.command()
+@click.argument("num_workers", metavar="NUMBER", type=click.IntRange(2, 16))
+@options.number(
+    *("-g", "--devices", "num_devices"), least=1, most=16, default=4,
+    text="Number of virtual CPU devices of each worker.",
+)  # fmt: skip
+@options.ITERATIONS
+@options.WARMUP
+@click.option(
+    "--rate",
+    type=_Rate(),
+    metavar="1gbit",
+    help="Limit of the link between the workers, in a network namespace of its own.",
+)
+@options.JSON_FILE
+def workers(
+    num_workers: int,
+    num_devices: int,
+    iterations: int,
+    warmup: int,
     rate: link.Rate | None,
     json_file: pathlib.Path | None,
-    console: Console,
-    track: tracking.Track,
 ) -> int:
-    """Measures, prints the table and writes the JSON file.
+    """Train a model on NUMBER processes of this host.
 
-    Args:
-      settings: how to measure.
-      rate: the rate of the link between the workers; None to leave it as it is.
-      json_file: where to write the results; None for nowhere.
-      console: where to print.
-      track: shows the progress.
-
-    Returns:
-      The exit status: 1 if a result of tfcdo's is wrong.
+    TensorFlow's and tfcdo's MultiWorkerMirroredStrategy take turns: step time, and bytes between
+    the processes. The exit status is 1 if a result of tfcdo's is wrong.
     """
-    from tfcdo.bench import hosts
-    from tfcdo.bench import worker_pool
-
-    with _open_link(rate, console) as opened:
+    console = options.make_console(width_of_a_pipe=120)
+    settings = hosts.HostsSettings(num_workers, num_devices, iterations, warmup)
+    with progress(console) as track, _open_link(rate, console) as opened:
         try:
             result = hosts.run(settings, opened, track)
         except worker_pool.WorkerError as error:
             raise click.ClickException(str(error)) from error
-    print_result(result, console)
+    _show(result, console)
     if json_file:
         _write_json(result, json_file)
     ours = [result.of_kind("tfcdo"), result.of_kind("tfcdo bfloat16")]
@@ -74,7 +77,7 @@ def bench_hosts(
 
 
 @contextlib.contextmanager
-def _open_link(rate: link.Rate | None, console: Console) -> Iterator[link.Link]:
+def _open_link(rate: link.Rate | None, console: Console) -> Iterator[link.Loopback]:
     """Opens a link of the workers' own; without a rate, falls back on the shared one."""
     with contextlib.ExitStack() as stack:
         try:
@@ -89,13 +92,7 @@ def _open_link(rate: link.Rate | None, console: Console) -> Iterator[link.Link]:
         yield opened
 
 
-def print_result(result: hosts.HostsResult, console: Console) -> None:
-    """Prints the table of one run.
-
-    Args:
-      result: what was found.
-      console: where.
-    """
+def _show(result: hosts.HostsResult, console: Console) -> None:
     theirs = result.of_kind("tf")
     rate = f", {theirs.rate} for both directions together" if theirs.rate else ""
     table = Table(
@@ -137,8 +134,6 @@ def print_result(result: hosts.HostsResult, console: Console) -> None:
 
 
 def _write_json(result: hosts.HostsResult, path: pathlib.Path) -> None:
-    from tfcdo.bench import machine
-
     found = {
         "results": [dataclasses.asdict(one) for one in result.measurements],
         "weight_difference": result.weight_difference,
@@ -147,4 +142,4 @@ def _write_json(result: hosts.HostsResult, path: pathlib.Path) -> None:
         # Of the last minute: how many processes wanted to run, the workers among them.
         "load": os.getloadavg()[0],
     }
-    machine.write_json(path, "virtual CPU devices of several processes", found)
+    devices.write_json(path, "virtual CPU devices of several processes", found)

@@ -1,24 +1,16 @@
-"""Prints the tables and writes the JSON file of `tfcdo bench`."""
+"""Prints the tables of `tfcdo bench`, of its `fit` and of its `sparse`."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tfcdo.bench import fit
-from tfcdo.bench import implementations
-from tfcdo.bench import machine
-from tfcdo.bench import measure
-from tfcdo.bench import rows
-from tfcdo.bench.devices import Devices
+from tfcdo.bench import fit, implementations, measure, rows
 from tfcdo.cli import options
 
 _REDOP = "sum"
@@ -35,12 +27,7 @@ def short_name(name: str) -> str:
 
 
 def show(results: Sequence[measure.Measurement], console: Console) -> None:
-    """Prints the table of times, and that of other costs.
-
-    Args:
-      results: as `measure.run` returns them, of one workload after the other.
-      console: where.
-    """
+    """Prints the tables of times and of other costs, of one workload after the other."""
     for table in _tables_of_times(results, console):
         console.print(table)
     console.print(
@@ -106,7 +93,7 @@ def _table_of_times(
                 *(_workload_cells(one) if with_workload else ()),
                 short_name(one.name),
                 _microseconds(one.seconds),
-                _microseconds(one.spread),
+                f"{one.spread * 1e6:.1f}",
                 "-" if one.p99 is None else _microseconds(one.p99),
                 _number(one.algbw / 1e9) if has_bandwidth else "",
                 _number(one.busbw / 1e9) if has_bandwidth else "",
@@ -124,8 +111,10 @@ def _workload_cells(one: measure.Measurement) -> tuple[str, ...]:
 
 
 def _microseconds(seconds: float) -> str:
+    if seconds <= 0:
+        return "below noise"
     value = seconds * 1e6
-    return f"{value:.1f}" if abs(value) < 1000 else f"{value:.0f}"
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
 def _table_of_costs(results: Sequence[measure.Measurement]) -> Table:
@@ -180,52 +169,69 @@ def show_fit(results: Sequence[fit.FitMeasurement], console: Console) -> None:
     console.print(table)
 
 
-def write_json(
-    results: Sequence[measure.Measurement | fit.FitMeasurement | rows.RowsMeasurement],
-    devices: Devices,
-    path: pathlib.Path,
-) -> None:
-    """Writes all measurements, with where and when they were made.
-
-    Args:
-      results: the measurements; their fields become the keys.
-      devices: what they were made on.
-      path: the file.
-    """
-    found = {"results": [_as_json(one) for one in results]}
-    machine.write_json(path, devices.description, found)
-
-
-def _as_json(
-    one: measure.Measurement | fit.FitMeasurement | rows.RowsMeasurement,
-) -> dict[str, Any]:
-    fields = dataclasses.asdict(one)
-    if isinstance(one, measure.Measurement):
-        # JSON has no NaN, which is the bandwidth of a time that is lost in its spread.
-        for name, value in (("algbw", one.algbw), ("busbw", one.busbw)):
-            fields[name] = None if math.isnan(value) else value
-    return fields
+def show_rows(results: Sequence[rows.RowsMeasurement], console: Console) -> None:
+    """Prints the table of reducing rows and updating their table, of one workload."""
+    first = results[0]
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{first.num_rows:,} rows on each of {first.num_devices} devices, "
+        f"{first.repeat:.0%} of them on all",
+        title_justify="left",
+    )
+    table.add_column("reduce and update\n", overflow="fold")
+    for update in (rows.SGD, rows.MOMENTUM):
+        for heading in (f"{update}\n(ms)", "±\n(ms)", "of\nTF"):
+            table.add_column(options.printable(heading, console), justify="right", no_wrap=True)
+    table.add_column("#wrong\n", justify="right", no_wrap=True)
+    for name in dict.fromkeys(one.name for one in results):
+        cells, wrong = [], 0
+        for update in (rows.SGD, rows.MOMENTUM):
+            one = next(one for one in results if (one.name, one.update) == (name, update))
+            theirs = rows.fastest(results, implementations.TENSORFLOW, update)
+            ratio = f"{one.seconds / theirs.seconds:.2f}" if theirs else "-"
+            cells += [f"{one.seconds * 1e3:.1f}", f"{one.spread * 1e3:.1f}", ratio]
+            wrong += one.wrong
+        table.add_row(name, *cells, str(wrong))
+    console.print(table)
+    console.print(
+        options.printable(
+            "Times are medians of whole steps, ± is the distance between the quartiles. of TF: as "
+            "a multiple of the fastest right TensorFlow class's. For momentum, each device first "
+            "adds TensorFlow's rows of equal index, as TensorFlow's optimizers do; of tfcdo's "
+            "result there is one of each. No step is shorter than updating alone.",
+            console,
+        )
+    )
 
 
 def show_averages(results: Sequence[measure.Measurement], console: Console) -> None:
-    """Prints the average bus bandwidth of each implementation, as nccl-tests ends.
+    """Prints average bus bandwidths as nccl-tests does, tfcdo's best in the last line.
 
-    The last line is tfcdo's best, for whoever looks at the last line only.
-
-    Args:
-      results: the measurements of all sizes.
-      console: where.
+    They are averages over the sizes at which all implementations have a time above the noise.
     """
-    found: dict[str, list[float]] = {}
     ours = {one.name for one in results if one.kind == implementations.OURS}
-    for one in results:
-        if one.kind in _IMPLEMENTATIONS and not math.isnan(one.busbw):
-            found.setdefault(one.name, []).append(one.busbw / 1e9)
-    averages = {name: sum(values) / len(values) for name, values in found.items()}
-    # As for the exit status, what TensorFlow's classes get wrong counts only if nothing else ran.
-    judged = [one for one in results if one.name in (ours or averages)]
+    busbw = {
+        (one.name, one.workload, one.size): one.busbw / 1e9
+        for one in results
+        if one.kind in _IMPLEMENTATIONS and not math.isnan(one.busbw)
+    }
+    names = {name for name, *_ in busbw}
+    workloads = {(one.workload, one.size) for one in results}
+    common = [work for work in workloads if all((name, *work) in busbw for name in names)]
+    averages = {
+        name: sum(busbw[(name, *work)] for work in common) / len(common)
+        for name in (names if common else ())
+    }
+    # As for the exit status, TensorFlow's wrong results count only if nothing else ran.
+    judged = [one for one in results if one.name in (ours or names)]
     wrong = sum(one.wrong or 0 for one in judged)
     console.print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    if len(common) < len(workloads):
+        console.print(
+            f"# Averages of {len(common)} of {len(workloads)} sizes; at the others, some time is "
+            "below noise",
+            soft_wrap=True,
+        )
     for name in sorted(averages, key=lambda name: (name in ours, averages[name])):
         console.print(f"# Avg bus bandwidth    : {averages[name]:g} ({name})", soft_wrap=True)
 
