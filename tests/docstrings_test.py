@@ -18,11 +18,14 @@ import tfcdo.plan
 import tfcdo.topology
 
 # virtual_devices is no case: its example must come before TensorFlow starts.
+# Modules without a name that users import.
+_INTERNAL = ("decide", "dtypes", "nccl_choice", "options", "summary")
 _MODULES = (
     *(
         f"{room.__name__}.{module.name}"
         for room in (tfcdo.plan, tfcdo.topology)
         for module in pkgutil.iter_modules(room.__path__)
+        if module.name not in _INTERNAL
     ),
     "tfcdo.cross_device_ops",
     "tfcdo.environment",

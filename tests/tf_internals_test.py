@@ -60,11 +60,10 @@ sys.modules["tfcdo"] = package
 for name in sys.argv[2:]:
     importlib.import_module(name)
 from tfcdo import topology
-from tfcdo.plan import batch_plan
 from tfcdo.plan import packing
-spec = batch_plan.ValueSpec("float32", 4, (10,))
-plan = packing.plan_batch((spec,), packing.PackingOptions(2), "ring", topology.preset("dgx1"))
-assert len(plan.packs) == 2
+items = [packing.Item(0, "float32", 4, (10,))]
+packs = packing.pack(items, packing.PackingOptions(2), "ring", topology.preset("dgx1"))
+assert len(packs) == 2
 print("planned", len(sys.argv) - 2, "modules")
 """.replace("{PURE}", repr(PURE))
 

@@ -9,22 +9,19 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import tensorflow as tf
 
 from tfcdo.cluster.agreement import digest
+from tfcdo.execute import arguments
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.base import class_options
 from tfcdo.execute.devices import check_device
 from tfcdo.execute.request import check_count
-from tfcdo.plan import algorithms
 from tfcdo.plan import copy_tree
 from tfcdo.plan.options import Options
 from tfcdo.plan.packing import PackingOptions
-from tfcdo.plan.saved_plan import SavedPlan
-from tfcdo.topology import measured
-from tfcdo.topology.measured import Measured
 from tfcdo.topology.topology import Topology
 
 SparseAsDense = bool | Literal["auto"]
@@ -162,10 +159,10 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         error_feedback: bool = False,
     ) -> None:
         common = class_options(wire_dtype, error_feedback, sparse_as_dense)
-        algorithm = _check_algorithm(all_reduce_alg)
-        read = _read_topology(topology)
+        algorithm = arguments.check_algorithm(all_reduce_alg)
+        read = arguments.read_topology(topology)
         machine = read.topology if read else None
-        _check_require_nccl(require_nccl, algorithm)
+        arguments.check_require_nccl(require_nccl, algorithm)
         if num_packs is None and algorithm in ("nccl", "hierarchical_copy"):
             num_packs = 1
         packing = PackingOptions(
@@ -344,7 +341,7 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         if not nccl:
             self._options = dataclasses.replace(self._options, nccl="never")
         if plan is not None:
-            saved = _read_plan(plan)
+            saved = arguments.read_plan(plan)
             self._options = dataclasses.replace(
                 self._options, algorithm=saved.schedule, nccl="never", saved=saved
             )
@@ -357,62 +354,3 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         # By its content: its path may be another one on each host.
         content = digest({"plan": saved.to_json()}) if saved else "None"
         return {**super().compared_among_hosts, "cross_device_ops.plan": content}
-
-
-def _read_topology(given: Any) -> Measured | None:
-    """Returns the argument `topology` as a measurement: a topology, or the path of a file with one.
-
-    Raises:
-      TypeError: if it is neither.
-      ValueError: if the file does not hold one.
-    """
-    if given is None:
-        return None
-    if isinstance(given, Topology):
-        return Measured(given, "")
-    if not isinstance(given, (str, os.PathLike)):
-        raise TypeError(
-            f"topology must be a tfcdo.topology.Topology, the path of a file or None; got {given!r}"
-        )
-    try:
-        return measured.read(given)
-    except ValueError as error:
-        raise ValueError(
-            "topology must be a file that tfcdo.topology.measure or Topology.to_json has written: "
-            f"{error}"
-        ) from None
-
-
-def _check_algorithm(algorithm: Any) -> str | tuple[copy_tree.CopyTree, ...]:
-    """Returns the argument `all_reduce_alg`: a known name, or copy trees."""
-    trees = tuple(algorithm) if isinstance(algorithm, Sequence) else ()
-    if trees and all(isinstance(tree, copy_tree.CopyTree) for tree in trees):
-        return trees
-    known = ("nccl", *algorithms.ALGORITHMS)
-    if not isinstance(algorithm, str) or algorithm not in known:
-        raise ValueError(
-            f"all_reduce_alg must be one of {', '.join(map(repr, known))}, or a list of "
-            f"tfcdo.plan.copy_tree.CopyTree; got {algorithm!r}"
-        )
-    return algorithm
-
-
-def _check_require_nccl(require_nccl: Any, algorithm: algorithms.Algorithm) -> None:
-    if not isinstance(require_nccl, bool):
-        raise TypeError(f"require_nccl must be True or False; got {require_nccl!r}")
-    if require_nccl and algorithm != "nccl":
-        raise ValueError(
-            f"require_nccl must be False unless all_reduce_alg is 'nccl'; got all_reduce_alg="
-            f"{algorithm!r}, which does not use NCCL"
-        )
-
-
-def _read_plan(path: Any) -> SavedPlan:
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"plan must be the path of a file, or None; got {path!r}")
-    try:
-        return SavedPlan.read(os.fspath(path))
-    except ValueError as error:
-        raise ValueError(
-            f"plan must be a file that `tfcdo plan --save` has written: {error}"
-        ) from None

@@ -47,38 +47,17 @@ OPTIONS_TYPE = type(tf.distribute.experimental.CommunicationOptions())
 
 
 def per_replica(values: Sequence[Any]) -> Any:
-    """Wraps one value per replica as `MirroredStrategy` does for values that may differ.
-
-    Args:
-      values: one tensor or `tf.IndexedSlices` per replica, each on its replica's device.
-
-    Returns:
-      A `PerReplica`.
-    """
+    """Wraps one value per replica as `MirroredStrategy` does for values that may differ."""
     return _values.PerReplica(tuple(values))
 
 
 def mirrored(values: Sequence[Any]) -> Any:
-    """Wraps equal values, one per device, as the strategy's own reductions return them.
-
-    Args:
-      values: one tensor or `tf.IndexedSlices` per device.
-
-    Returns:
-      A `Mirrored`; a single value stays as it is, which is how TensorFlow returns a result for one
-      device.
-    """
+    """Wraps equal values, one per device, as a strategy does; a single value stays as it is."""
     return values[0] if len(values) == 1 else _values.Mirrored(tuple(values))
 
 
 def canonical_device(device: str) -> str:
     """Spells a device name in full, missing parts filled in from the current device scope.
-
-    Args:
-      device: a device name in any form that TensorFlow reads, such as `/cpu:1` or `GPU:0`.
-
-    Returns:
-      The full name, such as `/job:localhost/replica:0/task:0/device:CPU:1`.
 
     Raises:
       ValueError: if `device` is not a device name.
@@ -145,30 +124,14 @@ def devices_of_strategy() -> tuple[str, ...]:
 
 
 def device_types_with_kernel(op_name: str) -> frozenset[str]:
-    """Returns the device types for which a kernel of an op is registered in this process.
-
-    Args:
-      op_name: the op's registered name, such as `NcclAllReduce`.
-
-    Returns:
-      Device types such as `{"GPU"}`; empty if the op has no kernel.
-    """
+    """Returns the device types, such as "GPU", with a kernel of an op in this process."""
     kernel_list = _kernels.get_registered_kernels_for_op(op_name)
     return frozenset(kernel.device_type for kernel in kernel_list.kernel)
 
 
 @functools.cache
 def dtypes_of_op(op_name: str, attribute: str) -> frozenset[tf.DType]:
-    """Returns the dtypes that an op's definition allows for one of its attributes.
-
-    Args:
-      op_name: the op's registered name.
-      attribute: the attribute's name, such as `T`.
-
-    Returns:
-      The dtypes; empty if the op or the attribute is not known or takes any dtype. An op's
-      definition does not change, so it is read once.
-    """
+    """Returns the dtypes that an op allows for an attribute; empty if it takes any dtype."""
     definition = _op_def_registry.get(op_name)
     return frozenset(
         tf.as_dtype(number)
@@ -189,11 +152,6 @@ def captured(tensor: tf.Tensor) -> tf.Tensor:
     TensorFlow does so by itself but in the gradient of a `tf.while_loop`, whose body knows only the
     tensors of the graph around it.
 
-    Args:
-      tensor: the eager tensor.
-
-    Returns:
-      The tensor, or what stands for it in the graph.
     """
     graph = tf.compat.v1.get_default_graph()
     if not getattr(graph, "is_control_flow_graph", False):

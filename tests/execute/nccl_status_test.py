@@ -7,6 +7,7 @@ there is none, a process of its own looks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -239,6 +240,22 @@ class WithoutKernelTest(tf.test.TestCase):
         self.assertIn("require_nccl=True", error)
         self.assertIn(self.report["status"], error)
         self.assertNotIn("tfcdo", self.output.partition("UP TO HERE")[0])
+
+
+class RequiredTest(tf.test.TestCase):
+    def test_refuses_before_any_op(self):
+        rows = [tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([5, 2]))] * 3
+        ops = tfcdo.NcclAllReduce(require_nccl=True, sparse_as_dense=True)
+
+        def refused(value):
+            refusal = self.assertRaisesRegex(RuntimeError, "(?s)require_nccl.*NcclAllReduce.*CPU")
+            with kernels_for(), refusal:
+                ops.batch_reduce(tu.SUM, [(value, value)])
+
+        for own in ([1.0, 2.0, 3.0], rows):
+            value = tu.per_replica(own)
+            step = functools.partial(refused, value)
+            self.assertEmpty(tf.function(step).get_concrete_function().graph.get_operations())
 
 
 if __name__ == "__main__":

@@ -216,9 +216,14 @@ def _check_sums(strategy: Any) -> None:
 
 
 def _per_replica(strategy: Any, make: Callable[[int], Any]) -> Any:
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: make(context.replica_id_in_sync_group)
-    )
+    devices = strategy.extended.worker_devices
+
+    def on_its_device(context: Any) -> Any:
+        replica = context.replica_id_in_sync_group
+        with tf.device(devices[replica % len(devices)]):
+            return make(replica)
+
+    return strategy.experimental_distribute_values_from_function(on_its_device)
 
 
 def _numbers(shape: tuple[int, ...], replica: int, position: int) -> np.ndarray:

@@ -3,58 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
 from typing import Any, ClassVar
 from unittest import mock
 
 import keras
 import tensorflow as tf
 import testing_utils as tu
+import tracing_testing
 from absl.testing import absltest, parameterized
 from cli_testing import run_tfcdo
 
 import tfcdo
-from tfcdo import log, tf_internals
+from tfcdo import log
 from tfcdo.execute import planned
 from tfcdo.keras import trace_summary
 from tfcdo.plan.plan import Plan
-from tfcdo.plan import copy_tree
 from tfcdo.plot import trace as trace_plot
 from tfcdo.tracing import edges, profile, recording, summary
 from tfcdo.tracing.profile import Event
 
 _STEPS = 3
 _DEVICES = 3
-
-
-def _training_step() -> Any:
-    """A step with two packs, whose trees have 0 and 1 as roots and two edges each."""
-    return _step(tfcdo.HierarchicalCopyAllReduce(num_packs=2), range(_DEVICES))
-
-
-def _step(ops: Any, devices: Sequence[int]) -> Any:
-    values = tu.per_replica(
-        [tf.ones([60_000])] * len(devices), [tu.device_name(device) for device in devices]
-    )
-
-    @tf.function
-    def step() -> Any:
-        with tf.name_scope("computation"):
-            factors = []
-            for value in values.values:
-                with tf.device(value.device):
-                    factors.append(tf.math.sin(value))
-        own = tf_internals.per_replica(factors)
-        return ops.reduce(tu.SUM, own, own).values
-
-    return step
 
 
 class TraceTest(tf.test.TestCase):
@@ -65,7 +40,9 @@ class TraceTest(tf.test.TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        step = _training_step()
+        # Two packs, whose trees have 0 and 1 as roots and two edges each.
+        ops = tfcdo.HierarchicalCopyAllReduce(num_packs=2)
+        step = tracing_testing.step_on(ops, range(_DEVICES))
         step()
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "out.json"
@@ -165,60 +142,6 @@ class WireTest(tf.test.TestCase):
                 *[(edges.BROADCAST, (1,), child) for child in (0, 2)],
             ],
         )
-
-
-class OtherPlansTest(tf.test.TestCase):
-    """Of several plans with one scope, the one that ran is shown."""
-
-    def trace_of(self, devices: Sequence[int], *, between: Any) -> Any:
-        """Records a step on some devices, after something else was done."""
-        ops = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
-        step = _step(ops, devices)
-        step()
-        between()
-        profiler = recording.Profiler()
-        profiler.start()
-        step()
-        step()
-        return profiler.stop()
-
-    def check(self, found: Any, devices: Sequence[int]) -> None:
-        (runs,) = found.runs_of_step().values()
-        plan: Any = edges.plan_of(runs, found.planned)
-        self.assertEqual(tuple(map(tu.device_name, devices)), plan.devices)
-        copies = {run.way for run in runs if run.kind == edges.REDUCE}
-        self.assertEqual({"1→0", "2→1"}, copies)
-        lanes = {recording.lane_of_task(task) for task in found.planned_tasks(runs)}
-        self.assertContainsSubset(copies, lanes)
-
-    def test_the_same_devices_in_another_order(self):
-        for devices, other in (((0, 1, 2), (2, 0, 1)), ((1, 0, 2), (1, 2, 0))):
-            star = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
-            found = self.trace_of(devices, between=_step(star, other))
-            self.check(found, devices)
-
-    def test_explaining_is_no_plan(self):
-        ops = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
-        before = planned.recent()
-        told = ops.explain([(60_000,)], devices=tu.device_names(3)[::-1])
-        self.assertEqual(before, planned.recent())
-        self.assertLen(told.packs, 1)
-        devices = (0, 1, 2)
-        explain = functools.partial(ops.explain, [(60_000,)], devices=tu.device_names(3)[::-1])
-        self.check(self.trace_of(devices, between=explain), devices)
-
-    def test_two_orders_in_one_profile(self):
-        star = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
-        steps = [_step(star, order) for order in ((0, 1, 2), (2, 0, 1))]
-        for step in steps:
-            step()
-        profiler = recording.Profiler()
-        profiler.start()
-        for step in steps:
-            step()
-        runs = profiler.stop().runs
-        copies = [run.way for run in runs if run.kind == edges.REDUCE]
-        self.assertCountEqual(["1→0", "2→1"] * 2, copies)
 
 
 class ArgumentsTest(parameterized.TestCase):

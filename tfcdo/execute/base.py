@@ -39,13 +39,7 @@ _as_written = tf.autograph.experimental.do_not_convert
 
 
 class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Trackable):
-    """Does the work that all classes share; they differ in their `Options`.
-
-    Args:
-      options: the choices of the class.
-      accumulation_fn: combines the values on one device; None to add them.
-      reduce_to_device: the device that everything is reduced on; None to choose.
-    """
+    """Does the work that all classes share; they differ in their `Options`."""
 
     def __init__(
         self,
@@ -257,9 +251,6 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         self, reduce_op: tf.distribute.ReduceOp, reductions: Sequence[Reduction], options: Any
     ) -> list[Any]:
         op: Literal["sum", "mean"] = "mean" if reduce_op == tf.distribute.ReduceOp.MEAN else "sum"
-        if self.accumulation_fn is None or op == "mean":
-            # An accumulation_fn may take other dtypes, until the result is divided.
-            request.check_numeric(reductions)
         return self._answer(op, reductions, options)
 
     def _answer(
@@ -277,6 +268,9 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
     def _plans_of(
         self, op: str, reductions: Sequence[Reduction], options: Any = None, axis: Any = None
     ) -> list[tuple[Question, Plan]]:
+        # An accumulation_fn may take other dtypes, until the result is divided.
+        if op == "mean" or (op == "sum" and self.accumulation_fn is None):
+            request.check_numeric(reductions)
         if self._network is not None:
             known = self._network.with_known_devices
             reductions = [questioning.placed(reduction, known) for reduction in reductions]

@@ -57,7 +57,8 @@ class Explanation:
 
     Attributes:
       ops: the `repr` of the object that was asked.
-      devices: the devices, by whose indices the copy trees name them.
+      devices: the devices, by whose indices the copy trees name them: the replicas' and then, if
+        values are reduced elsewhere, that one.
       algorithm: the way in which the values are reduced, such as "ring", "NCCL" or "one device".
       reason: the reason for it.
       packs: the packs; none if each value is reduced on one device as it is.
@@ -129,29 +130,29 @@ def explain(
     if not isinstance(shapes, Iterable):
         raise TypeError(f"shapes must be a list with the shape of each value; got {shapes!r}")
     known = [_known_shape(index, shape) for index, shape in enumerate(shapes)]
-    found: list[Plan] = []
+    found: list[tuple[Question, Plan]] = []
 
     def all_reduce() -> None:
         values = [_placeholders(shape, dtype, names) for shape in known]
         for question, plan in plans_of("sum", check_pairs([(value, value) for value in values])):
-            found.append(plan)
+            found.append((question, plan))
             emit(question, plan)
 
     graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
     # A counter marks the progress of collectives for the watch between hosts.
     types = [op.type for op in graph.get_operations() if op.type != "Placeholder"]
     by_edge: collections.Counter[tuple[int, int]] = collections.Counter()
-    for plan in found:
+    for _, plan in found:
         by_edge.update(summary.bytes_by_edge(plan))
     return Explanation(
         ops,
-        names,
-        found[0].algorithm if found else "nothing",
-        found[0].why if found else "the batch is empty",
-        tuple(_pack(pack) for plan in found for pack in plan.packs),
+        found[0][0].devices if found else names,
+        found[0][1].algorithm if found else "nothing",
+        found[0][1].why if found else "the batch is empty",
+        tuple(_pack(pack) for _, plan in found for pack in plan.packs),
         dict(by_edge),
         dict(collections.Counter(types)),
-        sum(map(summary.bytes_between_hosts, found)),
+        sum(summary.bytes_between_hosts(plan) for _, plan in found),
     )
 
 

@@ -9,12 +9,11 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from tfcdo import log
 from tfcdo.plan import algorithms
 from tfcdo.plan import copy_tree
 from tfcdo.plan import dtypes
+from tfcdo.plan import nccl_choice
 from tfcdo.plan import packing
-from tfcdo.plan.device_work import predicted_seconds
 from tfcdo.plan.options import Machine
 from tfcdo.plan.options import Options
 from tfcdo.plan.packing import PackingOptions
@@ -27,12 +26,8 @@ from tfcdo.plan.plan import Plan
 from tfcdo.plan.plan import Request
 from tfcdo.plan.plan import RootStep
 from tfcdo.plan.plan import Slice
-from tfcdo.plan.size_class import size_class
 from tfcdo.plan.widening import widened
-from tfcdo.topology.measured import Measured
 from tfcdo.topology.topology import Topology
-from tfcdo.units import format_bytes
-from tfcdo.units import format_seconds
 
 # Below this a pack is sent between hosts as it is: the second collective would cost more than the
 # bytes that it saves.
@@ -147,22 +142,27 @@ def codec_for(wire: str, dtype: str, feedback: bool = False) -> Codec:
     return Codec(wire, scale, feedback)
 
 
-def _root_step(
-    batch: Batch, options: Options, dtype: str, exact: bool, tensors: Sequence[FusedTensor]
-) -> RootStep:
-    """Returns the root step of a pack of dense values."""
+def _between_codec(batch: Batch, request: Request, options: Options) -> Codec:
+    """Returns how a value is encoded where it is sent to other hosts."""
+    wire = options.between.wire if options.between else None
+    if wire is None or request.exact or request.value.rows or not batch.is_all_reduce:
+        return IDENTITY
+    if request.value.dtype not in dtypes.CAST:
+        return IDENTITY
+    return codec_for(wire, request.value.dtype)
+
+
+def _root_step(batch: Batch, dtype: str, codec: Codec, tensors: Sequence[FusedTensor]) -> RootStep:
+    """Returns the root step of a pack of dense values, which a codec encodes between hosts."""
     divide = _divide(batch)
     if batch.hosts == 1:
         return RootStep(divide=divide)
     slices = [part for tensor in tensors for part in tensor.slices]
-    known = all(part.stop is not None for part in slices)
     num_bytes = sum(part.size for part in slices) * dtypes.itemsize(dtype)
-    wire = options.between.wire if options.between else None
-    if wire is None or exact or dtype not in dtypes.CAST or not batch.is_all_reduce:
+    known = all(part.stop is not None for part in slices)
+    if codec.dtype is None or (known and num_bytes < MIN_ENCODED_BYTES):
         return RootStep("sum", divide=divide)
-    if known and num_bytes < MIN_ENCODED_BYTES:
-        return RootStep("sum", divide=divide)
-    return RootStep("shares", codec_for(wire, dtype), divide)
+    return RootStep("shares", codec, divide)
 
 
 def _items(batch: Batch, members: Sequence[int], codec: Codec) -> list[packing.Item]:
@@ -181,15 +181,16 @@ def _all_reduced(
     batch: Batch, options: Options, machine: Machine
 ) -> tuple[tuple[Pack, ...], str, str]:
     """Packs dense values; those that are encoded alike are planned together."""
-    groups: dict[tuple[Codec, bool, bool], list[int]] = {}
+    groups: dict[tuple[Codec, Codec, bool], list[int]] = {}
     for index, request in enumerate(batch.requests):
         codec = _codec(batch, request, options)
-        nccl = _uses_nccl(batch, request, options, machine, codec)
-        groups.setdefault((codec, request.exact, nccl), []).append(index)
+        nccl = nccl_choice.uses_nccl(batch, packed_dtype(batch, request), options, machine, codec)
+        between = _between_codec(batch, request, options)
+        groups.setdefault((codec, between, nccl), []).append(index)
     packs: list[Pack] = []
     reasons: list[tuple[int, str, str]] = []
     flat = options.between is not None and options.between.flat
-    for (codec, exact, nccl), members in groups.items():
+    for (codec, between, nccl), members in groups.items():
         items = _items(batch, members, codec)
         if nccl or flat:
             own, name, why = _nccl_packs(batch, items, options, machine)
@@ -201,7 +202,7 @@ def _all_reduced(
         reasons.append((num_bytes, name, why))
         offset = len(packs)
         for packed in own:
-            root = _root_step(batch, options, packed.dtype, exact, packed.tensors)
+            root = _root_step(batch, packed.dtype, between, packed.tensors)
             after = None if packed.after is None else packed.after + offset
             tree = None if nccl or flat else packed.tree
             packs.append(
@@ -239,7 +240,7 @@ def _nccl_packs(
     trees = (copy_tree.star(machine.topology.num_devices),)
     why = "an NcclAllReduce kernel is registered for these devices"
     if options.nccl == "auto":
-        why = _trees_beat_nccl(batch, options)[1]
+        why = nccl_choice.trees_beat_nccl(batch, options)[1]
     return packing.pack(items, how, trees, machine.topology), "NCCL", why
 
 
@@ -302,58 +303,6 @@ def _reason(
     return algorithm, f"auto found it fastest for {num_bytes:,} bytes in the simulator; {place}"
 
 
-def _uses_nccl(
-    batch: Batch, request: Request, options: Options, machine: Machine, codec: Codec
-) -> bool:
-    """Returns whether NCCL adds a value; says why not, once, where it was requested."""
-    if options.nccl == "never" or batch.replicas == 1:
-        return False
-    if options.between is not None:
-        if options.between.flat:
-            return False  # One collective over all hosts; see `Pack.over_hosts`.
-        if options.require_nccl and machine.nccl_hosts:
-            raise RuntimeError(f"NCCL cannot run (require_nccl=True): {machine.nccl_hosts}")
-        return False
-    # NCCL adds encoded values in 16 bits, so only a user who asks for NCCL gets that.
-    if options.nccl == "auto" and codec.dtype is not None:
-        return False
-    reason = machine.why_no_nccl(codec.dtype or packed_dtype(batch, request))
-    if not reason:
-        return options.nccl == "always" or not _trees_beat_nccl(batch, options)[0]
-    if options.require_nccl:
-        raise RuntimeError(f"NCCL cannot run (require_nccl=True): {reason}")
-    if options.nccl == "always":
-        log.warn_once(f"NCCL was requested but is not available; using copy trees: {reason}")
-    else:
-        log.info_once(f"auto takes copy trees, because NCCL cannot run: {reason.split('; ')[0]}")
-    return False
-
-
-def _trees_beat_nccl(batch: Batch, options: Options) -> tuple[bool, str]:
-    """Returns whether copy trees are faster by the measurement that was given, and the reason."""
-    sizes = [(request.value.size or 0, request.value.dtype) for request in batch.requests]
-    about = size_class(sum(size * dtypes.itemsize(dtype) for size, dtype in sizes))
-    beat, reason = _compare(options.measured, about)
-    log.info_once(
-        f"auto takes {'copy trees' if beat else 'NCCL'} for about {format_bytes(about)} "
-        f"on each of {batch.replicas} devices: {reason}"
-    )
-    return beat, reason
-
-
-@functools.lru_cache(maxsize=256)
-def _compare(measured: Measured | None, num_bytes: int) -> tuple[bool, str]:
-    by_nccl = measured.nccl_seconds(num_bytes) if measured else None
-    if measured is None or by_nccl is None:
-        return False, "it can run, and topology= has no measurement of it"
-    schedule = algorithms.make_schedule("auto", measured.topology, num_bytes)
-    trees = predicted_seconds(schedule, measured.topology)
-    return trees < by_nccl, (
-        f"as measured on {measured.date}, NCCL takes {format_seconds(by_nccl)} and copy trees "
-        f"{format_seconds(trees)}"
-    )
-
-
 def _on_one_device(
     batch: Batch, options: Options, machine: Machine
 ) -> tuple[tuple[Pack, ...], str, str]:
@@ -384,7 +333,7 @@ def _on_one_device(
                 dtype,
                 tree,
                 _codec(batch, request, options),
-                _root_step(batch, options, dtype, request.exact, whole),
+                _root_step(batch, dtype, _between_codec(batch, request, options), whole),
                 tuple(sorted(set(request.to))),
             )
         )

@@ -50,9 +50,10 @@ class PackingOptions:
     last_first: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not isinstance(value, bool) and (name != "num_packs" or value is not None):
-                checks.check_int(name, value, at_least=0)
+        if self.num_packs is not None:
+            checks.check_int("num_packs", self.num_packs, at_least=0)
+        for name in ("agg_small_grads_max_bytes", "agg_small_grads_max_group", "bytes_per_pack"):
+            checks.check_int(name, getattr(self, name), at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
