@@ -170,8 +170,13 @@ def _device_names(devices: Sequence[str] | None) -> tuple[str, ...]:
     if devices is None and tf.distribute.has_strategy():
         devices = tf.distribute.get_strategy().extended.worker_devices
     elif devices is None:
-        logical = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
-        devices = [device.name for device in logical]
+        this_host = tf_internals.canonical_device("CPU:0").removesuffix("CPU:0")
+        for kind in ("GPU", "CPU"):
+            logical = [
+                tf_internals.canonical_device(device.name)
+                for device in tf.config.list_logical_devices(kind)
+            ]
+            devices = devices or [name for name in logical if name.startswith(this_host)]
     names = checks.check_device_list(devices)
     for name in names:
         check_device("each of devices", name)

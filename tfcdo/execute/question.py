@@ -85,7 +85,7 @@ def questions(
         requests = tuple(
             Request(spec, _nodes_of(reduction, nodes), reduction.exact or spec.size == 1)
             for reduction in members
-            for spec in [_spec(reduction, as_rows)]
+            for spec in [_gathered(reduction) if op == "gather" else _spec(reduction, as_rows)]
         )
         chosen = None
         if one_device:
@@ -129,6 +129,12 @@ def _spec(reduction: Reduction, as_rows: bool) -> ValueSpec:
     if known[0] and not all(known):
         sizes = None  # Its size counts as known only if it is known of all replicas.
     return ValueSpec(values[0].dtype.name, sizes, table=reduction.is_sparse)
+
+
+def _gathered(reduction: Reduction) -> ValueSpec:
+    """Describes a value to gather: its sizes may differ between replicas and hosts."""
+    rank = reduction.values[0].shape.rank
+    return ValueSpec(reduction.values[0].dtype.name, None if rank is None else (None,) * rank)
 
 
 def _nodes_of(reduction: Reduction, nodes: Sequence[str]) -> tuple[int, ...]:
