@@ -13,7 +13,7 @@ import tensorflow as tf
 import tfcdo
 from tfcdo import strategies
 from tfcdo.cluster import session
-from tfcdo.execute import exchange
+from tfcdo.execute import between
 
 # What these faults show is a time-out; the others wait, however busy the machine is.
 _TIMED_OUT = {"absent": 12.0, "sleeps": 12.0, "unlike keys": 12.0}
@@ -50,8 +50,8 @@ def main(fault: str, where: str = "all") -> None:
         if fault == "another variable" and here:
             tf.Variable(0)
     if fault == "no collective":
-        replacement: Any = lambda self, tensors, device: list(tensors)  # noqa: E731
-        mock.patch.object(exchange.Exchange, "all_reduce", replacement).start()
+        replacement: Any = lambda self, tensors, *_: list(tensors)  # noqa: E731
+        mock.patch.object(between.Exchange, "all_reduce", replacement).start()
     if fault == "unlike keys" and here:
         keys = session.Session.next_keys
         replacement = lambda *arguments: [key + 1 for key in keys(*arguments)]  # noqa: E731

@@ -18,6 +18,7 @@ import tensorflow as tf
 from host_keras import in_sync  # noqa: F401
 from host_keras import mended_keras  # noqa: F401
 from host_keras import mixed_float16  # noqa: F401
+from host_wire import explained  # noqa: F401
 from host_wire import requires_nccl  # noqa: F401
 from host_wire import wire_between  # noqa: F401
 
@@ -124,7 +125,8 @@ def flat(strategy: Any) -> dict[str, np.ndarray]:
     """
     extended = strategy.extended
     ops = extended._cross_device_ops
-    extended._cross_device_ops = ops._between(dataclasses.replace(ops._hosts, flat=True))
+    between = dataclasses.replace(ops._options.between, flat=True)
+    extended._cross_device_ops = ops._between(ops._network, between)
     members, reduce = [], tf.raw_ops.CollectiveReduceV2
 
     def counted(**arguments: Any) -> tf.Tensor:

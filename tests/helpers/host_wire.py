@@ -1,13 +1,20 @@
-"""Work of hosts in tests of `wire_between`: all-reduces of values that a cast may round."""
+"""Hosts all-reduce values that `wire_between` may round, and compare explanations with graphs."""
 
 from __future__ import annotations
 
+import collections
+import re
 from typing import Any
 
+import graph_testing
 import numpy as np
 import tensorflow as tf
 
 import tfcdo
+from tfcdo import tf_internals
+from tfcdo.execute import between
+from tfcdo.execute import planned
+from tfcdo.plan import summary
 
 WIRE_DTYPES = ("bfloat16", "float16")
 _INFINITE = (np.nan, np.inf, -np.inf, np.inf, 1.0)
@@ -46,12 +53,13 @@ CASES = (
 )
 
 
-def casting(strategy: Any, name: str) -> Any:
+def casting(strategy: Any, name: str | None, ops: Any = None) -> Any:
     """Returns a strategy of the same hosts and devices that casts between hosts."""
     return tfcdo.MultiWorkerMirroredStrategy(
         None,
         tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0),
         devices_per_worker=len(strategy.extended.worker_devices),
+        cross_device_ops=ops,
         wire_between=name,
     )
 
@@ -63,8 +71,12 @@ def wire_between(strategy: Any) -> dict[str, np.ndarray]:
         cast = casting(strategy, name)
         results |= _sums(name, cast)
         results |= _gradient(name, cast)
-        results |= _explained(name, cast)
     return results
+
+
+def _gradients_sum(context: Any, value: tf.Tensor) -> tf.Tensor:
+    """Sums a value in a batch, as gradients are: alone, it would be exact."""
+    return context.all_reduce("SUM", [value, tf.zeros([2], value.dtype)])[0]
 
 
 def _sums(name: str, strategy: Any) -> dict[str, np.ndarray]:
@@ -79,10 +91,11 @@ def _sums(name: str, strategy: Any) -> dict[str, np.ndarray]:
     def reduce(values: Any) -> Any:
         def step(values: Any) -> Any:
             context = tf.distribute.get_replica_context()
-            # One by one: values of a batch would share packs, and packs their scales.
-            sums = {case: context.all_reduce("SUM", value) for case, value in values.items()}
+            # In batches of their own: values of a batch share packs, and packs their scales.
+            sums = {case: _gradients_sum(context, value) for case, value in values.items()}
             means = context.all_reduce("MEAN", {c: values[c] for c in ("int32", "float64")})
-            return {**sums, "mean of int32": means["int32"]}
+            alone = context.all_reduce("SUM", values["float32"])
+            return {**sums, "mean of int32": means["int32"], "alone": alone}
 
         return strategy.run(step, (values,))
 
@@ -103,7 +116,7 @@ def _gradient(name: str, strategy: Any) -> dict[str, np.ndarray]:
             value = tf.ones([1100])
             with tf.GradientTape() as tape:
                 tape.watch(value)
-                total = context.all_reduce("SUM", value)
+                total = _gradients_sum(context, value)
                 loss = tf.reduce_sum(total) * (replica + 1.0)
             return tape.gradient(loss, value)
 
@@ -113,11 +126,59 @@ def _gradient(name: str, strategy: Any) -> dict[str, np.ndarray]:
     return {f"{name} gradient": np.stack([part.numpy() for part in parts])}
 
 
-def _explained(name: str, strategy: Any) -> dict[str, np.ndarray]:
-    """Returns the bytes that each host sends for 4,800 numbers of float32, on each replica."""
-    devices = strategy.extended.worker_devices
-    explanation = strategy.extended._cross_device_ops.explain([(4800,)], devices=devices)
-    return {f"{name} bytes": np.full([len(devices)], explanation.bytes_between_hosts)}
+def explained(strategy: Any) -> None:
+    """Compares explanations with the ops of the graphs that run: packs, bytes and collectives."""
+    for ops in (
+        tfcdo.HierarchicalCopyAllReduce(num_packs=2),
+        tfcdo.HierarchicalCopyAllReduce(wire_dtype="float16"),
+        tfcdo.AllReduceCrossDeviceOps("ring"),
+    ):
+        for wire in (None, "float16"):
+            cast = casting(strategy, wire, ops)
+            for shapes, dtype in (([(4801,), (30, 70), ()], "float32"), ([(500,)], "bfloat16")):
+                _check_explanation(cast, shapes, tf.as_dtype(dtype))
+
+
+def _check_explanation(strategy: Any, shapes: Any, dtype: tf.DType) -> None:
+    ops, devices = strategy.extended._cross_device_ops, strategy.extended.worker_devices
+    told = ops.explain(shapes, dtype, devices)
+
+    @tf.function(autograph=False)
+    def reduce() -> Any:
+        values = []
+        for shape in shapes:
+            parts = []
+            for device in devices:
+                with tf.device(device):
+                    parts.append(tf.ones(shape, dtype))
+            values.append(tf_internals.per_replica(parts))
+        results = ops.batch_reduce(tf.distribute.ReduceOp.SUM, [(value, value) for value in values])
+        return [strategy.experimental_local_results(result) for result in results]
+
+    num_hosts = ops._num_between_graph_workers
+    for results in reduce():
+        for result in results:
+            np.testing.assert_array_equal(result, np.full(result.shape, num_hosts * len(devices)))
+    graph = reduce.get_concrete_function().graph
+    copied = graph_testing.copied_bytes(graph, devices)
+    assert copied == told.bytes_by_link, (copied, told)
+    names = [op.name for op in graph.get_operations()]
+    packs = {int(found[1]) for name in names if (found := re.match(r"tfcdo/pack(\d+)/", name))}
+    assert packs == set(range(told.num_packs)), (packs, told)
+    collectives = [op for op in graph.get_operations() if op.type.startswith("Collective")]
+    assert round(sum(map(_bytes_sent, collectives))) == told.bytes_between_hosts, told
+    kinds = {kind: n for kind, n in told.num_ops.items() if kind.startswith("Collective")}
+    assert collections.Counter(op.type for op in collectives) == kinds, (kinds, collectives)
+    plan = planned.recent()[0].plan
+    assert summary.num_collectives(plan, between._num_copied) == len(collectives), plan
+
+
+def _bytes_sent(op: tf.Operation) -> float:
+    """The bytes that a host sends in a collective, by a ring or directly."""
+    given = graph_testing.num_bytes(op.inputs[0])
+    hosts = int(tf.get_static_value(op.inputs[1]))
+    parts = {"CollectiveReduceV2": 2 / hosts, "CollectiveAllToAllV2": 1 / hosts}
+    return given * (hosts - 1) * parts.get(op.type, 1.0)
 
 
 def requires_nccl(strategy: Any) -> None:

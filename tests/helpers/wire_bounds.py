@@ -94,8 +94,8 @@ def feedback_error_bound(
     Each cast adds its error to the next step, so only the residuals of the last step are missing.
     They are added to values that are cast, so they are rounded too: with c the bound of one step,
     relative to the magnitudes, they are at most c / (1 - c) of the largest. Additions in the
-    values' own dtype round in every step, without feedback. (Karimireddy et al., "Error Feedback Fixes
-    SignSGD and other Gradient Compression Schemes", ICML 2019, lemma 3.)
+    values' own dtype round in every step, without feedback. (Karimireddy et al., "Error Feedback
+    Fixes SignSGD and other Gradient Compression Schemes", ICML 2019, lemma 3.)
 
     Args:
       magnitudes_by_step: `magnitudes` of `error_bound` for each step, along the first axis.
