@@ -56,10 +56,13 @@ sys.modules["tfcdo"] = package
 for name in sys.argv[2:]:
     importlib.import_module(name)
 from tfcdo import topology
-from tfcdo.plan import batch_plan
-from tfcdo.plan import packing
-spec = batch_plan.ValueSpec("float32", 4, (10,))
-plan = packing.plan_batch((spec,), packing.PackingOptions(2), "ring", topology.preset("dgx1"))
+from tfcdo.plan.decide import decide
+from tfcdo.plan.options import Machine, Options
+from tfcdo.plan.packing import PackingOptions
+from tfcdo.plan.plan import Batch, Request, ValueSpec
+request = Request(ValueSpec("float32", (10,)), tuple(range(8)))
+batch = Batch("sum", 8, 1, ("",) * 8, (request,))
+plan = decide(batch, Options("ring", PackingOptions(2)), Machine(topology.preset("dgx1")))
 assert len(plan.packs) == 2
 print("planned", len(sys.argv) - 2, "modules")
 """.replace("{PURE}", repr(PURE))

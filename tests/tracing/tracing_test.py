@@ -24,7 +24,7 @@ from tfcdo import log
 from tfcdo import tf_internals
 from tfcdo.execute import planned
 from tfcdo.keras import trace_summary
-from tfcdo.plan import batch_plan
+from tfcdo.plan.plan import Plan
 from tfcdo.plot import trace as trace_plot
 from tfcdo.tracing import edges
 from tfcdo.tracing import recording
@@ -236,7 +236,7 @@ class SummaryTest(absltest.TestCase):
             ),
         ]
         devices = tuple(map(cpu, range(3)))
-        plan = planned.Planned("f/tfcdo", devices, batch_plan.BatchPlan((), ()), ())
+        plan = planned.Planned("f/tfcdo", devices, Plan(("",) * 3, 3, 1, (), ()))
         self.assertEqual(
             edges.find(events, [plan]),
             [
