@@ -34,12 +34,16 @@ def one_pack(
 
 
 def copied_bytes(graph: tf.Graph, devices: Sequence[str]) -> dict[tuple[int, int], int]:
-    """Counts the bytes that a graph copies between devices: each tensor once for each target."""
+    """Counts the bytes that a graph copies between devices: each tensor once for each target.
+
+    The keys of collectives, which the CPU unpacks for all devices, do not count.
+    """
     copies = {
         (tensor.ref(), devices.index(tensor.op.device), devices.index(op.device))
         for op in graph.get_operations()
         for tensor in op.inputs
         if tensor.op.device in devices and op.device in devices and tensor.op.device != op.device
+        if tensor.op.type != "Unpack"
     }
     counts: collections.Counter[tuple[int, int]] = collections.Counter()
     for tensor, source, target in copies:
