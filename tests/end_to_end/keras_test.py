@@ -23,6 +23,7 @@ from absl.testing import parameterized
 from keras_training import with_tables
 
 import tfcdo
+from tfcdo import keras_calls
 
 CLASSES: dict[str, Callable[[], tf.distribute.CrossDeviceOps]] = {
     "one_device": tfcdo.ReductionToOneDevice,
@@ -212,7 +213,8 @@ class FitTest(KerasTestCase):
         expected, losses = fitted_alone(count)
         model, own_losses = fitted(strategy_of(self.ops(name), count), dense_model, data, 2 * count)
         self.assert_same_model(expected, model)
-        self.assertAllClose(losses, own_losses)
+        if not keras_calls.adds_metrics_twice():  # TensorFlow's strategy would.
+            self.assertAllClose(losses, own_losses)
 
     def test_tensorflows_hierarchical_copy_is_wrong_on_three_devices(self):
         data = regression(18)
