@@ -178,7 +178,7 @@ class NumPacksTest(parameterized.TestCase):
     def test_the_algorithm_decides(self):
         packs = pack(items((80,)), packing.PackingOptions(None), "ring", num_devices=4)
         self.assertEqual([[(0, 20 * i, 20 * i + 20)] for i in range(4)], contents(packs))
-        self.assertEqual(list(algorithms.ring(4)), [one.tree for one in packs])
+        self.assertEqual(list(algorithms.CLASSICS["ring"](4)), [one.tree for one in packs])
 
     @parameterized.parameters((3, [0, 1, 0], [3, 3, 3]), (None, [0, 1], [5, 4]))
     def test_given_trees_are_dealt_out(self, num_packs, expected, sizes):

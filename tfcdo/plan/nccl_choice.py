@@ -6,7 +6,7 @@ import functools
 
 from tfcdo import log
 from tfcdo.plan import algorithms, dtypes
-from tfcdo.plan.device_work import predicted_seconds
+from tfcdo.plan import simulator
 from tfcdo.plan.options import Machine, Options
 from tfcdo.plan.plan import Batch, Codec
 from tfcdo.plan.size_class import size_class
@@ -57,7 +57,7 @@ def _compare(measured: Measured | None, num_bytes: int) -> tuple[bool, str]:
     if measured is None or by_nccl is None:
         return False, "it can run, and topology= has no measurement of it"
     schedule = algorithms.make_schedule("auto", measured.topology, num_bytes)
-    trees = predicted_seconds(schedule, measured.topology)
+    trees = simulator.robust_seconds(schedule, measured.topology)
     return trees < by_nccl, (
         f"as measured on {measured.date}, NCCL takes {format_seconds(by_nccl)} and copy trees "
         f"{format_seconds(trees)}"
