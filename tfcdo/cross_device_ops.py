@@ -343,19 +343,15 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         trees are used for all sizes; None to plan here. With a plan, NCCL is not used.
       nccl: whether NCCL may be taken; False keeps to copy trees. So does a `wire_dtype`, in which
         NCCL would also add.
-      backward_seconds: how long the backward pass takes that makes the gradients. Packs along copy
-        trees then hold the last layers' first, and their number and sizes are those of which least
-        is left when the pass has ended. None for packs that are fastest when all values are there.
       sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
       wire_dtype: see `AllReduceCrossDeviceOps`.
       error_feedback: the same.
 
     Raises:
       TypeError: if `topology` is not a topology, `plan` is not a path, `nccl` is not a bool,
-        `backward_seconds` is not a number, or as `AllReduceCrossDeviceOps`.
-      ValueError: if `plan` is not the file of a plan, `backward_seconds` is not above 0 or beside a
-        plan, whose packs are fixed, or as `AllReduceCrossDeviceOps`; when values are reduced, if it
-        is a plan for another machine or number of devices.
+        or as `AllReduceCrossDeviceOps`.
+      ValueError: if `plan` is not the file of a plan, or as `AllReduceCrossDeviceOps`; when values
+        are reduced, if it is a plan for another machine or number of devices.
 
     References:
       Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020 (packing
@@ -371,7 +367,6 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         topology: Topology | None = None,
         plan: str | os.PathLike[str] | None = None,
         nccl: bool = True,
-        backward_seconds: float | None = None,
         sparse_as_dense: SparseAsDense = "auto",
         wire_dtype: str | tf.DType | None = None,
         error_feedback: bool = False,
@@ -383,6 +378,6 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
             wire_dtype=wire_dtype,
             error_feedback=error_feedback,
         )
-        self._arguments.update(plan=plan, nccl=nccl, backward_seconds=backward_seconds)
-        self._show("topology", "plan", "nccl", "backward_seconds")
-        self._config = with_choices(self._config, plan, nccl, backward_seconds)
+        self._arguments.update(plan=plan, nccl=nccl)
+        self._show("topology", "plan", "nccl")
+        self._config = with_choices(self._config, plan, nccl)

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import performance_hosts
-import performance_predict
 import performance_rows
 from performance_page import page
 from performance_sections import bench
@@ -111,7 +110,6 @@ def main(
     print(f"{len(cases) + 2} of {len(cases) + 2}: profile", flush=True)
     profiles = {name: profile(profiled, name) for name in PROFILED}
     path.write_text(page(runs, profiles, profiled, picture.name), encoding="utf-8")
-    performance_predict.main(path)
     performance_hosts.main(path)
     performance_rows.main(path)
 

@@ -86,7 +86,6 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         (("-T", "0"), "--timeout"),
         (("--fit", "-T", "5"), "--timeout cannot be given beside --fit"),
         (("--workers", "2", "-T", "5"), "--timeout cannot be given beside --workers"),
-        (("--workers", "2", "--predict"), "--predict cannot be given beside --workers"),
         (("--workers", "2", "--repeat", "0.9"), "--repeat is about the rows of --sparse"),
     )
     def test_a_wrong_option_gets_one_line(self, arguments: tuple[str, ...], named: str):

@@ -186,7 +186,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ),
         (
             lambda: tfcdo.AutoAllReduce(topology=topology.preset("dgx1")),
-            "AutoAllReduce(topology='dgx1', plan=None, nccl=True, backward_seconds=None)",
+            "AutoAllReduce(topology='dgx1', plan=None, nccl=True)",
         ),
         (
             lambda: tfcdo.ReductionToOneDevice("/cpu:1"),

@@ -14,6 +14,7 @@ from unittest import mock
 from absl.testing import parameterized
 
 from tfcdo.cli import commands
+from tfcdo.plan import packed_trees
 
 
 class Finished(NamedTuple):
@@ -59,11 +60,11 @@ def rows_of_table(output: str) -> dict[str, list[str]]:
 
 
 class CommandTestCase(parameterized.TestCase):
-    """A test of commands, which find nothing of what earlier runs on this machine have kept.
+    """A test of commands, which find no earlier measurements, and plan in less time.
 
     Attributes:
       folder: an empty folder for what a test writes.
-      cache: the folder where plans and measurements are kept; empty too.
+      cache: the folder where measurements are kept; empty too.
     """
 
     def setUp(self) -> None:
@@ -73,6 +74,8 @@ class CommandTestCase(parameterized.TestCase):
         self.folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.cache = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=str(self.cache)))
+        for name in ("_TASKS", "_TASKS_OF_CHANGES"):
+            stack.enter_context(mock.patch.object(packed_trees, name, 5_000))
 
     def output_of(self, *arguments: str, stdin: str | None = None) -> str:
         """Returns what a command prints that does what it was asked for."""

@@ -1,31 +1,22 @@
-"""Shared by tests of planning: they neither read nor write what earlier runs have found."""
+"""Shared by tests of planning: they do not use earlier plans, and plan in less time."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import os
-import tempfile
 from collections.abc import Iterator
 from unittest import mock
 
 from absl.testing import parameterized
 
 from tfcdo.plan import algorithms
-from tfcdo.plan import annealing
-from tfcdo.plan import search
+from tfcdo.plan import packed_trees
 from tfcdo.plan import simulator
 
 
 def forget() -> None:
-    """Clears what this process remembers of earlier plans, as if it had just begun."""
-    for remembers in (
-        algorithms._make_schedule,
-        algorithms._decide,
-        search._best_packing,
-        search._searched,
-        search._trees,
-    ):
+    """Clears this process's earlier plans, as if it had just begun."""
+    for remembers in (algorithms._make_schedule, algorithms._decide, packed_trees._search):
         remembers.cache_clear()
 
 
@@ -34,42 +25,37 @@ def counted_work() -> Iterator[collections.Counter[str]]:
     """Counts the searches, the simulated tasks and the tasks of the longest simulation."""
     counts: collections.Counter[str] = collections.Counter()
 
-    def counted(run):
-        def run_counted(graph, *arguments):
-            counts["tasks"] += len(graph.names)
-            counts["longest"] = max(counts["longest"], len(graph.names))
-            return run(graph, *arguments)
+    def counted_run(graph, *arguments, original=simulator.run):
+        counts["tasks"] += len(graph.names)
+        counts["longest"] = max(counts["longest"], len(graph.names))
+        return original(graph, *arguments)
 
-        return run_counted
-
-    def counted_search(*arguments, original=search.search):
+    def counted_trial(*arguments, original=packed_trees._Trial):
         counts["searches"] += 1
         return original(*arguments)
 
-    with contextlib.ExitStack() as stack:
-        for name in ("run_shuffled", "run_longest_path_first"):
-            run = counted(getattr(simulator, name))
-            stack.enter_context(mock.patch.object(simulator, name, run))
-        stack.enter_context(mock.patch.object(search, "search", counted_search))
+    with (
+        mock.patch.object(simulator, "run", counted_run),
+        mock.patch.object(packed_trees, "_Trial", counted_trial),
+    ):
         yield counts
 
 
 class PlanTestCase(parameterized.TestCase):
-    """A test that remembers no plans, with a cache folder of its own and short searches.
+    """A test that remembers no plans, with short searches."""
 
-    Attributes:
-      cache: the cache folder.
-    """
-
-    # How good a search is, is one test's business; all others need not wait for it.
+    # One test is about how good a search is; all others need not wait for it.
     tasks_per_search = 2_000
+    tasks_of_changes = 2_000
 
     def setUp(self) -> None:
         super().setUp()
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-        self.cache = stack.enter_context(tempfile.TemporaryDirectory())
-        stack.enter_context(mock.patch.dict(os.environ, {"TFCDO_CACHE_DIR": self.cache}))
-        stack.enter_context(mock.patch.object(annealing, "TASKS_PER_SEARCH", self.tasks_per_search))
+        for name, tasks in (
+            ("_TASKS", self.tasks_per_search),
+            ("_TASKS_OF_CHANGES", self.tasks_of_changes),
+        ):
+            patch = mock.patch.object(packed_trees, name, tasks)
+            patch.start()
+            self.addCleanup(patch.stop)
         forget()
         self.addCleanup(forget)

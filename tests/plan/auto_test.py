@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from tfcdo import log
 from tfcdo.plan import algorithms
+from tfcdo.plan import packed_trees
 from tfcdo.plan import packing
 from tfcdo.plan import simulator
 from tfcdo.plan.batch_plan import ValueSpec
-from tfcdo.plan.lower_bound import lower_bound
+from tfcdo.plan.lower_bound import lower_bound_seconds
 from tfcdo.plan.size_class import size_class
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.presets import preset
@@ -45,8 +46,8 @@ class AutoTest(plan_testing.PlanTestCase):
             for algorithm in algorithms.ALGORITHMS
         }
         self.assertLessEqual(times["auto"], 1.01 * min(times.values()))
-        # Jitter may make each copy a twentieth faster.
-        self.assertGreaterEqual(times["auto"], 0.95 * lower_bound(machine, num_bytes))
+        bound = lower_bound_seconds(machine, num_bytes)
+        self.assertGreaterEqual(times["auto"] * (1 + 1e-9), bound)
 
     def test_takes_the_simplest_of_equals(self):
         # Wherever virtual CPUs add, they add with the same cores: one pack, one star.
@@ -88,9 +89,9 @@ class AutoTest(plan_testing.PlanTestCase):
 class SizeClassTest(parameterized.TestCase):
     @hypothesis.given(st.integers(100, 10**12))
     def test_no_size_is_far_from_that_of_its_class(self, num_bytes):
-        self.assertAlmostEqual(size_class(num_bytes) / num_bytes, 1, delta=0.1)
+        self.assertAlmostEqual(size_class(num_bytes) / num_bytes, 1, delta=0.125)
         ratio = size_class(num_bytes, per_doubling=1) / num_bytes
-        self.assertBetween(ratio, 0.7, 1.42)
+        self.assertBetween(ratio, 0.69, 1.45)
 
     @hypothesis.given(st.integers(0, 10**6), st.integers(0, 10**6))
     def test_classes_are_in_order(self, one, other):
@@ -105,7 +106,8 @@ class SizeClassTest(parameterized.TestCase):
 class WorkTest(plan_testing.PlanTestCase):
     """Tests of how much is simulated and searched, which decides how long a first call takes."""
 
-    tasks_per_search = 60_000  # As in the product.
+    tasks_per_search = packed_trees._TASKS
+    tasks_of_changes = packed_trees._TASKS_OF_CHANGES
 
     @parameterized.parameters(8, 33, 64, 80)
     def test_virtual_devices_are_decided_at_once(self, devices):
@@ -116,15 +118,6 @@ class WorkTest(plan_testing.PlanTestCase):
         self.assertEqual(work["longest"], 3 * (devices - 1))  # Up, added and down.
         self.assertLessEqual(work["tasks"], 20 * work["longest"])
 
-    @parameterized.parameters(("nvswitch", 33), ("pcie", 20))
-    def test_many_devices_are_not_searched(self, name, devices):
-        machine = preset(name, devices)
-        with plan_testing.counted_work() as work:
-            algorithms.make_schedule("auto", machine, 100 * MB)
-        self.assertEqual(work["searches"], 0)
-        self.assertLessEqual(work["longest"], max(64, devices) * 2 * (devices - 1))
-        self.assertLessEqual(work["tasks"], 200_000)
-
     @parameterized.parameters((None, "ring"), (100, "ring"), (3, "halving_doubling"))
     def test_more_devices_are_not_simulated(self, num_packs, expected):
         machine = preset("nvswitch", 70)
@@ -134,12 +127,13 @@ class WorkTest(plan_testing.PlanTestCase):
         self.assertEqual(work["longest"], 2 * 69)  # One device alone.
         self.assertEqual(work["searches"], 0)
 
-    def test_a_search_is_bounded(self):
-        machine = preset("pcie", 7)
+    @parameterized.parameters(("pcie", 7), ("nvswitch", 33))
+    def test_a_search_is_bounded(self, name, devices):
         with plan_testing.counted_work() as work:
-            algorithms.make_schedule("packed_trees", machine, 100 * MB)
+            algorithms.make_schedule("packed_trees", preset(name, devices), 100 * MB)
         self.assertEqual(work["searches"], 1)
-        self.assertLessEqual(work["tasks"], 600_000)
+        self.assertLessEqual(work["tasks"], 2 * packed_trees._TASKS)
+        self.assertLessEqual(work["longest"], 2 * packed_trees.MAX_PACKS * 2 * (devices - 1))
 
     def test_sizes_that_change_share_plans(self):
         # As eager calls do whose values have another size each time.

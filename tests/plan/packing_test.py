@@ -193,7 +193,7 @@ class NumPacksTest(parameterized.TestCase):
     def test_the_algorithm_decides(self):
         plan = plan_of(specs((80,)), packing.PackingOptions(None), "ring", num_devices=4)
         self.assertEqual([[(0, 20 * i, 20 * i + 20)] for i in range(4)], contents(plan))
-        self.assertEqual(list(algorithms.ring(4)), [pack.tree for pack in plan.packs])
+        self.assertEqual(list(algorithms.CLASSICS["ring"](4)), [pack.tree for pack in plan.packs])
 
     @parameterized.parameters((3, [0, 1, 0], [3, 3, 3]), (None, [0, 1], [5, 4]))
     def test_given_trees_are_dealt_out(self, num_packs, expected, sizes):
@@ -218,7 +218,7 @@ class NumPacksTest(parameterized.TestCase):
     @parameterized.parameters(
         ((), packing.PackingOptions(3), r"algorithm must be .* at least one copy tree; got \(\)"),
         ((star(3), star(2)), packing.PackingOptions(3), r"algorithm\[1\] must span the 3 devices"),
-        ("bogus", packing.PackingOptions(None), "unknown algorithm 'bogus'"),
+        ("bogus", packing.PackingOptions(None), "algorithm must be one of .* got 'bogus'"),
     )
     def test_what_gives_no_trees(self, algorithm, how, message):
         for values in ((), specs((9,))):

@@ -13,9 +13,10 @@ from absl.testing import parameterized
 from hypothesis import strategies as st
 
 from tfcdo.plan import algorithms
-from tfcdo.plan import search
+from tfcdo.plan import packed_trees
 from tfcdo.plan.copy_tree import binomial
 from tfcdo.plan.copy_tree import star
+from tfcdo.plan.schedule import Pack
 from tfcdo.plan.schedule import Schedule
 from tfcdo.plan.schedule import assign
 from tfcdo.plan.schedule import cut
@@ -105,7 +106,7 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
         self.assertEqual([pack.tree.root for pack in twice.packs], [*roots, *roots, 0])
 
     def test_unknown_algorithm(self):
-        with self.assertRaisesRegex(ValueError, "'rings'; known are one_device, ring, .*auto"):
+        with self.assertRaisesRegex(ValueError, "one of one_device, ring, .*auto; got 'rings'"):
             algorithms.make_schedule("rings", preset("dgx1"), 100)
 
     @parameterized.parameters((-1, None, "num_bytes"), (10, 0, "num_packs"), (10, -3, "num_packs"))
@@ -117,7 +118,7 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
         plan=[
             lambda *sizes: algorithms.make_schedule("ring", *sizes),
             algorithms.fastest_algorithm,
-            search.packed_trees,
+            packed_trees.packed_trees,
         ],
         sizes=[
             ((1e8, None), "num_bytes must be an int; got 100000000.0 of type float"),
@@ -138,7 +139,7 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
     @parameterized.parameters((-100, None, "num_bytes .*0; got -100"), (100, 0, "num_packs .*1"))
     def test_impossible_sizes_of_packed_trees(self, num_bytes, num_packs, message):
         topology = preset("dgx1")
-        for plan in (search.packed_trees, algorithms.fastest_algorithm):
+        for plan in (packed_trees.packed_trees, algorithms.fastest_algorithm):
             with self.assertRaisesRegex(ValueError, message):
                 plan(topology, num_bytes, num_packs)
 
@@ -173,6 +174,16 @@ class CheckedTest(parameterized.TestCase):
             "must not be empty",
         ),
         ("other data", lambda s: {"size": 101}, "the data ends, at 101"),
+        (
+            "a window of another tree",
+            lambda s: {"packs": (*s.packs[:5], dataclasses.replace(s.packs[5], after=0))},
+            r"packs\[5\].after must be .* an earlier pack of the same tree; got 0",
+        ),
+        (
+            "a window of a later pack",
+            lambda s: {"packs": (dataclasses.replace(s.packs[0], after=4), *s.packs[1:])},
+            r"packs\[0\].after must be .* got 4",
+        ),
         ("other devices", lambda s: {"num_devices": 5}, "over 5 devices; got one over 4"),
     )
     def test_faults(self, _, change, message):
@@ -195,10 +206,10 @@ class CutTest(plan_testing.PlanTestCase):
 
     def test_more_packs_than_units_cost_nothing(self):
         machine = preset("dgx1")
-        search.packed_trees(machine, 2, 2)
+        packed_trees.packed_trees(machine, 2, 2)
         tracemalloc.start()
         self.addCleanup(tracemalloc.stop)
-        self.assertLen(search.packed_trees(machine, 2, 10**6).packs, 2)
+        self.assertLen(packed_trees.packed_trees(machine, 2, 10**6).packs, 2)
         self.assertEqual(cut(2, 10**6), ((0, 1), (1, 2)))
         self.assertEqual(cut(0, 10**6), ())
         self.assertLess(tracemalloc.get_traced_memory()[1], 10**6)
@@ -223,6 +234,13 @@ class CutTest(plan_testing.PlanTestCase):
         # Thirds of eight: 2.67 and 5.33; of four: 1.33 and 2.67; of one: 0.33 and 0.67.
         for size, stops in ((8, [3, 5, 8]), (4, [1, 3, 4]), (1, [1])):
             self.assertEqual([pack.stop for pack in schedule.resized(size).packs], stops)
+
+    def test_resized_waits_for_the_pack_that_an_empty_one_waited_for(self):
+        packs = [Pack(100 * i, 100 * i + 100, star(2), i - 1 if i else None) for i in range(5)]
+        packs[1] = dataclasses.replace(packs[1], stop=101)
+        packs[2] = dataclasses.replace(packs[2], start=101)
+        small = Schedule(2, 500, tuple(packs)).resized(50)
+        self.assertEqual([pack.after for pack in small.packs], [None, 0, 1, 2])
 
     @hypothesis.settings(max_examples=100, deadline=None)
     @hypothesis.given(st.integers(0, 4 * 10**9))

@@ -9,8 +9,6 @@ from absl.testing import parameterized
 from topology_testing import gigabytes
 from topology_testing import meet
 
-from tfcdo.plan import bundled_plans
-from tfcdo.topology.isomorphism import isomorphisms
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
@@ -39,11 +37,7 @@ class NvidiaSmiTest(parameterized.TestCase):
     def test_dgx1_is_the_preset_with_other_numbers(self):
         machine = sample("dgx1_v100")
         dgx1 = preset("dgx1")
-        orders = list(isomorphisms(dgx1, machine, 4))
-        self.assertLen(orders, 4)
-        self.assertEqual(machine.subset(orders[0]).fingerprint, dgx1.fingerprint)
-        # So what was found for the preset serves the real machine.
-        self.assertLen(bundled_plans.find(machine), len(bundled_plans.find(dgx1)))
+        self.assertEqual(machine.subset((0, 3, 1, 2, 4, 7, 5, 6)).fingerprint, dgx1.fingerprint)
 
     def test_nvswitch_has_ports(self):
         machine = sample("hgx_h100")

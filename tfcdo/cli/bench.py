@@ -75,8 +75,6 @@ def bench(given: bench_options.Options) -> int:
     if given.num_workers:
         return _workers(given, given.num_workers)
     started = _start(given)
-    if given.predicts:
-        return _predict(started)
     from tfcdo.bench import implementations
 
     run = _without_what_cannot_run(started)
@@ -133,15 +131,6 @@ def _without_what_cannot_run(run: _Run) -> _Run:
     if not compared:
         raise click.UsageError("none of the implementations can run here")
     return dataclasses.replace(run, compared=compared)
-
-
-def _predict(run: _Run) -> int:
-    from tfcdo.cli.bench_predict import bench_predict
-
-    with progress(run.console) as track:
-        return bench_predict(
-            run.given.sizes, run.devices, run.settings, run.given.json_file, run.console, track
-        )
 
 
 def _all_reduce(run: _Run) -> int:

@@ -128,13 +128,6 @@ _OPTIONS = (
         help="With --sparse: the share of a device's rows that all devices have; 0.5 if not given.",
     ),
     click.option(
-        "--predict",
-        "predicts",
-        is_flag=True,
-        help="Measure this machine, then print the simulated and the measured time of every "
-        "algorithm side by side; by default from 1M to 256M.",
-    ),
-    click.option(
         "--workers",
         "num_workers",
         type=click.IntRange(2, 16),
@@ -177,8 +170,6 @@ _OPTIONS = (
 )
 
 
-# The sizes of --predict: what is smaller is a matter of the cost of ops alone.
-_PREDICTED = (2**20, 2**28, 4)
 _SWEEP = ("minbytes", "maxbytes", "stepfactor")
 # Of all-reduces of values that are measured by themselves.
 _PLAIN = ("datatype", "eager", "plot_file", "timeout")
@@ -187,11 +178,7 @@ _PLAIN = ("datatype", "eager", "plot_file", "timeout")
 _WITHOUT_EFFECT = {
     "num_workers": (
         "--workers, which trains one model under two strategies",
-        (*_SWEEP, *_PLAIN, "models", "names", "fit", "wire", "earlier", "sparse_rows", "predicts"),
-    ),
-    "predicts": (
-        "--predict, which compares all algorithms",
-        (*_PLAIN, "models", "names", "fit", "wire", "earlier", "sparse_rows"),
+        (*_SWEEP, *_PLAIN, "models", "names", "fit", "wire", "earlier", "sparse_rows"),
     ),
     "fit": (
         "--fit, which only times the steps of a model in training",
@@ -227,7 +214,6 @@ class Options:
     fit: bool
     sparse_rows: int | None
     repeat: float | None
-    predicts: bool
     num_workers: int | None
     rate: link.Rate | None
     json_file: pathlib.Path | None
@@ -244,9 +230,7 @@ class Options:
     @property
     def sizes(self) -> list[int]:
         """Returns the sizes of one value, in bytes."""
-        is_default = self.given.keys().isdisjoint(_SWEEP)
-        own = (self.minbytes, self.maxbytes, self.stepfactor)
-        return list(workloads.sizes(*(_PREDICTED if self.predicts and is_default else own)))
+        return list(workloads.sizes(self.minbytes, self.maxbytes, self.stepfactor))
 
     @property
     def measured(self) -> list[workloads.Workload]:

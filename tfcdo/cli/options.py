@@ -89,21 +89,6 @@ class Bandwidth(ParamType):
         return number / 8 if found[3] == "BIT" else number
 
 
-class Duration(ParamType):
-    """A time such as 60ms, 800us or 1.5s."""
-
-    name = "duration"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """Reads a number with a unit; returns seconds."""
-        found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(us|ms|s)", str(value))
-        if not found:
-            self.fail(f"{value!r} is not a time such as 60ms, 800us or 1.5s", param, ctx)
-        return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
-
-
 class NewFile(ParamType):
     """A file to write, in a folder that exists.
 

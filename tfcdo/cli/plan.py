@@ -12,17 +12,12 @@ from tfcdo.cli import options
 from tfcdo.cli import plan_options
 from tfcdo.cli.here import Here
 from tfcdo.cli.here import topology_of
-from tfcdo.cli.plan_backward import plan_backward
-from tfcdo.cli.plan_hosts import plan_hosts
-from tfcdo.cli.plan_table import print_plans
 from tfcdo.cli.plan_table import print_table
 from tfcdo.plan.evaluation import Evaluation
 from tfcdo.plan.evaluation import evaluate
 from tfcdo.plan.evaluation import evaluate_all
-from tfcdo.plan.lower_bound import lower_bound
 from tfcdo.plan.saved_plan import SavedPlan
-from tfcdo.plan.several_hosts import Cluster
-from tfcdo.plan.several_hosts import Network
+from tfcdo.plan.task_graph import Hosts
 from tfcdo.plan.widening import widened
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_bytes
@@ -40,20 +35,9 @@ def plan(given: plan_options.Options) -> None:
     compares the time with a bound that no copy trees beat.
     """
     console = options.make_console(width_of_a_pipe=120)
-    if given.lists:
-        print_plans(console)
-        return
     given.check()
     topology = _machine(given)
-    algorithm, backward, as_json = given.algorithm, given.backward, given.as_json
-    if given.num_hosts:
-        network = Network(given.network, sent=0.5 if given.wire_between else 1.0)
-        cluster = Cluster(topology, given.num_hosts, network)
-        plan_hosts(cluster, given.size, algorithm, backward, as_json, console)
-    elif backward is not None and given.gradients:
-        plan_backward(given.gradients, topology, backward, algorithm, as_json, console)
-    else:
-        _plan_one_host(given, topology, console)
+    _plan(given, topology, console)
 
 
 def _machine(given: plan_options.Options) -> Topology:
@@ -73,43 +57,40 @@ def _machine(given: plan_options.Options) -> Topology:
         raise click.UsageError(f"--devices: {error}") from None
 
 
-def _plan_one_host(given: plan_options.Options, topology: Topology, console: Console) -> None:
+def _plan(given: plan_options.Options, topology: Topology, console: Console) -> None:
     """Prints the table or the plan, and writes what else is asked for."""
-    machine, sent, size = topology, given.size, format_bytes(given.size)
+    machine, sent, size, hosts = topology, given.size, format_bytes(given.size), None
     if given.wire:
-        # Two bytes travel for each four that are added.
+        # Two bytes are sent for each four that are added.
         machine, sent = widened(topology, 2), -(-given.size // 2)
         size += f", sent as {format_bytes(sent)} of {given.wire}"
-    evaluations = _evaluate(given, machine, sent, console)
-    (chosen,) = (found for found in evaluations if found.algorithm == given.algorithm)
-    bound = lower_bound(machine, sent)
+    if given.num_hosts:
+        hosts = Hosts(given.num_hosts, given.network, sent=0.5 if given.wire_between else 1.0)
+        rate = f"{format_bytes(round(given.network))}/s"
+        size += f" across {given.num_hosts} hosts with {rate} of {given.wire_between or 'network'}"
+    try:
+        with options.status(console, "Planning ..."):
+            if given.as_json:
+                found = [evaluate(given.algorithm, machine, sent, given.num_packs)]
+            else:
+                found = evaluate_all(machine, sent, given.num_packs, hosts)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    (chosen,) = (each for each in found if each.algorithm == given.algorithm)
     text = ""
     if given.as_json or given.saved_file:
-        # The times are of what travels and is added, but the plan is for this machine.
+        # The times are of what is sent and added, but the plan is for this machine.
         text = dataclasses.replace(SavedPlan.of(chosen, machine), topology=topology).to_json()
     if given.as_json:
         click.echo(text)
     else:
-        print_table(evaluations, given.algorithm, machine, bound, size, console)
+        print_table(found, given.algorithm, machine, size, console)
     title = f"{chosen.label} on {machine.name}: {size} in {format_seconds(chosen.seconds)}"
-    if bound:
-        title += f", {chosen.seconds / bound:.3f} x the bound"
+    if chosen.bound:
+        title += f", {chosen.ratio:.3f} x the bound"
     for what in _write_files(given, chosen, machine, title, text):
         if not given.as_json:
             console.print(what, soft_wrap=True)
-
-
-def _evaluate(
-    given: plan_options.Options, machine: Topology, sent: int, console: Console
-) -> list[Evaluation]:
-    """Simulates all algorithms; the chosen one alone if no other is shown."""
-    try:
-        with options.status(console, "Searching for trees ..."):
-            if given.as_json:
-                return [evaluate(given.algorithm, machine, sent, given.num_packs)]
-            return evaluate_all(machine, sent, given.num_packs)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
 
 
 def _write_files(

@@ -14,10 +14,10 @@ from tfcdo.cli.here import Here
 from tfcdo.cli.machine_types import Devices
 from tfcdo.cli.machine_types import Machine
 from tfcdo.plan import algorithms
-from tfcdo.plan.several_hosts import MAX_HOSTS
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.topology import Topology
 
+_MAX_HOSTS = 1024
 # More packs take more time to simulate than anyone waits.
 _MAX_PACKS = 4096
 
@@ -81,9 +81,8 @@ _OPTIONS = (
     click.option(
         "--hosts",
         "num_hosts",
-        type=click.IntRange(1, MAX_HOSTS),
-        help="So many of these machines, and a flat ring over all their devices beside the "
-        "algorithms.",
+        type=click.IntRange(1, _MAX_HOSTS),
+        help="Number of hosts, all like this machine.",
     ),
     click.option(
         "--network",
@@ -94,18 +93,11 @@ _OPTIONS = (
         "1000, as vendors count), or as 100gbit.",
     ),
     click.option(
-        "--backward",
-        type=options.Duration(),
-        metavar="60ms",
-        help="With --hosts or --model: how long a backward pass makes the gradients behind which "
-        "packs hide.",
-    ),
-    click.option(
         "--model",
         type=click.Choice(workloads.model_names()),
         metavar="NAME",
         help="The gradients of this model instead of --bytes: resnet50, bert-base, mobilenet, tiny "
-        "or tiny-matrices; with --backward, when each pack is ready and done.",
+        "or tiny-matrices.",
     ),
     click.option(
         "--wire",
@@ -130,12 +122,6 @@ _OPTIONS = (
         is_flag=True,
         help="With -t here: measure this machine again, even if that was done before.",
     ),
-    click.option(
-        "--list",
-        "lists",
-        is_flag=True,
-        help="List the plans that need no search: bundled, and kept.",
-    ),
 )
 
 
@@ -157,13 +143,11 @@ class Options:
     gantt_file: pathlib.Path | None
     num_hosts: int | None
     network: float
-    backward: float | None
     model: str | None
     wire: str | None
     wire_between: str | None
     as_json: bool
     measures: bool
-    lists: bool
     given: Mapping[str, str]
 
     @property
@@ -206,20 +190,12 @@ class Options:
                 raise click.UsageError("--draw and --gantt draw one host: leave --hosts out")
             if self.num_packs or self.saved_file:
                 raise click.UsageError("--num-packs and --save are for one host: leave --hosts out")
+            if self.as_json:
+                raise click.UsageError("--json prints the plan of one host: leave --hosts out")
             if self.wire:
                 raise click.UsageError("--wire is of the copies inside a host: leave --hosts out")
         elif self.wire_between:
             raise click.UsageError("--wire-between needs --hosts")
-        elif self.backward is not None:
-            if not self.model:
-                raise click.UsageError("--backward needs --model, or --hosts")
-            if self.wire:
-                raise click.UsageError("--backward times packs that are not cast: leave --wire out")
-            if self.num_packs or self.saved_file or drawn:
-                raise click.UsageError(
-                    "--backward chooses packs itself, and draws and saves nothing: leave "
-                    "--num-packs, --save, --draw and --gantt out"
-                )
 
 
 add_to = options.as_one_value(Options, _OPTIONS)

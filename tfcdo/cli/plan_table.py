@@ -1,4 +1,4 @@
-"""Prints the tables of `tfcdo plan`: a machine's algorithms, and the plans that are kept."""
+"""Prints the table of `tfcdo plan`: the algorithms on a machine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from rich.console import Console
 from rich.table import Table
 
 from tfcdo.cli import options
-from tfcdo.plan import bundled_plans
-from tfcdo.plan import plan_cache
 from tfcdo.plan.evaluation import Evaluation
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_bytes
@@ -24,7 +22,6 @@ def print_table(
     evaluations: Sequence[Evaluation],
     highlighted: str,
     topology: Topology,
-    bound: float,
     size: str,
     console: Console,
 ) -> None:
@@ -34,7 +31,6 @@ def print_table(
       evaluations: the algorithms' schedules and times.
       highlighted: the algorithm whose row stands out.
       topology: the machine.
-      bound: the time that no copy trees beat.
       size: what each device holds, and how it travels.
       console: where.
     """
@@ -44,22 +40,22 @@ def print_table(
         title=f"All-reduce of {size} on {holders} of {topology.name}",
         caption=options.printable(
             "Time: simulated, the median of runs in which copies take up to 5 % more or less. "
-            f"Ordered: if none does. Bound: {format_seconds(bound)}",
+            f"Ordered: if none does. Bound: {format_seconds(evaluations[0].bound)}",
             console,
         ),
         title_justify="left",
         caption_justify="left",
     )
     table.add_column("Algorithm", no_wrap=True)
-    # Each column's text of an evaluation: what is not shown is not simulated.
+    # Each column's text of an evaluation.
     columns: dict[str, Callable[[Evaluation], str]] = {
         "Packs": lambda one: str(len(one.schedule.packs)),
         "Depth": lambda one: str(one.depth),
         "Busiest link": lambda one: one.bottleneck or "none",
         "Bytes on it": lambda one: format_bytes(one.bottleneck_bytes),
         "Time": lambda one: format_seconds(one.seconds),
-        "Ordered": lambda one: format_seconds(one.ordered_seconds(topology)),
-        "Time / bound": lambda one: f"{one.seconds / bound:.3f}" if bound else "-",
+        "Ordered": lambda one: format_seconds(one.ordered_seconds),
+        "Time / bound": lambda one: f"{one.ratio:.3f}" if one.bound else "-",
     }
     shown = tuple(columns) if console.width >= _WIDE else _ALWAYS_SHOWN
     for heading in shown:
@@ -71,42 +67,3 @@ def print_table(
             style="bold" if evaluation.algorithm == highlighted else None,
         )
     console.print(table)
-
-
-def print_plans(console: Console) -> None:
-    """Prints the plans that come with the package, and those that searches have kept.
-
-    Args:
-      console: where.
-    """
-    table = Table(title="Plans that need no search", title_justify="left")
-    for heading in ("Machine", "Devices", "Found for", "Packs", "Time / bound", "Where"):
-        table.add_column(heading, overflow="fold")
-    bundled = [(plan.machine(), plan) for plan in bundled_plans.read()]
-    bundled.sort(key=lambda pair: (pair[0].name, pair[0].num_devices, pair[1].num_bytes))
-    for machine, plan in bundled:
-        table.add_row(
-            machine.name,
-            str(machine.num_devices),
-            format_bytes(plan.num_bytes),
-            str(len(plan.weights)),
-            f"{plan.robust_ratio:.3f}",
-            "with tfcdo",
-        )
-    all_kept = plan_cache.kept()
-    for file, kept in all_kept:
-        size, _, packs = kept.found_for.partition("-")
-        found_for = format_bytes(int(size)) if size.isdigit() else "-"
-        if packs.isdigit():
-            found_for += f" in {packs} pack{'s' if packs != '1' else ''}"
-        table.add_row(
-            kept.topology or "-",
-            str(len(kept.parents[0])) if kept.parents else "-",
-            found_for,
-            str(len(kept.weights)),
-            "-",
-            file.name,
-        )
-    console.print(table)
-    if all_kept:
-        console.print(f"Files are in {all_kept[0][0].parent}", soft_wrap=True)

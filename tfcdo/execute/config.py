@@ -17,12 +17,9 @@ from tfcdo.plan.algorithms import scheduler
 from tfcdo.plan.batch_plan import BatchPlan
 from tfcdo.plan.batch_plan import ValueSpec
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.overlap import Gradient
-from tfcdo.plan.overlap import plan_overlap
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.packing import plan_batch
 from tfcdo.plan.saved_plan import SavedPlan
-from tfcdo.plan.schedule import Schedule
 from tfcdo.plan.widening import widened
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
@@ -46,8 +43,6 @@ class AllReduceConfig:
       accumulate: sums a list of dense tensors on the root; None for `numerics.add`.
       across_hosts: the hosts that reduce together; None for one host.
       saved: the plan that `algorithm` is the schedule of; None for none.
-      backward_seconds: the length of the backward pass that the packs are to hide behind; the
-        values are then planned and packed from the last to the first. None for no such wish.
       sparse_as_dense: whether `tf.IndexedSlices` become dense tensors before they are reduced:
         True or False; or "auto": their tables travel where they have fewer bytes than the rows.
     """
@@ -61,13 +56,12 @@ class AllReduceConfig:
     accumulate: Accumulate | None = None
     across_hosts: Hosts | None = None
     saved: SavedPlan | None = None
-    backward_seconds: float | None = None
     sparse_as_dense: SparseAsDense = "auto"
 
     @property
     def last_values_first(self) -> bool:
         """Returns whether copy trees take the last values first, as a backward pass makes them."""
-        return self.across_hosts is not None or self.backward_seconds is not None
+        return self.across_hosts is not None
 
     def topology_of(self, devices: Sequence[str]) -> Topology:
         """Returns the topology that was given, or the one that is found for some devices."""
@@ -96,8 +90,6 @@ class AllReduceConfig:
         """
         topology = widened(self.topology_of(devices), widening)
         algorithm, options = self._across_hosts(topology, specs)
-        if self.backward_seconds is not None and self.across_hosts is None:
-            algorithm = self._hidden(topology, specs) or algorithm
         return plan_batch(tuple(specs), options, algorithm, topology)
 
     def plan_for_nccl(self, specs: Sequence[ValueSpec], devices: Sequence[str]) -> BatchPlan:
@@ -105,7 +97,7 @@ class AllReduceConfig:
         num_packs = 1 if self.packing.num_packs is None else self.packing.num_packs
         options = dataclasses.replace(self.packing, num_packs=num_packs, one_tensor_per_pack=True)
         # Each pack is one op; NCCL knows the machine itself and does not use the copy trees.
-        config = dataclasses.replace(self, packing=options, backward_seconds=None)
+        config = dataclasses.replace(self, packing=options)
         return config.plan(specs, devices)
 
     def trees(self, count: int, devices: Sequence[str]) -> list[CopyTree]:
@@ -123,22 +115,6 @@ class AllReduceConfig:
         # Nothing is known of the sizes: the trees are those of tiny values.
         schedule = scheduler(algorithm, topology)(count, count)
         return [pack.tree for pack in schedule.packs]
-
-    def _hidden(self, topology: Topology, specs: Sequence[ValueSpec]) -> Schedule | None:
-        """Returns the packs that leave least after the backward pass; None if nothing is known.
-
-        Args:
-          topology: the machine.
-          specs: the values, those of the last layers first.
-        """
-        assert self.backward_seconds is not None
-        gradients = [
-            Gradient((spec.size or 0) * spec.itemsize, len(spec.shape or ()))
-            for spec in reversed(specs)
-        ]
-        if not any(gradient.num_bytes for gradient in gradients):
-            return None
-        return plan_overlap(gradients, topology, self.backward_seconds).schedule
 
     def _across_hosts(
         self, topology: Topology, specs: Sequence[ValueSpec]

@@ -27,7 +27,6 @@ from tfcdo.plan.batch_plan import BatchPlan
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.size_class import size_class
 from tfcdo.plan.widening import widened
-from tfcdo.units import format_seconds
 
 _BY_NCCL = (Transport.NCCL, Transport.NCCL_ACROSS_HOSTS)
 _SUM = tf.distribute.ReduceOp.SUM
@@ -161,8 +160,7 @@ def explain(
         found.extend(groups.group_batch(_SUM, reductions, configs, wire))
         for group in found:
             if group.transport in (*_BY_NCCL, Transport.COPY_TREES):
-                hidden = group.config.backward_seconds is not None
-                plans.append(groups.plan_group(group, reductions[::-1] if hidden else reductions))
+                plans.append(groups.plan_group(group, reductions))
         ops.batch_reduce(_SUM, [(value, value) for value in values])
 
     graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
@@ -239,11 +237,6 @@ def _algorithm(
         return "one_device", f"everything is summed on {devices[config.algorithm[0].root]}"
     if config.nccl == "always" and len(devices) > 1:
         return config.algorithm, f"NCCL cannot run: {nccl.nccl_status(devices, sent_dtype)}"
-    if config.backward_seconds is not None:
-        return "auto", (
-            f"its packs leave least after {format_seconds(config.backward_seconds)} of backward "
-            f"pass in the simulator; {machine}"
-        )
     if config.algorithm != "auto":
         return config.algorithm, f"it was asked for; {machine}"
     topology = widened(topology, dtype.size / sent_dtype.size)

@@ -10,7 +10,7 @@ from tfcdo import log
 from tfcdo.execute import nccl
 from tfcdo.execute.config import AllReduceConfig
 from tfcdo.plan import algorithms
-from tfcdo.plan.device_work import predicted_seconds
+from tfcdo.plan import simulator
 from tfcdo.plan.size_class import size_class
 from tfcdo.topology import detection
 from tfcdo.topology.measured import Measured
@@ -103,7 +103,7 @@ def _compare(measured: Measured | None, num_bytes: int) -> tuple[bool, str]:
     if measured is None or by_nccl is None:
         return False, "it can run, and no measurement of this machine says that trees are faster"
     schedule = algorithms.make_schedule("auto", measured.topology, num_bytes)
-    trees = predicted_seconds(schedule, measured.topology)
+    trees = simulator.robust_seconds(schedule, measured.topology)
     return trees < by_nccl, (
         f"as measured on {measured.date}, NCCL takes {format_seconds(by_nccl)} and copy trees "
         f"{format_seconds(trees)}"

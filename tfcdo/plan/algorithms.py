@@ -1,4 +1,4 @@
-"""The all-reduce algorithms by name: each says which copy trees the packs travel along."""
+"""The all-reduce algorithms by name: each gives the copy trees of the packs."""
 
 from __future__ import annotations
 
@@ -10,175 +10,66 @@ from typing import TypeAlias
 
 from tfcdo import checks
 from tfcdo import log
-from tfcdo.plan import search
+from tfcdo.plan import copy_tree
+from tfcdo.plan import lower_bound
+from tfcdo.plan import packed_trees
 from tfcdo.plan import simulator
+from tfcdo.plan import size_class
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.copy_tree import binomial
-from tfcdo.plan.copy_tree import chain
-from tfcdo.plan.copy_tree import star
-from tfcdo.plan.copy_tree import two_level
-from tfcdo.plan.lower_bound import additions_bound
 from tfcdo.plan.schedule import Schedule
 from tfcdo.plan.schedule import assign
 from tfcdo.plan.schedule import cut
-from tfcdo.plan.size_class import size_class
 from tfcdo.topology.topology import Topology
 
-
-def one_device(num_devices: int) -> tuple[CopyTree, ...]:
-    """Returns the tree of a reduction to one device: everything is summed on device 0.
-
-    Args:
-      num_devices: how many devices there are.
-
-    Returns:
-      One star, so one pack.
-
-    Example:
-      >>> one_device(3)
-      (CopyTree(parents=(None, 0, 0)),)
-    """
-    return (star(num_devices, 0),)
-
-
-def ring(num_devices: int) -> tuple[CopyTree, ...]:
-    """Returns the trees of a ring: pack `i` is summed along it up to device `i`, and copied back.
-
-    Args:
-      num_devices: how many devices there are.
-
-    Returns:
-      One chain for each device, each beginning one device further.
-
-    References:
-      Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations",
-      2009.
-
-    Example:
-      >>> [tree.parents for tree in ring(3)]
-      [(None, 0, 1), (2, None, 1), (2, 0, None)]
-    """
-    return tuple(chain(num_devices, root) for root in range(num_devices))
-
-
-def shuffle(num_devices: int) -> tuple[CopyTree, ...]:
-    """Returns the trees of a shuffle: each device sums one pack of all, and sends it to all.
-
-    Args:
-      num_devices: how many devices there are.
-
-    Returns:
-      One star for each device.
-
-    References:
-      Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
-      MPICH", 2005 (pairwise exchange).
-
-    Example:
-      >>> [tree.parents for tree in shuffle(3)]
-      [(None, 0, 0), (1, None, 1), (2, 2, None)]
-    """
-    return tuple(star(num_devices, root) for root in range(num_devices))
-
-
-def halving_doubling(num_devices: int) -> tuple[CopyTree, ...]:
-    """Returns the trees of halving-doubling: pack `i` takes the binomial tree of device `i`.
-
-    In a power of two devices, rounds pair devices at distance 1, 2, 4, ...; any other number works
-    too, with trees that lack some leaves.
-
-    Args:
-      num_devices: how many devices there are.
-
-    Returns:
-      One binomial tree for each device.
-
-    References:
-      Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
-      MPICH", 2005.
-
-    Example:
-      >>> [tree.parents for tree in halving_doubling(3)]
-      [(None, 0, 0), (1, None, 1), (2, 2, None)]
-    """
-    return tuple(binomial(num_devices, root) for root in range(num_devices))
-
-
-def hierarchical_copy(num_devices: int) -> tuple[CopyTree, ...]:
-    """Returns the trees of hierarchical copy: two stars, and one edge between their centres.
-
-    Pack `i` is rooted on device `i`; on 8 devices these are the trees made for a DGX-1.
-
-    Args:
-      num_devices: how many devices there are.
-
-    Returns:
-      One two-level tree for each device.
-
-    References:
-      TensorFlow API reference, `tf.distribute.HierarchicalCopyAllReduce`.
-
-    Example:
-      >>> hierarchical_copy(8)[0].parents
-      (None, 0, 0, 0, 0, 4, 4, 4)
-    """
-    return tuple(two_level(num_devices, root) for root in range(num_devices))
-
-
 Algorithm: TypeAlias = "str | tuple[CopyTree, ...] | Schedule"
-# Makes the schedule for a number of bytes and of packs, None for as many as the algorithm asks for.
+# Makes the schedule for a number of bytes and of packs, None for as many as the algorithm needs.
 Scheduler: TypeAlias = Callable[[int, "int | None"], Schedule]
+
+
+def _one_device(num_devices: int) -> tuple[CopyTree, ...]:
+    """Returns one star: everything is summed on device 0."""
+    return (copy_tree.star(num_devices, 0),)
+
+
+def _of_each_root(tree: Callable[[int, int], CopyTree]) -> Callable[[int], tuple[CopyTree, ...]]:
+    """Returns a function that returns one tree for each device, rooted there."""
+    return lambda num_devices: tuple(tree(num_devices, root) for root in range(num_devices))
+
+
+# The trees of each algorithm over a number of devices; pack i is sent along the i-th of them.
+# Ring: Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations",
+# 2009. Shuffle (pairwise exchange) and halving-doubling (at distances 1, 2, 4, ...): Thakur,
+# Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
+# Hierarchical copy: `tf.distribute.HierarchicalCopyAllReduce`.
 CLASSICS: Mapping[str, Callable[[int], tuple[CopyTree, ...]]] = {
-    "one_device": one_device,
-    "ring": ring,
-    "shuffle": shuffle,
-    "halving_doubling": halving_doubling,
-    "hierarchical_copy": hierarchical_copy,
+    "one_device": _one_device,
+    "ring": _of_each_root(copy_tree.chain),
+    "shuffle": _of_each_root(copy_tree.star),
+    "halving_doubling": _of_each_root(copy_tree.binomial),
+    "hierarchical_copy": _of_each_root(copy_tree.two_level),
 }
 ALGORITHMS: tuple[str, ...] = (*CLASSICS, "packed_trees", "auto")
-# Of more packs than this, `auto` judges the algorithms by a part: the links are as busy with it.
+# With more packs than this, `auto` judges the algorithms by a part: the links are as busy with it.
 _MAX_JUDGED_PACKS = 64
 # For more devices than this `auto` does not simulate, which takes time with their cube.
 MAX_SIMULATED_DEVICES = 64
+# Packs cost ops, which the simulator does not count: more of them must be worth it.
 _WORTH_MORE_PACKS = 0.995
-# Two algorithms may draw apart by as much as the size differs from that for which `auto` decides:
-# within a class by 2 % of it, which is much less than that in time.
+# Sizes of one class share a decision, and differ by at most 2 %.
 _CLASSES_PER_DOUBLING = 16
 
 
 def check_algorithm(algorithm: str) -> None:
-    """Raises unless there is an algorithm of this name.
-
-    Args:
-      algorithm: the name.
-
-    Raises:
-      ValueError: if it is not one of `ALGORITHMS`.
-    """
+    """Raises `ValueError` unless there is an algorithm of this name."""
     if algorithm not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {algorithm!r}; known are {', '.join(ALGORITHMS)}")
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
 
 
 def scheduler(algorithm: Algorithm, topology: Topology) -> Scheduler:
     """Returns the function that makes the schedules of an algorithm on a machine.
 
-    Args:
-      algorithm: one of `ALGORITHMS`; copy trees to be dealt out in turn, which ask for one pack
-        each; or a schedule, whose trees get the same parts of the data.
-      topology: the machine.
-
-    Returns:
-      A function of the number of bytes and of packs, as `make_schedule`.
-
-    Raises:
-      ValueError: if `algorithm` is an unknown name, no trees at all, or trees that do not span the
-        topology's devices.
-
-    Example:
-      >>> from tfcdo.topology import preset
-      >>> schedule = scheduler((star(4, 2),), preset("pcie", 4))(10, None)
-      >>> [(pack.start, pack.stop, pack.tree.root) for pack in schedule.packs]
-      [(0, 10, 2)]
+    `algorithm` is one of `ALGORITHMS`; copy trees to be dealt out in turn, which need one pack
+    each; or a schedule, whose trees get the same parts of the data.
     """
     if isinstance(algorithm, str):
         check_algorithm(algorithm)
@@ -213,23 +104,25 @@ def make_schedule(
     """Plans how an algorithm all-reduces some data on a machine.
 
     Args:
-      algorithm: one of `ALGORITHMS`; `packed_trees` is `tfcdo.plan.search.packed_trees`, `auto`
-        whichever of the others `fastest_algorithm` names.
+      algorithm: one of `ALGORITHMS`; "packed_trees" plans for this machine, "auto" takes the
+        fastest of the others.
       topology: the machine.
       num_bytes: how many bytes each device holds; 0 gives a schedule without packs.
-      num_packs: cut the data into this many packs whose sizes differ by at most one byte, and give
-        them the algorithm's trees in turn; by default the number that the algorithm asks for.
+      num_packs: cut the data into this many packs whose sizes differ by at most one byte; by
+        default the number and the sizes that the algorithm needs.
 
     Returns:
-      A schedule in bytes over the topology's devices. The same arguments give the same schedule.
+      A schedule in bytes over the topology's devices, with windows where the algorithm has them.
+      The same arguments give the same schedule, in any process.
 
     Raises:
       ValueError: if the algorithm is unknown, `num_bytes` is negative or `num_packs` is below 1.
       TypeError: if `num_bytes` or `num_packs` is not an int.
 
     Example:
+      >>> from tfcdo import plan
       >>> from tfcdo.topology import preset
-      >>> schedule = make_schedule("ring", preset("dgx1"), 800)
+      >>> schedule = plan.make_schedule("ring", preset("dgx1"), 800)
       >>> len(schedule.packs), schedule.packs[3].size, schedule.packs[3].tree.root
       (8, 100, 3)
     """
@@ -246,7 +139,7 @@ def _make_schedule(
     if algorithm == "auto":
         algorithm = fastest_algorithm(topology, num_bytes, num_packs)
     if algorithm == "packed_trees":
-        return search.packed_trees(topology, num_bytes, num_packs)
+        return packed_trees.packed_trees(topology, num_bytes, num_packs)
     trees = CLASSICS[algorithm](topology.num_devices)
     ranges = cut(num_bytes, len(trees) if num_packs is None else num_packs)
     return assign(num_bytes, ranges, trees)
@@ -255,30 +148,14 @@ def _make_schedule(
 def fastest_algorithm(topology: Topology, num_bytes: int, num_packs: int | None = None) -> str:
     """Returns the name of the algorithm that `auto` stands for, and logs it once.
 
-    Sizes that differ little share a decision. Where all devices add with the same cores, one device
-    is as fast as anything. On more than `MAX_SIMULATED_DEVICES` devices it is the ring, in which
-    each device sends and receives the least, or, in fewer packs than a ring has, halving-doubling,
-    which has the fewest copies one after another.
-
-    Args:
-      topology: the machine.
-      num_bytes: how many bytes each device holds.
-      num_packs: see `make_schedule`.
-
-    Returns:
-      The name of the algorithm whose schedule takes the least time in the simulator, see
-      `tfcdo.plan.simulator.robust_seconds`; the first of those that take nearly as little.
-
-    Raises:
-      ValueError, TypeError: as `make_schedule`.
-
-    Example:
-      >>> from tfcdo.topology import preset
-      >>> fastest_algorithm(preset("dgx1"), 10**8)
-      'packed_trees'
+    It has the least `robust_seconds`; of nearly equal ones, the first of `ALGORITHMS`. Where all
+    devices add with the same cores, one device is as fast as anything. More than
+    `MAX_SIMULATED_DEVICES` devices take the ring, in which each device sends least, or for fewer
+    packs than a ring has halving-doubling, which has the fewest copies one after another.
     """
     checks.check_sizes(num_bytes, num_packs)
-    return _decide(topology, size_class(num_bytes, _CLASSES_PER_DOUBLING), num_packs)
+    about = size_class.size_class(num_bytes, _CLASSES_PER_DOUBLING)
+    return _decide(topology, about, num_packs)
 
 
 @functools.lru_cache(maxsize=512)
@@ -299,7 +176,7 @@ def _decide(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
 
 def _fastest(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
     alone = simulator.robust_seconds(make_schedule("one_device", topology, num_bytes), topology)
-    if alone <= additions_bound(topology, num_bytes) / _WORTH_MORE_PACKS:
+    if alone <= lower_bound.additions_bound(topology, num_bytes) / _WORTH_MORE_PACKS:
         return "one_device"
     if topology.num_devices > MAX_SIMULATED_DEVICES:
         few = num_packs is not None and num_packs < topology.num_devices
@@ -310,24 +187,17 @@ def _fastest(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
     seconds: dict[str, float] = {}
     for name in (*CLASSICS, "packed_trees"):
         schedule = make_schedule(name, topology, num_bytes, num_packs)
-        least = min(seconds.values(), default=math.inf)
-        seconds[name] = simulator.robust_seconds(schedule, topology, cutoff=least)
+        cutoff = min(seconds.values(), default=math.inf)
+        seconds[name] = simulator.robust_seconds(schedule, topology, cutoff=cutoff)
     return choose(seconds)
 
 
 def choose(seconds: Mapping[str, float]) -> str:
-    """Returns the algorithm to take, given the time of each.
-
-    Args:
-      seconds: the time of each algorithm, those first that ask for few packs.
-
-    Returns:
-      The first of those that take nearly as little time as any.
+    """Returns the first of the algorithms that take nearly as little time as any.
 
     Example:
       >>> choose({"one_device": 2.0, "ring": 1.001, "shuffle": 1.0})
       'ring'
     """
-    # Packs cost ops, which the simulator does not count: more of them must be worth it.
     enough = min(seconds.values()) / _WORTH_MORE_PACKS
     return next(name for name, each in seconds.items() if each <= enough)

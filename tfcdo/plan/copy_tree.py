@@ -84,7 +84,7 @@ class CopyTree:
         """Returns the devices in an order in which all children come before their parent."""
         return self.top_down[::-1]
 
-    @property
+    @functools.cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
         """Returns the `(child, parent)` pairs, from the root downwards."""
         return tuple(

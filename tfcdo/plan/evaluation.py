@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from tfcdo.plan import algorithms
-from tfcdo.plan import search
+from tfcdo.plan import lower_bound
 from tfcdo.plan import simulator
 from tfcdo.plan.schedule import Schedule
+from tfcdo.plan.task_graph import Hosts
 from tfcdo.topology.topology import Topology
 
-# A machine of so many devices takes half a minute.
+# A machine with so many devices takes half a minute.
 MAX_DEVICES = 128
+# The packs of MultiWorkerMirroredStrategy.
+_BYTES_PER_PACK_BETWEEN_HOSTS = 4 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,35 +24,33 @@ class Evaluation:
 
     Attributes:
       algorithm: the name that was asked for.
-      resolved: the same name, or for `auto` that of the algorithm it stands for.
-      origin: where the trees are from, for people.
+      resolved: the same name, or for `auto` the algorithm that it stands for.
       schedule: the schedule, in bytes.
-      seconds: its simulated time, see `tfcdo.plan.simulator.robust_seconds`.
-      bottleneck: the name of the link that carries most bytes for its bandwidth; "" if none
-        carries any.
+      seconds: its simulated time, see `tfcdo.plan.robust_seconds`.
+      ordered_seconds: its time if no copy is disturbed and they go in order.
+      bound: see `tfcdo.plan.lower_bound_seconds`.
+      bottleneck: the name of the link that is busy longest; "" if none is.
       bottleneck_bytes: how many bytes it carries.
     """
 
     algorithm: str
     resolved: str
-    origin: str
     schedule: Schedule
     seconds: float
+    ordered_seconds: float
+    bound: float
     bottleneck: str
     bottleneck_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Returns the time over the bound, at least 1; infinity where the bound is 0."""
+        return max(self.seconds / self.bound, 1.0) if self.bound else math.inf
 
     @property
     def depth(self) -> int:
         """Returns the depth of the deepest tree."""
         return max((pack.tree.depth for pack in self.schedule.packs), default=0)
-
-    def ordered_seconds(self, topology: Topology) -> float:
-        """Returns the time if no copy is disturbed and they go in order.
-
-        Args:
-          topology: the machine that the schedule was made for.
-        """
-        return simulator.ordered_seconds(self.schedule, topology)
 
     @property
     def label(self) -> str:
@@ -59,22 +61,28 @@ class Evaluation:
 
 
 def evaluate(
-    algorithm: str, topology: Topology, num_bytes: int, num_packs: int | None = None
+    algorithm: str,
+    topology: Topology,
+    num_bytes: int,
+    num_packs: int | None = None,
+    hosts: Hosts | None = None,
 ) -> Evaluation:
     """Plans an all-reduce by one algorithm and simulates it.
 
     Args:
-      algorithm: one of `algorithms.ALGORITHMS`.
+      algorithm: one of `ALGORITHMS`.
       topology: the machine.
       num_bytes: how many bytes each device holds.
-      num_packs: how many packs; None for as many as the algorithm asks for.
+      num_packs: how many packs; None for as many as the algorithm needs, or with several hosts for
+        packs of 4 MiB.
+      hosts: hosts that are like this one; None for one host.
 
     Returns:
       The evaluation.
 
     Raises:
-      ValueError, TypeError: as `algorithms.make_schedule`; also if the machine has more than
-        `MAX_DEVICES` devices.
+      ValueError, TypeError: as `make_schedule`; also if the machine has more than `MAX_DEVICES`
+        devices.
 
     Example:
       >>> from tfcdo.topology import preset
@@ -83,20 +91,23 @@ def evaluate(
       (2, 50000000, '2.61 ms')
     """
     check_num_devices(topology.name, topology.num_devices)
+    if hosts is not None and num_packs is None:
+        num_packs = max(1, math.ceil(num_bytes / _BYTES_PER_PACK_BETWEEN_HOSTS))
     resolved = algorithm
     if algorithm == "auto":
         resolved = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
     schedule = algorithms.make_schedule(resolved, topology, num_bytes, num_packs)
-    origin = "the algorithm's own trees"
-    if resolved == "packed_trees":
-        origin = search.origin(topology, num_bytes, num_packs)
-    seconds = simulator.robust_seconds(schedule, topology)
-    bottleneck, bottleneck_bytes = simulator.bottleneck(schedule, topology)
-    return Evaluation(algorithm, resolved, origin, schedule, seconds, bottleneck, bottleneck_bytes)
+    seconds = simulator.robust_seconds(schedule, topology, hosts=hosts)
+    ordered = simulator.simulate(schedule, topology, hosts=hosts).seconds
+    bound = lower_bound.lower_bound_seconds(topology, num_bytes)
+    if hosts is not None:
+        bound = max(bound, hosts.bytes_sent(num_bytes) / hosts.bandwidth)
+    busiest = simulator.bottleneck(schedule, topology)
+    return Evaluation(algorithm, resolved, schedule, seconds, ordered, bound, *busiest)
 
 
 def evaluate_all(
-    topology: Topology, num_bytes: int, num_packs: int | None = None
+    topology: Topology, num_bytes: int, num_packs: int | None = None, hosts: Hosts | None = None
 ) -> list[Evaluation]:
     """Plans an all-reduce by each algorithm and simulates each schedule once.
 
@@ -104,39 +115,28 @@ def evaluate_all(
       topology: the machine.
       num_bytes: how many bytes each device holds.
       num_packs: see `evaluate`.
+      hosts: the same.
 
     Returns:
-      One evaluation for each of `algorithms.ALGORITHMS`, in their order; the last one is `auto`'s,
-      which is that of the algorithm that it stands for.
+      One evaluation for each of `ALGORITHMS`, in their order; the last one, `auto`'s, is the one of
+      the algorithm that it stands for.
 
     Raises:
       ValueError, TypeError: as `evaluate`.
     """
     check_num_devices(topology.name, topology.num_devices)
-    found = {
-        name: evaluate(name, topology, num_bytes, num_packs)
-        for name in algorithms.ALGORITHMS
-        if name != "auto"
-    }
+    names = [name for name in algorithms.ALGORITHMS if name != "auto"]
+    found = {name: evaluate(name, topology, num_bytes, num_packs, hosts) for name in names}
     if topology.num_devices > algorithms.MAX_SIMULATED_DEVICES:
         fastest = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
     else:
-        # By the times that are here anyway; `auto` itself simulates once for sizes that differ
-        # little from this one.
+        # `auto` itself simulates once for sizes that differ little from this one.
         fastest = algorithms.choose({name: one.seconds for name, one in found.items()})
     return [*found.values(), dataclasses.replace(found[fastest], algorithm="auto")]
 
 
 def check_num_devices(name: str, num_devices: int) -> None:
-    """Raises if a machine has too many devices for all algorithms to be simulated on it.
-
-    Args:
-      name: the machine's name.
-      num_devices: how many devices it has.
-
-    Raises:
-      ValueError: if they are more than `MAX_DEVICES`.
-    """
+    """Raises `ValueError` if a machine has too many devices for all algorithms to be simulated."""
     if num_devices > MAX_DEVICES:
         raise ValueError(
             f"topology must have at most {MAX_DEVICES} devices to be simulated, which takes time "

@@ -1,61 +1,103 @@
-"""The lower bound: a time that no copy trees beat."""
+"""The lower bound: a time that no copy trees beat, however the data is cut into packs."""
 
 from __future__ import annotations
 
-from tfcdo.plan import spanning_trees_lp
+import functools
+import math
+
+import numpy as np
+
+from tfcdo import checks
+from tfcdo.plan import tree_program
 from tfcdo.topology.topology import Topology
 
+# The bound is within this factor of the best one of its kind.
+_PRECISION = 1.01
 
-def lower_bound(topology: Topology, num_bytes: int, *, direct: bool = False) -> float:
+
+def lower_bound_seconds(topology: Topology, num_bytes: int) -> float:
     """Returns a time that no copy trees beat, however many packs there are.
 
-    The larger of two bounds, both without latencies:
+    The larger of two bounds:
 
-    * The rates of all spanning trees together, each of which loads its links up and down, overload
-      no resource; `tfcdo.plan.spanning_trees_lp` has the largest sum of rates.
+    * Let the largest pack have `s` bytes. Then each link pays its latency at least once for `s`
+      bytes, so the rates of all spanning trees together take at least the time of a linear program
+      with `1 / bandwidth + latency / s` seconds per byte. And the pack itself takes at least the
+      shortest way from all devices to a root and back. One of both is long, whatever `s` is.
     * `K-1` times the data is added, by K devices unless they share one adder.
 
     Args:
       topology: the machine.
       num_bytes: how many bytes each device holds.
-      direct: count only trees along direct links, as long as those join all devices. This is the
-        bound that the literature gives for a DGX-1, 14/48 of the time that one NVLink needs for the
-        data. Trees that use links via the host as well may beat it.
 
     Returns:
       The time in seconds.
 
+    Raises:
+      ValueError: if `num_bytes` is negative.
+      TypeError: if it is not an int.
+
     References:
       Cai et al., "Synthesizing Optimal Collective Algorithms", PPoPP 2021 (bounds of a DGX-1).
-      Nash-Williams, "Edge-disjoint spanning trees of finite graphs", 1961, and Tutte, "On the
-      problem of decomposing a graph into n connected factors", 1961 (packing spanning trees).
 
     Example:
       >>> from tfcdo.topology import preset
-      >>> machine = preset("dgx1")
-      >>> f"{1e3 * lower_bound(machine, 10**8):.3f} ms"
-      '1.148 ms'
-      >>> f"{1e3 * lower_bound(machine, 10**8, direct=True):.3f} ms"
-      '1.167 ms'
+      >>> f"{1e3 * lower_bound_seconds(preset('dgx1'), 10**8):.3f} ms"
+      '1.196 ms'
     """
-    copies = spanning_trees_lp.seconds_per_byte(topology, direct)
-    return max(num_bytes * copies, additions_bound(topology, num_bytes))
+    checks.check_sizes(num_bytes, None)
+    return max(_copies_bound(topology, num_bytes), additions_bound(topology, num_bytes))
+
+
+@functools.lru_cache(maxsize=512)
+def _copies_bound(topology: Topology, num_bytes: int) -> float:
+    if topology.num_devices == 1 or not num_bytes:
+        return 0.0
+    # One bound falls with the largest pack, the other rises: they meet between `low` and `high`.
+    low, high = 1.0, float(num_bytes)
+    solved = tree_program.solve(tree_program.Edges(topology, 1 / high))
+    if solved is None:
+        return _way_and_back(topology, 1.0)
+    links = {low: math.inf, high: num_bytes * solved.bound}
+    ways = {size: _way_and_back(topology, size) for size in (low, high)}
+    while ways[low] < links[high] < ways[high] and high > _PRECISION * low:
+        size = math.sqrt(low * high)
+        edges = tree_program.Edges(topology, 1 / size)
+        # The trees of the last program are nearly those of this one.
+        solved = tree_program.solve(edges, solved.program.trees if solved else ())
+        assert solved is not None
+        links[size], ways[size] = num_bytes * solved.bound, _way_and_back(topology, size)
+        if links[size] > ways[size]:
+            low = size
+        else:
+            high = size
+    return max(ways[low], links[high])
+
+
+def bandwidth_bound(topology: Topology, num_bytes: int) -> float:
+    """Returns the bound without latencies, which is simpler but less tight for small sizes."""
+    copies = num_bytes * tree_program.seconds_per_byte(topology)
+    return max(copies, additions_bound(topology, num_bytes))
 
 
 def additions_bound(topology: Topology, num_bytes: int) -> float:
-    """Returns the time that the additions alone take, which is a bound that costs nothing to know.
-
-    Args:
-      topology: the machine.
-      num_bytes: how many bytes each device holds.
-
-    Returns:
-      The time in seconds; 0 where additions cost nothing.
-
-    Example:
-      >>> from tfcdo.topology import preset
-      >>> additions_bound(preset("shared_memory", 5), 10**9)
-      0.4
-    """
+    """Returns the time of the additions alone, a bound that costs nothing to know."""
     adders = 1 if topology.serial_reduction else topology.num_devices
     return num_bytes * (topology.num_devices - 1) / adders / topology.addition_bandwidth
+
+
+def _way_and_back(topology: Topology, num_bytes: float) -> float:
+    """Returns the seconds of the shortest way of a pack from all devices to a root and back."""
+    count = topology.num_devices
+    way = np.full((count, count), np.inf)
+    np.fill_diagonal(way, 0.0)
+    for link in topology.links:
+        pair = link.source, link.target
+        way[pair] = link.latency + num_bytes / topology.bandwidth(*pair)
+    back = way.copy()
+    # Each copy towards the root is followed by an addition.
+    way += (1 - np.eye(count)) * num_bytes / topology.addition_bandwidth
+    for seconds in (way, back):
+        for device in range(count):
+            np.minimum(seconds, seconds[:, [device]] + seconds[[device], :], out=seconds)
+    return float((way.max(0) + back.max(1)).min())

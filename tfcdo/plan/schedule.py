@@ -1,4 +1,4 @@
-"""Schedules: which range of the data travels along which copy tree."""
+"""Schedules: which range of the data is sent along which copy tree."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from tfcdo import checks
-from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan import copy_tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,11 +18,15 @@ class Pack:
         executed).
       stop: one past the last unit.
       tree: the copy tree.
+      after: the window: the index of an earlier pack of the same tree, whose result a leaf holds
+        before it sends this pack. None for no window: a leaf sends the pack when its values are
+        ready.
     """
 
     start: int
     stop: int
-    tree: CopyTree
+    tree: copy_tree.CopyTree
+    after: int | None = None
 
     @property
     def size(self) -> int:
@@ -42,8 +46,8 @@ class Schedule:
       packs: the packs, in the order of the data.
 
     Raises:
-      ValueError: if a tree spans another number of devices, or the packs leave a gap, overlap, are
-        empty, or do not end where the data ends.
+      ValueError: if a tree spans another number of devices; the packs leave a gap, overlap, are
+        empty, or do not end where the data ends; or a window is not an earlier pack of its tree.
 
     Example:
       >>> from tfcdo.plan.copy_tree import star
@@ -73,6 +77,13 @@ class Schedule:
                     f"[{pack.start}, {pack.stop})"
                 )
             position = pack.stop
+            if pack.after is not None and not (
+                0 <= pack.after < index and self.packs[pack.after].tree == pack.tree
+            ):
+                raise ValueError(
+                    f"packs[{index}].after must be None or the index of an earlier pack of the "
+                    f"same tree; got {pack.after}"
+                )
         if position != self.size:
             raise ValueError(
                 f"packs must end where the data ends, at {self.size}; got packs that end at "
@@ -86,14 +97,19 @@ class Schedule:
           size: the number of units of the new schedule.
 
         Returns:
-          A schedule whose packs tile `size` units; packs that become empty are left out.
+          A schedule whose packs tile `size` units, with their windows; packs that become empty are
+          left out, and packs that waited for one of them wait for the pack that it waited for.
         """
         stops = [(pack.stop * size + self.size // 2) // max(self.size, 1) for pack in self.packs]
-        packs = (
-            Pack(start, stop, pack.tree)
-            for start, stop, pack in zip([0, *stops], stops, self.packs, strict=False)
-            if stop > start
-        )
+        packs: list[Pack] = []
+        # The pack of the new schedule that stands for each old one: its own, or its window's.
+        stands_for: list[int | None] = []
+        for start, stop, pack in zip([0, *stops], stops, self.packs, strict=False):
+            after = None if pack.after is None else stands_for[pack.after]
+            stands_for.append(after)
+            if stop > start:
+                stands_for[-1] = len(packs)
+                packs.append(Pack(start, stop, pack.tree, after))
         return Schedule(self.num_devices, size, tuple(packs))
 
 
@@ -123,7 +139,9 @@ def cut(size: int, num_packs: int) -> tuple[tuple[int, int], ...]:
     return tuple(zip([0, *stops], stops, strict=False))
 
 
-def assign(size: int, ranges: Iterable[tuple[int, int]], trees: Sequence[CopyTree]) -> Schedule:
+def assign(
+    size: int, ranges: Iterable[tuple[int, int]], trees: Sequence[copy_tree.CopyTree]
+) -> Schedule:
     """Gives the ranges the trees in turn, so that the roots spread over the devices.
 
     Args:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import heapq
 import math
 import random
 from collections.abc import Sequence
 
 from tfcdo import checks
+from tfcdo.plan import schedule as schedules
 from tfcdo.plan import task_graph
-from tfcdo.plan.schedule import Schedule
-from tfcdo.plan.task_graph import TaskGraph
 from tfcdo.topology.topology import Topology
 
 # Two events this close (seconds) happen at the same time; far below any latency, far above the
 # rounding of sums of times.
 _SAME_TIME = 1e-12
-# The runs of `robust_seconds`: at most, at least, and in all (some seconds).
+# The runs of `robust_seconds`: at most, at least, and tasks in all of them (some seconds).
 _MOST_RUNS = 20
 _FEWEST_RUNS = 3
 _TASKS_IN_ALL_RUNS = 25_000
-# A schedule whose first runs are all this much slower than the cutoff is not run again.
-_HOPELESS = 1.1
+# A schedule whose first run is so much slower than the cutoff is not run again.
+_HOPELESS = 1.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Task:
 
     Attributes:
       kind: "reduce" for a copy towards the root, "broadcast" for one away from it, "add" for adding
-        what a child sent.
+        a child's copy; "network" and "latency" for the exchange with other hosts.
       pack: the pack's index.
       source: the sending device; the child for an addition.
       target: the receiving device; the device that adds.
@@ -62,16 +60,17 @@ class Timeline:
 
     @property
     def copies(self) -> tuple[Task, ...]:
-        """Returns the copies alone."""
-        return tuple(task for task in self.tasks if task.kind != "add")
+        """Returns the copies between devices alone."""
+        return tuple(task for task in self.tasks if task.kind in ("reduce", "broadcast"))
 
 
 def simulate(
-    schedule: Schedule,
+    schedule: schedules.Schedule,
     topology: Topology,
     *,
     jitter: float = 0.0,
     seed: int | None = None,
+    hosts: task_graph.Hosts | None = None,
 ) -> Timeline:
     """Runs a schedule on a topology once, as the executor's ops would.
 
@@ -80,7 +79,8 @@ def simulate(
     another; it sends the result on once it has it. A copy holds all resources of its link for
     `latency + bytes / bandwidth`; a resource carries one copy at a time. Where copies wait, the one
     that has waited longest goes first (of those that have waited equally long, the one of the
-    earlier pack). A blocked copy does not block later ones.
+    earlier pack). A blocked copy does not block later ones. A leaf sends a pack that has a window
+    once it holds the result of the pack that is waited for.
 
     Args:
       schedule: what to run, in bytes.
@@ -89,6 +89,8 @@ def simulate(
         to 1, so that no task takes less than no time.
       seed: draws the jitter, and which of the copies that have waited equally long goes first. None
         for no randomness.
+      hosts: hosts that are like this one, between which each pack's sum is exchanged; None for one
+        host.
 
     Returns:
       When each copy ran, and the time of the whole.
@@ -102,20 +104,17 @@ def simulate(
       MPICH", 2005 (the latency-bandwidth cost model).
 
     Example:
+      >>> from tfcdo import plan
       >>> from tfcdo.topology import preset
-      >>> from tfcdo.plan import algorithms
       >>> machine = preset("dgx1")
-      >>> one_pack = algorithms.make_schedule("hierarchical_copy", machine, 10**8, num_packs=1)
+      >>> one_pack = plan.make_schedule("hierarchical_copy", machine, 10**8, num_packs=1)
       >>> f"{1e3 * simulate(one_pack, machine).seconds:.2f} ms"
       '12.04 ms'
     """
     if jitter and seed is None:
-        raise ValueError(f"jitter {jitter} needs a seed")
-    graph = task_graph.build(schedule, topology)
-    if seed is None:
-        starts, ends = _run_in_order(graph)
-    else:
-        starts, ends = run_shuffled(graph, jitter, seed)
+        raise ValueError(f"seed must be a number for a jitter of {jitter}; got None")
+    graph = task_graph.build(schedule, topology, hosts)
+    starts, ends = run(graph, jitter, seed)
     tasks = [
         Task(kind, pack, source, target, start, end)
         for (kind, pack, source, target), start, end in zip(graph.names, starts, ends, strict=True)
@@ -124,45 +123,20 @@ def simulate(
     return Timeline(max(ends, default=0.0), tuple(tasks))
 
 
-# `auto` has the schedule of another algorithm, whose time is then known.
-@functools.lru_cache(maxsize=16)
-def ordered_seconds(schedule: Schedule, topology: Topology) -> float:
-    """Returns the time of a schedule where each copy takes exactly as long as it should.
-
-    Args:
-      schedule: what to run, in bytes.
-      topology: what to run it on.
-
-    Returns:
-      The time in seconds, as `simulate` finds it without a seed.
-
-    Raises:
-      ValueError: as `simulate`.
-
-    Example:
-      >>> from tfcdo.topology import preset
-      >>> from tfcdo.plan import algorithms
-      >>> machine = preset("nvswitch", 4)
-      >>> shuffle = algorithms.make_schedule("shuffle", machine, 10**8)
-      >>> ordered_seconds(shuffle, machine) == simulate(shuffle, machine).seconds
-      True
-    """
-    graph = task_graph.build(schedule, topology)
-    return max(_run_in_order(graph)[1], default=0.0)
-
-
 def robust_seconds(
-    schedule: Schedule,
+    schedule: schedules.Schedule,
     topology: Topology,
     *,
     jitter: float = 0.05,
     num_seeds: int | None = None,
+    hosts: task_graph.Hosts | None = None,
     cutoff: float = math.inf,
 ) -> float:
     """Returns the time of a schedule where no copy takes exactly as long as it should.
 
     Nothing keeps the executor's copies in an order, so a schedule that is only fast if all of them
-    begin and end on time is not fast.
+    begin and end on time is not fast. Jitter makes no schedule faster than its busiest link and its
+    longest way allow without jitter, so no time is below `tfcdo.plan.lower_bound_seconds`.
 
     Args:
       schedule: what to run, in bytes.
@@ -170,8 +144,9 @@ def robust_seconds(
       jitter: see `simulate`.
       num_seeds: how many runs to take the median of; by default 20, and fewer, down to 3, of
         schedules of thousands of copies.
-      cutoff: a time that is of no interest; where the first runs show that the schedule takes
-        longer, they are all.
+      hosts: see `simulate`.
+      cutoff: a time beyond which another schedule is taken anyway; a schedule whose first run takes
+        much longer is not run again.
 
     Returns:
       The median time, in seconds, of first come, first served with ties shuffled.
@@ -179,50 +154,49 @@ def robust_seconds(
     Raises:
       ValueError: if `num_seeds` is below 1 or `jitter` is not from 0 to 1.
       TypeError: if `num_seeds` is not an int.
+
+    Example:
+      >>> from tfcdo import plan
+      >>> from tfcdo.topology import preset
+      >>> machine = preset("pcie")
+      >>> ring = plan.make_schedule("ring", machine, 10**8)
+      >>> robust_seconds(ring, machine) >= plan.lower_bound_seconds(machine, 10**8)
+      True
     """
-    graph = task_graph.build(schedule, topology)
+    graph = task_graph.build(schedule, topology, hosts)
     if num_seeds is None:
         affordable = _TASKS_IN_ALL_RUNS // max(len(graph.names), 1)
         num_seeds = min(_MOST_RUNS, max(_FEWEST_RUNS, affordable))
     checks.check_int("num_seeds", num_seeds, at_least=1)
-    times: list[float] = []
-    for seed in range(num_seeds):
-        times.append(max(run_shuffled(graph, jitter, seed)[1], default=0.0))
-        if len(times) == _FEWEST_RUNS and min(times) > _HOPELESS * cutoff:
-            break
-    times.sort()
+    seconds = math.inf
+    if cutoff < math.inf:
+        seconds = median_seconds(graph, range(1), jitter)
+    if cutoff == math.inf or seconds <= _HOPELESS * cutoff:
+        seconds = median_seconds(graph, range(num_seeds), jitter)
+    return max(seconds, graph.least_seconds)
+
+
+def median_seconds(
+    graph: task_graph.TaskGraph, seeds: Sequence[int], jitter: float = 0.05
+) -> float:
+    """Returns the median time of runs with these seeds, which jitter may make too short."""
+    times = sorted(max(run(graph, jitter, seed)[1], default=0.0) for seed in seeds)
     return (times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2
 
 
-def bytes_by_resource(schedule: Schedule, topology: Topology) -> dict[str, int]:
-    """Returns how much each wire, port or bridge carries.
-
-    Args:
-      schedule: what is run, in bytes.
-      topology: what it is run on.
-
-    Returns:
-      The bytes of each of the topology's resources, by name.
-    """
+def bytes_by_resource(schedule: schedules.Schedule, topology: Topology) -> dict[str, int]:
+    """Returns the bytes that each wire, port or bridge carries, by its name."""
     carried = [0] * len(topology.resources)
     for pack in schedule.packs:
         for child, parent in pack.tree.edges:
-            for source, target in ((child, parent), (parent, child)):
-                for resource in topology.link_by_pair[source, target].resources:
+            for pair in ((child, parent), (parent, child)):
+                for resource in topology.link_by_pair[pair].resources:
                     carried[resource] += pack.size
     return {resource.name: load for resource, load in zip(topology.resources, carried, strict=True)}
 
 
-def bottleneck(schedule: Schedule, topology: Topology) -> tuple[str, int]:
-    """Returns the resource that is busy longest with its bytes.
-
-    Args:
-      schedule: what is run, in bytes.
-      topology: what it is run on.
-
-    Returns:
-      Its name and the bytes it carries; `("", 0)` on one device.
-    """
+def bottleneck(schedule: schedules.Schedule, topology: Topology) -> tuple[str, int]:
+    """Returns name and bytes of the resource that is busy longest; `("", 0)` on one device."""
     carried = bytes_by_resource(schedule, topology)
     bandwidth = {resource.name: resource.bandwidth for resource in topology.resources}
     return max(
@@ -232,89 +206,45 @@ def bottleneck(schedule: Schedule, topology: Topology) -> tuple[str, int]:
     )
 
 
-def run_shuffled(graph: TaskGraph, jitter: float, seed: int) -> tuple[list[float], list[float]]:
-    """Runs the tasks first come, first served, with random ties and durations.
+def run(
+    graph: task_graph.TaskGraph, jitter: float, seed: int | None
+) -> tuple[list[float], list[float]]:
+    """Runs tasks first come, first served; returns the start and the end of each.
 
-    Args:
-      graph: the tasks.
-      jitter: see `simulate`.
-      seed: draws the ties and the durations.
-
-    Returns:
-      The start and the end of each task.
-
-    Raises:
-      ValueError: if `jitter` is not from 0 to 1.
+    A seed draws durations and ties; without one, of equals the task of the earlier pack is first.
     """
     if not 0 <= jitter <= 1:
         raise ValueError(f"jitter must be from 0 to 1; got {jitter}")
-    rng = random.Random(seed)
-    ties = list(range(len(graph.names)))
-    rng.shuffle(ties)
+    count = len(graph.names)
+    ranks: Sequence[int] = range(count)
     durations: Sequence[float] = graph.durations
-    if jitter:
-        durations = [seconds * (1 + jitter * (2 * rng.random() - 1)) for seconds in durations]
-    return _run(graph, durations, ties, first_come=True)
-
-
-def _run_in_order(graph: TaskGraph) -> tuple[list[float], list[float]]:
-    """Runs the tasks first come, first served, of several the one of the earlier pack."""
-    return _run(graph, graph.durations, range(len(graph.names)), first_come=True)
-
-
-def run_longest_path_first(graph: TaskGraph) -> tuple[list[float], list[float]]:
-    """Runs the tasks with the longest critical path first, which no executor does for certain.
-
-    Its time changes less abruptly from one schedule to a similar one than that of other runs, so a
-    search is guided by it.
-
-    Args:
-      graph: the tasks.
-
-    Returns:
-      The start and the end of each task.
-    """
-    ranks = [-seconds for seconds in graph.critical_path]
-    return _run(graph, graph.durations, ranks, first_come=False)
-
-
-def _run(
-    graph: TaskGraph, durations: Sequence[float], ranks: Sequence[float], *, first_come: bool
-) -> tuple[list[float], list[float]]:
-    """Starts every task as soon as its resources are free, in order of rank.
-
-    Args:
-      graph: the tasks.
-      durations: seconds of each task.
-      ranks: of tasks that could start at the same time, the one of lowest rank starts first.
-      first_come: whether the time since when a task has waited counts before its rank.
-
-    Returns:
-      The start and the end of each task.
-    """
-    count = len(durations)
-    set_of, dependents = graph.resource_set_of, graph.dependents
+    if seed is not None:
+        rng = random.Random(seed)
+        ranks = list(ranks)
+        rng.shuffle(ranks)
+        if jitter:
+            durations = [seconds * (1 + jitter * (2 * rng.random() - 1)) for seconds in durations]
+    sets, set_of, dependents = list(graph.resource_sets), graph.resource_set_of, graph.dependents
     # Sets of resources are the bits of a number: the inner loop asks most often whether two meet.
-    masks, sets = graph.masks, graph.resource_sets
+    masks = [sum(1 << resource for resource in held) for held in sets]
     waiting_for = list(graph.num_dependencies)
     starts, ends = [0.0] * count, [0.0] * count
     busy = 0
-    # Of the tasks that hold the same resources only the first in line can start.
-    queues: list[list[tuple[float, float, int]]] = [[] for _ in masks]
-    # Of each resource the sets with it in whose line somebody waits: of many sets, mostly a few.
-    lines: list[set[int]] = [set() for _ in range(graph.num_resources)]
+    # Only the first in line can start of the tasks that hold the same resources.
+    queues: list[list[tuple[float, int, int]]] = [[] for _ in sets]
+    # For each resource, the sets with queued tasks; usually few.
+    lines: list[set[int]] = [set() for _ in range(1 + max(map(max, sets), default=-1))]
     running: list[tuple[float, int]] = []
     ready = [task for task in range(count) if not waiting_for[task]]
     changed: set[int] = set()
     now = 0.0
     while True:
-        since = now if first_come else 0.0
         for task in ready:
             index = set_of[task]
             if not queues[index]:
                 for resource in sets[index]:
                     lines[resource].add(index)
-            heapq.heappush(queues[index], (since, ranks[task], task))
+            heapq.heappush(queues[index], (now, ranks[task], task))
             changed.add(index)
         first_in_line = [
             queues[index][0] for index in changed if queues[index] and not masks[index] & busy

@@ -14,7 +14,7 @@ def size_class(num_bytes: int, per_doubling: int = 4) -> int:
     Args:
       num_bytes: a size.
       per_doubling: how many classes there are between a size and its double, a divisor of 16; by
-        default no size differs from that of its class by more than a tenth, apart from a few bytes.
+        default no size is further from its class than an eighth, apart from a few bytes.
 
     Returns:
       A size near `num_bytes`; 0 only for 0.
@@ -27,6 +27,7 @@ def size_class(num_bytes: int, per_doubling: int = 4) -> int:
     """
     if not num_bytes:
         return 0
-    step = round(per_doubling * math.log2(num_bytes))
+    # Through the finest classes, so that all sizes of one of them share a class of any fineness.
+    step = round(per_doubling * round(len(_ROOTS) * math.log2(num_bytes)) / len(_ROOTS))
     doublings, part = divmod(step, per_doubling)
     return (_ROOTS[part * len(_ROOTS) // per_doubling] << doublings) // 1000

@@ -4,204 +4,148 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
-from tfcdo.plan.schedule import Pack
-from tfcdo.plan.schedule import Schedule
+from tfcdo.plan import schedule as schedules
 from tfcdo.topology.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
+class Hosts:
+    """Hosts that are alike, each of which sums the packs of its devices before the ring between.
+
+    Attributes:
+      count: the number of hosts.
+      bandwidth: the bytes per second that a host can send while it receives as many.
+      latency: the seconds of a message on top of its bytes.
+      sent: the part of a pack's bytes that is sent: 1/2 where float32 is cast to 16 bits.
+    """
+
+    count: int
+    bandwidth: float
+    latency: float = 20e-6
+    sent: float = 1.0
+
+    def bytes_sent(self, num_bytes: float) -> float:
+        """Returns the bytes that each host sends: as a ring, or as shares of all to all."""
+        return 2 * (self.count - 1) / self.count * num_bytes * self.sent
+
+
+@dataclasses.dataclass(frozen=True)
 class TaskGraph:
-    """The tasks of a schedule on a topology, numbered so that each comes after all it waits for.
+    """The tasks of a schedule on a topology.
 
     Attributes:
       names: `(kind, pack, source, target)` of each task, as in `tfcdo.plan.simulator.Task`.
       durations: seconds of each task.
-      resource_set_of: the index in `resource_sets` of what each task holds.
+      resource_set_of: the index in `resource_sets` of the resources that each task holds.
       resource_sets: the sets of resources, adders included, that tasks hold.
       num_dependencies: how many tasks must end before each can begin.
       dependents: the tasks that wait for each task.
     """
 
-    names: tuple[tuple[str, int, int, int], ...]
-    durations: tuple[float, ...]
-    resource_set_of: tuple[int, ...]
-    resource_sets: tuple[tuple[int, ...], ...]
-    num_dependencies: tuple[int, ...]
-    dependents: tuple[tuple[int, ...], ...]
-
-    @functools.cached_property
-    def masks(self) -> tuple[int, ...]:
-        """Returns each set of resources as the bits of a number."""
-        return tuple(sum(1 << resource for resource in held) for held in self.resource_sets)
-
-    @functools.cached_property
-    def num_resources(self) -> int:
-        """Returns how many resources there are: one more than the largest that a task holds."""
-        return 1 + max(map(max, self.resource_sets), default=-1)
-
-    @functools.cached_property
-    def first_tasks(self) -> Mapping[int, Sequence[int]]:
-        """Returns, by pack, the tasks that wait for nothing."""
-        found: dict[int, list[int]] = {}
-        for task, (_, pack, _, _) in enumerate(self.names):
-            if not self.num_dependencies[task]:
-                found.setdefault(pack, []).append(task)
-        return found
-
-    @functools.cached_property
-    def critical_path(self) -> tuple[float, ...]:
-        """Returns the seconds from each task's start to the end of all after it, if none waits."""
-        critical_path = [0.0] * len(self.durations)
-        for task in range(len(critical_path) - 1, -1, -1):
-            later = max((critical_path[after] for after in self.dependents[task]), default=0.0)
-            critical_path[task] = self.durations[task] + later
-        return tuple(critical_path)
-
-
-# A schedule is mostly run with jitter, and then without.
-@functools.lru_cache(maxsize=8)
-def build(schedule: Schedule, topology: Topology) -> TaskGraph:
-    """Lists the tasks of a schedule, for those who run the same ones several times.
-
-    Args:
-      schedule: what to run, in bytes.
-      topology: what to run it on.
-
-    Returns:
-      The tasks, pack by pack: up the tree, then down.
-
-    Raises:
-      ValueError: if the schedule and the topology differ in the number of devices.
-
-    Example:
-      >>> from tfcdo.plan.copy_tree import star
-      >>> from tfcdo.plan.schedule import assign
-      >>> from tfcdo.topology import preset
-      >>> graph = build(assign(100, [(0, 100)], [star(2)]), preset("nvswitch", 2))
-      >>> graph.names
-      (('reduce', 0, 1, 0), ('broadcast', 0, 0, 1))
-    """
-    if schedule.num_devices != topology.num_devices:
-        raise ValueError(
-            f"the schedule is for {schedule.num_devices} devices, topology {topology.name!r} has "
-            f"{topology.num_devices}"
-        )
-    builder = TaskGraphBuilder()
-    for index, pack in enumerate(schedule.packs):
-        _add_pack(builder, index, pack, topology)
-    return builder.graph()
-
-
-class TaskGraphBuilder:
-    """Collects tasks, what each holds and what it waits for.
-
-    Args:
-      graph: the tasks to begin with; None for none.
-    """
-
-    def __init__(self, graph: TaskGraph | None = None) -> None:
-        self._names = list(graph.names) if graph else []
-        self._durations = list(graph.durations) if graph else []
-        self._resource_set_of = list(graph.resource_set_of) if graph else []
-        resource_sets = graph.resource_sets if graph else ()
-        self._resource_sets = {found: index for index, found in enumerate(resource_sets)}
-        self._num_dependencies = list(graph.num_dependencies) if graph else []
-        self._dependents = [list(found) for found in graph.dependents] if graph else []
+    names: list[tuple[str, int, int, int]] = dataclasses.field(default_factory=list)
+    durations: list[float] = dataclasses.field(default_factory=list)
+    resource_set_of: list[int] = dataclasses.field(default_factory=list)
+    resource_sets: dict[tuple[int, ...], int] = dataclasses.field(default_factory=dict)
+    num_dependencies: list[int] = dataclasses.field(default_factory=list)
+    dependents: list[list[int]] = dataclasses.field(default_factory=list)
 
     def add(
         self,
         name: tuple[str, int, int, int],
         duration: float,
         resources: tuple[int, ...],
-        after: Iterable[int] = (),
+        after: Iterable[int],
     ) -> int:
-        """Adds a task.
-
-        Args:
-          name: its kind, pack, source and target.
-          duration: its seconds.
-          resources: what it holds.
-          after: the tasks that it waits for.
-
-        Returns:
-          Its number.
-        """
-        task = len(self._names)
-        self._names.append(name)
-        self._durations.append(duration)
-        self._resource_set_of.append(
-            self._resource_sets.setdefault(resources, len(self._resource_sets))
+        """Adds a task that holds some resources after other tasks; returns its number."""
+        task = len(self.names)
+        self.names.append(name)
+        self.durations.append(duration)
+        self.resource_set_of.append(
+            self.resource_sets.setdefault(resources, len(self.resource_sets))
         )
-        self._dependents.append([])
-        earlier = tuple(after)
-        self._num_dependencies.append(len(earlier))
-        for other in earlier:
-            self._dependents[other].append(task)
+        self.dependents.append([])
+        count = 0
+        for other in after:
+            self.dependents[other].append(task)
+            count += 1
+        self.num_dependencies.append(count)
         return task
 
-    def depend(self, task: int, on: int) -> None:
-        """Makes a task wait for another one."""
-        self._dependents[on].append(task)
-        self._num_dependencies[task] += 1
+    @functools.cached_property
+    def least_seconds(self) -> float:
+        """Returns the longest of the ways through the graph and of the resources' busy times."""
+        longest = [0.0] * len(self.names)
+        # Each task comes after all that it waits for.
+        for task in range(len(longest) - 1, -1, -1):
+            later = max((longest[after] for after in self.dependents[task]), default=0.0)
+            longest[task] = self.durations[task] + later
+        busy: dict[int, float] = {}
+        sets = list(self.resource_sets)
+        for task, seconds in enumerate(self.durations):
+            for resource in sets[self.resource_set_of[task]]:
+                busy[resource] = busy.get(resource, 0.0) + seconds
+        return max((*longest, *busy.values()), default=0.0)
 
-    def wait_for_gradients(self, graph: TaskGraph, pack: int, seconds: float, resource: int) -> int:
-        """Makes the first tasks of a pack wait until a backward pass has made its gradients.
 
-        Args:
-          graph: the tasks that the builder began with.
-          pack: the index of the pack.
-          seconds: when its gradients are there.
-          resource: what the wait holds; nothing else may hold it.
+# A schedule is mostly run with jitter, and then without.
+@functools.lru_cache(maxsize=8)
+def build(
+    schedule: schedules.Schedule, topology: Topology, hosts: Hosts | None = None
+) -> TaskGraph:
+    """Returns the tasks of a schedule, pack by pack: up the tree, between hosts, down.
 
-        Returns:
-          The number of the task that is the wait.
-        """
-        ready = self.add(("gradients", pack, 0, 0), seconds, (resource,))
-        for task in graph.first_tasks.get(pack, ()):
-            self.depend(task, ready)
-        return ready
-
-    def graph(self) -> TaskGraph:
-        """Returns the graph of all tasks so far."""
-        return TaskGraph(
-            tuple(self._names),
-            tuple(self._durations),
-            tuple(self._resource_set_of),
-            tuple(self._resource_sets),
-            tuple(self._num_dependencies),
-            tuple(map(tuple, self._dependents)),
+    A pack with a window leaves each leaf once the leaf holds the result of the pack that it waits
+    for.
+    """
+    if schedule.num_devices != topology.num_devices:
+        raise ValueError(
+            f"schedule must be for the {topology.num_devices} devices of {topology.name!r}; got "
+            f"one for {schedule.num_devices}"
         )
-
-
-def _add_pack(builder: TaskGraphBuilder, index: int, pack: Pack, topology: Topology) -> None:
-    """Adds the tasks of one pack: up its tree, then down."""
-    tree, costs = pack.tree, _link_costs(topology)
+    graph, costs = TaskGraph(), _link_costs(topology)
     seconds_per_addition = 1 / topology.addition_bandwidth
-    # An adder is numbered after the topology's resources.
+    # Adders and the host's way out are numbered after the topology's resources.
     first_adder = len(topology.resources)
-
-    def add_copy(kind: str, source: int, target: int, after: Iterable[int]) -> int:
-        latency, seconds_per_byte, resources = costs[source, target]
-        seconds = latency + pack.size * seconds_per_byte
-        return builder.add((kind, index, source, target), seconds, resources, after)
-
-    # What must have ended before a device holds the sum over its subtree; over all devices.
-    summed: list[list[int]] = [[] for _ in tree.parents]
-    for child, parent in reversed(tree.edges):
-        task = add_copy("reduce", child, parent, summed[child])
-        if seconds_per_addition:
-            task = builder.add(
-                ("add", index, child, parent),
-                pack.size * seconds_per_addition,
-                (first_adder + (0 if topology.serial_reduction else parent),),
-                [task],
+    way_out = first_adder + topology.num_devices
+    # The tasks after which each device holds the result of each pack.
+    arrived: list[dict[int, tuple[int, ...]]] = []
+    for index, pack in enumerate(schedule.packs):
+        tree, size = pack.tree, pack.size
+        results = arrived[pack.after] if pack.after is not None else {}
+        # The tasks after which a device holds the sum over its subtree.
+        summed: list[list[int]] = [[] for _ in tree.parents]
+        for child, parent in reversed(tree.edges):
+            latency, seconds_per_byte, resources = costs[child, parent]
+            task = graph.add(
+                ("reduce", index, child, parent),
+                latency + size * seconds_per_byte,
+                resources,
+                summed[child] or results.get(child, ()),
             )
-        summed[parent].append(task)
-    arrived = {tree.root: summed[tree.root]}
-    for child, parent in tree.edges:
-        arrived[child] = [add_copy("broadcast", parent, child, arrived[parent])]
+            if seconds_per_addition:
+                adder = first_adder + (0 if topology.serial_reduction else parent)
+                name = ("add", index, child, parent)
+                task = graph.add(name, size * seconds_per_addition, (adder,), (task,))
+            summed[parent].append(task)
+        root_ready = tuple(summed[tree.root])
+        if hosts is not None:
+            sent = hosts.bytes_sent(size) / hosts.bandwidth
+            task = graph.add(("network", index, 0, 0), sent, (way_out,), root_ready)
+            # Messages of different packs wait for each other's bytes, not for their latencies.
+            waited = 2 * (hosts.count - 1) * hosts.latency
+            root_ready = (
+                graph.add(("latency", index, 0, 0), waited, (way_out + 1 + index,), (task,)),
+            )
+        here = {tree.root: root_ready}
+        for child, parent in tree.edges:
+            latency, seconds_per_byte, resources = costs[parent, child]
+            name = ("broadcast", index, parent, child)
+            seconds = latency + size * seconds_per_byte
+            here[child] = (graph.add(name, seconds, resources, here[parent]),)
+        arrived.append(here)
+    return graph
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from tfcdo.plan import simulator
-from tfcdo.plan.lower_bound import lower_bound
+from tfcdo.plan.lower_bound import lower_bound_seconds
 from tfcdo.plan.schedule import Schedule
 from tfcdo.plot.figures import Color
 from tfcdo.plot.figures import device_colors
@@ -62,8 +62,8 @@ def draw_gantt(schedule: Schedule, topology: Topology, title: str = "") -> Figur
     axes.spines[["top", "right"]].set_visible(False)
     _write_busy_shares(axes, shown.values(), topology, timeline.seconds)
     entries = _explain_bars(schedule, colors)
-    bound = lower_bound(topology, schedule.size)
-    if 0 < bound <= timeline.seconds:
+    bound = lower_bound_seconds(topology, schedule.size)
+    if bound:
         label = f"bound {format_seconds(bound)}"
         line = axes.axvline(bound / unit, color="black", linestyle="--", linewidth=1, label=label)
         entries.append(line)

@@ -1,0 +1,184 @@
+"""Packed trees: as fast as promised on known and drawn machines, and the same in any process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import hypothesis
+import plan_testing
+from absl.testing import absltest
+from absl.testing import parameterized
+from drawn_machines import draw_machine
+from hypothesis import strategies as st
+
+from tfcdo.plan import algorithms
+from tfcdo.plan import copy_tree
+from tfcdo.plan import packed_trees
+from tfcdo.plan import simulator
+from tfcdo.plan.lower_bound import bandwidth_bound
+from tfcdo.plan.streams import Stream
+from tfcdo.plan.streams import deal
+from tfcdo.topology.presets import preset
+
+MB, GB = 10**6, 10**9
+DGX1 = preset("dgx1")
+UNLIKE = preset("pcie", 5)
+
+_PRINT_PLAN = """
+from drawn_machines import draw_machine
+from tfcdo.plan import packed_trees
+packed_trees._TASKS = packed_trees._TASKS_OF_CHANGES = 2_000
+print(packed_trees.packed_trees(draw_machine(6, 1), 10**8))
+"""
+
+
+class RatiosTest(plan_testing.PlanTestCase):
+    """Tests of what the project promises: robust times against the bound, with 10 us latency."""
+
+    tasks_per_search = packed_trees._TASKS
+    tasks_of_changes = packed_trees._TASKS_OF_CHANGES
+
+    def ratio(self, machine, num_bytes: int) -> float:
+        schedule = packed_trees.packed_trees(machine, num_bytes)
+        return simulator.robust_seconds(schedule, machine) / bandwidth_bound(machine, num_bytes)
+
+    @parameterized.parameters(
+        (DGX1, {MB: 6.8, 25 * MB: 1.56, 100 * MB: 1.2, GB: 1.07}),
+        # As `nvidia-smi` may number the devices.
+        (DGX1.subset((5, 2, 7, 0, 3, 6, 1, 4)), {GB: 1.1}),
+        (DGX1.subset((0, 1, 2)), {100 * MB: 1.18, GB: 1.08}),
+        (DGX1.subset((0, 1, 2, 3, 4)), {100 * MB: 1.45}),
+        (preset("nvswitch"), {100 * MB: 1.28}),
+        (preset("pcie"), {100 * MB: 1.12}),
+        (draw_machine(9, 2), {GB: 1.15}),
+        (draw_machine(14, 0), {GB: 1.35}),
+    )
+    def test_ratio(self, machine, most):
+        for num_bytes, ratio in most.items():
+            schedule = packed_trees.packed_trees(machine, num_bytes)
+            seconds = simulator.robust_seconds(schedule, machine)
+            self.assertLessEqual(seconds / bandwidth_bound(machine, num_bytes), ratio, num_bytes)
+
+    @parameterized.parameters(((0, 1, 4, 5), MB), ((0, 2, 3, 5, 6), 100 * MB))
+    def test_as_good_as_the_classics(self, devices, num_bytes):
+        topology = DGX1.subset(devices)
+        schedule = packed_trees.packed_trees(topology, num_bytes)
+        seconds = simulator.robust_seconds(schedule, topology)
+        for name in algorithms.CLASSICS:
+            classic = algorithms.make_schedule(name, topology, num_bytes)
+            # The plan is made for a size near this one.
+            best = simulator.robust_seconds(classic, topology)
+            self.assertLessEqual(seconds, 1.02 * best, name)
+
+
+class SearchTest(plan_testing.PlanTestCase):
+    @parameterized.parameters("1", "2")
+    def test_other_processes_make_the_same_plan(self, hash_seed):
+        printed = subprocess.run(
+            [sys.executable, "-c", _PRINT_PLAN],
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": hash_seed,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            },
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        schedule = packed_trees.packed_trees(draw_machine(6, 1), 100 * MB)
+        self.assertEqual(printed.strip(), str(schedule))
+
+    def test_a_size_class_is_searched_once(self):
+        with plan_testing.counted_work() as work:
+            for num_bytes in (31 * MB, 32 * MB, 33 * MB, 32 * MB):
+                schedule = algorithms.make_schedule("packed_trees", UNLIKE, num_bytes)
+                self.assertEqual(schedule.size, num_bytes)
+            self.assertEqual(work["searches"], 1)
+            algorithms.make_schedule("packed_trees", UNLIKE, 300 * MB)
+            algorithms.make_schedule("packed_trees", UNLIKE, 32 * MB, num_packs=5)
+            algorithms.make_schedule("packed_trees", preset("pcie", 6), 32 * MB)
+        self.assertEqual(work["searches"], 4)
+
+    @hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
+    @hypothesis.given(
+        st.sampled_from(range(2, 7)), st.sampled_from(range(9)), st.sampled_from([1, 7, 65, 500])
+    )
+    def test_as_many_packs_as_are_asked_for_of_one_size(self, devices, seed, num_packs):
+        machine = draw_machine(devices, seed)
+        packs = packed_trees.packed_trees(machine, 30 * MB, num_packs).packs
+        self.assertLen(packs, num_packs)
+        sizes = [pack.size for pack in packs]
+        self.assertLessEqual(max(sizes) - min(sizes), 1)
+
+    @parameterized.parameters((1, MB), (5, 0))
+    def test_no_time_needs_no_search(self, devices, num_bytes):
+        with plan_testing.counted_work() as work:
+            packed_trees.packed_trees(preset("pcie", devices), num_bytes)
+        self.assertEmpty(work)
+
+    def test_many_packs_are_searched_by_few(self):
+        with plan_testing.counted_work() as work:
+            schedule = packed_trees.packed_trees(UNLIKE, 200 * MB, num_packs=1000)
+        self.assertLen(schedule.packs, 1000)
+        self.assertLessEqual(work["longest"], packed_trees.MAX_PACKS * 2 * 4)
+
+    @parameterized.parameters(
+        ({1: 1.0, 2: 0.995, 4: 1.0}, 1), ({1: 1.0, 2: 0.995, 4: 0.98}, 4), ({4: 0.5, 2: 1.0}, 4)
+    )
+    def test_more_packs_must_be_worth_it(self, seconds, expected):
+        def median_seconds(graph, *_):
+            return seconds[len(graph.names) // 14]
+
+        found = [(Stream(copy_tree.star(8), 1.0, count),) for count in reversed(seconds)]
+        with absltest.mock.patch.object(simulator, "median_seconds", median_seconds):
+            (best,) = packed_trees._fewest_of_fast(found, DGX1, MB)
+        self.assertEqual(best.num_packs, expected)
+
+
+class StreamsTest(parameterized.TestCase):
+    @hypothesis.settings(deadline=None)
+    @hypothesis.given(
+        st.lists(
+            st.builds(
+                Stream,
+                st.sampled_from([copy_tree.chain(3, root) for root in range(3)]),
+                st.floats(0.1, 10),
+                st.integers(1, 9),
+                st.none() | st.integers(1, 4),
+            ),
+            min_size=1,
+            max_size=4,
+        ),
+        st.integers(0, 100),
+    )
+    def test_packs_are_in_turn_and_wait_for_their_own_stream(self, streams, num_bytes):
+        # That the packs tile the data, and windows are of one tree, `Schedule` checks itself.
+        schedule = deal(streams, num_bytes)
+        self.assertLessEqual(len(schedule.packs), sum(one.num_packs for one in streams))
+        waiting = sum(pack.after is not None for pack in schedule.packs)
+        in_flight = sum(min(one.num_packs, one.window or one.num_packs) for one in streams)
+        self.assertGreaterEqual(waiting, len(schedule.packs) - in_flight)
+
+    def test_windows_count_packs_in_flight(self):
+        stream = Stream(copy_tree.star(2), 1.0, 5, 2)
+        packs = deal([stream], 500).packs
+        self.assertEqual([pack.after for pack in packs], [None, None, 0, 1, 2])
+
+    def test_a_window_makes_packs_wait(self):
+        machine = preset("fully_connected", 2)
+        free, one_by_one = (
+            simulator.simulate(
+                deal([Stream(copy_tree.star(2), 1.0, 4, window)], 4 * MB), machine
+            ).seconds
+            for window in (None, 1)
+        )
+        # Up and down, 10 us + 1 MB / 25 GB/s each.
+        self.assertAlmostEqual(free, 5 * 50e-6)
+        self.assertAlmostEqual(one_by_one, 8 * 50e-6)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,290 @@
+"""Copy trees by linear programming: how much of the data along each, so that links end soonest.
+
+Each spanning tree carries a part of the data, and loads all resources of its edges, up and down.
+There are far too many trees to list: in column generation, the tree that improves a solution most
+is a minimum spanning tree under the resources' dual prices.
+
+References:
+  Nash-Williams, "Edge-disjoint spanning trees of finite graphs", 1961, and Tutte, "On the problem
+  of decomposing a graph into n connected factors", 1961 (packing spanning trees).
+  Garg and Koenemann, "Faster and Simpler Algorithms for Multicommodity Flow and other Fractional
+  Packing Problems", FOCS 1998 (prices that rise with the load).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import highspy
+import numpy as np
+import numpy.typing as npt
+
+from tfcdo.topology.topology import Topology
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+# A spanning tree: the numbers of its edges, ascending.
+Tree: TypeAlias = tuple[int, ...]
+
+# The first prices of resources differ at most by the square of this.
+_UNLIKE = 1e4
+# Each tree raises the price of the resource that it loads most by e to the power of this.
+_PRICE_RISE = 0.3
+# How many trees rising prices give, and column generation at most adds; the bound holds after any
+# number. Programs with very many resources are slow, so machines of more devices get fewer trees.
+_ROUNDS_PER_DEVICE = 10
+_MAX_ROUNDS = 20_480
+_MAX_COLUMNS = 2**16
+
+
+class Edges:
+    """The undirected edges of a machine, by number, and what a byte up and down each costs.
+
+    Args:
+      topology: the machine.
+      latency_per_byte: how often a byte pays a link's latency: 1 / bytes of a pack.
+    """
+
+    def __init__(self, topology: Topology, latency_per_byte: float = 0.0) -> None:
+        count = topology.num_devices
+        self.topology, self.num_devices = topology, count
+        self.pairs = tuple(itertools.combinations(range(count), 2))
+        self.number = np.zeros((count, count), np.int64)
+        self.number[np.triu_indices(count, 1)] = np.arange(len(self.pairs))
+        self.number += self.number.T
+        self.seconds = np.zeros((count, count))
+        edges: list[int] = []
+        resources: list[int] = []
+        seconds: list[float] = []
+        for link in topology.links:
+            pair = link.source, link.target
+            self.seconds[pair] = 1 / topology.bandwidth(*pair) + link.latency * latency_per_byte
+            edges += [int(self.number[pair])] * len(link.resources)
+            resources += link.resources
+            seconds += [self.seconds[pair]] * len(link.resources)
+        self.num_resources = len(topology.resources)
+        self._edge_of, self._resource_of = np.array(edges, np.int64), np.array(resources, np.int64)
+        self._seconds_of = np.array(seconds)
+        # The seconds per byte of each resource's slowest link.
+        self.slowest = np.zeros(self.num_resources)
+        np.maximum.at(self.slowest, self._resource_of, self._seconds_of)
+
+    def prices(self, resource_prices: Floats) -> Floats:
+        """Returns the price of each edge, given the price of a second of each resource."""
+        paid = self._seconds_of * resource_prices[self._resource_of]
+        return np.asarray(np.bincount(self._edge_of, paid, len(self.pairs)), np.float64)
+
+    def load(self, tree: Tree) -> Floats:
+        """Returns the seconds for which a byte along a tree keeps each resource busy."""
+        chosen = np.zeros(len(self.pairs))
+        chosen[list(tree)] = 1.0
+        busy = self._seconds_of * chosen[self._edge_of]
+        return np.asarray(np.bincount(self._resource_of, busy, self.num_resources), np.float64)
+
+    def tree(self, prices: Floats, root: int = 0, nearness: float = 0.0) -> Tree:
+        """Returns a tree between the cheapest (Prim, nearness 0) and the nearest (Dijkstra, 1)."""
+        table = prices[self.number]
+        key, via = table[root].copy(), np.full(self.num_devices, root)
+        distance = np.zeros(self.num_devices)
+        key[root] = np.inf
+        outside = np.arange(self.num_devices) != root
+        edges = []
+        for _ in range(self.num_devices - 1):
+            new = int(np.argmin(key))
+            outside[new] = False
+            near = int(via[new])
+            edges.append(int(self.number[near, new]))
+            distance[new] = distance[near] + table[near, new]
+            keys = table[new] + nearness * distance[new]
+            # Of equals the device that came last: the tree is a path rather than a star.
+            better = outside & (keys <= key)
+            key[better], via[better] = keys[better], new
+            key[new] = np.inf
+        return tuple(sorted(edges))
+
+    def roots(self, tree: Tree) -> tuple[tuple[int, float], ...]:
+        """Returns a tree's center and the two ends of its longest path, as roots.
+
+        With each root comes the longest way of a byte from a leaf to the root and to a leaf, in
+        seconds.
+        """
+        near: list[list[int]] = [[] for _ in range(self.num_devices)]
+        for edge in tree:
+            one, other = self.pairs[edge]
+            near[one].append(other)
+            near[other].append(one)
+        # Seconds from each device to each other one along the tree.
+        way = np.zeros((self.num_devices, self.num_devices))
+        seen = [0]
+        for device in seen:
+            for other in near[device]:
+                if other not in seen:
+                    way[other, seen] = self.seconds[other, device] + way[device, seen]
+                    way[seen, other] = way[seen, device] + self.seconds[device, other]
+                    seen.append(other)
+        longest = way.max(0) + way.max(1)
+        ends = np.unravel_index(int((way + way.T).argmax()), way.shape)
+        return tuple((int(root), float(longest[root])) for root in (longest.argmin(), *ends))
+
+
+class TreeProgram:
+    """The linear program over the trees that are known: the largest sum of rates.
+
+    A rate is relative to the `unit`. A column is scaled by its largest load, so that the solver
+    sees numbers of at most 1 however unlike the links are.
+
+    Args:
+      edges: the machine.
+      unit: seconds per byte of the order of the solution.
+    """
+
+    def __init__(self, edges: Edges, unit: float) -> None:
+        self.edges, self.unit = edges, unit
+        self.trees: dict[Tree, None] = {}
+        self.scales: list[float] = []
+        self.solver = highspy.Highs()
+        self.solver.setOptionValue("output_flag", False)
+        self.solver.setOptionValue("threads", 1)
+        self.solver.changeObjectiveSense(highspy.ObjSense.kMaximize)
+        # The resources are not busy for more than a second a second; the rates have any sum.
+        for bound in [1.0] * edges.num_resources + [highspy.kHighsInf]:
+            self.solver.addRow(-highspy.kHighsInf, bound, 0, np.array([], np.int32), np.array([]))
+
+    def add(self, tree: Tree) -> bool:
+        """Adds a tree; returns whether it is new."""
+        if tree in self.trees:
+            return False
+        self.trees[tree] = None
+        load = np.append(self.edges.load(tree) / self.unit, 1.0)
+        scale = float(load[:-1].max())
+        held = np.flatnonzero(load).astype(np.int32)
+        self.scales.append(scale)
+        self.solver.addCol(1 / scale, 0.0, highspy.kHighsInf, len(held), held, load[held] / scale)
+        return True
+
+    def solve(self) -> tuple[Floats, Floats]:
+        """Returns the rates and the resources' prices; raises unless the solver found the best."""
+        self.solver.run()
+        status = self.solver.getModelStatus()
+        if status != highspy.HighsModelStatus.kOptimal:
+            raise ArithmeticError(
+                f"HiGHS did not solve the linear program of {self.edges.topology.name!r}: "
+                f"it says {status}"
+            )
+        solution = self.solver.getSolution()
+        # Rounding may leave a little below 0.
+        rates = np.maximum(solution.col_value, 0) / np.array(self.scales)
+        return rates, np.maximum(solution.row_dual[: self.edges.num_resources], 0)
+
+    def value(self, values: Sequence[float] | Floats) -> None:
+        """Changes how much the rate of each tree counts."""
+        for index, (value, scale) in enumerate(zip(values, self.scales, strict=True)):
+            self.solver.changeColCost(index, float(value) / scale)
+
+    def require(self, least_rate: float) -> None:
+        """Requires a sum of all rates."""
+        self.solver.changeRowBounds(self.edges.num_resources, least_rate, highspy.kHighsInf)
+
+    def allow(self, allowed: Sequence[bool] | npt.NDArray[np.bool_]) -> None:
+        """Changes which trees may have a rate."""
+        for index, may in enumerate(allowed):
+            self.solver.changeColBounds(index, 0.0, highspy.kHighsInf if may else 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Solved:
+    """A solved program: trees, rates, prices, and the seconds per byte that no trees beat."""
+
+    program: TreeProgram
+    rates: Floats
+    prices: Floats
+    bound: float
+
+
+def solve(edges: Edges, known: Iterable[Tree] = (), gap: float = 1e-3) -> Solved | None:
+    """Finds trees whose rates are within a gap of the best; None if copies take no time.
+
+    `known` are trees to begin with. Others come from prices that rise with each tree's load, which
+    soon gives all trees of a good solution; column generation adds what is missing.
+    """
+    devices = edges.num_devices
+    if devices == 1:
+        return None
+    # The fastest tree alone takes longer than all trees, but not more often than there are links.
+    prices = np.ones(edges.num_resources)
+    tree, bound = _cheapest(edges, prices)
+    slowest = float(edges.load(tree).max())
+    if not bound:
+        return None
+    # Prices are correct in the ratio of the speeds where all resources are busy, but the ratio must
+    # not hide links that are much too slow.
+    near = np.clip(edges.slowest, slowest / _UNLIKE, slowest * _UNLIKE)
+    prices = np.where(edges.slowest > 0, 1 / near, 0.0)
+    trees = dict.fromkeys((*known, tree))
+    busy, rate = np.zeros(edges.num_resources), 0.0
+    for _ in range(min(_ROUNDS_PER_DEVICE * devices, _MAX_ROUNDS // devices)):
+        tree, found = _cheapest(edges, prices)
+        bound = max(bound, found)
+        trees[tree] = None
+        load = edges.load(tree)
+        load /= load.max()
+        busy += load
+        rate += 1 / float(edges.load(tree).max())
+        prices = prices * np.exp(_PRICE_RISE * load)
+        prices /= prices.sum()
+    program = TreeProgram(edges, float(busy.max()) / rate)
+    for tree in trees:
+        program.add(tree)
+    rates, prices = program.solve()
+    for _ in range(_MAX_COLUMNS // devices**2):
+        tree, found = _cheapest(edges, prices)
+        bound = max(bound, found)
+        if rates.sum() * bound / program.unit >= 1 - gap or not program.add(tree):
+            break
+        rates, prices = program.solve()
+    return Solved(program, rates, prices, bound)
+
+
+def _cheapest(edges: Edges, prices: Floats) -> tuple[Tree, float]:
+    """Returns the cheapest tree, and the bound that the prices prove, in seconds per byte.
+
+    Whatever the rates, they pay at least the price of the cheapest tree for each byte, and at most
+    the price of all resources in each second.
+    """
+    edge_prices = edges.prices(prices)
+    tree = edges.tree(edge_prices)
+    return tree, float(edge_prices[list(tree)].sum() / prices.sum()) if prices.any() else 0.0
+
+
+@functools.lru_cache(maxsize=64)
+def seconds_per_byte(topology: Topology, latency_per_byte: float = 0.0) -> float:
+    """Returns the seconds per byte that no copy trees beat; see `Edges` for the latency."""
+    solved = solve(Edges(topology, latency_per_byte))
+    return solved.bound if solved else 0.0
+
+
+def shallow_rates(solved: Solved, ways: Floats, slack: float) -> Floats:
+    """Returns rates of few trees with short ways, whose sum is within a slack of the best.
+
+    `ways` are the seconds of each tree's longest way.
+    """
+    program, ways = solved.program, np.minimum(ways, 1e4 * ways.min())
+    program.require((1 - slack) * float(solved.rates.sum()))
+    costs = ways
+    for _ in range(4):
+        program.value(-costs / costs.max())
+        rates, _ = program.solve()
+        parts = rates / rates.sum()
+        # Small parts cost more in the next program, so that they vanish.
+        costs = ways / (parts + 0.02)
+    # The trees that are left, with the largest sum of rates.
+    program.require(-np.inf)
+    program.allow(parts > 1e-4)
+    program.value(1 - 1e-4 * ways / ways.max())
+    rates, _ = program.solve()
+    program.allow(np.full(len(ways), True))
+    program.value(np.ones(len(ways)))
+    return rates
