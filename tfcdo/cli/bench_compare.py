@@ -1,4 +1,4 @@
-"""`tfcdo bench --compare`: this run beside an earlier one."""
+"""`tfcdo bench --compare`: this run next to an earlier one."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="tfcdo", message="%(prog)s %(version)s")
 @click.pass_context
 def tfcdo(context: click.Context) -> None:
-    """All-reduce for tf.distribute: right on every device count, fast, and readable."""
+    """Keras on several devices and hosts trains as on one device."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 MIN_ACCURACY = 0.95
 # The epochs that it takes to reach that accuracy.
 MIN_EPOCHS = 8
-# Two right trainings differ by the rounding of their sums: seen here, three units in float32's last
-# place. A device left out of the sums makes it 0.1 and more.
+# Two correct trainings differ by the rounding of their sums: three units in float32's last place
+# were measured here. A device left out of the sums makes it 0.1 and more.
 MAX_WEIGHT_DIFFERENCE = 1e-5
 
 _DEVICES = 4
@@ -293,7 +293,7 @@ def _check_sums(
 
 
 def _show(checks: list[Check], console: Console) -> None:
-    """Prints tfcdo's checks and the verdict, then those of Keras and TensorFlow alone."""
+    """Prints tfcdo's checks and the verdict, then Keras and TensorFlow without tfcdo."""
     table = Table("Check", "Result", "Wanted", "")
     for check in checks:
         if check.is_tfcdo:

@@ -69,7 +69,7 @@ class Machine(options.ParamType):
                     self.fail("-: standard input is closed")
                 text = sys.stdin.read()
             else:
-                # Not a Path, which takes no name for that of the current folder.
+                # Not a Path: it takes an empty name for the current folder.
                 with open(value, encoding="utf-8") as file:  # noqa: PTH123
                     text = file.read()
         except FileNotFoundError:

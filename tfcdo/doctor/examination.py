@@ -26,7 +26,7 @@ COMPARED = (
 )
 SMALL_MODEL, LARGE_MODEL = "mobilenet", "bert-base"
 
-# All pairs of devices together are tested for so many seconds.
+# Seconds for the tests of all pairs of devices together.
 _SECONDS_OF_PAIRS = 3.0
 # After so many that hang, each of which costs a time-out and a new start, the rest are left out.
 _MOST_HANGING = 3

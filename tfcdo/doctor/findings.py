@@ -26,7 +26,7 @@ from tfcdo.doctor.examination import COMPARED, Pair, Report
 OK, NOTE, WRONG = "ok", "note", "wrong"
 # A link this much slower than the topology says makes its plans bad ones.
 _SLOW = 0.5
-# Of pairs with the same trouble, so many are named.
+# Number of pairs named in one finding.
 _MOST_NAMED = 12
 _NONE_NEEDED = "nothing to do"
 
@@ -267,7 +267,7 @@ def _usable_devices(report: Report) -> list[str]:
     left = set(range(len(names)))
     while bad:
         ends = list(itertools.chain.from_iterable(bad))
-        # Of equally bad ones the last, as the first device is where most scripts put other things.
+        # If several are equally bad, the last one: most scripts put other data on the first device.
         worst = max(left, key=lambda device: (ends.count(device), device))
         left.remove(worst)
         bad = [pair for pair in bad if worst not in pair]

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfcdo.keras import updates
 
-# Keras's base class sets these on every optimizer; here they are those of the optimizer inside.
+# Keras's base class sets these on every optimizer; here they forward to the wrapped optimizer.
 _FORWARDED = (
     "clipnorm",
     "clipvalue",
@@ -33,7 +33,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     which is not what one device does, and cannot accumulate (`gradient_accumulation_steps`) or
     overwrite weights with their average (`ema_overwrite_frequency`) on several replicas. In here
     the same optimizer does as on one device. The sum is formed by the strategy's cross-device ops,
-    once an update: while gradients accumulate, each replica adds to its own and nothing travels.
+    once an update: while gradients accumulate, each replica adds to its own and nothing is sent.
 
     A gradient that all replicas share, one tensor, counts once for each replica. None on some
     replicas counts as zeros. Variables that Keras overwrites with their gradients, the scales of
@@ -46,7 +46,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     `compile(DistributedOptimizer(LossScaleOptimizer(optimizer)), auto_scale_loss=False)`.
 
     Args:
-      optimizer: the Keras optimizer to wrap, made in the strategy's scope as ever.
+      optimizer: the Keras optimizer to wrap, created in the strategy's scope.
       gradient_accumulation_steps: over how many steps gradients are accumulated before each
         update; None for what `optimizer` says itself.
       name: the optimizer's name; None for one made from its class.
@@ -135,7 +135,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if self._distribution_strategy is not strategy:
             raise ValueError(
                 "DistributedOptimizer must be made in the scope of the strategy that runs it, "
-                f"{strategy}; it was made in that of {self._distribution_strategy}"
+                f"{strategy}; it was made in the scope of {self._distribution_strategy}"
             )
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import psutil
 
-# Of <linux/prctl.h>.
+# From <linux/prctl.h>.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # A process that is not ours to kill (setuid), or that the kernel cannot end now, is left then.

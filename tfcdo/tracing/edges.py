@@ -20,7 +20,7 @@ _EDGE = re.compile(
     r"(?P<phase>reduce|receive|broadcast|gather)/"
     r"(?P<sources>\d+(?:and\d+)*)to(?P<target>\d+)(?:_\d+)?(?:/.*)?$"
 )
-# What TensorFlow appends to the name of an op whose result it sends to another device; where it is
+# TensorFlow's suffix for the name of an op whose result it sends to another device; where it is
 # received, the number is the next one.
 _SENT = re.compile(r"(.*/_)(\d+)")
 
@@ -45,7 +45,7 @@ class EdgeRun:
 
     @property
     def way(self) -> str:
-        """Returns between which devices the edge is; of an addition, those of its operands."""
+        """Returns the devices of the edge; for an addition, the devices of its operands."""
         return f"{', '.join(map(str, self.sources))}→{self.target}"
 
     @property

@@ -73,7 +73,7 @@ def _events_of(plane: Any) -> Iterator[Event]:
                 kind = f"{stats.get('kernel_type')} {name.removeprefix(_ASYNC)}"
                 yield Event(str(stats.get("name")), kind, start, end, place)
                 continue
-            # A kernel on a GPU has a name of its own, and that of the op that it belongs to.
+            # A kernel on a GPU has its own name and the name of its op.
             name = str(stats.get("tf_op") or name)
             found = _OP.fullmatch(name)
             # From device, its incarnation, to device, name of the edge, frame.
