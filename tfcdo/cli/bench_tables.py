@@ -195,10 +195,10 @@ def show_rows(results: Sequence[rows.RowsMeasurement], console: Console) -> None
     console.print(table)
     console.print(
         options.printable(
-            "Times are medians of whole steps, ± is the distance between the quartiles. of TF: time "
-            "relative to the fastest correct TensorFlow class. For momentum, each device first "
-            "adds TensorFlow's rows of the same index, as TensorFlow's optimizers do; tfcdo's "
-            "result has each row once. No step is shorter than updating alone.",
+            "Times are medians of whole steps, ± is the distance between the quartiles. of TF: "
+            "time relative to the fastest correct TensorFlow class. For momentum, each device "
+            "first adds TensorFlow's rows of the same index, as TensorFlow's optimizers do; "
+            "tfcdo's result has each row once. No step is shorter than updating alone.",
             console,
         )
     )

@@ -18,8 +18,8 @@ class SynchronizeStatistics(Callback):
     `BatchNormalization` and other layers keep statistics that are not trained. Each replica
     computes them from its own part of the batches. TensorFlow's strategies save the first
     replica's and use each replica's own in `evaluate`; tfcdo's save the mean. After this callback,
-    a saved model, `evaluate`, `predict` and a loaded model all use the same statistics. Means commute with moving
-    averages: these are the statistics of replicas that had been synchronized at each step.
+    a saved model, `evaluate`, `predict` and a loaded model all use the same statistics. Means
+    commute with moving averages: synchronizing at each step gives the same statistics.
 
     It runs before each evaluation, also within `fit`, and at the end of each epoch and of
     training. Give it to `fit`, before a callback that saves the model.
