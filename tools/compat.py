@@ -93,7 +93,8 @@ def page(calls: Mapping[str, Sequence[Row]], trainings: Mapping[str, Sequence[Ro
     return (
         "# The same cases through TensorFlow's classes and tfcdo's\n\n"
         "Made by `make compat`, which runs both on virtual CPU devices; do not edit.\n"
-        f"TensorFlow {version}. ✗: an incorrect result, or an error that does not name the problem.\n"
+        f"TensorFlow {version}. ✗: an incorrect result, or an error that does not name the "
+        "problem.\n"
         f"Of {len(CASES)} cases, TensorFlow's classes fail {failed['TensorFlow']} and tfcdo's "
         f"{failed['tfcdo']}.\n\n"
         f"| case | TensorFlow {version} | tfcdo |\n|---|---|---|\n"
