@@ -34,7 +34,7 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
       reduce_to_device: the device to reduce on, in any spelling that TensorFlow reads; None for the
         first destination of each reduction.
       accumulation_fn: called with the list of the replicas' tensors, in the order of the replicas,
-        on that device; returns their sum, or whatever else the caller wants of them. None for
+        on that device; returns their sum or another combination. None for
         `tf.math.add_n`, in 32 bits for 16-bit floats. `tf.IndexedSlices` are always added by index.
       sparse_as_dense: how `tf.IndexedSlices` are sent; see `AllReduceCrossDeviceOps`.
       wire_dtype: see `AllReduceCrossDeviceOps`. What is on the device already is not rounded, and
@@ -117,7 +117,7 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         slices without `dense_shape` are sent as rows.
       wire_dtype: "bfloat16" or "float16" to send float32 and float64 in 16 bits: they are cast
         before each copy to another device and added in their own dtype where they arrive, so that
-        only copies are rounded, never partial sums. Replicas still get the same bits. None to
+        only copies are rounded, never partial sums. Replicas stay bitwise identical. None to
         send values as they are, as integers, complex numbers, 16-bit floats and
         `tf.IndexedSlices` always are. Only gradients are cast: batches of several values. Single
         numbers and values that a strategy reduces alone (losses, metrics, statistics of

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from tfcdo.cli import options
 
-# What tells one measurement of a run from the others, of all-reduces and of training steps.
+# The keys of a measurement, of an all-reduce or of a training step.
 _KEYS = ("workload", "model", "size", "dtype", "num_devices", "name")
 
 _Key = tuple[Any, ...]

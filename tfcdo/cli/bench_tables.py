@@ -15,7 +15,7 @@ from tfcdo.cli import options
 
 _REDOP = "sum"
 _WORKLOAD_COLUMNS = ("size\n(B)", "count\n(elements)", "type\n", "redop\n")
-# The table of times needs so many columns with these.
+# Width that the table of times needs with these columns.
 _WIDE = 130
 _IMPLEMENTATIONS = (implementations.OURS, implementations.TENSORFLOW)
 _STYLES = {implementations.OURS: "bold", implementations.TENSORFLOW: ""}

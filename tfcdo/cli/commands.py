@@ -68,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
         return _complain("interrupted", 130)
     except OSError as error:
         if error.filename is None:
-            # What is still in its buffer would fail, and be reported, once more at the exit.
+            # The rest of its buffer would fail, and be reported, once more at the exit.
             sys.stdout = io.StringIO()
         return _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
     return status

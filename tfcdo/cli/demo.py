@@ -43,7 +43,7 @@ class Check:
     passed: bool | None
     # False for TensorFlow's own sums, which do not fail the demo.
     is_tfcdo: bool = True
-    # What it shows, where it is only shown.
+    # Explains a result that is only shown.
     note: str = ""
 
 
@@ -58,7 +58,7 @@ class Check:
     "--workers",
     "num_workers",
     type=click.IntRange(2, 16),
-    help="Train on so many processes of this host, under tfcdo.MultiWorkerMirroredStrategy.",
+    help="Number of processes on this host, under tfcdo.MultiWorkerMirroredStrategy.",
 )
 @click.option(
     "--cross-device-ops",

@@ -1,4 +1,4 @@
-"""`tfcdo doctor`: says what tfcdo would do on this machine, and tests that it does it right."""
+"""`tfcdo doctor`: checks this machine, and shows what tfcdo would do on it."""
 
 from __future__ import annotations
 

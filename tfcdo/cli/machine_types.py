@@ -49,7 +49,7 @@ class Machine(options.ParamType):
             return Here(int(count) if count else None)
         try:
             if name in PRESETS and re.fullmatch(f"({_NUMBER})?", count):
-                # Before the links of so many are made, which takes seconds.
+                # Checked first, as making the links of many devices takes seconds.
                 check_num_devices(name, int(count or 1))
                 return preset(name, int(count) if count else None)
         except ValueError as error:

@@ -56,7 +56,7 @@ class Trace:
 
     @property
     def summary(self) -> Summary:
-        """Returns the share of all-reduces in a step, what is exposed, and the slowest edge."""
+        """Returns the share of all-reduces in a step, the exposed share, and the slowest edge."""
         return self.recording.summary
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tfcdo import tf_internals
 
-# What the profiler calls an op that runs: the node's name and the op's type.
+# The profiler's name for an op that runs: the node's name and the op's type.
 _OP = re.compile(r"([^\s:]+):(\w+)")
 # An op that waits for another device, as a receive does, is two events: "Start" and "Done".
 _ASYNC = "ExecutorState::ProcessAsync::"

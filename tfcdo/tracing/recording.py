@@ -38,7 +38,7 @@ class Recording:
 
     @functools.cached_property
     def summary(self) -> summaries.Summary:
-        """Returns the share of all-reduces in a step, what is exposed, and the slowest edge."""
+        """Returns the share of all-reduces in a step, the exposed share, and the slowest edge."""
         return summaries.summarize(self.events, self.runs)
 
     @functools.cached_property
