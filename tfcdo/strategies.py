@@ -319,7 +319,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
     def _distributed(self, value: Any) -> Any:
         """Returns a value that has a component for each replica of this host.
 
-        Of a host that has one replica, TensorFlow hands over the component alone.
+        On a host with one replica, TensorFlow passes only the component.
         """
         if self._network is None or not tf.is_tensor(value):
             return value
