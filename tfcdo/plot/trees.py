@@ -27,8 +27,8 @@ _FAINT = "0.88"
 def draw_trees(schedule: Schedule, topology: Topology, title: str = "") -> Figure:
     """Draws the links of the machine, and each copy tree with the devices at the same places.
 
-    Devices stand on a circle, with the best connected ones next to each other. A tree has the colour of its
-    root; its arrows point up, the direction in which partial sums are sent.
+    Devices stand on a circle, with the best connected ones next to each other. A tree has the
+    colour of its root; its arrows point up, the direction in which partial sums are sent.
 
     Args:
       schedule: the packs and their trees.
