@@ -27,8 +27,8 @@ def train(strategy: tf.distribute.Strategy) -> keras.Model:
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = keras.Sequential([keras.layers.Input([8]), keras.layers.Dense(1)])
-        # One update for four batches, from the mean of their gradients. On the way to it, each
-        # replica adds to its own, and nothing travels.
+        # One update for four batches, from the mean of their gradients. Until then each replica
+        # adds to its own accumulators, and nothing is sent.
         optimizer = tfcdo.keras.DistributedOptimizer(
             keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.5),
             gradient_accumulation_steps=STEPS_PER_UPDATE,

@@ -1,7 +1,7 @@
 """Makes an all-reduce algorithm, simulates and executes it: `python examples/own_algorithm.py`.
 
-An algorithm is a list of copy trees, one for each pack. This one is a ring, like that of this name,
-but along the NVLinks of a DGX-1, where neighbours in number have no link.
+An algorithm is a list of copy trees, one for each pack. This one is a ring along the NVLinks of a
+DGX-1. The algorithm `ring` follows the device numbers, and some neighbours there have no NVLink.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALONG_NVLINKS = (0, 1, 2, 3, 7, 6, 5, 4)
 
 def ring_in_order(order: Sequence[int]) -> tuple[CopyTree, ...]:
     """Returns one path for each device, each beginning, at its root, one device further."""
-    # What is no spanning tree of all devices is refused with an error.
+    # A tree that does not span all devices raises an error.
     return tuple(path((*order[i:], *order[:i]), root=order[i]) for i in range(len(order)))
 
 

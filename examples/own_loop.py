@@ -54,7 +54,7 @@ def train(strategy: tf.distribute.Strategy, epochs: int = 2) -> list[tf.Tensor]:
 
 
 def main() -> None:
-    """Trains on three virtual devices, which TensorFlow's own class sums wrongly on."""
+    """Trains on three virtual devices, on which TensorFlow's own class gives incorrect sums."""
     strategy = tf.distribute.MirroredStrategy(
         configure_virtual_cpus(3), cross_device_ops=tfcdo.AutoAllReduce()
     )

@@ -85,7 +85,7 @@ class CodeTest(parameterized.TestCase):
     @parameterized.parameters(*_PAGES)
     def test_blocks_are_of_known_languages(self, page: str):
         languages = {block.language for block in _blocks(page)}
-        self.assertContainsSubset(languages, {"python", "pycon", "console", *_NOT_CODE})
+        self.assertContainsSubset(languages, {"python", "pycon", "console", "diff", *_NOT_CODE})
 
     @parameterized.parameters(*_PAGES)
     def test_python(self, page: str):
@@ -96,6 +96,8 @@ class CodeTest(parameterized.TestCase):
             elif block.language == "python":
                 with contextlib.redirect_stdout(io.StringIO()):
                     exec(compile(block.text, page, "exec"), names)
+            elif block.language == "diff":
+                self.check_names(re.sub(r"^-.*\n|^[ +]", "", block.text, flags=re.MULTILINE))
             elif block.language == "pycon":
                 told: list[str] = []
                 test = doctest.DocTestParser().get_doctest(block.text, names, page, page, 0)

@@ -36,7 +36,7 @@ class RoomsTest(parameterized.TestCase):
         (contract,) = re.findall(r"^layers = (\[.*?\n\])", settings, re.MULTILINE | re.DOTALL)
         layers = [_names(layer) for layer in ast.literal_eval(contract)]
         page = (_ROOT / name).read_text(encoding="utf-8")
-        drawing = page[page.index("The rooms of the package") :].split("```")[1]
+        _, drawing, _ = re.split("The (?:rooms|layers) of the package", page)[1].split("```", 2)
         # Each line of the drawing: the rooms, at least two spaces, and what they are.
         drawn = [_names(re.split(r" {2,}", line)[0]) for line in drawing.splitlines()[1:]]
         self.assertEqual(layers, drawn)

@@ -1,4 +1,4 @@
-"""tfcdo: cross-device ops for TensorFlow, right on any machine.
+"""tfcdo: Keras on several devices and hosts trains as on one device.
 
 strategy = tf.distribute.MirroredStrategy(cross_device_ops=tfcdo.HierarchicalCopyAllReduce())
 """

@@ -1,7 +1,7 @@
 """The classes to pass to `tf.distribute.MirroredStrategy(cross_device_ops=...)`.
 
-Each is a choice of how to all-reduce; the work is done by `tfcdo.plan`, which decides what travels
-where, and `tfcdo.execute`, which turns that into ops.
+Each class chooses how to all-reduce. `tfcdo.plan` makes the packs and copy trees, and
+`tfcdo.execute` turns them into ops.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
       reduce_to_device: the device to reduce on, in any spelling that TensorFlow reads; None for the
         first destination of each reduction.
       accumulation_fn: called with the list of the replicas' tensors, in the order of the replicas,
-        on that device; returns their sum, or whatever else the caller wants of them. None for
+        on that device; returns their sum or another combination. None for
         `tf.math.add_n`, in 32 bits for 16-bit floats. `tf.IndexedSlices` are always added by index.
-      sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
+      sparse_as_dense: how `tf.IndexedSlices` are sent; see `AllReduceCrossDeviceOps`.
       wire_dtype: see `AllReduceCrossDeviceOps`. What is on the device already is not rounded, and
         the result only if it is copied from there.
       error_feedback: see `AllReduceCrossDeviceOps`.
@@ -109,15 +109,15 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         `tfcdo.topology.measure` writes it; None: detect automatically, without measurements.
       require_nccl: raise `RuntimeError` where NCCL cannot sum some values, rather than use copy
         trees; only with "nccl". This is not about `tf.IndexedSlices`, which go along copy trees.
-      sparse_as_dense: how `tf.IndexedSlices` travel. "auto": as rows, or, where a replica's rows
-        have more bytes than the table, as the table, which is found out when the step runs if not
-        before; the result is `tf.IndexedSlices` in both cases, as an optimizer that updates only
-        what was touched expects: rows sorted by index, each index once. False: always as rows.
-        True: each replica's slices become a dense tensor first, and the result is dense, as in
-        Horovod; slices without `dense_shape` cannot, and travel as rows.
+      sparse_as_dense: how `tf.IndexedSlices` are sent. "auto": as rows, or as the table where a
+        replica's rows have more bytes than the table (decided when the step runs, if sizes are not
+        known before). The result is `tf.IndexedSlices` in both cases: rows sorted by index, each
+        index once, so an optimizer updates only these rows. False: always as rows. True: each
+        replica's slices become a dense tensor first, and the result is dense, as in Horovod;
+        slices without `dense_shape` are sent as rows.
       wire_dtype: "bfloat16" or "float16" to send float32 and float64 in 16 bits: they are cast
         before each copy to another device and added in their own dtype where they arrive, so that
-        only copies are rounded, never partial sums. Replicas still get the same bits. None to
+        only copies are rounded, never partial sums. Replicas stay bitwise identical. None to
         send values as they are, as integers, complex numbers, 16-bit floats and
         `tf.IndexedSlices` always are. Only gradients are cast: batches of several values. Single
         numbers and values that a strategy reduces alone (losses, metrics, statistics of
@@ -207,7 +207,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
       num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value.
       topology: the machine, see `AllReduceCrossDeviceOps`. Only the copy trees use it.
       require_nccl: raise `RuntimeError`, when values are reduced, instead of using copy trees.
-      sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
+      sparse_as_dense: how `tf.IndexedSlices` are sent; see `AllReduceCrossDeviceOps`.
       wire_dtype: see `AllReduceCrossDeviceOps`.
       error_feedback: the same.
 
@@ -253,7 +253,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     Args:
       num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value.
       topology: the machine, see `AllReduceCrossDeviceOps`.
-      sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
+      sparse_as_dense: how `tf.IndexedSlices` are sent; see `AllReduceCrossDeviceOps`.
       wire_dtype: see `AllReduceCrossDeviceOps`.
       error_feedback: the same.
 
@@ -288,7 +288,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 
 
 class AutoAllReduce(AllReduceCrossDeviceOps):
-    """All-reduces in the way that is fastest on this machine for the size at hand.
+    """All-reduces in the way that is fastest on this machine for each size.
 
     NCCL is used where it can run, unless a measurement that is given as `topology` says that copy
     trees are faster for that size. Otherwise all known algorithms are simulated on the topology,
@@ -301,7 +301,7 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         trees are used for all sizes; None to plan here. With a plan, NCCL is not used.
       nccl: whether NCCL may be taken; False keeps to copy trees. So does a `wire_dtype`, in which
         NCCL would also add.
-      sparse_as_dense: how `tf.IndexedSlices` travel; see `AllReduceCrossDeviceOps`.
+      sparse_as_dense: how `tf.IndexedSlices` are sent; see `AllReduceCrossDeviceOps`.
       wire_dtype: see `AllReduceCrossDeviceOps`.
       error_feedback: the same.
 

@@ -9,7 +9,7 @@ import os
 DEVICES_PER_WORKER = "TFCDO_DEVICES_PER_WORKER"
 # How often `tfcdo launch --max-restarts` has started the workers again: 0 in the first run.
 RESTART_COUNT = "TFCDO_RESTART_COUNT"
-# What hosts that meet at the start must know; `tfcdo launch` makes one for the workers of a host.
+# The secret of hosts that meet at the start; `tfcdo launch` makes one for the workers of a host.
 CLUSTER_TOKEN = "TFCDO_CLUSTER_TOKEN"
 
 

@@ -41,7 +41,7 @@ def missing(source: str, package: str = "tensorflow.python") -> list[str]:
     }
     used = dict.fromkeys(filter(None, (_full_name(node, modules) for node in ast.walk(tree))))
     absent = [name for name in (*modules.values(), *used) if not _exists(name)]
-    # Of a module that is missing, all is.
+    # Names inside a missing module are not listed again.
     return [name for name in absent if not any(name.startswith(f"{part}.") for part in absent)]
 
 

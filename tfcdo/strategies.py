@@ -35,8 +35,8 @@ _TIMEOUT_SECONDS = 600.0
 # TensorFlow's servers, once all hosts are there, take less than one.
 _SERVER_START_SECONDS = 120.0
 _HEARTBEAT_SECONDS = 10.0  # As TensorFlow has it.
-# Of gradients on their way through a network: large enough to fill it, and small enough that the
-# first ones leave while the backward pass still makes others.
+# Packs between hosts: large enough to fill a network, and small enough that the first ones are
+# sent while the backward pass still computes others.
 _BYTES_PER_PACK = 4 << 20
 
 
@@ -248,10 +248,10 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         elif cluster is not None and joined is None:
             raise RuntimeError(
                 "MultiWorkerMirroredStrategy must be made before anything else of TensorFlow runs, "
-                "tf.config.list_logical_devices() included: its server can only start before"
+                "tf.config.list_logical_devices() included: create the strategy first"
             )
-        # TensorFlow would set its server up anew for another strategy, and what hosts are sending
-        # each other by then would never arrive.
+        # TensorFlow would set its server up again for another strategy, and data that hosts are
+        # sending each other by then would never arrive.
         self._std_server_started = joined is not None
         super().__init__(strategy, cluster_resolver=resolver, communication_options=options)
         ops = cross_device_ops or _default_ops(self.worker_devices)
@@ -319,7 +319,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
     def _distributed(self, value: Any) -> Any:
         """Returns a value that has a component for each replica of this host.
 
-        Of a host that has one replica, TensorFlow hands over the component alone.
+        On a host with one replica, TensorFlow passes only the component.
         """
         if self._network is None or not tf.is_tensor(value):
             return value
@@ -341,7 +341,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
             value = kwargs["initial_value"]
             with tf.device(device):
                 value = value() if callable(value) else value
-                value = getattr(value, "wrapped_value", value)  # Of a checkpoint.
+                value = getattr(value, "wrapped_value", value)  # A value from a checkpoint.
                 value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
             return between.copy_from_chief(network, value, device)
 

@@ -89,7 +89,7 @@ def _is_symbolic_build(reduce_op: Any) -> bool:
 def _for_its_shape(reduce: Any, reduce_op: Any, value: Any, several_hosts: bool) -> Any:
     """Returns the mean of a batch's component, or, where nobody can add it, a stand-in.
 
-    Of several hosts it is always the stand-in: the value of this host's first replica. (Keras asks
+    On several hosts it is always the stand-in: the value of this host's first replica. (Keras asks
     outside of the strategy's scope, so the current strategy does not tell whether there are.)
     """
     if several_hosts or not _can_be_added(_components(value)):

@@ -37,7 +37,7 @@ from tensorflow.python.ops import resource_variable_ops as _resource_variable_op
 from tensorflow.python.trackable import base as _trackable
 
 DistributedValues = _values.DistributedValues
-# What a checkpoint saves: it has variables, or other such objects, by name.
+# An object that a checkpoint saves: it has variables, or other such objects, by name.
 Trackable: type[Any] = _trackable.Trackable
 # The half of TensorFlow's MultiWorkerMirroredStrategy that does the work.
 MirroredExtended: type[Any] = _mirrored_strategy.MirroredExtended

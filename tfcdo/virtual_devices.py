@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from tfcdo import checks
 
-# Of the threads that start ops. A thread of TensorFlow's goes on with what became ready last: while
-# all of them are in the backward pass, gradients that nothing there waits for come when it is over.
+# Threads that start ops. TensorFlow runs the most recently ready op first: while all threads are in
+# the backward pass, gradients that no other op needs are computed only at its end.
 _THREADS_PER_DEVICE = 4
 
 

@@ -30,7 +30,7 @@ _TRAININGS_HEADING = """
 The same model, batches and seed, trained for 4 steps on one device and on 2, 3 and 5 virtual
 ones, or on as many replicas as a row says: the largest difference of weights, and of all losses and
 metrics that `fit` and `evaluate` report, over all numbers of replicas. TensorFlow's column is
-`tf.distribute.MirroredStrategy` with `ReductionToOneDevice`, whose sums are right, and Keras's
+`tf.distribute.MirroredStrategy` with `ReductionToOneDevice`, whose sums are correct, and Keras's
 optimizer; tfcdo's is `tfcdo.MirroredStrategy` with `tfcdo.keras.DistributedOptimizer` around the
 same optimizer and the callback `tfcdo.keras.SynchronizeStatistics`, and with `weight_by_examples`
 where a row says so. On 2 hosts both are `MultiWorkerMirroredStrategy`, of 6 replicas with tfcdo and
@@ -93,7 +93,8 @@ def page(calls: Mapping[str, Sequence[Row]], trainings: Mapping[str, Sequence[Ro
     return (
         "# The same cases through TensorFlow's classes and tfcdo's\n\n"
         "Made by `make compat`, which runs both on virtual CPU devices; do not edit.\n"
-        f"TensorFlow {version}. ✗: a wrong result, or an error that does not say what is wrong.\n"
+        f"TensorFlow {version}. ✗: an incorrect result, or an error that does not name the "
+        "problem.\n"
         f"Of {len(CASES)} cases, TensorFlow's classes fail {failed['TensorFlow']} and tfcdo's "
         f"{failed['tfcdo']}.\n\n"
         f"| case | TensorFlow {version} | tfcdo |\n|---|---|---|\n"
@@ -127,7 +128,7 @@ def judge(case: Case, library: Any) -> Row:
 
 def first_words(message: str) -> str:
     """Returns the beginning of an error message, without what differs from run to run."""
-    # What follows is the stack of whoever ran it; what is between \033 and m is a color.
+    # The rest is the stack of the run; text between \033 and m is a color.
     message = re.sub("\033\\[[0-9;]*m", "", message).partition("defined at (most recent")[0]
     words = " ".join(message.replace("{{function_node ", "").split())
     for name in ("/job:localhost/replica:0/task:0/device:", "__wrapped__"):

@@ -3,7 +3,7 @@
     python tools/faults.py docs/faults.md
 
 Each case is a training of two or three hosts, all processes of this machine. After the fault, all
-hosts are started again, and the weights must be those of an undisturbed training, bit for bit.
+hosts are started again, and the weights must be bitwise identical to an undisturbed training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DOCUMENTED_ERRORS = (
     "DisagreementError",
     "FailedPreconditionError",
     "RendezvousError",
-    # Of a chief that was stopped and wakes up: its own service has given it up.
+    # A stopped chief that wakes up gets this: its own service has given it up.
     "AbortedError",
 )
 

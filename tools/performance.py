@@ -29,7 +29,7 @@ HOSTS, HOSTS_CAST = "tfcdo.MultiWorkerMirroredStrategy", "the same, wire_between
 UNDISTURBED = 0.1
 # until there are so many, of which the least disturbed counts.
 MAX_TRIES = 3
-# Kinds beside the fastest floor that no all-reduce of the same run can be faster than.
+# Other kinds of measurements, besides the fastest floor, that bound an all-reduce of the same run.
 _LIMITS = ("packing", ALONE, "computing alone")
 
 # One measurement, and a run, as `tfcdo bench --json` writes them.

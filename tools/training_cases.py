@@ -161,7 +161,7 @@ TRAININGS = (
     Training("`clipvalue`", dense, lambda: optimizers.SGD(0.5, clipvalue=0.02)),
     Training("`global_clipnorm`", dense, lambda: optimizers.SGD(0.5, global_clipnorm=0.05)),
     Training(
-        # Of a word that a batch has twice, Keras on one device takes two norms.
+        # Keras on one device takes two norms of a word that is twice in a batch.
         "`global_clipnorm`, an embedding of different words",
         lambda: embedding(4 * EXAMPLES),
         lambda: optimizers.SGD(0.5, global_clipnorm=0.05),
@@ -249,7 +249,7 @@ TRAININGS = (
         "a last batch that does not divide",
         dense,
         data=lambda: numbers(BATCH + 7),
-        reason="the mean of unequal means; `tfcdo.keras.weight_by_examples(model)` makes it right",
+        reason="the mean of unequal means; `tfcdo.keras.weight_by_examples(model)` corrects it",
     ),
     Training(
         "a last batch that does not divide, `weight_by_examples`",

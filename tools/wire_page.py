@@ -55,7 +55,7 @@ def draw(losses: Mapping[str, np.ndarray]) -> Figure:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Trains, and writes the page and the picture beside it."""
+    """Trains, and writes the page and the picture next to it."""
     page = pathlib.Path(arguments[0])
     import wire_trainings
 

@@ -24,7 +24,7 @@ WIRES: dict[str, dict[str, Any]] = {
 
 
 def strategy_with(wire: str) -> tf.distribute.Strategy:
-    """A strategy over the first virtual devices whose gradients travel as `WIRES` says."""
+    """A strategy over the first virtual devices whose gradients are sent as `WIRES` says."""
     devices = [f"/cpu:{index}" for index in range(NUM_DEVICES)]
     return tfcdo.MirroredStrategy(devices, tfcdo.HierarchicalCopyAllReduce(**WIRES[wire]))
 

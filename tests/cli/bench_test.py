@@ -184,7 +184,7 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         (("fit", "--plot", "out.png"), "No such option"),
         (("fit", "-b", "8"), "No such option"),
         (("-g", "2", "fit"), "--devices and --iters and --warmup must follow the subcommand fit"),
-        (("--model", "tiny", "-b", "8"), "--minbytes cannot be given beside --model"),
+        (("--model", "tiny", "-b", "8"), "--minbytes cannot be given with --model"),
         (("--model", "tiny", "-e", "8"), "--maxbytes cannot"),
         (("--model", "tiny", "-f", "2"), "--stepfactor cannot"),
     )

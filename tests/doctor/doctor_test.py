@@ -79,10 +79,10 @@ class DoctorTest(parameterized.TestCase):
             "shared_memory: CPU devices of one host",
             "mobilenet (14.0 MB in 158 gradients): ",
             "bert-base (438 MB in 199 gradients): ",
-            "ok     copies between all 6 ordered pairs of devices arrive right",
-            "ok     tfcdo.HierarchicalCopyAllReduce sums right",
+            "ok     copies between all 6 ordered pairs of devices are correct",
+            "ok     tfcdo.HierarchicalCopyAllReduce sums are correct",
             # TensorFlow's fault is told, but nothing is wrong here.
-            "note   tf.HierarchicalCopyAllReduce sums wrong: ",
+            "note   tf.HierarchicalCopyAllReduce sums are incorrect: ",
             "→ use tfcdo.HierarchicalCopyAllReduce",
         ):
             self.assertIn(shown, text)
@@ -99,9 +99,9 @@ class DoctorTest(parameterized.TestCase):
         wrong = {(pair["source"], pair["target"]): pair["wrong"] for pair in report["pairs"]}
         self.assertEqual(wrong, {(0, 1): 1, (0, 2): 0, (1, 0): 0, (1, 2): 0, (2, 0): 0, (2, 1): 1})
         found = [one["text"] for one in report["findings"] if one["severity"] == "wrong"]
-        self.assertIn("copies from CPU:0 to CPU:1, CPU:2 to CPU:1 arrive with wrong bits", found)
+        self.assertIn("copies from CPU:0 to CPU:1, CPU:2 to CPU:1 arrive corrupted", found)
         # Its sums come along the same edges.
-        self.assertIn("tfcdo.ReductionToOneDevice sums wrong: 1 of 3072 elements", found)
+        self.assertIn("tfcdo.ReductionToOneDevice sums are incorrect: 1 of 3072 elements", found)
         self.assertEqual(
             report["script"],
             "import tfcdo; strategy = tfcdo.MirroredStrategy(['CPU:0', 'CPU:2'], "

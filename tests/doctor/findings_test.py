@@ -127,7 +127,7 @@ class FindingsTest(parameterized.TestCase):
         self.assertEqual(
             _texts(report, WRONG),
             [
-                "tfcdo.AutoAllReduce sums wrong: 5 of 8 elements",
+                "tfcdo.AutoAllReduce sums are incorrect: 5 of 8 elements",
                 "tfcdo.NcclAllReduce fails: no end within 60 s",
             ],
         )

@@ -17,8 +17,8 @@ from tfcdo import tf_internals
 from tfcdo.bench import implementations, steps, workloads
 from tfcdo.bench.devices import ChosenDevices
 
-# Elements of a tensor: so many that the cost of a call does not count. The memory of much larger
-# tensors would be requested from the system anew in each step.
+# Elements of a tensor: enough that the cost of a call does not count. The memory of much larger
+# tensors would be requested from the system again in each step.
 _CHUNK = 2**20
 
 

@@ -58,7 +58,7 @@ class Implementation:
 
     @property
     def wire(self) -> str | None:
-        """Returns the dtype in which float32 and float64 travel; None for their own."""
+        """Returns the dtype in which float32 and float64 are sent; None for their own."""
         found: str | None = dict(self.arguments).get("wire_dtype")
         return found
 

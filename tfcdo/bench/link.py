@@ -60,7 +60,7 @@ class Loopback:
         for line in self.counters.read_text(encoding="ascii").splitlines():
             name, separator, numbers = line.partition(":")
             if separator and name.strip() == _LOOPBACK:
-                # Of 16 columns, the ninth is what was sent; on a loopback all of it also arrives.
+                # The ninth of 16 columns counts the bytes sent; a loopback receives all of them.
                 return int(numbers.split()[8])
         raise LinkError(f"{self.counters} does not list the interface {_LOOPBACK}")
 

@@ -228,7 +228,7 @@ def peak_of(step: steps.Step, devices: ChosenDevices) -> int | None:
 
 
 def by_workload(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
-    """Splits measurements, of one workload after the other, into those of one workload each."""
+    """Splits measurements, sorted by workload, into one list for each workload."""
     groups = itertools.groupby(measurements, lambda one: (one.workload, one.size))
     return [list(group) for _, group in groups]
 

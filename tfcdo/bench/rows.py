@@ -212,8 +212,8 @@ def _place(workload: TableRows, devices: ChosenDevices) -> _Data:
 
 def _build(data: _Data, update: str, implementation: implementations.Implementation) -> steps.Step:
     reduce = implementation.reducer(data.devices.names)
-    # Of TensorFlow's result, each device has to add the rows of equal index, as TensorFlow's
-    # optimizers do (tf.compat.v1.train.Optimizer), but for SGD. tfcdo's has each row once.
+    # Each device has to add rows of the same index in TensorFlow's result, as TensorFlow's
+    # optimizers do (tf.compat.v1.train.Optimizer), except for SGD. tfcdo's has each row once.
     needs_adding = update == MOMENTUM and implementation.package != implementations.OURS
 
     def reduced() -> list[tf.IndexedSlices]:

@@ -19,8 +19,8 @@ from tfcdo.bench.devices import ChosenDevices
 ValuesByDevice = list[list[tf.Tensor]]
 Step = Callable[[], Any]
 
-# Reading one variable takes longer than all-reducing one small value, whose time would be lost in
-# that of the reads: values of one shape up to this many bytes share a variable.
+# Reading one variable takes longer than all-reducing one small value, so the reads would hide the
+# all-reduce. Values of one shape up to this many bytes share a variable.
 _MAX_COALESCED_BYTES = 2**16
 
 
@@ -166,7 +166,7 @@ def trace(data: Data, reduce: implementations.Reduce | None) -> Any:
 
 
 def count_nodes(function: Any) -> int:
-    """Counts the ops in the graph of a concrete function, those of its functions included."""
+    """Counts the ops in the graph of a concrete function and of the functions it calls."""
     graph = function.graph.as_graph_def()
     return len(graph.node) + sum(len(inner.node_def) for inner in graph.library.function)
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-# Of what a worker wrote before it failed, so much is shown.
+# Number of lines shown of a failed worker's output.
 _SHOWN_LINES = 8
 _END_SECONDS = 10.0
 

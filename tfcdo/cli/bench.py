@@ -52,7 +52,7 @@ _COMPARE = click.option(
     "earlier",
     type=bench_compare.EarlierFile(),
     metavar="OLD.json",
-    help="Show the times next to those of an earlier run, which --json wrote.",
+    help="Show an earlier run, written by --json, next to this one.",
 )
 
 
@@ -147,8 +147,8 @@ def bench(
     sizes = [name for name in given if name in ("--minbytes", "--maxbytes", "--stepfactor")]
     if models and sizes:
         raise click.UsageError(
-            f"{' and '.join(sizes)} cannot be given beside --model, as a model's gradients have "
-            "sizes of their own"
+            f"{' and '.join(sizes)} cannot be given with --model, which has gradients of fixed "
+            "sizes"
         )
     if minbytes > maxbytes:
         raise click.UsageError(

@@ -1,4 +1,4 @@
-"""`tfcdo bench --compare`: this run beside an earlier one."""
+"""`tfcdo bench --compare`: this run next to an earlier one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from tfcdo.cli import options
 
-# What tells one measurement of a run from the others, of all-reduces and of training steps.
+# The keys of a measurement, of an all-reduce or of a training step.
 _KEYS = ("workload", "model", "size", "dtype", "num_devices", "name")
 
 _Key = tuple[Any, ...]

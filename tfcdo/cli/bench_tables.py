@@ -15,7 +15,7 @@ from tfcdo.cli import options
 
 _REDOP = "sum"
 _WORKLOAD_COLUMNS = ("size\n(B)", "count\n(elements)", "type\n", "redop\n")
-# The table of times needs so many columns with these.
+# Width that the table of times needs with these columns.
 _WIDE = 130
 _IMPLEMENTATIONS = (implementations.OURS, implementations.TENSORFLOW)
 _STYLES = {implementations.OURS: "bold", implementations.TENSORFLOW: ""}
@@ -32,10 +32,10 @@ def show(results: Sequence[measure.Measurement], console: Console) -> None:
         console.print(table)
     console.print(
         options.printable(
-            "Times are medians without the baseline's, ± is the distance between the quartiles, "
+            "Times are medians minus the baseline, ± is the distance between the quartiles, "
             "p99 the 99th percentile. "
-            "of TF, of floor: as a multiple of the fastest right TensorFlow class's and of the "
-            "fastest single pass over the same memory; - where these are lost in their own spread.",
+            "of TF, of floor: time relative to the fastest correct TensorFlow class and to the "
+            "fastest single pass over the same memory; - where a time is smaller than its spread.",
             console,
         )
     )
@@ -118,7 +118,7 @@ def _microseconds(seconds: float) -> str:
 
 
 def _table_of_costs(results: Sequence[measure.Measurement]) -> Table:
-    """Makes the table of other costs, of the last workload: those of all sizes are similar."""
+    """Makes the table of other costs for the last workload; all sizes have similar costs."""
     *_, group = measure.by_workload(results)
     title = f"Other costs, for {group[0].size} bytes"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0), title=title, title_justify="left")
@@ -195,10 +195,10 @@ def show_rows(results: Sequence[rows.RowsMeasurement], console: Console) -> None
     console.print(table)
     console.print(
         options.printable(
-            "Times are medians of whole steps, ± is the distance between the quartiles. of TF: as "
-            "a multiple of the fastest right TensorFlow class's. For momentum, each device first "
-            "adds TensorFlow's rows of equal index, as TensorFlow's optimizers do; of tfcdo's "
-            "result there is one of each. No step is shorter than updating alone.",
+            "Times are medians of whole steps, ± is the distance between the quartiles. of TF: "
+            "time relative to the fastest correct TensorFlow class. For momentum, each device "
+            "first adds TensorFlow's rows of the same index, as TensorFlow's optimizers do; "
+            "tfcdo's result has each row once. No step is shorter than updating alone.",
             console,
         )
     )

@@ -139,7 +139,7 @@ def _write_json(result: hosts.HostsResult, path: pathlib.Path) -> None:
         "weight_difference": result.weight_difference,
         "least_sending_seconds": result.least_sending_seconds,
         "limit": result.limit,
-        # Of the last minute: how many processes wanted to run, the workers among them.
+        # Mean number of runnable processes in the last minute, workers included.
         "load": os.getloadavg()[0],
     }
     devices.write_json(path, "virtual CPU devices of several processes", found)

@@ -46,7 +46,7 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="tfcdo", message="%(prog)s %(version)s")
 @click.pass_context
 def tfcdo(context: click.Context) -> None:
-    """All-reduce for tf.distribute: right on every device count, fast, and readable."""
+    """Keras on several devices and hosts trains as on one device."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
@@ -68,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
         return _complain("interrupted", 130)
     except OSError as error:
         if error.filename is None:
-            # What is still in its buffer would fail, and be reported, once more at the exit.
+            # The rest of its buffer would fail, and be reported, once more at the exit.
             sys.stdout = io.StringIO()
         return _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
     return status

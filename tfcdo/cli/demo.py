@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 MIN_ACCURACY = 0.95
 # The epochs that it takes to reach that accuracy.
 MIN_EPOCHS = 8
-# Two right trainings differ by the rounding of their sums: seen here, three units in float32's last
-# place. A device left out of the sums makes it 0.1 and more.
+# Two correct trainings differ by the rounding of their sums: three units in float32's last place
+# were measured here. A device left out of the sums makes it 0.1 and more.
 MAX_WEIGHT_DIFFERENCE = 1e-5
 
 _DEVICES = 4
@@ -43,7 +43,7 @@ class Check:
     passed: bool | None
     # False for TensorFlow's own sums, which do not fail the demo.
     is_tfcdo: bool = True
-    # What it shows, where it is only shown.
+    # Explains a result that is only shown.
     note: str = ""
 
 
@@ -58,7 +58,7 @@ class Check:
     "--workers",
     "num_workers",
     type=click.IntRange(2, 16),
-    help="Train on so many processes of this host, under tfcdo.MultiWorkerMirroredStrategy.",
+    help="Number of processes on this host, under tfcdo.MultiWorkerMirroredStrategy.",
 )
 @click.option(
     "--cross-device-ops",
@@ -293,7 +293,7 @@ def _check_sums(
 
 
 def _show(checks: list[Check], console: Console) -> None:
-    """Prints tfcdo's checks and the verdict, then those of Keras and TensorFlow alone."""
+    """Prints tfcdo's checks and the verdict, then Keras and TensorFlow without tfcdo."""
     table = Table("Check", "Result", "Wanted", "")
     for check in checks:
         if check.is_tfcdo:

@@ -1,4 +1,4 @@
-"""`tfcdo doctor`: says what tfcdo would do on this machine, and tests that it does it right."""
+"""`tfcdo doctor`: checks this machine, and shows what tfcdo would do on it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _MOST_COLUMNS = 8
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def doctor(num_devices: int | None, as_json: bool) -> int:
-    """Examine this machine: what tfcdo would do here, and whether it is right.
+    """Check this machine, and show what tfcdo would do here.
 
-    Copies a known pattern between every two devices and all-reduces on all of them, with
-    TensorFlow's own classes beside tfcdo's, in a process that is given up if it hangs. Each finding
+    Copies a known pattern between every two devices, then all-reduces on all of them with tfcdo's
+    and TensorFlow's classes. All this runs in a process that is ended if it hangs. Each finding
     has its remedy; the last line can be pasted into a script. The exit status is 1 if there is a
     problem; TensorFlow's own errors are reported but do not affect it.
     """
@@ -139,7 +139,7 @@ def _can_run(found: answers.AllReduce | answers.Failure) -> str:
 
 
 def _links(topology: answers.FoundTopology) -> str:
-    """Says how fast the links are, those of one speed together."""
+    """Describes the speeds of the links, grouped by speed."""
     by_speed = collections.Counter(link.bandwidth for link in topology.links)
     parts = [
         f"{count} links {'in one memory' if speed is None else f'of {speed / 1e9:g} GB/s'}"
@@ -181,8 +181,8 @@ def _bandwidths(copies: answers.CopiesAnswer, planned: float | None) -> Text:
     if isinstance(copies, answers.Skipped):
         return Text("?")
     style = _STYLES[findings.WRONG] if copies.wrong else ""
-    beside = "-" if planned is None else f"{planned / 1e9:.1f}"
-    return Text(f"{copies.bandwidth / 1e9:.1f} / {beside}", style)
+    expected = "-" if planned is None else f"{planned / 1e9:.1f}"
+    return Text(f"{copies.bandwidth / 1e9:.1f} / {expected}", style)
 
 
 def _failure(failure: answers.Failure) -> Text:

@@ -17,7 +17,7 @@ from tfcdo.topology.topology import Topology
 
 @dataclasses.dataclass(frozen=True)
 class Here:
-    """Stands for so many devices of this machine.
+    """Stands for a number of devices of this machine.
 
     Attributes:
       count: how many; None for all GPUs, or some virtual CPU devices where there are not two.

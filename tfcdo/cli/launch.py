@@ -101,7 +101,7 @@ def launch(
 
     Each worker is this Python with SCRIPT and ARGS. It finds in TF_CONFIG where the workers are
     and which it is. Its output has its name in front of each line. When a worker fails, the others
-    are ended, and the exit status is that of the first that failed. SIGINT (Ctrl-C), SIGTERM and
+    are ended, and the first failure's exit status is returned. SIGINT (Ctrl-C), SIGTERM and
     SIGHUP are passed on and end the job; SIGUSR1 and SIGUSR2 are only passed on. No process that a
     worker started is left, even when the launcher is killed.
 

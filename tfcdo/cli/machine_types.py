@@ -49,7 +49,7 @@ class Machine(options.ParamType):
             return Here(int(count) if count else None)
         try:
             if name in PRESETS and re.fullmatch(f"({_NUMBER})?", count):
-                # Before the links of so many are made, which takes seconds.
+                # Checked first, as making the links of many devices takes seconds.
                 check_num_devices(name, int(count or 1))
                 return preset(name, int(count) if count else None)
         except ValueError as error:
@@ -69,7 +69,7 @@ class Machine(options.ParamType):
                     self.fail("-: standard input is closed")
                 text = sys.stdin.read()
             else:
-                # Not a Path, which takes no name for that of the current folder.
+                # Not a Path: it takes an empty name for the current folder.
                 with open(value, encoding="utf-8") as file:  # noqa: PTH123
                     text = file.read()
         except FileNotFoundError:

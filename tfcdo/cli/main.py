@@ -1,4 +1,4 @@
-"""The entry point of the `tfcdo` command: whatever the user got wrong is told in one line."""
+"""The entry point of the `tfcdo` command: a user's mistake is reported in one line."""
 
 from __future__ import annotations
 

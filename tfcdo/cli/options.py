@@ -34,9 +34,9 @@ else:
 # The largest number of bytes that TensorFlow can count.
 _LARGEST_SIZE = 2**63 - 1
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3}
-# nccl-tests' unit, and those that GNU's coreutils have beside it.
+# nccl-tests' unit, and the other units of GNU's coreutils.
 _KILO = {"": 1024, "IB": 1024, "B": 1000}
-# What `wire_dtype` accepts, for those who do not import TensorFlow.
+# The values of `wire_dtype`, for commands that do not import TensorFlow.
 WIRE_DTYPES = click.Choice(["bfloat16", "float16"])
 # Arrows and signs for output whose encoding has none of them.
 _ASCII = str.maketrans({"→": "->", "µ": "u", "±": "+-"})

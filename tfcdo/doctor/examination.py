@@ -26,9 +26,9 @@ COMPARED = (
 )
 SMALL_MODEL, LARGE_MODEL = "mobilenet", "bert-base"
 
-# All pairs of devices together are tested for so many seconds.
+# Seconds for the tests of all pairs of devices together.
 _SECONDS_OF_PAIRS = 3.0
-# After so many that hang, each of which costs a time-out and a new start, the rest are left out.
+# Number of hanging pairs after which the rest are skipped: each costs a time-out and a new start.
 _MOST_HANGING = 3
 
 # Takes a question; returns the answer. Raises `worker_pool.WorkerError` if none comes.
@@ -110,7 +110,7 @@ class Probes:
 
     def _started(self, question: Mapping[str, Any]) -> worker_pool.WorkerPool:
         if self._pool is None:
-            # What TF_CONFIG says is looked at on this side; the probe is a process on its own.
+            # TF_CONFIG is examined in this process; the probe is a separate process.
             variables = {"TF_CONFIG": "{}", "TF_CPP_MIN_LOG_LEVEL": "2"}
             self._pool = self._running.enter_context(
                 worker_pool.start_workers(self._command, [variables])

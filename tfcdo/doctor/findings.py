@@ -1,4 +1,4 @@
-"""Makes findings of a report: what is right, what is worth knowing, what is wrong, and the remedy.
+"""Makes findings of a report: checks that passed, notes, problems, and remedies.
 
 All here is about the report alone, so that a test needs no machine that has the finding.
 """
@@ -26,7 +26,7 @@ from tfcdo.doctor.examination import COMPARED, Pair, Report
 OK, NOTE, WRONG = "ok", "note", "wrong"
 # A link this much slower than the topology says makes its plans bad ones.
 _SLOW = 0.5
-# Of pairs with the same trouble, so many are named.
+# Number of pairs named in one finding.
 _MOST_NAMED = 12
 _NONE_NEEDED = "nothing to do"
 
@@ -134,8 +134,8 @@ def _models(report: Report) -> Iterator[Finding]:
             yield Finding(WRONG, f"planning for {name}: {plan.error}", _REPORT)
 
 
-# What copies do that do not arrive as they should, and the remedy.
-_HANG, _FAIL, _LIE = "hang", "fail", "arrive with wrong bits"
+# Symptoms of failed copies, and remedies.
+_HANG, _FAIL, _LIE = "hang", "fail", "arrive corrupted"
 _TROUBLES = {
     _HANG: "switch IOMMU and ACS off in the BIOS, or leave devices out as in the line below",
     _FAIL: "see what the driver logged (`dmesg`), or leave devices out as in the line below",
@@ -157,7 +157,7 @@ def _pairs(report: Report) -> Iterator[Finding]:
         for trouble in _TROUBLES
     }
     if pairs and not any(troubled.values()):
-        yield Finding(OK, f"copies between all {len(pairs)} ordered pairs of devices arrive right")
+        yield Finding(OK, f"copies between all {len(pairs)} ordered pairs of devices are correct")
     for trouble, found in troubled.items():
         if found:
             answers = map(pairs.__getitem__, found)
@@ -208,10 +208,10 @@ def _own_sum(name: str, found: SumsAnswer) -> Iterator[Finding]:
     if isinstance(found, Failure):
         yield Finding(WRONG, f"{name} fails: {found.error}", f"use another class; {_REPORT}")
     elif isinstance(found, Sums) and found.wrong:
-        text = f"{name} sums wrong: {found.wrong} of {found.elements} elements"
-        yield Finding(WRONG, text, "see the pairs above; if all of them are right, report this")
+        text = f"{name} sums are incorrect: {found.wrong} of {found.elements} elements"
+        yield Finding(WRONG, text, "see the pairs above; if all of them are correct, report this")
     elif isinstance(found, Sums):
-        yield Finding(OK, f"{name} sums right")
+        yield Finding(OK, f"{name} sums are correct")
 
 
 def _sum_of_tensorflow(
@@ -221,7 +221,7 @@ def _sum_of_tensorflow(
     if isinstance(found, Failure):
         yield Finding(NOTE, f"{name} fails: {found.error}", f"use {ours}")
     elif isinstance(found, Sums) and found.wrong:
-        text = f"{name} sums wrong: {found.wrong} of {found.elements} elements"
+        text = f"{name} sums are incorrect: {found.wrong} of {found.elements} elements"
         text += f" on {len(report.examined)} devices, without an error"
         yield Finding(NOTE, text, f"use {ours}")
 
@@ -267,7 +267,7 @@ def _usable_devices(report: Report) -> list[str]:
     left = set(range(len(names)))
     while bad:
         ends = list(itertools.chain.from_iterable(bad))
-        # Of equally bad ones the last, as the first device is where most scripts put other things.
+        # If several are equally bad, the last one: most scripts put other data on the first device.
         worst = max(left, key=lambda device: (ends.count(device), device))
         left.remove(worst)
         bad = [pair for pair in bad if worst not in pair]

@@ -25,7 +25,7 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class TfConfig:
-    """Content of TF_CONFIG, what is wrong with it, and the hosts that train together."""
+    """Content of TF_CONFIG, its problem if it has one, and the hosts that train together."""
 
     text: str
     problem: str = ""

@@ -192,8 +192,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         Args:
           shapes: the shape of each value, fully known, in any form that `tf.TensorShape` takes.
           dtype: the dtype of all values.
-          devices: the replicas' devices; None for the current strategy's or, outside a strategy,
-            for those of `tf.distribute.MirroredStrategy()`.
+          devices: the replicas' devices. None: the current strategy's devices or, outside a
+            strategy, the devices that `tf.distribute.MirroredStrategy()` would take.
 
         Returns:
           The algorithm and why, packs, copy trees, bytes between devices and hosts, and graph ops;

@@ -119,7 +119,7 @@ def largest_magnitude(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns the largest finite magnitude in tensors of one dtype, at least one; 0 for none."""
     zero = tf.constant(0, tensors[0].dtype)
     largest = [tf.reduce_max(tf.where(tf.math.is_finite(t), tf.abs(t), zero)) for t in tensors]
-    # Of no numbers at all, the largest is minus infinity.
+    # The zero matters for empty tensors, whose maximum is minus infinity.
     return tf.reduce_max(tf.stack([zero, *largest]))
 
 

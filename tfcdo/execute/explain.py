@@ -20,7 +20,7 @@ from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Pack
 from tfcdo.plan.plan import Plan
 
-_MAX_LINES = 8  # Of each kind; an explanation fits on a screen.
+_MAX_LINES = 8  # For each kind of line, so that an explanation fits on a screen.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 
-# So many structures of batches may be reduced eagerly, or in one function: whoever reduces ever new
-# ones would find none of them again, but fill the memory with residuals.
+# Limit on batch structures, for eager calls and for each function: ever-changing shapes would pile
+# up residuals that are never reused.
 MAX_STRUCTURES = 32
 # All who trace must get the same variables.
 _lock = threading.RLock()
@@ -208,7 +208,7 @@ class ErrorFeedback(tf_internals.Trackable):
             slot = _Slot(residuals, None, turn)
             slots.append(slot)
         elif slot.residuals.last_restored == slot.restored:
-            # Else they are from a checkpoint, for whoever comes next.
+            # Residuals restored from a checkpoint are kept for the next function.
             with tf.init_scope():
                 slot.residuals.reset()
         slot.give_to(owner, turn)

@@ -1,4 +1,4 @@
-"""Group keys, order and number of collectives, by which TensorFlow knows those of a device."""
+"""Group keys, order and number of collectives, by which TensorFlow matches them."""
 
 from __future__ import annotations
 

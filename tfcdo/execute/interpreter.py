@@ -1,7 +1,7 @@
 """The interpreter: turns a plan into TensorFlow ops.
 
 Pack the values; for each pack reduce up its tree, take the root step, broadcast down; unpack. It
-decides nothing: whatever it does is written in the plan.
+decides nothing: the plan lists all that it does.
 """
 
 from __future__ import annotations

@@ -246,8 +246,8 @@ def differentiable_sum(devices: Sequence[str]) -> Any:
         return results
 
     # A gradient of all tensors together needs an op that all pass through, and TensorFlow's is on
-    # one device. So the inputs go there, not the sums: whoever differentiates sees that op, but it
-    # is pruned before the step runs, as nothing uses the values that it gives.
+    # one device. So the inputs go there, not the sums: a gradient sees that op, but it is pruned
+    # before the step runs, as nothing uses its values.
     @tf.custom_gradient
     def differentiated(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:

@@ -344,7 +344,7 @@ def _disagreement(
 
 
 def _shape(value: Any) -> tf.TensorShape:
-    """Returns the static shape that replicas must share: of slices, that of one row."""
+    """Returns the static shape that replicas must share; for slices, the shape of a row."""
     if not isinstance(value, tf.IndexedSlices):
         return value.shape
     if value.values.shape.rank == 0:

@@ -1,6 +1,6 @@
 """Rows: `tf.IndexedSlices` added up by index at the root of a copy tree.
 
-Only rows are sent, never the table that they are rows of, and rows of equal index are added once,
+Only rows are sent, never the whole table, and rows of the same index are added once,
 before they are copied down: the optimizer gets each row once, sorted by index. Where a replica's
 rows have more bytes than the table, as for a small table in a large batch, each device forms the
 table's sum instead, the tables are added like dense values, and the root takes the rows that were
@@ -164,7 +164,7 @@ def to_table(part: tf.IndexedSlices, device: str) -> tf.Tensor:
 
 
 def _index_dtype(parts: Sequence[tf.IndexedSlices]) -> tf.DType:
-    """Returns the dtype of the indices of a sum: that of its parts, or int64 if they differ."""
+    """Returns the common dtype of the parts' indices, or int64 if they differ."""
     found = {part.indices.dtype for part in parts}
     return found.pop() if len(found) == 1 else tf.int64
 

@@ -66,7 +66,7 @@ def _padding(tensors: Sequence[tf.Tensor], wire_dtype: str, num_hosts: int) -> l
         missing = -sum(known) % unit
         return [tf.zeros([missing], wire_dtype)] if missing else []
     size = tf.reduce_sum(tf.stack([shapes.size(tensor) for tensor in tensors]))
-    # Of no values at all, something has to be sent too.
+    # Without values one unit of zeros is sent, as a collective needs data.
     return [tf.zeros([tf.where(size > 0, -size % unit, unit)], wire_dtype)]
 
 

@@ -1,4 +1,4 @@
-"""For users of Keras, beside a strategy: training on K replicas that ends as on one device.
+"""Additions for Keras: training on K replicas of a strategy ends as on one device.
 
 Nothing else of tfcdo imports this package, so Keras is loaded for those who use it.
 """

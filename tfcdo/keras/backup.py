@@ -20,7 +20,7 @@ _COMPLETE = re.compile(r"epoch-(\d+)")
 
 
 class BackupAndRestore(Callback):
-    """`keras.callbacks.BackupAndRestore` for several hosts, safe against a kill at any moment.
+    """`keras.callbacks.BackupAndRestore` for several hosts; backups survive a kill at any time.
 
     Keras's callback overwrites the weights and then a file with the epoch: killed in between, it
     continues with weights of one epoch at another. On several hosts, each would write to the same

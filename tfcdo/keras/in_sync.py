@@ -25,7 +25,7 @@ class CheckInSync(Callback):
     """Compares the replicas' weights, on all hosts, while a model trains.
 
     Each replica makes one number of 64 bits from the bits of each trainable variable and of each
-    variable of the optimizer, and these digests are compared: no weights travel unless some differ.
+    variable of the optimizer, and these digests are compared: weights are sent only if some differ.
     Variables of which each replica is meant to keep its own are left out: moving statistics and
     gradients that are being accumulated.
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfcdo.keras import updates
 
-# Keras's base class sets these on every optimizer; here they are those of the optimizer inside.
+# Keras's base class sets these on every optimizer; here they forward to the wrapped optimizer.
 _FORWARDED = (
     "clipnorm",
     "clipvalue",
@@ -30,30 +30,30 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     """Sums gradients over replicas first; then an optimizer clips, accumulates and updates.
 
     Keras alone clips (`clipnorm`, `clipvalue`, `global_clipnorm`) on each replica before the sum,
-    which is not what one device does, and cannot accumulate (`gradient_accumulation_steps`) or
-    overwrite weights with their average (`ema_overwrite_frequency`) on several replicas. In here
-    the same optimizer does as on one device. The sum is formed by the strategy's cross-device ops,
-    once an update: while gradients accumulate, each replica adds to its own and nothing travels.
+    unlike on one device. It cannot accumulate (`gradient_accumulation_steps`) or overwrite weights
+    with their average (`ema_overwrite_frequency`) on several replicas. In this wrapper the same
+    optimizer works as on one device. The strategy's cross-device ops form the sum once an update:
+    while gradients accumulate, each replica adds to its own and nothing is sent.
 
     A gradient that all replicas share, one tensor, counts once for each replica. None on some
     replicas counts as zeros. Variables that Keras overwrites with their gradients, the scales of
     float8, get the largest of all replicas.
 
-    Without a strategy this is the optimizer inside. It must be the outermost one: pass a
+    Without a strategy it acts as the wrapped optimizer. It must be the outermost one: pass a
     `LossScaleOptimizer` to it, not it to a `LossScaleOptimizer`, which would look for overflows on
     the first replica only. With a policy such as `mixed_float16`, which makes `Model.compile` put a
     `LossScaleOptimizer` around every other optimizer, write
     `compile(DistributedOptimizer(LossScaleOptimizer(optimizer)), auto_scale_loss=False)`.
 
     Args:
-      optimizer: the Keras optimizer to wrap, made in the strategy's scope as ever.
+      optimizer: the Keras optimizer to wrap, created in the strategy's scope.
       gradient_accumulation_steps: over how many steps gradients are accumulated before each
-        update; None for what `optimizer` says itself.
+        update; None: `optimizer`'s own setting.
       name: the optimizer's name; None for one made from its class.
 
     Raises:
       TypeError: if `optimizer` is not a Keras optimizer or a number not an int.
-      ValueError: if `gradient_accumulation_steps` is less than 2 or not what `optimizer` says.
+      ValueError: if `gradient_accumulation_steps` is less than 2 or differs from `optimizer`'s.
 
     References:
       Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018,
@@ -87,7 +87,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self._applying = threading.RLock()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What wraps an optimizer takes its loss scale away: this is how one learns of it.
+        # A wrapper takes the loss scale away from its optimizer, which shows that it is wrapped.
         if name == "loss_scale_factor" and not _constructing(self):
             raise ValueError(
                 "DistributedOptimizer must be the outermost optimizer; got one that is put in "
@@ -135,7 +135,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if self._distribution_strategy is not strategy:
             raise ValueError(
                 "DistributedOptimizer must be made in the scope of the strategy that runs it, "
-                f"{strategy}; it was made in that of {self._distribution_strategy}"
+                f"{strategy}; it was made in the scope of {self._distribution_strategy}"
             )
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)

@@ -15,13 +15,13 @@ MEAN = tf.distribute.ReduceOp.MEAN
 class SynchronizeStatistics(Callback):
     """Gives all replicas, on all hosts, the mean of their moving statistics.
 
-    `BatchNormalization` and other layers keep statistics that are not trained, and each replica has
-    those of its own part of the batches. TensorFlow's strategies save the first replica's and use
-    each replica's own in `evaluate`; tfcdo's save the mean. After this callback what is saved, what
-    `evaluate` and `predict` use and what a loaded model has is the same. Means commute with moving
-    averages: these are the statistics of replicas that had been synchronized at each step.
+    `BatchNormalization` and other layers keep statistics that are not trained. Each replica
+    computes them from its own part of the batches. TensorFlow's strategies save the first
+    replica's and use each replica's own in `evaluate`; tfcdo's save the mean. After this callback,
+    a saved model, `evaluate`, `predict` and a loaded model all use the same statistics. Means
+    commute with moving averages: synchronizing at each step gives the same statistics.
 
-    It runs before each evaluation, also those of `fit`, and at the end of each epoch and of
+    It runs before each evaluation, also within `fit`, and at the end of each epoch and of
     training. Give it to `fit`, before a callback that saves the model.
 
     Example:
@@ -73,7 +73,7 @@ def statistics_of(model: keras.Model) -> list[keras.Variable]:
       model: the model.
 
     Returns:
-      Floating-point variables; not those of layers that were frozen.
+      Floating-point variables, without the variables of frozen layers.
     """
     return [
         variable

@@ -274,7 +274,7 @@ def _update(leaf: Any, gradients: list[Any], variables: list[Any]) -> None:
 
 
 def _accumulate(leaf: Any, gradients: list[Any], variables: list[Any]) -> None:
-    """Adds a replica's gradients to its own accumulators: nothing travels."""
+    """Adds a replica's gradients to its own accumulators; nothing is sent."""
     for gradient, accumulator in zip(gradients, _accumulators(leaf, variables), strict=True):
         accumulator.assign_add(tf.convert_to_tensor(gradient))
 

@@ -3,7 +3,7 @@
 It runs the worker in a session of its own and reads the launcher's orders from standard input:
 each byte is a signal to pass on to the worker's process group, and the end of the input, which
 also comes when the launcher is killed, means to kill the worker. When the worker has ended, the
-guard kills whatever the worker started and ends with the worker's exit status.
+guard kills all processes that the worker started and ends with the worker's exit status.
 
 It runs as a script of its own: `python guard.py COMMAND ...`.
 """
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import psutil
 
-# Of <linux/prctl.h>.
+# From <linux/prctl.h>.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # A process that is not ours to kill (setuid), or that the kernel cannot end now, is left then.

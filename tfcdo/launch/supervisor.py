@@ -34,7 +34,7 @@ class WorkerSpec:
     name: str  # Such as "worker 0".
     prefix: bytes  # Printed before each line of its output.
     error_prefix: bytes
-    environment: Mapping[str, str]  # Variables that it gets besides the launcher's own.
+    environment: Mapping[str, str]  # Variables added to the launcher's own.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ def device_colors(num_devices: int) -> list[Color]:
 
 
 def make_paler(color: Color) -> Color:
-    """Returns the colour of a sum on its way down, given that of the same pack on its way up."""
+    """Returns the colour of a pack on its way down the tree, given its colour on the way up."""
     red, green, blue = (1 - _PALE * (1 - part) for part in color)
     return red, green, blue
 

@@ -95,7 +95,7 @@ def _tasks_by_lane(
 def _in_reading_order(topology: Topology) -> list[str]:
     """Returns the names of wires and ways out by source, then of ways in, then of what is shared.
 
-    So that the rows of a device are beside each other, whatever the order of the resources.
+    Rows of one device are next to each other, in any order of the resources.
     """
     sources: list[set[int]] = [set() for _ in topology.resources]
     targets: list[set[int]] = [set() for _ in topology.resources]

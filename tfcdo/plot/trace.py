@@ -1,4 +1,4 @@
-"""Traces what an all-reduce really did, and draws it beside what was planned."""
+"""Traces all-reduces while they run, and draws them next to their plan."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Trace:
 
     @property
     def summary(self) -> Summary:
-        """Returns the share of all-reduces in a step, what is exposed, and the slowest edge."""
+        """Returns the share of all-reduces in a step, the exposed share, and the slowest edge."""
         return self.recording.summary
 
 
@@ -74,8 +74,8 @@ def trace(
 
     Args:
       path: the file to write, which chrome://tracing and ui.perfetto.dev show; it ends in .json.
-      draw: a picture to write too, .png or .svg: a typical step beside what was planned.
-      topology: the machine that the plan is simulated on; None to find out.
+      draw: a picture to write too, .png or .svg: a typical step next to its plan.
+      topology: the machine that the plan is simulated on; None: detect automatically.
 
     Yields:
       An object whose `summary` is there, and can be printed, when the block has ended.

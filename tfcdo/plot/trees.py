@@ -1,4 +1,4 @@
-"""Draws the copy trees of a schedule beside the machine that they span."""
+"""Draws the copy trees of a schedule next to the machine that they span."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _FAINT = "0.88"
 
 
 def draw_trees(schedule: Schedule, topology: Topology, title: str = "") -> Figure:
-    """Draws what joins the devices, and each copy tree on the same places.
+    """Draws the links of the machine, and each copy tree with the devices at the same places.
 
-    Devices stand on a circle, the best joined next to each other. A tree has the colour of its
-    root; its arrows point up, the direction in which partial sums travel.
+    Devices stand on a circle, with the best connected ones next to each other. A tree has the
+    colour of its root; its arrows point up, the direction in which partial sums are sent.
 
     Args:
       schedule: the packs and their trees.

@@ -13,14 +13,14 @@ from tfcdo.tracing.profile import Event
 
 REDUCE, BROADCAST, GATHER, ADD = "reduce", "broadcast", "gather", "add"
 
-# The scope of an all-reduce, in whatever scopes and functions it is.
+# The scope of an all-reduce, inside any scopes and functions.
 _SCOPE = re.compile(r"(?:^|/)(tfcdo(?:_\d+)?)/")
 _EDGE = re.compile(
     r"(?:^|/)(?P<scope>tfcdo(?:_\d+)?)/(?:pack|rows)(?P<pack>\d+)/"
     r"(?P<phase>reduce|receive|broadcast|gather)/"
     r"(?P<sources>\d+(?:and\d+)*)to(?P<target>\d+)(?:_\d+)?(?:/.*)?$"
 )
-# What TensorFlow appends to the name of an op whose result it sends to another device; where it is
+# TensorFlow's suffix for the name of an op whose result it sends to another device; where it is
 # received, the number is the next one.
 _SENT = re.compile(r"(.*/_)(\d+)")
 
@@ -45,7 +45,7 @@ class EdgeRun:
 
     @property
     def way(self) -> str:
-        """Returns between which devices the edge is; of an addition, those of its operands."""
+        """Returns the devices of the edge; for an addition, the devices of its operands."""
         return f"{', '.join(map(str, self.sources))}→{self.target}"
 
     @property
@@ -123,7 +123,7 @@ def _send_of(event: Event) -> _Send | None:
         return None
     to_edge = _EDGE.search(event.receiver)
     if to_edge:
-        # Where copies are cast, what arrives is cast back before it is added.
+        # Where copies are cast, received values are cast back before they are added.
         kind = REDUCE if to_edge["phase"] == "receive" else to_edge["phase"]
         return _Send(event, to_edge, kind, event.to_device)
     # A copy down may be left out by TensorFlow: who uses the sum then receives it.

@@ -11,7 +11,7 @@ from typing import Any
 
 from tfcdo import tf_internals
 
-# What the profiler calls an op that runs: the node's name and the op's type.
+# The profiler's name for an op that runs: the node's name and the op's type.
 _OP = re.compile(r"([^\s:]+):(\w+)")
 # An op that waits for another device, as a receive does, is two events: "Start" and "Done".
 _ASYNC = "ExecutorState::ProcessAsync::"
@@ -73,7 +73,7 @@ def _events_of(plane: Any) -> Iterator[Event]:
                 kind = f"{stats.get('kernel_type')} {name.removeprefix(_ASYNC)}"
                 yield Event(str(stats.get("name")), kind, start, end, place)
                 continue
-            # A kernel on a GPU has a name of its own, and that of the op that it belongs to.
+            # A kernel on a GPU has its own name and the name of its op.
             name = str(stats.get("tf_op") or name)
             found = _OP.fullmatch(name)
             # From device, its incarnation, to device, name of the edge, frame.

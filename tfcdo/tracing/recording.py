@@ -38,7 +38,7 @@ class Recording:
 
     @functools.cached_property
     def summary(self) -> summaries.Summary:
-        """Returns the share of all-reduces in a step, what is exposed, and the slowest edge."""
+        """Returns the share of all-reduces in a step, the exposed share, and the slowest edge."""
         return summaries.summarize(self.events, self.runs)
 
     @functools.cached_property
@@ -48,7 +48,7 @@ class Recording:
         return steps[len(steps) // 2] if steps else None
 
     def runs_of_step(self) -> dict[str, list[EdgeRun]]:
-        """Returns the edges of the typical step, those of each all-reduce by its scope."""
+        """Returns the edges of the typical step, grouped by the scope of their all-reduce."""
         if self.typical_step is None:
             return {}
         start, end = self.typical_step

@@ -16,7 +16,7 @@ Interval = tuple[float, float]
 
 # A call of a tf.function from Python, and a run of a session of TensorFlow 1.
 _CALLS = ("EagerLocalExecute: __inference_", "SessionRun")
-# These run where a tensor changes devices; whatever else runs is computation.
+# These run where a tensor changes devices; all other ops are computation.
 _TRANSFERS = ("_Send", "_Recv", "_HostSend", "_HostRecv")
 
 
