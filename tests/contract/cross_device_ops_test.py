@@ -82,7 +82,7 @@ class SignatureTest(parameterized.TestCase):
         (tfcdo.ReductionToOneDevice, "reduce_to_device=None, accumulation_fn=None"),
         (
             tfcdo.AllReduceCrossDeviceOps,
-            "all_reduce_alg='nccl', num_packs='default', agg_small_grads_max_bytes=0, "
+            "all_reduce_alg='nccl', num_packs=None, agg_small_grads_max_bytes=0, "
             "agg_small_grads_max_group=10",
         ),
         (tfcdo.NcclAllReduce, "num_packs=1"),
@@ -141,7 +141,9 @@ class ConstructorTest(parameterized.TestCase):
             with self.assertRaisesRegex(TypeError, "require_nccl"):
                 cls(require_nccl=1)
         for cls in ALL_REDUCES:
-            with self.assertRaisesRegex(TypeError, "topology"):
+            with self.assertRaisesRegex(TypeError, "topology must be .*; got 3"):
+                cls(topology=3)
+            with self.assertRaisesRegex(ValueError, "topology must be a file .* dgx1: No such"):
                 cls(topology="dgx1")
 
     @parameterized.parameters("nonsense", "", 3, (["/cpu:0"],))
