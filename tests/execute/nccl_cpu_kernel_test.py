@@ -1,10 +1,18 @@
-"""The CPU kernel for NcclAllReduce: results against numpy, whatever the order of the devices."""
+"""The CPU kernel for NcclAllReduce, on which tests of NCCL run: results, errors, and its build."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import pathlib
+import stat
+import tempfile
+import threading
+from collections.abc import Callable
 from concurrent import futures
+from unittest import mock
 
+import nccl_cpu_kernel
 import nccl_cpu_kernel_testing
 import numpy as np
 import tensorflow as tf
@@ -61,22 +69,11 @@ class ReductionTest(tf.test.TestCase, parameterized.TestCase):
         for result in all_reduce_constants(values):
             self.assertAllEqual(2054.0, result)
 
-    def test_integers_wrap_around(self):
-        for result in all_reduce_constants([tf.int32.max, 1]):
-            self.assertAllEqual(tf.int32.min, result)
-
     @parameterized.parameters("min", "max")
     def test_minimum_and_maximum_hand_on_nan(self, reduction):
         for values in ([np.nan, 1.0, 2.0], [1.0, np.nan, 2.0], [1.0, 2.0, np.nan]):
             for result in all_reduce_constants(values, reduction):
                 self.assertAllEqual(np.nan, result)
-
-    def test_the_op_itself_refuses_bfloat16(self):
-        # Which is why the kernel has none: TensorFlow's op definition leaves it out.
-        with self.assertRaisesRegex((TypeError, tf.errors.InvalidArgumentError), "bfloat16"):
-            tf.raw_ops.NcclAllReduce(
-                input=tf.constant(1, tf.bfloat16), reduction="sum", num_devices=1, shared_name="p"
-            )
 
     def test_adds_in_the_order_of_the_devices_whoever_comes_first(self):
         # In float32 (1e8 + 1) - 1e8 is 0, but (1e8 - 1e8) + 1 is 1.
@@ -94,35 +91,9 @@ class ReductionTest(tf.test.TestCase, parameterized.TestCase):
             for result in reduce_all():
                 self.assertAllEqual(0.0, result, msg=f"arrival: {arrival}")
 
-    def test_repeats_bit_for_bit(self):
-        values = np.random.default_rng(3).normal(size=(8, 1000)).astype(np.float32)
-
-        @tf.function
-        def reduce_all():
-            return all_reduce([tf.constant(v) for v in values], "pack")
-
-        total = values[0]
-        for value in values[1:]:
-            total = total + value
-        for _ in range(30):
-            for result in reduce_all():
-                self.assertEqual(total.tobytes(), result.numpy().tobytes())
-
 
 class StepTest(tf.test.TestCase, parameterized.TestCase):
     """Which ops belong together: functions, loops, branches, threads, sessions."""
-
-    def test_functions_called_one_after_the_other(self):
-        @tf.function
-        def inner(a, b):
-            return all_reduce([a, b], "pack")
-
-        @tf.function
-        def outer(a, b):
-            return inner(*inner(*inner(a, b)))
-
-        for _ in range(20):
-            self.assertAllEqual([12.0, 12.0], outer(tf.constant(1.0), tf.constant(2.0)))
 
     def test_calls_at_the_same_time_of_a_function_that_is_not_inlined(self):
         # Each call is a step of its own. Inlined, the calls would share one: see the next test.
@@ -173,71 +144,6 @@ class StepTest(tf.test.TestCase, parameterized.TestCase):
             for result in loop():
                 self.assertAllEqual(101.0 * np.arange(count), result)
 
-    def test_loops_that_run_at_the_same_time_do_not_mix(self):
-        def loop(a, b):
-            def body(i, a, b):
-                return i + 1, *all_reduce([a, b], "pack")
-
-            return tf.while_loop(lambda i, *_: i < 10, body, [0, a, b])[1:]
-
-        # A session, because in a function the loops would run one after the other.
-        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-            starts = (1.0, 10.0, 100.0)
-            loops = [loop(tf.constant(start), tf.constant(0.0)) for start in starts]
-            for _ in range(20):
-                for start, results in zip(starts, session.run(loops), strict=True):
-                    self.assertAllEqual([512 * start, 512 * start], results)
-
-    def test_a_loop_in_a_loop(self):
-        @tf.function
-        def loops():
-            def inner_body(j, a, b):
-                return j + 1, *all_reduce([a, b], "pack")
-
-            def outer_body(i, a, b):
-                _, a, b = tf.while_loop(lambda j, *_: j < 2, inner_body, [0, a, b])
-                return i + 1, a, b
-
-            return tf.while_loop(
-                lambda i, *_: i < 3, outer_body, [0, tf.constant(1.0), tf.constant(2.0)]
-            )
-
-        _, a, b = loops()
-        self.assertAllEqual([96.0, 96.0], [a, b])  # 1 + 2, doubled five times.
-
-    def test_a_branch(self):
-        @tf.function
-        def branch(condition):
-            return tf.cond(
-                condition,
-                lambda: all_reduce([tf.constant(1.0), tf.constant(2.0)], "pack"),
-                lambda: all_reduce([tf.constant(3.0), tf.constant(4.0)], "pack", "prod"),
-            )
-
-        self.assertAllEqual([3.0, 3.0], branch(tf.constant(True)))
-        self.assertAllEqual([12.0, 12.0], branch(tf.constant(False)))
-
-    def test_threads_that_call_the_same_function(self):
-        @tf.function
-        def reduce_all(a, b, c):
-            return all_reduce([a, b, c], "pack")
-
-        def call_often(thread: int) -> None:
-            for i in range(100):
-                x = float(1000 * thread + i)
-                results = reduce_all(*(tf.constant(v) for v in (x, 2 * x, 3 * x)))
-                self.assertAllEqual(3 * [6 * x], results)
-
-        with futures.ThreadPoolExecutor(4) as pool:
-            for future in [pool.submit(call_often, thread) for thread in range(4)]:
-                future.result()
-
-    def test_a_session(self):
-        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-            results = all_reduce([tf.constant(1.0), tf.constant(2.0)], "pack")
-            for _ in range(20):
-                self.assertAllEqual([3.0, 3.0], session.run(results))
-
     def test_waiting_takes_no_thread(self):
         # 64 packs, and one device that comes late: 640 ops wait, and still others have to run.
         packs, count = 64, len(DEVICES)
@@ -255,6 +161,171 @@ class StepTest(tf.test.TestCase, parameterized.TestCase):
         with waiting_at_most(KERNEL_PATIENCE):
             results = without_hanging(reduce_all)
         self.assertAllEqual(np.outer(np.arange(packs), np.full(count, count)), results)
+
+
+class ErrorTest(tf.test.TestCase, parameterized.TestCase):
+    """Each error comes without waiting, or when the time is up; the next step works."""
+
+    def setUp(self):
+        super().setUp()
+        self.enter_context(waiting_at_most(KERNEL_PATIENCE))
+
+    def tearDown(self):
+        @tf.function
+        def reduce_all():
+            return all_reduce([tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0])], "pack")
+
+        for result in reduce_all():
+            self.assertAllEqual([4.0, 6.0], result)
+        super().tearDown()
+
+    def assert_fails(
+        self, function: Callable[[], object], kind: type[Exception], *parts: str
+    ) -> None:
+        """Calls a function several times, as the devices come in another order each time."""
+        for _ in range(5):
+            with self.assertRaises(kind) as caught:
+                without_hanging(function)
+            for part in ("NcclAllReduce 'pack'", *parts):
+                self.assertIn(part, str(caught.exception))
+
+    @parameterized.parameters(
+        (([2], [3]), {}, ("float[2]", "float[3]", "CPU:0", "CPU:1")),
+        (([2, 3], [3, 2]), {}, ("[2,3]", "[3,2]")),
+        (([2], [2]), {"dtype": tf.int32}, ("float[2]", "int32[2]")),
+        (([2], [2]), {"reduction": "max"}, ("sum of", "max of")),
+        (([2], [2]), {"num_devices": 3}, ("over 2 devices", "over 3 devices")),
+        (([2], [2]), {"devices": ["CPU:0"]}, ("CPU:0 came twice",)),
+    )
+    def test_devices_that_differ(self, shapes, other, parts):
+        @tf.function
+        def reduce_all():
+            settings = {"devices": ["CPU:1"], "num_devices": 2, **other}
+            values = [tf.zeros(shapes[0]), tf.zeros(shapes[1], settings.pop("dtype", tf.float32))]
+            return [
+                all_reduce([values[0]], "pack", num_devices=2),
+                all_reduce([values[1]], "pack", **settings),
+            ]
+
+        self.assert_fails(reduce_all, tf.errors.InvalidArgumentError, *parts)
+
+    def test_a_missing_device(self):
+        @tf.function
+        def reduce_all():
+            values = [tf.zeros([2]), tf.zeros([2])]
+            return all_reduce(values, "pack", num_devices=3, devices=["CPU:0", "CPU:10"])
+
+        with waiting_at_most(0.2):
+            self.assert_fails(
+                reduce_all,
+                tf.errors.DeadlineExceededError,
+                "within 0.2 s 2 of 3 devices came: CPU:0, CPU:10.",
+            )
+
+    @parameterized.parameters("", "soon", "-1", "0", "nan", "inf", "5 s")
+    def test_a_time_limit_that_is_none(self, text):
+        @tf.function
+        def reduce_all():
+            return all_reduce([tf.zeros([2])], "pack")
+
+        with (
+            waiting_at_most(text),
+            self.assertRaisesRegex(
+                tf.errors.InvalidArgumentError, f"{nccl_cpu_kernel.TIMEOUT_VARIABLE} is '{text}'"
+            ),
+        ):
+            reduce_all()
+
+    def test_who_comes_after_an_error_does_not_wait(self):
+        @tf.function
+        def reduce_all():
+            late = delayed(tf.zeros([2]), 0.3)
+            return all_reduce([tf.zeros([2]), tf.zeros([3]), late], "pack")
+
+        self.assert_fails(reduce_all, tf.errors.InvalidArgumentError, "float[2]", "float[3]")
+
+    def test_an_error_elsewhere_cancels_the_waiting_devices(self):
+        fails = tf.Variable(True)
+
+        @tf.function
+        def reduce_all():
+            with tf.device("CPU:2"):
+                fine = tf.logical_not(delayed(fails.read_value(), 0.1))
+                with tf.control_dependencies([tf.debugging.Assert(fine, ["replica 2 failed"])]):
+                    last = tf.constant(4.0)
+            return all_reduce([tf.constant(1.0), tf.constant(2.0), last], "pack")
+
+        for _ in range(3):
+            fails.assign(True)
+            with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "replica 2 failed"):
+                without_hanging(reduce_all)
+            fails.assign(False)
+            self.assertAllEqual([7.0, 7.0, 7.0], reduce_all())
+
+
+class LoaderTest(parameterized.TestCase):
+    """Building the kernel, with a script in the compiler's place."""
+
+    def directory(self) -> pathlib.Path:
+        return pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+
+    def fake_compiler(self, body: str) -> pathlib.Path:
+        """Installs a shell script, which finds the path it has to write to in $out."""
+        script = self.directory() / "compiler"
+        script.write_text(
+            "#!/bin/sh\n"
+            'if [ "$1" = --version ]; then echo fake; exit; fi\n'
+            'for argument in "$@"; do out=$argument; done\n'
+            f"{body}\n"
+        )
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        self.enter_context(mock.patch.dict(os.environ, {"CXX": str(script)}))
+        return script
+
+    def test_no_compiler(self):
+        with mock.patch.dict(os.environ, {"CXX": "/no/such/compiler"}):
+            self.assertRegex(str(nccl_cpu_kernel.why_unavailable()), "install g\\+\\+")
+            with self.assertRaisesRegex(RuntimeError, "install g\\+\\+"):
+                nccl_cpu_kernel.build(self.directory())
+
+    def test_a_compiler_that_fails(self):
+        self.fake_compiler("echo half >$out; echo 'no such header' >&2; exit 3")
+        directory = self.directory()
+        with self.assertRaisesRegex(RuntimeError, r"exit status 3(.|\n)*no such header"):
+            nccl_cpu_kernel.build(directory)
+        self.assertEmpty(list(directory.iterdir()))
+
+    def test_builds_at_the_same_time(self):
+        # The file is written in two pieces: nobody may see the first piece alone.
+        script = self.fake_compiler(
+            'echo . >>"${0%/*}/runs"; printf a >$out; sleep 0.2; printf b >>$out'
+        )
+        directory = self.directory()
+        start = threading.Barrier(4)
+
+        def build(_: int) -> str:
+            start.wait()
+            return nccl_cpu_kernel.build(directory).read_text()
+
+        with futures.ThreadPoolExecutor(4) as pool:
+            self.assertEqual(4 * ["ab"], list(pool.map(build, range(4))))
+        self.assertLen(list(directory.iterdir()), 1)
+        self.assertEqual(script.with_name("runs").read_text(), ".\n")
+
+    def test_builds_again_only_if_something_changed(self):
+        runs = self.fake_compiler('echo . >>"${0%/*}/runs"; : >$out').with_name("runs")
+        directory = self.directory()
+        first = nccl_cpu_kernel.build(directory)
+        self.assertEqual(first, nccl_cpu_kernel.build(directory))
+        self.assertEqual(runs.read_text(), ".\n")
+        changed = self.directory() / "changed.cc"
+        changed.write_text("// Another source.")
+        with mock.patch.object(nccl_cpu_kernel, "_SOURCE", changed):
+            self.assertNotEqual(first, nccl_cpu_kernel.build(directory))
+        with mock.patch.object(tf.version, "VERSION", "0.0"):
+            self.assertNotEqual(first, nccl_cpu_kernel.build(directory))
+        with mock.patch.object(nccl_cpu_kernel, "_OWN_FLAGS", ("-O3",)):
+            self.assertNotEqual(first, nccl_cpu_kernel.build(directory))
 
 
 if __name__ == "__main__":
