@@ -19,7 +19,7 @@ import tfcdo.topology
 
 # Those that nobody calls but their neighbours. virtual_devices is no case either: its example must
 # come before TensorFlow starts.
-_WITHOUT_EXAMPLES = {"plan_cache"}
+_WITHOUT_EXAMPLES = {"decide", "dtypes", "options", "plan_cache", "summary"}
 _MODULES = (
     *(
         f"{room.__name__}.{module.name}"

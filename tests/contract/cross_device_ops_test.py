@@ -120,12 +120,10 @@ class ConstructorTest(parameterized.TestCase):
     @parameterized.parameters("agg_small_grads_max_bytes", "agg_small_grads_max_group")
     def test_small_gradients_arguments(self, name):
         for bad in True, 1.5, "2", None:
-            arguments: dict[str, Any] = {name: bad}
             with self.assertRaisesRegex(TypeError, name):
-                tfcdo.AllReduceCrossDeviceOps(**arguments)
-        arguments = {name: -3}
+                tfcdo.AllReduceCrossDeviceOps(**{name: bad})  # type: ignore[arg-type]
         with self.assertRaisesRegex(ValueError, f"{name}.*-3"):
-            tfcdo.AllReduceCrossDeviceOps(**arguments)
+            tfcdo.AllReduceCrossDeviceOps(**{name: -3})  # type: ignore[arg-type]
 
     @parameterized.parameters("bogus", "", None, 3, "NCCL", (("ring",),), [[1, 2]])
     def test_unknown_algorithm(self, algorithm):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any, cast
 
 import graph_testing
@@ -17,7 +18,7 @@ from tfcdo.plan.copy_tree import chain
 from tfcdo.plan.copy_tree import two_level
 
 MACHINES = ("dgx1", "dgx1_p100", "nvswitch", "pcie", "shared_memory")
-OPS = {
+OPS: dict[str, Callable[..., Any]] = {
     "hierarchical": lambda **kw: tfcdo.HierarchicalCopyAllReduce(num_packs=2, **kw),
     "ring": lambda **kw: tfcdo.AllReduceCrossDeviceOps("ring", **kw),
     "one device": tfcdo.ReductionToOneDevice,

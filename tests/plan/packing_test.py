@@ -29,7 +29,7 @@ def items(*shapes: tuple[int, ...] | None, dtype: str = "float32") -> list[Item]
     return [Item(index, dtype, ITEMSIZES[dtype], shape) for index, shape in enumerate(shapes)]
 
 
-def mixed(*kinds: tuple[str, tuple[int, ...]]) -> list[Item]:
+def mixed(*kinds: tuple[str, tuple[int, ...] | None]) -> list[Item]:
     return [Item(i, dtype, ITEMSIZES[dtype], shape) for i, (dtype, shape) in enumerate(kinds)]
 
 

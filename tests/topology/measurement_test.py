@@ -1,4 +1,4 @@
-"""Measuring this machine: kept, named by what the devices are, and found by `detect`."""
+"""Measuring this machine: written to a file, which is used only where it is given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import testing_utils as tu
 from absl.testing import parameterized
 
 from tfcdo import topology
-from tfcdo.topology import detection
 from tfcdo.topology import measured
 
 
@@ -21,9 +20,8 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         super().setUp()
         self.folder = measurement_testing.measure_briefly(self)
 
-    def test_is_kept_and_detected(self):
+    def test_is_kept_and_not_used_unasked(self):
         devices = tu.device_names(3)
-        self.assertEqual(topology.detect(devices).name, "shared_memory")
         parts: list[float] = []
         found = topology.measure(devices, progress=lambda done, what: parts.append(done))
         self.assertEqual(parts, sorted(parts))
@@ -37,27 +35,26 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         for name in ("addition_bandwidth", "memory_bandwidth", "op_seconds"):
             self.assertGreater(getattr(found, name), 0.0)
             self.assertLess(getattr(found, name), math.inf)
-        # A process that comes later reads the file, for the same devices alone.
-        self.assertEqual(topology.detect(devices), found)
         (file,) = self.folder.iterdir()
         self.assertStartsWith(file.name, "measured-3-cpu-devices-of-")
-        self.assertEqual(topology.detect(devices[:2]).name, "shared_memory")
-        self.assertEqual(topology.detect(["CPU:0", "CPU:1", "GPU:0"]).name, "fully_connected")
+        self.assertEqual(measured.read(file).topology, found)
+        self.assertEqual(measured.load(found.name), measured.read(file))
+        self.assertEqual(topology.detect(devices).name, "shared_memory")
 
-    def test_a_damaged_file_is_ignored(self):
-        devices = tu.device_names(2)
-        found = topology.measure(devices)
-        (file,) = self.folder.iterdir()
-        text = file.read_text()
+    def test_a_damaged_file(self):
+        path = self.folder / "here.json"
+        found = topology.measure(tu.device_names(2), path=path)
+        self.assertEqual(measured.read(path).topology, found)
+        text = path.read_text()
         for damaged in ("{", text.replace('"num_devices": 2', '"num_devices": 3')):
-            file.write_text(damaged)
-            detection.forget()
-            with self.assertLogs("absl", "WARNING") as logs:
-                self.assertEqual(topology.detect(devices).name, "shared_memory")
-            self.assertRegex(logs.output[0], f"ignoring .*{file.name}, which is no measurement")
-        file.write_text(text)
-        detection.forget()
-        self.assertEqual(topology.detect(devices), found)
+            path.write_text(damaged)
+            with self.assertRaisesRegex(ValueError, f"^{path}: "):
+                measured.read(path)
+        kept = measured.save(measured.Measured(found, "2026-01-01"))
+        kept.write_text("{")
+        with self.assertLogs("absl", "WARNING") as logs:
+            self.assertIsNone(measured.load(found.name))
+        self.assertRegex(logs.output[0], f"ignoring .*{kept.name}, which is no measurement")
 
     def test_what_cannot_be_kept_is_returned_and_logged(self):
         (self.folder / "file").touch()
