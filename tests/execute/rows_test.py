@@ -118,11 +118,7 @@ class AddTest(tf.test.TestCase):
         expected = np.float32(0)
         for value in values.flat:
             expected += value
-        # Of a GPU that is not there: the ops for one, on a CPU.
-        totals = [rows.add(slices, device).values for device in ("/cpu:0", "/gpu:0")]
-        for total in totals:
-            self.assertAllEqual(totals[0], total)
-            self.assertAllClose([[expected]], total, rtol=1e-5)
+        self.assertAllEqual([[expected]], rows.add(slices, "/cpu:0").values)
 
 
 class GraphsTest(tf.test.TestCase, parameterized.TestCase):
