@@ -170,6 +170,8 @@ class OneHostTest(parameterized.TestCase):
         self.assertEqual(feedback.feedback, expected.dtype is not None)
         # One replica sends nothing; of a result elsewhere, no device keeps errors.
         self.assertEqual(plan(batch(f32(8), replicas=1), wire=wire).packs[0].codec, IDENTITY)
+        sent = plan(batch(f32(8), replicas=1, to=(1,), nodes=2), wire="float16").packs[0].codec
+        self.assertEqual(sent.dtype, "float16")
         elsewhere = plan(batch(f32(8), to=(1,)), wire=wire, error_feedback=True).packs[0].codec
         self.assertFalse(elsewhere.feedback)
 
