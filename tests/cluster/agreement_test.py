@@ -152,6 +152,15 @@ class AgreementTest(parameterized.TestCase):
             self.assertIsInstance(end, agreement.DisagreementError)
             self.assertRegex(str(end), r"the (gather|all-reduce) of 1 value \(f\[4\]\)")
 
+    def test_the_last_collective_that_a_host_waits_in_is_compared(self):
+        store = Store()
+        hosts = [agreement.Agreement(store, cluster(host), 0.0) for host in range(2)]
+        for host, value in ((0, "a"), (0, "b"), (1, "c")):
+            with self.assertRaises(RuntimeError):
+                hosts[host].number(kind(value), 2)
+        message = "differ: values, element 0 of 1: b on host 0, c on host 1$"
+        self.assertRegex(hosts[0].find_mismatch(), message)
+
     def test_a_host_that_does_not_come(self):
         self.enterContext(mock.patch.object(agreement, "LOG_AFTER", 0.3))
         with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
@@ -167,6 +176,7 @@ class AgreementTest(parameterized.TestCase):
     @parameterized.parameters(
         (None, "has come to the end of its program before others: all hosts must make the same"),
         (ValueError("no files"), "has ended with ValueError: no files$"),
+        (ValueError("many " * 1000), "has ended with ValueError: (many ){100}$"),
     )
     def test_a_host_whose_program_ends(self, error, message):
         if error is not None:
@@ -256,6 +266,13 @@ class WatchTest(absltest.TestCase):
             r"host 0 \(.*\) for host 2 \(/job:worker/task:2 at c:3\), which is busy or stopped$",
         )
         self.assertEmpty(self.aborts)
+
+    def test_each_wait_is_told_of_after_a_minute(self):
+        for count in (11, 13):
+            self.counts = [count, count, 10]
+            with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+                self.look(0, until=self.now + 70.0)
+            self.assertLen(logs.output, 1)
 
     def test_silent_while_all_goes_on(self):
         for _ in range(100):

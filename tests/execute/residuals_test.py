@@ -173,6 +173,14 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
         devices = [variable.device for variable in residuals(ops)]
         self.assertCountEqual(tu.device_names(3), devices)
 
+    def test_each_root_keeps_its_own(self):
+        ops = tfcdo.AllReduceCrossDeviceOps(
+            "shuffle", num_packs=3, wire_dtype="bfloat16", error_feedback=True
+        )
+        Training(ops).step(1.0)
+        devices = [variable.device for variable in residuals(ops)]
+        self.assertCountEqual(tu.device_names(3) * 3, devices)
+
     def test_explaining_and_copying_take_none(self):
         ops = self.make()
         ops.explain([(4,)], devices=["/cpu:0", "/cpu:1"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -170,6 +172,8 @@ class OneHostTest(parameterized.TestCase):
         self.assertEqual(feedback.feedback, expected.dtype is not None)
         # One replica sends nothing; of a result elsewhere, no device keeps errors.
         self.assertEqual(plan(batch(f32(8), replicas=1), wire=wire).packs[0].codec, IDENTITY)
+        sent = plan(batch(f32(8), replicas=1, to=(1,), nodes=2), wire="float16").packs[0].codec
+        self.assertEqual(sent.dtype, "float16")
         elsewhere = plan(batch(f32(8), to=(1,)), wire=wire, error_feedback=True).packs[0].codec
         self.assertFalse(elsewhere.feedback)
 
@@ -177,6 +181,34 @@ class OneHostTest(parameterized.TestCase):
         options = PackingOptions(1, bytes_per_pack=8)
         self.assertLen(plan(batch(f32(8)), packing=options).packs, 4)
         self.assertLen(plan(batch(f32(8)), packing=options, wire="float16").packs, 2)
+
+        # What is sent in 16 bits is added in 32: concatenating takes twice as long for each byte.
+        limit = 6.5e-6 * preset("shared_memory", K).addition_bandwidth
+        for size, count in ((int(0.4 * limit), 2), (int(0.2 * limit), 1)):
+            asked = batch(f32(size), f32(3))
+            [pack] = plan(asked, "shared_memory", wire="float16").packs
+            self.assertLen(pack.tensors, count)
+
+    def test_windows_are_within_their_own_group(self):
+        """Values that are encoded unlike are planned apart, and follow each other in the plan."""
+
+        def schedule(num_bytes: int, _: Any) -> Any:
+            half, tree = num_bytes // 2, star(K)
+            return types.SimpleNamespace(
+                packs=[
+                    types.SimpleNamespace(start=0, stop=half, tree=tree, after=None),
+                    types.SimpleNamespace(start=half, stop=num_bytes, tree=tree, after=0),
+                ]
+            )
+
+        self.addCleanup(decide.cache_clear)
+        with mock.patch.object(algorithms, "scheduler", return_value=schedule):
+            made = plan(
+                batch(f32(8), ValueSpec("int64", (8,))),
+                packing=PackingOptions(None),
+                wire="float16",
+            )
+        self.assertEqual([pack.after for pack in made.packs], [None, 0, None, 2])
 
     def test_a_topology_of_another_number_of_devices(self):
         machine = preset("nvswitch", 4)
@@ -231,6 +263,10 @@ class HostsTest(parameterized.TestCase):
         made = plan(asked, between=BetweenHosts(4 << 20, wire="float16"))
         # Even the mean of int32, which is added as float64.
         self.assertEqual({pack.root for pack in made.packs}, {RootStep("sum", divide=2 * K)})
+
+    def test_a_mean_of_integers_of_one_replica_a_host(self):
+        [pack] = plan(batch(ValueSpec("int32", (2,)), op="mean", replicas=1, hosts=2)).packs
+        self.assertEqual((pack.dtype, pack.root), ("float64", RootStep("sum", divide=2)))
 
     def test_sizes_that_are_not_known_are_encoded(self):
         asked = batch(ValueSpec("float32", (None,)), hosts=2)

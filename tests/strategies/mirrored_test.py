@@ -14,6 +14,7 @@ import testing_utils as tu
 from absl.testing import parameterized
 
 import tfcdo
+from tfcdo import log
 from tfcdo import strategies
 
 
@@ -149,6 +150,15 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(6.0, total.values[rank])
             self.assertAllClose(expected, decayed.values[rank])
 
+    def test_datasets_that_may_have_elements_are_not_warned_of(self):
+        log.warn_once.cache_clear()
+        numbers = tf.data.Dataset.range(6)
+        with self.assertNoLogs("absl", "WARNING"):
+            for dataset in (numbers, numbers.filter(lambda number: number > 2), numbers.repeat()):
+                self.strategy.experimental_distribute_dataset(dataset.batch(3))
+        with self.assertLogs("absl", "WARNING"):
+            self.strategy.experimental_distribute_dataset(numbers.take(0).batch(3))
+
     def test_a_step_creates_variables(self):
         made: list[tf.Variable] = []
 
@@ -266,6 +276,20 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(expected, tfcdo.MirroredStrategy(given).extended.worker_devices)
         ops = tf.distribute.ReductionToOneDevice()
         self.assertIs(ops, tfcdo.MirroredStrategy(devices, ops).extended._cross_device_ops)
+
+    def test_each_argument_is_compared_among_hosts(self):
+        options = tf.distribute.experimental.CommunicationOptions
+        ring = tf.distribute.experimental.CommunicationImplementation.RING
+        for ops, wire, changes in (
+            (tfcdo.AutoAllReduce(), None, {}),
+            (None, "float16", {}),
+            (None, None, {"bytes_per_pack": 1000}),
+            (None, None, {"implementation": ring}),
+        ):
+            self.assertNotEqual(
+                strategies._settings(options(), None, None),
+                strategies._settings(options(**changes), ops, wire),
+            )
 
     def test_a_wrong_tf_config_is_told_before_anything_starts(self):
         for call in (tfcdo.MultiWorkerMirroredStrategy, tfcdo.is_chief):
