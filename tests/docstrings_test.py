@@ -19,7 +19,10 @@ import tfcdo.topology
 
 # virtual_devices is no case: its example must come before TensorFlow starts.
 # Modules without a name that users import.
-_INTERNAL = ("decide", "dtypes", "nccl_choice", "options", "summary")
+_INTERNAL = (
+    *("decide", "dtypes", "nccl_choice", "options", "stream_sources", "streams", "summary"),
+    "tree_program",
+)
 _MODULES = (
     *(
         f"{room.__name__}.{module.name}"

@@ -50,7 +50,13 @@ class WheelTest(absltest.TestCase):
 
     def test_holds_the_package_and_nothing_else(self):
         names = zipfile.ZipFile(self.wheel).namelist()
-        rooms = ("__init__.py", "py.typed", "plan/copy_tree.py", "execute/batch.py", "cli/demo.py")
+        rooms = (
+            "__init__.py",
+            "py.typed",
+            "plan/copy_tree.py",
+            "execute/interpreter.py",
+            "cli/demo.py",
+        )
         self.assertContainsSubset([f"tfcdo/{room}" for room in rooms], names)
         top_level = {name.split("/")[0] for name in names}
         self.assertLen(top_level, 2)

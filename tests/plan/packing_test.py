@@ -202,7 +202,7 @@ class NumPacksTest(parameterized.TestCase):
     @parameterized.parameters(
         ((), packing.PackingOptions(3), r"algorithm must be .* at least one copy tree; got \(\)"),
         ((star(3), star(2)), packing.PackingOptions(3), r"algorithm\[1\] must span the 3 devices"),
-        ("bogus", packing.PackingOptions(None), "unknown algorithm 'bogus'"),
+        ("bogus", packing.PackingOptions(None), "algorithm must be one of .*; got 'bogus'"),
     )
     def test_what_gives_no_trees(self, algorithm, how, message):
         for values in ((), items((9,))):
