@@ -11,10 +11,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 import tfcdo
-from tfcdo.plan import algorithms
-from tfcdo.plan import simulator
-from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.copy_tree import path
+from tfcdo.plan import algorithms, simulator
+from tfcdo.plan.copy_tree import CopyTree, path
 from tfcdo.topology import preset
 from tfcdo.virtual_devices import configure_virtual_cpus
 

@@ -22,8 +22,7 @@ from collections.abc import Iterator
 import click
 import tensorflow as tf
 import testing_utils as tu
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 from click.testing import CliRunner
 
 import tfcdo

@@ -11,8 +11,7 @@ import tempfile
 from unittest import mock
 
 import testing_utils as tu
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 import tfcdo.plan
 import tfcdo.topology
@@ -21,7 +20,7 @@ import tfcdo.topology
 # Modules without a name that users import.
 _INTERNAL = (
     *("decide", "dtypes", "nccl_choice", "options", "stream_sources", "streams", "summary"),
-    "tree_program",
+    *("task_graph", "tree_program"),
 )
 _MODULES = (
     *(

@@ -6,8 +6,7 @@ import ast
 import pathlib
 import re
 
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from tfcdo.doctor import probe
 

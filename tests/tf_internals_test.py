@@ -10,8 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from importlib.machinery import ModuleSpec
-from importlib.machinery import SourcelessFileLoader
+from importlib.machinery import ModuleSpec, SourcelessFileLoader
 
 import numpy as np
 import tensorflow as tf
@@ -19,8 +18,7 @@ import testing_utils as tu
 from absl.testing import parameterized
 
 import tfcdo
-from tfcdo import private_names
-from tfcdo import tf_internals
+from tfcdo import private_names, tf_internals
 
 PACKAGE = pathlib.Path(tfcdo.__file__).parent
 

@@ -5,8 +5,7 @@ import subprocess
 from typing import Any
 
 import warm_python
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from tfcdo.virtual_devices import configure_virtual_cpus
 

@@ -15,8 +15,7 @@ import tensorflow as tf
 
 from tfcdo.cluster.agreement import digest
 from tfcdo.execute import arguments
-from tfcdo.execute.base import ConfiguredCrossDeviceOps
-from tfcdo.execute.base import class_options
+from tfcdo.execute.base import ConfiguredCrossDeviceOps, class_options
 from tfcdo.execute.devices import check_device
 from tfcdo.execute.request import check_count
 from tfcdo.plan import copy_tree

@@ -13,8 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import keras_calls
-from tfcdo import tf_internals
+from tfcdo import keras_calls, tf_internals
 
 _AUTO = (None, tf.VariableSynchronization.AUTO)
 _NONE = (None, tf.VariableAggregation.NONE)

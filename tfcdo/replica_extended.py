@@ -7,13 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import log
-from tfcdo import moving_statistics
-from tfcdo import tf_internals
+from tfcdo import log, moving_statistics, tf_internals
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.explain import Explanation
-from tfcdo.structures import gather_structure
-from tfcdo.structures import reduce_structure
+from tfcdo.structures import gather_structure, reduce_structure
 
 
 class ReducesStructures:

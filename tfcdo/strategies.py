@@ -8,26 +8,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import checks
-from tfcdo import environment
-from tfcdo import log
-from tfcdo import tf_internals
-from tfcdo import version
-from tfcdo import virtual_devices
-from tfcdo.cluster import config
-from tfcdo.cluster import rendezvous
-from tfcdo.cluster import session
-from tfcdo.cross_device_ops import AllReduceCrossDeviceOps
-from tfcdo.cross_device_ops import AutoAllReduce
-from tfcdo.cross_device_ops import NcclAllReduce
-from tfcdo.cross_device_ops import ReductionToOneDevice
-from tfcdo.execute import between
-from tfcdo.execute import codec
-from tfcdo.execute import nccl
+from tfcdo import checks, environment, log, tf_internals, version, virtual_devices
+from tfcdo.cluster import config, rendezvous, session
+from tfcdo.cross_device_ops import (
+    AllReduceCrossDeviceOps,
+    AutoAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from tfcdo.execute import between, codec, nccl
 from tfcdo.execute.request import check_cross_device_ops
 from tfcdo.plan.options import BetweenHosts
-from tfcdo.replica_extended import ReducesStructures
-from tfcdo.replica_extended import ReplicaExtended
+from tfcdo.replica_extended import ReducesStructures, ReplicaExtended
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
 

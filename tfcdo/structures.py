@@ -7,9 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import keras_calls
-from tfcdo import moving_statistics
-from tfcdo import tf_internals
+from tfcdo import keras_calls, moving_statistics, tf_internals
 
 
 def reduce_structure(

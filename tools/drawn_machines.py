@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tfcdo.topology.links import Resource
-from tfcdo.topology.links import link_name
-from tfcdo.topology.links import ordered_pairs
+from tfcdo.topology.links import Resource, link_name, ordered_pairs
 from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
 

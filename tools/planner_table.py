@@ -16,9 +16,7 @@ from collections.abc import Iterable, Sequence
 import networkx as nx
 from drawn_machines import draw_machine
 
-from tfcdo.plan import algorithms
-from tfcdo.plan import lower_bound
-from tfcdo.plan import simulator
+from tfcdo.plan import algorithms, lower_bound, simulator
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 

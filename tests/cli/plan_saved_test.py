@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import re
 
-from absl.testing import absltest
-from absl.testing import parameterized
-from cli_testing import CommandTestCase
-from cli_testing import rows_of_table
+from absl.testing import absltest, parameterized
+from cli_testing import CommandTestCase, rows_of_table
 
-from tfcdo.plan import algorithms
-from tfcdo.plan import simulator
+from tfcdo.plan import algorithms, simulator
 from tfcdo.plan.copy_tree import star
 from tfcdo.plan.saved_plan import SavedPlan
-from tfcdo.plan.schedule import Pack
-from tfcdo.plan.schedule import Schedule
+from tfcdo.plan.schedule import Pack, Schedule
 from tfcdo.topology.presets import preset
 from tfcdo.units import format_seconds
 

@@ -10,13 +10,9 @@ from typing import Any
 from unittest import mock
 
 from absl import logging
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
-from tfcdo.cluster import agreement
-from tfcdo.cluster import config
-from tfcdo.cluster import session
-from tfcdo.cluster import watch
+from tfcdo.cluster import agreement, config, session, watch
 
 SPEC = {"worker": ["a:1", "b:2", "c:3"]}
 

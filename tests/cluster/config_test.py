@@ -6,11 +6,9 @@ import json
 import os
 from unittest import mock
 
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
-from tfcdo.cluster import config
-from tfcdo.cluster import difference
+from tfcdo.cluster import config, difference
 
 TWO = {"worker": ["a:1", "b:2"]}
 

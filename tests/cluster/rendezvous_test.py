@@ -13,11 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
-from tfcdo.cluster import config
-from tfcdo.cluster import rendezvous
+from tfcdo.cluster import config, rendezvous
 from tfcdo.launch import cluster as launch_cluster
 
 SUCCESS = "all are here"

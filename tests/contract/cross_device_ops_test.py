@@ -26,12 +26,10 @@ import testing_utils as tu
 import warm_python
 from absl import logging
 from absl.testing import parameterized
-from testing_utils import MEAN
-from testing_utils import SUM
+from testing_utils import MEAN, SUM
 
 import tfcdo
-from tfcdo import log
-from tfcdo import topology
+from tfcdo import log, topology
 from tfcdo.plan import algorithms
 
 # One for each way that values take: onto one device; in one pack, in several; each for itself but

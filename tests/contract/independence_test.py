@@ -13,10 +13,8 @@ import block_tensorflow_reductions
 import cross_device_ops_test
 import tensorflow as tf
 import testing_utils as tu
-from absl.testing import absltest
-from absl.testing import parameterized
-from tensorflow.python.distribute import cross_device_ops
-from tensorflow.python.distribute import cross_device_utils
+from absl.testing import absltest, parameterized
+from tensorflow.python.distribute import cross_device_ops, cross_device_utils
 
 import tfcdo
 

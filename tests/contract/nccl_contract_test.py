@@ -11,8 +11,10 @@ import contract_values
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from nccl_on_cpu import setUpModule  # noqa: F401
-from nccl_on_cpu import tearDownModule  # noqa: F401
+from nccl_on_cpu import (
+    setUpModule,  # noqa: F401
+    tearDownModule,  # noqa: F401
+)
 
 import tfcdo
 

@@ -16,10 +16,7 @@ import tensorflow as tf
 import testing_utils as tu
 from absl import logging
 from absl.testing import parameterized
-from testing_utils import EAGER
-from testing_utils import FUNCTION
-from testing_utils import MEAN
-from testing_utils import SUM
+from testing_utils import EAGER, FUNCTION, MEAN, SUM
 
 import tfcdo
 from tfcdo import log

@@ -9,16 +9,17 @@ import tensorflow as tf
 import testing_utils as tu
 import warm_python
 from absl.testing import parameterized
-from strategy_testing import BASES
-from strategy_testing import BY_CLASS
-from strategy_testing import CLASSES
-from strategy_testing import StrategyTestCase
-from strategy_testing import context
-from strategy_testing import distributed
-from strategy_testing import strategy_of
-from strategy_testing import strategy_results
-from testing_utils import MEAN
-from testing_utils import SUM
+from strategy_testing import (
+    BASES,
+    BY_CLASS,
+    CLASSES,
+    StrategyTestCase,
+    context,
+    distributed,
+    strategy_of,
+    strategy_results,
+)
+from testing_utils import MEAN, SUM
 
 
 class ControlFlowTest(StrategyTestCase):

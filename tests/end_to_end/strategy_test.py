@@ -6,22 +6,23 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from strategy_testing import BASE_CASES
-from strategy_testing import BASES
-from strategy_testing import BY_CLASS
-from strategy_testing import CASES
-from strategy_testing import CLASSES
-from strategy_testing import EAGER
-from strategy_testing import FUNCTION
-from strategy_testing import StrategyTestCase
-from strategy_testing import context
-from strategy_testing import in_mode
-from strategy_testing import instead_of_tensorflows
-from strategy_testing import on_replica
-from strategy_testing import strategy_of
-from strategy_testing import strategy_results
-from testing_utils import MEAN
-from testing_utils import SUM
+from strategy_testing import (
+    BASE_CASES,
+    BASES,
+    BY_CLASS,
+    CASES,
+    CLASSES,
+    EAGER,
+    FUNCTION,
+    StrategyTestCase,
+    context,
+    in_mode,
+    instead_of_tensorflows,
+    on_replica,
+    strategy_of,
+    strategy_results,
+)
+from testing_utils import MEAN, SUM
 
 
 class AllReduceTest(StrategyTestCase):

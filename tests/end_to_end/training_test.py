@@ -14,18 +14,20 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from strategy_testing import BASES
-from strategy_testing import CASES
-from strategy_testing import CLASSES
-from strategy_testing import EAGER
-from strategy_testing import FUNCTION
-from strategy_testing import StrategyTestCase
-from strategy_testing import context
-from strategy_testing import distributed
-from strategy_testing import in_mode
-from strategy_testing import on_replica
-from strategy_testing import strategy_of
-from strategy_testing import strategy_results
+from strategy_testing import (
+    BASES,
+    CASES,
+    CLASSES,
+    EAGER,
+    FUNCTION,
+    StrategyTestCase,
+    context,
+    distributed,
+    in_mode,
+    on_replica,
+    strategy_of,
+    strategy_results,
+)
 from testing_utils import SUM
 
 import tfcdo

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
-from testing_utils import EAGER
-from testing_utils import FUNCTION
+from testing_utils import EAGER, FUNCTION
 from wire_bounds import roundoff
 
 from tfcdo.execute import codec

@@ -13,8 +13,7 @@ from absl.testing import parameterized
 
 import tfcdo
 from tfcdo import topology
-from tfcdo.plan.copy_tree import chain
-from tfcdo.plan.copy_tree import two_level
+from tfcdo.plan.copy_tree import chain, two_level
 
 MACHINES = ("dgx1", "dgx1_p100", "nvswitch", "pcie", "shared_memory")
 OPS: dict[str, Any] = {

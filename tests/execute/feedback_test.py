@@ -10,12 +10,9 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from feedback_testing import TINY
-from feedback_testing import Training
-from feedback_testing import residuals
+from feedback_testing import TINY, Training, residuals
 from hypothesis import strategies as st
-from testing_utils import MEAN
-from testing_utils import SUM
+from testing_utils import MEAN, SUM
 from wire_bounds import feedback_error_bound
 
 import tfcdo

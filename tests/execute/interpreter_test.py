@@ -10,23 +10,14 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from graph_testing import edges_both_ways
-from graph_testing import one_pack
+from graph_testing import edges_both_ways, one_pack
 
 import tfcdo
 from tfcdo import topology
-from tfcdo.execute import copy_trees
-from tfcdo.execute import interpreter
+from tfcdo.execute import copy_trees, interpreter
 from tfcdo.plan import algorithms
-from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.copy_tree import chain
-from tfcdo.plan.copy_tree import star
-from tfcdo.plan.plan import FusedTensor
-from tfcdo.plan.plan import Pack
-from tfcdo.plan.plan import Plan
-from tfcdo.plan.plan import RootStep
-from tfcdo.plan.plan import Slice
-from tfcdo.plan.plan import ValueSpec
+from tfcdo.plan.copy_tree import CopyTree, chain, star
+from tfcdo.plan.plan import FusedTensor, Pack, Plan, RootStep, Slice, ValueSpec
 
 # Trees of every kind and several sizes.
 TREES = [

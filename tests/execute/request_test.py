@@ -9,17 +9,18 @@ from absl.testing import parameterized
 
 import tfcdo
 from tfcdo import tf_internals
-from tfcdo.execute.devices import check_device
-from tfcdo.execute.devices import devices_of
-from tfcdo.execute.request import check_broadcast
-from tfcdo.execute.request import check_count
-from tfcdo.execute.request import check_cross_device_ops
-from tfcdo.execute.request import check_gather
-from tfcdo.execute.request import check_numeric
-from tfcdo.execute.request import check_options
-from tfcdo.execute.request import check_pair
-from tfcdo.execute.request import check_pairs
-from tfcdo.execute.request import check_reduce_op
+from tfcdo.execute.devices import check_device, devices_of
+from tfcdo.execute.request import (
+    check_broadcast,
+    check_count,
+    check_cross_device_ops,
+    check_gather,
+    check_numeric,
+    check_options,
+    check_pair,
+    check_pairs,
+    check_reduce_op,
+)
 
 
 class ReduceOpTest(parameterized.TestCase):

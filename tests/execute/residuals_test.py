@@ -10,9 +10,7 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from feedback_testing import TINY
-from feedback_testing import Training
-from feedback_testing import residuals
+from feedback_testing import TINY, Training, residuals
 from testing_utils import SUM
 
 import tfcdo

@@ -8,8 +8,7 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from testing_utils import MEAN
-from testing_utils import MODES
+from testing_utils import MEAN, MODES
 
 import tfcdo
 

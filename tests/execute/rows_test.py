@@ -18,14 +18,10 @@ from hypothesis import strategies as st
 
 import tfcdo
 from tfcdo import log
-from tfcdo.execute import interpreter
-from tfcdo.execute import numerics
-from tfcdo.execute import rows
+from tfcdo.execute import interpreter, numerics, rows
 from tfcdo.plan import algorithms
-from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.copy_tree import two_level
-from tfcdo.plan.plan import RootStep
-from tfcdo.plan.plan import ValueSpec
+from tfcdo.plan.copy_tree import CopyTree, two_level
+from tfcdo.plan.plan import RootStep, ValueSpec
 
 DTYPES = (
     tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int32, tf.int64,

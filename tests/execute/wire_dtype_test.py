@@ -12,13 +12,8 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from testing_utils import ARGUMENTS
-from testing_utils import EAGER
-from testing_utils import FUNCTION
-from testing_utils import MEAN
-from testing_utils import SUM
-from wire_bounds import error_bound
-from wire_bounds import roundoff
+from testing_utils import ARGUMENTS, EAGER, FUNCTION, MEAN, SUM
+from wire_bounds import error_bound, roundoff
 
 import tfcdo
 from tfcdo import tf_internals

@@ -13,11 +13,8 @@ import keras
 import tensorflow as tf
 import testing_utils as tu
 
-from tfcdo import tf_internals
-from tfcdo import virtual_devices
-from tfcdo.bench import implementations
-from tfcdo.bench import measure
-from tfcdo.bench import workloads
+from tfcdo import tf_internals, virtual_devices
+from tfcdo.bench import implementations, measure, workloads
 
 virtual_devices.configure_virtual_cpus(8)
 

@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from tensorflow.python.distribute import cross_device_ops
-from tensorflow.python.distribute import cross_device_utils
+from tensorflow.python.distribute import cross_device_ops, cross_device_utils
 
 CONCRETE_CLASSES = (
     "ReductionToOneDevice",

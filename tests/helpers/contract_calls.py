@@ -7,9 +7,7 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from testing_utils import EAGER
-from testing_utils import FUNCTION
-from testing_utils import SUM
+from testing_utils import EAGER, FUNCTION, SUM
 
 from tfcdo import tf_internals
 

@@ -9,11 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.plan import FusedTensor
-from tfcdo.plan.plan import Pack
-from tfcdo.plan.plan import Plan
-from tfcdo.plan.plan import Slice
-from tfcdo.plan.plan import ValueSpec
+from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice, ValueSpec
 
 
 def one_pack(

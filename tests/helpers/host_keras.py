@@ -9,15 +9,9 @@ import host_wire
 import keras
 import numpy as np
 from keras import optimizers as ko
-from keras_training import BATCH
-from keras_training import dense_data
-from keras_training import dense_layers
-from keras_training import model_of
+from keras_training import BATCH, dense_data, dense_layers, model_of
 
-from tfcdo.keras import CheckInSync
-from tfcdo.keras import DistributedOptimizer
-from tfcdo.keras import SynchronizeStatistics
-from tfcdo.keras import weight_by_examples
+from tfcdo.keras import CheckInSync, DistributedOptimizer, SynchronizeStatistics, weight_by_examples
 
 _EXAMPLES = 3 * BATCH + 7  # The last batch does not divide by four replicas.
 

@@ -17,13 +17,19 @@ import host_values
 import keras
 import numpy as np
 import tensorflow as tf
-from host_keras import in_sync  # noqa: F401
-from host_keras import mended_keras  # noqa: F401
-from host_keras import mixed_float16  # noqa: F401
-from host_unlike import unlike_correct  # noqa: F401
-from host_unlike import unlike_refused  # noqa: F401
-from host_wire import requires_nccl  # noqa: F401
-from host_wire import wire_between  # noqa: F401
+from host_keras import (
+    in_sync,  # noqa: F401
+    mended_keras,  # noqa: F401
+    mixed_float16,  # noqa: F401
+)
+from host_unlike import (
+    unlike_correct,  # noqa: F401
+    unlike_refused,  # noqa: F401
+)
+from host_wire import (
+    requires_nccl,  # noqa: F401
+    wire_between,  # noqa: F401
+)
 
 import tfcdo
 from tfcdo.keras import weight_by_examples

@@ -22,12 +22,9 @@ import tensorflow as tf
 
 import tfcdo
 from tfcdo import tf_internals
-from tfcdo.cluster import agreement
-from tfcdo.cluster import session
-from tfcdo.plan import copy_tree
-from tfcdo.plan import decide, packing
-from tfcdo.topology import detection
-from tfcdo.topology import measured
+from tfcdo.cluster import agreement, session
+from tfcdo.plan import copy_tree, decide, packing
+from tfcdo.topology import detection, measured
 from tfcdo.topology.presets import preset
 
 _SUM, _MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN

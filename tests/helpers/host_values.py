@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
-from testing_utils import MEAN
-from testing_utils import SUM
+from testing_utils import MEAN, SUM
 
 from tfcdo.cluster import session
 

@@ -9,9 +9,7 @@ from unittest import mock
 
 from absl.testing import parameterized
 
-from tfcdo.plan import algorithms
-from tfcdo.plan import packed_trees
-from tfcdo.plan import simulator
+from tfcdo.plan import algorithms, packed_trees, simulator
 
 
 def forget() -> None:

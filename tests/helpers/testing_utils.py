@@ -21,8 +21,7 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 
-from tfcdo import tf_internals
-from tfcdo import virtual_devices
+from tfcdo import tf_internals, virtual_devices
 
 NUM_DEVICES = 8
 virtual_devices.configure_virtual_cpus(NUM_DEVICES)

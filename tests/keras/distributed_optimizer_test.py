@@ -12,23 +12,23 @@ import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
-from hypothesis import Phase
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from keras import optimizers as ko
-from keras_training import BATCH
-from keras_training import Make
-from keras_training import TrainingTestCase
-from keras_training import dense_data
-from keras_training import dense_layers
-from keras_training import fitted
-from keras_training import model_of
-from keras_training import strategy_of
-from keras_training import trained_eagerly
-from keras_training import with_tables
-from keras_training import word_data
-from keras_training import word_layers
+from keras_training import (
+    BATCH,
+    Make,
+    TrainingTestCase,
+    dense_data,
+    dense_layers,
+    fitted,
+    model_of,
+    strategy_of,
+    trained_eagerly,
+    with_tables,
+    word_data,
+    word_layers,
+)
 
 import tfcdo
 from tfcdo.keras import DistributedOptimizer

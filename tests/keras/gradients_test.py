@@ -11,9 +11,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import optimizers as ko
-from keras_training import TrainingTestCase
-from keras_training import fitted
-from keras_training import strategy_of
+from keras_training import TrainingTestCase, fitted, strategy_of
 
 import tfcdo
 from tfcdo.keras import DistributedOptimizer

@@ -9,14 +9,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
-from keras_training import BATCH
-from keras_training import TrainingTestCase
-from keras_training import dense_data
-from keras_training import dense_layers
-from keras_training import fitted
-from keras_training import model_of
-from keras_training import strategy_of
-from keras_training import trained_eagerly
+from keras_training import (
+    BATCH,
+    TrainingTestCase,
+    dense_data,
+    dense_layers,
+    fitted,
+    model_of,
+    strategy_of,
+    trained_eagerly,
+)
 
 from tfcdo.keras import CheckInSync
 from tfcdo.keras.in_sync import digest

@@ -7,14 +7,10 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from keras_training import TrainingTestCase
-from keras_training import dense_data
-from keras_training import dense_layers
-from keras_training import model_of
+from keras_training import TrainingTestCase, dense_data, dense_layers, model_of
 
 import tfcdo
-from tfcdo.keras import DistributedOptimizer
-from tfcdo.keras import weight_by_examples
+from tfcdo.keras import DistributedOptimizer, weight_by_examples
 
 
 def trained(count: int, examples: int, weighted: bool) -> tuple[keras.Model, list[float]]:

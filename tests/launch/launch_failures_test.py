@@ -8,10 +8,8 @@ import signal
 import subprocess
 
 import psutil
-from absl.testing import absltest
-from absl.testing import parameterized
-from launch_testing import SECONDS
-from launch_testing import LaunchTestCase
+from absl.testing import absltest, parameterized
+from launch_testing import SECONDS, LaunchTestCase
 
 from tfcdo import environment
 

@@ -10,14 +10,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from absl.testing import absltest
-from absl.testing import parameterized
-from launch_testing import SECONDS
-from launch_testing import LaunchTestCase
+from absl.testing import absltest, parameterized
+from launch_testing import SECONDS, LaunchTestCase
 
 from tfcdo import environment
-from tfcdo.launch import cluster
-from tfcdo.launch import output
+from tfcdo.launch import cluster, output
 
 
 class WorkersTest(LaunchTestCase):

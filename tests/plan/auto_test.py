@@ -7,20 +7,15 @@ from unittest import mock
 
 import hypothesis
 import plan_testing
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 from drawn_machines import draw_machine
 from hypothesis import strategies as st
 
 from tfcdo import log
-from tfcdo.plan import algorithms
-from tfcdo.plan import packed_trees
-from tfcdo.plan import packing
-from tfcdo.plan import simulator
+from tfcdo.plan import algorithms, packed_trees, packing, simulator
 from tfcdo.plan.lower_bound import lower_bound_seconds
 from tfcdo.plan.size_class import size_class
-from tfcdo.topology.presets import PRESETS
-from tfcdo.topology.presets import preset
+from tfcdo.topology.presets import PRESETS, preset
 
 MB, GB = 10**6, 10**9
 

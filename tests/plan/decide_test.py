@@ -7,27 +7,15 @@ import types
 from typing import Any
 from unittest import mock
 
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from tfcdo import log
 from tfcdo.plan import algorithms
 from tfcdo.plan.copy_tree import star
-from tfcdo.plan.decide import MIN_ENCODED_BYTES
-from tfcdo.plan.decide import decide
-from tfcdo.plan.decide import nccl_dtypes
-from tfcdo.plan.options import BetweenHosts
-from tfcdo.plan.options import Machine
-from tfcdo.plan.options import Options
+from tfcdo.plan.decide import MIN_ENCODED_BYTES, decide, nccl_dtypes
+from tfcdo.plan.options import BetweenHosts, Machine, Options
 from tfcdo.plan.packing import PackingOptions
-from tfcdo.plan.plan import IDENTITY
-from tfcdo.plan.plan import Batch
-from tfcdo.plan.plan import Codec
-from tfcdo.plan.plan import Pack
-from tfcdo.plan.plan import Plan
-from tfcdo.plan.plan import Request
-from tfcdo.plan.plan import RootStep
-from tfcdo.plan.plan import ValueSpec
+from tfcdo.plan.plan import IDENTITY, Batch, Codec, Pack, Plan, Request, RootStep, ValueSpec
 from tfcdo.topology.presets import preset
 
 K = 3

@@ -13,25 +13,15 @@ import networkx as nx
 import numpy as np
 import plan_testing
 import scipy.optimize
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 from drawn_machines import draw_machine
 from hypothesis import strategies as st
 
-from tfcdo.plan import algorithms
-from tfcdo.plan import copy_tree
-from tfcdo.plan import simulator
-from tfcdo.plan import stream_sources
-from tfcdo.plan import tree_program
+from tfcdo.plan import algorithms, copy_tree, simulator, stream_sources, tree_program
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.lower_bound import bandwidth_bound
-from tfcdo.plan.lower_bound import lower_bound_seconds
-from tfcdo.plan.schedule import Pack
-from tfcdo.plan.schedule import Schedule
-from tfcdo.plan.schedule import assign
-from tfcdo.plan.schedule import cut
-from tfcdo.topology.links import Resource
-from tfcdo.topology.links import ordered_pairs
+from tfcdo.plan.lower_bound import bandwidth_bound, lower_bound_seconds
+from tfcdo.plan.schedule import Pack, Schedule, assign, cut
+from tfcdo.topology.links import Resource, ordered_pairs
 from tfcdo.topology.presets import preset
 from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology

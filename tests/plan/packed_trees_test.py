@@ -8,18 +8,13 @@ import sys
 
 import hypothesis
 import plan_testing
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 from drawn_machines import draw_machine
 from hypothesis import strategies as st
 
-from tfcdo.plan import algorithms
-from tfcdo.plan import copy_tree
-from tfcdo.plan import packed_trees
-from tfcdo.plan import simulator
+from tfcdo.plan import algorithms, copy_tree, packed_trees, simulator
 from tfcdo.plan.lower_bound import bandwidth_bound
-from tfcdo.plan.streams import Stream
-from tfcdo.plan.streams import deal
+from tfcdo.plan.streams import Stream, deal
 from tfcdo.topology.presets import preset
 
 MB, GB = 10**6, 10**9

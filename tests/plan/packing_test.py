@@ -10,17 +10,13 @@ from typing import Any
 from unittest import mock
 
 import hypothesis
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
 from tfcdo import topology
-from tfcdo.plan import algorithms
-from tfcdo.plan import packing
-from tfcdo.plan.copy_tree import chain
-from tfcdo.plan.copy_tree import star
-from tfcdo.plan.packing import Item
-from tfcdo.plan.packing import Packed
+from tfcdo.plan import algorithms, packing
+from tfcdo.plan.copy_tree import chain, star
+from tfcdo.plan.packing import Item, Packed
 
 ITEMSIZES = {"float16": 2, "float32": 4, "int64": 8}
 MACHINES = ("shared_memory", "nvswitch")  # With and without a limit on what is concatenated.

@@ -6,20 +6,20 @@ import dataclasses
 import json
 from typing import Any
 
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 from tfcdo.plan import summary
-from tfcdo.plan.copy_tree import chain
-from tfcdo.plan.copy_tree import star
-from tfcdo.plan.plan import SHARE_ALIGNMENT
-from tfcdo.plan.plan import Codec
-from tfcdo.plan.plan import FusedTensor
-from tfcdo.plan.plan import Pack
-from tfcdo.plan.plan import Plan
-from tfcdo.plan.plan import RootStep
-from tfcdo.plan.plan import Slice
-from tfcdo.plan.plan import ValueSpec
+from tfcdo.plan.copy_tree import chain, star
+from tfcdo.plan.plan import (
+    SHARE_ALIGNMENT,
+    Codec,
+    FusedTensor,
+    Pack,
+    Plan,
+    RootStep,
+    Slice,
+    ValueSpec,
+)
 
 VALUES = (ValueSpec("float32", (10,)), ValueSpec("float32", (5,)))
 

@@ -8,20 +8,13 @@ import tracemalloc
 import hypothesis
 import numpy as np
 import plan_testing
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
-from tfcdo.plan import algorithms
-from tfcdo.plan import packed_trees
-from tfcdo.plan.copy_tree import binomial
-from tfcdo.plan.copy_tree import star
-from tfcdo.plan.schedule import Pack
-from tfcdo.plan.schedule import Schedule
-from tfcdo.plan.schedule import assign
-from tfcdo.plan.schedule import cut
-from tfcdo.topology.presets import PRESETS
-from tfcdo.topology.presets import preset
+from tfcdo.plan import algorithms, packed_trees
+from tfcdo.plan.copy_tree import binomial, star
+from tfcdo.plan.schedule import Pack, Schedule, assign, cut
+from tfcdo.topology.presets import PRESETS, preset
 
 MACHINES = [
     (name, devices)

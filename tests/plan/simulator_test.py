@@ -9,20 +9,13 @@ import math
 
 import hypothesis
 import plan_testing
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
-from tfcdo.plan import algorithms
-from tfcdo.plan import copy_tree
-from tfcdo.plan import simulator
-from tfcdo.plan import task_graph
-from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.copy_tree import chain
+from tfcdo.plan import algorithms, copy_tree, simulator, task_graph
+from tfcdo.plan.copy_tree import CopyTree, chain
 from tfcdo.plan.lower_bound import bandwidth_bound
-from tfcdo.plan.schedule import Pack
-from tfcdo.plan.schedule import Schedule
-from tfcdo.plan.schedule import assign
+from tfcdo.plan.schedule import Pack, Schedule, assign
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
-from tfcdo.plan import algorithms
-from tfcdo.plan import simulator
+from tfcdo.plan import algorithms, simulator
 from tfcdo.plan.copy_tree import chain
 from tfcdo.plan.lower_bound import lower_bound_seconds
-from tfcdo.plan.schedule import Pack
-from tfcdo.plan.schedule import Schedule
+from tfcdo.plan.schedule import Pack, Schedule
 from tfcdo.plot import gantt
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology

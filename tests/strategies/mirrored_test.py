@@ -14,8 +14,7 @@ import testing_utils as tu
 from absl.testing import parameterized
 
 import tfcdo
-from tfcdo import log
-from tfcdo import strategies
+from tfcdo import log, strategies
 
 
 class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):

@@ -13,7 +13,6 @@ import tensorflow as tf
 from absl.testing import parameterized
 from wire_bounds import error_bound
 
-
 _TIMEOUT = 240.0
 _UNLIKE = ("unlike_correct", "unlike_refused")
 # (scenario, how far from one device): near float32 rounding, but for layers that compute in 16

@@ -14,11 +14,9 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
-from tfcdo import log
-from tfcdo import topology
+from tfcdo import log, topology
 from tfcdo.topology import detection
 
 # Four GPUs, wired so that no two pairs of GPUs are alike.

@@ -5,14 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 from topology_testing import meet
 
-from tfcdo.topology.inference import Alone
-from tfcdo.topology.inference import infer_routes
-from tfcdo.topology.links import Resource
-from tfcdo.topology.links import ordered_pairs
+from tfcdo.topology.inference import Alone, infer_routes
+from tfcdo.topology.links import Resource, ordered_pairs
 from tfcdo.topology.presets import preset
 from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology

@@ -12,11 +12,8 @@ import testing_utils as tu
 from absl.testing import parameterized
 
 import tfcdo
-from tfcdo import log
-from tfcdo import topology
-from tfcdo.topology import detection
-from tfcdo.topology import measured
-from tfcdo.topology import measurement
+from tfcdo import log, topology
+from tfcdo.topology import detection, measured, measurement
 
 
 class MeasureTest(tf.test.TestCase, parameterized.TestCase):

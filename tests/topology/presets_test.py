@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-from absl.testing import absltest
-from absl.testing import parameterized
-from topology_testing import gigabytes
-from topology_testing import meet
+from absl.testing import absltest, parameterized
+from topology_testing import gigabytes, meet
 
 from tfcdo.topology.presets import preset
 

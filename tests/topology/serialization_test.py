@@ -9,13 +9,11 @@ import random
 import tracemalloc
 
 import hypothesis
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 from topology_testing import meet
 
-from tfcdo.topology.presets import PRESETS
-from tfcdo.topology.presets import preset
+from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
 
 

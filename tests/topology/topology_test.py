@@ -7,17 +7,12 @@ import math
 import pickle
 
 import hypothesis
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 from topology_testing import meet
 
-from tfcdo.topology.links import Link
-from tfcdo.topology.links import Resource
-from tfcdo.topology.links import ordered_pairs
-from tfcdo.topology.presets import PRESETS
-from tfcdo.topology.presets import dgx1
-from tfcdo.topology.presets import preset
+from tfcdo.topology.links import Link, Resource, ordered_pairs
+from tfcdo.topology.presets import PRESETS, dgx1, preset
 from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
 

@@ -13,8 +13,7 @@ import tracing_testing
 import tfcdo
 from tfcdo.execute import planned
 from tfcdo.plan import copy_tree
-from tfcdo.tracing import edges
-from tfcdo.tracing import recording
+from tfcdo.tracing import edges, recording
 
 
 class OtherPlansTest(tf.test.TestCase):

@@ -10,8 +10,7 @@ from rich.console import Console
 from tfcdo import topology
 from tfcdo.cli import options
 from tfcdo.cli.quiet_start import quiet_start
-from tfcdo.topology import detection
-from tfcdo.topology import measured
+from tfcdo.topology import detection, measured
 from tfcdo.topology.topology import Topology
 
 

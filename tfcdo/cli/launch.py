@@ -16,8 +16,7 @@ from rich.text import Text
 
 from tfcdo import environment
 from tfcdo.cli import options
-from tfcdo.launch import cluster
-from tfcdo.launch import supervisor
+from tfcdo.launch import cluster, supervisor
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 

@@ -8,20 +8,15 @@ from collections.abc import Iterator
 import click
 from rich.console import Console
 
-from tfcdo.cli import options
-from tfcdo.cli import plan_options
-from tfcdo.cli.here import Here
-from tfcdo.cli.here import topology_of
+from tfcdo.cli import options, plan_options
+from tfcdo.cli.here import Here, topology_of
 from tfcdo.cli.plan_table import print_table
-from tfcdo.plan.evaluation import Evaluation
-from tfcdo.plan.evaluation import evaluate
-from tfcdo.plan.evaluation import evaluate_all
+from tfcdo.plan.evaluation import Evaluation, evaluate, evaluate_all
 from tfcdo.plan.saved_plan import SavedPlan
 from tfcdo.plan.task_graph import Hosts
 from tfcdo.plan.widening import widened
 from tfcdo.topology.topology import Topology
-from tfcdo.units import format_bytes
-from tfcdo.units import format_seconds
+from tfcdo.units import format_bytes, format_seconds
 
 
 @click.command()

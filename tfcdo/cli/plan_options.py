@@ -11,8 +11,7 @@ import click
 from tfcdo.bench import workloads
 from tfcdo.cli import options
 from tfcdo.cli.here import Here
-from tfcdo.cli.machine_types import Devices
-from tfcdo.cli.machine_types import Machine
+from tfcdo.cli.machine_types import Devices, Machine
 from tfcdo.plan import algorithms
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.topology import Topology

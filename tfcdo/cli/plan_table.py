@@ -10,8 +10,7 @@ from rich.table import Table
 from tfcdo.cli import options
 from tfcdo.plan.evaluation import Evaluation
 from tfcdo.topology.topology import Topology
-from tfcdo.units import format_bytes
-from tfcdo.units import format_seconds
+from tfcdo.units import format_bytes, format_seconds
 
 # On narrower consoles only the columns that say how fast an algorithm is, and why.
 _WIDE = 110

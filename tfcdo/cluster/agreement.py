@@ -20,8 +20,7 @@ from typing import Any, Protocol
 
 from absl import logging
 
-from tfcdo.cluster import config
-from tfcdo.cluster import difference
+from tfcdo.cluster import config, difference
 
 Description = Mapping[str, Any]
 

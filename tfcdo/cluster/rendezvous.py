@@ -30,8 +30,7 @@ import msgspec
 from absl import logging
 
 from tfcdo import environment
-from tfcdo.cluster import config
-from tfcdo.cluster import difference
+from tfcdo.cluster import config, difference
 
 Setting = str | int | float | bool | None | list[str]
 Settings = Mapping[str, Setting]  # By name; the same on all hosts.

@@ -8,13 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tfcdo.cluster import config
-from tfcdo.cluster import watch
-from tfcdo.cluster.agreement import LATE
-from tfcdo.cluster.agreement import Agreement
-from tfcdo.cluster.agreement import LateHostError
-from tfcdo.cluster.agreement import Store
-from tfcdo.cluster.agreement import digest
+from tfcdo.cluster import config, watch
+from tfcdo.cluster.agreement import LATE, Agreement, LateHostError, Store, digest
 
 # A key comes back after this many uses of its kind: long after the last one has ended, and
 # TensorFlow, which keeps what it learns of a key, keeps no more than this for each collective.

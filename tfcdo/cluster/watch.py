@@ -15,8 +15,7 @@ from collections.abc import Callable
 
 from absl import logging
 
-from tfcdo.cluster import agreement
-from tfcdo.cluster import config
+from tfcdo.cluster import agreement, config
 
 # Ends all collectives of this process: takes whether it was a matter of time, and why.
 Abort = Callable[[bool, str], None]

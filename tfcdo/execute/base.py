@@ -10,25 +10,18 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.execute import explain
-from tfcdo.execute import nccl
+from tfcdo.execute import explain, nccl, request, running
 from tfcdo.execute import question as questioning
-from tfcdo.execute import request
-from tfcdo.execute import running
 from tfcdo.execute.between import Network
 from tfcdo.execute.codec import check_wire_dtype
-from tfcdo.execute.devices import devices_of
-from tfcdo.execute.devices import existing_device
+from tfcdo.execute.devices import devices_of, existing_device
 from tfcdo.execute.explain import Explanation
-from tfcdo.execute.feedback import ErrorFeedback
-from tfcdo.execute.feedback import Residuals
+from tfcdo.execute.feedback import ErrorFeedback, Residuals
 from tfcdo.execute.question import Question
 from tfcdo.execute.request import Reduction
 from tfcdo.plan import decide as deciding
 from tfcdo.plan import summary
-from tfcdo.plan.options import BetweenHosts
-from tfcdo.plan.options import Machine
-from tfcdo.plan.options import Options
+from tfcdo.plan.options import BetweenHosts, Machine, Options
 from tfcdo.plan.plan import Plan
 from tfcdo.topology import detection
 from tfcdo.topology.topology import Topology

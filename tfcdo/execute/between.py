@@ -17,16 +17,12 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.cluster.session import Session
-from tfcdo.execute import collective_dtypes
-from tfcdo.execute import handles
-from tfcdo.execute import numerics
-from tfcdo.execute import shares
+from tfcdo.execute import collective_dtypes, handles, numerics, shares
 from tfcdo.execute import tensors as shapes
 from tfcdo.plan import plan as plans
 from tfcdo.plan import summary
 from tfcdo.plan.copy_tree import star
-from tfcdo.plan.plan import Codec
-from tfcdo.plan.plan import Plan
+from tfcdo.plan.plan import Codec, Plan
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 

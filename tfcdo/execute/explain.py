@@ -9,16 +9,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import checks
-from tfcdo import tf_internals
+from tfcdo import checks, tf_internals
 from tfcdo.execute.devices import check_device
 from tfcdo.execute.question import Question
-from tfcdo.execute.request import Reduction
-from tfcdo.execute.request import check_pairs
+from tfcdo.execute.request import Reduction, check_pairs
 from tfcdo.plan import summary
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.plan import Pack
-from tfcdo.plan.plan import Plan
+from tfcdo.plan.plan import Pack, Plan
 
 _MAX_LINES = 8  # For each kind of line, so that an explanation fits on a screen.
 

@@ -12,19 +12,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo.execute import copy_trees
-from tfcdo.execute import nccl
-from tfcdo.execute import numerics
-from tfcdo.execute import planned
-from tfcdo.execute import rows
+from tfcdo.execute import copy_trees, nccl, numerics, planned, rows
 from tfcdo.execute import tensors as shapes
 from tfcdo.execute.between import Exchange
 from tfcdo.execute.codec import PackCodec
 from tfcdo.execute.feedback import Residuals
-from tfcdo.plan.plan import FusedTensor
-from tfcdo.plan.plan import Pack
-from tfcdo.plan.plan import Plan
-from tfcdo.plan.plan import Slice
+from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice
 
 # The tensors, or slices, of one pack: `held[node]`, None for a node without a value.
 Held = list[Any]

@@ -13,8 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import checks
-from tfcdo import tf_internals
+from tfcdo import checks, tf_internals
 from tfcdo.execute import codec as codecs
 from tfcdo.execute import numerics
 from tfcdo.execute.codec import PackCodec

@@ -11,9 +11,7 @@ import tensorflow as tf
 from tfcdo import log
 from tfcdo.execute import handles
 from tfcdo.execute.request import Reduction
-from tfcdo.plan.plan import Batch
-from tfcdo.plan.plan import Request
-from tfcdo.plan.plan import ValueSpec
+from tfcdo.plan.plan import Batch, Request, ValueSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfcdo import checks
-from tfcdo import tf_internals
-from tfcdo.execute.devices import brief
-from tfcdo.execute.devices import devices_of
+from tfcdo import checks, tf_internals
+from tfcdo.execute.devices import brief, devices_of
 
 
 @dataclasses.dataclass(frozen=True)

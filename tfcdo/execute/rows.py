@@ -15,8 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo.execute import copy_trees
-from tfcdo.execute import numerics
+from tfcdo.execute import copy_trees, numerics
 from tfcdo.execute.between import Exchange
 from tfcdo.plan.copy_tree import CopyTree
 

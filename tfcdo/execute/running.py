@@ -10,10 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.execute import copy_trees
-from tfcdo.execute import interpreter
-from tfcdo.execute.between import Exchange
-from tfcdo.execute.between import Network
+from tfcdo.execute import copy_trees, interpreter
+from tfcdo.execute.between import Exchange, Network
 from tfcdo.execute.feedback import Residuals
 from tfcdo.execute.interpreter import Runtime
 from tfcdo.execute.question import Question

@@ -14,8 +14,7 @@ import tensorflow as tf
 from tfcdo.execute import codec as codecs
 from tfcdo.execute import numerics
 from tfcdo.execute import tensors as shapes
-from tfcdo.plan.plan import SHARE_ALIGNMENT
-from tfcdo.plan.plan import Codec
+from tfcdo.plan.plan import SHARE_ALIGNMENT, Codec
 
 # Exchanges rows of one dtype that TensorFlow's collective ops copy, with a row for each host.
 Collective = Callable[[tf.Tensor], tf.Tensor]

@@ -6,8 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import checks
-from tfcdo import log
+from tfcdo import checks, log
 from tfcdo.keras.callback import Callback
 from tfcdo.tracing.recording import Profiler
 

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 from tfcdo import environment
-from tfcdo.launch import guard
-from tfcdo.launch import output
+from tfcdo.launch import guard, output
 
 # Signals that end the job, and those that are only passed on.
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -3,11 +3,9 @@
 Nothing here needs TensorFlow, nor the machine.
 """
 
-from tfcdo.plan.algorithms import ALGORITHMS
-from tfcdo.plan.algorithms import make_schedule
+from tfcdo.plan.algorithms import ALGORITHMS, make_schedule
 from tfcdo.plan.lower_bound import lower_bound_seconds
-from tfcdo.plan.schedule import Pack
-from tfcdo.plan.schedule import Schedule
+from tfcdo.plan.schedule import Pack, Schedule
 from tfcdo.plan.simulator import robust_seconds
 
 __all__ = [

@@ -8,17 +8,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from tfcdo import checks
-from tfcdo import log
-from tfcdo.plan import copy_tree
-from tfcdo.plan import lower_bound
-from tfcdo.plan import packed_trees
-from tfcdo.plan import simulator
-from tfcdo.plan import size_class
+from tfcdo import checks, log
+from tfcdo.plan import copy_tree, lower_bound, packed_trees, simulator, size_class
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.schedule import Schedule
-from tfcdo.plan.schedule import assign
-from tfcdo.plan.schedule import cut
+from tfcdo.plan.schedule import Schedule, assign, cut
 from tfcdo.topology.topology import Topology
 
 Algorithm: TypeAlias = "str | tuple[CopyTree, ...] | Schedule"

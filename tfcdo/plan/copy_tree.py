@@ -108,18 +108,7 @@ def _check(num_devices: int, root: int) -> None:
 
 
 def star(num_devices: int, root: int = 0) -> CopyTree:
-    """Returns the tree in which every device sends straight to `root`.
-
-    Args:
-      num_devices: how many devices there are.
-      root: the device where the sum is formed.
-
-    Returns:
-      A tree of depth 1 (0 for one device).
-
-    Raises:
-      ValueError: if there is no device, or `root` is not one of the devices.
-      TypeError: if one of the arguments is not an int.
+    """Returns the tree in which every device sends straight to `root`, of depth 1.
 
     Example:
       >>> star(4, root=2).parents
@@ -162,14 +151,7 @@ def path(order: Sequence[int], root: int) -> CopyTree:
 
 
 def rooted(edges: Sequence[tuple[int, int]], root: int) -> CopyTree:
-    """Returns the tree of some edges that has a root.
-
-    Args:
-      edges: the edges, whose ends may be in any order.
-      root: the root.
-
-    Returns:
-      The tree.
+    """Returns the tree of some edges, whose ends may be in any order, with a root.
 
     Example:
       >>> rooted([(0, 1), (0, 2)], 2).parents
@@ -188,36 +170,8 @@ def rooted(edges: Sequence[tuple[int, int]], root: int) -> CopyTree:
     return CopyTree(tuple(parents))
 
 
-def leaves(edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Returns the devices that only one of some edges ends at.
-
-    Args:
-      edges: the edges of a tree.
-
-    Returns:
-      The devices in ascending order.
-
-    Example:
-      >>> leaves([(0, 1), (0, 2)])
-      [1, 2]
-    """
-    ends = [end for edge in edges for end in edge]
-    return sorted(end for end in set(ends) if ends.count(end) == 1)
-
-
 def chain(num_devices: int, root: int = 0) -> CopyTree:
     """Returns the path `root, root + 1, ..., root - 1` (modulo `num_devices`), rooted at its end.
-
-    Args:
-      num_devices: how many devices there are.
-      root: the device where the sum is formed and the chain begins.
-
-    Returns:
-      A tree of depth `num_devices - 1`.
-
-    Raises:
-      ValueError: if there is no device, or `root` is not one of the devices.
-      TypeError: if one of the arguments is not an int.
 
     Example:
       >>> chain(4, root=1).parents
@@ -229,17 +183,6 @@ def chain(num_devices: int, root: int = 0) -> CopyTree:
 
 def binomial(num_devices: int, root: int = 0) -> CopyTree:
     """Returns the binomial tree: in round `r`, each device at distance `2**r` sends and is done.
-
-    Args:
-      num_devices: how many devices there are; any number, not only a power of two.
-      root: the device where the sum is formed.
-
-    Returns:
-      A tree of depth at most `ceil(log2(num_devices))`.
-
-    Raises:
-      ValueError: if there is no device, or `root` is not one of the devices.
-      TypeError: if one of the arguments is not an int.
 
     References:
       Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
@@ -264,17 +207,6 @@ def two_level(num_devices: int, root: int = 0) -> CopyTree:
     connected groups and each GPU has one link to its partner (its number plus or minus 4) in the
     other group. On any other number the devices are halved in the same way; where the halves
     differ by one, the device without a partner uses the last of the smaller half.
-
-    Args:
-      num_devices: how many devices there are.
-      root: the device where the sum is formed; the centre of its group.
-
-    Returns:
-      A tree of depth at most 2.
-
-    Raises:
-      ValueError: if there is no device, or `root` is not one of the devices.
-      TypeError: if one of the arguments is not an int.
 
     Example:
       >>> two_level(8, root=1).parents

@@ -9,23 +9,20 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from tfcdo.plan import algorithms
-from tfcdo.plan import copy_tree
-from tfcdo.plan import dtypes
-from tfcdo.plan import nccl_choice
-from tfcdo.plan import packing
-from tfcdo.plan.options import Machine
-from tfcdo.plan.options import Options
+from tfcdo.plan import algorithms, copy_tree, dtypes, nccl_choice, packing
+from tfcdo.plan.options import Machine, Options
 from tfcdo.plan.packing import PackingOptions
-from tfcdo.plan.plan import IDENTITY
-from tfcdo.plan.plan import Batch
-from tfcdo.plan.plan import Codec
-from tfcdo.plan.plan import FusedTensor
-from tfcdo.plan.plan import Pack
-from tfcdo.plan.plan import Plan
-from tfcdo.plan.plan import Request
-from tfcdo.plan.plan import RootStep
-from tfcdo.plan.plan import Slice
+from tfcdo.plan.plan import (
+    IDENTITY,
+    Batch,
+    Codec,
+    FusedTensor,
+    Pack,
+    Plan,
+    Request,
+    RootStep,
+    Slice,
+)
 from tfcdo.plan.widening import widened
 from tfcdo.topology.topology import Topology
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from tfcdo.plan import algorithms
-from tfcdo.plan import lower_bound
-from tfcdo.plan import simulator
+from tfcdo.plan import algorithms, lower_bound, simulator
 from tfcdo.plan.schedule import Schedule
 from tfcdo.plan.task_graph import Hosts
 from tfcdo.topology.topology import Topology
@@ -67,22 +65,9 @@ def evaluate(
     num_packs: int | None = None,
     hosts: Hosts | None = None,
 ) -> Evaluation:
-    """Plans an all-reduce by one algorithm and simulates it.
+    """Plans an all-reduce by one algorithm and simulates it, alone or with hosts like this one.
 
-    Args:
-      algorithm: one of `ALGORITHMS`.
-      topology: the machine.
-      num_bytes: how many bytes each device holds.
-      num_packs: how many packs; None for as many as the algorithm needs, or with several hosts for
-        packs of 4 MiB.
-      hosts: hosts that are like this one; None for one host.
-
-    Returns:
-      The evaluation.
-
-    Raises:
-      ValueError, TypeError: as `make_schedule`; also if the machine has more than `MAX_DEVICES`
-        devices.
+    With several hosts and no number of packs, packs have at most 4 MiB.
 
     Example:
       >>> from tfcdo.topology import preset
@@ -109,21 +94,7 @@ def evaluate(
 def evaluate_all(
     topology: Topology, num_bytes: int, num_packs: int | None = None, hosts: Hosts | None = None
 ) -> list[Evaluation]:
-    """Plans an all-reduce by each algorithm and simulates each schedule once.
-
-    Args:
-      topology: the machine.
-      num_bytes: how many bytes each device holds.
-      num_packs: see `evaluate`.
-      hosts: the same.
-
-    Returns:
-      One evaluation for each of `ALGORITHMS`, in their order; the last one, `auto`'s, is the one of
-      the algorithm that it stands for.
-
-    Raises:
-      ValueError, TypeError: as `evaluate`.
-    """
+    """Returns the evaluation of each of `ALGORITHMS`; `auto` has the one that it stands for."""
     check_num_devices(topology.name, topology.num_devices)
     names = [name for name in algorithms.ALGORITHMS if name != "auto"]
     found = {name: evaluate(name, topology, num_bytes, num_packs, hosts) for name in names}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 
 from tfcdo import log
-from tfcdo.plan import algorithms, dtypes
-from tfcdo.plan import simulator
+from tfcdo.plan import algorithms, dtypes, simulator
 from tfcdo.plan.options import Machine, Options
 from tfcdo.plan.plan import Batch, Codec
 from tfcdo.plan.size_class import size_class

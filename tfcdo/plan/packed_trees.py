@@ -14,18 +14,9 @@ import random
 from collections.abc import Callable, Sequence
 
 from tfcdo import checks
-from tfcdo.plan import copy_tree
+from tfcdo.plan import copy_tree, simulator, size_class, stream_sources, task_graph, tree_program
 from tfcdo.plan import schedule as schedules
-from tfcdo.plan import simulator
-from tfcdo.plan import size_class
-from tfcdo.plan import stream_sources
-from tfcdo.plan import task_graph
-from tfcdo.plan import tree_program
-from tfcdo.plan.streams import Stream
-from tfcdo.plan.streams import Streams
-from tfcdo.plan.streams import deal
-from tfcdo.plan.streams import equal
-from tfcdo.plan.streams import turns
+from tfcdo.plan.streams import Stream, Streams, deal, equal, turns
 from tfcdo.topology.topology import Topology
 
 # Numbers of packs to try, besides multiples of the number of devices.
@@ -60,19 +51,8 @@ def packed_trees(
 ) -> schedules.Schedule:
     """Plans packs sized and routed so that they fill all links of the machine at once.
 
-    Sizes that differ by less than an eighth share a plan, which is kept for the process.
-
-    Args:
-      topology: the machine.
-      num_bytes: how many bytes each device holds.
-      num_packs: how many packs, then of equal sizes; by default as many as are fast.
-
-    Returns:
-      A schedule in bytes, with windows. The same arguments give the same schedule, in any process.
-
-    Raises:
-      ValueError: if `num_bytes` is negative or `num_packs` is below 1.
-      TypeError: if one of them is not an int.
+    Sizes that differ by less than an eighth share a plan, which is kept for the process. Packs have
+    equal sizes if their number is given.
 
     References:
       Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020.

@@ -12,10 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from tfcdo import checks
 from tfcdo.plan import algorithms
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.plan import FusedTensor
-from tfcdo.plan.plan import Slice
-from tfcdo.plan.schedule import Schedule
-from tfcdo.plan.schedule import cut
+from tfcdo.plan.plan import FusedTensor, Slice
+from tfcdo.plan.schedule import Schedule, cut
 from tfcdo.topology.topology import Topology
 
 # What an op costs on top of its work, roughly, on a CPU: 64 KiB at 10 GB/s.

@@ -93,12 +93,8 @@ class Schedule:
     def resized(self, size: int) -> Schedule:
         """Returns the same trees with the same shares of another amount of data.
 
-        Args:
-          size: the number of units of the new schedule.
-
-        Returns:
-          A schedule whose packs tile `size` units, with their windows; packs that become empty are
-          left out, and packs that waited for one of them wait for the pack that it waited for.
+        Packs that become empty are left out; a pack that waited for one of them waits for the pack
+        that it waited for.
         """
         stops = [(pack.stop * size + self.size // 2) // max(self.size, 1) for pack in self.packs]
         packs: list[Pack] = []
@@ -116,17 +112,7 @@ class Schedule:
 def cut(size: int, num_packs: int) -> tuple[tuple[int, int], ...]:
     """Cuts `size` units into `num_packs` ranges whose sizes differ by at most one.
 
-    Args:
-      size: how many units to cut.
-      num_packs: how many ranges to make, at least 1. With fewer units than packs there are only
-        `size` ranges, because an empty pack would move nothing.
-
-    Returns:
-      The ranges `(start, stop)`, in order.
-
-    Raises:
-      ValueError: if `size` is negative or `num_packs` is below 1.
-      TypeError: if one of them is not an int.
+    With fewer units than packs there are only `size` ranges, because an empty pack moves nothing.
 
     Example:
       >>> cut(7, 3)
@@ -142,19 +128,7 @@ def cut(size: int, num_packs: int) -> tuple[tuple[int, int], ...]:
 def assign(
     size: int, ranges: Iterable[tuple[int, int]], trees: Sequence[copy_tree.CopyTree]
 ) -> Schedule:
-    """Gives the ranges the trees in turn, so that the roots spread over the devices.
-
-    Args:
-      size: how many units each device holds.
-      ranges: the `(start, stop)` of each pack; they tile the data.
-      trees: the trees to hand out; range `i` gets tree `i` modulo their number.
-
-    Returns:
-      The schedule.
-
-    Raises:
-      ValueError: if there are no trees, or the ranges do not tile the data.
-    """
+    """Gives the ranges the trees in turn, so that the roots spread over the devices."""
     if not trees:
         raise ValueError(f"trees must hold at least one copy tree; got {trees!r}")
     packs = (

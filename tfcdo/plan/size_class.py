@@ -11,13 +11,8 @@ _ROOTS = tuple(round(1000 * 2 ** (part / 16)) for part in range(16))
 def size_class(num_bytes: int, per_doubling: int = 4) -> int:
     """Returns the size that stands for all sizes of a class.
 
-    Args:
-      num_bytes: a size.
-      per_doubling: how many classes there are between a size and its double, a divisor of 16; by
-        default no size is further from its class than an eighth, apart from a few bytes.
-
-    Returns:
-      A size near `num_bytes`; 0 only for 0.
+    There are `per_doubling` classes between a size and its double, a divisor of 16. By default no
+    size is further from its class than an eighth, apart from a few bytes.
 
     Example:
       >>> [size_class(size) for size in (0, 1, 99_000_000, 100_000_000, 101_000_000, 110_000_000)]

@@ -10,10 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tfcdo.plan import copy_tree
-from tfcdo.plan import tree_program
-from tfcdo.plan.streams import Stream
-from tfcdo.plan.streams import Streams
+from tfcdo.plan import copy_tree, tree_program
+from tfcdo.plan.streams import Stream, Streams
 from tfcdo.topology.topology import Topology
 
 # Between the cheapest trees (0) and the trees of the shortest ways from a root (1).

@@ -6,10 +6,7 @@ import collections
 from collections.abc import Callable
 
 from tfcdo.plan import dtypes
-from tfcdo.plan.plan import SHARE_ALIGNMENT
-from tfcdo.plan.plan import Pack
-from tfcdo.plan.plan import Plan
-from tfcdo.plan.plan import digest
+from tfcdo.plan.plan import SHARE_ALIGNMENT, Pack, Plan, digest
 from tfcdo.plan.schedule import Pack as SchedulePack
 from tfcdo.plan.schedule import Schedule
 

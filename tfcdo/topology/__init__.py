@@ -1,11 +1,9 @@
 """Describes what joins the devices of a machine: known machines, your own, and this one."""
 
 from tfcdo.topology.detection import detect
-from tfcdo.topology.links import Link
-from tfcdo.topology.links import Resource
+from tfcdo.topology.links import Link, Resource
 from tfcdo.topology.measurement import measure
-from tfcdo.topology.presets import PRESETS
-from tfcdo.topology.presets import preset
+from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
 

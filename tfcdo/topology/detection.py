@@ -9,17 +9,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from tfcdo import checks
-from tfcdo import log
-from tfcdo.topology.links import Resource
-from tfcdo.topology.links import ordered_pairs
+from tfcdo import checks, log
+from tfcdo.topology.links import Resource, ordered_pairs
 from tfcdo.topology.presets import preset
-from tfcdo.topology.processor import num_cores
-from tfcdo.topology.processor import processor_name
-from tfcdo.topology.routes import GPU_MEMORY
-from tfcdo.topology.routes import Route
-from tfcdo.topology.topology import MEASURED
-from tfcdo.topology.topology import Topology
+from tfcdo.topology.processor import num_cores, processor_name
+from tfcdo.topology.routes import GPU_MEMORY, Route
+from tfcdo.topology.topology import MEASURED, Topology
 
 _TIMEOUT_SECONDS = 10.0
 

@@ -8,8 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import networkx as nx
 
-from tfcdo.topology.links import Resource
-from tfcdo.topology.links import link_name
+from tfcdo.topology.links import Resource, link_name
 from tfcdo.topology.routes import Route
 
 Pair: TypeAlias = tuple[int, int]
@@ -43,14 +42,6 @@ def infer_routes(
     Pairs of links that have a device in common, the two directions of each pair of devices, and
     pairs of slow links are timed together. Links every two of which slow each other down share a
     resource; which ones do is a clique of a graph, taken greedily.
-
-    Args:
-      alone: the links, each timed alone.
-      time_copies: times copies that begin together.
-      num_bytes: the size of the copies.
-
-    Returns:
-      A route for each link: a wire of its own, and what it shares with others.
 
     Example:
       >>> both_ways = {(0, 1): Alone(1e-6, 1e9), (1, 0): Alone(1e-6, 1e9)}

@@ -59,13 +59,6 @@ class Link:
 def link_name(source: int, target: int) -> str:
     """Returns how reports and drawings call the link from one device to another.
 
-    Args:
-      source: the sending device.
-      target: the receiving device.
-
-    Returns:
-      The two numbers with an arrow between them.
-
     Example:
       >>> link_name(0, 5)
       '0→5'
@@ -75,12 +68,6 @@ def link_name(source: int, target: int) -> str:
 
 def ordered_pairs(num_devices: int) -> Iterator[tuple[int, int]]:
     """Yields each `(source, target)` of two different devices.
-
-    Args:
-      num_devices: how many devices there are.
-
-    Yields:
-      The pairs, in ascending order.
 
     Example:
       >>> list(ordered_pairs(2))
@@ -93,17 +80,7 @@ def ordered_pairs(num_devices: int) -> Iterator[tuple[int, int]]:
 
 
 def check_links(links: Sequence[Link], resources: Sequence[Resource], num_devices: int) -> None:
-    """Raises unless links join each ordered pair of devices once, by resources that exist.
-
-    Args:
-      links: the links of a topology.
-      resources: its resources.
-      num_devices: how many devices it has.
-
-    Raises:
-      ValueError: if a pair of devices has no link or several, or the latency of a link is not a
-        number of seconds, or a link holds no resource, one that does not exist, or one twice.
-    """
+    """Raises unless links join each ordered pair of devices once, by resources that exist."""
     for link in links:
         _check_latency_and_resources(link, resources)
     devices = range(num_devices)

@@ -13,8 +13,7 @@ import re
 import msgspec
 
 from tfcdo import log
-from tfcdo.cache_folder import cache_folder
-from tfcdo.cache_folder import write_whole
+from tfcdo.cache_folder import cache_folder, write_whole
 from tfcdo.topology.serialization import TopologyDocument
 from tfcdo.topology.topology import Topology
 

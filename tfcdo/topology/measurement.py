@@ -10,16 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfcdo import checks
-from tfcdo import log
-from tfcdo.topology import detection
-from tfcdo.topology import measured
-from tfcdo.topology.inference import Alone
-from tfcdo.topology.inference import Pair
-from tfcdo.topology.inference import infer_routes
-from tfcdo.topology.links import Resource
-from tfcdo.topology.links import link_name
-from tfcdo.topology.links import ordered_pairs
+from tfcdo import checks, log
+from tfcdo.topology import detection, measured
+from tfcdo.topology.inference import Alone, Pair, infer_routes
+from tfcdo.topology.links import Resource, link_name, ordered_pairs
 from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
 
@@ -128,12 +122,7 @@ class _Clock:
         build: Callable[[], Sequence[Any]],
         of_rounds: Callable[[Sequence[float]], float] = statistics.median,
     ) -> float:
-        """Returns the time of a graph, without that of an empty one.
-
-        Args:
-          build: makes the ops, and returns the tensors whose values are waited for.
-          of_rounds: chooses among the times of several rounds.
-        """
+        """Returns the time of a graph, without that of an empty one."""
         tf = self._tf
         with tf.device("/cpu:0"):
             truth = tf.Variable(True)

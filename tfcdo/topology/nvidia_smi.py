@@ -8,11 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import networkx as nx
 
-from tfcdo.topology.routes import NVLINK_V100
-from tfcdo.topology.routes import Route
-from tfcdo.topology.routes import crossbar_routes
-from tfcdo.topology.routes import mesh_routes
-from tfcdo.topology.routes import pcie_routes
+from tfcdo.topology.routes import NVLINK_V100, Route, crossbar_routes, mesh_routes, pcie_routes
 
 # What an NVLink carries each way from V100 to H200; the table does not say which GPUs these are.
 _NVLINK = NVLINK_V100
@@ -53,15 +49,6 @@ def read_routes(text: str) -> tuple[int, list[Route]]:
     * On a machine without, each GPU has a PCIe port; `PIX` and `PXB` pairs are under one switch;
       all others also hold their switches' paths up and down, and those of different sockets
       (`SYS`) the path from socket to socket.
-
-    Args:
-      text: what the command printed.
-
-    Returns:
-      How many GPUs the table has, and the routes of all pairs, numbered in its order.
-
-    Raises:
-      ValueError: if the text holds no such table, or one that cannot be read.
 
     References:
       The legend that `nvidia-smi topo -m` prints below its table.

@@ -7,16 +7,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 from tfcdo import checks
-from tfcdo.topology.links import LATENCY
-from tfcdo.topology.links import Resource
-from tfcdo.topology.links import link_name
-from tfcdo.topology.links import ordered_pairs
-from tfcdo.topology.routes import GPU_MEMORY
-from tfcdo.topology.routes import NVLINK_V100
-from tfcdo.topology.routes import Route
-from tfcdo.topology.routes import crossbar_routes
-from tfcdo.topology.routes import mesh_routes
-from tfcdo.topology.routes import pcie_routes
+from tfcdo.topology.links import LATENCY, Resource, link_name, ordered_pairs
+from tfcdo.topology.routes import (
+    GPU_MEMORY,
+    NVLINK_V100,
+    Route,
+    crossbar_routes,
+    mesh_routes,
+    pcie_routes,
+)
 from tfcdo.topology.topology import Topology
 
 NVLINK_P100 = 20e9
@@ -65,11 +64,7 @@ def dgx1_p100() -> Topology:
 
 
 def nvswitch(num_devices: int = 8) -> Topology:
-    """Describes devices on a full crossbar: each has a port in and a port out, of 12 x 25 GB/s.
-
-    Args:
-      num_devices: how many devices there are.
-    """
+    """Describes devices on a full crossbar: each has a port in and a port out, of 12 x 25 GB/s."""
     routes = crossbar_routes(num_devices, 12 * NVLINK_V100)
     return Topology.from_routes("nvswitch", num_devices, routes, memory_bandwidth=GPU_MEMORY)
 
@@ -79,9 +74,6 @@ def pcie(num_devices: int = 4) -> Topology:
 
     A device's port carries 12 GB/s each way; a transfer to another pair also holds its own switch's
     path up and the other's path down, 10 GB/s each.
-
-    Args:
-      num_devices: how many devices there are; an odd one is alone under its switch.
     """
     switches = [device // 2 for device in range(num_devices)]
     routes = pcie_routes(switches, {})
@@ -92,9 +84,6 @@ def shared_memory(num_devices: int = 8) -> Topology:
     """Describes virtual CPU devices: copies cost nothing, additions cost memory bandwidth.
 
     All devices add with the same cores, so it does not matter where; one pack is as good as many.
-
-    Args:
-      num_devices: how many devices there are.
     """
     return Topology.from_routes(
         "shared_memory",
@@ -106,11 +95,7 @@ def shared_memory(num_devices: int = 8) -> Topology:
 
 
 def fully_connected(num_devices: int = 8) -> Topology:
-    """Describes links of 25 GB/s each way between every two devices, for unknown machines.
-
-    Args:
-      num_devices: how many devices there are.
-    """
+    """Describes links of 25 GB/s each way between every two devices, for unknown machines."""
     routes = _separate_wires(num_devices, NVLINK_V100)
     return Topology.from_routes("fully_connected", num_devices, routes, memory_bandwidth=GPU_MEMORY)
 

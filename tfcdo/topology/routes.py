@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tfcdo.topology.links import LATENCY
-from tfcdo.topology.links import Resource
-from tfcdo.topology.links import link_name
-from tfcdo.topology.links import ordered_pairs
+from tfcdo.topology.links import LATENCY, Resource, link_name, ordered_pairs
 
 # Bytes per second, each way: one NVLink of a V100 (and of its successors up to the H200), a path
 # through the host, a device's PCIe port.
@@ -47,15 +44,6 @@ def mesh_routes(
 ) -> list[Route]:
     """Describes a machine of point-to-point links, whose other pairs meet in the host.
 
-    Args:
-      num_devices: how many devices there are.
-      nvlinks: bytes per second, each way, of each joined pair `(a, b)` with `a < b`.
-      sockets: the socket of each device; one resource carries all host traffic from one socket to
-        the same socket or another.
-
-    Returns:
-      The routes of all pairs.
-
     Example:
       >>> [route.via_host for route in mesh_routes(3, {(0, 1): 25e9, (1, 2): 25e9}, [0, 0, 1])]
       [False, True, False, False, True, False]
@@ -75,13 +63,6 @@ def mesh_routes(
 def crossbar_routes(num_devices: int, bandwidth: float) -> list[Route]:
     """Describes a machine whose devices meet in a switch that is never the slowest part.
 
-    Args:
-      num_devices: how many devices there are.
-      bandwidth: bytes per second of each device's port, each way.
-
-    Returns:
-      The routes of all pairs.
-
     Example:
       >>> [resource.name for resource in crossbar_routes(2, 300e9)[0].resources]
       ['0 out', '1 in']
@@ -100,15 +81,6 @@ def pcie_routes(
     switches: Sequence[int], sockets: Mapping[tuple[int, int], tuple[int, int]]
 ) -> list[Route]:
     """Describes a machine whose devices meet in PCIe switches, which the host joins.
-
-    Args:
-      switches: the PCIe switch of each device. A transfer to another switch also holds the path up
-        from the one and down to the other.
-      sockets: the two sockets of each pair of devices between which a transfer also holds the path
-        from socket to socket.
-
-    Returns:
-      The routes of all pairs.
 
     Example:
       >>> [resource.name for resource in pcie_routes([0, 1], {})[0].resources]

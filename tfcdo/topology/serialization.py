@@ -14,9 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tfcdo.topology.links import LATENCY
-from tfcdo.topology.links import Link
-from tfcdo.topology.links import Resource
+from tfcdo.topology.links import LATENCY, Link, Resource
 
 
 class ResourceDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,14 +58,7 @@ _FORMER_NAMES = {"detour": "via_host", "shared_adder": "serial_reduction"}
 
 
 def encode(document: TopologyDocument) -> str:
-    """Returns a document as a JSON text, with one resource or link a line.
-
-    Args:
-      document: the description of a topology.
-
-    Returns:
-      The text, which `decode` reads.
-    """
+    """Returns a document as a JSON text, with one resource or link a line."""
     content = msgspec.to_builtins(document)
     lines = ",\n".join(f'  "{name}": {_lay_out(value)}' for name, value in content.items())
     return f"{{\n{lines}\n}}"
@@ -75,16 +66,6 @@ def encode(document: TopologyDocument) -> str:
 
 def decode(text: str) -> TopologyDocument:
     """Reads a JSON text that `encode` or a person has written.
-
-    Args:
-      text: the JSON text.
-
-    Returns:
-      A document whose fields have the right types. Whether it describes a topology, `fields`
-      and the topology's constructor check.
-
-    Raises:
-      ValueError: if the text is not JSON, or not of such a document.
 
     Example:
       >>> decode('{"name": "one", "num_devices": "1", "resources": [], "links": []}')
@@ -105,14 +86,7 @@ def decode(text: str) -> TopologyDocument:
 
 
 def describe(fields: Mapping[str, Any]) -> TopologyDocument:
-    """Returns what describes a topology in JSON.
-
-    Args:
-      fields: the fields of the topology, by name; others are left out.
-
-    Returns:
-      The document.
-    """
+    """Returns what describes a topology in JSON."""
     resources: Sequence[Resource] = fields["resources"]
     return TopologyDocument(
         name=fields["name"],
@@ -140,17 +114,7 @@ def describe(fields: Mapping[str, Any]) -> TopologyDocument:
 
 
 def fields(document: TopologyDocument) -> dict[str, Any]:
-    """Returns the fields of the topology that a document describes.
-
-    Args:
-      document: the description of a topology.
-
-    Returns:
-      The arguments of the topology's constructor.
-
-    Raises:
-      ValueError: if a link names a resource that the document does not have.
-    """
+    """Returns the fields of the topology that a document describes."""
     numbers = {resource.name: number for number, resource in enumerate(document.resources)}
     for position, link in enumerate(document.links):
         unknown = [name for name in link.resources if name not in numbers]

@@ -12,15 +12,9 @@ from typing import Any
 import networkx as nx
 
 from tfcdo import checks
-from tfcdo.topology import nvidia_smi
-from tfcdo.topology import serialization
-from tfcdo.topology.links import Link
-from tfcdo.topology.links import Resource
-from tfcdo.topology.links import check_links
-from tfcdo.topology.links import link_name
-from tfcdo.topology.links import ordered_pairs
-from tfcdo.topology.routes import GPU_MEMORY
-from tfcdo.topology.routes import Route
+from tfcdo.topology import nvidia_smi, serialization
+from tfcdo.topology.links import Link, Resource, check_links, link_name, ordered_pairs
+from tfcdo.topology.routes import GPU_MEMORY, Route
 
 _COSTS = (
     "addition_bandwidth",
@@ -360,18 +354,7 @@ class Topology:
 
     @classmethod
     def from_document(cls, document: serialization.TopologyDocument) -> Topology:
-        """Returns the topology that a document describes.
-
-        Args:
-          document: the description.
-
-        Returns:
-          The topology.
-
-        Raises:
-          ValueError: if a link names a resource that the document does not have, or the document
-            does not describe a topology.
-        """
+        """Returns the topology that a document describes."""
         return cls(**serialization.fields(document))
 
     @classmethod
