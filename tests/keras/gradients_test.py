@@ -15,6 +15,7 @@ from keras_training import TrainingTestCase, fitted, strategy_of
 
 import tfcdo
 from tfcdo.keras import DistributedOptimizer
+from tfcdo.keras import updates
 
 _TABLE = np.arange(8.0, dtype=np.float32).reshape([4, 2]) - 2
 _ROWS = np.array([3, 0, 3])
@@ -100,6 +101,14 @@ class UnlikeKindsTest(TrainingTestCase):
         shared = gradient()
         strategy.run(lambda: optimizer.apply([shared], [variable]))
         self.assertAllClose(-3 * tf.convert_to_tensor(shared), variable)
+
+    def test_one_gradient_that_is_not_finite_is_enough(self):
+        strategy = strategy_of(2)
+        rows = tf.IndexedSlices(tf.constant([1.0]), tf.constant([0]))
+        for last, expected in ((np.inf, False), (np.nan, False), (1.0, True)):
+            gradients = [tf.constant(1.0), None, rows, tf.constant([1.0, last])]
+            finite = strategy.run(updates._finite_on_all_replicas, args=(gradients,))
+            self.assertAllEqual([expected] * 2, finite.values)
 
     def test_keras_refuses_other_numbers_of_gradients(self):
         strategy = strategy_of(2)

@@ -15,6 +15,7 @@ from keras_training import TrainingTestCase
 import tfcdo
 from tfcdo import moving_statistics
 from tfcdo.keras import SynchronizeStatistics
+from tfcdo.keras.statistics import statistics_of
 
 
 def model_with_statistics() -> keras.Model:
@@ -124,6 +125,13 @@ class StatisticsTest(TrainingTestCase):
             getattr(model, method)(*given, verbose=0, callbacks=[synchronize])
             for copy in mean.values:
                 self.assertAllEqual([1.5, 2.0, 2.0], copy)
+
+    def test_frozen_weights_are_none(self):
+        layers = [keras.layers.Dense(1), keras.layers.BatchNormalization()]
+        layers[0].trainable = layers[1].trainable = False
+        model = keras.Sequential([keras.Input([2]), *layers])
+        names = [variable.name for variable in statistics_of(model)]
+        self.assertEqual(["moving_mean", "moving_variance"], names)
 
     def test_one_replica(self):
         expected = trained(tf.distribute.get_strategy(), SynchronizeStatistics())

@@ -196,7 +196,10 @@ class OneHostTest(parameterized.TestCase):
                 packing=PackingOptions(None),
                 wire="float16",
             )
+            # Values of two dtypes share the first pack of bytes; leaves wait for the last part.
+            shared = plan(batch(f32(10), ValueSpec("int64", (15,))), packing=PackingOptions(None))
         self.assertEqual([pack.after for pack in made.packs], [None, 0, None, 2])
+        self.assertEqual([pack.after for pack in shared.packs], [None, None, 1])
 
     def test_a_topology_of_another_number_of_devices(self):
         machine = preset("nvswitch", 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import types
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -355,19 +354,6 @@ class OrderTest(parameterized.TestCase):
         packs = pack(values, packing.PackingOptions(2, last_first=True))
         self.assertEqual([[(3, 0, 6)], [(0, 0, 4), (1, 0, 2)], [(2, 0, 0)]], contents(packs))
         self.assertEqual([1, 0], [part.value for part in packs[1].tensors[0].slices])
-
-    def test_windows_name_the_last_part_of_an_earlier_pack(self):
-        """Where values of two dtypes share a pack of a schedule, it becomes two packs here."""
-        tree = star(3)
-        planned = [
-            types.SimpleNamespace(start=start, stop=stop, tree=tree, after=after)
-            for start, stop, after in ((0, 60, None), (60, 80, 0))
-        ]
-        schedule = types.SimpleNamespace(packs=planned)
-        with mock.patch.object(algorithms, "scheduler", return_value=lambda *_: schedule):
-            packs = pack(mixed(("float32", (10,)), ("int64", (5,))), packing.PackingOptions(None))
-        self.assertEqual([[(0, 0, 10)], [(1, 0, 3)], [(1, 3, 5)]], contents(packs))
-        self.assertEqual([None, None, 1], [one.after for one in packs])
 
 
 class TensorsTest(parameterized.TestCase):
