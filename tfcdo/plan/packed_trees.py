@@ -208,14 +208,16 @@ def _changed(streams: Streams, topology: Topology, num_bytes: int, *, keep_sizes
     least, used = mean_seconds(streams)
     while left > 0:
         left -= used
-        other = _one_change(streams, rng, keep_sizes=keep_sizes)
+        other = _one_change(streams, topology, rng, keep_sizes=keep_sizes)
         seconds, used = mean_seconds(other)
         if seconds < least:
             streams, least = other, seconds
     return streams
 
 
-def _one_change(streams: Streams, rng: random.Random, *, keep_sizes: bool) -> Streams:
+def _one_change(
+    streams: Streams, topology: Topology, rng: random.Random, *, keep_sizes: bool
+) -> Streams:
     """Changes a root, an edge, a size or a window of one stream."""
     changed = list(streams)
     index = rng.randrange(len(changed))
@@ -228,7 +230,7 @@ def _one_change(streams: Streams, rng: random.Random, *, keep_sizes: bool) -> St
                 stream, tree=copy_tree.rooted(stream.tree.edges, root)
             )
         case "edge":
-            changed[index] = dataclasses.replace(stream, tree=_moved(stream.tree, rng))
+            changed[index] = dataclasses.replace(stream, tree=_moved(stream.tree, topology, rng))
         case "window":
             window = (stream.window or stream.num_packs) + rng.choice((-1, 1))
             changed[index] = dataclasses.replace(
@@ -248,13 +250,17 @@ def _one_change(streams: Streams, rng: random.Random, *, keep_sizes: bool) -> St
     return tuple(changed)
 
 
-def _moved(tree: copy_tree.CopyTree, rng: random.Random) -> copy_tree.CopyTree:
-    """Returns a tree one of whose devices has another parent."""
+def _moved(tree: copy_tree.CopyTree, topology: Topology, rng: random.Random) -> copy_tree.CopyTree:
+    """Returns a tree one of whose devices has another parent, along a direct link."""
     device = rng.choice(tree.top_down[1:])
     below = {device}
     for other in tree.top_down:
         if tree.parents[other] in below:
             below.add(other)
     parents = list(tree.parents)
-    parents[device] = rng.choice([other for other in tree.top_down if other not in below])
+    others = [other for other in tree.top_down if other not in below]
+    # For a few bytes the way through the host seems as good as a direct link, but is less certain.
+    direct = {(link.source, link.target) for link in topology.direct_links}
+    near = [other for other in others if {(device, other), (other, device)} <= direct]
+    parents[device] = rng.choice(near or [parents[device]])
     return copy_tree.CopyTree(tuple(parents))
