@@ -14,8 +14,7 @@ from keras import optimizers as ko
 from keras_training import TrainingTestCase, fitted, strategy_of
 
 import tfcdo
-from tfcdo.keras import DistributedOptimizer
-from tfcdo.keras import updates
+from tfcdo.keras import DistributedOptimizer, updates
 
 _TABLE = np.arange(8.0, dtype=np.float32).reshape([4, 2]) - 2
 _ROWS = np.array([3, 0, 3])
