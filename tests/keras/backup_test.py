@@ -6,7 +6,6 @@ import pathlib
 import signal
 import tempfile
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
@@ -16,7 +15,7 @@ from absl.testing import parameterized
 
 import tfcdo
 import tfcdo.keras
-from tfcdo import environment, strategies
+from tfcdo import environment
 from tfcdo.keras import preemption
 
 _EPOCHS, _STEPS, _BATCH = 3, 7, 12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import math
 import os
 import pathlib
 import secrets
@@ -159,11 +160,14 @@ class BackupAndRestore(Callback):
             self._leave()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Makes a backup if it is time to, and leaves if a host will be taken away; Keras calls it."""
+        """Makes a backup if it is time to, or leaves; Keras calls it."""
         self._calls += 1
-        steps = (self.params or {}).get("steps")
-        # With `steps_per_execution` Keras counts the last batches of an epoch in full.
-        new = (min(batch + 1, steps) if steps else batch + 1) - self._progress.batch
+        done = batch + 1
+        if self._iterator is not None and not self._iterator.steps_per_epoch:
+            # With `steps_per_execution` Keras counts more batches than the data has, but where it
+            # has no end trains them all.
+            done = min(done, (self.params or {}).get("steps") or done)
+        new = done - self._progress.batch
         if new <= 0:
             return  # It was skipped.
         self._progress = dataclasses.replace(
@@ -216,7 +220,8 @@ class BackupAndRestore(Callback):
     def _leave(self) -> None:
         """Makes a backup and ends the process, as all hosts do after this step."""
         parameters = self.params or {}
-        if self._progress.position == (parameters.get("epochs", 0) - 1, parameters.get("steps")):
+        is_last_epoch = self._progress.epoch == parameters.get("epochs", 0) - 1
+        if is_last_epoch and self._progress.batch >= (parameters.get("steps") or math.inf):
             return  # The training is complete.
         if self._saved_position != self._progress.position:
             self._save()
@@ -239,7 +244,7 @@ class BackupAndRestore(Callback):
             for position in host_exchange.gather_json(strategy, own and own[0])
         ]
         newest = max(filter(None, positions), default=None)
-        if all(position == newest for position in positions):
+        if newest is None or all(position == newest for position in positions):
             return own and own[1:]
         # A host on a new machine, or whose file system is not up to date.
         source = positions.index(newest)

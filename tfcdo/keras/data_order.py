@@ -36,7 +36,9 @@ class Order:
     batch_size: int
 
 
-def resumable(data: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True) -> tf.data.Dataset:
+def resumable(
+    data: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True
+) -> tf.data.Dataset:
     """Returns an endless dataset that `BackupAndRestore` can start at any example.
 
     Epoch after epoch it gives each example once, in an order that is a function of the seed, the
@@ -97,7 +99,7 @@ def order_of(epoch_iterator: Any) -> Order | None:
     """Returns the order of the data that a `fit` takes, if it is that of `resumable`."""
     for dataset in _datasets(_dataset(epoch_iterator)):
         order = getattr(dataset, _ORDER, None)
-        if order is not None:
+        if isinstance(order, Order):
             return order
     return None
 
