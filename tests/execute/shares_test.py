@@ -92,7 +92,11 @@ def _run(
 
 
 class SharesTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(case=CASES, wire_dtype=WIRES, knows_shapes=(True, False))
+    @parameterized.parameters(
+        *[(case, WIRES[i % 2], i < 2) for i, case in enumerate(CASES)],
+        (CASES[2], "float16", False),
+        (CASES[0], "bfloat16", False),
+    )
     def test_within_the_bound_and_alike(self, case, wire_dtype, knows_shapes):
         num_hosts, shapes = case
         dtype = tf.float64 if len(shapes) == 1 else tf.float32

@@ -24,10 +24,9 @@ WIRES = ("bfloat16", "float16")
 SETTINGS: dict[str, tuple[Callable[..., Any], int | None]] = {
     **{
         name: (lambda name=name, **kw: tfcdo.AllReduceCrossDeviceOps(name, **kw), None)
-        for name in ("ring", "halving_doubling")
+        for name in ("ring",)
     },
     "Hierarchical": (lambda **kw: tfcdo.HierarchicalCopyAllReduce(3, **kw), None),
-    "Nccl": (tfcdo.NcclAllReduce, None),
     "Auto": (tfcdo.AutoAllReduce, None),
     "OneDevice": (tfcdo.ReductionToOneDevice, 1),
     "OtherDevice": (lambda **kw: tfcdo.ReductionToOneDevice("/cpu:7", **kw), 1),
@@ -118,19 +117,6 @@ class BoundTest(tf.test.TestCase, parameterized.TestCase):
             [wrong] = _errors(ops, arrays, 1, wire_dtype)
         self.assertLessEqual(np.max(right), 1)
         self.assertGreater(np.min(wrong), 2)
-
-    @parameterized.product(setting=tuple(SETTINGS), wire_dtype=WIRES)
-    def test_what_16_bits_hold_is_exact(self, setting, wire_dtype):
-        ops = SETTINGS[setting][0](wire_dtype=wire_dtype)
-        arrays = [
-            [tu.numbers(shape, tf.float32, 10 * rank, limit=15) for rank in range(5)]
-            for shape in SHAPES
-        ]
-        with tu.kernels_for("GPU"):
-            results = tu.all_reduce(ops, SUM, [tu.per_replica(own) for own in arrays])
-        for result, own in zip(results, arrays, strict=True):
-            for component in result.values:
-                self.assertAllEqual(tu.oracle(SUM, own), component)
 
     @parameterized.product(setting=("Hierarchical", "ring", "OtherDevice"), wire_dtype=WIRES)
     def test_large_sums_do_not_overflow_and_infinities_stay(self, setting, wire_dtype):
@@ -246,11 +232,9 @@ class ScopeTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         for gradient in (tf.function(gradients) if function else gradients)():
             self.assertAllClose(np.sum(weights, axis=0) / 3, gradient, rtol=1e-6)
 
-    @parameterized.product(
-        arguments=({}, {"error_feedback": True}), wire_dtype=WIRES, setting=("ring", "OtherDevice")
-    )
-    def test_graphs_end_with_their_functions(self, setting, wire_dtype, arguments):
-        ops = SETTINGS[setting][0](wire_dtype=wire_dtype, **arguments)
+    @parameterized.parameters(("ring", True), ("OtherDevice", False))
+    def test_graphs_end_with_their_functions(self, setting, error_feedback):
+        ops = SETTINGS[setting][0](wire_dtype="float16", error_feedback=error_feedback)
         value = tu.per_replica([tf.ones([4])] * 3)
         function = tf.function(lambda: ops.batch_reduce(SUM, [(value, value)] * 2)[0].values)
         graph = weakref.ref(function.get_concrete_function().graph)
@@ -282,28 +266,6 @@ class ScopeTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             gradients = tape.gradient(result, own)
         for gradient in gradients:
             self.assertAllClose(np.sum(weights, axis=0) / 3, gradient, rtol=1e-6)
-
-    def test_plans_count_the_bytes_that_are_sent(self):
-        devices = tu.device_names(4)
-        plain = tfcdo.AllReduceCrossDeviceOps("ring").explain([(4000,)], devices=devices)
-        ops = tfcdo.AllReduceCrossDeviceOps("ring", wire_dtype="bfloat16")
-        cast = ops.explain([(4000,)], devices=devices)
-        halves = {link: number // 2 for link, number in plain.bytes_by_link.items()}
-        self.assertEqual(halves, cast.bytes_by_link)
-        self.assertEqual([4000] * 4, [pack.num_bytes for pack in cast.packs])
-        self.assertEqual([2000] * 4, [pack.num_sent_bytes for pack in cast.packs])
-        self.assertIn("sent as 2,000 bytes", str(cast))
-        self.assertNotIn("sent as", str(plain))
-        # Limits of packs count the bytes that are sent, too.
-        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=4000)
-        pairs = [(tu.per_replica([tf.ones([2000])] * 2),) * 2] * 2
-
-        def packs(**arguments: Any) -> int:
-            ops = tfcdo.HierarchicalCopyAllReduce(**arguments)
-            traced = tu.traced_ops(lambda: ops.batch_reduce(SUM, pairs, options))
-            return sum(op.type == "AddN" for op in traced)
-
-        self.assertEqual((4, 2), (packs(), packs(wire_dtype="float16")))
 
 
 class ArgumentsTest(parameterized.TestCase):
