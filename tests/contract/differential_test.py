@@ -181,10 +181,6 @@ class DifferentialTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
         value = tu.per_replica([tu.numbers((5,), dtype, rank, limit=60) for rank in range(2)])
         self.check_reduce(value, (value, "/cpu:4"))
 
-    def test_values_that_are_not_distributed(self):
-        for value in tf.constant([1.5, 2.0]), tf.constant(3), 2.5, np.float32(1.0):
-            self.check_reduce(value, ("/cpu:3", tu.per_replica([0] * 3)))
-
     def test_variables(self):
         variables = []
         for rank in range(2):

@@ -11,7 +11,6 @@ import warm_python
 from absl.testing import parameterized
 from strategy_testing import (
     BASES,
-    BY_CLASS,
     CLASSES,
     StrategyTestCase,
     context,
@@ -126,7 +125,7 @@ for name, count in st.BASES:
 class SessionTest(StrategyTestCase):
     """Graphs of TensorFlow 1."""
 
-    @parameterized.parameters(*BY_CLASS)
+    @parameterized.parameters(*BASES)
     def test_graph(self, name, count):
         ops = CLASSES[name]()
         own = [tu.numbers((3,), tf.float32, rank) for rank in range(count)]
