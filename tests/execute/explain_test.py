@@ -194,16 +194,6 @@ class ExplainTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(9, told.num_ops["NcclAllReduce"])
             self.assertEmpty(told.bytes_by_link)
 
-    @parameterized.parameters((15_000, 1), (18_000, 3))
-    def test_values_that_cost_more_to_concatenate_than_an_op_are_sent_alone(
-        self, size, num_tensors
-    ):
-        # On a CPU, an op costs what it takes to pass over 65 kB.
-        told = tfcdo.HierarchicalCopyAllReduce().explain([(size,)] * 3, devices=tu.device_names(2))
-        (pack,) = told.packs
-        self.assertEqual(num_tensors, pack.num_tensors)
-        self.assertEqual(num_tensors, told.num_ops["AddN"])
-
     def test_the_strategy_s_devices_by_default(self):
         ops = tfcdo.HierarchicalCopyAllReduce()
         with tf.distribute.MirroredStrategy(["/cpu:1", "/cpu:4"], cross_device_ops=ops).scope():

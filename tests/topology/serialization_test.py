@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import random
-import tracemalloc
 
 import hypothesis
 from absl.testing import absltest, parameterized
@@ -99,17 +98,6 @@ class JsonTest(parameterized.TestCase):
         node[int(field) if field.isdigit() else field] = value
         with self.assertRaisesRegex(ValueError, message):
             Topology.from_json(json.dumps(content))
-
-    def test_errors_about_many_missing_links_are_short(self):
-        content = json.loads(preset("fully_connected", 2).to_json())
-        text = json.dumps(content | {"num_devices": 1000})
-        tracemalloc.start()
-        self.addCleanup(tracemalloc.stop)
-        with self.assertRaises(ValueError) as caught:
-            Topology.from_json(text)
-        self.assertLess(len(str(caught.exception)), 300)
-        # Nor are a million pairs listed to find the first few.
-        self.assertLess(tracemalloc.get_traced_memory()[1], 10**6)
 
     def test_deeply_nested_lists_are_refused(self):
         with self.assertRaisesRegex(ValueError, "nested too deeply"):

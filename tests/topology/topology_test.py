@@ -40,14 +40,6 @@ class TopologyTest(parameterized.TestCase):
                         )
         self.assertEqual(part.subset(range(len(devices))), part)
 
-    @parameterized.product(shared=[False, True], devices=[(1, 0), (2,), (0, 1, 3)])
-    def test_subset_adds_like_the_whole(self, shared, devices):
-        machine = dataclasses.replace(
-            preset("pcie"), addition_bandwidth=5e9, serial_reduction=shared
-        )
-        part = machine.subset(devices)
-        self.assertEqual((part.addition_bandwidth, part.serial_reduction), (5e9, shared))
-
     @parameterized.parameters(((),), ((0, 0),), ((0, 8),), ((-1,),))
     def test_devices_of_a_subset_must_exist(self, *devices):
         with self.assertRaisesRegex(ValueError, "devices must be different devices of 'dgx1'"):
