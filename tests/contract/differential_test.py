@@ -42,7 +42,7 @@ HIERARCHICAL_COPY = st.builds(
 EXACT_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64, tf.complex64)
 
 settings = hypothesis.settings(
-    max_examples=50,
+    max_examples=30,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(hypothesis.HealthCheck),
@@ -78,21 +78,6 @@ class DifferentialTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
         elements = sum(int(np.prod(value.shape)) for value in batch if value.rows is None)
         hypothesis.assume(both[0]._num_packs <= elements)
         self.compare(both, reduce_op, count, batch, mode)
-
-    @settings
-    @hypothesis.given(
-        both=HIERARCHICAL_COPY,
-        reduce_op=st.sampled_from([tu.SUM, tu.MEAN]),
-        count=st.integers(1, tu.NUM_DEVICES),
-        value=hypothesis_batches.values(EXACT_DTYPES),
-        mode=st.sampled_from([tu.EAGER, tu.FUNCTION]),
-    )
-    def test_elsewhere_than_the_values_are(self, both, reduce_op, count, value, mode):
-        # A batch's all-reduce is returned by TensorFlow in the order of the values, not of the
-        # destinations.
-        hypothesis.assume(value.destinations not in (None, hypothesis_batches.REVERSED))
-        hypothesis.assume(value.devices(count) != tu.device_names(count) or count == 1)
-        self.compare(both, reduce_op, count, [value], mode)
 
     def compare(self, both, reduce_op, count, batch, mode):
         given = [tu.per_replica(value.arrays(count)) for value in batch]
@@ -143,7 +128,7 @@ class DifferentialTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
                     self.assertAllEqual(one, other)
 
     @parameterized.product(
-        count=(1, 2, 3, 8), to=("own", "/cpu:5", "others"), mode=(tu.EAGER, tu.FUNCTION)
+        count=(1, 3), to=("own", "/cpu:5", "others"), mode=(tu.EAGER, tu.FUNCTION)
     )
     def test_broadcast(self, count, to, mode):
         destinations: Any = {
@@ -161,7 +146,7 @@ class DifferentialTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
                 self.assert_bitwise_equal([*theirs.values, *ours.values])
 
     @parameterized.product(
-        count=(1, 2, 3, 8), axis=(0, 1, -1), mode=(tu.EAGER, tu.FUNCTION), own=(True, False)
+        count=(1, 3), axis=(0, -1), mode=(tu.EAGER, tu.FUNCTION), own=(True, False)
     )
     def test_gather(self, count, axis, mode, own):
         shapes: Any = np.full([count, 3], 2)
