@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import queue
 import socket
 import subprocess
 import sys
@@ -139,22 +138,6 @@ class RendezvousTest(parameterized.TestCase):
         thread.join(20.0)
         self.assertIn(answer, ends[0])
         self.assertEqual(answer == "", ends[0] == "")
-
-    def test_a_stranger_is_heard_out_in_its_own_thread(self):
-        """A message without end, and one that is nested too deep: the connection is closed."""
-        for changes, message in (
-            ({"_MAX_BYTES": 10}, b"x" * 11 + b"\n"),
-            ({"_open": mock.Mock(side_effect=RecursionError)}, b"[\n"),
-        ):
-            peer, stranger = socket.socketpair()
-            self.addCleanup(stranger.close)
-            stranger.sendall(message)
-            opened = mock.patch.object(rendezvous, "_open", return_value="a greeting")
-            with opened, mock.patch.multiple(rendezvous, **changes):
-                arrivals: queue.SimpleQueue[Any] = queue.SimpleQueue()
-                rendezvous._hear(peer, "", arrivals)
-            self.assertTrue(arrivals.empty())
-            self.assertEqual(-1, peer.fileno())
 
     def test_slow_strangers_hold_nobody_up(self):
         def drip() -> None:

@@ -1,4 +1,4 @@
-"""The four classes in a training loop of one's own, in one thread and in six."""
+"""The four classes in a training loop of one's own."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-import testing_utils as tu
 from absl.testing import parameterized
 from strategy_testing import (
     BASE_CASES,
-    BASES,
     CLASSES,
     EAGER,
     FUNCTION,
     StrategyTestCase,
     context,
     distributed,
-    in_mode,
     strategy_of,
     strategy_results,
 )
@@ -36,12 +33,6 @@ class Weights:
     table: np.ndarray
     kernel: np.ndarray
     bias: np.ndarray
-
-
-def initial_weights(seed: int = 0) -> Weights:
-    generator = np.random.default_rng(seed)
-    shapes = ((_ROWS, _WIDTH), (_WIDTH, _OUTPUTS), (_OUTPUTS,))
-    return Weights(*(generator.normal(size=shape).astype(np.float32) for shape in shapes))
 
 
 def examples(number: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -65,6 +56,12 @@ def numpy_training(
         kernel = kernel - _LEARNING_RATE * kernel_gradient
         bias = bias - _LEARNING_RATE * bias_gradient
     return Weights(table, kernel, bias)
+
+
+def initial_weights() -> Weights:
+    generator = np.random.default_rng(0)
+    shapes = ((_ROWS, _WIDTH), (_WIDTH, _OUTPUTS), (_OUTPUTS,))
+    return Weights(*(generator.normal(size=shape).astype(np.float32) for shape in shapes))
 
 
 class Model(tf.Module):
@@ -130,36 +127,6 @@ class TrainingTest(StrategyTestCase):
             self.assertLen(components, count)
             self.assert_bitwise_equal([component.read_value() for component in components])
             self.assertAllClose(value, components[0], rtol=1e-5, atol=1e-5)
-
-
-class ThreadsTest(StrategyTestCase):
-    """Six threads at once.
-
-    They call functions and feed them themselves: neither a distributed dataset nor the eager tape
-    of a replica function works in several threads, whatever class the strategy is given.
-    """
-
-    @parameterized.parameters(*dict(BASES))
-    def test_each_trains_with_a_strategy_of_its_own(self, name):
-        ops = CLASSES[name]()
-
-        def work(thread):
-            count = 2 + thread // 2  # Two threads each on the same devices.
-            strategy = strategy_of(ops, count, first=thread // 2)
-            devices = strategy.extended.worker_devices
-            with strategy.scope():
-                model = Model(initial_weights(thread))
-            step = in_mode(FUNCTION, lambda *batch: strategy.run(
-                lambda ids, targets: train_step(model, ids, targets), args=batch
-            ))  # fmt: skip
-            batches = batches_of(examples(6 * count, seed=thread), 2 * count)
-            for batch in batches:
-                step(*(tu.per_replica(np.split(part, count), devices) for part in batch))
-            expected = numpy_training(initial_weights(thread), batches)
-            for key, value in vars(expected).items():
-                np.testing.assert_allclose(getattr(model, key), value, rtol=1e-5, atol=1e-5)
-
-        tu.call_in_six_threads(work)
 
 
 if __name__ == "__main__":

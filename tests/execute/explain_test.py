@@ -123,16 +123,8 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
             "HierarchicalCopyAllReduce(num_packs=2, topology=None)",
         ),
         (
-            lambda: tfcdo.NcclAllReduce(0),
-            "NcclAllReduce(num_packs=0, topology=None, require_nccl=False)",
-        ),
-        (
             lambda: tfcdo.AutoAllReduce(topology=topology.preset("dgx1")),
             "AutoAllReduce(topology='dgx1', plan=None, nccl=True)",
-        ),
-        (
-            lambda: tfcdo.ReductionToOneDevice("/cpu:1"),
-            "ReductionToOneDevice(reduce_to_device='/cpu:1', accumulation_fn=None)",
         ),
         (
             lambda: tfcdo.AllReduceCrossDeviceOps("ring", agg_small_grads_max_bytes=7),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -84,33 +83,6 @@ class ReductionTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertEqual(result.dtype, dtype)
                 actual = tf.cast(result, tf.float64)
                 self.assertAllClose(expected, actual, rtol=tolerance, atol=tolerance)
-
-    @parameterized.parameters(
-        # Between 2048 and 4096 float16 knows the even numbers alone: rounded once.
-        (np.array([2048] + 6 * [1], np.float16), "sum", 2054.0),
-        (np.array([2**31 - 1, 1], np.int32), "sum", -(2**31)),
-        (np.array([1.0, np.nan, 2.0]), "min", np.nan),
-        (np.array([np.nan, 1.0, 2.0]), "max", np.nan),
-    )
-    def test_rounding_overflow_and_nan(self, values, reduction, expected):
-        for result in run(values, reduction):
-            self.assertAllEqual(expected, result)
-
-    def test_adds_in_the_order_of_the_devices_whoever_comes_first(self):
-        # In float32 (1e8 + 1) - 1e8 is 0, but (1e8 - 1e8) + 1 is 1.
-        values = dict(zip(("CPU:2", "CPU:9", "CPU:10"), (1e8, 1.0, -1e8), strict=True))
-        for arrival in itertools.permutations(values):
-
-            @tf.function
-            def reduce_all(arrival=arrival):
-                inputs = []
-                for rank, device in enumerate(arrival):
-                    with tf.device(device):
-                        inputs.append(delayed(tf.constant(values[device]), 0.03 * rank))
-                return all_reduce(inputs, devices=arrival)
-
-            for result in reduce_all():
-                self.assertAllEqual(0.0, result, msg=f"arrival: {arrival}")
 
 
 class StepTest(tf.test.TestCase):

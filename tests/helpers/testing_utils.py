@@ -120,17 +120,6 @@ def dense(slices: tf.IndexedSlices, num_rows: int) -> np.ndarray:
     return table
 
 
-def rows_added(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The same table as slices in which each index is once, in ascending order."""
-    found, inverse = np.unique(slices.indices, return_inverse=True)
-    added = dense(tf.IndexedSlices(slices.values, tf.constant(inverse)), len(found))
-    return tf.IndexedSlices(
-        tf.cast(added, slices.values.dtype),
-        tf.constant(found, slices.indices.dtype),
-        slices.dense_shape,
-    )
-
-
 def oracle(reduce_op: tf.distribute.ReduceOp, values: Sequence[Any]) -> np.ndarray:
     """The exact sum or mean of one array per replica."""
     total = np.sum([exact(value) for value in values], axis=0)

@@ -97,19 +97,13 @@ class TopologyTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"num_devices": 0}, "num_devices"),
         ({"num_devices": 3}, r"6 links; got 2; missing or too many .*: \[\(0, 2\)"),
-        ({"links": ()}, r"\[\(0, 1\), \(1, 0\)\]"),
         ({"addition_bandwidth": 0.0}, "addition_bandwidth"),
-        ({"addition_bandwidth": math.nan}, "addition_bandwidth"),
-        ({"memory_bandwidth": 0.0}, "memory_bandwidth"),
         ({"op_seconds": -1.0}, "op_seconds"),
         ({"resources": (Resource("a", 1.0),) * 2}, "'a' is there twice"),
         ({"num_devices": 2.0}, "num_devices must be an int; got 2.0"),
-        ({"num_devices": 1000}, r"at most 5 shown\): \[(\(0, [2-6]\)(, )?){5}\]$"),
         ({"links": (Link(0, 1, 0.0, (0,)),) * 2}, "2 links; got 2; .*: .*0, 1.*1, 0"),
-        ({"links": (Link(0, 0, 0.0, (0,)),) * 2}, r": \[\(0, 0\), \(0, 1\), "),
         ({"links": (Link(0, 1, 0.0, (0,)),) * 3}, "2 links; got 3"),
         ({"links": (Link(0, 1, 0.0, (2,)),)}, "indices from 0 to 1"),
-        ({"links": (Link(0, 1, 0.0, ()),)}, "indices from 0 to 1"),
         (
             {"links": (Link(0, 1, 0.0, (1, 0, 1)),)},
             "resources of the link 0→1 must be different; '1→0' is there twice",
@@ -118,7 +112,6 @@ class TopologyTest(parameterized.TestCase):
             {"links": (Link(0, 1, -1e-6, (0,)),)},
             "latency of the link 0→1 .* got -1e-06",
         ),
-        ({"links": (Link(0, 1, math.inf, (0,)),)}, "latency"),
     )
     def test_wrong_arguments_are_named(self, change, message):
         machine = preset("fully_connected", 2)
