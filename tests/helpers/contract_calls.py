@@ -96,7 +96,7 @@ class CallsContract(contract.Contract):
             "adds; got string": [tf.constant("a"), tf.constant("b")],
             "tensor": [tf.ragged.constant([[1], [2, 3]])] * 2,
         }
-        ops = self.make()
+        ops, rows = self.make(), tu.per_replica([row] * 2)
         calls: list[tuple[str, Any]] = []
         for message, own in refused.items():
             bad = tu.per_replica(own) if message != "tensor" else tf_internals.per_replica(own)
@@ -118,14 +118,17 @@ class CallsContract(contract.Contract):
                 ("destinations", lambda to=to: ops.broadcast(1.0, to)),
                 ("destinations", lambda to=to: ops._gather(good, to, 0)),
             ]
-        calls.append(("IndexedSlices", lambda: ops._gather(tu.per_replica([row] * 2), "/cpu:1", 0)))
+        calls.append(("IndexedSlices", lambda: ops._gather(rows, "/cpu:1", 0)))
         calls.append(("options", lambda: ops.batch_reduce(SUM, [(good, good)], "nonsense")))
         calls.append(("options", lambda: ops._gather(good, good, 0, "nonsense")))
-        with tf.Graph().as_default() as graph:
+
+        @tf.function(autograph=False)
+        def trace() -> None:
             for message, refused_call in calls:
                 with self.assertRaisesRegex((ValueError, TypeError), f"(?s){message}"):
                     refused_call()
-            self.assertEmpty(graph.get_operations())
+
+        self.assertEmpty(trace.get_concrete_function().graph.get_operations())
 
     @staticmethod
     def both(ops: Any, *pairs: Any) -> Any:
