@@ -69,6 +69,12 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             rows = tu.per_replica([tf.IndexedSlices(tf.ones([1]), tf.constant([0]))] * 3)
             self.strategy.gather({"rows": rows}, 0)
 
+    def test_nccl_where_it_can_run(self):
+        with mock.patch.object(strategies.nccl, "nccl_status") as status:
+            status.return_value.can_run = True
+            strategy = tfcdo.MirroredStrategy(tu.device_names(2))
+        self.assertIsInstance(strategy.extended._cross_device_ops, tfcdo.NcclAllReduce)
+
     @parameterized.parameters(
         ("auto", None, True, True, None),
         ("nccl", tfcdo.NcclAllReduce(), True, True, None),
