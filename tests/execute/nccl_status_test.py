@@ -18,12 +18,7 @@ REMEDY = "use tfcdo.HierarchicalCopyAllReduce()"
 
 
 def gpus(*parts: int, hidden: int = 0) -> Any:
-    """Pretends that there are GPUs, each divided into so many logical devices; 0 for undivided.
-
-    Args:
-      *parts: for each GPU that TensorFlow may use.
-      hidden: how many GPUs, the first ones, TensorFlow may not use.
-    """
+    """Pretends that there are GPUs, each divided into so many logical devices; 0 for undivided."""
     physical = [
         tf.config.PhysicalDevice(f"/physical_device:GPU:{hidden + index}", "GPU")
         for index in range(len(parts))

@@ -51,16 +51,7 @@ def _run(
     arrived: Sequence[np.ndarray],
     gathered: Sequence[np.ndarray],
 ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Runs one host; returns its results, and what it puts into the two collectives.
-
-    Args:
-      own: what it holds.
-      num_hosts: the number of hosts.
-      wire_dtype: what is sent.
-      knows_shapes: whether shapes are known while the function is traced.
-      arrived: what the first collective returns; nothing if that is not known yet.
-      gathered: the same of the second one.
-    """
+    """Runs one host; returns its results, and what it puts into the two collectives."""
     sent: list[tf.Tensor] = []
 
     def collective(known: Sequence[np.ndarray], rows: tf.Tensor) -> tf.Tensor:

@@ -33,12 +33,7 @@ _OWN_FLAGS = ("-shared", "-fPIC", "-O2", "-fwrapv", "-Wall", "-Wno-sign-compare"
 
 @functools.cache
 def load() -> None:
-    """Makes `NcclAllReduce` run on CPU devices in this process.
-
-    Raises:
-        unittest.SkipTest: If there is no compiler.
-        RuntimeError: If the compiler fails; the message ends with its output.
-    """
+    """Makes `NcclAllReduce` run on CPU devices in this process."""
     tf.load_op_library(str(_built()))
     # Hidden from tfcdo; not by a mock, which `mock.patch.stopall` of any test undoes.
     vars(tf_internals)["device_types_with_kernel"] = _real_device_types
