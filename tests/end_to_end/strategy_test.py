@@ -89,33 +89,6 @@ class AllReduceTest(StrategyTestCase):
             self.assert_replicas(2 * y * tu.oracle(SUM, weights[0]) / divisor, first, count)
             self.assert_replicas(tu.oracle(SUM, weights[1]) / divisor, second, count)
 
-    @parameterized.parameters(*BASE_CASES)
-    def test_all_reduces_slices_among_tensors(self, name, mode, count):
-        ops = CLASSES[name]()
-        strategy = strategy_of(ops, count)
-        dense = [tu.numbers((2,), tf.float32, rank) for rank in range(count)]
-        # As many rows as the rank: none on the first replica; some more than once.
-        values = [tu.numbers((rank, 2), tf.float32, 20 + rank) for rank in range(count)]
-        indices = [np.arange(rank) % 3 for rank in range(count)]
-        table = np.zeros([4, 2])
-        for own, rows in zip(values, indices, strict=True):
-            np.add.at(table, rows, own.astype(np.float64))
-
-        def reduce(dense, values, indices):
-            slices = tf.IndexedSlices(values, indices, tf.constant([4, 2], tf.int64))
-            result = context().all_reduce(MEAN, on_replica([slices, dense, (slices,)]))
-            self.assertIsInstance(result[0], tf.IndexedSlices)
-            return [tf.convert_to_tensor(one) for one in (result[0], result[1], result[2][0])]
-
-        def run(*arguments):
-            return strategy.run(reduce, args=arguments)
-
-        with self.used(ops):
-            first, middle, last = in_mode(mode, run)(*map(tu.per_replica, (dense, values, indices)))
-        self.assert_replicas(tu.oracle(MEAN, dense), middle, count)
-        for result in first, last:
-            self.assert_replicas(table / count, result, count)
-
     @parameterized.parameters(*BASES)
     def test_values_that_are_all_on_one_device(self, name, count):
         ops = CLASSES[name]()
@@ -178,24 +151,6 @@ class ReduceTest(StrategyTestCase):
             self.assertAllClose(everything.mean(0), mean)
             self.assertAllClose(everything.mean(), of_all)
 
-    @parameterized.parameters(*BASE_CASES)
-    def test_reduces_across_replicas(self, name, mode, count):
-        ops = CLASSES[name]()
-        strategy = strategy_of(ops, count)
-        own = [tu.numbers((2, 3), tf.float32, rank) for rank in range(count)]
-        integers = [tu.numbers((), tf.int32, rank) for rank in range(count)]
-
-        def reduce(value, integer):
-            nested = {"a": value, "b": [integer]}
-            return [strategy.reduce(reduce_op, nested, axis=None) for reduce_op in (SUM, MEAN)]
-
-        with instead_of_tensorflows(ops), self.used(ops, "reduce"):
-            results = in_mode(mode, reduce)(tu.per_replica(own), tu.per_replica(integers))
-        for reduce_op, result in zip((SUM, MEAN), results, strict=True):
-            self.assert_close(tu.oracle(reduce_op, own), result["a"], tf.float32)
-            dtype = tu.result_dtype(reduce_op, tf.int32)
-            self.assert_close(tu.oracle(reduce_op, integers), result["b"][0], dtype)
-
 
 class GatherTest(StrategyTestCase):
     @parameterized.parameters(*BASE_CASES)
@@ -248,30 +203,6 @@ class VariableTest(StrategyTestCase):
             in_mode(mode, lambda: strategy.run(replica))()
         for variable, expected in zip(variables, aggregations.values(), strict=True):
             self.assert_replicas(10.0 + expected, variable, count)
-
-    @parameterized.parameters(*BASES)
-    def test_aggregates_what_is_read(self, name, count):
-        ops = CLASSES[name]()
-        strategy = strategy_of(ops, count)
-        with strategy.scope():
-            variables = [
-                tf.Variable(
-                    0.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=aggregation
-                )
-                for aggregation in (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
-            ]
-
-        def replica():
-            for variable in variables:
-                variable.assign_add(tf.cast(context().replica_id_in_sync_group + 1, tf.float32))
-
-        strategy.run(replica)
-        with instead_of_tensorflows(ops), self.used(ops, "reduce"):
-            total, mean = (variable.read_value() for variable in variables)
-        self.assertAllClose([count * (count + 1) / 2, (count + 1) / 2], [total, mean])
-        results = strategy.extended.batch_reduce_to(SUM, [(one, one) for one in variables])
-        for result in results:
-            self.assert_replicas(count * (count + 1) / 2, result, count)
 
 
 if __name__ == "__main__":

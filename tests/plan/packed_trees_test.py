@@ -95,18 +95,6 @@ class SearchTest(plan_testing.PlanTestCase):
         sizes = [pack.size for pack in packs]
         self.assertLessEqual(max(sizes) - min(sizes), 1)
 
-    @parameterized.parameters(
-        ({1: 1.0, 2: 0.995, 4: 1.0}, 1), ({1: 1.0, 2: 0.995, 4: 0.98}, 4), ({4: 0.5, 2: 1.0}, 4)
-    )
-    def test_more_packs_must_be_worth_it(self, seconds, expected):
-        def median_seconds(graph, *_):
-            return seconds[len(graph.names) // 14]
-
-        found = [(Stream(copy_tree.star(8), 1.0, count),) for count in reversed(seconds)]
-        with absltest.mock.patch.object(simulator, "median_seconds", median_seconds):
-            (best,) = packed_trees._fewest_of_fast(found, DGX1, MB)
-        self.assertEqual(best.num_packs, expected)
-
 
 class StreamsTest(parameterized.TestCase):
     @hypothesis.settings(deadline=None)
