@@ -63,15 +63,10 @@ class AutoTest(plan_testing.PlanTestCase):
             for num_bytes in (100 * MB, 101 * MB, GB):
                 algorithms.make_schedule("auto", machine, num_bytes)
         lines = [call.args[0] % call.args[1:] for call in info.mock_calls]
-        self.assertEqual(
-            lines,
-            [
-                "tfcdo: auto takes ring, 8 packs, for about 99 MB on each of the 8 devices of "
-                "nvswitch; to plan this took 2.5 s",
-                "tfcdo: auto takes ring, 8 packs, for about 9.8e+02 MB on each of the 8 devices of "
-                "nvswitch",
-            ],
-        )
+        for line, told in zip(
+            lines, ("99 MB .*took 2.5 s$", r"9.8e\+02 MB .*nvswitch$"), strict=True
+        ):
+            self.assertRegex(line, f"auto takes ring, 8 packs, for about {told}")
 
 
 class SizeClassTest(parameterized.TestCase):
