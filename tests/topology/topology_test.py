@@ -91,10 +91,6 @@ class TopologyTest(parameterized.TestCase):
             machine.subset([0, 2, 1, 3]),
         )
         self.assertLen({machine.fingerprint, *(one.fingerprint for one in changed)}, 8)
-        # What all trees cost alike makes no other plan.
-        costlier = dataclasses.replace(machine, memory_bandwidth=1e9, op_seconds=1e-6)
-        self.assertEqual(costlier.fingerprint, machine.fingerprint)
-        self.assertNotEqual(costlier, machine)
 
     def test_direct_links_are_all_links_where_others_do_not_reach_every_device(self):
         machine = preset("dgx1")
@@ -108,8 +104,6 @@ class TopologyTest(parameterized.TestCase):
         ({"links": ()}, r"\[\(0, 1\), \(1, 0\)\]"),
         ({"addition_bandwidth": 0.0}, "addition_bandwidth"),
         ({"addition_bandwidth": math.nan}, "addition_bandwidth"),
-        ({"memory_bandwidth": 0.0}, "memory_bandwidth"),
-        ({"op_seconds": -1.0}, "op_seconds"),
         ({"resources": (Resource("a", 1.0),) * 2}, "'a' is there twice"),
         ({"num_devices": 2.0}, "num_devices must be an int; got 2.0"),
         ({"num_devices": 1000}, r"at most 5 shown\): \[(\(0, [2-6]\)(, )?){5}\]$"),
@@ -120,7 +114,7 @@ class TopologyTest(parameterized.TestCase):
         ({"links": (Link(0, 1, 0.0, ()),)}, "indices from 0 to 1"),
         (
             {"links": (Link(0, 1, 0.0, (1, 0, 1)),)},
-            "resources of the link 0→1 must be different; '1→0' is there twice",
+            r"resources of the link 0→1 must be different; got \(1, 0, 1\)",
         ),
         (
             {"links": (Link(0, 1, -1e-6, (0,)),)},
@@ -163,7 +157,8 @@ class RoutesTest(parameterized.TestCase):
             machine.name,
             num_devices,
             routes[::-1],
-            **machine.costs,
+            addition_bandwidth=machine.addition_bandwidth,
+            serial_reduction=machine.serial_reduction,
         )
         self.assertEqual(again, machine)
 
