@@ -43,9 +43,6 @@ def main(fault: str, steps_per_execution: str = "1") -> None:
             layers.insert(2, _SlowBackward())
         model = keras.Sequential([keras.layers.Input((8,)), *layers])
         model.compile("sgd", "mse", steps_per_execution=int(steps_per_execution))
-    if fault == "signal":
-        for seconds in (6.0, 9.0):
-            threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGUSR1]).start()
     model.fit(data.with_options(sharding), verbose=0)
     print("delays", json.dumps([dataclasses.asdict(one) for one in strategy.host_delays()]))
 
@@ -70,10 +67,12 @@ class _SlowBackward(keras.layers.Layer):
 
 def _faulty(index: tf.Tensor, pair: tuple[tf.Tensor, tf.Tensor], fault: str, here: bool) -> object:
     def happen(number: np.ndarray) -> np.ndarray:
-        if here and number == 5:
+        if number == 10 and fault == "signal":
+            threading.Timer(4.0, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+        if number == 10 and here:
             if fault == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(12.0)
+            time.sleep(10.0)
         return number
 
     number = tf.numpy_function(happen, [index], tf.int64)

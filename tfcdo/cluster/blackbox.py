@@ -76,9 +76,9 @@ def write(box: Box) -> None:
         logging.warning("tfcdo: the black box could not be written: %s", error)
         return
     logging.warning(
-        "tfcdo: the last %d collectives are in %s (%s); `tfcdo doctor --blackbox FILE...` with the "
+        "tfcdo: the last %d collectives are in %s; `tfcdo doctor --blackbox FILE...` with the "
         "files of all hosts says which host stopped where",
-        *(len(box.entries), path, box.reason),
+        *(len(box.entries), path),
     )
 
 
@@ -106,15 +106,17 @@ def listen() -> None:
         os.set_blocking(end, False)
     writer = _pipe[1]
 
-    def ask(*_: object) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(writer, bytes([signal.SIGUSR1]))
-
-    signal.signal(signal.SIGUSR1, ask)
-    # Python runs `ask` only between two steps of the main thread, but writes to this at once.
+    # Python runs a handler only between two steps of the main thread, but writes to this at once.
     other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if other != -1:
         signal.set_wakeup_fd(other)
+
+    def ask(*_: object) -> None:
+        if other != -1:
+            with contextlib.suppress(BlockingIOError):
+                os.write(writer, bytes([signal.SIGUSR1]))
+
+    signal.signal(signal.SIGUSR1, ask)
 
 
 def asked() -> bool:
