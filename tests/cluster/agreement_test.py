@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from absl import logging
 from absl.testing import absltest, parameterized
 
-from tfcdo.cluster import agreement, config, errors, session, watch
+from tfcdo.cluster import agreement, config, errors, progress, session, watch
 
 SPEC = {"worker": ["a:1", "b:2", "c:3"]}
 
@@ -175,15 +175,12 @@ class AgreementTest(parameterized.TestCase):
         (ValueError("many " * 1000), "has ended with ValueError: (many ){100}$"),
     )
     def test_a_host_whose_program_ends(self, error, message):
-        if error is not None:
-            self.enterContext(mock.patch.object(sys, "last_value", error, create=True))
-
         def program(host, own):
             try:
                 if host > 0:
                     own.number(kind("f[4]"), 2)
             finally:
-                own.leave()
+                own.leave(error if host == 0 else None)
                 left[host] = True
                 # The chief, whose store they all read, is there until the others have left.
                 self.assertTrue(host > 0 or (left[1] and left[2]))
@@ -202,20 +199,18 @@ class AgreementTest(parameterized.TestCase):
         own = agreement.Agreement(store, cluster(0), 10.0)
         if known:
             own.fail(known)
-        else:
-            raised = type(error, (Exception,), {})("a host is gone")
-            self.enterContext(mock.patch.object(sys, "last_value", raised, create=True))
+        raised = type(error, (Exception,), {})("a host is gone") if error else None
         with mock.patch.object(store, "get", wraps=store.get) as get:
-            own.leave()
+            own.leave(raised)
         # It waits for nobody: the others know, and one of them may never leave.
         self.assertNotIn("left/", " ".join(call.args[0] for call in get.call_args_list))
         self.assertEqual(known, own.failure() or "")
 
     def test_the_chief_does_not_wait_for_ever(self):
         self.enterContext(mock.patch.object(agreement, "_LAST_SECONDS", 0.3))
-        agreement.Agreement(Store(), cluster(0), 10.0).leave()
+        agreement.Agreement(Store(), cluster(0), 10.0).leave(None)
         with mock.patch.object(Store, "get", side_effect=RuntimeError("the chief is gone")):
-            agreement.Agreement(Store(), cluster(1), 10.0).leave()
+            agreement.Agreement(Store(), cluster(1), 10.0).leave(None)
 
 
 class WatchTest(absltest.TestCase):
@@ -233,7 +228,9 @@ class WatchTest(absltest.TestCase):
             watched._thread = threading.current_thread()  # None of its own: the test looks.
         self.description = kind("f[4]")
         for host, watched in enumerate(self.watches):
-            watched.add(self.description, lambda host=host: self.counts[host])
+            marks = mock.Mock(count=lambda host=host: self.counts[host])
+            marks.times.return_value = np.zeros(progress.shape_of_times(2))
+            watched.add(self.description, marks)
 
     def make_watch(self, host):
         return watch.Watch(
