@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-# TensorFlow, which autodoc imports with tfcdo, tells on standard error what machine this is.
+# TensorFlow, which autodoc imports with tfcdo, describes the machine on standard error.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from tfcdo.version import __version__
@@ -27,7 +27,7 @@ extensions = [
 myst_enable_extensions = ["attrs_block", "colon_fence", "deflist"]
 # Anchors as GitHub makes them, so that a link works on both.
 myst_heading_anchors = 3
-# A prompt or the output below a command is not what a reader wants to paste.
+# A prompt or the output below a command is not meant to be pasted.
 copybutton_exclude = ".linenos, .gp, .go"
 
 # Docstrings name things in single backquotes, of tfcdo or not.
