@@ -18,7 +18,5 @@ def measure_briefly(test: unittest.TestCase) -> pathlib.Path:
     test.addCleanup(stack.close)
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     stack.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=folder))
-    stack.enter_context(
-        mock.patch.multiple(measurement, _COUNT=2**12, _BYTES=2**14, _LARGE_COUNT=2**14)
-    )
+    stack.enter_context(mock.patch.multiple(measurement, _COUNT=2**12, _BYTES=2**14))
     return pathlib.Path(folder)
