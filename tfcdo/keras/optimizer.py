@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcdo.keras import updates
+from tfcdo.keras import sharding, updates
 
 # Keras's base class sets these on every optimizer; here they forward to the wrapped optimizer.
 _FORWARDED = (
@@ -50,10 +50,17 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
       gradient_accumulation_steps: over how many steps gradients are accumulated before each
         update; None: `optimizer`'s own setting.
       name: the optimizer's name; None for one made from its class.
+      shard_optimizer_state: whether the state of each variable, such as Adam's two moments, is only
+        on one device of a host. This device, its owner, gets the sum of the gradients, updates the
+        variable and sends it to the other devices: as many bytes as an all-reduce. Whole variables
+        are dealt to devices by their bytes. See the page on optimizer state.
 
     Raises:
-      TypeError: if `optimizer` is not a Keras optimizer or a number not an int.
-      ValueError: if `gradient_accumulation_steps` is less than 2 or differs from `optimizer`'s.
+      TypeError: if `optimizer` is not a Keras optimizer, a number not an int or
+        `shard_optimizer_state` not a bool; with it, if the strategy does not sum with one of
+        tfcdo's all-reduce classes.
+      ValueError: if `gradient_accumulation_steps` is less than 2 or differs from `optimizer`'s;
+        with `shard_optimizer_state`, if `optimizer` is built or was made outside of the scope.
 
     References:
       Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018,
@@ -77,12 +84,16 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         optimizer: keras.optimizers.Optimizer,
         gradient_accumulation_steps: int | None = None,
         name: str | None = None,
+        shard_optimizer_state: bool = False,
     ) -> None:
         _check_optimizer(optimizer)
+        _check_sharding(optimizer, shard_optimizer_state)
         _set_accumulation_steps(optimizer, gradient_accumulation_steps)
         super().__init__(learning_rate=lambda: optimizer.learning_rate, name=name)
         self.inner_optimizer = optimizer
         self._iterations = optimizer._iterations
+        self.shard_optimizer_state = shard_optimizer_state
+        self._shards: sharding.Shards | None = None
         # While one thread applies gradients, methods of the optimizer inside are replaced.
         self._applying = threading.RLock()
 
@@ -106,7 +117,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if self.built:
             return
         if not self.inner_optimizer.built:
-            with updates.accumulated_on_each_replica(self.inner_optimizer):
+            strategy = self._distribution_strategy
+            if self.shard_optimizer_state and len(strategy.extended.worker_devices) > 1:
+                self._shards = sharding.deal(strategy, variables)
+            with updates.accumulated_on_each_replica(self.inner_optimizer, self._shards):
                 self.inner_optimizer.build(variables)
         self.built = True
 
@@ -151,7 +165,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
                 self.build(variables)
             known = self.inner_optimizer._trainable_variables if variables is None else variables
             grads = updates.of_one_kind(strategy, grads, known)
-            with updates.summed_first(self.inner_optimizer):
+            with updates.summed_first(self.inner_optimizer, self._shards):
                 strategy.run(self.inner_optimizer.apply, args=(grads, variables))
 
     @property
@@ -235,6 +249,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         return {
             "name": self.name,
             "optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "shard_optimizer_state": self.shard_optimizer_state,
         }
 
     @classmethod
@@ -251,7 +266,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
           The optimizer, without variables.
         """
         optimizer = keras.saving.deserialize_keras_object(config["optimizer"], custom_objects)
-        return cls(optimizer, name=config.get("name"))
+        sharded = config.get("shard_optimizer_state", False)
+        return cls(optimizer, name=config.get("name"), shard_optimizer_state=sharded)
 
 
 def _forwarded(name: str) -> property:
@@ -284,6 +300,29 @@ def _check_optimizer(optimizer: Any) -> None:
             "optimizer must be a Keras 3 optimizer that is not a DistributedOptimizer itself; "
             f"got {optimizer!r}"
         )
+
+
+def _check_sharding(optimizer: keras.optimizers.Optimizer, shard: Any) -> None:
+    """Raises unless the state of an optimizer can be sharded, if that is asked for."""
+    if not isinstance(shard, bool):
+        raise TypeError(f"shard_optimizer_state must be True or False; got {shard!r}")
+    if not shard:
+        return
+    strategy = tf.distribute.get_strategy()
+    if tf.distribute.has_strategy():
+        sharding.check_strategy(strategy)
+    for leaf in updates.leaves(optimizer):
+        if leaf.built:
+            raise ValueError(
+                "shard_optimizer_state=True needs an optimizer that is not built yet; got "
+                f"{leaf.name}, which has its variables: make a new one"
+            )
+        if leaf._distribution_strategy is not strategy:
+            raise ValueError(
+                "shard_optimizer_state=True needs an optimizer that is made in the scope of the "
+                f"strategy, as DistributedOptimizer itself is; got {leaf.name}, made elsewhere: "
+                "make both in strategy.scope()"
+            )
 
 
 def _set_accumulation_steps(optimizer: keras.optimizers.Optimizer, steps: int | None) -> None:
