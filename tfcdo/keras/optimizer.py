@@ -231,18 +231,34 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer.set_weights(weights)
 
     def save_own_variables(self, store: Any) -> None:
-        """Saves nothing: Keras saves the optimizer inside by itself.
+        """Saves the variables of the optimizer inside where it would save them alone.
 
         Args:
           store: where an optimizer's variables go.
         """
+        self.inner_optimizer.save_own_variables(store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Loads nothing: Keras loads the optimizer inside by itself.
+        """Loads the variables of the optimizer inside.
 
         Args:
           store: where an optimizer's variables come from.
+
+        Raises:
+          ValueError: if they are those of another optimizer.
         """
+        saved, here = len(store.keys()), len(self.inner_optimizer.variables)
+        if saved and self.inner_optimizer.built and saved != here:
+            raise ValueError(
+                f"the state that is loaded must be one of {type(self.inner_optimizer).__name__}, "
+                f"with {here} variables; got {saved} variables, as of another optimizer: compile "
+                "with the optimizer that was saved, or load the weights before you compile"
+            )
+        self.inner_optimizer.load_own_variables(store)
+
+    def __dir__(self) -> list[str]:
+        # Keras saves all optimizers that it finds here, and would save the one inside twice.
+        return [name for name in super().__dir__() if name != "inner_optimizer"]
 
     def get_config(self) -> dict[str, Any]:
         """Returns what `from_config` makes the same optimizer from."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -88,7 +89,11 @@ def deal(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> Shards:
 
 @contextlib.contextmanager
 def slots_on_owners(leaf: Any, shards: Shards) -> Iterator[None]:
-    """Has an optimizer that is built within make the slots of a variable on its owner only."""
+    """Has an optimizer that is built within make the slots of a variable on its owner only.
+
+    Raises:
+      ValueError: when it is built, if it makes slots without saying for which variable they are.
+    """
     add_variable, build = leaf.add_variable, leaf.build
     watched = _Watched()
 
@@ -98,7 +103,16 @@ def slots_on_owners(leaf: Any, shards: Shards) -> Iterator[None]:
 
     def add(*args: Any, **options: Any) -> Any:
         variable = watched.current
-        if variable is None or getattr(variable, "overwrite_with_gradient", False):
+        if variable is None:
+            added = add_variable(*args, **options)
+            if len(added.shape):
+                raise ValueError(
+                    "shard_optimizer_state=True needs an optimizer whose build makes the slots of "
+                    f"each variable in a loop over its variables; {type(leaf).__name__} makes "
+                    f"{added.path!r} elsewhere: leave shard_optimizer_state out for it"
+                )
+            return added
+        if getattr(variable, "overwrite_with_gradient", False):
             return add_variable(*args, **options)
         device = shards.devices[shards.owner_of(variable)]
         with tf_internals.plain_variables(device):
@@ -170,6 +184,7 @@ def update(leaf: Any, shards: Shards, gradients: Sequence[Any], variables: Seque
       variables: the variables.
     """
     owner = [shards.owner_of(variable) for variable in variables]
+    gradients = list(map(_in_dtype, gradients, variables))
     owned = shards.ops.reduce_to_owners(gradients, owner, shards.devices)
     sums = list(owned.sums)
     if leaf.gradient_accumulation_steps:
@@ -189,6 +204,18 @@ def update(leaf: Any, shards: Shards, gradients: Sequence[Any], variables: Seque
             for position, value in zip(members, updated, strict=True):
                 changed[position] = value
     _assign(shards, owner, variables, owned.send(changed))
+
+
+def _in_dtype(gradient: Any, variable: Any) -> Any:
+    """Returns a gradient in the dtype of its variable, which is sent back in its place."""
+    dtype = tf.as_dtype(variable.dtype)
+    if all(part.dtype == dtype for part in gradient.values):
+        return gradient
+    parts = []
+    for part in gradient.values:
+        with tf.device(part.device):
+            parts.append(tf.cast(part, dtype))
+    return tf_internals.per_replica(parts)
 
 
 def _tensors(values: Sequence[Any]) -> list[tf.Tensor]:
@@ -218,11 +245,34 @@ def _clipped(
 
 def _updated(leaf: Any, gradients: list[Any], variables: list[Any]) -> list[Any]:
     """Updates an owner's variables; returns their new values, or rows where only rows changed."""
+    written: dict[str, list[Any]] = {}
+
+    def note(assign: Any, variable: Any, value: Any) -> None:
+        written.setdefault(leaf._var_key(variable), []).append(getattr(value, "indices", None))
+        assign(variable, value)
+
     if not leaf.global_clipnorm:
         gradients = leaf._clip_gradients(gradients)
     leaf._apply_weight_decay(variables)
-    leaf._backend_update_step(gradients, variables, leaf.learning_rate)
-    return [tf.convert_to_tensor(variable) for variable in variables]
+    with contextlib.ExitStack() as stack:
+        for name in ("assign", "assign_add", "assign_sub"):
+            stack.enter_context(replaced(leaf, name, functools.partial(note, getattr(leaf, name))))
+        leaf._backend_update_step(gradients, variables, leaf.learning_rate)
+    return [
+        _changed(leaf, variable, written.get(leaf._var_key(variable), [None]))
+        for variable in variables
+    ]
+
+
+def _changed(leaf: Any, variable: Any, indices: Sequence[Any]) -> Any:
+    """Returns a variable's new value, or only the rows that were written, if these were all."""
+    value = tf.convert_to_tensor(variable)
+    decays = type(leaf)._apply_weight_decay is not keras.optimizers.Optimizer._apply_weight_decay
+    if decays or leaf.weight_decay or any(each is not indices[0] for each in indices):
+        return value
+    if indices[0] is None:
+        return value
+    return tf.IndexedSlices(tf.gather(value, indices[0]), indices[0])
 
 
 def _assign(
