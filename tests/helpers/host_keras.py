@@ -58,6 +58,22 @@ def mended_keras(strategy: Any) -> dict[str, np.ndarray]:
     return arrays
 
 
+def sharded_state(strategy: Any) -> dict[str, np.ndarray]:
+    """Trains with the state on one device of each host, in sync over all devices of all hosts."""
+    arrays: dict[str, np.ndarray] = {}
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        optimizer = ko.Adam(0.05, global_clipnorm=0.5, weight_decay=0.1)
+        if strategy:
+            optimizer = DistributedOptimizer(optimizer, shard_optimizer_state=True)
+        model = weight_by_examples(model_of(dense_layers, optimizer, run_eagerly=False))
+    arrays["loss"] = np.array(_fit(strategy, model, *[CheckInSync(every=1)] * bool(strategy)))
+    for index, weight in enumerate(model.weights):
+        arrays[f"replica_{index}"] = _copies(strategy, weight)
+    for index, slot in enumerate(model.optimizer.variables):
+        arrays[f"slot_{index}"] = slot.numpy()
+    return arrays
+
+
 def mixed_float16(strategy: Any) -> dict[str, np.ndarray]:
     """Trains in mixed precision, with casts between hosts.
 

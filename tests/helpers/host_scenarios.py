@@ -21,6 +21,7 @@ from host_keras import (
     in_sync,  # noqa: F401
     mended_keras,  # noqa: F401
     mixed_float16,  # noqa: F401
+    sharded_state,  # noqa: F401
 )
 from host_unlike import (
     unlike_correct,  # noqa: F401
