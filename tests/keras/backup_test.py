@@ -5,7 +5,6 @@ from __future__ import annotations
 import pathlib
 import tempfile
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
@@ -15,7 +14,6 @@ from absl.testing import parameterized
 
 import tfcdo
 import tfcdo.keras
-from tfcdo import strategies
 
 _EPOCHS, _STEPS, _BATCH = 3, 7, 12
 _EXAMPLES = 80  # Not a multiple of the batch: batches begin in one epoch and end in the next.

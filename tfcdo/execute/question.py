@@ -82,7 +82,10 @@ def questions(
                 nodes.append(device)
         requests = tuple(
             Request(
-                spec, _nodes_of(reduction, nodes), reduction.exact or spec.size == 1, reduction.owner
+                spec,
+                _nodes_of(reduction, nodes),
+                reduction.exact or spec.size == 1,
+                reduction.owner,
             )
             for reduction in members
             for spec in [_gathered(reduction) if op == "gather" else _spec(reduction, as_rows)]

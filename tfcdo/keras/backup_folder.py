@@ -98,9 +98,7 @@ class BackupFolder:
                 header, arrays = read(path)
             except _UNREADABLE as error:
                 damaged.append(f"{path.name} ({type(error).__name__}: {error})")
-                log.warn_once(
-                    f"the backup {path} cannot be read, so an older one is used: {error}"
-                )
+                log.warn_once(f"the backup {path} cannot be read, so an older one is used: {error}")
                 continue
             return position, header, arrays
         if damaged:
@@ -121,9 +119,7 @@ class BackupFolder:
             self._check_owner()
             text = np.frombuffer(json.dumps(header).encode(), np.uint8)
             everything = {_HEADER: text, **arrays}
-            self._write(
-                self.file(position).name, lambda file: host_exchange.save(file, everything)
-            )
+            self._write(self.file(position).name, lambda file: host_exchange.save(file, everything))
             for old in self.positions()[_KEPT:]:
                 self.file(old).unlink(missing_ok=True)
         except OSError as error:

@@ -36,7 +36,9 @@ class Order:
     batch_size: int
 
 
-def resumable(data: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True) -> tf.data.Dataset:
+def resumable(
+    data: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True
+) -> tf.data.Dataset:
     """Returns an endless dataset that `BackupAndRestore` can start at any example.
 
     Epoch after epoch it gives each example once, in an order that is a function of the seed, the

@@ -89,9 +89,7 @@ def _on_first_replica(strategy: tf.distribute.Strategy, value: np.ndarray) -> An
     devices = len(strategy.extended.worker_devices)
     return strategy.experimental_distribute_values_from_function(
         lambda context: tf.constant(
-            value
-            if context.replica_id_in_sync_group % devices == 0
-            else np.zeros_like(value)
+            value if context.replica_id_in_sync_group % devices == 0 else np.zeros_like(value)
         )
     )
 
