@@ -17,7 +17,7 @@ from absl.testing import absltest, parameterized
 from drawn_machines import draw_machine
 from hypothesis import strategies as st
 
-from tfcdo.plan import algorithms, copy_tree, simulator, stream_sources, tree_program
+from tfcdo.plan import algorithms, copy_tree, simulator, streams, tree_program
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.lower_bound import bandwidth_bound, lower_bound_seconds
 from tfcdo.plan.schedule import Pack, Schedule, assign, cut
@@ -119,8 +119,8 @@ class BoundTest(plan_testing.PlanTestCase):
 
     def test_few_shallow_trees_are_nearly_as_fast(self):
         machine = draw_machine(12, 1)
-        trees = stream_sources.Trees(machine, GB, 40)
-        assert trees.solved is not None
+        trees = streams.Source.of_trees(tree_program.Edges(machine, 40 / GB))
+        assert trees is not None
         all_rates = trees.solved.rates
         for slack in (0.01, 0.2):
             rates = tree_program.shallow_rates(trees.solved, trees.ways, slack)

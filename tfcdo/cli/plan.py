@@ -12,9 +12,7 @@ from tfcdo.cli import options, plan_options
 from tfcdo.cli.here import Here, topology_of
 from tfcdo.cli.plan_table import print_table
 from tfcdo.plan.evaluation import Evaluation, evaluate, evaluate_all
-from tfcdo.plan.saved_plan import SavedPlan
 from tfcdo.plan.task_graph import Hosts
-from tfcdo.plan.widening import widened
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_bytes, format_seconds
 
@@ -57,7 +55,7 @@ def _plan(given: plan_options.Options, topology: Topology, console: Console) -> 
     machine, sent, size, hosts = topology, given.size, format_bytes(given.size), None
     if given.wire:
         # Two bytes are sent for each four that are added.
-        machine, sent = widened(topology, 2), -(-given.size // 2)
+        machine, sent = topology.with_slower_additions(2), -(-given.size // 2)
         size += f", sent as {format_bytes(sent)} of {given.wire}"
     if given.num_hosts:
         hosts = Hosts(given.num_hosts, given.network, sent=0.5 if given.wire_between else 1.0)
@@ -75,7 +73,7 @@ def _plan(given: plan_options.Options, topology: Topology, console: Console) -> 
     text = ""
     if given.as_json or given.saved_file:
         # The times are of what is sent and added, but the plan is for this machine.
-        text = dataclasses.replace(SavedPlan.of(chosen, machine), topology=topology).to_json()
+        text = dataclasses.replace(chosen, topology=topology).to_json()
     if given.as_json:
         click.echo(text)
     else:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from tfcdo.cli import options
 from tfcdo.plan.evaluation import Evaluation
+from tfcdo.plan.simulator import bottleneck
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_bytes, format_seconds
 
@@ -49,9 +50,9 @@ def print_table(
     # Each column's text of an evaluation.
     columns: dict[str, Callable[[Evaluation], str]] = {
         "Packs": lambda one: str(len(one.schedule.packs)),
-        "Depth": lambda one: str(one.depth),
-        "Busiest link": lambda one: one.bottleneck or "none",
-        "Bytes on it": lambda one: format_bytes(one.bottleneck_bytes),
+        "Depth": lambda one: str(max((pack.tree.depth for pack in one.schedule.packs), default=0)),
+        "Busiest link": lambda one: bottleneck(one.schedule, topology)[0] or "none",
+        "Bytes on it": lambda one: format_bytes(bottleneck(one.schedule, topology)[1]),
         "Time": lambda one: format_seconds(one.seconds),
         "Ordered": lambda one: format_seconds(one.ordered_seconds),
         "Time / bound": lambda one: f"{one.ratio:.3f}" if one.bound else "-",

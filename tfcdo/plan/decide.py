@@ -23,7 +23,6 @@ from tfcdo.plan.plan import (
     RootStep,
     Slice,
 )
-from tfcdo.plan.widening import widened
 from tfcdo.topology.topology import Topology
 
 # Below this a pack is sent between hosts as it is: the second collective would cost more than the
@@ -246,7 +245,7 @@ def _tree_packs(
 ) -> tuple[list[packing.Packed], str, str]:
     """Packs values along copy trees; also returns the algorithm and the reason for it."""
     wider = dtypes.itemsize(items[0].dtype) / items[0].itemsize
-    topology = widened(machine.topology, wider)
+    topology = machine.topology.with_slower_additions(wider)
     num_bytes = sum((item.size or 0) * item.itemsize for item in items)
     algorithm, how = _algorithm(batch, options, topology, num_bytes)
     packs = packing.pack(items, how, algorithm, topology)
