@@ -86,12 +86,9 @@ def _search(topology: Topology, num_bytes: int, num_packs: int | None) -> Stream
     finalists = trial.finalists()
     found = [_fewest_of_fast(finalists, topology, num_bytes)]
     tasks_of_pack = 2 * (topology.num_devices - 1)
-    tasks = _TASKS_OF_CHANGES + max(trial.left, 0) // 2
     for start in list(dict.fromkeys((*found, *finalists)))[:_CHANGED_FINALISTS]:
         if sum(stream.num_packs for stream in start) * tasks_of_pack <= _MOST_TASKS_TO_CHANGE:
-            found.append(
-                _changed(start, topology, num_bytes, tasks=tasks, keep_sizes=num_packs is not None)
-            )
+            found.append(_changed(start, topology, num_bytes, keep_sizes=num_packs is not None))
     return _fewest_of_fast(found, topology, num_bytes)
 
 
@@ -185,12 +182,10 @@ def _try_shapes(trial: _Trial, make: Callable[[tree_program.Edges], Source | Non
             break
 
 
-def _changed(
-    best: Streams, topology: Topology, num_bytes: int, *, tasks: int, keep_sizes: bool
-) -> Streams:
+def _changed(best: Streams, topology: Topology, num_bytes: int, *, keep_sizes: bool) -> Streams:
     """Returns streams after small changes, each of which made simulated runs faster."""
     rng = random.Random(0)  # The same arguments give the same streams.
-    left = tasks
+    left = _TASKS_OF_CHANGES
     if sum(stream.num_packs for stream in best) <= _MOST_PACKS_OF_OWN_SIZE and not any(
         stream.window for stream in best
     ):
