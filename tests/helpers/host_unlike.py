@@ -21,7 +21,7 @@ import tensorflow as tf
 
 import tfcdo
 from tfcdo import tf_internals
-from tfcdo.cluster import agreement, session
+from tfcdo.cluster import agreement, errors, session
 from tfcdo.plan import copy_tree, decide, packing
 from tfcdo.topology import detection, measured
 from tfcdo.topology.presets import preset
@@ -133,7 +133,7 @@ def _disagreeing(case: str, pattern: str) -> Iterator[None]:
     ):
         try:
             yield
-        except agreement.DisagreementError as error:
+        except errors.DisagreementError as error:
             assert re.search(pattern, str(error)), (case, pattern, str(error))
         else:
             raise AssertionError(f"{case}: it did not raise")

@@ -160,12 +160,6 @@ class DetectTest(parameterized.TestCase):
         self.assertEqual(found, topology.preset("fully_connected", 2))
         self.assertIn(f"printed '{message}'; pass topology=", line)
 
-    def test_uuids_without_spaces(self):
-        self.fake_nvidia_smi(uuids=_UUIDS.replace(", ", ","))
-        os.environ["CUDA_VISIBLE_DEVICES"] = "GPU-bbbb,GPU-cccc"
-        found, _ = self.detect("GPU:0", "GPU:1")
-        self.assert_nvlinks(found, {(0, 1): 6})
-
     def test_nvidia_smi_is_missing(self):
         found, (line,) = self.detect("GPU:0", "GPU:1")
         self.assertEqual(found, topology.preset("fully_connected", 2))
@@ -187,13 +181,6 @@ class DetectTest(parameterized.TestCase):
         self.assertEqual(detection.gpus_of_nvidia_smi(), ())
         self.fake_nvidia_smi(before="print('Model A\\nModel B'); sys.exit()")
         self.assertEqual(detection.gpus_of_nvidia_smi(), ("Model A", "Model B"))
-
-    def test_nvidia_smi_that_cannot_be_run(self):
-        (self.folder / "nvidia-smi").write_text("no program")
-        (self.folder / "nvidia-smi").chmod(0o755)
-        found, (line,) = self.detect("GPU:0", "GPU:1")
-        self.assertEqual(found, topology.preset("fully_connected", 2))
-        self.assertIn("cannot be run", line)
 
     def test_runs_nvidia_smi_and_logs_once(self):
         self.fake_nvidia_smi()

@@ -123,26 +123,6 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         with mock.patch.dict(os.environ, variables):
             self.assertEqual(self.folder / folder, measured.save(found).parent)
 
-    def test_without_a_home(self):
-        with (
-            mock.patch.dict(os.environ, TFCDO_CACHE_DIR="", XDG_CACHE_HOME=""),
-            # A user that is a mere number, as in a container.
-            mock.patch("pwd.getpwuid", side_effect=KeyError("uid not found")),
-            self.assertRaisesRegex(RuntimeError, "there is no home directory"),
-        ):
-            os.environ.pop("HOME", None)
-            measured.save(measured.Measured(topology.preset("pcie"), "2026-01-01"))
-
-    def test_two_names_never_share_a_file(self):
-        machine = topology.preset("pcie")
-        for name in ("measured 4 GPUs, A", "measured 4 GPUs. A"):
-            found = measured.Measured(
-                topology.Topology(name, 4, machine.resources, machine.links), "2026-01-01"
-            )
-            measured.save(found)
-            self.assertEqual(measured.load(name), found)
-        self.assertLen(list(self.folder.iterdir()), 2)
-
 
 if __name__ == "__main__":
     tf.test.main()
