@@ -34,15 +34,7 @@ MIN_ENCODED_BYTES = 4096
 # Plans are small and pure; the bound only keeps a process that draws ever new shapes from growing.
 @functools.lru_cache(maxsize=512)
 def decide(batch: Batch, options: Options, machine: Machine) -> Plan:
-    """Decides how a batch is reduced.
-
-    Args:
-      batch: the values and destinations.
-      options: the choices of the class.
-      machine: the facts.
-
-    Returns:
-      The plan; the same object for the same question, as long as it is remembered.
+    """Decides how a batch is reduced: the values and destinations, by choices and facts.
 
     Raises:
       ValueError: if the topology, copy trees or saved plan are for other devices.
@@ -54,11 +46,8 @@ def decide(batch: Batch, options: Options, machine: Machine) -> Plan:
     elif batch.root is not None or options.one_device or not batch.is_all_reduce:
         packs, algorithm, why = _on_one_device(batch, options, machine)
     elif batch.stays_rows:
-        packs, algorithm, why = (
-            _rows(batch, options, machine),
-            "rows",
-            "values are tf.IndexedSlices",
-        )
+        packs, algorithm = _rows(batch, options, machine), "rows"
+        why = "values are tf.IndexedSlices"
     else:
         packs, algorithm, why = _all_reduced(batch, options, machine)
     values = tuple(request.value for request in batch.requests)
@@ -209,18 +198,8 @@ def _all_reduced(
             root = dataclasses.replace(root, update=owner is not None)
             after = None if packed.after is None else packed.after + offset
             tree = None if nccl or flat else packed.tree
-            packs.append(
-                Pack(
-                    "sum",
-                    packed.tensors,
-                    packed.dtype,
-                    tree,
-                    codec,
-                    root,
-                    over_hosts=flat,
-                    after=after,
-                )
-            )
+            content = packed.tensors, packed.dtype, tree, codec, root
+            packs.append(Pack("sum", *content, over_hosts=flat, after=after))
     if not reasons:
         return (), "nothing", "the batch is empty"
     _, name, why = max(reasons)
