@@ -12,7 +12,7 @@ import numpy as np
 from absl import logging
 from absl.testing import absltest, parameterized
 
-from tfcdo.cluster import agreement, config, progress, session, watch
+from tfcdo.cluster import agreement, config, errors, progress, session, watch
 
 SPEC = {"worker": ["a:1", "b:2", "c:3"]}
 
@@ -116,7 +116,7 @@ class AgreementTest(parameterized.TestCase):
             own.number(kind("f[5]", "i[]") if host == 2 else kind("f[4]", "i[]"), 2)
 
         for end in on_all_hosts(program, 10.0):
-            self.assertIsInstance(end, agreement.DisagreementError)
+            self.assertIsInstance(end, errors.DisagreementError)
             self.assertRegex(str(end), r"the programs of host \d .* and host \d .* differ: values")
             self.assertRegex(
                 str(end), r"element 0 of 2: f\[[45]\] on host \d, f\[[54]\] on host \d"
@@ -145,7 +145,7 @@ class AgreementTest(parameterized.TestCase):
             own.number(kind("f[4]", what="gather" if host == 1 else "all-reduce"), 2)
 
         for end in on_all_hosts(program, 10.0):
-            self.assertIsInstance(end, agreement.DisagreementError)
+            self.assertIsInstance(end, errors.DisagreementError)
             self.assertRegex(str(end), r"the (gather|all-reduce) of 1 value \(f\[4\]\)")
 
     def test_the_last_collective_that_a_host_waits_in_is_compared(self):
@@ -165,7 +165,7 @@ class AgreementTest(parameterized.TestCase):
             )
         self.assertIsNone(ends[1])
         for end in (ends[0], ends[2]):
-            self.assertIsInstance(end, agreement.LateHostError)
+            self.assertIsInstance(end, errors.LateHostError)
             self.assertRegex(str(end), r"timed out: host 0 .* s for host 1 \(.*b:2\) to come to")
         self.assertRegex(" ".join(logs.output), "s for a host that host 0 .* waits for to come to")
 
@@ -189,7 +189,7 @@ class AgreementTest(parameterized.TestCase):
         first, *others = on_all_hosts(program, 10.0)
         self.assertIsNone(first)
         for end in others:
-            self.assertIsInstance(end, agreement.DisagreementError)
+            self.assertIsInstance(end, errors.DisagreementError)
             self.assertRegex(str(end), rf"^host 0 \(.*a:1\) {message}")
 
     @parameterized.parameters("", "UnavailableError")
@@ -316,7 +316,7 @@ class WatchTest(absltest.TestCase):
         self.counts = [11, 10, 10]
 
         def stray():
-            with self.assertRaises(agreement.DisagreementError):
+            with self.assertRaises(errors.DisagreementError):
                 self.agreements[2].number(kind("g[1]"), 2)
 
         thread = threading.Thread(target=stray)

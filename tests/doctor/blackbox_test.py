@@ -86,8 +86,8 @@ class BlackBoxTest(absltest.TestCase):
             ([self.write("bad", {"host": 1})], "is not a black box of tfcdo: .*missing"),
             ([good, self.write("again", made_box(0))], "good and .*again are both of host 0"),
             ([good, self.write("other", elsewhere)], "must be of one job; .*other has the hosts"),
-            ([str(self.folder / "none")], "does not exist"),
-            ([str(self.folder)], "is a directory"),
+            ([str(self.folder / "none")], "No such file"),
+            ([str(self.folder)], "Is a directory"),
             ([], "--blackbox takes files"),
         ):
             with self.subTest(message):

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from absl import logging
 
 from tfcdo.cluster import config, difference
+from tfcdo.cluster.errors import DisagreementError, LateHostError
 
 Description = Mapping[str, Any]
 
@@ -52,14 +53,6 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Removes a key, so that it can be written again."""
-
-
-class DisagreementError(RuntimeError):
-    """The hosts do not do the same; the message names the difference."""
-
-
-class LateHostError(RuntimeError):
-    """A host did not come to a collective within the time-out; the message names it."""
 
 
 def digest(description: Description) -> str:

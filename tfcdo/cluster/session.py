@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfcdo.cluster import agreement, blackbox, config, delays, progress, watch
-from tfcdo.cluster.agreement import LATE, Agreement, LateHostError, Store, digest
+from tfcdo.cluster.agreement import LATE, Agreement, Store, digest
+from tfcdo.cluster.errors import LateHostError
 
 # A key comes back after this many uses of its kind: long after the last one has ended, and
 # TensorFlow, which keeps what it learns of a key, keeps no more than this for each collective.

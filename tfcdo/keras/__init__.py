@@ -6,6 +6,7 @@ Nothing else of tfcdo imports this package, so Keras is loaded for those who use
 from __future__ import annotations
 
 from tfcdo.keras.backup import BackupAndRestore
+from tfcdo.keras.data_order import resumable
 from tfcdo.keras.in_sync import CheckInSync
 from tfcdo.keras.optimizer import DistributedOptimizer
 from tfcdo.keras.statistics import SynchronizeStatistics
@@ -18,5 +19,6 @@ __all__ = [
     "DistributedOptimizer",
     "SynchronizeStatistics",
     "TraceSummary",
+    "resumable",
     "weight_by_examples",
 ]
