@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import log, moving_statistics, tf_internals
+from tfcdo import empty_batches, keras_steps, log, moving_statistics, tf_internals
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.explain import Explanation
 from tfcdo.structures import gather_structure, reduce_structure
@@ -62,6 +62,8 @@ class ReducesStructures:
 class ReplicaExtended:
     """Starts a step on all replicas or on none, and has each keep its own moving statistics."""
 
+    meets_outside_xla = True  # For `keras_steps`.
+
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         arguments = tf_internals.tensors_of_graph((args, kwargs))
         if not arguments:
@@ -70,7 +72,8 @@ class ReplicaExtended:
         all_have_data = tf.group(*arguments)
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            with tf.control_dependencies([all_have_data]):
+            own = tf_internals.tensors_of_graph((args, kwargs))
+            with tf.control_dependencies([all_have_data]), empty_batches.step_with(own):
                 return fn(*args, **kwargs)
 
         # TensorFlow runs a tf.function for all replicas at once, else a thread for each.
@@ -87,10 +90,14 @@ class ReplicaExtended:
         return reduce(self, reduce_op, value, options)
 
     def _create_variable(self, next_creator: Any, **options: Any) -> Any:
-        options = moving_statistics.averaged_when_read(options)
-        options = moving_statistics.summed_when_read(options)
+        keras_steps.install()  # Keras is imported by now, if its model is made.
+        kept = moving_statistics.averaged_when_read(options)
+        kept = moving_statistics.summed_when_read(kept)
         with tf.control_dependencies(None):  # Its first value does not depend on data.
-            return super()._create_variable(next_creator, **options)  # type: ignore[misc]
+            variable = super()._create_variable(next_creator, **kept)  # type: ignore[misc]
+        if moving_statistics.is_averaged(variable):
+            empty_batches.keep_statistic(variable)
+        return variable
 
     def _batch_gather_to(self, value_destination_pairs: Any, axis: Any, options: Any = None) -> Any:
         ops = self._cross_device_ops  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import host_wire
 import keras
 import numpy as np
 from keras import optimizers as ko
-from keras_training import BATCH, dense_data, dense_layers, model_of
+from keras_training import BATCH, dense_data, dense_layers, model_of, word_data, word_layers
 
 from tfcdo.keras import CheckInSync, DistributedOptimizer, SynchronizeStatistics, weight_by_examples
 
@@ -90,6 +90,43 @@ def mixed_float16(strategy: Any) -> dict[str, np.ndarray]:
     for index, weight in enumerate(model.trainable_weights):
         arrays[f"replica_{index}"] = _copies(casting, weight)
     return arrays
+
+
+def jit(strategy: Any) -> dict[str, np.ndarray]:
+    """Trains with XLA on several replicas, and without on one device."""
+    arrays: dict[str, np.ndarray] = {}
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(word_layers())
+        optimizer = ko.SGD(0.05, momentum=0.9)
+        model.compile(
+            DistributedOptimizer(optimizer) if strategy else optimizer,
+            "mse",
+            metrics=["mae"],
+            jit_compile=strategy is not None,
+        )
+    data = word_data(_EXAMPLES)
+    history = weight_by_examples(model).fit(
+        *data, BATCH, epochs=2, validation_data=data, shuffle=False, verbose=0
+    )
+    arrays.update({name: np.array(values) for name, values in history.history.items()})
+    for index, weight in enumerate(model.weights):
+        arrays[f"replica_{index}"] = _copies(strategy, weight)
+    return arrays
+
+
+def other_weights(strategy: Any) -> dict[str, np.ndarray]:
+    """Starts the second host with other weights, which is found without a callback."""
+    with strategy.scope():
+        model = model_of(dense_layers, "sgd")
+    if strategy.cluster_resolver.task_id == 1:
+        model.set_weights([weight + 0.5 for weight in model.get_weights()])
+    try:
+        _fit(strategy, model)
+        message = "nothing was found"
+    except RuntimeError as error:
+        message = str(error)
+    return {"message": np.array(message)}
 
 
 def _half_layers() -> list[Any]:

@@ -19,8 +19,10 @@ import numpy as np
 import tensorflow as tf
 from host_keras import (
     in_sync,  # noqa: F401
+    jit,  # noqa: F401
     mended_keras,  # noqa: F401
     mixed_float16,  # noqa: F401
+    other_weights,  # noqa: F401
     sharded_state,  # noqa: F401
 )
 from host_unlike import (
