@@ -10,7 +10,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.execute import explain, nccl, owned, request, running
+from tfcdo.execute import explain, nccl, owned, request, running, tensors
 from tfcdo.execute import question as questioning
 from tfcdo.execute.between import Network
 from tfcdo.execute.codec import check_wire_dtype
@@ -173,7 +173,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         """Copies a tensor to each destination; see `broadcast`."""
         devices = devices_of(destinations)
         value = request.check_broadcast(tensor)
-        return tf_internals.mirrored([_copied(value, device) for device in devices])
+        return tf_internals.mirrored([tensors.copied(value, device) for device in devices])
 
     def explain(
         self,
@@ -375,15 +375,6 @@ def _compared(value: Any) -> str:
     if isinstance(value, Topology):
         return f"{value.name!r}, {value.fingerprint[:8]}"
     return getattr(value, "__qualname__", repr(value))
-
-
-def _copied(value: Any, device: str) -> Any:
-    """Copies a tensor or `tf.IndexedSlices` to a device."""
-    with tf.device(device):
-        if not isinstance(value, tf.IndexedSlices):
-            return tf.identity(value)
-        shape = None if value.dense_shape is None else tf.identity(value.dense_shape)
-        return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), shape)
 
 
 def class_options(
