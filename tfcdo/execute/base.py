@@ -180,6 +180,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         shapes: Iterable[Any],
         dtype: Any = tf.float32,
         devices: Sequence[str] | None = None,
+        shard_optimizer_state: bool = False,
     ) -> Explanation:
         """Says what all-reducing such a batch would do, without doing it.
 
@@ -188,6 +189,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
           dtype: the dtype of all values.
           devices: the replicas' devices. None: the current strategy's devices or, outside a
             strategy, the devices that `tf.distribute.MirroredStrategy()` would take.
+          shard_optimizer_state: whether the values are the gradients of variables whose optimizer
+            state is sharded; see `tfcdo.keras.DistributedOptimizer`.
 
         Returns:
           The algorithm and why, packs, copy trees, bytes between devices and hosts, and graph ops;
@@ -206,10 +209,14 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         """
 
         def emit(question: Question, plan: Plan) -> None:
-            running.emit(question, plan, self._network, self._combine)
+            results = running.emit(question, plan, self._network, self._combine)
+            if question.batch.has_owners:
+                owned.emit(question, plan, results)
 
         known = devices if devices is not None or self._network is None else self._network.devices
-        return explain.explain(repr(self), shapes, dtype, known, self._plans_of, emit)
+        return explain.explain(
+            repr(self), shapes, dtype, known, self._plans_of, emit, shard_optimizer_state
+        )
 
     def reset_error_feedback(self) -> None:
         """Sets the rounding errors that are kept for the next step to 0.

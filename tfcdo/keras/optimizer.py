@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfcdo import empty_batches
 from tfcdo.keras import sharding, updates
 
 # Keras's base class sets these on every optimizer; here they forward to the wrapped optimizer.
@@ -78,6 +79,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     """
 
     built: bool
+    meets_outside_xla = True  # For `keras_steps`.
 
     def __init__(
         self,
@@ -154,7 +156,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
         tf.distribute.get_replica_context().merge_call(
-            self._apply_across_replicas, args=(list(grads), trainable_variables)
+            self._apply_across_replicas,
+            args=(empty_batches.without_nan(list(grads)), trainable_variables),
         )
 
     def _apply_across_replicas(
@@ -172,6 +175,19 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     def variables(self) -> list[keras.Variable]:
         """Returns the variables of the optimizer inside: there are no others."""
         return list(self.inner_optimizer.variables)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Returns the bytes of the optimizer's variables on each device of this host.
+
+        Returns:
+          The number of bytes by device; empty before the optimizer is built.
+        """
+        held: dict[str, int] = {}
+        for variable in self.variables if self.built else ():
+            for component in getattr(variable.value, "values", (variable.value,)):
+                num_bytes = component.shape.num_elements() * component.dtype.size
+                held[component.device] = held.get(component.device, 0) + num_bytes
+        return dict(sorted(held.items()))
 
     @property
     def learning_rate(self) -> Any:
