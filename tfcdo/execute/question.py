@@ -81,16 +81,7 @@ def questions(
             if device is not None and device not in nodes:
                 nodes.append(device)
         requests = tuple(
-<<<<<<< HEAD
             Request(spec, _nodes_of(reduction, nodes), is_exact, reduction.owner)
-=======
-            Request(
-                spec,
-                _nodes_of(reduction, nodes),
-                reduction.exact or spec.size == 1,
-                reduction.owner,
-            )
->>>>>>> main
             for reduction in members
             for spec in [_gathered(reduction) if op == "gather" else _spec(reduction, as_rows)]
             for is_exact in [reduction.exact or spec.size == 1]
