@@ -183,13 +183,7 @@ def with_gradient_of(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
 
 
 def plain_variable(initial_value: tf.Tensor) -> tf.Variable:
-    """Makes a variable that is not trained, on the current device, in a strategy's scope too.
-
-    There, `tf.Variable` would make one a replica.
-
-    Args:
-      initial_value: its first value.
-    """
+    """Makes a variable on the current device; in a strategy's scope too, unlike `tf.Variable`."""
     return _resource_variable_ops.ResourceVariable(initial_value, trainable=False)
 
 

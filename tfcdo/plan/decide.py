@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import Literal
 
-from tfcdo.plan import algorithms, copy_tree, dtypes, nccl_choice, owners, packing
+from tfcdo.plan import algorithms, copy_tree, dtypes, nccl_choice, owners, packing, reason
 from tfcdo.plan.options import Machine, Options
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import (
@@ -236,7 +236,7 @@ def _tree_packs(
     num_bytes = sum((item.size or 0) * item.itemsize for item in items)
     algorithm, how = _algorithm(batch, options, topology, num_bytes)
     packs = packing.pack(items, how, algorithm, topology)
-    return packs, *_reason(batch, options, machine, algorithm, topology, num_bytes)
+    return packs, *reason.of_trees(batch, options, machine, algorithm, topology, num_bytes)
 
 
 def _owner_packs(
@@ -273,33 +273,6 @@ def _algorithm(
         # The backward pass makes the gradients of the last variables first: these leave first.
         last_first=True,
     )
-
-
-def _reason(
-    batch: Batch,
-    options: Options,
-    machine: Machine,
-    algorithm: algorithms.Algorithm,
-    topology: Topology,
-    num_bytes: int,
-) -> tuple[str, str]:
-    """Names the algorithm of copy trees, and says why it is that one."""
-    place = f"the topology {topology.name!r} {machine.origin}"
-    if options.saved is not None:
-        return options.saved.resolved, f"the plan was given: {options.saved.origin}; {place}"
-    if not isinstance(algorithm, str):
-        return "copy trees", f"they were given; {place}"
-    if options.nccl == "always" and batch.replicas > 1:
-        reasons = [reason for _, reason in machine.nccl if reason] or [machine.nccl_hosts]
-        return algorithm, f"NCCL cannot run: {reasons[0]}"
-    if options.algorithm != "auto":
-        return algorithm, f"it was asked for; {place}"
-    if algorithm == "auto":
-        num_packs = options.packing.num_packs or None
-        algorithm = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
-    if options.between is not None:
-        return algorithm, f"auto found it fastest for packs between hosts; {place}"
-    return algorithm, f"auto found it fastest for {num_bytes:,} bytes in the simulator; {place}"
 
 
 def _on_one_device(
