@@ -360,6 +360,18 @@ class KeyValueStore:
         _context.context().delete_config_key_value(f"tfcdo/{key}")
 
 
+def preemption_notice(timeout: float) -> str | None:
+    """Waits up to `timeout` seconds for TensorFlow's notice that a host will be taken away."""
+    milliseconds = max(1, round(timeout * 1000))
+    try:
+        notice = _context.context().get_config_key_value(
+            "TF_DEFAULT_PREEMPTION_NOTICE_KEY", milliseconds
+        )
+    except tf.errors.OpError:
+        return None
+    return str(notice)
+
+
 def abort_collectives(late: bool, reason: str) -> None:
     """Ends all collective ops of this process with an error, those to come as well.
 
