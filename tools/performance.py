@@ -29,6 +29,8 @@ HOSTS, HOSTS_CAST = "tfcdo.MultiWorkerMirroredStrategy", "the same, wire_between
 UNDISTURBED = 0.1
 # until there are so many, of which the least disturbed counts.
 MAX_TRIES = 3
+# Measured once, by hand: the section at the end of the page.
+_XLA = pathlib.Path(__file__).with_name("performance_xla.md")
 # Other kinds of measurements, besides the fastest floor, that bound an all-reduce of the same run.
 _LIMITS = ("packing", ALONE, "computing alone")
 
@@ -232,7 +234,7 @@ def page(runs: Mapping[Case, Run], picture: str) -> str:
     lines += ["", "## Over sizes", "", f"![busbw over size, 4 virtual CPU devices]({picture})", ""]
     for case, run in runs.items():
         lines += [f"## `{case}`", "", *_table(run["results"]), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, _XLA.read_text(encoding="utf-8")])
 
 
 def _target_row(case: Case, target: Target, run: Run) -> str:

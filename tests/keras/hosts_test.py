@@ -64,7 +64,7 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
         for host in self.results["other_weights"]:
             self.assertRegex(
                 str(host["message"]),
-                r"^after 1 calls of the train function, replica 2 \(host 1\) holds other numbers of "
+                r"^in the first steps \(1\), replica 2 \(host 1\) holds other numbers of "
                 r"\S*kernel than replica 0, by 0\.\S* at most; .*check_in_sync=False",
             )
 
