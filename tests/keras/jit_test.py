@@ -80,21 +80,21 @@ def _with_string_op() -> list[Any]:
     return [*dense_layers(), keras.layers.Lambda(_unknown_to_xla)]
 
 
-class _ReadsAfterUpdate(keras.Sequential):
+class ReadsAfterUpdate(keras.Sequential):
     def train_step(self, data: Any) -> Any:
         logs = super().train_step(data[:2])
         return {**logs, "size": tf.reduce_sum(tf.abs(self.trainable_variables[0]))}
 
 
-class _UpdatesTwice(keras.Sequential):
+class UpdatesTwice(keras.Sequential):
     def train_step(self, data: Any) -> Any:
         super().train_step(data[:2])
         return super().train_step(data[:2])
 
 
-class _CompilesParts(_UpdatesTwice):
+class CompilesParts(UpdatesTwice):
     def train_step(self, data: Any) -> Any:
-        part = jit_compile(super(_UpdatesTwice, self).train_step, self.optimizer)
+        part = jit_compile(super(UpdatesTwice, self).train_step, self.optimizer)
         part(data[:2])
         return part(data[:2])
 
@@ -163,9 +163,9 @@ class JitTest(TrainingTestCase):
         model.fit(*dense_data(12), 12, verbose=0)
 
     @parameterized.parameters(
-        (_ReadsAfterUpdate, "it uses a variable after its update"),
-        (_UpdatesTwice, "it updates variables more than once"),
-        (_CompilesParts, None),
+        (ReadsAfterUpdate, "it uses a variable after its update"),
+        (UpdatesTwice, "it updates variables more than once"),
+        (CompilesParts, None),
     )
     def test_own_train_step(self, model_class, reason):
         sgd = functools.partial(ko.SGD, 0.05)
