@@ -13,7 +13,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -191,6 +191,20 @@ def plain_variable(initial_value: tf.Tensor) -> tf.Variable:
       initial_value: its first value.
     """
     return _resource_variable_ops.ResourceVariable(initial_value, trainable=False)
+
+
+@contextlib.contextmanager
+def plain_variables(device: str) -> Iterator[None]:
+    """Has variables that are made within be plain ones on a device, in a strategy's scope too."""
+
+    def create(_: Any, initial_value: Any = None, **options: Any) -> tf.Variable:
+        with tf.init_scope(), tf.device(device):
+            return _resource_variable_ops.ResourceVariable(
+                initial_value, trainable=False, name=options["name"], dtype=options["dtype"]
+            )
+
+    with tf.variable_creator_scope(create):
+        yield
 
 
 def last_restored(variable: tf.Variable) -> int:

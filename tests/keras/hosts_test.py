@@ -19,7 +19,14 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
     def setUpClass(cls):
         super().setUpClass()
         with tempfile.TemporaryDirectory() as folder:
-            names = ["mended_keras", "mixed_float16", "jit", "in_sync", "other_weights"]
+            names = [
+                "mended_keras",
+                "sharded_state",
+                "mixed_float16",
+                "jit",
+                "in_sync",
+                "other_weights",
+            ]
             for outcome in clusters.run(2, "host", ["2", folder, *names], _TIMEOUT):
                 assert outcome.returncode == 0, outcome.output
             cls.results = {
@@ -29,7 +36,9 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
 
     # Sums of gradients over the examples of a replica are rounded in float16; a step that one
     # replica alone takes or leaves out makes a difference of some hundredths.
-    @parameterized.parameters(("mended_keras", 2e-6), ("mixed_float16", 5e-3), ("jit", 3e-5))
+    @parameterized.parameters(
+        ("mended_keras", 2e-6), ("sharded_state", 2e-5), ("mixed_float16", 5e-3), ("jit", 3e-5)
+    )
     def test_as_on_one_device(self, name, tolerance):
         for key, expected in getattr(host_keras, name)(None).items():
             for host in self.results[name]:

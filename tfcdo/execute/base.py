@@ -10,13 +10,14 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.execute import explain, nccl, request, running
+from tfcdo.execute import explain, nccl, owned, request, running
 from tfcdo.execute import question as questioning
 from tfcdo.execute.between import Network
 from tfcdo.execute.codec import check_wire_dtype
 from tfcdo.execute.devices import devices_of, existing_device
 from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback, Residuals
+from tfcdo.execute.owned import Owned
 from tfcdo.execute.question import Question
 from tfcdo.execute.request import Reduction
 from tfcdo.plan import decide as deciding
@@ -258,6 +259,14 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
             )
         return [results[position] for position in range(len(reductions))]
 
+    def reduce_to_owners(
+        self, values: Sequence[Any], owners: Sequence[int], devices: Sequence[str]
+    ) -> Owned:
+        """Sums each value on its owner, one of the devices; `Owned.send` sends what comes of it."""
+        found = self._plans_of("sum", owned.check_owned(values, owners, devices))
+        residuals = [self._residuals(plan, question) for question, plan in found]
+        return owned.reduce(found, self._network, residuals)
+
     def _plans_of(
         self, op: str, reductions: Sequence[Reduction], options: Any = None, axis: Any = None
     ) -> list[tuple[Question, Plan]]:
@@ -279,6 +288,11 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         )
         chosen = self._options_of(options)
         return [(question, self._plan(question, chosen)) for question in questions]
+
+    @property
+    def is_one_device(self) -> bool:
+        """Returns whether everything is reduced on one device."""
+        return self._options.one_device
 
     @property
     def _root(self) -> str | None:

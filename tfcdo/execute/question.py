@@ -81,7 +81,12 @@ def questions(
             if device is not None and device not in nodes:
                 nodes.append(device)
         requests = tuple(
-            Request(spec, _nodes_of(reduction, nodes), reduction.exact or spec.size == 1)
+            Request(
+                spec,
+                _nodes_of(reduction, nodes),
+                reduction.exact or spec.size == 1,
+                reduction.owner,
+            )
             for reduction in members
             for spec in [_gathered(reduction) if op == "gather" else _spec(reduction, as_rows)]
         )

@@ -66,6 +66,14 @@ def run(
     ]
 
 
+def up(
+    question: Question, plan: Plan, network: Network | None, residuals: Residuals | None
+) -> list[list[Any]]:
+    """Runs a plan whose roots update variables, as far as the sums: `[value][node]`."""
+    runtime = Runtime(_exchange(plan, network), residuals)
+    return interpreter.run(plan, question.values, question.devices, runtime)
+
+
 def emit(
     question: Question, plan: Plan, network: Network | None, accumulate: Accumulate | None
 ) -> None:

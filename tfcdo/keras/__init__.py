@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tfcdo import keras_steps
 from tfcdo.keras.backup import BackupAndRestore
+from tfcdo.keras.data_order import resumable
 from tfcdo.keras.in_sync import CheckInSync
 from tfcdo.keras.optimizer import DistributedOptimizer
 from tfcdo.keras.statistics import SynchronizeStatistics
@@ -21,6 +22,7 @@ __all__ = [
     "SynchronizeStatistics",
     "TraceSummary",
     "jit_compile",
+    "resumable",
     "weight_by_examples",
 ]
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Literal
 
-from tfcdo.plan import algorithms, copy_tree, dtypes, nccl_choice, packing
+from tfcdo.plan import algorithms, copy_tree, dtypes, nccl_choice, owners, packing
 from tfcdo.plan.options import Machine, Options
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import (
@@ -97,6 +98,8 @@ def nccl_dtypes(batch: Batch, options: Options) -> set[str]:
     """Returns the dtypes for which `decide` asks whether NCCL can add them."""
     if options.nccl == "never" or batch.op not in ("sum", "mean") or not batch.is_all_reduce:
         return set()
+    if batch.has_owners:
+        return set()
     if batch.replicas == 1 or batch.root is not None or batch.stays_rows:
         return set()
     return {
@@ -178,18 +181,22 @@ def _all_reduced(
     batch: Batch, options: Options, machine: Machine
 ) -> tuple[tuple[Pack, ...], str, str]:
     """Packs dense values; those that are encoded alike are planned together."""
-    groups: dict[tuple[Codec, Codec, bool], list[int]] = {}
+    groups: dict[tuple[Codec, Codec, bool, int | None], list[int]] = {}
     for index, request in enumerate(batch.requests):
-        codec = _codec(batch, request, options)
-        nccl = nccl_choice.uses_nccl(batch, packed_dtype(batch, request), options, machine, codec)
+        codec, owner = _codec(batch, request, options), request.owner
+        nccl = owner is None and nccl_choice.uses_nccl(
+            batch, packed_dtype(batch, request), options, machine, codec
+        )
         between = _between_codec(batch, request, options)
-        groups.setdefault((codec, between, nccl), []).append(index)
+        groups.setdefault((codec, between, nccl, owner), []).append(index)
     packs: list[Pack] = []
     reasons: list[tuple[int, str, str]] = []
-    flat = options.between is not None and options.between.flat
-    for (codec, between, nccl), members in groups.items():
+    for (codec, between, nccl, owner), members in groups.items():
         items = _items(batch, members, codec)
-        if nccl or flat:
+        flat = owner is None and options.between is not None and options.between.flat
+        if owner is not None:
+            own, name, why = _owner_packs(batch, items, options, machine, owner)
+        elif nccl or flat:
             own, name, why = _nccl_packs(batch, items, options, machine)
         else:
             own, name, why = _tree_packs(batch, items, options, machine)
@@ -200,6 +207,7 @@ def _all_reduced(
         offset = len(packs)
         for packed in own:
             root = _root_step(batch, packed.dtype, between, packed.tensors)
+            root = dataclasses.replace(root, update=owner is not None)
             after = None if packed.after is None else packed.after + offset
             tree = None if nccl or flat else packed.tree
             packs.append(
@@ -251,6 +259,22 @@ def _tree_packs(
     algorithm, how = _algorithm(batch, options, topology, num_bytes)
     packs = packing.pack(items, how, algorithm, topology)
     return packs, *_reason(batch, options, machine, algorithm, topology, num_bytes)
+
+
+def _owner_packs(
+    batch: Batch,
+    items: Sequence[packing.Item],
+    options: Options,
+    machine: Machine,
+    owner: int,
+) -> tuple[list[packing.Packed], str, str]:
+    """Packs the values of one owner along a tree whose root it is."""
+    num_bytes = batch.num_bytes
+    algorithm, how = _algorithm(batch, options, machine.topology, num_bytes)
+    how = dataclasses.replace(how, num_packs=0 if how.num_packs == 0 else 1)
+    tree = owners.tree_of(owner, algorithm, machine.topology, num_bytes)
+    packs = packing.pack(items, how, (tree,), machine.topology)
+    return packs, "owners", "each device updates its share of the variables (shard_optimizer_state)"
 
 
 def _algorithm(
@@ -341,12 +365,18 @@ def _rows(
     batch: Batch, options: Options, machine: Machine, tree: copy_tree.CopyTree | None = None
 ) -> tuple[Pack, ...]:
     """Packs the rows of each dtype: their number differs between devices and steps."""
-    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    groups: dict[tuple[str, tuple[int, ...], int | None], list[int]] = {}
     for index, request in enumerate(batch.requests):
         to = () if tree is None else request.to
-        groups.setdefault((packed_dtype(batch, request), to), []).append(index)
+        key = (packed_dtype(batch, request), to, request.owner)
+        groups.setdefault(key, []).append(index)
     trees = [tree] * len(groups) if tree else _trees(batch, options, machine, len(groups))
-    root = RootStep("gather" if batch.hosts > 1 else "", divide=_divide(batch))
+    if batch.has_owners:
+        algorithm, _ = _algorithm(batch, options, machine.topology, 0)
+        roots = [owner or 0 for _, _, owner in groups]
+        trees = [owners.tree_of(root, algorithm, machine.topology, 0) for root in roots]
+    hosts: Literal["", "gather"] = "gather" if batch.hosts > 1 else ""
+    root = RootStep(hosts, divide=_divide(batch), update=batch.has_owners)
     return tuple(
         Pack(
             "rows",
@@ -357,7 +387,7 @@ def _rows(
             to=tuple(sorted(set(to))) or None,
             tables="smaller" if options.sparse_as_dense == "auto" and not tree else "never",
         )
-        for ((dtype, to), members), own in zip(groups.items(), trees, strict=True)
+        for ((dtype, to, _), members), own in zip(groups.items(), trees, strict=True)
     )
 
 
