@@ -61,7 +61,7 @@ def _run_checked(
     difference = calls[0].difference()
     if difference is not None:
         raise RuntimeError(
-            f"after {len(calls)} calls of the train function, {difference}. All hosts must start "
+            f"after execution {len(calls)} of the train step, {difference}. All hosts must start "
             "with the same weights and update them alike; "
             "MultiWorkerMirroredStrategy(check_in_sync=False) turns this check off"
         )
