@@ -9,17 +9,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tfcdo.bench import link, tracking, worker_pool
+from tfcdo.bench import link, measure, worker_pool
 from tfcdo.launch import cluster
 
 # The names in requests, and what results are called. `hosts_worker` has the same: importing it
 # would start TensorFlow.
-_TENSORFLOW, _TFCDO, _TFCDO_CAST, _ALONE = "tf", "tfcdo", "tfcdo bfloat16", "computing alone"
+_ALONE = "computing alone"
 NAMES = {
-    _TFCDO: "tfcdo.MultiWorkerMirroredStrategy",
-    _TFCDO_CAST: "the same, wire_between='bfloat16'",
-    _TENSORFLOW: "tf.distribute.MultiWorkerMirroredStrategy",
-    _ALONE: "computing alone",
+    "tfcdo": "tfcdo.MultiWorkerMirroredStrategy",
+    "tfcdo bfloat16": "the same, wire_between='bfloat16'",
+    "tf": "tf.distribute.MultiWorkerMirroredStrategy",
+    _ALONE: _ALONE,
 }
 # Seconds. Tracing takes a minute on a busy machine; a step takes a second.
 _BUILD_TIMEOUT = 900.0
@@ -46,14 +46,13 @@ class HostsMeasurement:
 
     Attributes:
       name: the strategy's, or "computing alone" for steps that drop their gradients.
-      kind: `"tfcdo"`, `"tfcdo bfloat16"`, `"tf"` or `"computing alone"`.
+      kind: a key of `NAMES`.
       rate: the limit of the link between the processes as tc writes it; None if it has none.
       gradient_bytes: bytes of one replica's gradients.
       seconds: median time of a step, to the end of the last worker's.
       spread: distance between the quartiles of these times, in seconds.
       bytes_sent: bytes that crossed the link in a step, on average.
       wrong: number of elements of an all-reduce that differ from numpy's; None without one.
-      distinct_copies: number of different copies of the weights in the end; None likewise.
     """
 
     name: str
@@ -66,32 +65,6 @@ class HostsMeasurement:
     spread: float
     bytes_sent: float
     wrong: int | None
-    distinct_copies: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class HostsResult:
-    """All measurements of a run.
-
-    Attributes:
-      weight_difference: largest difference of a weight between tfcdo's and TensorFlow's training,
-        with nothing cast.
-      least_sending_seconds: least time that the link needs for the gradients; 0 if it has no rate.
-    """
-
-    measurements: tuple[HostsMeasurement, ...]
-    weight_difference: float
-    least_sending_seconds: float
-
-    def of_kind(self, kind: str) -> HostsMeasurement:
-        """Returns the measurement of one kind."""
-        (found,) = (one for one in self.measurements if one.kind == kind)
-        return found
-
-    @property
-    def limit(self) -> float:
-        """Returns the least seconds of a step: the longer of computing and sending."""
-        return max(self.of_kind(_ALONE).seconds, self.least_sending_seconds)
 
 
 def least_bytes(num_workers: int, gradient_bytes: int) -> int:
@@ -103,14 +76,14 @@ def least_bytes(num_workers: int, gradient_bytes: int) -> int:
 
 
 def run(
-    settings: HostsSettings, opened: link.Loopback, track: tracking.Track = tracking.silently
-) -> HostsResult:
-    """Trains the same model on the same data under both strategies, a step of each in turn."""
+    settings: HostsSettings, opened: link.Loopback, track: measure.Track = measure.silently
+) -> list[HostsMeasurement]:
+    """Trains the same model on the same data under each strategy, a step of each in turn."""
     with _workers(settings, opened) as pool:
-        (description, *_) = pool.request({"do": "describe"}, _BUILD_TIMEOUT)
+        gradient_bytes, *_ = pool.request({"do": "count bytes"}, _BUILD_TIMEOUT)
         wrong = {
             kind: sum(pool.request({"do": "count wrong", "name": kind}, _BUILD_TIMEOUT))
-            for kind in track((_TFCDO, _TFCDO_CAST, _TENSORFLOW), description="checking")
+            for kind in track([kind for kind in NAMES if kind != _ALONE], description="checking")
         }
         seconds: dict[str, list[float]] = {kind: [] for kind in NAMES}
         sent: dict[str, list[int]] = {kind: [] for kind in NAMES}
@@ -122,10 +95,8 @@ def run(
                 if number >= settings.warmup:
                     seconds[kind].append(max(times))
                     sent[kind].append(opened.count_bytes() - before)
-        compared = pool.request({"do": "compare"}, _STEP_TIMEOUT)
     measurements = []
     for kind, name in NAMES.items():
-        digests = {digest for answer in compared for digest in answer["digests"].get(kind, ())}
         lower, median, upper = np.quantile(seconds[kind], (0.25, 0.5, 0.75)).tolist()
         measurements.append(
             HostsMeasurement(
@@ -134,37 +105,25 @@ def run(
                 num_workers=settings.num_workers,
                 num_devices=settings.num_devices,
                 rate=opened.rate.text if opened.rate else None,
-                gradient_bytes=description["gradient_bytes"],
+                gradient_bytes=gradient_bytes,
                 seconds=median,
                 spread=upper - lower,
                 bytes_sent=float(np.mean(sent[kind])),
                 wrong=wrong.get(kind),
-                distinct_copies=len(digests) or None,
             )
         )
-    least = least_bytes(settings.num_workers, description["gradient_bytes"])
-    return HostsResult(
-        tuple(measurements),
-        weight_difference=max(answer["difference"] for answer in compared),
-        least_sending_seconds=least / opened.rate.bytes_per_second if opened.rate else 0.0,
-    )
+    return measurements
 
 
 @contextlib.contextmanager
 def _workers(settings: HostsSettings, opened: link.Loopback) -> Iterator[worker_pool.WorkerPool]:
-    with cluster.reserved_ports(settings.num_workers) as addresses:
-        variables = [
-            {
-                "TF_CONFIG": cluster.tf_config(addresses, index),
-                "TF_CPP_MIN_LOG_LEVEL": "2",
-                "CUDA_VISIBLE_DEVICES": "",
-            }
-            for index in range(settings.num_workers)
-        ]
-        command = [
-            *opened.command,
-            *(sys.executable, "-m", "tfcdo.bench.hosts_worker"),
-            *(str(settings.num_devices), str(settings.num_blocks)),
-        ]
-        with worker_pool.start_workers(command, variables) as pool:
-            yield pool
+    command = [
+        *opened.command,
+        *(sys.executable, "-m", "tfcdo.bench.hosts_worker"),
+        *(str(settings.num_devices), str(settings.num_blocks)),
+    ]
+    with (
+        cluster.reserved_ports(settings.num_workers) as addresses,
+        worker_pool.start_workers(command, worker_pool.variables_of(addresses)) as pool,
+    ):
+        yield pool

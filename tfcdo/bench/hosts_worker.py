@@ -7,8 +7,8 @@ requests of `tfcdo.bench.hosts`.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -33,8 +33,6 @@ _WIDTH = 320
 _HEADS = 5
 # As many however many devices share them, so that the time of computing is much the same.
 _IMAGES_PER_WORKER = 12
-
-TENSORFLOW, TFCDO, TFCDO_CAST, ALONE = "tf", "tfcdo", "tfcdo bfloat16", "computing alone"
 
 
 class _TensorFlowExtended(tf_internals.MultiWorkerExtended):
@@ -79,7 +77,8 @@ class _Training:
         images, labels = _draw_batch(self._num_replicas, max(1, _IMAGES_PER_WORKER // num_devices))
         self._images, self._labels = self._distribute(images), self._distribute(labels)
         self.train = self._make_step(self._replica_step)
-        self.compute = self._make_step(self._replica_gradients)
+        # The gradients are returned: TensorFlow leaves out ops that nothing depends on.
+        self.compute = self._make_step(self._gradients)
 
     @property
     def gradient_shapes(self) -> list[tuple[int, ...]]:
@@ -107,20 +106,6 @@ class _Training:
             for components, total in zip(results, sums, strict=True)
             for component in components
         )
-
-    def digests(self) -> list[str]:
-        """Returns a digest of the weights on each device of this worker."""
-        copies = [self._strategy.experimental_local_results(one) for one in self._variables]
-        return [
-            hashlib.sha256(b"".join(copy.numpy().tobytes() for copy in weights)).hexdigest()
-            for weights in zip(*copies, strict=True)
-        ]
-
-    def weights(self) -> list[np.ndarray]:
-        """Returns the weights on the first device."""
-        return [
-            self._strategy.experimental_local_results(one)[0].numpy() for one in self._variables
-        ]
 
     def _distribute(self, by_replica: Sequence[np.ndarray]) -> Any:
         """Puts on each device of this worker what its replica gets."""
@@ -152,12 +137,6 @@ class _Training:
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
             loss = tf.reduce_mean(losses) / self._num_replicas
         return loss, tape.gradient(loss, self._variables)
-
-    def _replica_gradients(
-        self, images: tf.Tensor, labels: tf.Tensor
-    ) -> tuple[tf.Tensor, list[Any]]:
-        # Returned, because TensorFlow leaves out what has only control dependencies on it.
-        return self._gradients(images, labels)
 
     def _replica_step(self, images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         loss, gradients = self._gradients(images, labels)
@@ -219,42 +198,32 @@ class _Trainings:
         worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
         # tfcdo's comes first, because it starts the server of this process.
         strategies = {
-            TFCDO: tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=num_devices),
-            TFCDO_CAST: tfcdo.MultiWorkerMirroredStrategy(
+            "tfcdo": tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=num_devices),
+            "tfcdo bfloat16": tfcdo.MultiWorkerMirroredStrategy(
                 devices_per_worker=num_devices, wire_between="bfloat16"
             ),
-            TENSORFLOW: _TensorFlowStrategy(num_devices),
+            "tf": _TensorFlowStrategy(num_devices),
         }
         self._trainings = {
             name: _Training(strategy, worker, num_devices, num_blocks)
             for name, strategy in strategies.items()
         }
         self._steps = {name: training.train for name, training in self._trainings.items()}
-        self._steps[ALONE] = self._trainings[TENSORFLOW].compute
+        self._steps["computing alone"] = self._trainings["tf"].compute
 
     def answer(self, request: Mapping[str, Any]) -> Any:
         """Answers one request."""
-        if request["do"] == "describe":
-            shapes = self._trainings[TFCDO].gradient_shapes
-            return {"gradient_bytes": 4 * sum(int(np.prod(shape)) for shape in shapes)}
+        if request["do"] == "count bytes":
+            return 4 * sum(math.prod(shape) for shape in self._trainings["tf"].gradient_shapes)
         if request["do"] == "count wrong":
             return self._trainings[request["name"]].count_wrong()
-        if request["do"] == "step":
-            start = time.perf_counter()
-            self._steps[request["name"]]()
-            return time.perf_counter() - start
-        if request["do"] == "compare":
-            weights = [self._trainings[name].weights() for name in (TFCDO, TENSORFLOW)]
-            pairs = zip(*weights, strict=True)
-            return {
-                "digests": {name: one.digests() for name, one in self._trainings.items()},
-                "difference": max(float(np.abs(one - other).max()) for one, other in pairs),
-            }
-        raise ValueError(f"unknown request {request!r}")
+        start = time.perf_counter()
+        self._steps[request["name"]]()
+        return time.perf_counter() - start
 
 
 def main() -> None:
-    """Builds both trainings and answers requests until standard input ends."""
+    """Builds the trainings and answers requests until standard input ends."""
     # With the first request, as its answer may take long.
     trainings = functools.cache(lambda: _Trainings(*map(int, sys.argv[1:])))
     worker_pool.serve(lambda request: trainings().answer(request))

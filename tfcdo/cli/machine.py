@@ -1,0 +1,107 @@
+"""The machines that a user names on the command line: presets, files, and this one."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from typing import Any
+
+import click
+from rich import progress as rich_progress
+from rich.console import Console
+
+from tfcdo import topology
+from tfcdo.cli import options
+from tfcdo.plan.evaluation import check_num_devices
+from tfcdo.topology import detection, measured
+from tfcdo.topology.measurement import MOST_DEVICES
+from tfcdo.topology.presets import PRESETS, preset
+from tfcdo.topology.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Here:
+    """A number of devices of this machine; None for all GPUs, or some virtual CPU devices."""
+
+    count: int | None
+
+
+class Machine(options.ParamType):
+    """A preset, a file that describes a machine, or this one."""
+
+    name = "topology"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Topology | Here:
+        """Looks the preset up, or reads the file."""
+        name, _, count = str(value).partition(":")
+        if name == "here" and re.fullmatch(r"([1-9]\d?)?", count):
+            if count and int(count) > MOST_DEVICES:
+                self.fail(f"{value!r}: at most {MOST_DEVICES} devices can be measured", param, ctx)
+            return Here(int(count) if count else None)
+        try:
+            # Limited to 9 digits: int() refuses huge strings.
+            if name in PRESETS and re.fullmatch(r"(\d{1,9})?", count):
+                # Checked first, as making the links of many devices takes seconds.
+                check_num_devices(name, int(count or 1))
+                return preset(name, int(count) if count else None)
+        except ValueError as error:
+            self.fail(str(error))
+        text = self._read(value)
+        is_json = text.lstrip().startswith(("{", "["))
+        read = Topology.from_json if is_json else Topology.from_nvidia_smi
+        try:
+            return read(text)
+        except ValueError as error:
+            self.fail(f"{value}: {error}")
+
+    def _read(self, value: str) -> str:
+        try:
+            if value == "-":
+                if sys.stdin is None:
+                    self.fail("-: standard input is closed")
+                text = sys.stdin.read()
+            else:
+                # Not a Path: it takes an empty name for the current folder.
+                with open(value, encoding="utf-8") as file:  # noqa: PTH123
+                    text = file.read()
+        except FileNotFoundError:
+            self.fail(
+                f"{value!r} is neither a file nor a known machine: {', '.join((*PRESETS, 'here'))}"
+            )
+        except UnicodeDecodeError:
+            self.fail(f"{value}: expected text; the file holds something else")
+        except OSError as error:
+            self.fail(f"{value}: {error.strerror}")
+        return text.removeprefix("\ufeff")
+
+
+def measure(here: Here, measure_again: bool) -> Topology:
+    """Returns the topology of devices of this machine; measures it unless that was done before."""
+    # On standard error: the output is the table.
+    console = Console(stderr=True, highlight=False, emoji=False, markup=False)
+    with options.status(console, "Starting TensorFlow ..."), options.quiet_start():
+        import tensorflow as tf
+
+        from tfcdo.bench.devices import choose_devices
+
+        devices = choose_devices(here.count)
+        tf.config.list_logical_devices()
+    name = detection.name_of_measured(devices.names)
+    known = measured.load(name) if name else None
+    if known is not None and not measure_again:
+        console.print(f"{name}: as on {known.date}; --measure measures again", soft_wrap=True)
+        return known.topology
+    columns = (rich_progress.BarColumn(), rich_progress.TextColumn("{task.description}"))
+    with rich_progress.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as shown:
+        task = shown.add_task("measuring", total=1.0)
+        found = topology.measure(
+            devices.names,
+            progress=lambda done, what: shown.update(task, completed=done, description=what),
+        )
+    console.print(f"{found.name}: measured now, and kept", soft_wrap=True)
+    return found
