@@ -18,7 +18,7 @@ from absl.testing import parameterized
 import tfcdo
 import tfcdo.keras
 from tfcdo import environment, log
-from tfcdo.keras import backup_folder, data_order, preemption
+from tfcdo.keras import backup, backup_folder, data_order, preemption
 
 _EPOCHS, _STEPS, _BATCH = 3, 7, 12
 _EXAMPLES = 80  # Not a multiple of the batch: batches begin in one epoch and end in the next.
@@ -137,6 +137,7 @@ class BackupTestCase(tf.test.TestCase, parameterized.TestCase):
     def interrupted(self, after: int, *callbacks: Any, **options: Any) -> None:
         with self.assertRaises(KeyboardInterrupt):
             _Training(*callbacks, _End(after), **options)
+        backup._writer.submit(int).result()  # The last one is written.
 
     def assert_bitwise_equal(self, expected: _Training, actual: _Training) -> None:
         for one, other in zip(expected.arrays, actual.arrays, strict=True):
@@ -221,11 +222,10 @@ class SnapshotTest(BackupTestCase):
         options = {"save_freq": 6, "snapshot_every": 1}
         undisturbed = _Training()
         self.interrupted(11, self.backup(**options))
-        backup_folder_of = list(pathlib.Path(memory).iterdir())
-        self.assertLen(backup_folder_of, 1)
+        self.assertLen(list(pathlib.Path(memory).iterdir()), 1)
         self.assertEqual(self.names(), ["epoch-00000-batch-00000006.npz", "training.json"])
-        backup = self.backup(**options)
-        self.assert_bitwise_equal(undisturbed, _Training(backup, _First(self, 11)))
+        training = _Training(self.backup(**options), _First(self, 11))
+        self.assert_bitwise_equal(undisturbed, training)
         self.assertEmpty(list(pathlib.Path(memory).iterdir()))
         # Snapshots of a training whose folder is gone are of no use.
         self.interrupted(4, self.backup(**options))
