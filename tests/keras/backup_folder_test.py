@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 
 from tfcdo.keras import backup_folder, host_exchange
 
-_ARRAYS = {"v0": np.arange(5, dtype=np.float32), "v1": np.array(3, np.int64)}
+_ARRAYS: dict[str, np.ndarray] = {"v0": np.arange(5, dtype=np.float32), "v1": np.array(3, np.int64)}
 
 
 class BackupFolderTest(parameterized.TestCase):
@@ -27,6 +27,11 @@ class BackupFolderTest(parameterized.TestCase):
         folder.take("training")
         return folder
 
+    def newest(self, folder: backup_folder.BackupFolder) -> backup_folder.Backup:
+        backup = folder.newest()
+        assert backup is not None
+        return backup
+
     def write(self, *positions: backup_folder.Position) -> backup_folder.BackupFolder:
         folder = self.folder()
         for position in positions:
@@ -36,7 +41,7 @@ class BackupFolderTest(parameterized.TestCase):
     def test_the_two_newest_are_kept_and_read(self):
         folder = self.write((0, 9), (0, 10), (1, 0))
         self.assertEqual(folder.positions(), [(1, 0), (0, 10)])
-        backup = folder.newest()
+        backup = self.newest(folder)
         self.assertEqual((backup.position, backup.header), ((1, 0), {"position": [1, 0]}))
         for name, array in _ARRAYS.items():
             np.testing.assert_array_equal(backup.arrays[name], array)
@@ -49,9 +54,11 @@ class BackupFolderTest(parameterized.TestCase):
         folder = self.write((0, 1), (0, 2))
         data = bytearray(folder.file((0, 2)).read_bytes())
         data[data.index(_ARRAYS["v0"].tobytes()) + 1] ^= 1
-        damaged = {"half": data[: len(data) // 2], "empty": b"", "bit": data}[damage]
+        damaged: bytes = {"half": bytes(data[: len(data) // 2]), "empty": b"", "bit": bytes(data)}[
+            damage
+        ]
         folder.file((0, 2)).write_bytes(damaged)
-        self.assertEqual(folder.newest().position, (0, 1))
+        self.assertEqual(self.newest(folder).position, (0, 1))
         folder.remove_after((0, 1))
         self.assertEqual(folder.positions(), [(0, 1)])
         folder.file((0, 1)).write_bytes(damaged)
@@ -69,7 +76,7 @@ class BackupFolderTest(parameterized.TestCase):
             with where, self.assertRaisesRegex(OSError, error) as raised:
                 folder.write((0, 2), {}, _ARRAYS)
             self.assertEqual(raised.exception.errno, errno.ENOSPC)
-            self.assertEqual(folder.newest().position, (0, 1))
+            self.assertEqual(self.newest(folder).position, (0, 1))
             names = sorted(path.name for path in self.path.iterdir())
             self.assertEqual(names, ["epoch-00000-batch-00000001.npz", "training.json"])
 
@@ -85,7 +92,7 @@ class BackupFolderTest(parameterized.TestCase):
             RuntimeError, rf"another job uses backup_dir '.*': process {os.getpid()} on .* began"
         ):
             first.write((0, 3), {}, _ARRAYS)
-        self.assertEqual(second.newest().position, (0, 2))
+        self.assertEqual(self.newest(second).position, (0, 2))
 
     def test_an_unreadable_owner(self):
         folder = self.write((0, 1))
@@ -95,7 +102,7 @@ class BackupFolderTest(parameterized.TestCase):
 
     @parameterized.parameters(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.bool_, np.float16)
     def test_dtypes_keep_their_bits(self, dtype: type):
-        array = np.array([[1, 0, 2]], dtype)
+        array: np.ndarray = np.array([[1, 0, 2]], dtype)
         packed = host_exchange.unpack(host_exchange.pack({"x": array}))["x"]
         self.assertEqual(packed.view(dtype).tobytes(), array.tobytes())
         self.assertEqual(packed.shape, array.shape)

@@ -323,7 +323,9 @@ class ResumableTest(tf.test.TestCase):
             ]
             self.assertEqual(order.tolist(), expected)
         self.assertLen(np.unique(epochs, axis=0), 4)
-        data_order.order_of(mock.Mock(data_adapter=mock.Mock(_dataset=data))).first.assign(7)
+        known = data_order.order_of(mock.Mock(data_adapter=mock.Mock(_dataset=data)))
+        assert known is not None
+        known.first.assign(7)
         self.assertAllEqual(next(iter(data)), examples[7:11])
 
     def test_random_access_and_no_shuffle(self):

@@ -75,6 +75,6 @@ def batches_before(epoch_iterator: Any, epochs: int) -> int:
         return 0  # Each epoch has an iterator of its own.
     # Keras trains so many at once, also beyond the end of an epoch.
     at_once: int = epoch_iterator.steps_per_execution
-    steps = math.ceil(epoch_iterator.steps_per_epoch / at_once) * at_once
+    steps: int = math.ceil(epoch_iterator.steps_per_epoch / at_once) * at_once
     # It makes a new iterator after an epoch that has reached the end of the data.
-    return steps * (epochs % math.ceil(size / steps) if size else epochs)
+    return steps * (epochs % math.ceil(size / steps)) if size else steps * epochs
