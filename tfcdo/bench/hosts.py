@@ -14,13 +14,19 @@ from tfcdo.launch import cluster
 
 # The names in requests, and what results are called. `hosts_worker` has the same: importing it
 # would start TensorFlow.
-_TENSORFLOW, _TFCDO, _TFCDO_CAST, _ALONE = "tf", "tfcdo", "tfcdo bfloat16", "computing alone"
-NAMES = {
-    _TFCDO: "tfcdo.MultiWorkerMirroredStrategy",
-    _TFCDO_CAST: "the same, wire_between='bfloat16'",
-    _TENSORFLOW: "tf.distribute.MultiWorkerMirroredStrategy",
-    _ALONE: "computing alone",
-}
+_TENSORFLOW, _TFCDO, _ALONE = "tf", "tfcdo", "computing alone"
+
+
+def names(wire_between: str) -> dict[str, str]:
+    """Returns the strategies that are measured, by the kinds that requests have."""
+    return {
+        _TFCDO: "tfcdo.MultiWorkerMirroredStrategy",
+        f"tfcdo {wire_between}": f"the same, wire_between={wire_between!r}",
+        _TENSORFLOW: "tf.distribute.MultiWorkerMirroredStrategy",
+        _ALONE: "computing alone",
+    }
+
+
 # Seconds. Tracing takes a minute on a busy machine; a step takes a second.
 _BUILD_TIMEOUT = 900.0
 _STEP_TIMEOUT = 300.0
@@ -30,7 +36,7 @@ _STEP_TIMEOUT = 300.0
 class HostsSettings:
     """Numbers of processes, of virtual CPU devices of each, of samples, and of the model's blocks.
 
-    Each block has 4.9 MB of gradients.
+    Each block has 4.9 MB of gradients. `wire_between` is the dtype of the strategy that casts.
     """
 
     num_workers: int
@@ -38,6 +44,7 @@ class HostsSettings:
     iterations: int = 10
     warmup: int = 3
     num_blocks: int = 6
+    wire_between: str = "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +53,7 @@ class HostsMeasurement:
 
     Attributes:
       name: the strategy's, or "computing alone" for steps that drop their gradients.
-      kind: `"tfcdo"`, `"tfcdo bfloat16"`, `"tf"` or `"computing alone"`.
+      kind: `"tfcdo"`, `"tfcdo bfloat16"` or another dtype, `"tf"` or `"computing alone"`.
       rate: the limit of the link between the processes as tc writes it; None if it has none.
       gradient_bytes: bytes of one replica's gradients.
       seconds: median time of a step, to the end of the last worker's.
@@ -106,26 +113,27 @@ def run(
     settings: HostsSettings, opened: link.Loopback, track: tracking.Track = tracking.silently
 ) -> HostsResult:
     """Trains the same model on the same data under both strategies, a step of each in turn."""
+    compared = names(settings.wire_between)
     with _workers(settings, opened) as pool:
         (description, *_) = pool.request({"do": "describe"}, _BUILD_TIMEOUT)
         wrong = {
             kind: sum(pool.request({"do": "count wrong", "name": kind}, _BUILD_TIMEOUT))
-            for kind in track((_TFCDO, _TFCDO_CAST, _TENSORFLOW), description="checking")
+            for kind in track([kind for kind in compared if kind != _ALONE], description="checking")
         }
-        seconds: dict[str, list[float]] = {kind: [] for kind in NAMES}
-        sent: dict[str, list[int]] = {kind: [] for kind in NAMES}
+        seconds: dict[str, list[float]] = {kind: [] for kind in compared}
+        sent: dict[str, list[int]] = {kind: [] for kind in compared}
         for number in track(range(settings.warmup + settings.iterations), description="steps"):
-            for kind in NAMES:
+            for kind in compared:
                 before = opened.count_bytes()
                 timeout = _STEP_TIMEOUT if number else _BUILD_TIMEOUT
                 times = pool.request({"do": "step", "name": kind}, timeout)
                 if number >= settings.warmup:
                     seconds[kind].append(max(times))
                     sent[kind].append(opened.count_bytes() - before)
-        compared = pool.request({"do": "compare"}, _STEP_TIMEOUT)
+        answers = pool.request({"do": "compare"}, _STEP_TIMEOUT)
     measurements = []
-    for kind, name in NAMES.items():
-        digests = {digest for answer in compared for digest in answer["digests"].get(kind, ())}
+    for kind, name in compared.items():
+        digests = {digest for answer in answers for digest in answer["digests"].get(kind, ())}
         lower, median, upper = np.quantile(seconds[kind], (0.25, 0.5, 0.75)).tolist()
         measurements.append(
             HostsMeasurement(
@@ -145,7 +153,7 @@ def run(
     least = least_bytes(settings.num_workers, description["gradient_bytes"])
     return HostsResult(
         tuple(measurements),
-        weight_difference=max(answer["difference"] for answer in compared),
+        weight_difference=max(answer["difference"] for answer in answers),
         least_sending_seconds=least / opened.rate.bytes_per_second if opened.rate else 0.0,
     )
 
@@ -164,7 +172,7 @@ def _workers(settings: HostsSettings, opened: link.Loopback) -> Iterator[worker_
         command = [
             *opened.command,
             *(sys.executable, "-m", "tfcdo.bench.hosts_worker"),
-            *(str(settings.num_devices), str(settings.num_blocks)),
+            *(str(settings.num_devices), str(settings.num_blocks), settings.wire_between),
         ]
         with worker_pool.start_workers(command, variables) as pool:
             yield pool

@@ -48,6 +48,13 @@ class _Rate(options.ParamType):
     metavar="1gbit",
     help="Limit of the link between the workers, in a network namespace of its own.",
 )
+@click.option(
+    "--wire-between",
+    type=options.BETWEEN_DTYPES,
+    default="bfloat16",
+    show_default=True,
+    help="Dtype that one of tfcdo's strategies sends gradients in.",
+)
 @options.JSON_FILE
 def workers(
     num_workers: int,
@@ -55,6 +62,7 @@ def workers(
     iterations: int,
     warmup: int,
     rate: link.Rate | None,
+    wire_between: str,
     json_file: pathlib.Path | None,
 ) -> int:
     """Train a model on NUMBER processes of this host.
@@ -63,7 +71,9 @@ def workers(
     the processes. The exit status is 1 if a result of tfcdo's is wrong.
     """
     console = options.make_console(width_of_a_pipe=120)
-    settings = hosts.HostsSettings(num_workers, num_devices, iterations, warmup)
+    settings = hosts.HostsSettings(
+        num_workers, num_devices, iterations, warmup, wire_between=wire_between
+    )
     with progress(console) as track, _open_link(rate, console) as opened:
         try:
             result = hosts.run(settings, opened, track)
@@ -72,7 +82,7 @@ def workers(
     _show(result, console)
     if json_file:
         _write_json(result, json_file)
-    ours = [result.of_kind("tfcdo"), result.of_kind("tfcdo bfloat16")]
+    ours = [result.of_kind("tfcdo"), result.of_kind(f"tfcdo {wire_between}")]
     return int(any(one.wrong != 0 or one.distinct_copies != 1 for one in ours))
 
 

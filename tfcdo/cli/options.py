@@ -38,6 +38,8 @@ _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3}
 _KILO = {"": 1024, "IB": 1024, "B": 1000}
 # The values of `wire_dtype`, for commands that do not import TensorFlow.
 WIRE_DTYPES = click.Choice(["bfloat16", "float16"])
+# Likewise of `wire_between`.
+BETWEEN_DTYPES = click.Choice(["bfloat16", "float16", "int8"])
 # Arrows and signs for output whose encoding has none of them.
 _ASCII = str.maketrans({"→": "->", "µ": "u", "±": "+-"})
 

@@ -11,7 +11,9 @@ from rich.console import Console
 from tfcdo.cli import options, plan_options
 from tfcdo.cli.here import Here, topology_of
 from tfcdo.cli.plan_table import print_table
+from tfcdo.plan.decide import codec_for
 from tfcdo.plan.evaluation import Evaluation, evaluate, evaluate_all
+from tfcdo.plan.plan import IDENTITY
 from tfcdo.plan.saved_plan import SavedPlan
 from tfcdo.plan.task_graph import Hosts
 from tfcdo.plan.widening import widened
@@ -60,7 +62,9 @@ def _plan(given: plan_options.Options, topology: Topology, console: Console) -> 
         machine, sent = widened(topology, 2), -(-given.size // 2)
         size += f", sent as {format_bytes(sent)} of {given.wire}"
     if given.num_hosts:
-        hosts = Hosts(given.num_hosts, given.network, sent=0.5 if given.wire_between else 1.0)
+        codec = codec_for(given.wire_between, "float32") if given.wire_between else IDENTITY
+        sent_of_all = codec.share_bytes(1 << 20, 1, "float32") / (4 << 20)
+        hosts = Hosts(given.num_hosts, given.network, sent=sent_of_all)
         rate = f"{format_bytes(round(given.network))}/s"
         size += f" across {given.num_hosts} hosts with {rate} of {given.wire_between or 'network'}"
     try:

@@ -105,9 +105,9 @@ _OPTIONS = (
     ),
     click.option(
         "--wire-between",
-        type=options.WIRE_DTYPES,
-        help="With --hosts: the bytes are of float32 and travel between hosts as this, half of "
-        "them.",
+        type=options.BETWEEN_DTYPES,
+        help="With --hosts: the bytes are of float32 and are sent between hosts as this: half of "
+        "them, or a quarter.",
     ),
     click.option(
         "--json",
