@@ -6,7 +6,9 @@ What would hang on GPUs is an error here: see `nccl_on_cpu`.
 from __future__ import annotations
 
 import functools
+import gc
 import random
+import weakref
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -283,6 +285,21 @@ class GradientTest(tf.test.TestCase, parameterized.TestCase):
             first, second = step([tf.constant([x], tf.float64) for x in self.X])
             self.assertAllClose(self.first()[:, None], first, rtol=1e-12)
             self.assertAllClose(self.second()[:, None], second, rtol=1e-12)
+
+    def test_graphs_end_with_their_functions(self):
+        def gradients() -> Any:
+            own = ranks()
+            with tf.GradientTape() as tape:
+                tape.watch(own)
+                loss = tf.add_n([tf.reduce_sum(each) for each in one(*own)])
+            return tape.gradient(loss, own)
+
+        traced = tf.function(gradients, autograph=False)
+        self.assertAllEqual(np.full([K, 1], float(K)), traced())
+        graph = weakref.ref(traced.get_concrete_function().graph)
+        del traced
+        gc.collect()
+        self.assertIsNone(graph())
 
     def test_tf_gradients_in_a_function(self):
         def gradients() -> Any:

@@ -206,7 +206,9 @@ def functions_end(strategy: Any) -> None:
                 tape.watch(values)
                 value = tf_internals.per_replica(values)
                 options = tf.distribute.experimental.CommunicationOptions()
-                total, _ = ops.batch_reduce("SUM", [(value, value)] * 2, options)
+                total, _ = ops.batch_reduce(
+                    tf.distribute.ReduceOp.SUM, [(value, value)] * 2, options
+                )
                 losses = [
                     tf.reduce_sum(each) for each in strategy.experimental_local_results(total)
                 ]

@@ -63,8 +63,11 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         for scope in (contextlib.nullcontext(), self.strategy.scope()):
             with scope:
                 self.assertAllEqual(plain, self.strategy.gather(plain, 0))
-        with self.assertRaisesRegex(RuntimeError, "cross-replica context"):
+        # Nothing is gathered on a replica: on several hosts, its tensor would be taken for a component.
+        begin = mock.patch.object(type(self.strategy.extended), "_batch_gather_to")
+        with begin as gather, self.assertRaisesRegex(RuntimeError, "cross-replica context"):
             self.strategy.run(lambda: self.strategy.gather([tf.ones([1])], 0))
+        gather.assert_not_called()
         with self.assertRaisesRegex(ValueError, "IndexedSlices"):
             rows = tu.per_replica([tf.IndexedSlices(tf.ones([1]), tf.constant([0]))] * 3)
             self.strategy.gather({"rows": rows}, 0)
