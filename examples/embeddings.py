@@ -12,7 +12,6 @@ import tensorflow as tf
 
 import tfcdo
 import tfcdo.keras
-from tfcdo.virtual_devices import configure_virtual_cpus
 
 WORDS = 1000
 GLOBAL_BATCH = 48
@@ -45,7 +44,7 @@ def train(strategy: tf.distribute.Strategy) -> keras.Model:
 
 def main() -> None:
     """Trains on four virtual devices."""
-    model = train(tfcdo.MirroredStrategy(configure_virtual_cpus(4)))
+    model = train(tfcdo.MirroredStrategy(tfcdo.configure_virtual_cpus(4)))
     print(f"loss {model.evaluate(make_data(), verbose=0):.4f}")
 
 

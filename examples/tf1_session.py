@@ -8,7 +8,6 @@ import numpy as np
 import tensorflow as tf
 
 import tfcdo
-from tfcdo.virtual_devices import configure_virtual_cpus
 
 
 def train(devices: Sequence[str], steps: int = 20) -> float:
@@ -39,7 +38,7 @@ def train(devices: Sequence[str], steps: int = 20) -> float:
 
 def main() -> None:
     """Trains on three virtual devices."""
-    print(f"weight {train(configure_virtual_cpus(3)):.3f}")
+    print(f"weight {train(tfcdo.configure_virtual_cpus(3)):.3f}")
 
 
 if __name__ == "__main__":

@@ -65,32 +65,10 @@ class StepTest(parameterized.TestCase, tf.test.TestCase):
         shapes = ((2, 3), (2**14 + 1,), (5,), (2, 3), (2**14 + 1,), (5,), (), (2, 3))
         data = steps.place_values(workloads.Workload("w", shapes), choose_devices(2))
         self.assertEqual(data.coalesced, ((0, 3, 7), (1,), (2, 5), (4,), (6,)))
-        self.assertTrue(data.has_coalesced)
         values = data.read()
         self.assertEqual([value.shape for value in values[1]], list(shapes))
         for addends, total in zip(zip(*values, strict=True), data.sums, strict=True):
             self.assertAllEqual(tf.add_n(addends), total)
-        self.assertFalse(steps.place_values(SMALL, choose_devices(2)).has_coalesced)
-
-    def test_packing_and_unpacking_changes_nothing(self):
-        shapes = ((2, 3), (2**14 + 1,), (5,), (2, 3), (2**14 + 1,), (5,), (), (), (2, 3))
-        data = steps.place_values(workloads.Workload("w", shapes), choose_devices(2))
-        values = data.read()
-        ops: list[str] = []
-
-        @tf.function(autograph=False)
-        def repack() -> Any:
-            results = steps.all_reduce(measure.floor.repack(data), values)
-            ops.extend(op.type for op in tf.compat.v1.get_default_graph().get_operations())
-            return results
-
-        for results, expected in zip(repack(), values, strict=True):
-            self.assertAllEqual([value.shape for value in results], shapes)
-            for result, value in zip(results, expected, strict=True):
-                self.assertAllEqual(result, value)
-        # On each of the two devices.
-        counts = {op: ops.count(op) for op in ("Pack", "Unpack", "ConcatV2", "SplitV")}
-        self.assertEqual(counts, {"Pack": 4, "Unpack": 4, "ConcatV2": 2, "SplitV": 2})
 
     def test_only_what_the_all_reduce_adds_is_counted(self):
         devices = choose_devices(3)

@@ -15,7 +15,7 @@ from absl.testing import absltest, parameterized
 
 import tfcdo.version
 from tfcdo.cli import commands, options
-from tfcdo.cli.quiet_start import quiet_start
+from tfcdo.cli.options import quiet_start
 
 # Runs the command as its console script does, then says on standard error whether TensorFlow is
 # there; modules named first are made to look as if they were not installed.
@@ -186,7 +186,7 @@ class QuietStartTest(parameterized.TestCase):
     def test_holds_back_what_is_written_to_the_file_descriptor(self):
         script = (
             "import os, sys\n"
-            "from tfcdo.cli.quiet_start import quiet_start\n"
+            "from tfcdo.cli.options import quiet_start\n"
             "with quiet_start(): os.write(2, b'noise'); print('noise', file=sys.stderr)\n"
             "os.write(2, b'news')"
         )
@@ -196,7 +196,7 @@ class QuietStartTest(parameterized.TestCase):
     def test_shows_it_when_the_start_fails(self):
         script = (
             "import os\n"
-            "from tfcdo.cli.quiet_start import quiet_start\n"
+            "from tfcdo.cli.options import quiet_start\n"
             "with quiet_start(): os.write(2, b'the reason'); raise SystemExit(3)"
         )
         result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -206,7 +206,7 @@ class QuietStartTest(parameterized.TestCase):
     def test_keeps_it_where_the_user_knows_the_reason(self, error: str):
         script = (
             "import os, click\n"
-            "from tfcdo.cli.quiet_start import quiet_start\n"
+            "from tfcdo.cli.options import quiet_start\n"
             "try:\n"
             f"    with quiet_start(): os.write(2, b'noise'); raise {error}\n"
             "except (click.UsageError, KeyboardInterrupt): os.write(2, b'news')"

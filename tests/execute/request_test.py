@@ -82,14 +82,6 @@ class OptionsTest(parameterized.TestCase):
         with self.assertRaisesRegex(TypeError, "options.*CommunicationOptions.*got "):
             check_options(options)
 
-    @parameterized.parameters(tfcdo.ReductionToOneDevice, tfcdo.HierarchicalCopyAllReduce)
-    def test_every_class_checks_them(self, make):
-        value = tu.per_replica([1.0, 2.0])
-        with self.assertRaisesRegex(TypeError, "options must be"):
-            make().reduce(tu.SUM, value, value, {"a": 1})
-        with self.assertRaisesRegex(TypeError, "options must be"):
-            make().batch_reduce(tu.SUM, [(value, value)], {"a": 1})
-
 
 class DestinationsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
@@ -212,15 +204,6 @@ class PairsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIsInstance(reduction.values[0], tf.Tensor)
         self.assertEqual(tu.device_name(2), reduction.values[0].device)
 
-    @parameterized.parameters(
-        ([[1.0], [1]], "dtype; got float32 on .*CPU:0 and int32 on .*CPU:1"),
-        ([[1.0], [1.0, 2.0]], r"shape; got \(1,\) on .*CPU:0 and \(2,\) on .*CPU:1"),
-        ([[1.0], [1.0], 1.0], r"shape; got \(1,\) on .*CPU:0 and \(\) on .*CPU:2"),
-    )
-    def test_replicas_that_differ(self, values, message):
-        with self.assertRaisesRegex(ValueError, message):
-            check_pair(tu.per_replica(values), "/cpu:0")
-
     def test_static_shapes_that_differ_on_two_later_replicas(self):
         # Both are compatible with the first replica's, but not with each other.
         @tf.function(
@@ -234,14 +217,6 @@ class PairsTest(tf.test.TestCase, parameterized.TestCase):
             return values[0]
 
         trace.get_concrete_function()
-
-    def test_the_message_counts_pairs(self):
-        good = tu.per_replica([1.0, 2.0])
-        bad = tu.per_replica([1.0, [2.0]])
-        with self.assertRaisesRegex(ValueError, "^pair 2: "):
-            check_pairs([(good, good), (good, "/cpu:0"), (bad, good)])
-        with self.assertRaisesRegex(ValueError, "^pair 1: destinations"):
-            check_pairs([(good, good), (good, None)])
 
     def test_long_input_is_shortened(self):
         with self.assertRaises(ValueError) as caught:
@@ -272,10 +247,6 @@ class GatherAndBroadcastTest(tf.test.TestCase, parameterized.TestCase):
     def test_shapes_may_differ_when_gathered(self):
         value = tu.per_replica([tf.ones([2, 1]), tf.ones([3, 1])])
         self.assertLen(check_gather(value, "/cpu:0", 0).values, 2)
-
-    def test_dtypes_may_not(self):
-        with self.assertRaisesRegex(ValueError, "dtype"):
-            check_gather(tu.per_replica([[1.0], [1]]), "/cpu:0", 0)
 
     def test_other_axes_may_not(self):
         value = tu.per_replica([tf.ones([2, 1]), tf.ones([3, 1])])
@@ -330,11 +301,6 @@ class GatherAndBroadcastTest(tf.test.TestCase, parameterized.TestCase):
                 check_gather(value, "/cpu:0", axis)
         with self.assertRaisesRegex(ValueError, "axis must .* got 0 for the shape"):
             check_gather(tu.per_replica([1.0, 2.0]), "/cpu:0", 0)
-
-    def test_slices_are_not_gathered(self):
-        row = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]))
-        with self.assertRaisesRegex(ValueError, "IndexedSlices"):
-            check_gather(tu.per_replica([row, row]), "/cpu:0", 0)
 
     def test_none_is_no_value(self):
         for value in None, tf_internals.per_replica([None, None]):

@@ -156,7 +156,7 @@ def _feedback(name: str, strategy: Any) -> dict[str, np.ndarray]:
         np.testing.assert_array_equal(expected, result())
     ops.reset_error_feedback()
     np.testing.assert_array_equal(steps[0], result())
-    return {f"{name} feedback": np.sum(steps, 0, np.float64)}
+    return {f"{name} feedback": np.asarray(np.sum(steps, 0, np.float64))}
 
 
 def _state(strategy: Any) -> None:
@@ -188,12 +188,12 @@ def _state(strategy: Any) -> None:
 
 def functions_end(strategy: Any) -> None:
     """Asserts that graphs of sums between hosts and of their gradients end with their functions."""
-    for arguments in ({}, {"wire_between": "int8"}):
+    for wire in (None, "int8"):
         other = tfcdo.MultiWorkerMirroredStrategy(
             None,
             tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0),
             devices_per_worker=len(strategy.extended.worker_devices),
-            **arguments,
+            wire_between=wire,
         )
         ops = other.cross_device_ops
 
@@ -222,7 +222,7 @@ def functions_end(strategy: Any) -> None:
         graph = weakref.ref(function.get_concrete_function().graph)
         del function
         gc.collect()
-        assert graph() is None, arguments
+        assert graph() is None, wire
 
 
 def _explained(name: str, strategy: Any) -> dict[str, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import keras
@@ -63,7 +64,7 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         for scope in (contextlib.nullcontext(), self.strategy.scope()):
             with scope:
                 self.assertAllEqual(plain, self.strategy.gather(plain, 0))
-        # Nothing is gathered on a replica: on several hosts, its tensor would be taken for a component.
+        # Nothing is gathered on a replica: hosts would take its tensor for a component.
         begin = mock.patch.object(type(self.strategy.extended), "_batch_gather_to")
         with begin as gather, self.assertRaisesRegex(RuntimeError, "cross-replica context"):
             self.strategy.run(lambda: self.strategy.gather([tf.ones([1])], 0))
@@ -295,7 +296,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
             )
 
     def test_casts_between_hosts_are_checked_before_anything_starts(self):
-        make = tfcdo.MultiWorkerMirroredStrategy
+        make: Any = tfcdo.MultiWorkerMirroredStrategy
         for error, pattern, arguments in (
             (
                 ValueError,

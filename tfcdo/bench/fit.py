@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcdo.bench import implementations, tracking, workloads
+from tfcdo.bench import implementations, measure, workloads
 from tfcdo.bench.devices import ChosenDevices
 
 _SEED = 7
@@ -62,46 +61,29 @@ def run(
     devices: ChosenDevices,
     compared: Sequence[implementations.Implementation],
     rounds: int,
-    track: tracking.Track = tracking.silently,
+    track: measure.Track = measure.silently,
 ) -> list[FitMeasurement]:
     """Trains one copy of a model under each implementation, a step of each in turn."""
-    copies = {}
-    first_steps = {}
-    for implementation in track(compared, description=f"building {model}"):
-        name = implementation.name
-        copies[name], first_steps[name] = implementation.build_with(
-            functools.partial(_start, model, devices)
-        )
+    copies, first_steps = {}, {}
+    for one in track(compared, description=f"building {model}"):
+        with one.blaming_arguments():
+            copies[one] = _compiled(model, one.strategy(devices.names))
+            first_steps[one] = _train(copies[one], devices, 1)[0]
         # Keras traces once more when it is called the second time.
-        _train(copies[name], devices, 1)
-    times: dict[str, list[float]] = {name: [] for name in copies}
+        _train(copies[one], devices, 1)
+    times: dict[implementations.Implementation, list[float]] = {one: [] for one in copies}
     for _ in track(range(rounds), description=f"steps of {model}"):
-        for name, copy in copies.items():
+        for one, copy in copies.items():
             # Keras starts again at each call: the second step is one in the middle of training.
-            times[name].append(_train(copy, devices, 2)[-1])
+            times[one].append(_train(copy, devices, 2)[-1])
     found = []
     for one in compared:
-        lower, median, upper = np.quantile(times[one.name], (0.25, 0.5, 0.75)).tolist()
+        lower, median, upper = np.quantile(times[one], (0.25, 0.5, 0.75)).tolist()
+        times_of_one = (median, upper - lower, first_steps[one])
         found.append(
-            FitMeasurement(
-                model,
-                len(devices.names),
-                one.name,
-                one.package,
-                median,
-                upper - lower,
-                first_steps[one.name],
-            )
+            FitMeasurement(model, len(devices.names), one.name, one.package, *times_of_one)
         )
     return found
-
-
-def _start(
-    model: str, devices: ChosenDevices, implementation: implementations.Implementation
-) -> tuple[Any, float]:
-    """Builds a model; returns it with the seconds of its first step."""
-    built = _compiled(model, implementation.strategy(devices.names))
-    return built, _train(built, devices, 1)[0]
 
 
 def _compiled(model: str, strategy: tf.distribute.Strategy) -> Any:

@@ -7,8 +7,8 @@ and answers requests of `tfcdo.bench.hosts`.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -34,8 +34,6 @@ _WIDTH = 320
 _HEADS = 5
 # As many however many devices share them, so that the time of computing is much the same.
 _IMAGES_PER_WORKER = 12
-
-TENSORFLOW, TFCDO, ALONE = "tf", "tfcdo", "computing alone"
 _LARGEST = 4  # Of the numbers whose sums are compared with numpy's.
 
 
@@ -81,7 +79,8 @@ class _Training:
         images, labels = _draw_batch(self.num_replicas, max(1, _IMAGES_PER_WORKER // num_devices))
         self._images, self._labels = self._distribute(images), self._distribute(labels)
         self.train = self._make_step(self._replica_step)
-        self.compute = self._make_step(self._replica_gradients)
+        # The gradients are returned: TensorFlow leaves out ops that nothing depends on.
+        self.compute = self._make_step(self._gradients)
 
     @property
     def gradient_shapes(self) -> list[tuple[int, ...]]:
@@ -89,7 +88,7 @@ class _Training:
         return [tuple(variable.shape) for variable in self._variables]
 
     def count_wrong(self, tolerance: float) -> int:
-        """All-reduces known values as large as the gradients; counts what differs from numpy's."""
+        """All-reduces known values as large as the gradients; counts what differs from numpy."""
         addends = [
             [_draw_values(shape, replica) for shape in self.gradient_shapes]
             for replica in range(self.num_replicas)
@@ -109,20 +108,6 @@ class _Training:
             for components, total in zip(results, sums, strict=True)
             for component in components
         )
-
-    def digests(self) -> list[str]:
-        """Returns a digest of the weights on each device of this worker."""
-        copies = [self._strategy.experimental_local_results(one) for one in self._variables]
-        return [
-            hashlib.sha256(b"".join(copy.numpy().tobytes() for copy in weights)).hexdigest()
-            for weights in zip(*copies, strict=True)
-        ]
-
-    def weights(self) -> list[np.ndarray]:
-        """Returns the weights on the first device."""
-        return [
-            self._strategy.experimental_local_results(one)[0].numpy() for one in self._variables
-        ]
 
     def _distribute(self, by_replica: Sequence[np.ndarray]) -> Any:
         """Puts on each device of this worker what its replica gets."""
@@ -154,12 +139,6 @@ class _Training:
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
             loss = tf.reduce_mean(losses) / self.num_replicas
         return loss, tape.gradient(loss, self._variables)
-
-    def _replica_gradients(
-        self, images: tf.Tensor, labels: tf.Tensor
-    ) -> tuple[tf.Tensor, list[Any]]:
-        # Returned, because TensorFlow leaves out what has only control dependencies on it.
-        return self._gradients(images, labels)
 
     def _replica_step(self, images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         loss, gradients = self._gradients(images, labels)
@@ -222,46 +201,36 @@ class _Trainings:
         worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
         # tfcdo's comes first, because it starts the server of this process.
         strategies = {
-            TFCDO: tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=devices),
+            "tfcdo": tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=devices),
             f"tfcdo {wire_between}": tfcdo.MultiWorkerMirroredStrategy(
                 devices_per_worker=devices, wire_between=wire_between
             ),
-            TENSORFLOW: _TensorFlowStrategy(devices),
+            "tf": _TensorFlowStrategy(devices),
         }
         self._trainings = {
             name: _Training(strategy, worker, devices, int(num_blocks))
             for name, strategy in strategies.items()
         }
         self._steps = {name: training.train for name, training in self._trainings.items()}
-        self._steps[ALONE] = self._trainings[TENSORFLOW].compute
+        self._steps["computing alone"] = self._trainings["tf"].compute
 
     def answer(self, request: Mapping[str, Any]) -> Any:
         """Answers one request."""
-        if request["do"] == "describe":
-            shapes = self._trainings[TFCDO].gradient_shapes
-            return {"gradient_bytes": 4 * sum(int(np.prod(shape)) for shape in shapes)}
+        if request["do"] == "count bytes":
+            return 4 * sum(math.prod(shape) for shape in self._trainings["tf"].gradient_shapes)
         if request["do"] == "count wrong":
             tolerance = 0.0
             if request["name"] == "tfcdo int8":  # The bound of the error; 16 bits are exact here.
-                most = _LARGEST * self._trainings[TFCDO].num_replicas
+                most = _LARGEST * self._trainings["tf"].num_replicas
                 tolerance = 2.01 * codec.ROUNDOFF["int8"] * most
             return self._trainings[request["name"]].count_wrong(tolerance)
-        if request["do"] == "step":
-            start = time.perf_counter()
-            self._steps[request["name"]]()
-            return time.perf_counter() - start
-        if request["do"] == "compare":
-            weights = [self._trainings[name].weights() for name in (TFCDO, TENSORFLOW)]
-            pairs = zip(*weights, strict=True)
-            return {
-                "digests": {name: one.digests() for name, one in self._trainings.items()},
-                "difference": max(float(np.abs(one - other).max()) for one, other in pairs),
-            }
-        raise ValueError(f"unknown request {request!r}")
+        start = time.perf_counter()
+        self._steps[request["name"]]()
+        return time.perf_counter() - start
 
 
 def main() -> None:
-    """Builds both trainings and answers requests until standard input ends."""
+    """Builds the trainings and answers requests until standard input ends."""
     # With the first request, as its answer may take long.
     trainings = functools.cache(lambda: _Trainings(*sys.argv[1:]))
     worker_pool.serve(lambda request: trainings().answer(request))

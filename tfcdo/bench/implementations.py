@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 import tfcdo
-
-_Built = TypeVar("_Built")
 
 # The errors of TensorFlow's classes where they use an argument that they did not check.
 _WRONG_ARGUMENTS = (AttributeError, TypeError, ValueError, tf.errors.OpError)
@@ -62,17 +60,6 @@ class Implementation:
         found: str | None = dict(self.arguments).get("wire_dtype")
         return found
 
-    def with_wire(self, wire: str) -> Implementation:
-        """Returns this implementation with `wire_dtype`, if it is one of tfcdo's and has none."""
-        if self.package != OURS or self.wire:
-            return self
-        written = self.name.removesuffix("()")
-        argument = f"wire_dtype={wire!r})"
-        name = f"{written[:-1]}, {argument}" if written.endswith(")") else f"{written}({argument}"
-        return dataclasses.replace(
-            self, name=name, arguments=(*self.arguments, ("wire_dtype", wire))
-        )
-
     def cross_device_ops(self) -> tf.distribute.CrossDeviceOps | None:
         """Makes an instance; returns None for the one that a strategy chooses by itself."""
         if (self.package, self.class_name) == (TENSORFLOW, _STRATEGY_DEFAULT):
@@ -100,38 +87,22 @@ class Implementation:
         status = tfcdo.nccl_status(devices, cast or dtype)
         return None if status.can_run else str(status)
 
-    def build_with(self, build: Callable[[Implementation], _Built]) -> _Built:
-        """Returns what `build` makes of this; an error is about the arguments, or passed on."""
+    @contextlib.contextmanager
+    def blaming_arguments(self) -> Iterator[None]:
+        """Names the implementation in an error of the block, if it has arguments of the user's."""
         try:
-            return build(self)
+            yield
         except _WRONG_ARGUMENTS as error:
-            if not self._arguments_are_wrong(error, build):
+            if not self.arguments:
                 raise
             message = str(error).partition("\n")[0]
             raise UnusableArgumentsError(f"{self.name}: {message}") from error
 
-    def _arguments_are_wrong(
-        self, error: Exception, build: Callable[[Implementation], Any]
-    ) -> bool:
-        """Returns whether an error is about the arguments; it may also be a bug, even of ours."""
-        if self.package == OURS:
-            # The errors of tfcdo's checks begin with the argument's name.
-            return any(str(error).startswith(f"{name} ") for name, _ in self.arguments)
-        if not self.arguments:
-            return False
-        try:
-            build(dataclasses.replace(self, arguments=()))
-        except _WRONG_ARGUMENTS:
-            return False
-        return True
-
     def _wants_nccl(self) -> bool:
-        """Returns whether the user asks for NCCL."""
-        if (self.package, self.class_name) != (OURS, _GENERAL):
-            return self.class_name == "NcclAllReduce"
-        call = inspect.signature(_classes(OURS)[_GENERAL]).bind(**dict(self.arguments))
-        call.apply_defaults()
-        return bool(call.arguments["all_reduce_alg"] == "nccl")
+        if self.class_name == _GENERAL:
+            # The default is TensorFlow's.
+            return bool(dict(self.arguments).get("all_reduce_alg", "nccl") == "nccl")
+        return self.class_name == "NcclAllReduce"
 
 
 # One instance for all workloads: a second strategy over the same devices would number its

@@ -13,7 +13,7 @@ import pathlib
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 _LOOPBACK = "lo"
 # Rates as tc writes them: bits per second in powers of 1000.
@@ -58,8 +58,8 @@ class Loopback:
     def count_bytes(self) -> int:
         """Returns how many bytes have crossed the link, in both directions, with all headers."""
         for line in self.counters.read_text(encoding="ascii").splitlines():
-            name, separator, numbers = line.partition(":")
-            if separator and name.strip() == _LOOPBACK:
+            name, _, numbers = line.partition(":")
+            if name.strip() == _LOOPBACK:
                 # The ninth of 16 columns counts the bytes sent; a loopback receives all of them.
                 return int(numbers.split()[8])
         raise LinkError(f"{self.counters} does not list the interface {_LOOPBACK}")
@@ -79,18 +79,17 @@ def parse_rate(text: str) -> Rate:
 @contextlib.contextmanager
 def open_link(rate: Rate | None) -> Iterator[Loopback]:
     """Opens a loopback interface in a network namespace of its own."""
-    # A program that holds the namespace until its standard input is closed.
-    script = f"ip link set {_LOOPBACK} up && {_shaping(rate)} && echo ready && exec cat"
-    command = [*_namespace_command(), "sh", "-c", script]
     for program in ("unshare", "nsenter", "ip", *(["tc"] if rate else [])):
         if shutil.which(program) is None:
             raise LinkError(f"{program} is not installed: it comes with util-linux or iproute2")
+    make, enter = ["unshare", "--net"], ["nsenter", "--net"]
+    if os.geteuid():
+        make, enter = [*make, "--map-root-user"], [*enter, "--user", "--preserve-credentials"]
+    # A program that holds the namespace until its standard input is closed.
+    script = f"ip link set {_LOOPBACK} up && {_shaping(rate)} && echo ready && exec cat"
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [*make, "sh", "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True
     ) as holder:
         assert holder.stdin
         assert holder.stdout
@@ -102,13 +101,8 @@ def open_link(rate: Rate | None) -> Iterator[Loopback]:
                     f"a network namespace of its own is refused ({reason}): run it as root, or "
                     "where users may make namespaces and shape their interfaces"
                 )
-            target = str(holder.pid)
-            yield Loopback(
-                ("nsenter", "--target", target, *_enter_options()),
-                pathlib.Path("/proc", target, "net", "dev"),
-                is_own=True,
-                rate=rate,
-            )
+            counters = pathlib.Path(f"/proc/{holder.pid}/net/dev")
+            yield Loopback((*enter, "--target", str(holder.pid)), counters, True, rate)
         finally:
             holder.stdin.close()
             try:
@@ -120,18 +114,6 @@ def open_link(rate: Rate | None) -> Iterator[Loopback]:
 def shared_link() -> Loopback:
     """Returns the machine's own loopback interface, which other programs use as well."""
     return Loopback((), pathlib.Path("/proc/net/dev"), is_own=False, rate=None)
-
-
-def _namespace_command() -> Sequence[str]:
-    return ("unshare", "--net") if _is_root() else ("unshare", "--map-root-user", "--net")
-
-
-def _enter_options() -> Sequence[str]:
-    return ("--net",) if _is_root() else ("--user", "--preserve-credentials", "--net")
-
-
-def _is_root() -> bool:
-    return os.geteuid() == 0
 
 
 def _shaping(rate: Rate | None) -> str:

@@ -8,21 +8,36 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from tfcdo.bench import floor, implementations, steps, tracking, workloads
+from tfcdo.bench import floor, implementations, steps, workloads
 from tfcdo.bench.devices import ChosenDevices
 
-BASELINE, FLOOR, PACKING = "baseline", "floor", "packing"
-_REPACK = "pack and unpack"
+BASELINE, FLOOR = "baseline", "floor"
 _BASELINE_OF_FLOOR = "baseline of the floor"
 
 # Seconds. A shorter sample would measure the clock and the switch from one graph to the next.
 _SHORTEST_SAMPLE = 0.005
+
+_Item = TypeVar("_Item")
+
+
+class Track(Protocol):
+    """Goes through a sequence and shows the progress, as `rich.progress.track` does."""
+
+    def __call__(self, sequence: Sequence[_Item], *, description: str) -> Iterable[_Item]:
+        """Yields the items of a sequence."""
+        ...
+
+
+def silently(sequence: Sequence[_Item], *, description: str) -> Iterable[_Item]:
+    """Yields the items of a sequence and shows nothing."""
+    del description
+    return sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +57,7 @@ class Measurement:
       workload: its name.
       size: bytes that each device holds.
       count: elements that each device holds.
-      kind: `"tfcdo"`, `"tf"`, `FLOOR`, `PACKING` (see `floor.repack`) or `BASELINE`.
+      kind: `"tfcdo"`, `"tf"`, `FLOOR` or `BASELINE`.
       seconds: median time of a call minus the baseline's in the same round; the baseline's own.
       spread: distance between the quartiles of the same times, in seconds.
       cpu_seconds: as `seconds`, of the CPU time of all threads.
@@ -50,7 +65,6 @@ class Measurement:
       first_call: seconds of tracing and of the first call; None if nothing is traced.
       nodes: number of ops that are added to the baseline's graph; None likewise.
       peak_memory: bytes in use at most, beyond the input; None if not known.
-      p99: 99th percentile of the same times, in seconds.
       sent_size: bytes of each device's values as they are sent; None for `size`.
     """
 
@@ -68,13 +82,17 @@ class Measurement:
     first_call: float | None = None
     nodes: int | None = None
     peak_memory: int | None = None
-    p99: float | None = None
     sent_size: int | None = None
 
     @property
+    def is_noise(self) -> bool:
+        """Returns whether the time is not larger than its own spread."""
+        return self.seconds <= self.spread
+
+    @property
     def algbw(self) -> float:
-        """Returns the bytes per second that the caller sees; NaN if the time is not above 0."""
-        return self.size / self.seconds if self.seconds > 0 else math.nan
+        """Returns the bytes per second that the caller sees; NaN if the time is noise."""
+        return math.nan if self.is_noise else self.size / self.seconds
 
     @property
     def busbw(self) -> float:
@@ -90,66 +108,65 @@ class Times(NamedTuple):
     cpu: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class _Timed:
-    """A step, its times and the memory that it needs."""
-
-    step: steps.TimedStep
-    times: Times
-    peak_memory: int | None
-
-
 def run(
     workload: workloads.Workload,
     devices: ChosenDevices,
     compared: Sequence[implementations.Implementation],
     settings: Settings,
-    track: tracking.Track = tracking.silently,
-    watch: tracking.Watchdog = tracking.ASLEEP,
+    track: Track = silently,
 ) -> list[Measurement]:
-    """Measures implementations, the floors, packing if values are small, and the baseline."""
+    """Measures implementations, the floors and the baseline."""
     build = steps.build_eager if settings.eager else steps.build_graph
     # The baseline comes first: the first step also pays for what TensorFlow does only once.
     data = steps.place_values(workload, devices)
     built = {BASELINE: build(data, None)}
     kinds: dict[str, str] = {}
-    for implementation in track(compared, description="building and checking"):
-        kinds[implementation.name] = implementation.package
-        with watch.watching(implementation.name):
-            built[implementation.name] = implementation.build_with(
-                lambda made: build(data, made.reducer(devices.names))
-            )
+    for one in track(compared, description="building and checking"):
+        kinds[one.name] = one.package
+        with one.blaming_arguments():
+            built[one.name] = build(data, one.reducer(devices.names))
     floor_data = floor.place_values(workload, devices)
     built[_BASELINE_OF_FLOOR] = steps.build_graph(floor_data, None)
     for name, reduce in floor.single_passes(devices.names[0]).items():
         kinds[name] = FLOOR
         built[name] = steps.build_graph(floor_data, reduce)
-    if data.has_coalesced:
-        kinds[_REPACK] = PACKING
-        built[_REPACK] = build(data, floor.repack(data))
     kinds[BASELINE] = BASELINE
 
-    times = interleave({name: one.step for name, one in built.items()}, settings, track, watch)
-    timed = {
-        name: _Timed(one, times[name], peak_of(one.step, devices)) for name, one in built.items()
-    }
-    cast = {one.name for one in compared if one.wire}
+    times = interleave({name: one.step for name, one in built.items()}, settings, track)
+    sent_sizes = {one.name: 2 * workload.count for one in compared if one.wire}
     found = []
     for name, kind in kinds.items():
-        baseline = {FLOOR: _BASELINE_OF_FLOOR, BASELINE: None}.get(kind, BASELINE)
-        one = _measurement(
-            workload, devices, name, kind, timed[name], timed[baseline] if baseline else None
+        wall, cpu = times[name]
+        nodes = built[name].num_nodes
+        if kind != BASELINE:
+            baseline = _BASELINE_OF_FLOOR if kind == FLOOR else BASELINE
+            wall, cpu = wall - times[baseline].wall, cpu - times[baseline].cpu
+            nodes = None if nodes is None else nodes - (built[baseline].num_nodes or 0)
+        lower, median, upper = np.quantile(wall, (0.25, 0.5, 0.75)).tolist()
+        found.append(
+            Measurement(
+                workload=workload.name,
+                size=workload.size,
+                count=workload.count,
+                dtype=workload.dtype,
+                num_devices=len(devices.names),
+                name=name,
+                kind=kind,
+                seconds=median,
+                spread=upper - lower,
+                cpu_seconds=float(np.median(cpu)),
+                wrong=None if kind == BASELINE else built[name].num_wrong,
+                first_call=built[name].first_call,
+                nodes=nodes,
+                peak_memory=peak_of(built[name].step, devices),
+                sent_size=sent_sizes.get(name),
+            )
         )
-        sent = 2 * workload.count if name in cast else None
-        found.append(dataclasses.replace(one, sent_size=sent))
     return found
 
 
 def interleave(
-    steps_by_name: Mapping[str, steps.Step],
-    settings: Settings,
-    track: tracking.Track = tracking.silently,
-    watch: tracking.Watchdog = tracking.ASLEEP,
+    steps_by_name: Mapping[str, steps.Step], settings: Settings, track: Track = silently
 ) -> dict[str, Times]:
     """Times steps A B C A B C ..., so that a change of the machine's load affects all of them."""
     samples: dict[str, list[Times]] = {name: [] for name in steps_by_name}
@@ -157,8 +174,7 @@ def interleave(
     with _no_garbage_collection():
         for number in track(range(settings.warmup + settings.iterations), description="rounds"):
             for name, step in steps_by_name.items():
-                with watch.watching(name):
-                    samples[name].append(_sample(step, num_calls[name]))
+                samples[name].append(_sample(step, num_calls[name]))
                 if number < settings.warmup:
                     fastest = min(sample.wall for sample in samples[name])
                     num_calls[name] = max(1, math.ceil(_SHORTEST_SAMPLE / fastest))
@@ -174,38 +190,6 @@ def _sample(step: steps.Step, num_calls: int) -> Times:
         step()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return Times(wall / num_calls, cpu / num_calls)
-
-
-def _measurement(
-    workload: workloads.Workload,
-    devices: ChosenDevices,
-    name: str,
-    kind: str,
-    timed: _Timed,
-    baseline: _Timed | None,
-) -> Measurement:
-    wall, cpu, nodes = timed.times.wall, timed.times.cpu, timed.step.num_nodes
-    if baseline:
-        wall, cpu = wall - baseline.times.wall, cpu - baseline.times.cpu
-        nodes = None if nodes is None else nodes - (baseline.step.num_nodes or 0)
-    lower, median, upper = np.quantile(wall, (0.25, 0.5, 0.75))
-    return Measurement(
-        workload=workload.name,
-        size=workload.size,
-        count=workload.count,
-        dtype=workload.dtype,
-        num_devices=len(devices.names),
-        name=name,
-        kind=kind,
-        seconds=float(median),
-        spread=float(upper - lower),
-        cpu_seconds=float(np.median(cpu)),
-        wrong=None if kind in (PACKING, BASELINE) else timed.step.num_wrong,
-        first_call=timed.step.first_call,
-        nodes=nodes,
-        peak_memory=timed.peak_memory,
-        p99=float(np.quantile(wall, 0.99, method="higher")),
-    )
 
 
 def peak_of(step: steps.Step, devices: ChosenDevices) -> int | None:
@@ -235,8 +219,8 @@ def by_workload(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
 
 def fastest(measurements: Sequence[Measurement], kind: str) -> Measurement | None:
     """Returns the fastest measurement of one kind among those without wrong results."""
-    right = [one for one in measurements if one.kind == kind and not one.wrong]
-    return min(right, key=lambda one: one.seconds, default=None)
+    correct = [one for one in measurements if one.kind == kind and not one.wrong]
+    return min(correct, key=lambda one: one.seconds, default=None)
 
 
 @contextlib.contextmanager

@@ -32,9 +32,8 @@ class Data:
       workload: their shapes and dtype.
       devices: where they are.
       coalesced: for each variable, the indices of the values that share it on each device.
-      variables: `[d][i]`: what device `d` holds of the values `coalesced[i]`: one as it is, several
-        along a new first axis.
-      sums: for each value, the sum that numpy finds.
+      variables: `[d][i]`: the values `coalesced[i]` of device `d`, several along a new first axis.
+      sums: numpy's sum of each value.
       always_true: a variable on each device that holds True; see `_consume`.
     """
 
@@ -45,25 +44,18 @@ class Data:
     sums: tuple[np.ndarray, ...]
     always_true: tuple[tf.Variable, ...]
 
-    @property
-    def has_coalesced(self) -> bool:
-        """Returns whether any values share a variable."""
-        return any(len(indices) > 1 for indices in self.coalesced)
-
     def read(self) -> ValuesByDevice:
         """Reads the variables, each on its device."""
         values_by_device = []
         for device, variables in zip(self.devices.names, self.variables, strict=True):
+            values: dict[int, tf.Tensor] = {}
             with tf.device(device):
-                values_by_device.append(self._read(variables))
+                for indices, variable in zip(self.coalesced, variables, strict=True):
+                    read = variable.read_value()
+                    parts = tf.unstack(read) if len(indices) > 1 else [read]
+                    values.update(zip(indices, parts, strict=True))
+            values_by_device.append([values[index] for index in range(len(values))])
         return values_by_device
-
-    def _read(self, variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
-        values: dict[int, tf.Tensor] = {}
-        for indices, variable in zip(self.coalesced, variables, strict=True):
-            read = variable.read_value()
-            values.update(zip(indices, tf.unstack(read) if len(indices) > 1 else [read]))
-        return [values[index] for index in range(len(values))]
 
     def num_wrong(self, results: ValuesByDevice) -> int:
         """Counts the elements, over all devices, that differ from numpy's sums."""

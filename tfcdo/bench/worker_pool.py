@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
+from tfcdo.launch import cluster
+
 # Number of lines shown of a failed worker's output.
 _SHOWN_LINES = 8
 _END_SECONDS = 10.0
@@ -105,6 +107,18 @@ class WorkerPool:
         for worker in self._workers:
             worker.send(content)
         return [worker.receive(deadline - time.monotonic()) for worker in self._workers]
+
+
+def variables_of(addresses: Sequence[str]) -> list[dict[str, str]]:
+    """Returns the environment variables of workers that train together on processors."""
+    return [
+        {
+            "TF_CONFIG": cluster.tf_config(addresses, index),
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        for index in range(len(addresses))
+    ]
 
 
 @contextlib.contextmanager

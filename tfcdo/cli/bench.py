@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
+import math
 import pathlib
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,22 +13,16 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
+from tfcdo.bench import devices as bench_devices
 from tfcdo.bench import workloads
-from tfcdo.cli import bench_compare, bench_workers, options
-from tfcdo.cli.progress import progress
-from tfcdo.cli.quiet_start import quiet_start
+from tfcdo.cli import options
 
 if TYPE_CHECKING:
-    from tfcdo.bench import implementations, measure
-    from tfcdo.bench.devices import ChosenDevices
-
-# The status that GNU's timeout has.
-_TIMED_OUT = 124
-
+    from tfcdo.bench import implementations, link
 
 _DEVICES = options.number(
     *("-g", "--devices", "num_devices"), least=2, most=16, default=4,
-    text="Number of devices: GPUs if there are that many, else virtual CPU devices.",
+    text="Number of devices: GPUs if there are enough, else virtual CPUs.",
 )  # fmt: skip
 _NAMES = click.option(
     "--ops",
@@ -38,21 +31,8 @@ _NAMES = click.option(
     metavar="NAME",
     default=("all",),
     show_default=True,
-    help="Implementations: tfcdo, tf or all; or one, as Python writes it, such as "
-    "'tf.HierarchicalCopyAllReduce(num_packs=8)'. Can be repeated.",
-)
-_WIRE = click.option(
-    "--wire",
-    type=options.WIRE_DTYPES,
-    help="Send float and double as this dtype: wire_dtype= of tfcdo's classes. busbw counts the "
-    "bytes that are sent.",
-)
-_COMPARE = click.option(
-    "--compare",
-    "earlier",
-    type=bench_compare.EarlierFile(),
-    metavar="OLD.json",
-    help="Show an earlier run, written by --json, next to this one.",
+    help="Implementations: tfcdo, tf, all, or Python such as "
+    "'tfcdo.AutoAllReduce(wire_dtype=\"bfloat16\")'. Repeatable.",
 )
 
 
@@ -61,15 +41,14 @@ class _Started:
     """TensorFlow, started: the console, the devices, and the implementations that can run."""
 
     console: Console
-    devices: ChosenDevices
+    devices: bench_devices.ChosenDevices
     compared: Sequence[implementations.Implementation]
 
 
 @click.group(invoke_without_command=True)
 @click.option(
     *("-b", "--minbytes"), type=options.Size(), default="8", show_default=True,
-    help="Smallest size of the one value that is all-reduced; K, M and G are powers of 1024, KB, "
-    "MB and GB of 1000.",
+    help="Smallest size; K, M, G: powers of 1024; KB, MB, GB: of 1000.",
 )  # fmt: skip
 @click.option(
     *("-e", "--maxbytes"), type=options.Size(), default="128M", show_default=True,
@@ -90,22 +69,12 @@ class _Started:
     "models",
     type=click.Choice(workloads.model_names()),
     multiple=True,
-    metavar="NAME",
-    help="All-reduce a model's gradients instead of one value: resnet50, bert-base, mobilenet, "
-    "tiny (500 values of 64 numbers) or tiny-matrices (500 of 8 x 8). Can be repeated.",
+    help="Model whose gradients are reduced instead of one value. Repeatable.",
 )
 @_NAMES
-@_WIRE
-@click.option("--eager", is_flag=True, help="Run op by op instead of in a graph.")
+@click.option("--eager", is_flag=True, help="Ops run one by one instead of in a graph.")
 @options.JSON_FILE
-@_COMPARE
-@click.option(
-    *("-T", "--timeout"), type=click.FloatRange(0.0, min_open=True), metavar="SECONDS",
-    help="End with status 124 if building an implementation, or a sample of it, takes longer.",
-)  # fmt: skip
-@click.option(
-    "--plot", "plot_file", type=options.NewFile(".png"), help="File for a picture of the results."
-)
+@click.option("--plot", "plot_file", type=options.NewFile(".png"), help="File for a picture.")
 @click.pass_context
 def bench(
     context: click.Context,
@@ -118,11 +87,8 @@ def bench(
     datatype: str,
     models: Sequence[str],
     names: Sequence[str],
-    wire: str | None,
     eager: bool,
     json_file: pathlib.Path | None,
-    earlier: bench_compare.Earlier | None,
-    timeout: float | None,
     plot_file: pathlib.Path | None,
 ) -> int:
     """Measure all-reduce implementations side by side: tfcdo's, TensorFlow's, and the floor.
@@ -130,7 +96,7 @@ def bench(
     The values are read from variables on each device, all-reduced in a graph, and used where they
     end up; the time of the same graph without the all-reduce is subtracted. The implementations
     take turns. Every result is compared with numpy's: the exit status is 1 if one of tfcdo's is
-    wrong. The subcommands measure other work.
+    wrong. The subcommands measure training steps.
     """
     given = [
         parameter.opts[-1]
@@ -143,7 +109,6 @@ def bench(
                 f"{' and '.join(given)} must follow the subcommand {context.invoked_subcommand}"
             )
         return 0
-    dtype = workloads.DTYPES[datatype]
     sizes = [name for name in given if name in ("--minbytes", "--maxbytes", "--stepfactor")]
     if models and sizes:
         raise click.UsageError(
@@ -156,38 +121,23 @@ def bench(
         )
     if plot_file:
         options.require_matplotlib()
-    if wire and dtype not in ("float32", "float64"):
-        raise click.UsageError(f"--wire casts float and double; --datatype is {datatype}")
+    dtype = workloads.DTYPES[datatype]
     measured = [workloads.gradients_of(name, dtype) for name in models] or [
         workloads.one_value(size, dtype) for size in workloads.sizes(minbytes, maxbytes, stepfactor)
     ]
-
     with _refused_arguments_in_one_line():
-        started = _start(num_devices, names, wire, dtype)
-        from tfcdo.bench import implementations, measure, tracking
+        started = _start(num_devices, names, dtype)
+        from tfcdo.bench import implementations, measure
         from tfcdo.cli import bench_tables
 
         results: list[measure.Measurement] = []
-
-        def give_up(name: str) -> None:
-            """Reports what was measured so far; only the end of the process ends what hangs."""
-            if results:
-                bench_tables.show(results, started.console)
-                _write(started, results, json_file, earlier)
-            click.echo(f"tfcdo: {name} took longer than --timeout {timeout:g} s", err=True)
-            sys.stdout.flush()
-            os._exit(_TIMED_OUT)
-
-        watch = tracking.Watchdog(timeout, give_up)
         settings = measure.Settings(iterations, warmup, eager)
-        with progress(started.console) as track:
+        with options.progress(started.console) as track:
             # Sizes below one element are rounded up to it: each workload is measured once.
             for workload in track(list(dict.fromkeys(measured)), description="workloads"):
-                results += measure.run(
-                    workload, started.devices, started.compared, settings, track, watch
-                )
+                results += measure.run(workload, started.devices, started.compared, settings, track)
     bench_tables.show(results, started.console)
-    _write(started, results, json_file, earlier)
+    _write_json(results, json_file, started.devices.description)
     if plot_file:
         from tfcdo.plot import bench as bench_plot
 
@@ -204,101 +154,115 @@ def bench(
     multiple=True,
     default=("mobilenet",),
     show_default=True,
-    help="Keras model. Can be repeated.",
+    help="Keras model. Repeatable.",
 )
 @_DEVICES
 @options.ITERATIONS
 @_NAMES
-@_WIRE
 @options.JSON_FILE
-@_COMPARE
 def fit(
     models: Sequence[str],
     num_devices: int,
     iterations: int,
     names: Sequence[str],
-    wire: str | None,
     json_file: pathlib.Path | None,
-    earlier: bench_compare.Earlier | None,
 ) -> int:
     """Time the training steps of a Keras model."""
     with _refused_arguments_in_one_line():
-        started = _start(num_devices, names, wire, "float32")
+        started = _start(num_devices, names, "float32")
         from tfcdo.bench import fit
         from tfcdo.cli import bench_tables
 
         results = []
-        with progress(started.console) as track:
+        with options.progress(started.console) as track:
             for name in track(list(dict.fromkeys(models)), description="models"):
                 results += fit.run(name, started.devices, started.compared, iterations, track)
     bench_tables.show_fit(results, started.console)
-    _write(started, results, json_file, earlier)
+    _write_json(results, json_file, started.devices.description)
     return 0
 
 
 @bench.command()
-@click.argument("num_rows", metavar="ROWS", type=click.IntRange(1, 10**6))
-@click.option(
-    "--repeat",
-    type=click.FloatRange(0.0, 1.0),
-    default=0.5,
-    show_default=True,
-    help="Share of a device's rows that all devices have.",
-)
-@_DEVICES
+@click.argument("num_workers", metavar="NUMBER", type=click.IntRange(2, 16))
+@options.number(
+    *("-g", "--devices", "num_devices"), least=1, most=16, default=4,
+    text="Number of virtual CPU devices of each worker.",
+)  # fmt: skip
 @options.ITERATIONS
 @options.WARMUP
-@_NAMES
+@click.option(
+    "--rate", metavar="1gbit", help="Limit of the link between the workers; needs root or tc."
+)
+@click.option(
+    "--wire-between", type=options.BETWEEN_DTYPES, default="bfloat16", show_default=True,
+    help="Dtype of gradients between workers, for a third strategy.",
+)  # fmt: skip
 @options.JSON_FILE
-def sparse(
-    num_rows: int,
-    repeat: float,
+def workers(
+    num_workers: int,
     num_devices: int,
     iterations: int,
     warmup: int,
-    names: Sequence[str],
+    rate: str | None,
+    wire_between: str,
     json_file: pathlib.Path | None,
 ) -> int:
-    """Reduce ROWS rows of a table on each device and update the table.
+    """Train a model on NUMBER processes of this host.
 
-    The table is of 1,000,000 x 64 numbers; it is updated by SGD and with momentum. The exit status
-    is 1 if an update by one of tfcdo's classes is wrong.
+    TensorFlow's and tfcdo's MultiWorkerMirroredStrategy take turns: step time, and bytes between
+    the processes. The exit status is 1 if a result of tfcdo's is wrong.
     """
-    with _refused_arguments_in_one_line():
-        started = _start(num_devices, names, None, "float32")
-        from tfcdo.bench import implementations, measure, rows
-        from tfcdo.cli import bench_tables
+    from tfcdo.bench import hosts, worker_pool
+    from tfcdo.cli import bench_tables
 
-        settings = measure.Settings(iterations, warmup)
-        with progress(started.console) as track:
-            results = rows.run(
-                rows.TableRows(num_rows, repeat), started.devices, started.compared, settings, track
+    console = options.make_console(width_of_a_pipe=120)
+    settings = hosts.HostsSettings(
+        num_workers, num_devices, iterations, warmup, wire_between=wire_between
+    )
+    with _open_link(rate, console) as opened, options.progress(console) as track:
+        try:
+            results = hosts.run(settings, opened, track)
+        except worker_pool.WorkerError as error:
+            raise click.ClickException(str(error)) from error
+    bench_tables.show_hosts(results, opened.rate, console)
+    _write_json(results, json_file, "virtual CPU devices of several processes")
+    return int(any(one.wrong for one in results if one.kind.startswith("tfcdo")))
+
+
+@contextlib.contextmanager
+def _open_link(rate: str | None, console: Console) -> Iterator[link.Loopback]:
+    """Opens a link of the workers' own; without a rate, falls back on the shared one."""
+    from tfcdo.bench import link
+
+    with contextlib.ExitStack() as stack:
+        try:
+            opened = stack.enter_context(link.open_link(link.parse_rate(rate) if rate else None))
+        except ValueError as error:
+            raise click.UsageError(f"--{error}") from error
+        except link.LinkError as error:
+            if rate:
+                raise click.ClickException(f"--rate: {error}") from error
+            console.print(
+                f"Counting all bytes on the machine's loopback, also other programs': {error}"
             )
-    bench_tables.show_rows(results, started.console)
-    _write(started, results, json_file, None)
-    return int(any(one.wrong for one in results if one.kind == implementations.OURS))
+            opened = link.shared_link()
+        yield opened
 
 
-bench.add_command(bench_workers.workers)
-
-
-def _start(num_devices: int, names: Sequence[str], wire: str | None, dtype: str) -> _Started:
+def _start(num_devices: int, names: Sequence[str], dtype: str) -> _Started:
     """Starts TensorFlow, and makes the implementations that are named and can run here."""
     console = options.make_console(width_of_a_pipe=160)
-    with options.status(console, "Starting TensorFlow ..."), quiet_start():
+    with options.status(console, "Starting TensorFlow ..."), options.quiet_start():
         import tensorflow as tf
 
         from tfcdo.bench import implementations
-        from tfcdo.bench.devices import choose_devices
 
         tf.get_logger().setLevel("ERROR")
         try:
             # Devices come first, because constructing implementations may start TensorFlow.
-            devices = choose_devices(num_devices)
-            named = dict.fromkeys(
-                found.with_wire(wire) if wire else found
-                for name in names
-                for found in implementations.parse(name)
+            devices = bench_devices.choose_devices(num_devices)
+            named = list(
+                dict.fromkeys(found for name in names for found in implementations.parse(name))
             )
         except RuntimeError as error:
             raise click.ClickException(str(error)) from error
@@ -316,22 +280,17 @@ def _start(num_devices: int, names: Sequence[str], wire: str | None, dtype: str)
     return _Started(console, devices, compared)
 
 
-def _write(
-    started: _Started,
-    results: Sequence[Any],
-    json_file: pathlib.Path | None,
-    earlier: bench_compare.Earlier | None,
-) -> None:
-    """Compares with the earlier run, and writes the JSON file."""
-    from tfcdo.bench import devices
+def _write_json(results: Sequence[Any], path: pathlib.Path | None, description: str) -> None:
+    if path:
+        bench_devices.write_json(path, description, {"results": [_as_json(one) for one in results]})
 
-    description = started.devices.description
-    if earlier:
-        now = devices.describe_environment(description)
-        bench_compare.show(earlier, now, results, started.console)
-    if json_file:
-        found = {"results": [bench_compare.as_json(one) for one in results]}
-        devices.write_json(json_file, description, found)
+
+def _as_json(one: Any) -> dict[str, Any]:
+    """Returns a measurement's fields and bandwidths; None for NaN, which JSON does not have."""
+    bandwidths = {name: getattr(one, name, math.nan) for name in ("algbw", "busbw")}
+    return dataclasses.asdict(one) | {
+        name: None if math.isnan(value) else value for name, value in bandwidths.items()
+    }
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Prints the tables of `tfcdo bench`, of its `fit` and of its `sparse`."""
+"""Prints the tables of `tfcdo bench` and of its subcommands."""
 
 from __future__ import annotations
 
@@ -10,129 +10,74 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tfcdo.bench import fit, implementations, measure, rows
+from tfcdo.bench import fit, hosts, implementations, link, measure
 from tfcdo.cli import options
+from tfcdo.units import format_bytes, format_seconds
 
-_REDOP = "sum"
-_WORKLOAD_COLUMNS = ("size\n(B)", "count\n(elements)", "type\n", "redop\n")
-# Width that the table of times needs with these columns.
-_WIDE = 130
 _IMPLEMENTATIONS = (implementations.OURS, implementations.TENSORFLOW)
 _STYLES = {implementations.OURS: "bold", implementations.TENSORFLOW: ""}
 
 
-def short_name(name: str) -> str:
-    """Shortens an implementation's name for a column."""
-    return name.replace("num_packs=", "")
-
-
 def show(results: Sequence[measure.Measurement], console: Console) -> None:
-    """Prints the tables of times and of other costs, of one workload after the other."""
-    for table in _tables_of_times(results, console):
-        console.print(table)
-    console.print(
-        options.printable(
-            "Times are medians minus the baseline, ± is the distance between the quartiles, "
-            "p99 the 99th percentile. "
-            "of TF, of floor: time relative to the fastest correct TensorFlow class and to the "
-            "fastest single pass over the same memory; - where a time is smaller than its spread.",
-            console,
-        )
+    """Prints a table of times for each workload, and one of other costs for the last."""
+    groups = measure.by_workload(results)
+    for group in groups:
+        console.print(_table_of_times(group, console))
+    text = (
+        "Times are medians minus the baseline, ± is the distance between the quartiles. "
+        "of TF, of floor: time relative to the fastest correct TensorFlow class and to the "
+        "fastest single pass over the same memory; - where a time is smaller than its spread."
     )
-    if any(one.kind == measure.PACKING for one in results):
-        console.print(
-            "pack and unpack: what TensorFlow's ops take at least to make one tensor of the small "
-            "values of one shape on each device and to take it apart, with nothing added or sent."
-        )
+    console.print(options.printable(text, console))
     console.print()
-    console.print(_table_of_costs(results))
+    console.print(_table_of_costs(groups[-1], console))
 
 
-def _tables_of_times(results: Sequence[measure.Measurement], console: Console) -> list[Table]:
-    """Makes one table, or on a narrow console one for each workload, below a line of its own."""
-    if console.width >= _WIDE:
-        return [_table_of_times(results, console, with_workload=True)]
-    tables = []
-    for group in measure.by_workload(results):
-        table = _table_of_times(group, console, with_workload=False)
-        table.title = ", ".join(
-            f"{' '.join(name.split())} {value}"
-            for name, value in zip(_WORKLOAD_COLUMNS, _workload_cells(group[0]), strict=True)
-        )
-        tables.append(table)
-    return tables
-
-
-def _table_of_times(
-    results: Sequence[measure.Measurement], console: Console, with_workload: bool
-) -> Table:
-    padding = (0, 1, 0, 0) if with_workload else (0, 0)
-    table = Table(box=box.SIMPLE_HEAD, padding=padding, pad_edge=False, title_justify="left")
-    if with_workload:
-        for column in _WORKLOAD_COLUMNS:
-            table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("implementation\n", overflow="fold")
-    for column in (
-        "time\n(us)",
-        "±\n(us)",
-        "p99\n(us)",
-        "algbw\n(GB/s)",
-        "busbw\n(GB/s)",
-        "#wrong\n",
-        "of\nTF",
-        "of\nfloor",
-    ):
-        table.add_column(options.printable(column, console), justify="right", no_wrap=True)
-    for group in measure.by_workload(results):
-        tensorflow = measure.fastest(group, implementations.TENSORFLOW)
-        floor = measure.fastest(group, measure.FLOOR)
-        for one in group:
-            is_implementation = one.kind in _IMPLEMENTATIONS
-            has_bandwidth = is_implementation or one.kind == measure.FLOOR
-            table.add_row(
-                *(_workload_cells(one) if with_workload else ()),
-                short_name(one.name),
-                _microseconds(one.seconds),
-                f"{one.spread * 1e6:.1f}",
-                "-" if one.p99 is None else _microseconds(one.p99),
-                _number(one.algbw / 1e9) if has_bandwidth else "",
-                _number(one.busbw / 1e9) if has_bandwidth else "",
-                _wrong(one.wrong),
-                _ratio(one, tensorflow) if is_implementation else "",
-                _ratio(one, floor) if is_implementation else "",
-                style=_STYLES.get(one.kind, "dim"),
-            )
-        table.add_section()
+def _table(title: str, headings: Sequence[str], console: Console) -> Table:
+    """Makes a table whose first column is names, and whose others are numbers."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
+    table.title = title
+    table.add_column(headings[0], overflow="fold")
+    for heading in headings[1:]:
+        table.add_column(options.printable(heading, console), justify="right", no_wrap=True)
     return table
 
 
-def _workload_cells(one: measure.Measurement) -> tuple[str, ...]:
-    return str(one.size), str(one.count), one.dtype, _REDOP
+def _table_of_times(group: Sequence[measure.Measurement], console: Console) -> Table:
+    first = group[0]
+    work = "sum" if first.workload == "sweep" else f"sum of {first.workload}'s gradients"
+    headings = (
+        *("implementation\n", "time\n(us)", "±\n(us)", "algbw\n(GB/s)", "busbw\n(GB/s)"),
+        *("#wrong\n", "of\nTF", "of\nfloor"),
+    )
+    title = f"{first.size} bytes, {first.count} elements of {first.dtype}, {work}"
+    table = _table(title, headings, console)
+    tensorflow = measure.fastest(group, implementations.TENSORFLOW)
+    floor = measure.fastest(group, measure.FLOOR)
+    for one in group:
+        is_implementation = one.kind in _IMPLEMENTATIONS
+        has_bandwidth = one.kind != measure.BASELINE
+        table.add_row(
+            _short_name(one.name),
+            _microseconds(one.seconds),
+            _microseconds(one.spread),
+            _number(one.algbw / 1e9) if has_bandwidth else "",
+            _number(one.busbw / 1e9) if has_bandwidth else "",
+            "" if one.wrong is None else Text(str(one.wrong), "bold red" if one.wrong else ""),
+            _ratio(one, tensorflow) if is_implementation else "",
+            _ratio(one, floor) if is_implementation else "",
+            style=_STYLES.get(one.kind, "dim"),
+        )
+    return table
 
 
-def _microseconds(seconds: float) -> str:
-    if seconds <= 0:
-        return "below noise"
-    value = seconds * 1e6
-    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
-
-
-def _table_of_costs(results: Sequence[measure.Measurement]) -> Table:
-    """Makes the table of other costs for the last workload; all sizes have similar costs."""
-    *_, group = measure.by_workload(results)
+def _table_of_costs(group: Sequence[measure.Measurement], console: Console) -> Table:
     title = f"Other costs, for {group[0].size} bytes"
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0), title=title, title_justify="left")
-    table.add_column("implementation\n", overflow="fold")
-    for column in (
-        "CPU time\n(us)",
-        "first call\n(s)",
-        "graph nodes\n(added)",
-        "peak memory\n(MB, added)",
-    ):
-        table.add_column(column, justify="right")
+    headings = ("CPU time\n(us)", "first call\n(s)", "graph nodes\n(added)", "peak memory\n(MB)")
+    table = _table(title, ("implementation\n", *headings), console)
     for one in group:
         table.add_row(
-            short_name(one.name),
+            _short_name(one.name),
             _microseconds(one.cpu_seconds),
             "-" if one.first_call is None else f"{one.first_call:.2f}",
             "-" if one.nodes is None else str(one.nodes),
@@ -143,13 +88,10 @@ def _table_of_costs(results: Sequence[measure.Measurement]) -> Table:
 
 
 def show_fit(results: Sequence[fit.FitMeasurement], console: Console) -> None:
-    """Prints the table of training steps."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("model\n", "implementation\n"):
-        table.add_column(column)
-    for column in ("step\n(ms)", "±\n(ms)", "of\nTF", "first step\n(s)"):
-        table.add_column(options.printable(column, console), justify="right")
+    """Prints a table of training steps for each model."""
     for model in dict.fromkeys(one.model for one in results):
+        headings = ("implementation\n", "step\n(ms)", "±\n(ms)", "of\nTF", "first step\n(s)")
+        table = _table(f"Training steps of {model}", headings, console)
         group = [one for one in results if one.model == model]
         tensorflow = min(
             (one.seconds for one in group if one.kind == implementations.TENSORFLOW),
@@ -157,51 +99,44 @@ def show_fit(results: Sequence[fit.FitMeasurement], console: Console) -> None:
         )
         for one in group:
             table.add_row(
-                model,
-                short_name(one.name),
+                _short_name(one.name),
                 f"{one.seconds * 1e3:.1f}",
                 f"{one.spread * 1e3:.1f}",
                 _number(one.seconds / tensorflow),
                 f"{one.first_step:.1f}",
                 style=_STYLES.get(one.kind, "dim"),
             )
-        table.add_section()
-    console.print(table)
+        console.print(table)
 
 
-def show_rows(results: Sequence[rows.RowsMeasurement], console: Console) -> None:
-    """Prints the table of reducing rows and updating their table, of one workload."""
-    first = results[0]
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"{first.num_rows:,} rows on each of {first.num_devices} devices, "
-        f"{first.repeat:.0%} of them on all",
-        title_justify="left",
+def show_hosts(
+    results: Sequence[hosts.HostsMeasurement], rate: link.Rate | None, console: Console
+) -> None:
+    """Prints the table of training steps on several workers."""
+    theirs = next(one for one in results if one.kind == implementations.TENSORFLOW)
+    table = _table(
+        f"{theirs.num_workers} workers with {theirs.num_devices} virtual CPU devices each, "
+        f"{format_bytes(theirs.gradient_bytes)} of gradients",
+        ("strategy\n", "step\n(ms)", "±\n(ms)", "of\nTF", "sent\n(MB)", "of\nTF", "#wrong\n"),
+        console,
     )
-    table.add_column("reduce and update\n", overflow="fold")
-    for update in (rows.SGD, rows.MOMENTUM):
-        for heading in (f"{update}\n(ms)", "±\n(ms)", "of\nTF"):
-            table.add_column(options.printable(heading, console), justify="right", no_wrap=True)
-    table.add_column("#wrong\n", justify="right", no_wrap=True)
-    for name in dict.fromkeys(one.name for one in results):
-        cells, wrong = [], 0
-        for update in (rows.SGD, rows.MOMENTUM):
-            one = next(one for one in results if (one.name, one.update) == (name, update))
-            theirs = rows.fastest(results, implementations.TENSORFLOW, update)
-            ratio = f"{one.seconds / theirs.seconds:.2f}" if theirs else "-"
-            cells += [f"{one.seconds * 1e3:.1f}", f"{one.spread * 1e3:.1f}", ratio]
-            wrong += one.wrong
-        table.add_row(name, *cells, str(wrong))
-    console.print(table)
-    console.print(
-        options.printable(
-            "Times are medians of whole steps, ± is the distance between the quartiles. of TF: "
-            "time relative to the fastest correct TensorFlow class. For momentum, each device "
-            "first adds TensorFlow's rows of the same index, as TensorFlow's optimizers do; "
-            "tfcdo's result has each row once. No step is shorter than updating alone.",
-            console,
+    for one in results:
+        is_strategy = one.wrong is not None
+        table.add_row(
+            one.name,
+            f"{one.seconds * 1e3:.0f}",
+            f"{one.spread * 1e3:.0f}",
+            f"{one.seconds / theirs.seconds:.2f}",
+            f"{one.bytes_sent / 1e6:.1f}",
+            f"{one.bytes_sent / theirs.bytes_sent:.3f}" if is_strategy else "",
+            str(one.wrong) if is_strategy else "",
         )
-    )
+    console.print(table)
+    if rate:
+        least = hosts.least_bytes(theirs.num_workers, theirs.gradient_bytes)
+        seconds = least / rate.bytes_per_second
+        text = f"Sending float32 takes at least {format_seconds(seconds)} at {rate.text}"
+        console.print(options.printable(f"{text}, for both directions together.", console))
 
 
 def show_averages(results: Sequence[measure.Measurement], console: Console) -> None:
@@ -213,7 +148,7 @@ def show_averages(results: Sequence[measure.Measurement], console: Console) -> N
     busbw = {
         (one.name, one.workload, one.size): one.busbw / 1e9
         for one in results
-        if one.kind in _IMPLEMENTATIONS and not math.isnan(one.busbw)
+        if one.kind in _IMPLEMENTATIONS and not one.is_noise
     }
     names = {name for name, *_ in busbw}
     workloads = {(one.workload, one.size) for one in results}
@@ -236,18 +171,23 @@ def show_averages(results: Sequence[measure.Measurement], console: Console) -> N
         console.print(f"# Avg bus bandwidth    : {averages[name]:g} ({name})", soft_wrap=True)
 
 
+def _short_name(name: str) -> str:
+    return name.replace("num_packs=", "")
+
+
+def _microseconds(seconds: float) -> str:
+    if seconds < 0:
+        return "below noise"
+    value = seconds * 1e6
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
 def _number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.2f}"
 
 
 def _ratio(one: measure.Measurement, other: measure.Measurement | None) -> str:
     """Formats one time as a multiple of another; "-" where either is lost in the noise."""
-    if other is None or one.seconds <= 0 or other.seconds <= other.spread:
+    if other is None or one.seconds <= 0 or other.is_noise:
         return "-"
     return f"{one.seconds / other.seconds:.2f}"
-
-
-def _wrong(count: int | None) -> Text:
-    if count is None:
-        return Text()
-    return Text(str(count), "bold red" if count else "")

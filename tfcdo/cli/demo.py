@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from tfcdo.cli import demo_training, demo_workers, options
-from tfcdo.cli.quiet_start import quiet_start
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -86,7 +85,7 @@ def demo(devices: int | None, num_workers: int | None, ops_name: str, epochs: in
     if devices is None:
         devices = _DEVICES_PER_WORKER if num_workers else _DEVICES
     console = options.make_console(width_of_a_pipe=120)
-    with options.status(console, "Starting TensorFlow ..."), quiet_start():
+    with options.status(console, "Starting TensorFlow ..."), options.quiet_start():
         import tensorflow as tf
 
         from tfcdo.virtual_devices import configure_virtual_cpus

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from tfcdo import topology
 from tfcdo.cli import options
-from tfcdo.cli.quiet_start import quiet_start
 from tfcdo.topology import detection, measured
 from tfcdo.topology.topology import Topology
 
@@ -29,7 +28,7 @@ def topology_of(here: Here, measure_again: bool) -> Topology:
     """Returns what joins some devices of this machine; measures it unless that was done before."""
     # Beside the output, which may be a plan as JSON.
     console = Console(stderr=True, highlight=False, emoji=False, markup=False)
-    with options.status(console, "Starting TensorFlow ..."), quiet_start():
+    with options.status(console, "Starting TensorFlow ..."), options.quiet_start():
         import tensorflow as tf
 
         from tfcdo.bench.devices import choose_devices

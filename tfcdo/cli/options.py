@@ -8,22 +8,27 @@ topology and `-a` an algorithm.
 
 from __future__ import annotations
 
+import contextlib
 import decimal
 import fractions
 import functools
 import importlib
+import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 from click.core import ParameterSource
+from rich import progress as rich_progress
 from rich.console import Console
 from rich.status import Status
 
 _Options = TypeVar("_Options")
+_Item = TypeVar("_Item")
 
 if TYPE_CHECKING:
     ParamType = click.ParamType[Any]
@@ -147,6 +152,60 @@ def make_console(width_of_a_pipe: int) -> Console:
 def status(console: Console, message: str) -> Status:
     """Shows on a terminal that something is being done."""
     return console.status(message, spinner="line" if console.options.ascii_only else "dots")
+
+
+@contextlib.contextmanager
+def progress(console: Console) -> Iterator[Callable[..., Iterable[Any]]]:
+    """Shows progress bars on a terminal, one for each sequence that is being gone through."""
+    columns = (
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TimeRemainingColumn(),
+        rich_progress.TextColumn("{task.description}", markup=False),
+    )
+    # Without refreshes by a thread, which would run in the middle of what is being timed.
+    with rich_progress.Progress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        auto_refresh=False,
+    ) as bars:
+
+        def track(sequence: Sequence[_Item], *, description: str) -> Iterable[_Item]:
+            task = bars.add_task(description, total=len(sequence))
+            bars.refresh()
+            yield from bars.track(sequence, task_id=task)
+            bars.remove_task(task)
+
+        yield track
+
+
+@contextlib.contextmanager
+def quiet_start() -> Iterator[None]:
+    """Holds back what is written to standard error while TensorFlow is imported and started.
+
+    `TF_CPP_MIN_LOG_LEVEL` alone does not do it: the C++ half of recent versions also logs before
+    it has read that variable, straight to file descriptor 2. If the block raises, what was held
+    back is shown, unless it is about the user's options or from the user's keyboard.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.stderr.flush()
+    shown = os.dup(2)
+    with tempfile.TemporaryFile() as held_back:
+        os.dup2(held_back.fileno(), 2)
+        try:
+            yield
+        except (click.ClickException, KeyboardInterrupt):
+            raise
+        except BaseException:
+            held_back.seek(0)
+            os.write(shown, held_back.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(shown, 2)
+            os.close(shown)
 
 
 def printable(text: str, console: Console) -> str:

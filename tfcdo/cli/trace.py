@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import click
 
 from tfcdo.cli import options
-from tfcdo.cli.quiet_start import quiet_start
 
 if TYPE_CHECKING:
     from tfcdo.tracing.recording import Recording
@@ -100,7 +99,7 @@ class _Recorder:
     """Records for a limited time, whichever thread begins and ends it."""
 
     def __init__(self, seconds: float) -> None:
-        with quiet_start():
+        with options.quiet_start():
             from tfcdo.tracing.recording import Profiler
 
         self._profiler = Profiler()
