@@ -146,8 +146,8 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
           An object of the class that was given, or of the default one.
 
         Example:
-          >>> MultiWorkerMirroredStrategy().cross_device_ops
-          AutoAllReduce()
+          >>> type(MultiWorkerMirroredStrategy().cross_device_ops).__name__
+          'AutoAllReduce'
         """
         ops: AllReduceCrossDeviceOps | ReductionToOneDevice = self.extended._cross_device_ops
         return ops
