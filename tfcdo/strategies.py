@@ -92,6 +92,9 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         recommended with "int8". They are kept in variables as large as the gradients and, on H
         hosts, 1/H of them once more, saved with `tf.train.Checkpoint(ops=strategy.
         cross_device_ops)`. Errors inside a host are the `error_feedback` of `cross_device_ops`.
+      check_in_sync: whether Keras's `fit` compares digests of the weights of all replicas after
+        each of its first three steps, and raises a RuntimeError if hosts differ. Own loops are
+        not checked.
 
     Raises:
       ValueError: if TF_CONFIG or the cluster resolver contradicts itself, `wire_between` is
@@ -116,12 +119,15 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         devices_per_worker: int | None = None,
         wire_between: str | tf.DType | None = None,
         error_feedback: bool = False,
+        check_in_sync: bool = True,
     ) -> None:
         if communication_options is None:
             communication_options = tf.distribute.experimental.CommunicationOptions()
         _check_arguments(communication_options, cross_device_ops, devices_per_worker)
         wire = codec.check_wire_dtype("wire_between", wire_between, codec.BETWEEN_DTYPES)
         check_error_feedback(error_feedback, wire, "wire_between")
+        if not isinstance(check_in_sync, bool):
+            raise TypeError(f"check_in_sync must be True or False; got {check_in_sync!r}")
         # TensorFlow's own __init__ would make its own extended class.
         tf.distribute.Strategy.__init__(
             self,
@@ -133,6 +139,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
                 devices_per_worker or environment.devices_per_worker(),
                 wire,
                 error_feedback,
+                check_in_sync,
             ),
         )
 
@@ -262,6 +269,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         devices_per_worker: int | None,
         wire_between: str | None,
         error_feedback: bool,
+        check_in_sync: bool,
     ) -> None:
         if resolver is None:
             config.from_tf_config()  # Its errors say more than TensorFlow's.
@@ -270,9 +278,12 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         timeout = options.timeout_seconds or _TIMEOUT_SECONDS
         self._devices_wanted = devices_per_worker
         self._network: between.Network | None = None
+        # For `keras_steps`; one host alone has nothing to compare.
+        self.checks_in_sync = check_in_sync and cluster is not None and len(cluster.tasks) > 1
         settings = {
             "devices_per_worker": devices_per_worker or virtual_devices.devices_here(None)[1],
             **_settings(options, cross_device_ops, wire_between, error_feedback),
+            "check_in_sync": str(check_in_sync),
         }
         joined = session.current()
         if joined is not None:

@@ -241,6 +241,19 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         self.assertEndsWith(errors, f"tfcdo: {path}: {os.strerror(errno.ENOENT)}\n")
         self.assertNotIn("Traceback", errors)
 
+    def test_a_bench_of_cast_values(self):
+        file = self.folder / "results.json"
+        cast = "tfcdo.HierarchicalCopyAllReduce(wire_dtype='bfloat16')"
+        self.output_of(
+            *("bench", "-b", "4K", "-e", "4K", "-g", "2", "-n", "1", "-w", "0"),
+            *("--ops", cast, "--ops", "tf.ReductionToOneDevice", "-J", str(file)),
+        )
+        results = {one["name"]: one for one in json.loads(file.read_text())["results"]}
+        ours = results[cast]
+        self.assertEqual((4096, 2048, 0), (ours["size"], ours["sent_size"], ours["wrong"]))
+        theirs = results["tf.ReductionToOneDevice"]
+        self.assertIsNone(theirs["sent_size"])
+
     def test_fit(self):
         json_file = self.folder / "fit.json"
         with mock.patch.dict(fit.MODELS, {"mobilenet": small_model}):

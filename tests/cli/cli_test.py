@@ -172,7 +172,6 @@ class OptionsTest(parameterized.TestCase):
             "-n": {"--iters"},
             "-w": {"--warmup"},
             "-d": {"--datatype"},
-            "-T": {"--timeout"},
             "-J": {"--json"},
             "-t": {"--topology"},
             "-a": {"--algorithm"},

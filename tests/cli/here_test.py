@@ -33,16 +33,17 @@ class HereTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(errors.splitlines()[-1], f"{name}: measured now, and kept")
         (file,) = self.folder.glob("measured-*")
         content = file.read_text()
-        plan, errors = self.run_tfcdo(*arguments, "--json")
+        _, errors = self.run_tfcdo(*arguments, "--save", str(self.folder / "plan.json"))
         self.assertIn("--measure measures again", errors)
-        self.assertEqual(json.loads(plan)["topology"]["name"], name)
+        plan = json.loads((self.folder / "plan.json").read_text())
+        self.assertEqual(plan["topology"]["name"], name)
         self.assertEqual(file.read_text(), content)
         self.run_tfcdo(*arguments, "--measure")
         self.assertNotEqual(file.read_text(), content)
 
     def test_only_this_machine_can_be_measured(self):
         _, errors = self.run_tfcdo("plan", "-t", "dgx1", "--measure", status=2)
-        self.assertIn("--measure measures this machine: it needs -t here", errors)
+        self.assertIn("--measure measures this machine: -t here", errors)
 
 
 if __name__ == "__main__":

@@ -35,15 +35,17 @@ class PlanTest(CommandTestCase):
         return rows_of_table(self.output_of("plan", *arguments))
 
     def json(self, *arguments: str) -> dict:
-        return json.loads(self.output_of("plan", *arguments, "--json"))
+        path = self.folder / "plan.json"
+        self.output_of("plan", *arguments, "--save", str(path))
+        return json.loads(path.read_text(encoding="utf-8"))
 
     def test_compares_all_algorithms(self):
         rows = self.rows("--topology", "dgx1", "--bytes", "100MB")
         *names, auto = rows
         self.assertEqual((*names, "auto"), algorithms.ALGORITHMS)
         # On 8 packs, 100 MB / 8 on each of 4 of them.
-        self.assertEqual(rows["hierarchical_copy"][:4], ["8", "2", "0→2", "50.0 MB"])
-        self.assertEqual(rows["one_device"][:4], ["1", "1", "host 0→1", "300 MB"])
+        self.assertEqual(rows["hierarchical_copy"][:4], ["8", "0→2", "50.0 MB", "2.606 ms"])
+        self.assertEqual(rows["one_device"][:3], ["1", "host 0→1", "300 MB"])
         ratios = {name: float(cells[-1]) for name, cells in rows.items()}
         self.assertEqual(ratios[auto], min(ratios.values()))
         self.assertEqual(auto, f"auto: {min(names, key=ratios.__getitem__)}")
@@ -56,26 +58,24 @@ class PlanTest(CommandTestCase):
         self.assertIn("Bound: 332.2 µs", output)
 
     def test_one_device_needs_nothing(self):
-        rows = self.rows("--topology", "dgx1", "--devices", "3")
-        self.assertEqual(rows["ring"], ["1", "0", "none", "0 B", "0 s", "0 s", "-"])
+        rows = self.rows("--topology", "nvswitch:1")
+        self.assertEqual(rows["ring"], ["1", "none", "0 B", "0 s", "0 s", "-"])
 
     def test_one_device_is_not_each_of_several(self):
-        output = self.output_of("plan", "--topology", "dgx1", "--devices", "3")
-        self.assertIn("100 MB on the only device of dgx1", output)
+        output = self.output_of("plan", "--topology", "nvswitch:1")
+        self.assertIn("100 MB on the only device of nvswitch", output)
 
     @parameterized.product(
         algorithm=("one_device", "hierarchical_copy", "packed_trees", "auto"),
         machine=(
-            ("dgx1", None, 8),
-            ("dgx1", "4,0,5", 3),
-            ("pcie", None, 4),
-            ("nvswitch:3", None, 3),
+            ("dgx1", 8),
+            ("pcie", 4),
+            ("nvswitch:3", 3),
         ),
     )
-    def test_json_is_a_schedule(self, algorithm: str, machine: tuple[str, str | None, int]):
-        name, devices, count = machine
-        arguments = ["-t", name, "-b", "1MB", "-a", algorithm]
-        found = self.json(*arguments, *(["--devices", devices] if devices else []))
+    def test_a_saved_plan_is_a_schedule(self, algorithm: str, machine: tuple[str, int]):
+        name, count = machine
+        found = self.json("-t", name, "-b", "1MB", "-a", algorithm)
         packs = tuple(
             Pack(one["start"], one["stop"], CopyTree(tuple(one["parents"])))
             for one in found["packs"]
@@ -85,8 +85,6 @@ class PlanTest(CommandTestCase):
         self.assertEqual(found["algorithm"], algorithm)
         kind, _, number = name.partition(":")
         topology = preset(kind, int(number) if number else None)
-        if devices:
-            topology = topology.subset([4, 0, 5])
         self.assertEqual(found["topology"]["name"], topology.name)
         self.assertAlmostEqual(
             found["seconds"], simulator.robust_seconds(schedule, topology), places=12
@@ -100,7 +98,7 @@ class PlanTest(CommandTestCase):
         table = self.folder / "topo.txt"
         table.write_text(_TABLE)
         # 100 MB up and down at 4 x 25 GB/s, and twice the latency.
-        milliseconds, unit = self.rows("-t", str(table))["one_device"][4].split()
+        milliseconds, unit = self.rows("-t", str(table))["one_device"][3].split()
         self.assertEqual(unit, "ms")
         self.assertAlmostEqual(float(milliseconds), 2.02, delta=0.02)
 
@@ -139,11 +137,6 @@ class PlanTest(CommandTestCase):
         self.output_of("plan", *arguments)
         self.assertEqual(path.read_bytes(), first)
 
-    def test_draws_beside_json(self):
-        path = self.folder / "picture.png"
-        self.json("-t", "pcie", "-b", "1MB", "-a", "ring", "--draw", str(path))
-        self.assertTrue(path.exists())
-
     def test_says_which_algorithm_was_drawn(self):
         path = self.folder / "picture.svg"
         output = self.output_of("plan", "-t", "nvswitch:2", "-b", "8", "--draw", str(path))
@@ -155,7 +148,7 @@ class PlanTest(CommandTestCase):
     def test_the_chosen_algorithm_stands_out(self, chosen: str):
         with mock.patch.dict(os.environ, FORCE_COLOR="1", TERM="xterm"):
             output = self.output_of("plan", "-t", "pcie", "-b", "1MB", "-a", chosen)
-        rows = [line for line in output.splitlines() if "│" in line]
+        rows = [line for line in output.partition("┼")[2].splitlines() if "│" in line]
         (bold,) = [row for row in rows if "\x1b[1m" in row]
         self.assertIn(chosen, bold)
 
@@ -163,7 +156,7 @@ class PlanTest(CommandTestCase):
         table = self.output_of("plan", "-t", "pcie", "-b", "1MB")
         self.assertEqual(self.output_of("plan", "-t", "pcie", "-b", "1MB", "-a", "ring"), table)
 
-    @parameterized.parameters(60, 80, 109, 110, 120)
+    @parameterized.parameters(80, 120)
     def test_the_table_fits(self, width: int):
         def make_console(width_of_a_pipe: int) -> rich_console.Console:
             del width_of_a_pipe
@@ -174,12 +167,18 @@ class PlanTest(CommandTestCase):
         self.assertNotIn("…", output)
         self.assertLessEqual(max(map(len, output.splitlines())), width)
         auto = algorithms.fastest_algorithm(preset("dgx1"), 10**8)
-        for shown in ("ring", f"auto: {auto}", "host 0→1", "Time / bound", "18.51 ms", "15.470"):
-            self.assertIn(f" {shown} ", output)
-        for left_out in ("Packs", "Depth", "Bytes on it", "175 MB", "18.41 ms"):
-            self.assertEqual(left_out in output, width >= 110)
+        for shown in (
+            "ring",
+            f"auto: {auto}",
+            "host 0→1",
+            "18.51 ms",
+            "15.470",
+            "175 MB",
+            "18.41 ms",
+        ):
+            self.assertIn(shown, output)
 
-    @parameterized.parameters((), ("--json",), ("--draw", "a.png"))
+    @parameterized.parameters((), ("--save", "a.json"), ("--draw", "a.png"))
     def test_each_schedule_is_simulated_once(self, *arguments: str):
         self.addCleanup(os.chdir, pathlib.Path.cwd())
         os.chdir(self.folder)
@@ -194,7 +193,7 @@ class PlanTest(CommandTestCase):
             self.output_of("plan", "-t", "nvswitch:3", "-b", "1MB", "-a", "ring", *arguments)
         simulated = [call.args[0] for call in robust_seconds.call_args_list]
         self.assertIn(algorithms.make_schedule("ring", machine, 10**6), simulated)
-        self.assertLen(simulated, 1 if arguments == ("--json",) else len(algorithms.ALGORITHMS) - 1)
+        self.assertLen(simulated, len(algorithms.ALGORITHMS) - 1)
 
     def test_help_says_what_m_means(self):
         self.assertIn(
@@ -254,29 +253,24 @@ class WrongTest(CommandTestCase):
         ("num_devices must be at least 1", "-t", "nvswitch:0"),
         ("'nvswitch:9999999999' is neither", "-t", "nvswitch:9999999999"),
         ("'dgx1:many' is neither", "-t", "dgx1:many"),
-        ("--devices: .*0 to 7; got \\[0, 8\\]", "-t", "dgx1", "--devices", "0,8"),
-        ("--devices: .*different devices", "-t", "dgx1", "--devices", "1,1"),
-        ("'0;1' is not a list of device numbers", "-t", "dgx1", "--devices", "0;1"),
         ("'100X' is not a number of bytes", "-t", "dgx1", "-b", "100X"),
         ("'0' is not a number of bytes", "-t", "dgx1", "-b", "0"),
         ("'-1' is not a number of bytes", "-t", "dgx1", "-b", "-1"),
         ("'magic'.*'packed_trees'", "-t", "dgx1", "-a", "magic"),
         ("at most 128 devices.*'nvswitch' has 512", "-t", "nvswitch:512"),
-        ("at most 128 devices.*'pcie' has 129", "-t", "pcie:129", "--json"),
+        ("at most 128 devices.*'pcie' has 129", "-t", "pcie:129"),
         ("'a.pdf' does not end in .png or .svg", "-t", "dgx1", "--draw", "a.pdf"),
         ("there is no folder 'no'", "-t", "dgx1", "--gantt", "no/a.png"),
         ("--bytes': there can be at most", "-t", "dgx1", "-b", "9" * 400),
-        ("9' is not a list of device numbers", "-t", "dgx1", "--devices", "0," + "9" * 5000),
         ("--hosts", "-t", "dgx1", "--hosts", "1025"),
         ("'fast' is not a bandwidth", "-t", "dgx1", "--hosts", "2", "--network", "fast"),
         ("'0' is not a bandwidth", "-t", "dgx1", "--hosts", "2", "--network", "0"),
-        ("--json prints the plan of one host", "-t", "dgx1", "--hosts", "2", "--json"),
+        ("--save are for one host", "-t", "dgx1", "--hosts", "2", "--save", "a.json"),
         ("--wire-between needs --hosts", "-t", "dgx1", "--wire-between", "bfloat16"),
         ("--network .*needs --hosts", "-t", "dgx1", "--network", "12.5G"),
-        ("leave --bytes out", "-t", "dgx1", "--model", "tiny", "-b", "100MB"),
         ("--topology': 'here:17': at most 16 devices", "-t", "here:17"),
         ("draw one host", "-t", "dgx1", "--hosts", "2", "--draw", "a.png"),
-        ("both are a.png", "-t", "dgx1", "--draw", "./a.png", "--gantt", "a.png"),
+        ("one file: a.png", "-t", "dgx1", "--draw", "./a.png", "--gantt", "a.png"),
     )
     def test_argument(self, pattern: str, *arguments: str):
         self.assert_refused(pattern, "plan", *arguments)
@@ -331,12 +325,12 @@ class ProcessTest(absltest.TestCase):
             "try: main()\n"
             "finally: print('tensorflow' in sys.modules, file=sys.stderr)"
         )
-        arguments = ["plan", "-t", "dgx1", "-b", "100MB", "-a", "ring", "--json"]
+        arguments = ["plan", "-t", "pcie:2", "-b", "1MB"]
         result = subprocess.run(
             [sys.executable, "-c", script, *arguments], capture_output=True, text=True
         )
         self.assertEqual((result.returncode, result.stderr), (0, "False\n"))
-        self.assertLen(json.loads(result.stdout)["packs"], 8)
+        self.assertIn("All-reduce of 1.00 MB", result.stdout)
 
 
 if __name__ == "__main__":

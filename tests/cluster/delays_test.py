@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 
 from tfcdo.cluster import agreement, config, delays, progress
 
-_SPEC = {"worker": ["a:1", "b:2", "c:3", "d:4"]}
+_TASKS = tuple(config.Task("worker", host, f"{'abcd'[host]}:{host + 1}") for host in range(4))
 
 
 def made_kind(name, times, begun=None):
@@ -156,7 +156,7 @@ class ComparisonTest(absltest.TestCase):
         store.get = lambda key, timeout: self.values.get(key)
         store.delete = self.values.__delitem__
         self.hosts = [
-            delays.Comparison(config.from_spec(_SPEC, "worker", host), store, lambda: self.now)
+            delays.Comparison(config.Cluster(_TASKS, host), store, lambda: self.now)
             for host in range(4)
         ]
 

@@ -96,6 +96,7 @@ class TreesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         (star(4, 3), {(0, 3), (1, 3), (2, 3)}),
         (chain(4), {(2, 1), (1, 0), (0, 1), (1, 2), (2, 3)}),
         (star(4, 0), {(1, 0), (2, 0), (0, 3)}),
+        (CopyTree((None, 0, 1, 0)), {(2, 1), (1, 0), (0, 3)}),
     )
     def test_sums_to_another_device(self, tree, expected):
         values = values_on(3, (5,))

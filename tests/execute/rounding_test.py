@@ -108,13 +108,6 @@ class GradientsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose([0.3, 0.6], variable, rtol=0.02)
             self.assertNotAllClose([0.3, 0.6], variable, rtol=1e-4)
 
-    def test_single_numbers_and_gradients_are_explained_together(self):
-        ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")
-        explained = ops.explain([(), (1000,), (1,)], devices=tu.device_names(2))
-        sizes = [(pack.num_bytes, pack.num_sent_bytes) for pack in explained.packs]
-        self.assertCountEqual([(8, 8), (4000, 2000)], sizes)
-        self.assertEqual({(0, 1): 2008, (1, 0): 2008}, explained.bytes_by_link)
-
 
 class MeanTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(

@@ -40,8 +40,9 @@ def run_tfcdo(*arguments: str, stdin: str | None = None) -> Finished:
 
 def rows_of_table(output: str) -> dict[str, list[str]]:
     """Returns the cells of a table with lines between its columns, by the first of each row."""
-    lines = [line for line in output.splitlines() if line.startswith("│")]
-    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    _, _, body = output.partition("┼")
+    lines = [line for line in body.splitlines() if "│" in line]
+    cells = [[cell.strip() for cell in line.split("│")] for line in lines]
     return {name: rest for name, *rest in cells}
 
 

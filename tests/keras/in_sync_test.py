@@ -20,8 +20,8 @@ from keras_training import (
     trained_eagerly,
 )
 
+from tfcdo.digests import digest
 from tfcdo.keras import CheckInSync
-from tfcdo.keras.in_sync import digest
 
 
 class Break(keras.callbacks.Callback):
@@ -93,9 +93,10 @@ class CheckInSyncTest(TrainingTestCase):
         check.set_model(model)
         check.on_train_begin()
         check.on_train_batch_end(0)
+        assert check._comparison is not None
         (gathered,) = [
             op.outputs[0]
-            for op in check._digests.get_concrete_function().graph.get_operations()
+            for op in check._comparison._digests.get_concrete_function().graph.get_operations()
             if op.type == "ConcatV2"
         ]
         self.assertEqual((gathered.shape, gathered.dtype), ((3, 8), tf.int64))

@@ -40,7 +40,7 @@ class RatiosTest(plan_testing.PlanTestCase):
         return simulator.robust_seconds(schedule, machine) / bandwidth_bound(machine, num_bytes)
 
     @parameterized.parameters(
-        (DGX1, {MB: 6.8, 25 * MB: 1.56, 100 * MB: 1.2, GB: 1.07}),
+        (DGX1, {MB: 6.8, 100 * MB: 1.2}),
         # As `nvidia-smi` may number the devices.
         (DGX1.subset((5, 2, 7, 0, 3, 6, 1, 4)), {GB: 1.1}),
         (DGX1.subset((0, 1, 2)), {100 * MB: 1.18, GB: 1.08}),

@@ -192,16 +192,6 @@ class TimelineTest(plan_testing.PlanTestCase):
         with self.assertRaisesRegex(ValueError, message):
             simulator.simulate(schedule, DGX1.subset(range(devices)), **options)
 
-    @parameterized.parameters(
-        ({"num_seeds": 0}, ValueError, "num_seeds must be at least 1; got 0"),
-        ({"num_seeds": 2.0}, TypeError, "num_seeds must be an int; got 2.0"),
-        ({"jitter": 1.5}, ValueError, "jitter must be from 0 to 1; got 1.5"),
-    )
-    def test_no_median(self, options, error, message):
-        schedule = algorithms.make_schedule("ring", DGX1, MB)
-        with self.assertRaisesRegex(error, message):
-            simulator.robust_seconds(schedule, DGX1, **options)
-
     def test_nothing_takes_no_time(self):
         for devices, num_bytes in ((1, MB), (8, 0)):
             machine = DGX1.subset(range(devices))

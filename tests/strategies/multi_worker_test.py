@@ -42,13 +42,12 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
                 "own_loop",
                 "end_of_data",
                 "values",
-                "wire_between",
                 "functions_end",
                 "requires_nccl",
+                "flat",
             ),
         ),
         (3, 1, ("values", "wire_between")),
-        (2, 3, ("flat",)),
     )
     def test_as_one_device(self, hosts, devices, names):
         with tempfile.TemporaryDirectory() as folder:

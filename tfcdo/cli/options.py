@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import decimal
 import fractions
-import functools
 import importlib
 import os
 import pathlib
@@ -22,12 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
-from click.core import ParameterSource
 from rich import progress as rich_progress
 from rich.console import Console
 from rich.status import Status
 
-_Options = TypeVar("_Options")
 _Item = TypeVar("_Item")
 
 if TYPE_CHECKING:
@@ -41,9 +38,7 @@ _LARGEST_SIZE = 2**63 - 1
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3}
 # nccl-tests' unit, and the other units of GNU's coreutils.
 _KILO = {"": 1024, "IB": 1024, "B": 1000}
-# The values of `wire_dtype`, for commands that do not import TensorFlow.
-WIRE_DTYPES = click.Choice(["bfloat16", "float16"])
-# Likewise of `wire_between`.
+# The values of `wire_between`, for commands that do not import TensorFlow.
 BETWEEN_DTYPES = click.Choice(["bfloat16", "float16", "int8"])
 # Arrows and signs for output whose encoding has none of them.
 _ASCII = str.maketrans({"→": "->", "µ": "u", "±": "+-"})
@@ -116,31 +111,6 @@ class NewFile(ParamType):
         if path.is_dir():
             self.fail(f"{value!r} is a folder, not a file", param, ctx)
         return path
-
-
-def as_one_value(
-    make: Callable[..., _Options], decorators: Sequence[Callable[..., Any]]
-) -> Callable[[Callable[[_Options], Any]], Callable[..., Any]]:
-    """Adds options to a command that gets all of them as one value."""
-
-    def add_to(function: Callable[[_Options], Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def command(**values: Any) -> Any:
-            return function(make(**values, given=_given_options()))
-
-        return functools.reduce(lambda added, option: option(added), reversed(decorators), command)
-
-    return add_to
-
-
-def _given_options() -> dict[str, str]:
-    context = click.get_current_context()
-    return {
-        parameter.name: parameter.opts[-1]
-        for parameter in context.command.params
-        if parameter.name
-        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
-    }
 
 
 def make_console(width_of_a_pipe: int) -> Console:

@@ -2,110 +2,202 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+import pathlib
+from collections.abc import Sequence
 
 import click
+from click.core import ParameterSource
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
-from tfcdo.cli import options, plan_options
-from tfcdo.cli.here import Here, topology_of
-from tfcdo.cli.plan_table import print_table
+from tfcdo.cli import machine, options
+from tfcdo.plan import algorithms
 from tfcdo.plan.decide import codec_for
-from tfcdo.plan.evaluation import Evaluation, evaluate, evaluate_all
+from tfcdo.plan.evaluation import Evaluation, evaluate_all
 from tfcdo.plan.plan import IDENTITY
-from tfcdo.plan.saved_plan import SavedPlan
+from tfcdo.plan.simulator import bottleneck
 from tfcdo.plan.task_graph import Hosts
-from tfcdo.plan.widening import widened
+from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_bytes, format_seconds
 
+_MAX_HOSTS = 1024
+# More packs take more time to simulate than anyone waits.
+_MAX_PACKS = 4096
+
 
 @click.command()
-@plan_options.add_to
-def plan(given: plan_options.Options) -> None:
+@click.option(
+    "-t",
+    "--topology",
+    "wanted",
+    type=machine.Machine(),
+    required=True,
+    metavar="NAME|FILE|-",
+    help=f"Machine: {', '.join(PRESETS)}, with a size as in nvswitch:16; here or here:8, this "
+    "machine measured; a file of Topology.to_json or `nvidia-smi topo -m`.",
+)
+@click.option(
+    *("-b", "--bytes", "num_bytes"), type=options.Size(), default="100MB", show_default=True,
+    help="Size on each device; K, M and G are powers of 1024; KB, MB, GB of 1000.",
+)  # fmt: skip
+@click.option(
+    *("-a", "--algorithm"), type=click.Choice(algorithms.ALGORITHMS), default="auto",
+    show_default=True, help="Algorithm that is highlighted, drawn and saved.",
+)  # fmt: skip
+@click.option(
+    "--num-packs",
+    type=click.IntRange(1, _MAX_PACKS),
+    help="Number of equal packs; TensorFlow's default is 1.",
+)
+@click.option(
+    "--save",
+    "saved_file",
+    type=options.NewFile(".json"),
+    help="File for the plan, for tfcdo.AutoAllReduce(plan=...).",
+)
+@click.option(
+    "--draw",
+    "trees_file",
+    type=options.NewFile(".png", ".svg"),
+    help="Picture of the machine and the copy trees: .png or .svg",
+)
+@click.option(
+    "--gantt",
+    "gantt_file",
+    type=options.NewFile(".png", ".svg"),
+    help="Picture of the transfers over time: .png or .svg",
+)
+@click.option(
+    "--hosts",
+    "num_hosts",
+    type=click.IntRange(1, _MAX_HOSTS),
+    help="Number of hosts, all like this machine.",
+)
+@click.option(
+    "--network",
+    type=options.Bandwidth(),
+    default="12.5G",
+    show_default=True,
+    help="Bandwidth of each host: bytes per second, or as in 100gbit.",
+)
+@click.option(
+    "--wire-between", type=options.BETWEEN_DTYPES, help="Dtype in which hosts send float32."
+)
+@click.option(
+    "--measure", "measures", is_flag=True, help="New measurement of this machine, with -t here."
+)
+@click.pass_context
+def plan(
+    context: click.Context,
+    wanted: Topology | machine.Here,
+    num_bytes: int,
+    algorithm: str,
+    num_packs: int | None,
+    saved_file: pathlib.Path | None,
+    trees_file: pathlib.Path | None,
+    gantt_file: pathlib.Path | None,
+    num_hosts: int | None,
+    network: float,
+    wire_between: str | None,
+    measures: bool,
+) -> None:
     """Compare the all-reduce algorithms on a machine, without that machine.
 
     Each algorithm's copies are simulated: a link carries one at a time, as fast as it can, after
     the link's latency. The time is the median of runs in which each copy takes up to 5 % more or
-    less, since nothing enforces their order; beside it the time if none does. The last column
-    compares the time with a bound that no copy trees beat.
+    less, since nothing enforces their order. The last column compares it with a bound that no copy
+    trees beat.
     """
+    drawn = [path.resolve() for path in (trees_file, gantt_file) if path]
+    is_network_given = context.get_parameter_source("network") is ParameterSource.COMMANDLINE
+    for is_refused, reason in (
+        (len(set(drawn)) < len(drawn), f"--draw and --gantt are one file: {gantt_file}"),
+        (measures and isinstance(wanted, Topology), "--measure measures this machine: -t here"),
+        (is_network_given and not num_hosts, "--network is between hosts: it needs --hosts"),
+        (wire_between and not num_hosts, "--wire-between needs --hosts"),
+        (drawn and num_hosts, "--draw and --gantt draw one host: leave --hosts out"),
+        ((num_packs or saved_file) and num_hosts, "--num-packs and --save are for one host"),
+    ):
+        if is_refused:
+            raise click.UsageError(reason)
+    if drawn:
+        options.require_matplotlib()
     console = options.make_console(width_of_a_pipe=120)
-    given.check()
-    topology = _machine(given)
-    _plan(given, topology, console)
-
-
-def _machine(given: plan_options.Options) -> Topology:
-    """Returns the machine that the options name, measured if it is this one."""
-    topology = given.topology
-    if isinstance(topology, Here):
+    if isinstance(wanted, machine.Here):
         try:
-            topology = topology_of(topology, given.measures)
+            topology = machine.measure(wanted, measures)
         except (RuntimeError, ValueError) as error:
             raise click.ClickException(str(error)) from None
-    assert topology is not None
-    if given.devices is None:
-        return topology
-    try:
-        return topology.subset(given.devices)
-    except ValueError as error:
-        raise click.UsageError(f"--devices: {error}") from None
-
-
-def _plan(given: plan_options.Options, topology: Topology, console: Console) -> None:
-    """Prints the table or the plan, and writes what else is asked for."""
-    machine, sent, size, hosts = topology, given.size, format_bytes(given.size), None
-    if given.wire:
-        # Two bytes are sent for each four that are added.
-        machine, sent = widened(topology, 2), -(-given.size // 2)
-        size += f", sent as {format_bytes(sent)} of {given.wire}"
-    if given.num_hosts:
-        codec = codec_for(given.wire_between, "float32") if given.wire_between else IDENTITY
-        sent_of_all = codec.share_bytes(1 << 20, 1, "float32") / (4 << 20)
-        hosts = Hosts(given.num_hosts, given.network, sent=sent_of_all)
-        rate = f"{format_bytes(round(given.network))}/s"
-        size += f" across {given.num_hosts} hosts with {rate} of {given.wire_between or 'network'}"
+    else:
+        topology = wanted
+    size, hosts = format_bytes(num_bytes), None
+    if num_hosts:
+        codec = codec_for(wire_between, "float32") if wire_between else IDENTITY
+        sent = codec.share_bytes(1 << 20, 1, "float32") / (4 << 20)
+        hosts = Hosts(num_hosts, network, sent=sent)
+        rate = f"{format_bytes(round(network))}/s"
+        size += f" across {num_hosts} hosts with {rate} of {wire_between or 'network'}"
     try:
         with options.status(console, "Planning ..."):
-            if given.as_json:
-                found = [evaluate(given.algorithm, machine, sent, given.num_packs)]
-            else:
-                found = evaluate_all(machine, sent, given.num_packs, hosts)
+            found = evaluate_all(topology, num_bytes, num_packs, hosts)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    (chosen,) = (each for each in found if each.algorithm == given.algorithm)
-    text = ""
-    if given.as_json or given.saved_file:
-        # The times are of what is sent and added, but the plan is for this machine.
-        text = dataclasses.replace(SavedPlan.of(chosen, machine), topology=topology).to_json()
-    if given.as_json:
-        click.echo(text)
-    else:
-        print_table(found, given.algorithm, machine, size, console)
-    title = f"{chosen.label} on {machine.name}: {size} in {format_seconds(chosen.seconds)}"
-    if chosen.bound:
-        title += f", {chosen.ratio:.3f} x the bound"
-    for what in _write_files(given, chosen, machine, title, text):
-        if not given.as_json:
-            console.print(what, soft_wrap=True)
+    _print_table(found, algorithm, topology, size, console)
+    (chosen,) = (each for each in found if each.algorithm == algorithm)
+    if saved_file:
+        saved_file.write_text(f"{chosen.to_json()}\n", encoding="utf-8")
+        console.print(f"Saved {chosen.label} in {saved_file}", soft_wrap=True)
+    if drawn:
+        from tfcdo.plot.figures import save_figure
+        from tfcdo.plot.gantt import draw_gantt
+        from tfcdo.plot.trees import draw_trees
+
+        title = f"{chosen.label} on {topology.name}: {size} in {format_seconds(chosen.seconds)}"
+        if chosen.bound:
+            title += f", {chosen.ratio:.3f} x the bound"
+        for path, draw in ((trees_file, draw_trees), (gantt_file, draw_gantt)):
+            if path:
+                save_figure(draw(chosen.schedule, topology, title), path)
+                console.print(f"Drew {chosen.label} in {path}", soft_wrap=True)
 
 
-def _write_files(
-    given: plan_options.Options, chosen: Evaluation, machine: Topology, title: str, text: str
-) -> Iterator[str]:
-    """Writes the plan and the pictures that are asked for, and yields what to say of each."""
-    if given.saved_file:
-        given.saved_file.write_text(f"{text}\n", encoding="utf-8")
-        yield f"Saved {chosen.label} in {given.saved_file}"
-    if not given.trees_file and not given.gantt_file:
-        return
-    from tfcdo.plot.figures import save_figure
-    from tfcdo.plot.gantt import draw_gantt
-    from tfcdo.plot.trees import draw_trees
-
-    for path, draw in ((given.trees_file, draw_trees), (given.gantt_file, draw_gantt)):
-        if path:
-            save_figure(draw(chosen.schedule, machine, title), path)
-            yield f"Drew {chosen.label} in {path}"
+def _print_table(
+    evaluations: Sequence[Evaluation],
+    highlighted: str,
+    topology: Topology,
+    size: str,
+    console: Console,
+) -> None:
+    count = topology.num_devices
+    holders = f"each of {count} devices" if count > 1 else "the only device"
+    table = Table(
+        title=f"All-reduce of {size} on {holders} of {topology.name}",
+        caption=options.printable(
+            "Time: simulated, the median of runs in which copies take up to 5 % more or less. "
+            f"Ordered: if none does. Bound: {format_seconds(evaluations[0].bound)}",
+            console,
+        ),
+        title_justify="left",
+        caption_justify="left",
+        box=box.MINIMAL,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column("Algorithm", no_wrap=True)
+    for heading in ("Packs", "Busiest\nlink", "Bytes\non it", "Time", "Ordered", "Time /\nbound"):
+        table.add_column(heading, justify="right", no_wrap=heading != "Busiest\nlink")
+    for one in evaluations:
+        link, num_bytes = bottleneck(one.schedule, topology)
+        cells = (
+            str(len(one.schedule.packs)),
+            link or "none",
+            format_bytes(num_bytes),
+            format_seconds(one.seconds),
+            format_seconds(one.ordered_seconds),
+            f"{one.ratio:.3f}" if one.bound else "-",
+        )
+        style = "bold" if one.algorithm == highlighted else None
+        table.add_row(one.label, *(options.printable(cell, console) for cell in cells), style=style)
+    console.print(table)

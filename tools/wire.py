@@ -1,16 +1,23 @@
-"""Trains with each wire dtype: what rounding costs in accuracy, and what error feedback is for."""
+"""Trains with each wire dtype; prints the tables of docs/wire.md and draws its picture.
+
+python tools/wire.py docs/wire.png
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from matplotlib.figure import Figure
 
 import tfcdo
-from tfcdo.cli import demo_training
+from tfcdo import virtual_devices
+from tfcdo.cli import demo
 
 NUM_DEVICES = 4
 # The wires that are compared, by name: the arguments of a class.
@@ -24,15 +31,15 @@ WIRES: dict[str, dict[str, Any]] = {
 
 
 def strategy_with(wire: str) -> tf.distribute.Strategy:
-    """A strategy over the first virtual devices whose gradients are sent as `WIRES` says."""
+    """Returns a strategy over the first virtual devices whose gradients are sent as in `WIRES`."""
     devices = [f"/cpu:{index}" for index in range(NUM_DEVICES)]
     return tfcdo.MirroredStrategy(devices, tfcdo.HierarchicalCopyAllReduce(**WIRES[wire]))
 
 
 def digits_accuracy(wire: str, epochs: int = 8) -> float:
-    """Trains the demo's model and returns the part of the test images that it tells right."""
-    digits = demo_training.load_digits()
-    model = demo_training.train(digits, NUM_DEVICES, epochs, strategy_with(wire), verbose=0)
+    """Trains the demo's model and returns its accuracy on the test images."""
+    digits = demo.load_digits()
+    model = demo.train(digits, NUM_DEVICES, epochs, strategy_with(wire), verbose=0)
     logits = model(digits.test_images).numpy()
     return float(np.mean(np.argmax(logits, axis=1) == digits.test_labels))
 
@@ -62,7 +69,7 @@ class Ratings:
 
 
 def two_towers(users: int, items: int) -> keras.Model:
-    """A recommender: an embedding and a dense layer each for users and items, and their product."""
+    """Builds a recommender: an embedding and dense layers each for users and items."""
     pair = keras.Input((2,), dtype="int32")
     towers = [
         keras.layers.Dense(16)(
@@ -78,11 +85,8 @@ def two_towers(users: int, items: int) -> keras.Model:
 def recommender_accuracy(
     wire: str, epochs: int = 4, ratings: int = 30_000, users: int = 200, items: int = 100
 ) -> float:
-    """Trains a two-tower recommender and returns the part of new ratings that it tells right.
-
-    At most nine in ten can be.
-    """
-    keras.utils.set_random_seed(demo_training.SEED)
+    """Trains a two-tower recommender and returns its accuracy on new ratings, at most 0.9."""
+    keras.utils.set_random_seed(demo.SEED)
     train, test = (
         Ratings.generate(seed, count, users, items) for seed, count in ((1, ratings), (2, 10_000))
     )
@@ -133,3 +137,36 @@ def badly_scaled_losses(wire: str, steps: int = 2000) -> np.ndarray:
         rate.assign(1 / (1 + number / 50))
         losses.append(np.sum(curvatures / 2 * (step().numpy() - goal) ** 2))
     return np.array(losses)
+
+
+def draw(losses: Mapping[str, np.ndarray]) -> Figure:
+    """Draws descents, by wire, as losses above the minimum over the steps."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    styles = {"float32": "k-", "bfloat16": "C0--", "bfloat16, error feedback": "C0-"}
+    for wire, style in styles.items():
+        descent = losses[wire]
+        axes.loglog(np.arange(1, len(descent) + 1), descent, style, label=wire, linewidth=1.2)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss above its minimum")
+    axes.set_title("SGD where devices' gradients are large and their sum is small")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def main(picture: str) -> None:
+    """Trains, prints the tables and writes the picture."""
+    virtual_devices.configure_virtual_cpus(NUM_DEVICES)
+    print("| wire | digits (the demo's) | two-tower recommender |\n|---|---|---|")
+    for wire in WIRES:
+        print(f"| {wire} | {digits_accuracy(wire):.2%} | {recommender_accuracy(wire):.2%} |")
+    losses = {wire: badly_scaled_losses(wire) for wire in WIRES}
+    print("\n| wire | first step | last step |\n|---|---|---|")
+    for wire, descent in losses.items():
+        print(f"| {wire} | {descent[0]:.3g} | {descent[-1]:.3g} |")
+    draw(losses).savefig(picture, dpi=100)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

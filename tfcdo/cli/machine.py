@@ -1,36 +1,30 @@
-"""Reads the machines and devices that a user names on the command line."""
+"""The machines that a user names on the command line: presets, files, and this one."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from typing import Any
 
 import click
+from rich import progress as rich_progress
+from rich.console import Console
 
+from tfcdo import topology
 from tfcdo.cli import options
-from tfcdo.cli.here import Here
 from tfcdo.plan.evaluation import check_num_devices
+from tfcdo.topology import detection, measured
 from tfcdo.topology.measurement import MOST_DEVICES
 from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
 
-# Limited to 9 digits: int() refuses huge strings.
-_NUMBER = r"\d{1,9}"
 
+@dataclasses.dataclass(frozen=True)
+class Here:
+    """A number of devices of this machine; None for all GPUs, or some virtual CPU devices."""
 
-class Devices(options.ParamType):
-    """Device numbers separated by commas."""
-
-    name = "devices"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """Reads the numbers."""
-        if not re.fullmatch(rf"{_NUMBER}(,{_NUMBER})*", str(value)):
-            self.fail(f"{value!r} is not a list of device numbers such as 0,1,2")
-        return tuple(map(int, value.split(",")))
+    count: int | None
 
 
 class Machine(options.ParamType):
@@ -48,7 +42,8 @@ class Machine(options.ParamType):
                 self.fail(f"{value!r}: at most {MOST_DEVICES} devices can be measured", param, ctx)
             return Here(int(count) if count else None)
         try:
-            if name in PRESETS and re.fullmatch(f"({_NUMBER})?", count):
+            # Limited to 9 digits: int() refuses huge strings.
+            if name in PRESETS and re.fullmatch(r"(\d{1,9})?", count):
                 # Checked first, as making the links of many devices takes seconds.
                 check_num_devices(name, int(count or 1))
                 return preset(name, int(count) if count else None)
@@ -81,3 +76,32 @@ class Machine(options.ParamType):
         except OSError as error:
             self.fail(f"{value}: {error.strerror}")
         return text.removeprefix("\ufeff")
+
+
+def measure(here: Here, measure_again: bool) -> Topology:
+    """Returns the topology of devices of this machine; measures it unless that was done before."""
+    # On standard error: the output is the table.
+    console = Console(stderr=True, highlight=False, emoji=False, markup=False)
+    with options.status(console, "Starting TensorFlow ..."), options.quiet_start():
+        import tensorflow as tf
+
+        from tfcdo.bench.devices import choose_devices
+
+        devices = choose_devices(here.count)
+        tf.config.list_logical_devices()
+    name = detection.name_of_measured(devices.names)
+    known = measured.load(name) if name else None
+    if known is not None and not measure_again:
+        console.print(f"{name}: as on {known.date}; --measure measures again", soft_wrap=True)
+        return known.topology
+    columns = (rich_progress.BarColumn(), rich_progress.TextColumn("{task.description}"))
+    with rich_progress.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as shown:
+        task = shown.add_task("measuring", total=1.0)
+        found = topology.measure(
+            devices.names,
+            progress=lambda done, what: shown.update(task, completed=done, description=what),
+        )
+    console.print(f"{found.name}: measured now, and kept", soft_wrap=True)
+    return found
