@@ -61,7 +61,7 @@ def _run_checked(
     difference = calls[0].difference()
     if difference is not None:
         raise RuntimeError(
-            f"after {len(calls)} calls of the train function, {difference}. All hosts must start "
+            f"after execution {len(calls)} of the train step, {difference}. All hosts must start "
             "with the same weights and update them alike; "
             "MultiWorkerMirroredStrategy(check_in_sync=False) turns this check off"
         )
@@ -102,7 +102,13 @@ def _digests_of(strategy: tf.distribute.Strategy, variables: list[Any]) -> Any:
     """Makes a function that returns the digests of all variables on all replicas of all hosts."""
 
     def on_replica() -> tf.Tensor:
-        return tf.stack([digest(tf.convert_to_tensor(variable)) for variable in variables])[None]
+        digests = []
+        for variable in variables:
+            tensor = tf.convert_to_tensor(variable)
+            # A slot that only its owner has is read there, and only the digest is sent.
+            with tf.device(tensor.device):
+                digests.append(digest(tensor))
+        return tf.stack(digests)[None]
 
     @tf.function(autograph=False)
     def digests() -> tf.Tensor:

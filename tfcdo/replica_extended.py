@@ -27,7 +27,9 @@ class ReducesStructures:
         gather = super().gather  # type: ignore[misc]
         return gather_structure(self.extended, gather, value, axis)  # type: ignore[attr-defined]
 
-    def explain(self, shapes: Iterable[Any], dtype: Any = "float32") -> Explanation:
+    def explain(
+        self, shapes: Iterable[Any], dtype: Any = "float32", shard_optimizer_state: bool = False
+    ) -> Explanation:
         """Says what all-reducing such a batch in this strategy does, without doing it.
 
         Packs are in the order in which they are sent. On several hosts these are the devices, links
@@ -36,6 +38,8 @@ class ReducesStructures:
         Args:
           shapes: the shape of each value, fully known, in any form that `tf.TensorShape` takes.
           dtype: the dtype of all values.
+          shard_optimizer_state: whether the values are the gradients of variables whose optimizer
+            state is sharded; see `tfcdo.keras.DistributedOptimizer`.
 
         Returns:
           The algorithm and why, packs, copy trees, bytes between devices and to other hosts, and
@@ -56,7 +60,7 @@ class ReducesStructures:
         ops = extended._cross_device_ops
         if not isinstance(ops, ConfiguredCrossDeviceOps):
             raise TypeError(f"cross_device_ops must be one of tfcdo's to be explained; got {ops!r}")
-        return ops.explain(shapes, dtype, extended.worker_devices)
+        return ops.explain(shapes, dtype, extended.worker_devices, shard_optimizer_state)
 
 
 class ReplicaExtended:

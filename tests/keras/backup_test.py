@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import signal
 import tempfile
 from typing import Any
 
@@ -14,6 +15,8 @@ from absl.testing import parameterized
 
 import tfcdo
 import tfcdo.keras
+from tfcdo import environment
+from tfcdo.keras import preemption
 
 _EPOCHS, _STEPS, _BATCH = 3, 7, 12
 _EXAMPLES = 80  # Not a multiple of the batch: batches begin in one epoch and end in the next.
@@ -139,15 +142,21 @@ class BackupTestCase(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(logs, expected.record.logs[epoch])
 
 
+class _Signal(keras.callbacks.Callback):
+    """Sends this process a SIGTERM in a batch."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self._batch = batch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == self._batch:
+            signal.raise_signal(signal.SIGTERM)
+
+
 class ExactTest(BackupTestCase):
-    @parameterized.product(
-        [
-            {"after": 3, "replicas": 2},
-            {"after": 7, "replicas": 1},
-            {"after": 11, "replicas": 1},
-            {"after": 20, "replicas": 2},
-        ],
-        data=["resumable", "finite", "endless"],
+    @parameterized.parameters(
+        (3, 2, "resumable"), (7, 1, "finite"), (11, 1, "resumable"), (20, 2, "endless")
     )
     def test_ends_as_undisturbed(self, after: int, replicas: int, data: str):
         undisturbed = _Training(replicas=replicas, data=data)
@@ -155,6 +164,45 @@ class ExactTest(BackupTestCase):
         training = _Training(self.backup(save_freq=1), replicas=replicas, data=data)
         self.assert_bitwise_equal(undisturbed, training)
         self.assertFalse(self.folder.exists())
+
+    def test_several_faults_and_steps_at_once(self):
+        undisturbed = _Training(at_once=2)
+        for after in 4, 5, 16:
+            self.interrupted(after, self.backup(save_freq=3), at_once=2)
+        training = _Training(self.backup(save_freq=3), at_once=2)
+        self.assert_bitwise_equal(undisturbed, training)
+        self.assertNotIn(0, training.record.logs)
+
+    def test_on_other_numbers_of_replicas(self):
+        undisturbed = _Training(exact=False)
+        for after, replicas in (3, 2), (9, 3), (12, 1):
+            self.interrupted(after, self.backup(save_freq=1), replicas=replicas, exact=False)
+        training = _Training(self.backup(save_freq=1), replicas=2, exact=False)
+        for one, other in zip(
+            undisturbed.model.get_weights(), training.model.get_weights(), strict=True
+        ):
+            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
+        self.assertAllClose(undisturbed.record.logs[2], training.record.logs[2], 1e-5, 1e-5)
+
+    def test_residuals(self):
+        def train(*callbacks: Any) -> _Training:
+            ops = tfcdo.AutoAllReduce(wire_dtype="bfloat16", error_feedback=True)
+            return _Training(*callbacks, replicas=2, ops=ops, exact=False)
+
+        undisturbed = train()
+        with self.assertRaises(KeyboardInterrupt):
+            train(self.backup(save_freq=1), _End(5))
+        self.assert_bitwise_equal(undisturbed, train(self.backup()))
+
+    def test_sigterm_makes_a_backup_and_asks_for_a_restart(self):
+        undisturbed = _Training()
+        with self.assertRaisesRegex(SystemExit, f"^{environment.RESTART_STATUS}$"):
+            self.addCleanup(preemption._signalled.clear)
+            _Training(self.backup(), _Signal(4))
+        preemption._signalled.clear()
+        self.assertEqual(self.names(), ["epoch-00000-batch-00000005.npz", "training.json"])
+        self.assert_bitwise_equal(undisturbed, _Training(self.backup()))
+        self.assertEqual(signal.getsignal(signal.SIGTERM), signal.SIG_DFL)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
+import pathlib
 import tempfile
 from typing import Any
 
-import h5py
+import h5py  # type: ignore[import-untyped]
 import keras
 import tensorflow as tf
 from absl.testing import parameterized
@@ -48,7 +48,8 @@ def half_trained() -> keras.Model:
 
 class CheckpointTest(TrainingTestCase):
     def _path(self, name: str) -> str:
-        return os.path.join(self.enterContext(tempfile.TemporaryDirectory()), name)
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        return str(pathlib.Path(folder, name))
 
     def _assert_goes_on(self, model: keras.Model, strategy: tf.distribute.Strategy) -> None:
         train_eagerly(model, strategy, range(2, 4), DATA)

@@ -33,6 +33,11 @@ class Session:
         self._rounds: dict[str, Iterator[int]] = {}
         self._texts: dict[str, str] = {}
 
+    @property
+    def store(self) -> Store:
+        """Returns the key-value store that the hosts share."""
+        return self._store
+
     def agree(self, description: Mapping[str, Any]) -> None:
         """Waits until all hosts have come to the same; see `Agreement.number`."""
         self._agreement.number(description, 0)

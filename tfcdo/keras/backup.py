@@ -9,8 +9,17 @@ import pathlib
 import secrets
 from typing import Any, Literal
 
-from tfcdo import checks, keras_calls, log, strategies
-from tfcdo.keras import backup_folder, data_order, host_exchange, skipping, training_state
+from absl import logging
+
+from tfcdo import checks, environment, keras_calls, log, strategies
+from tfcdo.keras import (
+    backup_folder,
+    data_order,
+    host_exchange,
+    preemption,
+    skipping,
+    training_state,
+)
 from tfcdo.keras.callback import Callback
 
 # Writes one backup at a time; the process ends when the last one has been written.
@@ -58,6 +67,10 @@ class BackupAndRestore(Callback):
     those that change the model, such as `SynchronizeStatistics`. The state of other callbacks is
     not part of a backup. When training continues inside an epoch, they are called for its first
     batches too.
+
+    When the process gets SIGTERM while it trains, or TensorFlow has a notice of preemption for any
+    host, all hosts make a backup after the same step and raise `SystemExit` with status 75;
+    `tfcdo launch` then starts them again. A handler of the program's own for SIGTERM stays.
 
     Args:
       backup_dir: the folder for the backups of one training, on a file system that all hosts
@@ -119,11 +132,15 @@ class BackupAndRestore(Callback):
         if restored is not None:
             self._restore(*restored)
         self._saved_batches = self._progress.batches
+        self._saved_position = self._progress.position
         self._order = self._begin_data()
         if strategies.is_chief():
             self._folder.take(self._training)
             if restored is not None:
                 self._folder.remove_after(self._progress.position)
+        self._calls = 0
+        self._preemption = preemption.Preemption()
+        self._preemption.start()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Continues inside the epoch, if it was the epoch of the backup; Keras calls it."""
@@ -136,8 +153,14 @@ class BackupAndRestore(Callback):
             self._progress = dataclasses.replace(self._progress, epoch=epoch, batch=0)
         self._restored = None  # Frees the arrays.
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Leaves if a host will be taken away, else goes on; Keras calls it."""
+        if not self._preemption.may_begin(self._calls + 1):
+            self._leave()
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Makes a backup if it is time to; Keras calls it."""
+        """Makes a backup if it is time to, and leaves if a host will be taken away; Keras calls it."""
+        self._calls += 1
         steps = (self.params or {}).get("steps")
         # With `steps_per_execution` Keras counts the last batches of an epoch in full.
         new = (min(batch + 1, steps) if steps else batch + 1) - self._progress.batch
@@ -153,6 +176,8 @@ class BackupAndRestore(Callback):
             done, before = self._progress.batches, self._saved_batches
             if done // self.save_freq > before // self.save_freq:
                 self._save()
+        if self._preemption.must_leave(self._calls):
+            self._leave()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Makes a backup if it is time to; Keras calls it."""
@@ -162,6 +187,7 @@ class BackupAndRestore(Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Removes the backups, because the training is complete; Keras calls it."""
+        self._preemption.stop()
         self._finish_writing()
         self.model._initial_epoch = None
         if self.delete_checkpoint and strategies.is_chief():
@@ -170,6 +196,7 @@ class BackupAndRestore(Callback):
     def _save(self) -> None:
         """Copies the state between two steps, and has the chief write it."""
         self._saved_batches = self._progress.batches
+        self._saved_position = self._progress.position
         header = {"training": self._training, "progress": dataclasses.asdict(self._progress)}
         copy = training_state.copy(self.model, header, with_metrics=self._progress.batch > 0)
         self._finish_writing()
@@ -185,6 +212,22 @@ class BackupAndRestore(Callback):
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
+
+    def _leave(self) -> None:
+        """Makes a backup and ends the process, as all hosts do after this step."""
+        parameters = self.params or {}
+        if self._progress.position == (parameters.get("epochs", 0) - 1, parameters.get("steps")):
+            return  # The training is complete.
+        if self._saved_position != self._progress.position:
+            self._save()
+        self._finish_writing()
+        self._preemption.wait_for_all()
+        logging.info(
+            "tfcdo: leaving after epoch %d, batch %d, with a backup: this machine, or another "
+            "host's, will be taken away",
+            *self._progress.position,
+        )
+        raise SystemExit(environment.RESTART_STATUS)
 
     def _newest_of_all_hosts(self) -> tuple[backup_folder.Header, Any] | None:
         """Returns the newest complete backup that any host finds."""

@@ -176,6 +176,19 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         """Returns the variables of the optimizer inside: there are no others."""
         return list(self.inner_optimizer.variables)
 
+    def state_bytes(self) -> dict[str, int]:
+        """Returns the bytes of the optimizer's variables on each device of this host.
+
+        Returns:
+          The number of bytes by device; empty before the optimizer is built.
+        """
+        held: dict[str, int] = {}
+        for variable in self.variables if self.built else ():
+            for component in getattr(variable.value, "values", (variable.value,)):
+                num_bytes = component.shape.num_elements() * component.dtype.size
+                held[component.device] = held.get(component.device, 0) + num_bytes
+        return dict(sorted(held.items()))
+
     @property
     def learning_rate(self) -> Any:
         """Returns the learning rate of the optimizer inside."""

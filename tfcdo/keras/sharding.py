@@ -219,7 +219,8 @@ def _in_dtype(gradient: Any, variable: Any) -> Any:
 
 
 def _tensors(values: Sequence[Any]) -> list[tf.Tensor]:
-    return tf.nest.flatten(list(values), expand_composites=True)
+    flat: list[tf.Tensor] = tf.nest.flatten(list(values), expand_composites=True)
+    return flat
 
 
 def _clipped(leaf: Any, shards: Shards, owner: Sequence[int], sums: Sequence[Any]) -> list[Any]:

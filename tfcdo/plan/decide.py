@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import Literal
 
-from tfcdo.plan import algorithms, copy_tree, dtypes, nccl_choice, owners, packing
+from tfcdo.plan import algorithms, copy_tree, dtypes, nccl_choice, owners, packing, reason
 from tfcdo.plan.options import Machine, Options
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import (
@@ -24,7 +24,6 @@ from tfcdo.plan.plan import (
     RootStep,
     Slice,
 )
-from tfcdo.plan.widening import widened
 from tfcdo.topology.topology import Topology
 
 # Below this a pack is sent between hosts as it is: the second collective would cost more than the
@@ -35,15 +34,7 @@ MIN_ENCODED_BYTES = 4096
 # Plans are small and pure; the bound only keeps a process that draws ever new shapes from growing.
 @functools.lru_cache(maxsize=512)
 def decide(batch: Batch, options: Options, machine: Machine) -> Plan:
-    """Decides how a batch is reduced.
-
-    Args:
-      batch: the values and destinations.
-      options: the choices of the class.
-      machine: the facts.
-
-    Returns:
-      The plan; the same object for the same question, as long as it is remembered.
+    """Decides how a batch is reduced: the values and destinations, by choices and facts.
 
     Raises:
       ValueError: if the topology, copy trees or saved plan are for other devices.
@@ -55,11 +46,8 @@ def decide(batch: Batch, options: Options, machine: Machine) -> Plan:
     elif batch.root is not None or options.one_device or not batch.is_all_reduce:
         packs, algorithm, why = _on_one_device(batch, options, machine)
     elif batch.stays_rows:
-        packs, algorithm, why = (
-            _rows(batch, options, machine),
-            "rows",
-            "values are tf.IndexedSlices",
-        )
+        packs, algorithm = _rows(batch, options, machine), "rows"
+        why = "values are tf.IndexedSlices"
     else:
         packs, algorithm, why = _all_reduced(batch, options, machine)
     values = tuple(request.value for request in batch.requests)
@@ -210,18 +198,8 @@ def _all_reduced(
             root = dataclasses.replace(root, update=owner is not None)
             after = None if packed.after is None else packed.after + offset
             tree = None if nccl or flat else packed.tree
-            packs.append(
-                Pack(
-                    "sum",
-                    packed.tensors,
-                    packed.dtype,
-                    tree,
-                    codec,
-                    root,
-                    over_hosts=flat,
-                    after=after,
-                )
-            )
+            content = packed.tensors, packed.dtype, tree, codec, root
+            packs.append(Pack("sum", *content, over_hosts=flat, after=after))
     if not reasons:
         return (), "nothing", "the batch is empty"
     _, name, why = max(reasons)
@@ -254,11 +232,11 @@ def _tree_packs(
 ) -> tuple[list[packing.Packed], str, str]:
     """Packs values along copy trees; also returns the algorithm and the reason for it."""
     wider = dtypes.itemsize(items[0].dtype) / items[0].itemsize
-    topology = widened(machine.topology, wider)
+    topology = machine.topology.with_slower_additions(wider)
     num_bytes = sum((item.size or 0) * item.itemsize for item in items)
     algorithm, how = _algorithm(batch, options, topology, num_bytes)
     packs = packing.pack(items, how, algorithm, topology)
-    return packs, *_reason(batch, options, machine, algorithm, topology, num_bytes)
+    return packs, *reason.of_trees(batch, options, machine, algorithm, topology, num_bytes)
 
 
 def _owner_packs(
@@ -295,33 +273,6 @@ def _algorithm(
         # The backward pass makes the gradients of the last variables first: these leave first.
         last_first=True,
     )
-
-
-def _reason(
-    batch: Batch,
-    options: Options,
-    machine: Machine,
-    algorithm: algorithms.Algorithm,
-    topology: Topology,
-    num_bytes: int,
-) -> tuple[str, str]:
-    """Names the algorithm of copy trees, and says why it is that one."""
-    place = f"the topology {topology.name!r} {machine.origin}"
-    if options.saved is not None:
-        return options.saved.resolved, f"the plan was given: {options.saved.origin}; {place}"
-    if not isinstance(algorithm, str):
-        return "copy trees", f"they were given; {place}"
-    if options.nccl == "always" and batch.replicas > 1:
-        reasons = [reason for _, reason in machine.nccl if reason] or [machine.nccl_hosts]
-        return algorithm, f"NCCL cannot run: {reasons[0]}"
-    if options.algorithm != "auto":
-        return algorithm, f"it was asked for; {place}"
-    if algorithm == "auto":
-        num_packs = options.packing.num_packs or None
-        algorithm = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
-    if options.between is not None:
-        return algorithm, f"auto found it fastest for packs between hosts; {place}"
-    return algorithm, f"auto found it fastest for {num_bytes:,} bytes in the simulator; {place}"
 
 
 def _on_one_device(
