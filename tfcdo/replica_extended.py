@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import empty_batches, keras_steps, log, moving_statistics, tf_internals
-from tfcdo.cross_device_ops import NcclAllReduce
+from tfcdo import checks, empty_batches, keras_steps, log, moving_statistics, tf_internals
+from tfcdo.cross_device_ops import AllReduceCrossDeviceOps, NcclAllReduce, ReductionToOneDevice
 from tfcdo.execute import nccl
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.explain import Explanation
@@ -160,3 +160,19 @@ def runs_flat(hint: str, ops: Any, devices: Sequence[str]) -> bool:
             f"all hosts, one device a host takes part for each pack: {problem}"
         )
     return False
+
+
+def check_host_arguments(options: Any, ops: Any, devices_per_worker: Any) -> None:
+    """Raises an error for arguments of `MultiWorkerMirroredStrategy` of another type."""
+    if not isinstance(options, tf_internals.OPTIONS_TYPE):
+        raise TypeError(
+            "communication_options must be a tf.distribute.experimental.CommunicationOptions or "
+            f"None; got {options!r}"
+        )
+    if ops is not None and not isinstance(ops, (AllReduceCrossDeviceOps, ReductionToOneDevice)):
+        raise TypeError(
+            "cross_device_ops must be one of tfcdo's, such as tfcdo.HierarchicalCopyAllReduce(), "
+            f"or None; got {ops!r}"
+        )
+    if devices_per_worker is not None:
+        checks.check_int("devices_per_worker", devices_per_worker, at_least=1)

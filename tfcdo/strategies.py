@@ -20,7 +20,12 @@ from tfcdo.cross_device_ops import (
 from tfcdo.execute import between, codec, nccl
 from tfcdo.execute.request import check_cross_device_ops, check_error_feedback
 from tfcdo.plan.options import BetweenHosts
-from tfcdo.replica_extended import ReducesStructures, ReplicaExtended, runs_flat
+from tfcdo.replica_extended import (
+    ReducesStructures,
+    ReplicaExtended,
+    check_host_arguments,
+    runs_flat,
+)
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
 
@@ -123,7 +128,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
     ) -> None:
         if communication_options is None:
             communication_options = tf.distribute.experimental.CommunicationOptions()
-        _check_arguments(communication_options, cross_device_ops, devices_per_worker)
+        check_host_arguments(communication_options, cross_device_ops, devices_per_worker)
         wire = codec.check_wire_dtype("wire_between", wire_between, codec.BETWEEN_DTYPES)
         check_error_feedback(error_feedback, wire, "wire_between")
         if not isinstance(check_in_sync, bool):
@@ -205,21 +210,6 @@ def is_chief() -> bool:
 def _default_ops(devices: Sequence[str]) -> AllReduceCrossDeviceOps:
     """Returns the fastest way of reducing on some devices of one host."""
     return NcclAllReduce() if nccl.nccl_status(devices).can_run else AutoAllReduce()
-
-
-def _check_arguments(options: Any, ops: Any, devices_per_worker: Any) -> None:
-    if not isinstance(options, tf_internals.OPTIONS_TYPE):
-        raise TypeError(
-            "communication_options must be a tf.distribute.experimental.CommunicationOptions or "
-            f"None; got {options!r}"
-        )
-    if ops is not None and not isinstance(ops, (AllReduceCrossDeviceOps, ReductionToOneDevice)):
-        raise TypeError(
-            "cross_device_ops must be one of tfcdo's, such as tfcdo.HierarchicalCopyAllReduce(), "
-            f"or None; got {ops!r}"
-        )
-    if devices_per_worker is not None:
-        checks.check_int("devices_per_worker", devices_per_worker, at_least=1)
 
 
 class _MirroredExtended(ReplicaExtended, tf_internals.MirroredExtended):
