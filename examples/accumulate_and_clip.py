@@ -12,7 +12,6 @@ import tensorflow as tf
 
 import tfcdo
 import tfcdo.keras
-from tfcdo.virtual_devices import configure_virtual_cpus
 
 GLOBAL_BATCH = 24
 STEPS_PER_UPDATE = 4
@@ -40,7 +39,7 @@ def train(strategy: tf.distribute.Strategy) -> keras.Model:
 
 def main() -> None:
     """Trains on three virtual devices."""
-    model = train(tfcdo.MirroredStrategy(configure_virtual_cpus(3)))
+    model = train(tfcdo.MirroredStrategy(tfcdo.configure_virtual_cpus(3)))
     updates = int(model.optimizer.iterations)
     print(f"{updates} updates of {STEPS_PER_UPDATE} batches each, weights of norm", end=" ")
     print(f"{np.linalg.norm(model.get_weights()[0]):.4f}")

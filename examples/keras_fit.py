@@ -11,7 +11,6 @@ import tensorflow as tf
 
 import tfcdo
 import tfcdo.keras
-from tfcdo.virtual_devices import configure_virtual_cpus
 
 GLOBAL_BATCH = 48
 
@@ -44,7 +43,7 @@ def train(strategy: tf.distribute.Strategy) -> keras.Model:
 
 def main() -> None:
     """Trains and evaluates."""
-    strategy = tfcdo.MirroredStrategy(configure_virtual_cpus(4))
+    strategy = tfcdo.MirroredStrategy(tfcdo.configure_virtual_cpus(4))
     loss, accuracy = train(strategy).evaluate(make_data(), verbose=0)
     print(f"{strategy.num_replicas_in_sync} replicas: loss {loss:.4f}, accuracy {accuracy:.4f}")
 

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 import tfcdo
 import tfcdo.keras
-from tfcdo.virtual_devices import configure_virtual_cpus
 
 GLOBAL_BATCH = 48
 
@@ -59,7 +58,7 @@ def train_after(devices: list[str] | None = None) -> keras.Model:
 def main() -> None:
     """Trains before and after, and on one device, which `train_after` equals."""
     several = len(tf.config.list_physical_devices("GPU")) > 1
-    devices = None if several else configure_virtual_cpus(3)
+    devices = None if several else tfcdo.configure_virtual_cpus(3)
     for name, model in (
         ("before", train_before(devices)),
         ("after", train_after(devices)),

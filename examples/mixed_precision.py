@@ -11,7 +11,6 @@ import tensorflow as tf
 
 import tfcdo
 import tfcdo.keras
-from tfcdo.virtual_devices import configure_virtual_cpus
 
 
 def train(strategy: tf.distribute.Strategy) -> tuple[keras.Model, float]:
@@ -39,7 +38,7 @@ def train(strategy: tf.distribute.Strategy) -> tuple[keras.Model, float]:
 
 def main() -> None:
     """Trains on four virtual devices."""
-    model, loss = train(tfcdo.MirroredStrategy(configure_virtual_cpus(4)))
+    model, loss = train(tfcdo.MirroredStrategy(tfcdo.configure_virtual_cpus(4)))
     print(f"loss {loss:.4f}, computed in {model.layers[0].compute_dtype}")
 
 

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 import tfcdo
-from tfcdo.plan import algorithms, simulator
-from tfcdo.plan.copy_tree import CopyTree, path
+from tfcdo.plan import CopyTree, algorithms, path, simulator
 from tfcdo.topology import preset
-from tfcdo.virtual_devices import configure_virtual_cpus
 
 ALONG_NVLINKS = (0, 1, 2, 3, 7, 6, 5, 4)
 
@@ -53,7 +51,7 @@ def main() -> None:
     print("the first tree's parents:", trees[0].parents)
     for name, algorithm in ("ring", "ring"), ("along NVLinks", trees):
         print(f"100 MB on a DGX-1, {name}: {milliseconds(algorithm, 10**8):.1f} ms")
-    totals = all_reduce(trees, configure_virtual_cpus(8))
+    totals = all_reduce(trees, tfcdo.configure_virtual_cpus(8))
     print("the last element of the sum on each device:", {float(total[-1]) for total in totals})
 
 

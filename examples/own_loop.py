@@ -8,7 +8,6 @@ import numpy as np
 import tensorflow as tf
 
 import tfcdo
-from tfcdo.virtual_devices import configure_virtual_cpus
 
 GLOBAL_BATCH = 24
 LEARNING_RATE = 0.3
@@ -56,7 +55,7 @@ def train(strategy: tf.distribute.Strategy, epochs: int = 2) -> list[tf.Tensor]:
 def main() -> None:
     """Trains on three virtual devices, on which TensorFlow's own class gives incorrect sums."""
     strategy = tf.distribute.MirroredStrategy(
-        configure_virtual_cpus(3), cross_device_ops=tfcdo.AutoAllReduce()
+        tfcdo.configure_virtual_cpus(3), cross_device_ops=tfcdo.AutoAllReduce()
     )
     slopes, height = train(strategy)
     print("slopes", *(f"{slope:.2f}" for slope in slopes.numpy().ravel()), f"height {height:.2f}")

@@ -21,8 +21,8 @@ from pathlib import Path
 # What a new user would type.
 SCRIPT = """\
 import tensorflow as tf
-import tfcdo, tfcdo.virtual_devices
-strategy = tf.distribute.MirroredStrategy(tfcdo.virtual_devices.configure_virtual_cpus(3), cross_device_ops=tfcdo.HierarchicalCopyAllReduce())
+import tfcdo
+strategy = tf.distribute.MirroredStrategy(tfcdo.configure_virtual_cpus(3), cross_device_ops=tfcdo.HierarchicalCopyAllReduce())
 values = strategy.experimental_distribute_values_from_function(lambda context: tf.constant(context.replica_id_in_sync_group + 1.0))
 (total,) = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, [(values, values)])
 print(*(component.numpy() for component in strategy.experimental_local_results(total)))

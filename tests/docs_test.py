@@ -191,12 +191,16 @@ class LinksTest(parameterized.TestCase):
 
 class ReferenceTest(absltest.TestCase):
     def test_every_public_name_is_in_the_reference(self):
-        page = _PAGES["api.md"].read_text(encoding="utf-8")
-        listed = set(re.findall(r"^\.\. auto\w+:: (\S+)", page, re.MULTILINE))
-        modules = {"__version__", "keras", "topology"}
-        public = {f"tfcdo.{name}" for name in tfcdo.__all__ if name not in modules}
-        public |= {f"tfcdo.keras.{name}" for name in tfcdo.keras.__all__}
-        self.assertContainsSubset(public, listed)
+        module, listed = "", set()
+        for line in _PAGES["api.md"].read_text(encoding="utf-8").splitlines():
+            if found := re.fullmatch(r"\.\. currentmodule:: (\S+)", line):
+                module = found[1]
+            elif found := re.fullmatch(r"   (\w[\w.]*)|\.\. data:: (\w+)", line):
+                listed.add(f"{module}.{found[1] or found[2]}")
+        packages = (tfcdo, tfcdo.keras, tfcdo.plan, tfcdo.topology)
+        public = {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
+        public -= {"tfcdo.__version__", "tfcdo.keras", "tfcdo.plan", "tfcdo.topology"}
+        self.assertEmpty(public - listed)
 
 
 def _anchor(heading: str) -> str:

@@ -12,7 +12,6 @@ from tfcdo.doctor import probe
 
 _ROOT = pathlib.Path(__file__).absolute().parents[1]
 _FOLDERS = ("docs", "examples", "pip_package", "tests", "tfcdo", "tools")
-_HEADER = re.compile(r"SPDX-License-Identifier|Licensed under the Apache|^(#|//) Copyright", re.M)
 _MOST_LINES = 400
 # How a longer file begins the sentence that says why, in a comment or in its docstring.
 _REASON = "Longer than 400 lines"
@@ -55,18 +54,6 @@ class FileSizesTest(absltest.TestCase):
             if text.count("\n") > _MOST_LINES and _REASON not in text
         }
         self.assertEmpty(too_long, f"Divide these files, or begin a comment in them '{_REASON}'")
-
-
-class LicenceTest(absltest.TestCase):
-    def test_one_file_says_it_for_all(self):
-        """A licence header, by which a file would say other than LICENSE; see CONTRIBUTING.md."""
-        files = [path for folder in _FOLDERS for path in (_ROOT / folder).rglob("*.*")]
-        sources = {".py", ".cc", ".bzl"}
-        texts = {path: path.read_text(encoding="utf-8") for path in files if path.suffix in sources}
-        self.assertContainsSubset({_ROOT / "tfcdo" / "version.py"}, set(texts))
-        headed = [path for path, text in texts.items() if _HEADER.search(text)]
-        self.assertEmpty([path for path in headed if path != pathlib.Path(__file__).absolute()])
-        self.assertIn("Apache License", (_ROOT / "LICENSE").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The door to TensorFlow's private modules, that it is the only one, and that plans need none."""
+"""The door to TensorFlow's private modules, and that it is the only one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import importlib.util
 import itertools
 import pathlib
 import re
-import subprocess
-import sys
 import tempfile
-from importlib.machinery import ModuleSpec, SourcelessFileLoader
 
 import numpy as np
 import tensorflow as tf
@@ -18,52 +15,11 @@ import testing_utils as tu
 from absl.testing import parameterized
 
 import tfcdo
-from tfcdo import private_names, tf_internals
+from tfcdo import tf_internals
 
 PACKAGE = pathlib.Path(tfcdo.__file__).parent
 
-# What needs no TensorFlow, and what of tfcdo it may use.
-PURE = (
-    "tfcdo.plan",
-    "tfcdo.topology",
-    "tfcdo.cache_folder",
-    "tfcdo.checks",
-    "tfcdo.log",
-    "tfcdo.units",
-)
 EXTRAS = ("click", "rich", "matplotlib", "sklearn", "hypothesis")
-
-# Run where an import of TensorFlow, or of what needs it, raises.
-_WITHOUT_TENSORFLOW = """
-import sys
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        bound = name.split(".")[0] in ("tensorflow", "keras", "tfcdo")
-        if bound and not name.startswith({PURE}):
-            raise ImportError(name + " is out of bounds")
-
-sys.meta_path.insert(0, Refuse())
-try:
-    import tensorflow
-except ImportError:
-    pass
-else:
-    raise AssertionError("TensorFlow can be imported")
-
-import importlib, types
-package = types.ModuleType("tfcdo")  # tfcdo/__init__.py itself imports TensorFlow.
-package.__path__ = [sys.argv[1]]
-sys.modules["tfcdo"] = package
-for name in sys.argv[2:]:
-    importlib.import_module(name)
-from tfcdo import topology
-from tfcdo.plan import packing
-items = [packing.Item(0, "float32", 4, (10,))]
-packs = packing.pack(items, packing.PackingOptions(2), "ring", topology.preset("dgx1"))
-assert len(packs) == 2
-print("planned", len(sys.argv) - 2, "modules")
-""".replace("{PURE}", repr(PURE))
 
 
 def imports(path: pathlib.Path) -> list[str]:
@@ -81,11 +37,6 @@ def imported_by(node: ast.AST) -> list[str]:
     return []
 
 
-def pure_files() -> list[pathlib.Path]:
-    """The files of the rooms that need no TensorFlow."""
-    return sorted([*(PACKAGE / "plan").rglob("*.py"), *(PACKAGE / "topology").rglob("*.py")])
-
-
 class ImportsTest(tf.test.TestCase):
     def test_one_file_imports_private_modules(self):
         private = {
@@ -101,32 +52,6 @@ class ImportsTest(tf.test.TestCase):
                 if isinstance(node, ast.Attribute):
                     name = ast.unparse(node)
                     self.assertNotIn(name, ("tf.python", "tf.__internal__", "tf._api"), path)
-
-    def test_plans_import_no_tensorflow(self):
-        for path in pure_files():
-            if path.name in ("detection.py", "measurement.py"):
-                continue  # They ask TensorFlow and its devices, where TensorFlow is there already.
-            for name in imports(path):
-                self.assertNotIn(name.split(".")[0], ("tensorflow", "keras"), path)
-                if name.startswith("tfcdo"):
-                    self.assertTrue(name.startswith(PURE), f"{path} imports {name}")
-
-    def test_plans_work_where_there_is_no_tensorflow(self):
-        modules = [
-            ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-            for path in pure_files()
-            if path.name != "__init__.py"
-        ]
-        self.assertIn("tfcdo.plan.copy_tree", modules)
-        done = subprocess.run(
-            [sys.executable, "-c", _WITHOUT_TENSORFLOW, str(PACKAGE), *modules],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        self.assertEqual("", done.stderr)
-        self.assertEqual(f"planned {len(modules)} modules\n", done.stdout)
 
     def test_a_plain_import_needs_no_extras(self):
         """Outside the commands and pictures, extras are imported where they are used, if at all."""
@@ -172,31 +97,8 @@ class PrivateNamesTest(tf.test.TestCase):
         )
         self.assertRegex(str(raised.exception), r"tests were run: 2\.16\.\d.* Install one of those")
 
-    def test_a_name_that_is_imported_itself(self):
-        source = "from tensorflow.python.framework.kernels import no_such_name"
-        self.assertEqual(
-            private_names.missing(source), ["tensorflow.python.framework.kernels.no_such_name"]
-        )
-
-    def test_attributes_of_modules_and_of_results(self):
-        source = "from os import path as p; p.join; p.no_such; p.nothing()"
-        self.assertEqual(
-            private_names.missing(source, package="os"), ["os.path.no_such", "os.path.nothing"]
-        )
-
-    def test_a_module_without_source_is_not_looked_through(self):
-        loader = SourcelessFileLoader("gone", "gone.pyc")
-        private_names.check(ModuleSpec("gone", loader, origin="gone.pyc"))
-
 
 class ValuesTest(tf.test.TestCase, parameterized.TestCase):
-    def test_per_replica(self):
-        value = tf_internals.per_replica([tf.constant(1), tf.constant(2)])
-        self.assertIsInstance(value, tf.distribute.DistributedValues)
-        self.assertIsInstance(value, tf_internals.DistributedValues)
-        self.assertEqual("PerReplica", type(value).__name__)
-        self.assertAllEqual([1, 2], value.values)
-
     def test_is_what_a_strategy_makes(self):
         strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
         made = strategy.run(
@@ -212,10 +114,6 @@ class ValuesTest(tf.test.TestCase, parameterized.TestCase):
         single = tf.constant(1)
         self.assertIs(single, tf_internals.mirrored([single]))
 
-    @parameterized.parameters("/cpu:3", "CPU:3", "/device:CPU:3", "/job:localhost/device:CPU:3")
-    def test_canonical_device(self, name):
-        self.assertEqual(tu.device_name(3), tf_internals.canonical_device(name))
-
     def test_devices_of_values(self):
         value = tu.per_replica([1, 2], tu.ALL_DEVICES[3:5])
         self.assertEqual(tu.ALL_DEVICES[3:5], tf_internals.devices_of_values(value))
@@ -223,11 +121,6 @@ class ValuesTest(tf.test.TestCase, parameterized.TestCase):
             ("", "", ""),
             tf_internals.devices_of_values(tf_internals.per_replica([1.0, np.ones(2), np.int8(2)])),
         )
-
-    def test_is_variable(self):
-        self.assertTrue(tf_internals.is_variable(tf.Variable(1)))
-        self.assertFalse(tf_internals.is_variable(tf.constant(1)))
-        self.assertFalse(tf_internals.is_variable(None))
 
     def test_replicas_of_a_plain_value(self):
         self.assertEqual(1, tf_internals.replicas_of_plain_value())
@@ -283,10 +176,6 @@ class RegistryTest(tf.test.TestCase):
         self.assertNotIn(tf.complex64, dtypes)
         self.assertEqual(frozenset(), tf_internals.dtypes_of_op("NoSuchOp", "T"))
         self.assertEqual(frozenset(), tf_internals.dtypes_of_op("AddN", "NoSuchAttribute"))
-
-    def test_options(self):
-        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=3)
-        self.assertIsInstance(options, tf_internals.OPTIONS_TYPE)
 
 
 if __name__ == "__main__":

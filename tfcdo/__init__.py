@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tfcdo import keras as keras
+    from tfcdo import plan as plan
     from tfcdo import topology as topology
+    from tfcdo.cluster.errors import ClusterError as ClusterError
     from tfcdo.cross_device_ops import AllReduceCrossDeviceOps as AllReduceCrossDeviceOps
     from tfcdo.cross_device_ops import AutoAllReduce as AutoAllReduce
     from tfcdo.cross_device_ops import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from tfcdo.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from tfcdo.strategies import is_chief as is_chief
     from tfcdo.version import __version__ as __version__
+    from tfcdo.virtual_devices import configure_virtual_cpus as configure_virtual_cpus
 
 # Planning needs no TensorFlow, which takes seconds to import: each public name is fetched from its
 # module when it is first used. Type checkers read the imports above; a test compares both.
@@ -32,6 +35,7 @@ _MODULES = {
     "HierarchicalCopyAllReduce": "cross_device_ops",
     "NcclAllReduce": "cross_device_ops",
     "ReductionToOneDevice": "cross_device_ops",
+    "ClusterError": "cluster.errors",
     "NcclStatus": "execute.nccl",
     "nccl_status": "execute.nccl",
     "trace": "plot.trace",
@@ -39,8 +43,9 @@ _MODULES = {
     "MultiWorkerMirroredStrategy": "strategies",
     "is_chief": "strategies",
     "__version__": "version",
+    "configure_virtual_cpus": "virtual_devices",
 }
-_PACKAGES = ("keras", "topology")
+_PACKAGES = ("keras", "plan", "topology")
 __all__ = [*_MODULES, *_PACKAGES]
 
 

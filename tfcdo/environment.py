@@ -9,6 +9,11 @@ import os
 DEVICES_PER_WORKER = "TFCDO_DEVICES_PER_WORKER"
 # How often `tfcdo launch --max-restarts` has started the workers again: 0 in the first run.
 RESTART_COUNT = "TFCDO_RESTART_COUNT"
+# A file that is there once another worker of this run has failed: a SIGTERM then comes from
+# `tfcdo launch`, which ends the run, and there is nobody to back up with.
+FAILURE_FILE = "TFCDO_FAILURE_FILE"
+# The exit status of a worker that has made a backup and asks to be started again (EX_TEMPFAIL).
+RESTART_STATUS = 75
 # The secret of hosts that meet at the start; `tfcdo launch` makes one for the workers of a host.
 CLUSTER_TOKEN = "TFCDO_CLUSTER_TOKEN"
 
@@ -42,3 +47,9 @@ def devices_per_worker() -> int | None:
 def cluster_token() -> str:
     """Returns the token that this job's hosts must know; empty if there is none."""
     return os.environ.get(CLUSTER_TOKEN, "").strip()
+
+
+def another_has_failed() -> bool:
+    """Returns whether `tfcdo launch` ends this run because a worker has failed."""
+    path = os.environ.get(FAILURE_FILE, "")
+    return bool(path) and os.path.exists(path)  # noqa: PTH110 - called by a signal's handler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import Any
 
 
 def is_in(part: str) -> bool:
@@ -15,6 +16,17 @@ def is_in(part: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def epoch_iterator() -> Any:
+    """Returns the object by which the `fit` of Keras that is running takes its batches."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        is_keras = frame.f_globals.get("__name__", "").startswith("keras.")
+        if is_keras and frame.f_code.co_name == "fit" and "epoch_iterator" in frame.f_locals:
+            return frame.f_locals["epoch_iterator"]
+        frame = frame.f_back
+    return None
 
 
 def adds_metrics_twice(version: str | None = None) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import log, moving_statistics, tf_internals
+from tfcdo import empty_batches, keras_steps, log, moving_statistics, tf_internals
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.explain import Explanation
 from tfcdo.structures import gather_structure, reduce_structure
@@ -27,7 +27,9 @@ class ReducesStructures:
         gather = super().gather  # type: ignore[misc]
         return gather_structure(self.extended, gather, value, axis)  # type: ignore[attr-defined]
 
-    def explain(self, shapes: Iterable[Any], dtype: Any = "float32") -> Explanation:
+    def explain(
+        self, shapes: Iterable[Any], dtype: Any = "float32", shard_optimizer_state: bool = False
+    ) -> Explanation:
         """Says what all-reducing such a batch in this strategy does, without doing it.
 
         Packs are in the order in which they are sent. On several hosts these are the devices, links
@@ -36,6 +38,8 @@ class ReducesStructures:
         Args:
           shapes: the shape of each value, fully known, in any form that `tf.TensorShape` takes.
           dtype: the dtype of all values.
+          shard_optimizer_state: whether the values are the gradients of variables whose optimizer
+            state is sharded; see `tfcdo.keras.DistributedOptimizer`.
 
         Returns:
           The algorithm and why, packs, copy trees, bytes between devices and to other hosts, and
@@ -56,11 +60,13 @@ class ReducesStructures:
         ops = extended._cross_device_ops
         if not isinstance(ops, ConfiguredCrossDeviceOps):
             raise TypeError(f"cross_device_ops must be one of tfcdo's to be explained; got {ops!r}")
-        return ops.explain(shapes, dtype, extended.worker_devices)
+        return ops.explain(shapes, dtype, extended.worker_devices, shard_optimizer_state)
 
 
 class ReplicaExtended:
     """Starts a step on all replicas or on none, and has each keep its own moving statistics."""
+
+    meets_outside_xla = True  # For `keras_steps`.
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         arguments = tf_internals.tensors_of_graph((args, kwargs))
@@ -70,7 +76,8 @@ class ReplicaExtended:
         all_have_data = tf.group(*arguments)
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            with tf.control_dependencies([all_have_data]):
+            own = tf_internals.tensors_of_graph((args, kwargs))
+            with tf.control_dependencies([all_have_data]), empty_batches.step_with(own):
                 return fn(*args, **kwargs)
 
         # TensorFlow runs a tf.function for all replicas at once, else a thread for each.
@@ -87,10 +94,14 @@ class ReplicaExtended:
         return reduce(self, reduce_op, value, options)
 
     def _create_variable(self, next_creator: Any, **options: Any) -> Any:
-        options = moving_statistics.averaged_when_read(options)
-        options = moving_statistics.summed_when_read(options)
+        keras_steps.install()  # Keras is imported by now, if its model is made.
+        kept = moving_statistics.averaged_when_read(options)
+        kept = moving_statistics.summed_when_read(kept)
         with tf.control_dependencies(None):  # Its first value does not depend on data.
-            return super()._create_variable(next_creator, **options)  # type: ignore[misc]
+            variable = super()._create_variable(next_creator, **kept)  # type: ignore[misc]
+        if moving_statistics.is_averaged(variable):
+            empty_batches.keep_statistic(variable)
+        return variable
 
     def _batch_gather_to(self, value_destination_pairs: Any, axis: Any, options: Any = None) -> Any:
         ops = self._cross_device_ops  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfcdo import checks, environment, log, tf_internals, version, virtual_devices
 from tfcdo.cluster import config, rendezvous, session
+from tfcdo.cluster.delays import HostDelay
 from tfcdo.cross_device_ops import (
     AllReduceCrossDeviceOps,
     AutoAllReduce,
@@ -87,6 +88,9 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         under 4 KiB, values that are reduced alone (losses, metrics, statistics), rows and gathered
         values are exact. NCCL then does not all-reduce over all GPUs: it would add in 16 bits.
         What is lost between hosts is not part of the `error_feedback` of `cross_device_ops`.
+      check_in_sync: whether Keras's `fit` compares digests of the weights of all replicas after
+        each of its first three steps, and raises a RuntimeError if hosts differ. Own loops are
+        not checked.
 
     Raises:
       ValueError: if TF_CONFIG or the cluster resolver contradicts itself, or `wire_between` is
@@ -110,10 +114,13 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         cross_device_ops: AllReduceCrossDeviceOps | ReductionToOneDevice | None = None,
         devices_per_worker: int | None = None,
         wire_between: str | tf.DType | None = None,
+        check_in_sync: bool = True,
     ) -> None:
         if communication_options is None:
             communication_options = tf.distribute.experimental.CommunicationOptions()
         _check_arguments(communication_options, cross_device_ops, devices_per_worker)
+        if not isinstance(check_in_sync, bool):
+            raise TypeError(f"check_in_sync must be True or False; got {check_in_sync!r}")
         # TensorFlow's own __init__ would make its own extended class.
         tf.distribute.Strategy.__init__(
             self,
@@ -124,8 +131,27 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
                 cross_device_ops,
                 devices_per_worker or environment.devices_per_worker(),
                 codec.check_wire_dtype("wire_between", wire_between),
+                check_in_sync,
             ),
         )
+
+    def host_delays(self) -> tuple[HostDelay, ...]:
+        """Says how far each host was behind the others in the last steps.
+
+        The host that enters a collective last waits least in it, so hosts compare how long they
+        waited in each step; their clocks may differ. The numbers are of the last 10 to 20 steps,
+        seconds old. The first host logs hosts that are late in 90 % of them, once a minute at most.
+
+        Returns:
+          One for each host, in their order; empty on one host, before 10 steps, and a minute after
+          the last collective.
+
+        Example:
+          >>> tfcdo.MultiWorkerMirroredStrategy().host_delays()  # Without TF_CONFIG.
+          ()
+        """
+        joined = session.current()
+        return () if joined is None else joined.host_delays()
 
 
 def is_chief() -> bool:
@@ -218,6 +244,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         cross_device_ops: AllReduceCrossDeviceOps | ReductionToOneDevice | None,
         devices_per_worker: int | None,
         wire_between: str | None,
+        check_in_sync: bool,
     ) -> None:
         if resolver is None:
             config.from_tf_config()  # Its errors say more than TensorFlow's.
@@ -226,9 +253,12 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         timeout = options.timeout_seconds or _TIMEOUT_SECONDS
         self._devices_wanted = devices_per_worker
         self._network: between.Network | None = None
+        # For `keras_steps`; one host alone has nothing to compare.
+        self.checks_in_sync = check_in_sync and cluster is not None and len(cluster.tasks) > 1
         settings = {
             "devices_per_worker": devices_per_worker or virtual_devices.devices_here(None)[1],
             **_settings(options, cross_device_ops, wire_between),
+            "check_in_sync": str(check_in_sync),
         }
         joined = session.current()
         if joined is not None:

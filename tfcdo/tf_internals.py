@@ -13,7 +13,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -183,14 +183,22 @@ def with_gradient_of(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
 
 
 def plain_variable(initial_value: tf.Tensor) -> tf.Variable:
-    """Makes a variable that is not trained, on the current device, in a strategy's scope too.
-
-    There, `tf.Variable` would make one a replica.
-
-    Args:
-      initial_value: its first value.
-    """
+    """Makes a variable on the current device; in a strategy's scope too, unlike `tf.Variable`."""
     return _resource_variable_ops.ResourceVariable(initial_value, trainable=False)
+
+
+@contextlib.contextmanager
+def plain_variables(device: str) -> Iterator[None]:
+    """Has variables that are made within be plain ones on a device, in a strategy's scope too."""
+
+    def create(_: Any, initial_value: Any = None, **options: Any) -> tf.Variable:
+        with tf.init_scope(), tf.device(device):
+            return _resource_variable_ops.ResourceVariable(
+                initial_value, trainable=False, name=options["name"], dtype=options["dtype"]
+            )
+
+    with tf.variable_creator_scope(create):
+        yield
 
 
 def last_restored(variable: tf.Variable) -> int:
@@ -350,6 +358,18 @@ class KeyValueStore:
     def delete(self, key: str) -> None:
         """Removes a key, so that it can be written again."""
         _context.context().delete_config_key_value(f"tfcdo/{key}")
+
+
+def preemption_notice(timeout: float) -> str | None:
+    """Waits up to `timeout` seconds for TensorFlow's notice that a host will be taken away."""
+    milliseconds = max(1, round(timeout * 1000))
+    try:
+        notice = _context.context().get_config_key_value(
+            "TF_DEFAULT_PREEMPTION_NOTICE_KEY", milliseconds
+        )
+    except tf.errors.OpError:
+        return None
+    return str(notice)
 
 
 def abort_collectives(late: bool, reason: str) -> None:

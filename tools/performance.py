@@ -44,12 +44,10 @@ class Case:
 
 
 CASES = (
-    Case("--model resnet50 -g 2", (Target(1.00),)),
     Case("--model resnet50 -g 4", (Target(0.75),)),
     Case("--model resnet50 -g 8", (Target(0.55),)),
     Case("--model bert-base -g 4", (Target(0.75),)),
     Case("--model mobilenet -g 4", (Target(0.65),)),
-    Case("--model tiny -g 4", (Target(0.50),)),
     Case("--model tiny -g 4 --eager", (Target(0.60),)),
     Case("--model tiny-matrices -g 8", (Target(0.75),)),
     Case("workers 2 -g 1 --rate 1gbit", (Target(0.85, HOSTS),)),

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from absl import logging
 from absl.testing import absltest, parameterized
 
-from tfcdo.cluster import agreement, config, session, watch
+from tfcdo.cluster import agreement, config, errors, progress, session, watch
 
 SPEC = {"worker": ["a:1", "b:2", "c:3"]}
 
@@ -116,7 +116,7 @@ class AgreementTest(parameterized.TestCase):
             own.number(kind("f[5]", "i[]") if host == 2 else kind("f[4]", "i[]"), 2)
 
         for end in on_all_hosts(program, 10.0):
-            self.assertIsInstance(end, agreement.DisagreementError)
+            self.assertIsInstance(end, errors.DisagreementError)
             self.assertRegex(str(end), r"the programs of host \d .* and host \d .* differ: values")
             self.assertRegex(
                 str(end), r"element 0 of 2: f\[[45]\] on host \d, f\[[54]\] on host \d"
@@ -145,7 +145,7 @@ class AgreementTest(parameterized.TestCase):
             own.number(kind("f[4]", what="gather" if host == 1 else "all-reduce"), 2)
 
         for end in on_all_hosts(program, 10.0):
-            self.assertIsInstance(end, agreement.DisagreementError)
+            self.assertIsInstance(end, errors.DisagreementError)
             self.assertRegex(str(end), r"the (gather|all-reduce) of 1 value \(f\[4\]\)")
 
     def test_the_last_collective_that_a_host_waits_in_is_compared(self):
@@ -165,7 +165,7 @@ class AgreementTest(parameterized.TestCase):
             )
         self.assertIsNone(ends[1])
         for end in (ends[0], ends[2]):
-            self.assertIsInstance(end, agreement.LateHostError)
+            self.assertIsInstance(end, errors.LateHostError)
             self.assertRegex(str(end), r"timed out: host 0 .* s for host 1 \(.*b:2\) to come to")
         self.assertRegex(" ".join(logs.output), "s for a host that host 0 .* waits for to come to")
 
@@ -175,15 +175,12 @@ class AgreementTest(parameterized.TestCase):
         (ValueError("many " * 1000), "has ended with ValueError: (many ){100}$"),
     )
     def test_a_host_whose_program_ends(self, error, message):
-        if error is not None:
-            self.enterContext(mock.patch.object(sys, "last_value", error, create=True))
-
         def program(host, own):
             try:
                 if host > 0:
                     own.number(kind("f[4]"), 2)
             finally:
-                own.leave()
+                own.leave(error if host == 0 else None)
                 left[host] = True
                 # The chief, whose store they all read, is there until the others have left.
                 self.assertTrue(host > 0 or (left[1] and left[2]))
@@ -192,7 +189,7 @@ class AgreementTest(parameterized.TestCase):
         first, *others = on_all_hosts(program, 10.0)
         self.assertIsNone(first)
         for end in others:
-            self.assertIsInstance(end, agreement.DisagreementError)
+            self.assertIsInstance(end, errors.DisagreementError)
             self.assertRegex(str(end), rf"^host 0 \(.*a:1\) {message}")
 
     @parameterized.parameters("", "UnavailableError")
@@ -202,20 +199,18 @@ class AgreementTest(parameterized.TestCase):
         own = agreement.Agreement(store, cluster(0), 10.0)
         if known:
             own.fail(known)
-        else:
-            raised = type(error, (Exception,), {})("a host is gone")
-            self.enterContext(mock.patch.object(sys, "last_value", raised, create=True))
+        raised = type(error, (Exception,), {})("a host is gone") if error else None
         with mock.patch.object(store, "get", wraps=store.get) as get:
-            own.leave()
+            own.leave(raised)
         # It waits for nobody: the others know, and one of them may never leave.
         self.assertNotIn("left/", " ".join(call.args[0] for call in get.call_args_list))
         self.assertEqual(known, own.failure() or "")
 
     def test_the_chief_does_not_wait_for_ever(self):
         self.enterContext(mock.patch.object(agreement, "_LAST_SECONDS", 0.3))
-        agreement.Agreement(Store(), cluster(0), 10.0).leave()
+        agreement.Agreement(Store(), cluster(0), 10.0).leave(None)
         with mock.patch.object(Store, "get", side_effect=RuntimeError("the chief is gone")):
-            agreement.Agreement(Store(), cluster(1), 10.0).leave()
+            agreement.Agreement(Store(), cluster(1), 10.0).leave(None)
 
 
 class WatchTest(absltest.TestCase):
@@ -233,7 +228,9 @@ class WatchTest(absltest.TestCase):
             watched._thread = threading.current_thread()  # None of its own: the test looks.
         self.description = kind("f[4]")
         for host, watched in enumerate(self.watches):
-            watched.add(self.description, lambda host=host: self.counts[host])
+            marks = mock.Mock(count=lambda host=host: self.counts[host])
+            marks.times.return_value = np.zeros(progress.shape_of_times(2))
+            watched.add(self.description, marks)
 
     def make_watch(self, host):
         return watch.Watch(
@@ -319,7 +316,7 @@ class WatchTest(absltest.TestCase):
         self.counts = [11, 10, 10]
 
         def stray():
-            with self.assertRaises(agreement.DisagreementError):
+            with self.assertRaises(errors.DisagreementError):
                 self.agreements[2].number(kind("g[1]"), 2)
 
         thread = threading.Thread(target=stray)

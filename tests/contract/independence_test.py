@@ -10,11 +10,10 @@ import ast
 import pathlib
 
 import block_tensorflow_reductions
-import cross_device_ops_test
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import absltest, parameterized
-from tensorflow.python.distribute import cross_device_ops, cross_device_utils
+from tensorflow.python.distribute import cross_device_ops
 
 import tfcdo
 
@@ -46,20 +45,10 @@ class SabotageTest(parameterized.TestCase):
             self.replaced,
         )
 
-    def test_no_function_of_cross_device_utils_works(self):
-        for name, value in vars(cross_device_utils).items():
-            if callable(value) and getattr(value, "__module__", "") == cross_device_utils.__name__:
-                self.assertIsInstance(value, type, name)  # A class, whose methods raise.
-
     @parameterized.parameters(*block_tensorflow_reductions.CONCRETE_CLASSES)
     def test_the_concrete_classes_cannot_be_made(self, name):
         with self.assertRaises(block_tensorflow_reductions.SabotageError):
             getattr(cross_device_ops, name)()
-
-    @parameterized.parameters(*EXPORTED)
-    def test_nor_by_their_exported_names(self, name):
-        with self.assertRaises(block_tensorflow_reductions.SabotageError):
-            getattr(tf.distribute, name)()
 
     def test_nor_do_those_work_that_were_there_before(self):
         value = tu.per_replica([1.0, 2.0])
@@ -73,33 +62,6 @@ class SabotageTest(parameterized.TestCase):
             self.strategy.run(
                 lambda: tf.distribute.get_replica_context().all_reduce(tu.SUM, tf.constant(1.0))
             )
-
-    def test_tfcdo_does_not_notice(self):
-        value = tu.per_replica([1.0, 2.0, 3.0])
-        for make in cross_device_ops_test.SETTINGS.values():
-            self.assertEqual(
-                [6.0] * 3, [one.numpy() for one in make().reduce(tu.SUM, value, value).values]
-            )
-
-
-class AfterwardsTest(absltest.TestCase):
-    def test_the_sabotage_is_undone(self):
-        with block_tensorflow_reductions.installed():
-            pass
-        value = tu.per_replica([1.0, 2.0])
-        result = tf.distribute.HierarchicalCopyAllReduce().reduce(tu.SUM, value, value)
-        self.assertEqual([3.0, 3.0], [one.numpy() for one in result.values])
-
-
-class ContractTest(absltest.TestCase):
-    def test_the_contract_runs_under_sabotage(self):
-        cross_device_ops_test.setUpModule()
-        try:
-            with self.assertRaises(block_tensorflow_reductions.SabotageError):
-                tf.distribute.ReductionToOneDevice()
-        finally:
-            cross_device_ops_test.tearDownModule()
-        self.assertIsNotNone(tf.distribute.ReductionToOneDevice())
 
 
 class SourceTest(absltest.TestCase):

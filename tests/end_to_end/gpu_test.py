@@ -20,7 +20,6 @@ from testing_utils import EAGER, FUNCTION, MEAN, SUM
 
 import tfcdo
 from tfcdo import log
-from tfcdo.plan import algorithms
 
 PARTS = 4
 MEGABYTES_PER_PART = 512
@@ -115,37 +114,6 @@ class CopyTreesTest(GpuTest):
     )
     def test_all_dtypes(self, count, reduce_op, mode, make):
         self.check(make(), reduce_op, mode, parts(count))
-
-    @parameterized.product(algorithm=tuple(algorithms.ALGORITHMS), num_packs=(1, 4))
-    def test_all_algorithms(self, algorithm, num_packs):
-        ops = tfcdo.AllReduceCrossDeviceOps(algorithm, num_packs)
-        self.check(ops, SUM, FUNCTION, parts(4), (tf.float32, tf.float16, tf.int64))
-
-    @parameterized.product(
-        count=(2, 4),
-        mode=(EAGER, FUNCTION),
-        make=(tfcdo.ReductionToOneDevice, tfcdo.HierarchicalCopyAllReduce),
-    )
-    def test_slices(self, count, mode, make):
-        own = [
-            tf.IndexedSlices(tf.fill([rank + 1, 2], 1.0 + rank), tf.range(rank + 1), [6, 2])
-            for rank in range(count)
-        ]
-        (result,) = tu.all_reduce(make(), SUM, [tu.per_replica(own, parts(count))], mode)
-        expected = tu.oracle(SUM, [tu.dense(one, 6) for one in own])
-        for value in result.values:
-            self.assertAllEqual(expected, tu.dense(value, 6))
-
-    @parameterized.parameters(2, 4)
-    def test_from_cards_to_the_host_and_back(self, count):
-        arrays = batch(count, (tf.float32, tf.int64))
-        ops = tfcdo.HierarchicalCopyAllReduce()
-        for own in arrays:
-            total = ops.reduce(SUM, tu.per_replica(own, parts(count)), "/cpu:0")
-            self.assertIn("CPU:0", total.device)
-            self.assertAllEqual(tu.oracle(SUM, own), tu.exact(total))
-            back = ops.broadcast(total, tu.per_replica(own, parts(count)))
-            self.assertEqual(parts(count), [value.device for value in back.values])
 
     def test_keras(self):
         self.check_training(tfcdo.HierarchicalCopyAllReduce(2), parts(PARTS))

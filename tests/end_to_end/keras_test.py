@@ -11,7 +11,7 @@ import functools
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -110,52 +110,6 @@ def fitted(
     return model, history
 
 
-def trained_by_hand(
-    model: keras.Model,
-    batches: Sequence[Data],
-    count: int,
-    learning_rate: float,
-    change: Callable[[list[tf.Tensor]], list[tf.Tensor]] = lambda gradients: gradients,
-) -> keras.Model:
-    """Gradient descent as Keras does it on several replicas, on one device.
-
-    Args:
-      model: the model to train.
-      batches: the global batches.
-      count: the number of replicas.
-      learning_rate: that of gradient descent.
-      change: what is done to the gradients of one replica.
-
-    Returns:
-      The model.
-    """
-    size = -(-len(batches[0][1]) // count)  # Each replica gets this many examples, while they last.
-    for inputs, targets in batches:
-        total = [np.zeros(w.shape) for w in model.trainable_variables]
-        for start in range(0, len(targets), size):
-            part = slice(start, start + size)
-            with tf.GradientTape() as tape:
-                error = model(inputs[part], training=True) - targets[part]
-                loss = tf.reduce_mean(error**2) / count
-            gradients = tape.gradient(loss, [w.value for w in model.trainable_variables])
-            total = [a + b.numpy() for a, b in zip(total, change(gradients), strict=True)]
-        for weight, gradient in zip(model.trainable_variables, total, strict=True):
-            weight.assign_sub(learning_rate * gradient)
-    return model
-
-
-def batches_of(data: Data, size: int) -> list[Data]:
-    inputs, targets = data
-    starts = range(0, len(targets), size)
-    return [(inputs[i : i + size], targets[i : i + size]) for i in starts]
-
-
-def on_each_replica(data: Data, batch_size: int, count: int) -> Data:
-    """Data of which each replica gets the whole batch that one device gets of the given data."""
-    batches = [own for own in batches_of(data, batch_size) for _ in range(count)]
-    return np.concatenate([x for x, _ in batches]), np.concatenate([y for _, y in batches])
-
-
 @functools.cache
 def fitted_alone(count: int) -> tuple[keras.Model, dict[str, list[float]]]:
     """The training on one device that several tests compare with: what `count` replicas do."""
@@ -244,79 +198,6 @@ class FitTest(KerasTestCase):
         sizes = {"batch_size": 3 * count, "verbose": 0}  # The last batch is partial.
         self.assertAllClose(evaluated, model.evaluate(*test_data, **sizes), rtol=1e-4)
         self.assertAllClose(predicted, model.predict(test_data[0], **sizes), rtol=1e-3)
-
-    @parameterized.parameters(("one_device", 3), ("nccl", 2))
-    def test_partial_last_batch(self, name, count):
-        # Of the last batch, the last replica gets one example, the others two.
-        data = regression(4 * count - 1)
-        expected = trained_by_hand(dense_model(), batches_of(data, 2 * count), count, 0.2)
-        model, _ = fitted(strategy_of(self.ops(name), count), dense_model, data, 2 * count)
-        self.assert_same_model(expected, model)
-
-    def test_normalization_on_each_replica(self):
-        # Each replica normalizes by itself, which one device does too if all parts are equal.
-        def build():
-            keras.utils.set_random_seed(3)
-            layers = [keras.layers.BatchNormalization(), keras.layers.Dense(2)]
-            model = keras.Sequential([keras.layers.Input((4,)), *layers])
-            model.compile(keras.optimizers.SGD(0.1), "mse")
-            return model
-
-        data = regression(9)
-        expected, _ = fitted(ONE_DEVICE, build, data, 3)
-        strategy = strategy_of(self.ops("hierarchical"), 3)
-        model, _ = fitted(strategy, build, on_each_replica(data, 3, 3), 9)
-        self.assert_same_model(expected, model)
-
-
-class OptimizerTest(KerasTestCase):
-    @parameterized.parameters(
-        ("hierarchical", 3, "global_clipnorm", 0.1, lambda g: tf.clip_by_global_norm(g, 0.1)[0]),
-        ("nccl", 3, "clipnorm", 0.1, lambda g: [tf.clip_by_norm(x, 0.1) for x in g]),
-        ("one_device", 3, "clipvalue", 0.1, lambda g: [tf.clip_by_value(x, -0.1, 0.1) for x in g]),
-    )
-    def test_clipping(self, name, count, argument, limit, clip):
-        data = regression(6 * count)
-        batches = batches_of(data, 2 * count)
-        expected = trained_by_hand(dense_model(), batches, count, 0.3, clip)
-        plain = trained_by_hand(dense_model(), batches, count, 0.3)
-        with self.assertRaises(AssertionError):  # The limit is one that matters.
-            self.assert_same_model(plain, expected)
-
-        def build():
-            return dense_model(optimizer=keras.optimizers.SGD(0.3, **{argument: limit}))
-
-        model, _ = fitted(strategy_of(self.ops(name), count), build, data, 2 * count)
-        self.assert_same_model(expected, model)
-
-    def test_loss_scale_with_16_bit_floats(self):
-        name, count = "hierarchical", 3
-
-        # Keras looks for an overflow on the first replica only, before it adds up the gradients, so
-        # all replicas get equal data. Their losses are that of one device, over their number.
-        def build(number=count):
-            # The first scale is too large: gradients overflow, the step is left out, it is halved.
-            optimizer = keras.optimizers.LossScaleOptimizer(
-                keras.optimizers.SGD(0.2), initial_scale=2.0**17 * number, dynamic_growth_steps=4
-            )
-            keras.utils.set_random_seed(1)
-            layers = [keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(2)]
-            model = keras.Sequential([keras.layers.Input((4,)), *layers])
-            for layer in layers:
-                layer.dtype_policy = keras.DTypePolicy("mixed_float16")
-            model.compile(optimizer, "mse")
-            return model
-
-        data = regression(40)
-        expected, _ = fitted(ONE_DEVICE, lambda: build(1), data, 4)
-        repeated = on_each_replica(data, 4, count)
-        model, _ = fitted(strategy_of(self.ops(name), count), build, repeated, 4 * count)
-        scale = expected.optimizer.dynamic_scale
-        self.assertLess(scale.numpy(), 2.0**17)
-        self.assertEqual(scale.numpy() * count, model.optimizer.dynamic_scale.numpy())
-        self.assert_same_model(expected, model, tolerance=4e-3)
-        # The training moved the weights by far more than the tolerance.
-        self.assertGreater(np.abs(model.get_weights()[0] - build().get_weights()[0]).max(), 0.05)
 
 
 class ModelsTest(KerasTestCase):

@@ -11,7 +11,6 @@ import warm_python
 from absl.testing import parameterized
 from strategy_testing import (
     BASES,
-    BY_CLASS,
     CLASSES,
     StrategyTestCase,
     context,
@@ -124,33 +123,7 @@ for name, count in st.BASES:
 
 
 class SessionTest(StrategyTestCase):
-    """Graphs of TensorFlow 1."""
-
-    @parameterized.parameters(*BY_CLASS)
-    def test_graph(self, name, count):
-        ops = CLASSES[name]()
-        own = [tu.numbers((3,), tf.float32, rank) for rank in range(count)]
-        with tf.Graph().as_default():
-            strategy = strategy_of(ops, count)
-            feeds = tf.compat.v1.placeholder(tf.float32, [count, 3])
-
-            def replica():
-                x = tf.gather(feeds, context().replica_id_in_sync_group)
-                with tf.GradientTape() as tape:
-                    tape.watch(x)
-                    y = context().all_reduce(MEAN, x)
-                    loss = tf.reduce_sum(y * x)
-                return context().all_reduce(SUM, {"x": x}), y, tape.gradient(loss, x)
-
-            with self.used(ops):
-                total, mean, gradient = strategy.run(replica)
-            fetches = [strategy_results(one) for one in (total["x"], mean, gradient)]
-            with tf.compat.v1.Session() as session:
-                total, mean, gradient = session.run(fetches, {feeds: np.stack(own)})
-        self.assertAllEqual([tu.oracle(SUM, own)] * count, total)
-        self.assertAllClose([tu.oracle(MEAN, own)] * count, mean)
-        # Through y: the mean over the replicas of what multiplies it; and x itself, times y.
-        self.assertAllClose([2 * tu.oracle(MEAN, own)] * count, gradient)
+    """Graphs of TensorFlow 1, and gradients in them."""
 
     def test_with_version_1_behavior(self):
         # It cannot be switched off again, so it gets a process of its own.

@@ -9,8 +9,6 @@ from absl.testing import parameterized
 from strategy_testing import (
     BASE_CASES,
     BASES,
-    BY_CLASS,
-    CASES,
     CLASSES,
     EAGER,
     FUNCTION,
@@ -28,7 +26,7 @@ from testing_utils import MEAN, SUM
 class AllReduceTest(StrategyTestCase):
     """`ReplicaContext.all_reduce`."""
 
-    @parameterized.parameters(*CASES)
+    @parameterized.parameters(*BASE_CASES)
     def test_all_reduces_nested_structures(self, name, mode, count):
         ops = CLASSES[name]()
         strategy = strategy_of(ops, count)
@@ -63,7 +61,7 @@ class AllReduceTest(StrategyTestCase):
                     devices = [component.device for component in own.values]
                     self.assertEqual(list(tu.device_names(count)), devices)
 
-    @parameterized.parameters(*CASES)
+    @parameterized.parameters(*BASE_CASES)
     def test_gradient_of_all_reduce(self, name, mode, count):
         ops = CLASSES[name]()
         strategy = strategy_of(ops, count)
@@ -91,34 +89,7 @@ class AllReduceTest(StrategyTestCase):
             self.assert_replicas(2 * y * tu.oracle(SUM, weights[0]) / divisor, first, count)
             self.assert_replicas(tu.oracle(SUM, weights[1]) / divisor, second, count)
 
-    @parameterized.parameters(*CASES)
-    def test_all_reduces_slices_among_tensors(self, name, mode, count):
-        ops = CLASSES[name]()
-        strategy = strategy_of(ops, count)
-        dense = [tu.numbers((2,), tf.float32, rank) for rank in range(count)]
-        # As many rows as the rank: none on the first replica; some more than once.
-        values = [tu.numbers((rank, 2), tf.float32, 20 + rank) for rank in range(count)]
-        indices = [np.arange(rank) % 3 for rank in range(count)]
-        table = np.zeros([4, 2])
-        for own, rows in zip(values, indices, strict=True):
-            np.add.at(table, rows, own.astype(np.float64))
-
-        def reduce(dense, values, indices):
-            slices = tf.IndexedSlices(values, indices, tf.constant([4, 2], tf.int64))
-            result = context().all_reduce(MEAN, on_replica([slices, dense, (slices,)]))
-            self.assertIsInstance(result[0], tf.IndexedSlices)
-            return [tf.convert_to_tensor(one) for one in (result[0], result[1], result[2][0])]
-
-        def run(*arguments):
-            return strategy.run(reduce, args=arguments)
-
-        with self.used(ops):
-            first, middle, last = in_mode(mode, run)(*map(tu.per_replica, (dense, values, indices)))
-        self.assert_replicas(tu.oracle(MEAN, dense), middle, count)
-        for result in first, last:
-            self.assert_replicas(table / count, result, count)
-
-    @parameterized.parameters(*BY_CLASS)
+    @parameterized.parameters(*BASES)
     def test_values_that_are_all_on_one_device(self, name, count):
         ops = CLASSES[name]()
         strategy = strategy_of(ops, count)
@@ -133,34 +104,7 @@ class AllReduceTest(StrategyTestCase):
             result = strategy.run(lambda own: context().all_reduce(MEAN, own), args=(value,))
             self.assert_replicas(tu.oracle(MEAN, own), result, count)
 
-    @parameterized.product(name=tuple(dict(BASES)), mode=(EAGER, FUNCTION))
-    def test_rejects_shapes_that_differ(self, name, mode):
-        strategy = strategy_of(CLASSES[name](), 3)
-        value = tu.per_replica([np.ones([2]), np.ones([2]), np.ones([3])])
-        run = in_mode(mode, lambda value: strategy.run(
-            lambda own: context().all_reduce(SUM, on_replica(own)), args=(value,)
-        ))  # fmt: skip
-        with self.assertRaisesRegex(ValueError, r"(?s)shape.*\(2,\).*CPU:0.*\(3,\).*CPU:2"):
-            run(value)
-
-    @parameterized.parameters(*BY_CLASS)
-    def test_replicas_are_bitwise_equal_and_runs_too(self, name, count):
-        own = [np.random.default_rng(rank).normal(size=[99]) for rank in range(count)]
-        values = [tu.per_replica([x.astype(dtype) for x in own]) for dtype in ("f", "d", "e")]
-
-        def all_reduce(mode):
-            strategy = strategy_of(CLASSES[name](), count)
-            run = in_mode(mode, lambda values: strategy.run(
-                lambda own: context().all_reduce(SUM, on_replica(own)), args=(values,)
-            ))  # fmt: skip
-            return run(values)
-
-        # Grappler may order a function's additions in another way than they are written.
-        for mode in EAGER, FUNCTION:
-            for results in zip(*(all_reduce(mode) for _ in range(2)), strict=True):
-                self.assert_bitwise_equal([x for result in results for x in result.values])
-
-    @parameterized.parameters(*BY_CLASS)
+    @parameterized.parameters(*BASES)
     def test_compiled_replica_function(self, name, count):
         # On CPUs the strategy compiles all replicas, and what `ops` adds between them, together.
         ops = CLASSES[name]()
@@ -180,24 +124,6 @@ class AllReduceTest(StrategyTestCase):
             self.assert_replicas(2 * tu.oracle(SUM, own), total, count)
             self.assert_replicas(np.sum(tu.oracle(SUM, own)), scalar, count)
             self.assert_replicas(tu.oracle(MEAN, own) / 2, mean, count)
-
-    @parameterized.parameters(*BASES)
-    def test_compiled_part_of_a_replica_function(self, name, count):
-        ops = CLASSES[name]()
-        strategy = strategy_of(ops, count)
-        own = [tu.numbers((4, 2), tf.float32, rank) for rank in range(count)]
-        compiled = tf.function(lambda x: 2 * x + 1, jit_compile=True, autograph=False)
-
-        @tf.function(autograph=False)
-        def step(value):
-            return strategy.run(
-                lambda x: compiled(context().all_reduce(SUM, compiled(x))), args=(value,)
-            )
-
-        with self.used(ops):
-            result = step(tu.per_replica(own))
-        inner = sum(2 * tu.exact(x) + 1 for x in own)
-        self.assert_replicas(2 * inner + 1, result, count)
 
 
 class ReduceTest(StrategyTestCase):
@@ -225,40 +151,8 @@ class ReduceTest(StrategyTestCase):
             self.assertAllClose(everything.mean(0), mean)
             self.assertAllClose(everything.mean(), of_all)
 
-    @parameterized.parameters(*BASE_CASES)
-    def test_reduces_across_replicas(self, name, mode, count):
-        ops = CLASSES[name]()
-        strategy = strategy_of(ops, count)
-        own = [tu.numbers((2, 3), tf.float32, rank) for rank in range(count)]
-        integers = [tu.numbers((), tf.int32, rank) for rank in range(count)]
-
-        def reduce(value, integer):
-            nested = {"a": value, "b": [integer]}
-            return [strategy.reduce(reduce_op, nested, axis=None) for reduce_op in (SUM, MEAN)]
-
-        with instead_of_tensorflows(ops), self.used(ops, "reduce"):
-            results = in_mode(mode, reduce)(tu.per_replica(own), tu.per_replica(integers))
-        for reduce_op, result in zip((SUM, MEAN), results, strict=True):
-            self.assert_close(tu.oracle(reduce_op, own), result["a"], tf.float32)
-            dtype = tu.result_dtype(reduce_op, tf.int32)
-            self.assert_close(tu.oracle(reduce_op, integers), result["b"][0], dtype)
-
 
 class GatherTest(StrategyTestCase):
-    @parameterized.product(name=tuple(dict(BASES)), axis=(0, 1, 2), mode=(EAGER, FUNCTION))
-    def test_gather(self, name, axis, mode):
-        ops = CLASSES[name]()
-        count = 3 + axis
-        strategy = strategy_of(ops, count)
-        own = []
-        for rank in range(count):
-            shape = [2, 3, 2]
-            shape[axis] = (2, 0, 3, 1, 1)[rank]
-            own.append(tu.numbers(shape, tf.float32, rank))
-        with self.used(ops, "_gather"):
-            result = in_mode(mode, lambda v: strategy.gather(v, axis=axis))(tu.per_replica(own))
-        self.assertAllEqual(np.concatenate(own, axis), result)
-
     @parameterized.parameters(*BASE_CASES)
     def test_all_gather_and_its_gradient(self, name, mode, count):
         ops = CLASSES[name]()
@@ -282,48 +176,6 @@ class GatherTest(StrategyTestCase):
         parts = np.split(tu.oracle(SUM, weights), np.cumsum(rows)[:-1])
         for part, component in zip(parts, gradient.values, strict=True):
             self.assert_close(part, component)
-
-
-class BatchReduceToTest(StrategyTestCase):
-    @parameterized.parameters(*BASE_CASES)
-    def test_results_are_on_the_destinations(self, name, mode, count):
-        ops = CLASSES[name]()
-        strategy = strategy_of(ops, count)
-        with strategy.scope():
-            variable = tf.Variable([7.0, 7.0])
-        arrays = [[tu.numbers((2,), tf.float32, 9 * k + r) for r in range(count)] for k in range(4)]
-        elsewhere = tu.per_replica([0.0, 0.0], tu.ALL_DEVICES[-2:])
-
-        def reduce(*arguments):
-            values = [strategy.run(on_replica, args=(value,)) for value in arguments]
-            destinations = (values[0], variable, "/cpu:1", elsewhere)
-            return [
-                [
-                    strategy_results(result)
-                    for result in strategy.extended.batch_reduce_to(
-                        reduce_op, list(zip(values, destinations))
-                    )
-                ]
-                for reduce_op in (SUM, MEAN)
-            ]
-
-        with self.used(ops):
-            results = in_mode(mode, reduce)(*map(tu.per_replica, arrays))
-        for reduce_op, result in zip((SUM, MEAN), results, strict=True):
-            for own, one, number in zip(arrays, result, (count, count, 1, 2), strict=True):
-                self.assert_components(tu.oracle(reduce_op, own), one, number)
-        self.assertAllEqual([7.0, 7.0], variable)
-
-    @parameterized.parameters(*BASES)
-    def test_reduces_int32(self, name, count):
-        ops = CLASSES[name]()
-        strategy = strategy_of(ops, count)
-        own = [tu.numbers((3,), tf.int32, rank) for rank in range(count)]
-        with instead_of_tensorflows(ops), self.used(ops):
-            result = strategy.run(
-                lambda x: context().all_reduce(SUM, x), args=(tu.per_replica(own),)
-            )
-        self.assert_replicas(tu.oracle(SUM, own), result, count)
 
 
 class VariableTest(StrategyTestCase):
@@ -351,30 +203,6 @@ class VariableTest(StrategyTestCase):
             in_mode(mode, lambda: strategy.run(replica))()
         for variable, expected in zip(variables, aggregations.values(), strict=True):
             self.assert_replicas(10.0 + expected, variable, count)
-
-    @parameterized.parameters(*BASES)
-    def test_aggregates_what_is_read(self, name, count):
-        ops = CLASSES[name]()
-        strategy = strategy_of(ops, count)
-        with strategy.scope():
-            variables = [
-                tf.Variable(
-                    0.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=aggregation
-                )
-                for aggregation in (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
-            ]
-
-        def replica():
-            for variable in variables:
-                variable.assign_add(tf.cast(context().replica_id_in_sync_group + 1, tf.float32))
-
-        strategy.run(replica)
-        with instead_of_tensorflows(ops), self.used(ops, "reduce"):
-            total, mean = (variable.read_value() for variable in variables)
-        self.assertAllClose([count * (count + 1) / 2, (count + 1) / 2], [total, mean])
-        results = strategy.extended.batch_reduce_to(SUM, [(one, one) for one in variables])
-        for result in results:
-            self.assert_replicas(count * (count + 1) / 2, result, count)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import tfcdo
 from tfcdo import topology
 from tfcdo.plan.copy_tree import chain, two_level
 
-MACHINES = ("dgx1", "dgx1_p100", "nvswitch", "pcie", "shared_memory")
+MACHINES = ("dgx1", "nvswitch", "shared_memory")
 OPS: dict[str, Any] = {
     "hierarchical": lambda **kw: tfcdo.HierarchicalCopyAllReduce(num_packs=2, **kw),
     "ring": lambda **kw: tfcdo.AllReduceCrossDeviceOps("ring", **kw),
@@ -23,7 +23,7 @@ OPS: dict[str, Any] = {
     "elsewhere": lambda **kw: tfcdo.ReductionToOneDevice("/cpu:5", **kw),
     **{
         f"{algorithm} on {machine}": lambda algorithm=algorithm, machine=machine, **kw: (
-            tfcdo.AllReduceCrossDeviceOps(algorithm, 5, topology=topology.preset(machine, 8), **kw)
+            tfcdo.AllReduceCrossDeviceOps(algorithm, 5, topology=topology.preset(machine, 4), **kw)
         )
         for machine, algorithm in itertools.product(MACHINES, ("packed_trees", "auto"))
     },
@@ -38,10 +38,10 @@ class GraphTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         *itertools.product(
             ("hierarchical", "ring", "one device", "elsewhere"),
-            (2, 3, 4),
+            (3,),
             (("float32", None), ("bfloat16", None), ("float32", "float16")),
         ),
-        *[(name, 8, ("float32", None)) for name in OPS if " on " in name],
+        *[(name, 4, ("float32", None)) for name in OPS if " on " in name],
     )
     def test_packs_and_bytes_are_those_of_the_graph(self, name, count, dtypes):
         dtype, wire = dtypes
@@ -86,22 +86,24 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ("nccl", 1), ("hierarchical_copy", 1), ("ring", None), ("shuffle", None), ("auto", None)
     )
     def test_num_packs_left_out(self, algorithm, expected):
-        place = topology.preset("dgx1")
+        place, devices = topology.preset("dgx1", 4), tu.device_names(4)
         default = tfcdo.AllReduceCrossDeviceOps(algorithm, topology=place)
         given = tfcdo.AllReduceCrossDeviceOps(algorithm, expected, topology=place)
         self.assertEqual(repr(given), repr(default))
         shapes = [(40_000_000,)]
         self.assertEqual(
-            given.explain(shapes, devices=tu.ALL_DEVICES),
-            default.explain(shapes, devices=tu.ALL_DEVICES),
+            given.explain(shapes, devices=devices), default.explain(shapes, devices=devices)
         )
 
     def test_auto_is_auto_all_reduce_and_a_ring_is_a_ring(self):
-        place, shapes = topology.preset("dgx1"), [(25_000_000,)]
-        auto = tfcdo.AllReduceCrossDeviceOps("auto", topology=place).explain(
-            shapes, devices=tu.ALL_DEVICES
+        place, shapes = topology.preset("dgx1", 4), [(25_000_000,)]
+        auto, same = (
+            ops.explain(shapes, devices=tu.device_names(4))
+            for ops in (
+                tfcdo.AllReduceCrossDeviceOps("auto", topology=place),
+                tfcdo.AutoAllReduce(topology=place),
+            )
         )
-        same = tfcdo.AutoAllReduce(topology=place).explain(shapes, devices=tu.ALL_DEVICES)
         self.assertEqual(same.packs, auto.packs)
         self.assertGreater(auto.num_packs, 1)
         ring = tfcdo.AllReduceCrossDeviceOps("ring").explain([(800,)], devices=tu.ALL_DEVICES)
@@ -121,16 +123,8 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
             "HierarchicalCopyAllReduce(num_packs=2, topology=None)",
         ),
         (
-            lambda: tfcdo.NcclAllReduce(0),
-            "NcclAllReduce(num_packs=0, topology=None, require_nccl=False)",
-        ),
-        (
             lambda: tfcdo.AutoAllReduce(topology=topology.preset("dgx1")),
             "AutoAllReduce(topology='dgx1', plan=None, nccl=True)",
-        ),
-        (
-            lambda: tfcdo.ReductionToOneDevice("/cpu:1"),
-            "ReductionToOneDevice(reduce_to_device='/cpu:1', accumulation_fn=None)",
         ),
         (
             lambda: tfcdo.AllReduceCrossDeviceOps("ring", agg_small_grads_max_bytes=7),
@@ -191,16 +185,6 @@ class ExplainTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual([None] * 3, [pack.tree for pack in told.packs])
             self.assertEqual(9, told.num_ops["NcclAllReduce"])
             self.assertEmpty(told.bytes_by_link)
-
-    @parameterized.parameters((15_000, 1), (18_000, 3))
-    def test_values_that_cost_more_to_concatenate_than_an_op_are_sent_alone(
-        self, size, num_tensors
-    ):
-        # On a CPU, an op costs what it takes to pass over 65 kB.
-        told = tfcdo.HierarchicalCopyAllReduce().explain([(size,)] * 3, devices=tu.device_names(2))
-        (pack,) = told.packs
-        self.assertEqual(num_tensors, pack.num_tensors)
-        self.assertEqual(num_tensors, told.num_ops["AddN"])
 
     def test_the_strategy_s_devices_by_default(self):
         ops = tfcdo.HierarchicalCopyAllReduce()

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import pathlib
-import tempfile
 import threading
-import unittest
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
-from unittest import mock
 
 import nccl_cpu_kernel
 import nccl_on_cpu
@@ -27,7 +21,7 @@ DEVICES = configure_virtual_cpus(11)
 # Seconds. Where the devices must not wait for one another, the kernel has more patience than the
 # test, so that a test that hangs fails.
 TEST_PATIENCE, KERNEL_PATIENCE = 60.0, 90.0
-REDUCTIONS: dict[str, Any] = {"sum": np.sum, "prod": np.prod, "min": np.min, "max": np.max}
+REDUCTIONS: dict[str, Any] = {"sum": np.sum, "max": np.max}
 
 
 def setUpModule() -> None:
@@ -79,7 +73,7 @@ class ReductionTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(reduction=list(REDUCTIONS), dtype=DTYPES)
     def test_agrees_with_numpy_on_every_device_count(self, reduction, dtype):
         random = np.random.default_rng(7)
-        for count in range(1, 9):
+        for count in (1, 2, 8):
             limit = 9 if dtype.is_integer else 2
             drawn = random.uniform(-limit, limit, size=(count, 3, 5))
             values = drawn.astype(dtype.as_numpy_dtype)
@@ -90,77 +84,9 @@ class ReductionTest(tf.test.TestCase, parameterized.TestCase):
                 actual = tf.cast(result, tf.float64)
                 self.assertAllClose(expected, actual, rtol=tolerance, atol=tolerance)
 
-    @parameterized.parameters(((),), ((0,),), ((2, 0, 3),), ((70_001,),))
-    def test_keeps_the_shape(self, shape):
-        for result in run([np.full(shape, float(i)) for i in range(3)]):
-            self.assertAllEqual(np.full(shape, 3.0), result)
-
-    @parameterized.parameters(
-        # Between 2048 and 4096 float16 knows the even numbers alone: rounded once.
-        (np.array([2048] + 6 * [1], np.float16), "sum", 2054.0),
-        (np.array([2**31 - 1, 1], np.int32), "sum", -(2**31)),
-        (np.array([1.0, np.nan, 2.0]), "min", np.nan),
-        (np.array([np.nan, 1.0, 2.0]), "max", np.nan),
-    )
-    def test_rounding_overflow_and_nan(self, values, reduction, expected):
-        for result in run(values, reduction):
-            self.assertAllEqual(expected, result)
-
-    def test_adds_in_the_order_of_the_devices_whoever_comes_first(self):
-        # In float32 (1e8 + 1) - 1e8 is 0, but (1e8 - 1e8) + 1 is 1.
-        values = dict(zip(("CPU:2", "CPU:9", "CPU:10"), (1e8, 1.0, -1e8), strict=True))
-        for arrival in itertools.permutations(values):
-
-            @tf.function
-            def reduce_all(arrival=arrival):
-                inputs = []
-                for rank, device in enumerate(arrival):
-                    with tf.device(device):
-                        inputs.append(delayed(tf.constant(values[device]), 0.03 * rank))
-                return all_reduce(inputs, devices=arrival)
-
-            for result in reduce_all():
-                self.assertAllEqual(0.0, result, msg=f"arrival: {arrival}")
-
 
 class StepTest(tf.test.TestCase):
     """Which ops belong together: iterations, calls, threads."""
-
-    def test_iterations_of_a_loop_do_not_mix(self):
-        count = 40
-
-        @tf.function
-        def loop():
-            def body(i, left, right):
-                x = tf.cast(i, tf.float32)
-                results = all_reduce([x, 100 * x])
-                return i + 1, left.write(i, results[0]), right.write(i, results[1])
-
-            arrays = [tf.TensorArray(tf.float32, count) for _ in range(2)]
-            _, left, right = tf.while_loop(
-                lambda i, *_: i < count, body, [0, *arrays], parallel_iterations=10
-            )
-            return left.stack(), right.stack()
-
-        for _ in range(10):
-            for result in loop():
-                self.assertAllEqual(101.0 * np.arange(count), result)
-
-    def test_calls_that_are_not_inlined_and_threads_do_not_mix(self):
-        @tf.function(experimental_attributes={"_noinline": True})
-        def inner(a, b):
-            return all_reduce([a, b])
-
-        outer = tf.function(lambda a: [inner(a * factor, a) for factor in (1.0, 10.0, 100.0)])
-
-        def call_often(thread: int) -> None:
-            for turn in range(20):
-                x = float(1000 * thread + turn)
-                expected = [[2 * x] * 2, [11 * x] * 2, [101 * x] * 2]
-                np.testing.assert_array_equal(expected, outer(tf.constant(x)))
-
-        with futures.ThreadPoolExecutor(4) as pool:
-            list(pool.map(call_often, range(4)))
 
     def test_two_inlined_calls_at_the_same_time_share_a_step(self):
         inner = tf.function(lambda a: all_reduce([a], num_devices=2))
@@ -194,21 +120,7 @@ class ErrorTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(
         (lambda: all_reduce([tf.zeros([2]), tf.zeros([3])]), "float[2]", "float[3]", "CPU:1"),
-        (lambda: all_reduce([tf.zeros([2, 3]), tf.zeros([3, 2])]), "[2,3]", "[3,2]"),
         (lambda: all_reduce([tf.zeros([2]), tf.zeros([2], tf.int32)]), "float[2]", "int32[2]"),
-        (
-            lambda: [
-                all_reduce([0.0], "sum", 2),
-                all_reduce([0.0], "max", 2, devices=["CPU:1"]),
-            ],
-            "sum of",
-            "max of",
-        ),
-        (
-            lambda: [all_reduce([0.0], "sum", 2), all_reduce([0.0], "sum", 3, ["CPU:1"])],
-            "over 2 devices",
-            "over 3 devices",
-        ),
         (lambda: all_reduce([0.0] * 2, devices=["CPU:3", "CPU:3"]), "CPU:3 came twice"),
         # Who comes after an error does not wait either.
         (
@@ -240,10 +152,6 @@ class ErrorTest(tf.test.TestCase, parameterized.TestCase):
         ):
             without_hanging(tf.function(body))
 
-    def test_ops_run_one_by_one_do_not_meet(self):
-        with nccl_on_cpu.patience(0.1), self.assertRaises(tf.errors.DeadlineExceededError):
-            without_hanging(lambda: all_reduce([tf.zeros([2]), tf.zeros([2])]))
-
     def test_an_error_elsewhere_cancels_the_waiting_devices(self):
         fails = tf.Variable(True)
 
@@ -260,56 +168,6 @@ class ErrorTest(tf.test.TestCase, parameterized.TestCase):
                 without_hanging(reduce_all)
             fails.assign(False)
             self.assertAllEqual([7.0, 7.0, 7.0], reduce_all())
-
-
-class LoaderTest(absltest.TestCase):
-    """Building the kernel, with a script in the compiler's place."""
-
-    def setUp(self):
-        super().setUp()
-        self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        (self.folder / "cache").mkdir()
-
-    def compile_by(self, script: str) -> None:
-        """Puts a script in the compiler's place; it finds the path to write to in $out."""
-        compiler = self.folder / "compiler"
-        compiler.write_text(
-            "#!/bin/sh\n"
-            'if [ "$1" = --version ]; then echo fake; exit; fi\n'
-            'for argument in "$@"; do out=$argument; done\n'
-            f"{script}\n"
-        )
-        compiler.chmod(0o755)
-        self.enter_context(mock.patch.dict(os.environ, {"CXX": str(compiler)}))
-
-    def build(self, *_: object) -> pathlib.Path:
-        return nccl_cpu_kernel.build(self.folder / "cache")
-
-    def test_no_compiler(self):
-        with (
-            mock.patch.dict(os.environ, {"CXX": "/no/such/compiler"}),
-            self.assertRaisesRegex(unittest.SkipTest, r"install g\+\+"),
-        ):
-            nccl_cpu_kernel.build(self.folder)
-
-    def test_a_compiler_that_fails(self):
-        self.compile_by("echo half >$out; echo 'no such header' >&2; exit 3")
-        with self.assertRaisesRegex(RuntimeError, r"exit status 3(.|\n)*no such header"):
-            self.build()
-        self.assertEmpty(list((self.folder / "cache").iterdir()))
-
-    def test_is_built_once_by_all_who_ask_and_again_for_another_source(self):
-        # The file is written in two pieces: nobody may see the first piece alone.
-        runs = self.folder / "runs"
-        self.compile_by(f"echo . >>{runs}; printf a >$out; sleep 0.2; printf b >>$out")
-        with futures.ThreadPoolExecutor(4) as pool:
-            built = list(pool.map(self.build, range(4)))
-        self.assertEqual([one.read_text() for one in built], ["ab"] * 4)
-        self.assertEqual(runs.read_text(), ".\n")
-        changed = self.folder / "changed.cc"
-        changed.write_text("// Another source.")
-        with mock.patch.object(nccl_cpu_kernel, "_SOURCE", changed):
-            self.assertNotEqual(self.build(), built[0])
 
 
 if __name__ == "__main__":

@@ -1,47 +1,24 @@
-"""Knowing when NCCL can run: the reason for each case, and what users see where it cannot.
-
-Other tests of the same process may have loaded a CPU kernel for NCCL's op. So where it matters that
-there is none, a process of its own looks.
-"""
+"""Knowing when NCCL can run: the reason for each case."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import os
-import pathlib
-import subprocess
-import sys
-import textwrap
 from typing import Any
 from unittest import mock
 
 import tensorflow as tf
 import testing_utils as tu
-import warm_python
 from absl.testing import parameterized
+from testing_utils import kernels_for
 
 import tfcdo
-from tfcdo import tf_internals
 
 REMEDY = "use tfcdo.HierarchicalCopyAllReduce()"
 
 
-def kernels_for(*device_types: str) -> Any:
-    """Pretends that TensorFlow has NCCL kernels for these device types and no others."""
-    return mock.patch.object(
-        tf_internals, "device_types_with_kernel", return_value=frozenset(device_types)
-    )
-
-
 def gpus(*parts: int, hidden: int = 0) -> Any:
-    """Pretends that there are GPUs, each divided into so many logical devices; 0 for undivided.
-
-    Args:
-      *parts: for each GPU that TensorFlow may use.
-      hidden: how many GPUs, the first ones, TensorFlow may not use.
-    """
+    """Pretends that there are GPUs, each divided into so many logical devices; 0 for undivided."""
     physical = [
         tf.config.PhysicalDevice(f"/physical_device:GPU:{hidden + index}", "GPU")
         for index in range(len(parts))
@@ -154,92 +131,6 @@ class StatusTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(status, tfcdo.nccl_status(["/gpu:0"]))
         with self.assertRaises(AttributeError):
             status.can_run = True  # type: ignore[misc]
-
-
-class WithoutKernelTest(tf.test.TestCase):
-    """Tests, in a process of their own, of what users see where TensorFlow has no NCCL."""
-
-    output: str
-    report: dict[str, Any]
-
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        script = textwrap.dedent("""
-            import json
-            import sys
-            import numpy as np
-            import tensorflow as tf
-            import tfcdo
-            from tfcdo import virtual_devices
-
-            devices = virtual_devices.configure_virtual_cpus(4)
-
-            def train(ops):
-                strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=ops)
-                with strategy.scope():
-                    model = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)])
-                    model.compile(tf.keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
-                before = model.get_weights()
-                try:
-                    x = np.ones([16, 2], np.float32)
-                    losses = model.fit(x, x[:, :1], batch_size=8, epochs=3, verbose=0)
-                    result = losses.history["loss"]
-                except Exception as error:
-                    result = f"{type(error).__name__}: {error}"
-                same = all(np.array_equal(a, b) for a, b in zip(before, model.get_weights()))
-                return result, same
-
-            report = {
-                "status": str(tfcdo.nccl_status(devices)),
-                "can_run": tfcdo.nccl_status(devices).can_run,
-                "gpus": str(tfcdo.nccl_status(["/gpu:0", "/gpu:1"])),
-                "required": train(tfcdo.NcclAllReduce(require_nccl=True)),
-            }
-            print("UP TO HERE", file=sys.stderr, flush=True)
-            report["trained"] = train(tfcdo.NcclAllReduce())
-            report["trained again"] = train(tfcdo.AllReduceCrossDeviceOps("nccl", num_packs=2))
-            print("REPORT" + json.dumps(report))
-        """)
-        path = [str(pathlib.Path(tfcdo.__file__).parents[1]), *sys.path]
-        process = subprocess.run(
-            [warm_python.executable(), "-c", script],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-        cls.output = process.stderr
-        if process.returncode != 0:
-            raise AssertionError(f"the process failed:\n{process.stdout}\n{process.stderr}")
-        cls.report = json.loads(process.stdout.rpartition("REPORT")[2])
-
-    def test_status(self):
-        self.assertFalse(self.report["can_run"])
-        self.assertRegex(self.report["status"], "no NcclAllReduce kernel is registered for CPU")
-        self.assertIn(REMEDY, self.report["status"])
-        # Not only the kernel must be there, but the devices.
-        self.assertRegex(self.report["gpus"], "no GPU:0|no NcclAllReduce kernel .* GPU")
-
-    def test_trains_and_says_so_in_one_line(self):
-        for way in "trained", "trained again":
-            losses, same = self.report[way]
-            self.assertLen(losses, 3)
-            self.assertLess(losses[-1], losses[0])
-            self.assertFalse(same)
-        lines = [line for line in self.output.splitlines() if "tfcdo" in line]
-        self.assertLen(lines, 1, self.output)
-        for part in ("WARNING", "tfcdo: ", "copy trees", self.report["status"]):
-            self.assertIn(part, lines[0])
-
-    def test_requiring_nccl_raises_before_training(self):
-        error, same = self.report["required"]
-        self.assertTrue(same)
-        self.assertStartsWith(error, "RuntimeError: ")
-        self.assertIn("require_nccl=True", error)
-        self.assertIn(self.report["status"], error)
-        self.assertNotIn("tfcdo", self.output.partition("UP TO HERE")[0])
 
 
 class RequiredTest(tf.test.TestCase):

@@ -1,16 +1,18 @@
 """NCCL by execution: the ops that GPUs would run, on virtual CPU devices, by a kernel for tests.
 
-What would hang on GPUs is an error here: see `nccl_on_cpu`.
+What would hang on GPUs is an error here: see `nccl_on_cpu`. What is reduced to what is in
+`nccl_contract_test`.
 """
 
 from __future__ import annotations
 
-import threading
+import random
 from collections.abc import Sequence
 from concurrent import futures
 from typing import Any
 from unittest import mock
 
+import nccl_on_cpu
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
@@ -20,14 +22,14 @@ from nccl_on_cpu import (
     setUpModule,  # noqa: F401
     tearDownModule,  # noqa: F401
 )
-from nccl_testing import DTYPES, K, all_reduce, function, nccl, one, packs_of, ranks
+from nccl_testing import DTYPES, K, all_reduce, delayed, function, nccl, one, packs_of, ranks
 from testing_utils import EAGER, FUNCTION, MEAN, SUM
 
 import tfcdo
 from tfcdo import log
 
 
-class EmittedOpsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+class GraphTest(tf.test.TestCase, parameterized.TestCase):
     """Tests of what can only be seen in the graph."""
 
     def trace(self, ops: Any, *values: Sequence[Any]) -> dict[bytes, list[Any]]:
@@ -41,22 +43,14 @@ class EmittedOpsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
                 self.assertEqual(count, node.attr["num_devices"].i)
             self.assertLen({node.attr["T"].type for node in nodes}, 1)
 
-    @parameterized.product(count=tuple(range(2, 9)), num_packs=(1, 3))
-    def test_one_op_per_device_and_pack(self, count, num_packs):
-        packs = self.trace(nccl(num_packs), [tf.ones([5])] * count, [tf.ones([7, 2])] * count)
-        self.assertLen(packs, num_packs)
+    # A pack is one tensor however large; along copy trees, the last two would be sent alone.
+    @parameterized.parameters(
+        (2, 1, (5, 14), 1), (8, 3, (5, 14), 3), (3, 0, (1, 5, 2, 9), 4), (3, 1, (20_000, 30_000), 1)
+    )
+    def test_one_op_per_device_and_pack(self, count, num_packs, sizes, expected):
+        packs = self.trace(nccl(num_packs), *[[tf.ones([size])] * count for size in sizes])
+        self.assertLen(packs, expected)
         self.check_packs(packs, count)
-
-    def test_a_pack_is_one_tensor_however_large(self):
-        # Along copy trees, values this large would travel alone.
-        packs = self.trace(nccl(1), [tf.ones([20_000])] * 3, [tf.ones([30_000])] * 3)
-        self.assertLen(packs, 1)
-        self.check_packs(packs, 3)
-
-    def test_one_pack_per_value(self):
-        packs = self.trace(nccl(0), *[[tf.ones([size])] * 3 for size in (1, 5, 2, 9)])
-        self.assertLen(packs, 4)
-        self.check_packs(packs, 3)
 
     def test_packs_of_one_dtype(self):
         packs = self.trace(nccl(), *[[tf.ones([3], dtype)] * 3 for dtype in [*DTYPES, *DTYPES]])
@@ -67,131 +61,302 @@ class EmittedOpsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assertCountEqual(expected, types)
 
     def test_no_name_is_used_twice(self):
-        names: list[bytes] = []
-        lock = threading.Lock()
-        instances = [nccl(2), nccl(2), tfcdo.AllReduceCrossDeviceOps("nccl", 2, require_nccl=True)]
+        """By instances and threads, retraces and repeated calls, and gradients of gradients."""
+        ops = [nccl(2), tfcdo.AllReduceCrossDeviceOps("nccl", 2, require_nccl=True)]
 
-        def trace(instance: Any) -> None:
-            for size in (4, 6):
-                packs = self.trace(instance, [tf.ones([size])] * 3, [tf.ones([size])] * 3)
-                with lock:
-                    names.extend(packs)
+        def trace(number: int) -> list[bytes]:
+            step = function(lambda own: all_reduce(ops[number % 2], own, own))
+            graphs = [step.get_concrete_function([tf.ones([s])] * 3).graph for s in (4, 6)]
+            return [name for graph in graphs for name in packs_of(graph)]
 
         with futures.ThreadPoolExecutor(6) as pool:
-            list(pool.map(trace, 4 * instances))
-        self.assertLen(names, 12 * 2 * 2)
-        self.assertLen(set(names), len(names))
-
-    def test_no_name_is_used_twice_by_retraces_and_repeated_calls(self):
-        ops = nccl()
-        step = function(lambda own: all_reduce(ops, own) + all_reduce(ops, own))
-        names: list[bytes] = []
-        for size in (2, 3, 4):
-            names += packs_of(step.get_concrete_function([tf.ones([size])] * 3).graph)
-        self.assertLen(names, 6)
-        self.assertLen(set(names), 6)
-
-    def test_no_name_is_used_twice_in_gradients(self):
-        def gradients() -> Any:
-            with tf.GradientTape() as outer:
-                own = ranks()
-                outer.watch(own)
-                with tf.GradientTape() as inner:
-                    inner.watch(own)
-                    loss = tf.add_n([y**2 for y in one(*own)])
-                total = tf.add_n(inner.gradient(loss, own))
-            return outer.gradient(total, own)
-
-        packs = packs_of(function(gradients).get_concrete_function().graph)
-        self.assertGreaterEqual(len(packs), 3)
+            names = [name for found in pool.map(trace, range(12)) for name in found]
+        step = function(lambda own: self.second_gradient(own))
+        packs = packs_of(step.get_concrete_function(ranks()).graph)
         self.check_packs(packs, K)
+        self.assertGreaterEqual(len(packs), 3)
+        self.assertLen({*names, *packs}, 12 * 2 * 2 + len(packs))
+
+    def second_gradient(self, own: Any) -> Any:
+        with tf.GradientTape() as outer:
+            outer.watch(own)
+            with tf.GradientTape() as inner:
+                inner.watch(own)
+                loss = tf.add_n([y**2 for y in one(*own)])
+            total = tf.add_n(inner.gradient(loss, own))
+        return outer.gradient(total, own)
 
     def test_sums_stay_on_their_devices(self):
         # What TensorFlow runs in the end, seen where it has taken the graph apart by device.
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:
             own = [tf.compat.v1.placeholder(tf.float32, [3]) for _ in range(K)]
-            doubled = []
-            for rank, tensor in enumerate(own):
-                with tf.device(tu.device_name(rank)):
-                    doubled.append(2 * tensor)
+            doubled = [tu.place(2 * tensor, tu.device_name(r)) for r, tensor in enumerate(own)]
             results = []
             for rank, total in enumerate(one(*doubled)):
                 with tf.device(tu.device_name(rank)):
                     results.append(tf.reduce_sum(total) > 0)  # Only this leaves the device.
             metadata = tf.compat.v1.RunMetadata()
-            session.run(
-                results,
-                {tensor: np.ones([3]) for tensor in own},
-                tf.compat.v1.RunOptions(output_partition_graphs=True),
-                metadata,
-            )
+            fed = {tensor: np.ones([3]) for tensor in own}
+            options = tf.compat.v1.RunOptions(output_partition_graphs=True)
+            session.run(results, fed, options, metadata)
         nodes = [node for graph in metadata.partition_graphs for node in graph.node]
         self.assertLen([node for node in nodes if node.op == "NcclAllReduce"], K)
-        sent = {node.input[0] for node in nodes if node.op == "_Send"}
-        fed = {tensor.op.name for tensor in own}
-        returned = {tensor.op.name for tensor in results}
-        # The rest says no more than that an op has run.
-        others = [name for name in sent if "/ctrl/" not in name and not name.startswith("_")]
-        self.assertContainsSubset(others, fed | returned)
-
-    @parameterized.parameters(1, 2)
-    def test_eager_results_are_where_they_say(self, num_packs):
-        (results,) = all_reduce(nccl(num_packs), ranks())
-        for rank, result in enumerate(results):
-            self.assertEqual(tu.device_name(rank), result.device)
-            self.assertEqual(tu.device_name(rank), result.backing_device)
+        sent = {node.input[0] for node in nodes if node.op == "_Send" and "/ctrl/" not in str(node)}
+        moved = {name for name in sent if not name.startswith(("_", "Placeholder"))}
+        products = {tensor.op.inputs[0].op.name for tensor in doubled}
+        self.assertContainsSubset(moved, products | {tensor.op.name for tensor in results})
 
 
-class ResultsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(count=(2, 3, 8), mode=(EAGER, FUNCTION), reduce_op=(SUM, MEAN))
-    def test_every_dtype_on_few_and_many_devices(self, count, mode, reduce_op):
-        batch = [
-            [tu.numbers(shape, dtype, 10 * index + rank) for rank in range(count)]
-            for index, (dtype, shape) in enumerate(
-                (dtype, shape) for dtype in DTYPES for shape in ((), (3, 2), (0,))
+class FunctionTest(tf.test.TestCase, parameterized.TestCase):
+    """Where the ops are: in functions, branches, loops and sessions, once or several times."""
+
+    @parameterized.parameters(False, True)
+    def test_a_function_called_several_times_in_one_step(self, noinline):
+        inner = function(one, experimental_attributes={"_noinline": noinline})
+        middle = function(lambda *own: [x + y for x, y in zip(inner(*own), inner(*own))])
+        packs = function(lambda own: all_reduce(nccl(0), own, own)[1])
+        outer = function(
+            lambda: (middle(*ranks()), inner(*ranks(100.0)), middle(*ranks(1e3)), packs(ranks()))
+        )
+        expected = np.array([[[20.0]], [[1e3]], [[2e4]], [[10.0]]]) * np.ones([K, 1])
+        for _ in range(20):
+            self.assertAllEqual(expected, outer())
+
+    def test_branches(self):
+        inner = function(one)
+        step = function(
+            lambda which: tf.cond(
+                which, lambda: inner(*ranks()) + one(*ranks(3.0)), lambda: 2 * inner(*ranks(2.0))
             )
-        ]
-        values = [tu.per_replica(own) for own in batch]
-        results = tu.all_reduce(nccl(), reduce_op, values, mode)
-        for result, own in zip(results, batch, strict=True):
-            dtype = tu.result_dtype(reduce_op, tf.as_dtype(own[0].dtype))
-            for value in result.values:
-                self.assertEqual(dtype, value.dtype)
-                # TensorFlow may multiply by the reciprocal of the number of devices.
-                tolerance = 0 if reduce_op == SUM else 2.002 * tu.unit_roundoff(dtype)
-                np.testing.assert_allclose(
-                    tu.exact(value), _rounded(tu.oracle(reduce_op, own), dtype), rtol=tolerance
-                )
-            self.assert_bitwise_equal(result.values)
+        )
+        for _ in range(5):
+            self.assertAllEqual([[10.0]] * K + [[30.0]] * K, step(tf.constant(True)))
+            self.assertAllEqual([[20.0]] * 2 * K, step(tf.constant(False)))
+
+    @parameterized.parameters(False, True)
+    def test_iterations_of_a_loop(self, by_function):
+        steps = 12
+        inner = function(one) if by_function else one
+
+        def body(i: tf.Tensor, firsts: Any, lasts: Any) -> Any:
+            scale = tf.cast(i, tf.float32)
+            first = inner(*[scale * x for x in ranks()])[0]
+            last = inner(*[scale * x for x in ranks(100.0)])[-1]
+            return i + 1, firsts.write(i, first), lasts.write(i, last)
+
+        def loop() -> Any:
+            arrays = [tf.TensorArray(tf.float32, steps) for _ in range(2)]
+            _, firsts, lasts = tf.while_loop(
+                lambda i, *_: i < steps, body, [0, *arrays], parallel_iterations=10
+            )
+            return firsts.stack(), lasts.stack()
+
+        step = function(loop)
+        for _ in range(10):
+            firsts, lasts = step()
+            self.assertAllEqual(10.0 * np.arange(steps)[:, None], firsts)
+            self.assertAllEqual(1000.0 * np.arange(steps)[:, None], lasts)
+
+    def test_a_graph_and_a_session(self):
+        """Also where nobody asks for the other devices' results, whose ops have to run."""
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            own = [tf.compat.v1.placeholder(tf.float32, [1]) for _ in range(K)]
+            fed = {tensor: [rank + 1.0] for rank, tensor in enumerate(own)}
+            direct = one(*own)
+            by_function = function(one)(*own)
+            loop = tf.while_loop(lambda i, *_: i < 3, lambda i, *x: (i + 1, *one(*x)), [0, *own])
+            branch = tf.cond(own[0][0] > 0, lambda: one(*own), lambda: own)
+            with tf.control_dependencies([delayed(own[1], 0.01)]):
+                late = tf.identity(own[2])
+            # The devices come to the packs in different orders.
+            packs = all_reduce(nccl(0), [own[0], late, own[0]], [late, own[1], late])
+            for rank in range(K):
+                self.assertAllEqual([[10.0]] * K, session.run(direct, fed))
+                self.assertAllEqual([10.0], session.run(direct[rank], fed))
+                self.assertAllEqual([[10.0]] * K, session.run(by_function, fed))
+                self.assertAllEqual([[160.0]] * K, session.run(loop[1:], fed))
+                self.assertAllEqual([[10.0]] * K, session.run(branch, fed))
+                self.assertAllEqual([[[5.0]] * 3, [[8.0]] * 3], session.run(packs, fed))
+
+    def test_functions_that_xla_compiles_use_copy_trees(self):
+        own = ranks()
+        log.warn_once.cache_clear()
+        with mock.patch.object(logging, "warning") as warning:
+            step = function(lambda *own: one(*own, ops=tfcdo.NcclAllReduce()), jit_compile=True)
+            self.assertAllEqual([[10.0]] * K, step(*own))
+        warning.assert_called_once()
+        self.assertIn("jit_compile=True", warning.call_args.args[0] % warning.call_args.args[1:])
+        with self.assertRaisesRegex(RuntimeError, "(?s)require_nccl.*jit_compile=True"):
+            function(one, jit_compile=True)(*own)
+        # Only the function itself is compiled, not the one that calls it.
+        double = function(lambda x: 2 * x, jit_compile=True)
+        outer = function(lambda: one(*[double(x) for x in own]))
+        self.assertAllEqual([[20.0]] * K, outer())
+
+    @parameterized.parameters(False, True)
+    def test_outputs_that_nobody_uses(self, noinline):
+        inner = function(one, experimental_attributes={"_noinline": noinline})
+
+        def first_and_last() -> Any:
+            inner(*ranks())
+            one(*ranks())
+            return inner(*ranks())[0], one(*ranks(3.0))[3]
+
+        step = function(first_and_last)
+        for _ in range(5):
+            self.assertAllEqual([[10.0], [30.0]], step())
+
+    @parameterized.parameters(0, 1)
+    def test_devices_come_to_the_packs_in_different_orders(self, seed):
+        generator = random.Random(seed)
+        packs = 5
+
+        def step() -> Any:
+            values: list[list[Any]] = [[None] * K for _ in range(packs)]
+            for rank in range(K):
+                previous: list[tf.Tensor] = []
+                for pack in generator.sample(range(packs), packs):
+                    # The device comes to this pack when it has come to the one before.
+                    with tf.device(tu.device_name(rank)), tf.control_dependencies(previous):
+                        pause = 0.001 * generator.randrange(4)
+                        previous = [delayed(tf.constant([10.0 * pack + rank]), pause)]
+                    values[pack][rank] = previous[0]
+            return all_reduce(nccl(0), *values)
+
+        traced = function(step)
+        expected = [[[K * 10.0 * pack + 6]] * K for pack in range(packs)]
+        for _ in range(5):
+            self.assertAllEqual(expected, traced())
 
     @parameterized.parameters(EAGER, FUNCTION)
-    def test_float16_is_summed_in_32_bits_and_rounded_once(self, mode):
-        # From 2048 on, float16 has the even numbers only: each 1 would be lost, 7 of them are not.
-        own = [np.array([value, -value], np.float16) for value in [2048.0] + 7 * [1.0]]
-        (result,) = tu.all_reduce(nccl(), SUM, [tu.per_replica(own)], mode)
-        for value in result.values:
-            self.assertEqual(tf.float16, value.dtype)
-            self.assertAllEqual([2056.0, -2056.0], value)  # 2055, rounded to even.
+    def test_six_threads(self, mode):
+        shared = function(one)
 
-    @parameterized.product(num_packs=(0, 1, 3, 8), mode=(EAGER, FUNCTION))
-    def test_packs_do_not_change_values(self, num_packs, mode):
-        shapes = ((5,), (), (2, 3), (40,), (0,), (1,))
-        batch = [
-            [tu.numbers(shape, dtype, 100 * index + rank) for rank in range(5)]
-            for index, shape in enumerate(shapes)
-            for dtype in (tf.float32, tf.int64)
-        ]
-        values = [tu.per_replica(own) for own in batch]
-        for result, own in zip(
-            tu.all_reduce(nccl(num_packs), SUM, values, mode), batch, strict=True
-        ):
-            for value in result.values:
-                self.assertAllEqual(tu.oracle(SUM, own), tu.exact(value))
+        def work(thread: int) -> None:
+            step = one if mode == EAGER else function(one)
+            for turn in range(10):
+                own = [
+                    tf.fill([5], float(thread * 1000 + turn + rank)) for rank in range(2 + thread)
+                ]
+                expected = np.sum([x.numpy() for x in own], axis=0)
+                np.testing.assert_array_equal([expected] * len(own), step(*own))
+                scale = float(100 * thread + turn)
+                np.testing.assert_array_equal([[10 * scale]] * K, shared(*ranks(scale)))
 
+        tu.call_in_six_threads(work)
+
+    def test_an_error_and_the_step_after_it(self):
+        step = function(lambda *own: one(*own), input_signature=[tf.TensorSpec([None])] * 3)
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "NcclAllReduce"):
+            step(tf.ones([2]), tf.ones([3]), tf.ones([2]))
+        self.assertAllEqual([[3.0, 3.0]] * 3, step(*[tf.ones([2])] * 3))
+
+
+class GradientTest(tf.test.TestCase, parameterized.TestCase):
+    """Against the derivatives written out: y_d = sum_i x_i^3 on each device d."""
+
+    WEIGHTS = np.array([2.0, 3.0, 5.0, 7.0])
+    X = np.arange(1.0, K + 1)
+
+    def loss(self, own: Sequence[tf.Tensor], reduce: Any = one) -> tf.Tensor:
+        results = reduce(*[x**3 for x in own])
+        return tf.add_n([w * y**2 for w, y in zip(self.WEIGHTS, results, strict=True)])
+
+    def check(self, first: Any, second: Any) -> None:
+        """Compares with the gradient, and with that of the gradients' sum."""
+        scale, total, squares = 2 * np.sum(self.WEIGHTS), np.sum(self.X**3), 3 * self.X**2
+        self.assertAllClose((scale * total * squares)[:, None], first, rtol=1e-12)
+        expected = scale * (squares * np.sum(squares) + total * 6 * self.X)
+        self.assertAllClose(expected[:, None], second, rtol=1e-12)
+
+    @parameterized.product(by_function=(False, True), traced=(False, True))
+    def test_tape(self, by_function, traced):
+        reduce = function(one) if by_function else one
+
+        def body(own: Any) -> Any:
+            with tf.GradientTape() as outer:
+                outer.watch(own)
+                with tf.GradientTape() as inner:
+                    inner.watch(own)
+                    loss = self.loss(own, reduce)
+                first = inner.gradient(loss, own)
+                total = tf.add_n(first)
+            return first, outer.gradient(total, own)
+
+        step = function(body) if traced else body
+        for _ in range(3):
+            self.check(*step([tf.constant([x], tf.float64) for x in self.X]))
+
+    def test_tf_gradients(self):
+        """In a function, and in a session; one alone, too, of whose pack nobody asks the others."""
+
+        def gradients(own: Any) -> Any:
+            first = tf.gradients(self.loss(own), own)
+            return first, tf.gradients(tf.add_n(first), own)
+
+        constants = [tf.constant([x], tf.float64) for x in self.X]
+        self.check(*function(lambda: gradients([tf.identity(x) for x in constants]))())
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            own = [tf.compat.v1.placeholder(tf.float64, [1]) for _ in range(K)]
+            fed = {tensor: [x] for tensor, x in zip(own, self.X, strict=True)}
+            fetches = gradients(own)
+            results = session.run(fetches, fed)
+            self.check(*results)
+            self.assertAllEqual(results[1][2], session.run(fetches[1][2], fed))
+
+    @parameterized.parameters(False, True)
+    def test_of_a_function_that_is_called_twice(self, noinline):
+        inner = function(one, experimental_attributes={"_noinline": noinline})
+
+        def gradients(first: Any, second: Any) -> Any:
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch([first, second])
+                x, y = inner(*first), inner(*second)
+                loss = 2 * x[0] + 3 * x[1] + 5 * y[2]
+            return tape.gradient(loss, first), tape.gradient(loss, second)
+
+        step = function(gradients)
+        for _ in range(10):
+            self.assertAllEqual([[[5.0]] * K] * 2, step(ranks(), ranks(3.0)))
+        self.assertAllEqual([[[5.0]] * K] * 2, gradients(ranks(), ranks(3.0)))
+
+    def test_through_a_loop_and_a_branch(self):
+        @function
+        def gradients(which: tf.Tensor) -> Any:
+            own = ranks()
+            with tf.GradientTape() as tape:
+                tape.watch(own)
+                branch = tf.cond(which, lambda: one(*own), lambda: [2 * x for x in own])
+                results = tf.while_loop(
+                    lambda i, *_: i < 2,
+                    lambda i, *x: (i + 1, *[y / 2 for y in one(*x)]),
+                    [0, *branch],
+                )
+                loss = tf.add_n(results[1:])
+            return tape.gradient(loss, own)
+
+        # Each round doubles the sum of the gradients of the four, and gives each a half of it.
+        self.assertAllEqual([[16.0]] * K, gradients(tf.constant(True)))
+        self.assertAllEqual([[8.0]] * K, gradients(tf.constant(False)))
+
+    def test_of_several_dtypes(self):
+        integers = [tf.constant([rank]) for rank in range(K)]
+        own = [[tf.ones([3], tf.float16) * rank for rank in range(K)], ranks()]
+        with tf.GradientTape() as tape:
+            tape.watch(own)
+            halves, floats, counts = all_reduce(nccl(2), *own, integers, reduce_op=MEAN)
+            loss = tf.cast(tf.reduce_sum(halves[1]), tf.float32) + 8 * floats[2]
+            loss *= tf.cast(counts[0], tf.float32)
+        gradients = tape.gradient(loss, own)
+        self.assertAllEqual([[0.375] * 3] * K, gradients[0])
+        self.assertEqual(tf.float16, gradients[0][0].dtype)
+        self.assertAllEqual([[3.0]] * K, gradients[1])
+
+
+class OtherDtypesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(tf.bfloat16, tf.complex64, tf.int8, tf.uint16)
-    def test_other_dtypes_go_by_copy_trees(self, dtype):
-        own = [tu.numbers((5,), dtype, rank) % 7 if dtype.is_integer else
-               tu.numbers((5,), dtype, rank) for rank in range(3)]  # fmt: skip
+    def test_go_by_copy_trees(self, dtype):
+        own = [tu.numbers((5,), dtype, rank, limit=7) for rank in range(3)]
         values = [tu.per_replica(own), tu.per_replica([tf.ones([2])] * 3)]
         log.warn_once.cache_clear()
         with mock.patch.object(logging, "warning") as warning:
@@ -204,49 +369,84 @@ class ResultsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(RuntimeError, f"(?s)require_nccl.*{dtype.name}.*float32"):
             tu.all_reduce(nccl(), SUM, values)
 
-    @parameterized.parameters(EAGER, FUNCTION)
-    def test_slices_among_dense_values(self, mode):
-        dense = [tu.numbers((4,), tf.float32, rank) for rank in range(3)]
-        rows = [
-            tf.IndexedSlices(tf.ones([rank + 1, 2]), tf.range(rank + 1), tf.constant([5, 2]))
-            for rank in range(3)
-        ]
-        values = [tu.per_replica(own) for own in (rows, dense, rows, dense)]
-        results = tu.all_reduce(nccl(), SUM, values, mode)
-        for result in results[0], results[2]:
-            for value in result.values:
-                self.assertAllEqual([0, 1, 2], value.indices)
-                self.assertAllEqual([3, 2, 1, 0, 0], tu.dense(value, 5)[:, 0])
-        for result in results[1], results[3]:
-            for value in result.values:
-                self.assertAllEqual(tu.oracle(SUM, dense), value)
 
-    def test_only_slices(self):
-        rows = [tf.IndexedSlices(tf.ones([1, 2]), tf.constant([rank])) for rank in range(3)]
-        (result,) = tu.all_reduce(nccl(), SUM, [tu.per_replica(rows)])
-        self.assertAllEqual([0, 1, 2], result.value.indices)
+class StrategyTest(tf.test.TestCase, parameterized.TestCase):
+    def strategy(self, devices: Sequence[int]) -> tf.distribute.MirroredStrategy:
+        names = [tu.device_name(index) for index in devices]
+        return tf.distribute.MirroredStrategy(names, cross_device_ops=nccl(2))
 
-    def test_shapes_unknown_while_traced(self):
-        step = function(
-            lambda *own: all_reduce(nccl(3), own, ranks(count=3)),
-            input_signature=[tf.TensorSpec([None])] * 3,
+    def values(self, strategy: Any, numbers: Sequence[float]) -> Any:
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(float(numbers[context.replica_id_in_sync_group]))
         )
-        for size in (0, 1, 6):
-            results, known = step(*[tf.fill([size], float(rank)) for rank in range(3)])
-            for result in results:
-                self.assertAllEqual(np.full([size], 3.0), result)
-            self.assertAllEqual([[6.0]] * 3, known)
 
-    def test_devices_that_are_not_the_first_and_not_in_order(self):
-        devices = [tu.device_name(index) for index in (6, 2, 7)]
-        value = tu.per_replica([[1.0], [2.0], [4.0]], devices)
-        (result,) = tu.all_reduce(nccl(), SUM, [value])
-        self.assert_on(result, devices)
-        self.assertAllEqual([[7.0]] * 3, result.values)
+    @parameterized.named_parameters(
+        ("apart", [(0, 1, 2, 3), (4, 5, 6, 7)]), ("on_the_same_devices", [range(3), range(3)])
+    )
+    def test_two_strategies_at_once(self, devices):
+        def work(own: Sequence[int], scale: float) -> None:
+            strategy = self.strategy(own)
+            with strategy.scope():
+                counter = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
 
+            def replica(x: tf.Tensor) -> tf.Tensor:
+                context = tf.distribute.get_replica_context()
+                total, _ = context.all_reduce("SUM", [tf.stack([x, 2 * x]), tf.ones([3])])
+                counter.assign_add(x)
+                return total
 
-def _rounded(exact: np.ndarray, dtype: tf.DType) -> np.ndarray:
-    return tu.exact(exact.astype(dtype.as_numpy_dtype))
+            step = tf.function(lambda x: strategy.run(replica, [x]))
+            x = self.values(strategy, [scale * (rank + 1) for rank in range(len(own))])
+            total = scale * len(own) * (len(own) + 1) / 2
+            for count in range(1, 51):
+                totals = step(x)
+                np.testing.assert_array_equal([[total, 2 * total]] * len(own), totals.values)
+                np.testing.assert_array_equal(count * total, counter.numpy())
+
+        with futures.ThreadPoolExecutor(2) as pool:
+            for future in [pool.submit(work, own, 10.0**i) for i, own in enumerate(devices)]:
+                future.result()
+
+    def test_an_error_in_one_replica(self):
+        strategy = self.strategy(range(3))
+
+        def replica(x: tf.Tensor) -> tf.Tensor:
+            checked = tf.debugging.check_numerics(x, "this replica fails")
+            return tf.distribute.get_replica_context().all_reduce("SUM", checked)
+
+        step = tf.function(lambda x: strategy.run(replica, [x]))
+        good = self.values(strategy, [1, 2, 4])
+        for rank in range(3):
+            self.assertAllEqual([7.0] * 3, step(good).values)
+            bad = self.values(strategy, [np.nan if i == rank else 1 for i in range(3)])
+            with (
+                # The others must not wait for their time to be up.
+                nccl_on_cpu.patience(600),
+                self.assertRaisesRegex(tf.errors.InvalidArgumentError, "this replica fails"),
+            ):
+                step(bad)
+        self.assertAllEqual([7.0] * 3, step(good).values)
+
+    @parameterized.parameters(EAGER, FUNCTION)
+    def test_an_exception_in_one_replica_function(self, mode):
+        strategy = self.strategy(range(3))
+        fails = [True]
+
+        def replica(x: tf.Tensor) -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            if fails[0] and tf.get_static_value(context.replica_id_in_sync_group) == 1:
+                raise KeyError("mine")
+            return context.all_reduce("SUM", 2 * x)
+
+        def step(x: Any) -> Any:
+            return strategy.run(replica, [x])
+
+        x = self.values(strategy, [1, 2, 4])
+        with self.assertRaisesRegex(KeyError, "mine"):
+            (tf.function(step, autograph=False) if mode == FUNCTION else step)(x)
+        fails[0] = False
+        again = (tf.function(step, autograph=False) if mode == FUNCTION else step)(x)
+        self.assertAllEqual([14.0] * 3, again.values)
 
 
 if __name__ == "__main__":

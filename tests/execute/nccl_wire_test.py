@@ -69,22 +69,6 @@ class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
         total = np.sum([call().numpy()[0] for _ in range(50)], dtype=np.float64)
         self.assertLess(abs(total - 50 * (1 + tiny)), 2.0**-9)
 
-    def test_gradients_are_sums_of_32_bits(self):
-        own = [tf.fill([2], 1.0 + rank) for rank in range(3)]
-        weights = [1.0, 2.0**-15, 2.0**-14]
-
-        @tf.function
-        def gradients() -> list[tf.Tensor]:
-            with tf.GradientTape() as tape:
-                tape.watch(own)
-                value = tu.per_replica(own)
-                results = self.make().batch_reduce(SUM, [(value, value)])[0].values
-                loss = tf.add_n([w * one for w, one in zip(weights, results, strict=True)])
-            return tape.gradient(loss, own)
-
-        for gradient in gradients():
-            self.assertAllEqual([sum(weights)] * 2, gradient)
-
     def test_bfloat16_is_what_the_op_does_not_take(self):
         value = tu.per_replica([[1.0, 2.0]] * 2)
         ops = tfcdo.NcclAllReduce(require_nccl=True, wire_dtype="bfloat16")

@@ -22,27 +22,6 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
     def make(self) -> Any:
         return tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16", error_feedback=True)
 
-    def test_two_models_of_the_same_shapes(self):
-        ops = self.make()
-        first, second = Training(ops), Training(ops)
-        first.lost(5, 1 + TINY["bfloat16"])
-        for _ in range(4):
-            self.assertAllEqual([3.0] * 4, second.step(1.0))
-
-    def test_two_batches_in_one_function(self):
-        ops = self.make()
-        first, second = Training(ops), Training(ops)
-
-        @tf.function
-        def both() -> Any:
-            return first.reduce(), second.reduce()
-
-        first.call, second.call = lambda: both()[0], lambda: both()[1]
-        first.lost(5, 1 + TINY["bfloat16"])
-        first.step(0.0)
-        for _ in range(4):
-            self.assertAllEqual([3.0] * 4, second.step(1.0))
-
     def test_each_batch_of_a_function_gets_its_own_back(self):
         ops = self.make()
         first, second = Training(ops), Training(ops)
@@ -161,23 +140,6 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual([3.0] * 4, training.step(1.0))
         self.assertLen(residuals(ops), 6)
         del concrete
-
-    @parameterized.parameters(False, True)
-    def test_residuals_are_where_they_were_lost(self, in_scope):
-        strategy = tf.distribute.MirroredStrategy(list(tu.ALL_DEVICES[:3]))
-        ops = self.make()
-        with strategy.scope() if in_scope else tf.name_scope("none"):
-            Training(ops).step(1.0)
-        devices = [variable.device for variable in residuals(ops)]
-        self.assertCountEqual(tu.device_names(3), devices)
-
-    def test_each_root_keeps_its_own(self):
-        ops = tfcdo.AllReduceCrossDeviceOps(
-            "shuffle", num_packs=3, wire_dtype="bfloat16", error_feedback=True
-        )
-        Training(ops).step(1.0)
-        devices = [variable.device for variable in residuals(ops)]
-        self.assertCountEqual(tu.device_names(3) * 3, devices)
 
     def test_explaining_and_copying_take_none(self):
         ops = self.make()

@@ -51,16 +51,7 @@ def _run(
     arrived: Sequence[np.ndarray],
     gathered: Sequence[np.ndarray],
 ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Runs one host; returns its results, and what it puts into the two collectives.
-
-    Args:
-      own: what it holds.
-      num_hosts: the number of hosts.
-      wire_dtype: what is sent.
-      knows_shapes: whether shapes are known while the function is traced.
-      arrived: what the first collective returns; nothing if that is not known yet.
-      gathered: the same of the second one.
-    """
+    """Runs one host; returns its results, and what it puts into the two collectives."""
     sent: list[tf.Tensor] = []
 
     def collective(known: Sequence[np.ndarray], rows: tf.Tensor) -> tf.Tensor:
@@ -92,7 +83,11 @@ def _run(
 
 
 class SharesTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(case=CASES, wire_dtype=WIRES, knows_shapes=(True, False))
+    @parameterized.parameters(
+        *[(case, WIRES[i % 2], i < 2) for i, case in enumerate(CASES)],
+        (CASES[2], "float16", False),
+        (CASES[0], "bfloat16", False),
+    )
     def test_within_the_bound_and_alike(self, case, wire_dtype, knows_shapes):
         num_hosts, shapes = case
         dtype = tf.float64 if len(shapes) == 1 else tf.float32
@@ -116,14 +111,6 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertTrue(np.all(np.abs(error) <= bound), np.max(np.abs(error) / bound))
         if not codec_for(wire_dtype, dtype.name).scale:
             self.assertEqual([0], [size % 64 for size in row_bytes])
-
-    @parameterized.parameters(("bfloat16", 256.0), ("float16", 2048.0))
-    def test_small_terms_are_not_swallowed(self, wire_dtype, large):
-        """Added in 16 bits, a sum of this size stays what it is when 1 is added."""
-        values = [[np.full([9], one, np.float32)] for one in (large, 1.0, 1.0, 1.0, 1.0)]
-        results, _ = _sums(values, wire_dtype, knows_shapes=True)
-        for [total] in results:
-            self.assertAllEqual(np.full([9], large + 4.0), total)
 
     @parameterized.product(wire_dtype=WIRES)
     def test_nothing_at_all(self, wire_dtype):

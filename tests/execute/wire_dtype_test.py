@@ -24,10 +24,9 @@ WIRES = ("bfloat16", "float16")
 SETTINGS: dict[str, tuple[Callable[..., Any], int | None]] = {
     **{
         name: (lambda name=name, **kw: tfcdo.AllReduceCrossDeviceOps(name, **kw), None)
-        for name in ("ring", "halving_doubling")
+        for name in ("ring",)
     },
     "Hierarchical": (lambda **kw: tfcdo.HierarchicalCopyAllReduce(3, **kw), None),
-    "Nccl": (tfcdo.NcclAllReduce, None),
     "Auto": (tfcdo.AutoAllReduce, None),
     "OneDevice": (tfcdo.ReductionToOneDevice, 1),
     "OtherDevice": (lambda **kw: tfcdo.ReductionToOneDevice("/cpu:7", **kw), 1),
@@ -119,56 +118,9 @@ class BoundTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLessEqual(np.max(right), 1)
         self.assertGreater(np.min(wrong), 2)
 
-    @parameterized.product(setting=tuple(SETTINGS), wire_dtype=WIRES)
-    def test_what_16_bits_hold_is_exact(self, setting, wire_dtype):
-        ops = SETTINGS[setting][0](wire_dtype=wire_dtype)
-        arrays = [
-            [tu.numbers(shape, tf.float32, 10 * rank, limit=15) for rank in range(5)]
-            for shape in SHAPES
-        ]
-        with tu.kernels_for("GPU"):
-            results = tu.all_reduce(ops, SUM, [tu.per_replica(own) for own in arrays])
-        for result, own in zip(results, arrays, strict=True):
-            for component in result.values:
-                self.assertAllEqual(tu.oracle(SUM, own), component)
-
-    @parameterized.product(setting=("Hierarchical", "ring", "OtherDevice"), wire_dtype=WIRES)
-    def test_large_sums_do_not_overflow_and_infinities_stay(self, setting, wire_dtype):
-        ops = SETTINGS[setting][0](wire_dtype=wire_dtype)
-        values = np.array([3e4, -6e4, 1e30, 1.0, np.inf, np.nan, 0.0], np.float32)
-        other = np.array([3e4, -6e4, 1e30, np.inf, -np.inf, 1.0, 0.0], np.float32)
-        value = tu.per_replica([values, other] + [values] * 6)
-        (result,) = tu.all_reduce(ops, SUM, [value])
-        small = roundoff(wire_dtype)
-        expected = [24e4, -48e4, 8e30, np.inf, np.nan, np.nan, 0.0]
-        # Beside 1e30, float16 has few bits left for what is 2^-60 of it.
-        np.testing.assert_allclose(result.value, expected, rtol=8 * small, atol=8e30 * 2.0**-39)
-
 
 class ScopeTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     """Values that are cast, and values that are sent as without a wire dtype."""
-
-    @parameterized.product(
-        make=(tfcdo.HierarchicalCopyAllReduce, tfcdo.ReductionToOneDevice), reduce_op=(SUM, MEAN)
-    )
-    def test_other_dtypes_and_rows_are_as_ever(self, make, reduce_op):
-        arrays = [
-            [tu.numbers((5,), dtype, rank, limit=200) for rank in range(4)]
-            for dtype in (tf.int32, tf.int64, tf.complex64, tf.complex128, tf.float16, tf.bfloat16)
-        ]
-        values = [tu.per_replica(own) for own in arrays]
-        values.append(
-            tu.per_replica(
-                [tf.IndexedSlices(tf.constant([[0.1]]), tf.constant([rank])) for rank in range(4)]
-            )
-        )
-        results = zip(
-            tu.all_reduce(make(), reduce_op, values),
-            tu.all_reduce(make(wire_dtype="bfloat16"), reduce_op, values),
-            strict=True,
-        )
-        for plain, cast in results:
-            self.assert_bitwise_equal([plain.value, cast.value])
 
     def test_only_gradients_are_rounded(self):
         ops = tfcdo.AutoAllReduce(wire_dtype="bfloat16")
@@ -199,15 +151,6 @@ class ScopeTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         ):
             self.assertNotAllClose([0.3, 0.6], total.values[0], rtol=1e-6)
 
-    def test_one_replica_and_results_that_stay_are_not_rounded(self):
-        alone = tu.per_replica([[0.1, 0.2]])
-        ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")
-        self.assertAllEqual(np.array([0.1, 0.2], np.float32), ops.reduce(SUM, alone, alone))
-        # What is on the device already is not rounded, nor is the result, which stays there.
-        own = [np.array([0.1, 0.3], np.float32), np.array([1.0, 0.5], np.float32)]
-        total = ops.reduce(SUM, tu.per_replica(own), "/cpu:0")
-        self.assertAllEqual(own[0] + own[1], total)
-
     @parameterized.product(setting=("ring", "OneDevice", "OtherDevice"), wire_dtype=WIRES)
     def test_only_16_bits_go_from_device_to_device(self, setting, wire_dtype):
         ops = SETTINGS[setting][0](wire_dtype=wire_dtype)
@@ -225,32 +168,9 @@ class ScopeTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         for tensor in wide:
             self.assertEqual((wire_dtype, []), ("float16", tensor.shape.as_list()))
 
-    @parameterized.product(
-        setting=("ring", "OtherDevice"), wire_dtype=WIRES, function=(False, True)
-    )
-    def test_gradients(self, setting, wire_dtype, function):
-        ops = SETTINGS[setting][0](wire_dtype=wire_dtype)
-        own = [tf.constant(tu.numbers((5,), tf.float32, rank)) for rank in range(3)]
-        weights = [tu.numbers((5,), tf.float32, 50 + rank) for rank in range(3)]
-
-        def gradients() -> list[tf.Tensor]:
-            with tf.GradientTape() as tape:
-                tape.watch(own)
-                value = tu.per_replica(own)
-                results = ops.reduce(MEAN, value, value).values
-                loss = tf.add_n(
-                    [tf.reduce_sum(w * one) for w, one in zip(weights, results, strict=True)]
-                )
-            return tape.gradient(loss, own)
-
-        for gradient in (tf.function(gradients) if function else gradients)():
-            self.assertAllClose(np.sum(weights, axis=0) / 3, gradient, rtol=1e-6)
-
-    @parameterized.product(
-        arguments=({}, {"error_feedback": True}), wire_dtype=WIRES, setting=("ring", "OtherDevice")
-    )
-    def test_graphs_end_with_their_functions(self, setting, wire_dtype, arguments):
-        ops = SETTINGS[setting][0](wire_dtype=wire_dtype, **arguments)
+    @parameterized.parameters(("ring", True), ("OtherDevice", False))
+    def test_graphs_end_with_their_functions(self, setting, error_feedback):
+        ops = SETTINGS[setting][0](wire_dtype="float16", error_feedback=error_feedback)
         value = tu.per_replica([tf.ones([4])] * 3)
         function = tf.function(lambda: ops.batch_reduce(SUM, [(value, value)] * 2)[0].values)
         graph = weakref.ref(function.get_concrete_function().graph)
@@ -282,28 +202,6 @@ class ScopeTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             gradients = tape.gradient(result, own)
         for gradient in gradients:
             self.assertAllClose(np.sum(weights, axis=0) / 3, gradient, rtol=1e-6)
-
-    def test_plans_count_the_bytes_that_are_sent(self):
-        devices = tu.device_names(4)
-        plain = tfcdo.AllReduceCrossDeviceOps("ring").explain([(4000,)], devices=devices)
-        ops = tfcdo.AllReduceCrossDeviceOps("ring", wire_dtype="bfloat16")
-        cast = ops.explain([(4000,)], devices=devices)
-        halves = {link: number // 2 for link, number in plain.bytes_by_link.items()}
-        self.assertEqual(halves, cast.bytes_by_link)
-        self.assertEqual([4000] * 4, [pack.num_bytes for pack in cast.packs])
-        self.assertEqual([2000] * 4, [pack.num_sent_bytes for pack in cast.packs])
-        self.assertIn("sent as 2,000 bytes", str(cast))
-        self.assertNotIn("sent as", str(plain))
-        # Limits of packs count the bytes that are sent, too.
-        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=4000)
-        pairs = [(tu.per_replica([tf.ones([2000])] * 2),) * 2] * 2
-
-        def packs(**arguments: Any) -> int:
-            ops = tfcdo.HierarchicalCopyAllReduce(**arguments)
-            traced = tu.traced_ops(lambda: ops.batch_reduce(SUM, pairs, options))
-            return sum(op.type == "AddN" for op in traced)
-
-        self.assertEqual((4, 2), (packs(), packs(wire_dtype="float16")))
 
 
 class ArgumentsTest(parameterized.TestCase):

@@ -46,9 +46,6 @@ def installed() -> Iterator[list[str]]:
 
     The methods of the classes are replaced in place, and functions in every module that imported
     them, so it does not matter by which name they are reached.
-
-    Yields:
-      The names of what raises.
     """
     replaced: list[str] = []
     with contextlib.ExitStack() as stack:

@@ -18,13 +18,7 @@ from tfcdo.plan import packed_trees
 
 
 class Finished(NamedTuple):
-    """End of a command.
-
-    Attributes:
-      status: its exit status.
-      output: what it wrote to standard output.
-      errors: what it wrote to standard error.
-    """
+    """End of a command."""
 
     status: int
     output: str
@@ -32,15 +26,7 @@ class Finished(NamedTuple):
 
 
 def run_tfcdo(*arguments: str, stdin: str | None = None) -> Finished:
-    """Runs a command, neither of whose outputs is a terminal.
-
-    Args:
-      *arguments: what follows `tfcdo` on the command line.
-      stdin: what it reads from standard input; None for this process's own.
-
-    Returns:
-      How it ended.
-    """
+    """Runs a command, neither of whose outputs is a terminal."""
     output, errors = io.StringIO(), io.StringIO()
     given = sys.stdin if stdin is None else io.StringIO(stdin)
     with (
@@ -61,12 +47,7 @@ def rows_of_table(output: str) -> dict[str, list[str]]:
 
 
 class CommandTestCase(parameterized.TestCase):
-    """A test of commands, which find no earlier measurements, and plan in less time.
-
-    Attributes:
-      folder: an empty folder for what a test writes.
-      cache: the folder where measurements are kept; empty too.
-    """
+    """A test of commands, which find no earlier measurements, and plan in less time."""
 
     def setUp(self) -> None:
         super().setUp()

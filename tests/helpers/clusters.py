@@ -20,29 +20,14 @@ from tfcdo.launch import cluster
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """End of a host's process.
-
-    Attributes:
-      returncode: its exit status; None if it was still running at the time limit.
-      output: what it printed.
-    """
+    """End of a host's process."""
 
     returncode: int | None
     output: str
 
 
 def run(num_hosts: int, module: str, arguments: Sequence[str], timeout: float) -> list[Outcome]:
-    """Runs a module's `main` once a host, until all have ended or the time is over.
-
-    Args:
-      num_hosts: how many hosts.
-      module: a module beside this one.
-      arguments: what each `main` gets.
-      timeout: the time limit in seconds; what still runs then is killed.
-
-    Returns:
-      How each host ended.
-    """
+    """Runs a module's `main` once a host, until all have ended or the time is over."""
     with (
         tempfile.TemporaryDirectory() as folder,
         cluster.reserved_ports(num_hosts) as addresses,

@@ -24,11 +24,7 @@ SHAPES = ((), (0,), (7,), (2, 3), (1, 1, 1), (40, 5), (3, 0, 2))
 
 
 class Contract(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
-    """The base of the contract's parts.
-
-    Attributes:
-      make: makes the cross-device ops to test.
-    """
+    """The base of the contract's parts."""
 
     make: Callable[[], tf.distribute.CrossDeviceOps]
 
@@ -38,16 +34,7 @@ def settings_tests(
     settings: Mapping[str, Callable[[], tf.distribute.CrossDeviceOps]],
     module: str,
 ) -> dict[str, type]:
-    """Makes test classes of a part of the contract.
-
-    Args:
-      part: the part, a class whose name ends with "Contract".
-      settings: by name, what makes the cross-device ops to test.
-      module: the name of the module that the classes are put in.
-
-    Returns:
-      By name, one test class per setting.
-    """
+    """Makes test classes of a part of the contract."""
     ending = part.__name__.replace("Contract", "Test")
     return {
         f"{name}{ending}": type(

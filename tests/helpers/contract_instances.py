@@ -127,14 +127,6 @@ class InstancesContract(contract.Contract):
         for own in zip(*runs, strict=True):
             self.assert_bitwise_equal([component for result in own for component in result.values])
 
-    def test_one_instance_for_many_batches(self):
-        ops = self.make()
-        for seed, count in enumerate([3, 8, 3, 2, 5]):
-            arrays = contract.batch(count, seed=1000 * seed, dtypes=(tf.float32, tf.int64))
-            results = tu.all_reduce(ops, SUM, [tu.per_replica(own) for own in arrays])
-            for result, own in zip(results, arrays, strict=True):
-                self.assertAllEqual(tu.oracle(SUM, own), result.value)
-
     def test_deep_copies_give_the_same_bits(self):
         ops = self.make()
         arrays = contract.batch(3, dtypes=(tf.float32,))

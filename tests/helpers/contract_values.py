@@ -19,10 +19,11 @@ class ValuesContract(contract.Contract):
 
     @parameterized.parameters(
         # property_test draws the other combinations.
-        *[(EAGER, SUM, count) for count in (1, 2, 3, 5, 8)],
-        *[(EAGER, MEAN, count) for count in (1, 3)],
-        *[(FUNCTION, SUM, count) for count in (1, 5)],
-        *[(ARGUMENTS, MEAN, count) for count in (1, 3)],
+        *[(EAGER, SUM, count) for count in (1, 2, 3)],
+        (EAGER, MEAN, 8),
+        (FUNCTION, SUM, 5),
+        (FUNCTION, MEAN, 1),
+        (ARGUMENTS, MEAN, 3),
     )
     def test_all_reduces_a_mixed_batch(self, mode, reduce_op, count):
         arrays = contract.batch(count)
@@ -68,7 +69,9 @@ class ValuesContract(contract.Contract):
                 result.value, tu.oracle(reduce_op, own), tu.result_dtype(reduce_op, dtype)
             )
 
-    @parameterized.product(dtype=contract.FLOATS_16, reduce_op=(SUM, MEAN), mode=(EAGER, FUNCTION))
+    @parameterized.parameters(
+        (tf.float16, SUM, EAGER), (tf.bfloat16, MEAN, EAGER), (tf.bfloat16, SUM, FUNCTION)
+    )
     def test_rounds_16_bit_floats_once(self, dtype, reduce_op, mode):
         # Adding 1 to the large value is lost in 16 bits, but seven of them are not.
         large = 2048 if dtype == tf.float16 else 256
@@ -83,28 +86,16 @@ class ValuesContract(contract.Contract):
         own = [np.full([9], large, dtype.as_numpy_dtype) for _ in range(3)]
         for result in tu.all_reduce(self.make(), MEAN, [tu.per_replica(own)] * 2, mode):
             self.assert_exact(result.value, np.full([9], large), tu.result_dtype(MEAN, dtype))
-
-    @parameterized.parameters(EAGER, FUNCTION)
-    def test_mean_of_64_bit_integers_is_exact(self, mode):
         # No float64 holds the first, so whoever adds floats gets 0.
         own = [np.array([2**60 + 3]), np.array([-(2**60)])]
-        for result in tu.all_reduce(self.make(), MEAN, [tu.per_replica(own)] * 2, mode):
-            self.assertAllEqual([1.5], result.value)
+        (result,) = tu.all_reduce(self.make(), MEAN, [tu.per_replica(own)], mode)
+        self.assertAllEqual([1.5], result.value)
 
     def test_sums_special_values(self):
         own = [np.array([np.inf, -np.inf, np.nan, 1], np.float32), np.ones([4], np.float32)]
         own.append(np.array([1, 1, 1, np.inf], np.float32))
         (result,) = tu.all_reduce(self.make(), SUM, [tu.per_replica(own)])
         self.assertAllEqual([np.inf, -np.inf, np.nan, np.inf], result.value)
-
-    @parameterized.parameters(2, 3, 8)
-    def test_reduces_one_value(self, count):
-        own = [tu.numbers((4, 3), tf.float32, rank) for rank in range(count)]
-        value = tu.per_replica(own)
-        ops = self.make()
-        (result,) = tu.call(EAGER, lambda: ops.reduce(SUM, value, value))
-        self.assert_on(result, tu.device_names(count))
-        self.assert_exact(result.value, tu.oracle(SUM, own), tf.float32)
 
     def test_one_replica_keeps_its_value(self):
         value = tu.per_replica([np.arange(3)], tu.ALL_DEVICES[2:])
@@ -138,27 +129,14 @@ class ValuesContract(contract.Contract):
         self.assert_on(result, tu.device_names(3))
         self.assertAllEqual([6.0], result.value)
 
-    def test_reads_arrays_and_numbers(self):
-        for own in ([1.5, 2.5, 3.0], [np.float32(1.5), np.float32(2.5), np.float32(3.0)]):
-            (result,) = tu.all_reduce(self.make(), SUM, [tf_internals.per_replica(own)])
-            self.assertLen(result.values, 3)
-            self.assertAllEqual([7.0] * 3, result.values)
-
     def test_empty_batch(self):
         self.assertEqual([], self.make().batch_reduce(SUM, []))
         self.assertEqual([], self.make().batch_reduce(MEAN, iter(())))
 
-    def test_takes_any_iterable_of_pairs(self):
-        value = tu.per_replica([1.0, 2.0])
-        results = self.make().batch_reduce(SUM, ((value, value) for _ in range(3)))
-        self.assertLen(results, 3)
-
     # Shapes.
 
     @parameterized.parameters(
-        *[(SUM, shape, 3) for shape in (None, [None], [None, 2], [3, None])],
-        *[(MEAN, shape, 2) for shape in (None, [None], [None, 2], [3, None])],
-        (MEAN, [None], 8),
+        (SUM, None, 3), (MEAN, [None], 2), (SUM, [None, 2], 3), (MEAN, [3, None], 8)
     )
     def test_shapes_unknown_while_traced(self, reduce_op, shape, count):
         ops = self.make()
@@ -187,7 +165,7 @@ class ValuesContract(contract.Contract):
                     component, tu.oracle(reduce_op, own), tu.result_dtype(reduce_op, one.dtype)
                 )
 
-    @parameterized.parameters(((1,), (4,)), ((4,), (1,)), ((), (3,)), ((2, 2), (4,)), ((0,), (1,)))
+    @parameterized.parameters(((1,), (4,)), ((), (3,)), ((2, 2), (4,)), ((0,), (1,)))
     def test_shapes_that_differ_at_run_time_raise(self, first, second):
         ops = self.make()
 
@@ -202,24 +180,6 @@ class ValuesContract(contract.Contract):
                 reduce(*own)
         # The step after it works.
         self.assertAllEqual(np.full(first, 3.0), reduce(ok, ok, ok)[2])
-
-    def test_the_number_of_rows_unknown_while_traced(self):
-        ops = self.make()
-
-        @tf.function(
-            input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([None], tf.int64)] * 3,
-            autograph=False,
-        )
-        def reduce(*parts):
-            value = tu.per_replica(
-                [tf.IndexedSlices(*parts[i : i + 2], tf.constant([6, 2])) for i in (0, 2, 4)]
-            )
-            (result,) = ops.batch_reduce(SUM, [(value, value)])
-            return result.values
-
-        own = contract.slices(3, seed=5)
-        result = reduce(*[part for one in own for part in (one.values, one.indices)])
-        self.assertAllEqual(sum(tu.dense(one, 6) for one in own), tu.dense(result[1], 6))
 
     # Slices.
 
@@ -257,13 +217,3 @@ class ValuesContract(contract.Contract):
             result = tu.call(EAGER, lambda: self.make().reduce(MEAN, value, destinations))[0]  # noqa: B023
             self.assertEqual(tu.result_dtype(MEAN, dtype), result.value.values.dtype)
             self.assertAllClose(expected, tu.dense(result.value, 6), rtol=1e-6)
-
-    def test_slices_with_indices_of_two_dtypes(self):
-        own = [
-            tf.IndexedSlices(tf.ones([1, 2]), tf.constant([rank], dtype))
-            for rank, dtype in enumerate([tf.int32, tf.int64, tf.int32])
-        ]
-        for value, destinations in [(tu.per_replica(own), "/cpu:1"), (tu.per_replica(own),) * 2]:
-            result = tu.call(EAGER, lambda: self.make().reduce(SUM, value, destinations))[0]  # noqa: B023
-            self.assertAllEqual([0, 1, 2], result.value.indices)
-            self.assertEqual(tf.int64, result.value.indices.dtype)

@@ -20,15 +20,7 @@ def residuals(ops: Any) -> list[tf.Variable]:
 
 
 class Training:
-    """The gradients of some devices, all-reduced step by step.
-
-    Args:
-      ops: the cross-device ops.
-      count: how many devices there are.
-      shape: the shape of each gradient.
-      reduce_op: SUM or MEAN.
-      function: whether steps run in a `tf.function`.
-    """
+    """The gradients of some devices, all-reduced step by step."""
 
     def __init__(
         self,

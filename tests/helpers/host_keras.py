@@ -9,7 +9,7 @@ import host_wire
 import keras
 import numpy as np
 from keras import optimizers as ko
-from keras_training import BATCH, dense_data, dense_layers, model_of
+from keras_training import BATCH, dense_data, dense_layers, model_of, word_data, word_layers
 
 from tfcdo.keras import CheckInSync, DistributedOptimizer, SynchronizeStatistics, weight_by_examples
 
@@ -58,27 +58,75 @@ def mended_keras(strategy: Any) -> dict[str, np.ndarray]:
     return arrays
 
 
+def sharded_state(strategy: Any) -> dict[str, np.ndarray]:
+    """Trains with the state on one device of each host, in sync over all devices of all hosts."""
+    arrays: dict[str, np.ndarray] = {}
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        optimizer = ko.Adam(0.05, global_clipnorm=0.5, weight_decay=0.1)
+        if strategy:
+            optimizer = DistributedOptimizer(optimizer, shard_optimizer_state=True)
+        model = weight_by_examples(model_of(dense_layers, optimizer, run_eagerly=False))
+    arrays["loss"] = np.array(_fit(strategy, model, *[CheckInSync(every=1)] * bool(strategy)))
+    for index, weight in enumerate(model.weights):
+        arrays[f"replica_{index}"] = _copies(strategy, weight)
+    for index, slot in enumerate(model.optimizer.variables):
+        arrays[f"slot_{index}"] = slot.numpy()
+    return arrays
+
+
 def mixed_float16(strategy: Any) -> dict[str, np.ndarray]:
-    """Trains in mixed precision, without and with casts between hosts.
+    """Trains in mixed precision, with casts between hosts.
 
     In one step of each epoch one replica's gradients are infinite: all hosts have to leave it out.
     """
-    arrays: dict[str, np.ndarray] = {}
     casting = host_wire.casting(strategy, "float16") if strategy else None
-    for name, used in (("plain", strategy), ("cast", casting)):
-        with used.scope() if used else contextlib.nullcontext():
-            optimizer = ko.LossScaleOptimizer(ko.SGD(0.1), 16.0, dynamic_growth_steps=2)
-            model = model_of(
-                _half_layers,
-                DistributedOptimizer(optimizer) if used else optimizer,
-                run_eagerly=False,
-            )
-        for _ in range(2):
-            _fit(used, weight_by_examples(model), outlier=BATCH + 3)
-        arrays[f"scale_{name}"] = optimizer.dynamic_scale.numpy()
-        for index, weight in enumerate(model.trainable_weights):
-            arrays[f"replica_{name}_{index}"] = _copies(used, weight)
+    with casting.scope() if casting else contextlib.nullcontext():
+        optimizer = ko.LossScaleOptimizer(ko.SGD(0.1), 16.0, dynamic_growth_steps=2)
+        outer = DistributedOptimizer(optimizer) if casting else optimizer
+        model = model_of(_half_layers, outer, run_eagerly=False)
+    for _ in range(2):
+        _fit(casting, weight_by_examples(model), outlier=BATCH + 3)
+    arrays = {"scale": optimizer.dynamic_scale.numpy()}
+    for index, weight in enumerate(model.trainable_weights):
+        arrays[f"replica_{index}"] = _copies(casting, weight)
     return arrays
+
+
+def jit(strategy: Any) -> dict[str, np.ndarray]:
+    """Trains with XLA on several replicas, and without on one device."""
+    arrays: dict[str, np.ndarray] = {}
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(word_layers())
+        optimizer = ko.SGD(0.05, momentum=0.9)
+        model.compile(
+            DistributedOptimizer(optimizer) if strategy else optimizer,
+            "mse",
+            metrics=["mae"],
+            jit_compile=strategy is not None,
+        )
+    data = word_data(2 * BATCH + 7)
+    history = weight_by_examples(model).fit(
+        *data, BATCH, validation_data=data, shuffle=False, verbose=0
+    )
+    arrays.update({name: np.array(values) for name, values in history.history.items()})
+    for index, weight in enumerate(model.weights):
+        arrays[f"replica_{index}"] = _copies(strategy, weight)
+    return arrays
+
+
+def other_weights(strategy: Any) -> dict[str, np.ndarray]:
+    """Starts the second host with other weights, which is found without a callback."""
+    with strategy.scope():
+        model = model_of(dense_layers, "sgd")
+    if strategy.cluster_resolver.task_id == 1:
+        model.set_weights([weight + 0.5 for weight in model.get_weights()])
+    try:
+        _fit(strategy, model)
+        message = "nothing was found"
+    except RuntimeError as error:
+        message = str(error)
+    return {"message": np.array(message)}
 
 
 def _half_layers() -> list[Any]:

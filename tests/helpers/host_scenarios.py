@@ -19,8 +19,11 @@ import numpy as np
 import tensorflow as tf
 from host_keras import (
     in_sync,  # noqa: F401
+    jit,  # noqa: F401
     mended_keras,  # noqa: F401
     mixed_float16,  # noqa: F401
+    other_weights,  # noqa: F401
+    sharded_state,  # noqa: F401
 )
 from host_unlike import (
     unlike_correct,  # noqa: F401
@@ -34,7 +37,7 @@ from host_wire import (
 import tfcdo
 from tfcdo.keras import weight_by_examples
 
-GLOBAL_BATCH = 24  # Divides by 2 x 2, 3 x 1 and 2 x 3 replicas.
+GLOBAL_BATCH = 24  # Divides by 2 x 2 replicas.
 NUM_EXAMPLES = 4 * GLOBAL_BATCH
 WORDS, CLASSES, LENGTH = 50, 5, 6
 

@@ -27,16 +27,7 @@ DTYPES = (
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """One drawn value of a batch.
-
-    Attributes:
-      dtype: its dtype.
-      shape: its shape; of slices, that of a row.
-      rows: of slices, the indices that each replica holds; None for a dense value.
-      destinations: the indices of the devices that the result goes to; None for the value's own,
-        REVERSED for these the other way round, one number for a device name.
-      seed: gives the elements.
-    """
+    """One drawn value of a batch."""
 
     dtype: tf.DType
     shape: tuple[int, ...]
@@ -86,12 +77,7 @@ class Value:
 
 
 def values(dtypes: Sequence[tf.DType] = DTYPES, own_only: bool = False) -> Any:
-    """Draws a `Value`.
-
-    Args:
-      dtypes: the dtypes to draw from.
-      own_only: whether results always go to the value's own devices.
-    """
+    """Draws a `Value`."""
     device = st.integers(0, tu.NUM_DEVICES - 1)
     others = st.none() if own_only else st.none() | device | _several(device) | st.just(REVERSED)
     rows = st.lists(st.integers(0, ROWS - 1), max_size=8).map(tuple)

@@ -76,6 +76,19 @@ def trained_eagerly(
     with strategy.scope():
         model = model_of(layers, make())
         model.optimizer.build(model.trainable_variables)
+    train_eagerly(model, strategy, range(steps), data, scale_of)
+    return model
+
+
+def train_eagerly(
+    model: keras.Model,
+    strategy: tf.distribute.Strategy,
+    steps: range,
+    data: Callable[[], Data] = dense_data,
+    scale_of: Callable[[int], float] = lambda step: 1.0,
+) -> None:
+    """Makes some steps of a training; each step has its own order of the examples."""
+    count = strategy.num_replicas_in_sync
     inputs, targets = data()
 
     def step(x: tf.Tensor, y: tf.Tensor, scale: float) -> None:
@@ -92,11 +105,10 @@ def trained_eagerly(
         )
 
     with strategy.scope():
-        for index in range(steps):
+        for index in steps:
             order = np.random.default_rng(index).permutation(len(inputs))
             parts = (part(inputs[order]), part(targets[order])) if count > 1 else (inputs, targets)
             strategy.run(step, (*parts, scale_of(index)))
-    return model
 
 
 def fitted(

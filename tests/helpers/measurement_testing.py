@@ -13,19 +13,10 @@ from tfcdo.topology import measurement
 
 
 def measure_briefly(test: unittest.TestCase) -> pathlib.Path:
-    """Makes a test's measurements short: what they find need not be right, but found it must be.
-
-    Args:
-      test: the test, at whose end all is as it was.
-
-    Returns:
-      The folder where they are kept; nothing is there.
-    """
+    """Makes a test's measurements short: what they find need not be right, but found it must be."""
     stack = contextlib.ExitStack()
     test.addCleanup(stack.close)
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     stack.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=folder))
-    stack.enter_context(
-        mock.patch.multiple(measurement, _COUNT=2**12, _BYTES=2**14, _LARGE_COUNT=2**14)
-    )
+    stack.enter_context(mock.patch.multiple(measurement, _COUNT=2**12, _BYTES=2**14))
     return pathlib.Path(folder)

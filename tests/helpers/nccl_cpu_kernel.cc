@@ -25,7 +25,6 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -223,26 +222,12 @@ void ReduceWith(Combine combine, const Gathering& gathering) {
   for (size_t d = 1; d < outputs.size(); ++d) std::copy_n(outputs[0], size, outputs[d]);
 }
 
-// Integers wrap around (-fwrapv). The minimum or maximum of anything and NaN is NaN, as in numpy.
+// Integers wrap around (-fwrapv). The maximum of anything and NaN is NaN, as in numpy.
 template <typename T>
-void Reduce(const std::string& reduction, const Gathering& gathering) {
+void Reduce(bool sum, const Gathering& gathering) {
   using A = Accumulator<T>;
-  const auto min = [](A a, A b) { return a < b || a != a ? a : b; };
-  const auto max = [](A a, A b) { return a > b || a != a ? a : b; };
-  if (reduction == "sum") return ReduceWith<T>(std::plus<A>(), gathering);
-  if (reduction == "prod") return ReduceWith<T>(std::multiplies<A>(), gathering);
-  if (reduction == "min") return ReduceWith<T>(min, gathering);
-  return ReduceWith<T>(max, gathering);  // The op's definition allows no other.
-}
-
-absl::StatusOr<double> ReadTimeoutSeconds() {
-  const char* const text = std::getenv(kTimeoutVariable);
-  if (text == nullptr) return kDefaultTimeoutSeconds;
-  char* end = nullptr;
-  const double seconds = std::strtod(text, &end);
-  if (end != text && *end == '\0' && seconds > 0 && seconds <= 1e6) return seconds;
-  return absl::InvalidArgumentError(absl::StrCat(
-      kTimeoutVariable, " is '", text, "'; accepted are seconds above 0 and up to 1e6."));
+  if (sum) return ReduceWith<T>(std::plus<A>(), gathering);
+  ReduceWith<T>([](A a, A b) { return a > b || a != a ? a : b; }, gathering);
 }
 
 template <typename T>
@@ -252,17 +237,15 @@ class NcclAllReduceCpuKernel : public tf::AsyncOpKernel {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("reduction", &reduction_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("num_devices", &num_devices_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("shared_name", &shared_name_));
-    OP_REQUIRES(ctx, num_devices_ >= 1,
-                absl::InvalidArgumentError(
-                    absl::StrCat("num_devices is ", num_devices_, "; accepted is 1 or more.")));
+    OP_REQUIRES(ctx, reduction_ == "sum" || reduction_ == "max",
+                absl::UnimplementedError("tfcdo only sums, and takes maxima."));
   }
 
   void ComputeAsync(tf::OpKernelContext* ctx, DoneCallback done) override {
     const tf::Tensor& input = ctx->input(0);
     tf::Tensor* output = nullptr;
     OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output(0, input.shape(), &output), done);
-    const absl::StatusOr<double> timeout_seconds = ReadTimeoutSeconds();
-    OP_REQUIRES_OK_ASYNC(ctx, timeout_seconds.status(), done);
+    const char* const timeout = std::getenv(kTimeoutVariable);
     const tf::FrameAndIter loop = ctx->frame_iter();
     const Key key(ctx->step_id(), loop.frame_id, loop.iter_id, shared_name_);
     Gathering fresh;
@@ -270,11 +253,12 @@ class NcclAllReduceCpuKernel : public tf::AsyncOpKernel {
     fresh.request = absl::StrCat(reduction_, " of ", tf::DataTypeString(input.dtype()),
                                  input.shape().DebugString(), " over ", num_devices_, " devices");
     fresh.num_devices = num_devices_;
-    fresh.timeout = std::chrono::duration<double>(*timeout_seconds);
+    fresh.timeout =
+        std::chrono::duration<double>(timeout ? std::atof(timeout) : kDefaultTimeoutSeconds);
     const std::unique_ptr<Gathering> complete = Rendezvous::Get().Join(
         key, std::move(fresh), Participant{ctx, std::move(done), output});
     if (complete == nullptr) return;  // `ctx` and `this` may be gone.
-    Reduce<T>(reduction_, *complete);
+    Reduce<T>(reduction_ == "sum", *complete);
     FinishAll(*complete, absl::OkStatus());
   }
 

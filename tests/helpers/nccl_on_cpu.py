@@ -23,9 +23,6 @@ def running() -> Iterator[None]:
     """While this lasts, `NcclAllReduce` runs on CPU devices and fails rather than hangs.
 
     The kernel stays for the rest of the process, but tfcdo is not told of it.
-
-    Raises:
-      unittest.SkipTest: if the kernel cannot be built on this machine.
     """
     nccl_cpu_kernel.load()
     with patience(_PATIENCE_SECONDS), nccl_cpu_kernel.seen():

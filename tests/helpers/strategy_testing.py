@@ -18,21 +18,11 @@ import tfcdo
 
 CLASSES: dict[str, Callable[[], tf.distribute.CrossDeviceOps]] = {
     "one_device": tfcdo.ReductionToOneDevice,
-    "all_reduce": lambda: tfcdo.AllReduceCrossDeviceOps("halving_doubling", num_packs=3),
-    "nccl": lambda: tfcdo.NcclAllReduce(num_packs=2),
     "hierarchical": tfcdo.HierarchicalCopyAllReduce,
     "unpacked": lambda: tfcdo.AllReduceCrossDeviceOps("ring", 0, agg_small_grads_max_bytes=64),
 }
 EAGER, FUNCTION = "eager", "function"  # The function is called by another function.
 
-# Every class in both modes; the device counts take turns.
-CASES = [
-    (*pair, count)
-    for pair, count in zip(
-        itertools.product(CLASSES, (EAGER, FUNCTION)), itertools.cycle((3, 5, 4, 2, 3))
-    )
-]
-BY_CLASS = list(zip(CLASSES, (3, 5, 4, 3, 2)))
 # Of classes that share a public base, and all the code that is not about packs, one.
 BASES = [("one_device", 3), ("hierarchical", 5)]
 BASE_CASES = [

@@ -81,17 +81,7 @@ def kernels_for(*device_types: str) -> Any:
 
 
 def numbers(shape: Sequence[int], dtype: tf.DType, seed: int, limit: int = 100) -> np.ndarray:
-    """Drawn values that any of the tested dtypes holds exactly, and whose sums float32 does.
-
-    Args:
-      shape: the shape.
-      dtype: the dtype; of integers, unsigned ones too.
-      seed: the same seed gives the same values.
-      limit: integers are below it, other numbers below a quarter of it.
-
-    Returns:
-      An array of the dtype.
-    """
+    """Drawn values that any of the tested dtypes holds exactly, and whose sums float32 does."""
     generator = np.random.default_rng(seed)
     dtype = tf.as_dtype(dtype)
     steps = generator.integers(0 if dtype.is_unsigned else -limit, limit, shape)
@@ -120,17 +110,6 @@ def dense(slices: tf.IndexedSlices, num_rows: int) -> np.ndarray:
     return table
 
 
-def rows_added(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The same table as slices in which each index is once, in ascending order."""
-    found, inverse = np.unique(slices.indices, return_inverse=True)
-    added = dense(tf.IndexedSlices(slices.values, tf.constant(inverse)), len(found))
-    return tf.IndexedSlices(
-        tf.cast(added, slices.values.dtype),
-        tf.constant(found, slices.indices.dtype),
-        slices.dense_shape,
-    )
-
-
 def oracle(reduce_op: tf.distribute.ReduceOp, values: Sequence[Any]) -> np.ndarray:
     """The exact sum or mean of one array per replica."""
     total = np.sum([exact(value) for value in values], axis=0)
@@ -146,14 +125,7 @@ def result_dtype(reduce_op: tf.distribute.ReduceOp, dtype: tf.DType) -> tf.DType
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One result of a reduction.
-
-    Attributes:
-      mirrored: whether it was a `Mirrored`, rather than a tensor or slices.
-      devices: the devices of the components as the caller of tfcdo sees them; what a `tf.function`
-        returns is no longer there.
-      values: the components: eager tensors or `tf.IndexedSlices`.
-    """
+    """One result of a reduction."""
 
     mirrored: bool
     devices: tuple[str, ...]
@@ -166,16 +138,7 @@ class Result:
 
 
 def call(mode: str, body: Callable[..., Any], *values: Any) -> list[Result]:
-    """Calls a function that reduces, and takes what it returns apart.
-
-    Args:
-      mode: one of `MODES`.
-      body: takes `values`, returns a result or a list of results.
-      *values: `PerReplica` or tensors.
-
-    Returns:
-      The results, with eager components whatever the mode.
-    """
+    """Calls a function that reduces, and takes what it returns apart."""
     traced: list[tuple[bool, tuple[str, ...]]] = []
 
     def components(*arguments: Any) -> list[tuple[Any, ...]]:

@@ -151,7 +151,8 @@ def _run(arguments: list[str], folder: str, variables: dict[str, str]) -> NoRetu
         _run_main(arguments)
     except SystemExit as error:
         status = error.code
-    except BaseException:
+    except BaseException as error:
+        sys.last_value = error
         traceback.print_exc()
         status = 1
     if status is not None and not isinstance(status, int):

@@ -19,7 +19,14 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
     def setUpClass(cls):
         super().setUpClass()
         with tempfile.TemporaryDirectory() as folder:
-            names = ["mended_keras", "mixed_float16", "in_sync"]
+            names = [
+                "mended_keras",
+                "sharded_state",
+                "mixed_float16",
+                "jit",
+                "in_sync",
+                "other_weights",
+            ]
             for outcome in clusters.run(2, "host", ["2", folder, *names], _TIMEOUT):
                 assert outcome.returncode == 0, outcome.output
             cls.results = {
@@ -29,7 +36,9 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
 
     # Sums of gradients over the examples of a replica are rounded in float16; a step that one
     # replica alone takes or leaves out makes a difference of some hundredths.
-    @parameterized.parameters(("mended_keras", 2e-6), ("mixed_float16", 5e-3))
+    @parameterized.parameters(
+        ("mended_keras", 2e-6), ("sharded_state", 2e-5), ("mixed_float16", 5e-3), ("jit", 3e-5)
+    )
     def test_as_on_one_device(self, name, tolerance):
         for key, expected in getattr(host_keras, name)(None).items():
             for host in self.results[name]:
@@ -58,6 +67,14 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
                 str(host["message"]),
                 r"^after step 2, replica 3 \(host 1\) holds other numbers of \S*kernel than "
                 r"replica 0, by 0\.5\S* at most; of \d+ variables 1 differ somewhere$",
+            )
+
+    def test_other_weights_are_found_at_once(self):
+        for host in self.results["other_weights"]:
+            self.assertRegex(
+                str(host["message"]),
+                r"^after execution 1 of the train step, replica 2 \(host 1\) holds other numbers "
+                r"of \S*kernel than replica 0, by 0\.\S* at most; .*check_in_sync=False",
             )
 
 

@@ -60,10 +60,10 @@ class StatisticsTest(TrainingTestCase):
             self.assertNotAllClose(own[0], own[1])
             self.assertAllClose(np.mean(own, 0, np.float64), read, rtol=1e-6)
 
-    @parameterized.parameters(tfcdo.MirroredStrategy, tf.distribute.MirroredStrategy)
-    def test_saved_used_and_loaded_agree(self, strategy_class):
+    def test_saved_used_and_loaded_agree(self):
         path = pathlib.Path(self.get_temp_dir()) / "model.keras"
-        strategy = strategy_class(tu.device_names(3), tfcdo.HierarchicalCopyAllReduce())
+        devices = tu.device_names(3)
+        strategy = tf.distribute.MirroredStrategy(devices, tfcdo.HierarchicalCopyAllReduce())
         means = [np.mean(own, 0, np.float64) for own in by_replica(trained(strategy))]
         model = trained(strategy, SynchronizeStatistics())
         for mean, own in zip(means, by_replica(model), strict=True):
@@ -142,9 +142,8 @@ class StatisticsTest(TrainingTestCase):
 class WireTest(TrainingTestCase):
     """With a wire dtype only gradients are rounded: statistics are as on one device."""
 
-    @parameterized.product(
-        strategy_class=(tfcdo.MirroredStrategy, tf.distribute.MirroredStrategy),
-        run_eagerly=(False, True),
+    @parameterized.parameters(
+        (tfcdo.MirroredStrategy, True), (tf.distribute.MirroredStrategy, False)
     )
     def test_synchronized_batch_normalization(self, strategy_class, run_eagerly):
         inputs = np.random.default_rng(0).normal(10, 0.1, [24, 4]).astype(np.float32)
@@ -165,21 +164,6 @@ class WireTest(TrainingTestCase):
         self.assertAllClose(expected[1], beta, rtol=0.01)
         self.assertAllClose(expected[2], mean, rtol=1e-5)
         self.assertAllClose(expected[3], variance, atol=1e-4)
-
-    @parameterized.parameters(tfcdo.MirroredStrategy, tf.distribute.MirroredStrategy)
-    def test_means_are_exact(self, strategy_class):
-        ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")
-        model = trained(strategy_class(tu.device_names(3), ops))
-        expected = [np.mean(own, 0, np.float64) for own in by_replica(model)]
-        synchronize = SynchronizeStatistics()
-        synchronize.set_model(model)
-        synchronize.on_epoch_end(0)
-        for mean, own in zip(expected, by_replica(model), strict=True):
-            for copy in own:
-                self.assertAllClose(mean, copy, rtol=1e-6)
-        # What is equal stays as it is, to the last bit: here, the frozen layer.
-        first = model_with_statistics().layers[0].get_weights()[0]
-        self.assertAllEqual(first, model.layers[0].get_weights()[0])
 
     @parameterized.parameters(False, True)
     def test_gradients_of_optimizers_are_rounded(self, distributed):

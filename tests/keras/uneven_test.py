@@ -31,8 +31,8 @@ def trained(count: int, examples: int, weighted: bool) -> tuple[keras.Model, lis
 
 
 class WeightByExamplesTest(TrainingTestCase):
-    # A last batch of 7 examples, a batch of 4 alone, and one that leaves replicas without any.
-    @parameterized.parameters((3, 17), (5, 4), (3, 11))
+    # A last batch of 7 examples, and a batch that leaves a replica without any.
+    @parameterized.parameters((3, 17), (5, 4))
     def test_as_on_one_device(self, count, examples):
         expected, losses = trained(1, examples, weighted=False)
         model, weighted_losses = trained(count, examples, weighted=True)
@@ -48,6 +48,37 @@ class WeightByExamplesTest(TrainingTestCase):
     def test_what_is_not_a_model(self):
         with self.assertRaisesRegex(TypeError, "model must be a keras.Model, of Keras 3; got 3"):
             weight_by_examples(3)
+
+
+def _statistics_after(examples: int, jit: bool = False, nan: bool = False) -> keras.Model:
+    strategy = tfcdo.MirroredStrategy(tu.device_names(3), tfcdo.ReductionToOneDevice())
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([*dense_layers(), keras.layers.BatchNormalization(momentum=0.5)])
+        optimizer = DistributedOptimizer(keras.optimizers.SGD(0.3, momentum=0.5))
+        model.compile(optimizer, "mse", jit_compile=jit)
+    inputs, targets = dense_data(examples)
+    targets[-1] = np.nan if nan else targets[-1]
+    model.fit(inputs, targets, batch_size=12, shuffle=False, verbose=0)
+    return model
+
+
+class EmptyBatchTest(TrainingTestCase):
+    # The last batch has one example, for the first replica.
+    @parameterized.parameters(False, True)
+    def test_statistics_stay_as_they_are(self, jit):
+        before, model = _statistics_after(12), _statistics_after(13, jit)
+        for weight in [*model.weights, *model.optimizer.variables]:
+            self.assertTrue(np.isfinite(weight.numpy()).all(), weight.path)
+        pairs = zip(before.non_trainable_variables, model.non_trainable_variables, strict=True)
+        for old, new in pairs:
+            old, new = old.value.values, new.value.values
+            self.assertAllClose(old[1:], new[1:], rtol=1e-6)
+            self.assertNotAllClose(old[0], new[0])
+
+    def test_nan_of_an_example_counts(self):
+        model = _statistics_after(13, nan=True)
+        self.assertTrue(np.isnan(model.trainable_variables[0].numpy()).all())
 
 
 if __name__ == "__main__":

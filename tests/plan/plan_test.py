@@ -104,13 +104,6 @@ class FingerprintTest(parameterized.TestCase):
         for other in others:
             self.assertNotEqual(other.fingerprint, plan(*packs).fingerprint)
 
-    def test_differs_with_the_order_of_slices(self):
-        first, second = (
-            plan(pack(*order)).fingerprint
-            for order in (((0, 0, 10), (1, 0, 5)), ((1, 0, 5), (0, 0, 10)))
-        )
-        self.assertNotEqual(first, second)
-
     def test_json_has_a_version(self):
         document = json.loads(plan(*PACKS).to_json())
         self.assertEqual(document["version"], 1)

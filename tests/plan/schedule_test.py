@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tracemalloc
 
 import hypothesis
 import numpy as np
@@ -102,11 +101,6 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
         with self.assertRaisesRegex(ValueError, "one of one_device, ring, .*auto; got 'rings'"):
             algorithms.make_schedule("rings", preset("dgx1"), 100)
 
-    @parameterized.parameters((-1, None, "num_bytes"), (10, 0, "num_packs"), (10, -3, "num_packs"))
-    def test_impossible_sizes(self, num_bytes, num_packs, message):
-        with self.assertRaisesRegex(ValueError, message):
-            algorithms.make_schedule("ring", preset("dgx1"), num_bytes, num_packs)
-
     @parameterized.product(
         plan=[
             lambda *sizes: algorithms.make_schedule("ring", *sizes),
@@ -114,27 +108,20 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
             packed_trees.packed_trees,
         ],
         sizes=[
-            ((1e8, None), "num_bytes must be an int; got 100000000.0 of type float"),
-            ((True, None), "num_bytes must be an int; got True of type bool"),
-            (("8", None), "num_bytes must be an int; got '8' of type str"),
-            ((10**8, 1.0), "num_packs must be an int; got 1.0 of type float"),
-            ((10**8, True), "num_packs must be an int; got True of type bool"),
+            ((1e8, None), TypeError, "num_bytes must be an int; got 100000000.0 of type float$"),
+            ((10**8, True), TypeError, "num_packs must be an int; got True of type bool$"),
+            ((-100, None), ValueError, "num_bytes .*0; got -100"),
+            ((100, 0), ValueError, "num_packs .*1"),
         ],
     )
-    def test_sizes_that_a_cache_would_take_for_ints(self, plan, sizes):
+    def test_no_such_sizes(self, plan, sizes):
+        """Also of numbers that a cache would take for ints."""
         topology = preset("dgx1")
         plan(topology, 10**8, 1)
         plan(topology, 1)
-        (num_bytes, num_packs), message = sizes
-        with self.assertRaisesRegex(TypeError, f"^{message}$"):
+        (num_bytes, num_packs), error, message = sizes
+        with self.assertRaisesRegex(error, f"^{message}"):
             plan(topology, num_bytes, num_packs)
-
-    @parameterized.parameters((-100, None, "num_bytes .*0; got -100"), (100, 0, "num_packs .*1"))
-    def test_impossible_sizes_of_packed_trees(self, num_bytes, num_packs, message):
-        topology = preset("dgx1")
-        for plan in (packed_trees.packed_trees, algorithms.fastest_algorithm):
-            with self.assertRaisesRegex(ValueError, message):
-                plan(topology, num_bytes, num_packs)
 
 
 class CheckedTest(parameterized.TestCase):
@@ -142,19 +129,6 @@ class CheckedTest(parameterized.TestCase):
 
     def schedule(self) -> Schedule:
         return assign(100, cut(100, 6), [binomial(4, root) for root in range(4)])
-
-    @hypothesis.settings(max_examples=200, deadline=None)
-    @hypothesis.given(st.data())
-    def test_no_changed_range_goes_unnoticed(self, data):
-        schedule = self.schedule()
-        index = data.draw(st.integers(0, 5))
-        field = data.draw(st.sampled_from(["start", "stop"]))
-        pack = schedule.packs[index]
-        value = data.draw(st.integers(-5, 110).filter(lambda v: v != getattr(pack, field)))
-        changed = dataclasses.replace(pack, **{field: value})
-        packs = (*schedule.packs[:index], changed, *schedule.packs[index + 1 :])
-        with self.assertRaises(ValueError):
-            dataclasses.replace(schedule, packs=packs)
 
     @parameterized.parameters(
         ("a pack is missing", lambda s: {"packs": s.packs[1:]}, r"packs\[0\] must begin at 0"),
@@ -196,16 +170,6 @@ class CutTest(plan_testing.PlanTestCase):
         sizes = [stop - start for start, stop in ranges]
         self.assertLessEqual(max(sizes, default=0) - min(sizes, default=0), 1)
         self.assertGreater(min(sizes, default=1), 0)
-
-    def test_more_packs_than_units_cost_nothing(self):
-        machine = preset("dgx1")
-        packed_trees.packed_trees(machine, 2, 2)
-        tracemalloc.start()
-        self.addCleanup(tracemalloc.stop)
-        self.assertLen(packed_trees.packed_trees(machine, 2, 10**6).packs, 2)
-        self.assertEqual(cut(2, 10**6), ((0, 1), (1, 2)))
-        self.assertEqual(cut(0, 10**6), ())
-        self.assertLess(tracemalloc.get_traced_memory()[1], 10**6)
 
     @parameterized.parameters(
         (5, 0, ValueError, "num_packs must be at least 1; got 0"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import math
+from typing import Any
 
 import hypothesis
 import plan_testing
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from tfcdo.plan import algorithms, copy_tree, simulator, task_graph
 from tfcdo.plan.copy_tree import CopyTree, chain
-from tfcdo.plan.lower_bound import bandwidth_bound
 from tfcdo.plan.schedule import Pack, Schedule, assign
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
@@ -69,23 +68,6 @@ class ReferenceTest(parameterized.TestCase):
         own = seconds("hierarchical_copy", DGX1, num_bytes, num_packs)
         self.assertAlmostEqual(own / expected, 1, delta=0.01)
 
-    @parameterized.parameters(
-        (1 * MB, 13.7, 7.7, 8.6),
-        (25 * MB, 10.4, 2.8, 2.0),
-        (100 * MB, 10.3, 2.6, 1.78),
-        (GB, 10.3, 2.6, 1.72),
-    )
-    def test_tensorflow_trees_against_the_bound(self, num_bytes, *expected):
-        for num_packs, ratio in zip((1, 8, 16), expected, strict=True):
-            own = seconds("hierarchical_copy", DGX1, num_bytes, num_packs)
-            self.assertAlmostEqual(own / (14 / 48 * num_bytes / 25e9) / ratio, 1, delta=0.02)
-
-    @parameterized.parameters((100 * MB, 1.24), (GB, 1.024))
-    def test_shuffle_on_an_nvswitch(self, num_bytes, ratio):
-        machine = preset("nvswitch")
-        own = seconds("shuffle", machine, num_bytes) / bandwidth_bound(machine, num_bytes)
-        self.assertAlmostEqual(own / ratio, 1, delta=0.01)
-
     def test_by_hand(self):
         # A chain of three: two ways up and two down, one after another, 10 us + 1 MB / 25 GB/s.
         machine = preset("fully_connected", 3)
@@ -98,13 +80,6 @@ class ReferenceTest(parameterized.TestCase):
         star = assign(MB, [(0, MB)], [copy_tree.star(3)])
         self.assertAlmostEqual(simulator.simulate(star, machine).seconds, 100e-6, places=12)
         self.assertAlmostEqual(simulator.simulate(star, adding).seconds, 300e-6, places=12)
-
-
-def needed_copies(parents, source: int, target: int) -> list[tuple[int, int]]:
-    """The copies of a pack that bring a device what it sends: its children's, or its parent's."""
-    if parents[source] in (None, target):
-        return [(child, source) for child, parent in enumerate(parents) if parent == source]
-    return [(parents[source], source)]
 
 
 def plain_simulation(schedule: Schedule, topology: Topology) -> float:
@@ -155,56 +130,28 @@ def plain_simulation(schedule: Schedule, topology: Topology) -> float:
     return max(end.values(), default=0.0)
 
 
+def _edge(task: Any) -> tuple[int, int, int]:
+    return task.pack, task.source, task.target
+
+
 class TimelineTest(plan_testing.PlanTestCase):
-    @hypothesis.settings(max_examples=150, deadline=None)
+    @hypothesis.settings(max_examples=100, deadline=None)
     @hypothesis.given(small_plans())
     def test_a_plainer_simulator_agrees(self, plan):
         schedule, machine = plan
         # Where copies take no time, "at the same time" is a matter of taste.
         hypothesis.assume(machine.name[:6] != "shared")
-        own = simulator.simulate(schedule, machine).seconds
-        self.assertAlmostEqual(own, plain_simulation(schedule, machine), delta=1e-9)
-
-    def check(self, timeline, schedule, machine, stretch=0.0):
-        copies = {(task.pack, task.source, task.target): task for task in timeline.copies}
-        self.assertLen(copies, 2 * (machine.num_devices - 1) * len(schedule.packs))
-        self.assertLen(timeline.copies, len(copies))
-        added = {(t.pack, t.source, t.target): t for t in timeline.tasks if t.kind == "add"}
-        holders = collections.defaultdict(list)
-        for (index, source, target), task in copies.items():
-            link, pack = machine.link_by_pair[source, target], schedule.packs[index]
-            expected = link.latency + pack.size / machine.bandwidth(source, target)
-            self.assertAlmostEqual(task.end - task.start, expected, delta=stretch * expected + 1e-9)
-            up = pack.tree.parents[source] == target
-            self.assertEqual(task.kind, "reduce" if up else "broadcast")
-            for resource in link.resources:
-                holders[resource].append(task)
-            for needed in needed_copies(pack.tree.parents, source, target):
-                earlier = copies[(index, *needed)]
-                if earlier.kind == "reduce":
-                    earlier = added.get((index, *needed), earlier)
-                self.assertLessEqual(earlier.end, task.start + 1e-9)
-            if pack.after is not None and up and source not in pack.tree.parents:
-                result = copies[pack.after, target, source]
-                self.assertLessEqual(result.end, task.start + 1e-9)
-        for task in added.values():
-            self.assertLessEqual(copies[task.pack, task.source, task.target].end, task.start + 1e-9)
-            holders["adder" if machine.serial_reduction else ("adder", task.target)].append(task)
-        for tasks in holders.values():
-            tasks.sort(key=lambda task: (task.start, task.end))
-            for one, other in itertools.pairwise(tasks):
-                self.assertLessEqual(one.end, other.start + 1e-9)
-        self.assertEqual(timeline.seconds, max((t.end for t in timeline.tasks), default=0.0))
-
-    @hypothesis.settings(max_examples=150, deadline=None)
-    @hypothesis.given(small_plans(), st.none() | st.integers(0, 5))
-    def test_laws(self, plan, seed):
-        schedule, machine = plan
-        jitter = 0.0 if seed is None else 0.05
-        timeline = simulator.simulate(schedule, machine, jitter=jitter, seed=seed)
-        self.check(timeline, schedule, machine, jitter)
-        again = simulator.simulate(schedule, machine, jitter=jitter, seed=seed)
-        self.assertEqual(timeline, again)
+        timeline = simulator.simulate(schedule, machine)
+        self.assertAlmostEqual(timeline.seconds, plain_simulation(schedule, machine), delta=1e-9)
+        self.assertEqual(timeline, simulator.simulate(schedule, machine))
+        jittered = [simulator.simulate(schedule, machine, jitter=0.05, seed=1) for _ in range(2)]
+        self.assertEqual(*jittered)
+        # Of the schedule, and of links that are up to 5 % slower or faster.
+        for task, other in zip(
+            sorted(timeline.copies, key=_edge), sorted(jittered[0].copies, key=_edge)
+        ):
+            seconds = task.end - task.start
+            self.assertAlmostEqual(other.end - other.start, seconds, delta=0.05 * seconds + 1e-9)
 
     def test_of_equals_the_earlier_pack_goes_first(self):
         # Two packs want the one way from 1 to 0 at once.
@@ -214,17 +161,6 @@ class TimelineTest(plan_testing.PlanTestCase):
         self.assertEqual([copy.pack for copy in copies if copy.kind == "reduce"], [0, 1])
         firsts = {simulator.simulate(schedule, machine, seed=s).copies[0].pack for s in range(9)}
         self.assertEqual(firsts, {0, 1})
-
-    def test_seeds_change_ties_and_durations(self):
-        schedule = algorithms.make_schedule("shuffle", DGX1, MB)
-        plain = simulator.simulate(schedule, DGX1)
-        ties = {simulator.simulate(schedule, DGX1, seed=seed).tasks for seed in range(5)}
-        self.assertLen(ties, 5)
-        self.assertNotIn(plain.tasks, ties)
-        jittered = simulator.simulate(schedule, DGX1, jitter=0.05, seed=1)
-        self.assertGreater(len({task.end - task.start for task in jittered.tasks}), 50)
-        other = simulator.simulate(schedule, DGX1, jitter=0.05, seed=2)
-        self.assertNotEqual(jittered.seconds, other.seconds)
 
     def test_robust_time_is_a_median_over_seeds(self):
         schedule = algorithms.make_schedule("hierarchical_copy", DGX1, 25 * MB)
@@ -244,14 +180,6 @@ class TimelineTest(plan_testing.PlanTestCase):
         self.assertGreater(hopeless, exact / 2)
         self.assertEqual(work["tasks"], work["longest"])
 
-    def test_large_schedules_are_run_less_often(self):
-        machine = preset("nvswitch", 45)
-        schedule = algorithms.make_schedule("ring", machine, MB)
-        with plan_testing.counted_work() as work:
-            simulator.robust_seconds(schedule, machine)
-        self.assertEqual(work["longest"], 45 * 2 * 44)
-        self.assertEqual(work["tasks"], 6 * work["longest"])
-
     @parameterized.parameters(
         ({}, 7, "schedule must be for the 7 devices of .*; got one for 8"),
         ({"jitter": 0.1}, 8, "seed must be a number for a jitter of 0.1; got None"),
@@ -263,16 +191,6 @@ class TimelineTest(plan_testing.PlanTestCase):
         schedule = algorithms.make_schedule("ring", DGX1, MB)
         with self.assertRaisesRegex(ValueError, message):
             simulator.simulate(schedule, DGX1.subset(range(devices)), **options)
-
-    @parameterized.parameters(
-        ({"num_seeds": 0}, ValueError, "num_seeds must be at least 1; got 0"),
-        ({"num_seeds": 2.0}, TypeError, "num_seeds must be an int; got 2.0"),
-        ({"jitter": 1.5}, ValueError, "jitter must be from 0 to 1; got 1.5"),
-    )
-    def test_no_median(self, options, error, message):
-        schedule = algorithms.make_schedule("ring", DGX1, MB)
-        with self.assertRaisesRegex(error, message):
-            simulator.robust_seconds(schedule, DGX1, **options)
 
     def test_nothing_takes_no_time(self):
         for devices, num_bytes in ((1, MB), (8, 0)):
@@ -321,11 +239,6 @@ class LoadTest(parameterized.TestCase):
         machine = DGX1.subset([0, 1, 2])
         name, carried = simulator.bottleneck(schedule, machine)
         self.assertEqual((name, carried), ("0→2", 3 * MB))
-
-    def test_a_lone_device_has_no_links(self):
-        machine = DGX1.subset([0])
-        schedule = algorithms.make_schedule("ring", machine, MB)
-        self.assertEqual(simulator.bottleneck(schedule, machine), ("", 0))
 
 
 if __name__ == "__main__":

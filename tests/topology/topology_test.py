@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 from topology_testing import meet
 
-from tfcdo.topology.links import Link, Resource, ordered_pairs
+from tfcdo.topology.links import Link, Resource
 from tfcdo.topology.presets import PRESETS, dgx1, preset
 from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
@@ -39,14 +39,6 @@ class TopologyTest(parameterized.TestCase):
                             meet(machine, (source, target), (source, third)),
                         )
         self.assertEqual(part.subset(range(len(devices))), part)
-
-    @parameterized.product(shared=[False, True], devices=[(1, 0), (2,), (0, 1, 3)])
-    def test_subset_adds_like_the_whole(self, shared, devices):
-        machine = dataclasses.replace(
-            preset("pcie"), addition_bandwidth=5e9, serial_reduction=shared
-        )
-        part = machine.subset(devices)
-        self.assertEqual((part.addition_bandwidth, part.serial_reduction), (5e9, shared))
 
     @parameterized.parameters(((),), ((0, 0),), ((0, 8),), ((-1,),))
     def test_devices_of_a_subset_must_exist(self, *devices):
@@ -91,10 +83,6 @@ class TopologyTest(parameterized.TestCase):
             machine.subset([0, 2, 1, 3]),
         )
         self.assertLen({machine.fingerprint, *(one.fingerprint for one in changed)}, 8)
-        # What all trees cost alike makes no other plan.
-        costlier = dataclasses.replace(machine, memory_bandwidth=1e9, op_seconds=1e-6)
-        self.assertEqual(costlier.fingerprint, machine.fingerprint)
-        self.assertNotEqual(costlier, machine)
 
     def test_direct_links_are_all_links_where_others_do_not_reach_every_device(self):
         machine = preset("dgx1")
@@ -105,28 +93,21 @@ class TopologyTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"num_devices": 0}, "num_devices"),
         ({"num_devices": 3}, r"6 links; got 2; missing or too many .*: \[\(0, 2\)"),
-        ({"links": ()}, r"\[\(0, 1\), \(1, 0\)\]"),
         ({"addition_bandwidth": 0.0}, "addition_bandwidth"),
         ({"addition_bandwidth": math.nan}, "addition_bandwidth"),
-        ({"memory_bandwidth": 0.0}, "memory_bandwidth"),
-        ({"op_seconds": -1.0}, "op_seconds"),
         ({"resources": (Resource("a", 1.0),) * 2}, "'a' is there twice"),
         ({"num_devices": 2.0}, "num_devices must be an int; got 2.0"),
-        ({"num_devices": 1000}, r"at most 5 shown\): \[(\(0, [2-6]\)(, )?){5}\]$"),
         ({"links": (Link(0, 1, 0.0, (0,)),) * 2}, "2 links; got 2; .*: .*0, 1.*1, 0"),
-        ({"links": (Link(0, 0, 0.0, (0,)),) * 2}, r": \[\(0, 0\), \(0, 1\), "),
         ({"links": (Link(0, 1, 0.0, (0,)),) * 3}, "2 links; got 3"),
         ({"links": (Link(0, 1, 0.0, (2,)),)}, "indices from 0 to 1"),
-        ({"links": (Link(0, 1, 0.0, ()),)}, "indices from 0 to 1"),
         (
             {"links": (Link(0, 1, 0.0, (1, 0, 1)),)},
-            "resources of the link 0→1 must be different; '1→0' is there twice",
+            r"resources of the link 0→1 must be different; got \(1, 0, 1\)",
         ),
         (
             {"links": (Link(0, 1, -1e-6, (0,)),)},
             "latency of the link 0→1 .* got -1e-06",
         ),
-        ({"links": (Link(0, 1, math.inf, (0,)),)}, "latency"),
     )
     def test_wrong_arguments_are_named(self, change, message):
         machine = preset("fully_connected", 2)
@@ -154,18 +135,6 @@ class RoutesTest(parameterized.TestCase):
         routes = [Route(0, 1, [Resource("bus", 1e9)]), Route(1, 0, [Resource("bus", 2e9)])]
         with self.assertRaisesRegex(ValueError, "bandwidth of 'bus' must be 1.*got 2.* link 1→0"):
             Topology.from_routes("two", 2, routes)
-
-    @parameterized.product(name=PRESETS, num_devices=[1, 3, 8])
-    def test_a_topology_is_its_routes(self, name, num_devices):
-        machine = preset(name, num_devices)
-        routes = [machine.route(*pair) for pair in ordered_pairs(num_devices)]
-        again = Topology.from_routes(
-            machine.name,
-            num_devices,
-            routes[::-1],
-            **machine.costs,
-        )
-        self.assertEqual(again, machine)
 
 
 if __name__ == "__main__":

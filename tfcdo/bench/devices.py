@@ -11,7 +11,7 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from tfcdo.topology.processor import num_cores, processor_name
+from tfcdo.topology.detection import num_cores, processor_name
 from tfcdo.version import __version__
 
 # Number of devices where there are not several GPUs and none is asked for.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import pathlib
 from collections.abc import Iterator, Sequence
 
 import click
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from tfcdo.cli import options
 from tfcdo.doctor import answers, examination, findings
+from tfcdo.doctor import blackbox as black_boxes
 from tfcdo.units import format_bytes
 
 _STYLES = {findings.OK: "green", findings.NOTE: "yellow", findings.WRONG: "bold red"}
@@ -32,7 +34,15 @@ _MOST_COLUMNS = 8
     "Without it, all GPUs if there are several, else 4 virtual CPU devices.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def doctor(num_devices: int | None, as_json: bool) -> int:
+@click.option(
+    "--blackbox",
+    is_flag=True,
+    help="Read hosts' black boxes instead, and print which host stopped where.",
+)
+@click.argument("files", nargs=-1, type=click.Path(path_type=pathlib.Path))
+def doctor(
+    num_devices: int | None, as_json: bool, blackbox: bool, files: tuple[pathlib.Path, ...]
+) -> int:
     """Check this machine, and show what tfcdo would do here.
 
     Copies a known pattern between every two devices, then all-reduces on all of them with tfcdo's
@@ -40,6 +50,10 @@ def doctor(num_devices: int | None, as_json: bool) -> int:
     has its remedy; the last line can be pasted into a script. The exit status is 1 if there is a
     problem; TensorFlow's own errors are reported but do not affect it.
     """
+    if blackbox != bool(files):
+        raise click.UsageError("--blackbox takes files, and files take --blackbox")
+    if blackbox:
+        return _print_black_boxes(files)
     console = options.make_console(width_of_a_pipe=120)
     limits = examination.Limits()
     with (
@@ -58,6 +72,16 @@ def doctor(num_devices: int | None, as_json: bool) -> int:
         _print(report, found, console)
         click.echo(line)
     return int(is_wrong)
+
+
+def _print_black_boxes(files: Sequence[pathlib.Path]) -> int:
+    try:
+        lines = black_boxes.compare(black_boxes.read(files))
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    for line in lines:
+        click.echo(line)
+    return 0
 
 
 def _content(

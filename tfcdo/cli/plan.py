@@ -14,7 +14,7 @@ from rich.table import Table
 from tfcdo.cli import machine, options
 from tfcdo.plan import algorithms
 from tfcdo.plan.evaluation import Evaluation, evaluate_all
-from tfcdo.plan.saved_plan import SavedPlan
+from tfcdo.plan.simulator import bottleneck
 from tfcdo.plan.task_graph import Hosts
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.topology import Topology
@@ -141,8 +141,7 @@ def plan(
     _print_table(found, algorithm, topology, size, console)
     (chosen,) = (each for each in found if each.algorithm == algorithm)
     if saved_file:
-        text = SavedPlan.of(chosen, topology).to_json()
-        saved_file.write_text(f"{text}\n", encoding="utf-8")
+        saved_file.write_text(f"{chosen.to_json()}\n", encoding="utf-8")
         console.print(f"Saved {chosen.label} in {saved_file}", soft_wrap=True)
     if drawn:
         from tfcdo.plot.figures import save_figure
@@ -184,10 +183,11 @@ def _print_table(
     for heading in ("Packs", "Busiest\nlink", "Bytes\non it", "Time", "Ordered", "Time /\nbound"):
         table.add_column(heading, justify="right", no_wrap=heading != "Busiest\nlink")
     for one in evaluations:
+        link, num_bytes = bottleneck(one.schedule, topology)
         cells = (
             str(len(one.schedule.packs)),
-            one.bottleneck or "none",
-            format_bytes(one.bottleneck_bytes),
+            link or "none",
+            format_bytes(num_bytes),
             format_seconds(one.seconds),
             format_seconds(one.ordered_seconds),
             f"{one.ratio:.3f}" if one.bound else "-",

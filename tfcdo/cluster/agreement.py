@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 from absl import logging
 
 from tfcdo.cluster import config, difference
+from tfcdo.cluster.errors import DisagreementError, LateHostError
 
 Description = Mapping[str, Any]
 
@@ -53,14 +53,6 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Removes a key, so that it can be written again."""
-
-
-class DisagreementError(RuntimeError):
-    """The hosts do not do the same; the message names the difference."""
-
-
-class LateHostError(RuntimeError):
-    """A host did not come to a collective within the time-out; the message names it."""
 
 
 def digest(description: Description) -> str:
@@ -159,14 +151,13 @@ class Agreement:
             except Exception as error:  # Another host was first, or the chief is gone: as good.
                 logging.info("tfcdo: could not tell the other hosts: %s", error)
 
-    def leave(self) -> None:
+    def leave(self, error: BaseException | None) -> None:
         """Tells the other hosts that this host's program ends, and why; the chief leaves last."""
         me = self._cluster.name(self._cluster.index)
-        error = getattr(sys, "last_value", None)  # Python has printed it and ends.
         if error is None:
             reason = f"{me} has come to the end of its program before others: {SAME_CALLS}"
         else:
-            reason = f"{me} has ended with {type(error).__name__}: {str(error)[:_MAX_REASON]}"
+            reason = f"{me} has ended with {describe_error(error)}"
         deadline = time.monotonic() + _LAST_SECONDS
         try:
             self._store.set(f"left/{self._cluster.index}", "")
@@ -271,6 +262,11 @@ class Agreement:
                 description = json.loads(text)
                 heard[digest(description)] = description
                 timeout = 0.01
+
+
+def describe_error(error: BaseException) -> str:
+    """Names an error in a message: its type and the beginning of its own message."""
+    return f"{type(error).__name__}: {str(error)[:_MAX_REASON]}"
 
 
 def brief(description: Description) -> str:

@@ -31,6 +31,7 @@ from absl import logging
 
 from tfcdo import environment
 from tfcdo.cluster import config, difference
+from tfcdo.cluster.errors import RendezvousError
 
 Setting = str | int | float | bool | None | list[str]
 Settings = Mapping[str, Setting]  # By name; the same on all hosts.
@@ -46,10 +47,6 @@ _MESSAGE_SECONDS = 5.0
 _MAX_BYTES = 1 << 20
 _TOKEN = environment.CLUSTER_TOKEN
 _HELLO = re.compile(rb"tfcdo ([0-9a-f]{32})\n")
-
-
-class RendezvousError(RuntimeError):
-    """The hosts of a cluster did not all come, or are not set up alike; the message says which."""
 
 
 class _Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tfcdo.cluster import config, watch
-from tfcdo.cluster.agreement import LATE, Agreement, LateHostError, Store, digest
+from tfcdo.cluster import agreement, blackbox, config, delays, progress, watch
+from tfcdo.cluster.agreement import LATE, Agreement, Store, digest
+from tfcdo.cluster.errors import LateHostError
 
 # A key comes back after this many uses of its kind: long after the last one has ended, and
 # TensorFlow, which keeps what it learns of a key, keeps no more than this for each collective.
@@ -37,6 +39,11 @@ class Session:
         self._lock = threading.Lock()
         self._rounds: dict[str, Iterator[int]] = {}
         self._texts: dict[str, str] = {}
+
+    @property
+    def store(self) -> Store:
+        """Returns the key-value store that the hosts share."""
+        return self._store
 
     def agree(self, description: Mapping[str, Any]) -> None:
         """Waits until all hosts have come to the same; see `Agreement.number`."""
@@ -83,13 +90,20 @@ class Session:
             turn = next(rounds)
         return [(number + index) * _ROUNDS + turn for index in range(count)]
 
-    def watch(self, description: Mapping[str, Any], read: Callable[[], int]) -> None:
+    def watch(self, description: Mapping[str, Any], marks: progress.Marks) -> None:
         """Starts to watch one kind of collectives; see `Watch.add`."""
-        self._watch.add(description, read)
+        self._watch.add(description, marks)
+
+    def host_delays(self) -> tuple[delays.HostDelay, ...]:
+        """Returns how far each host was behind the others in the last steps."""
+        return self._watch.host_delays()
 
     def leave(self) -> None:
         """Tells the other hosts that this program ends."""
-        self._agreement.leave()
+        error = getattr(sys, "last_value", None)  # Python has printed it and ends.
+        if error is not None:
+            self._watch.write_box(agreement.describe_error(error))
+        self._agreement.leave(error)
 
 
 # TensorFlow joins one cluster in the life of a process, and its servers do not end before that.
@@ -117,6 +131,7 @@ def join(cluster: config.Cluster, store: Store, abort: watch.Abort, timeout: flo
     if _current is None:
         _current = Session(cluster, store, abort, timeout)
         atexit.register(_current.leave)
+        blackbox.listen()
     if _current.cluster != cluster:
         raise ValueError(
             f"all strategies of a process must be of one cluster; got {cluster} after "

@@ -7,7 +7,6 @@ for as long as the time-out is; and its error names neither the collective nor t
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import json
 import threading
 import time
@@ -15,43 +14,18 @@ from collections.abc import Callable
 
 from absl import logging
 
-from tfcdo.cluster import agreement, config
+from tfcdo.cluster import agreement, blackbox, config, delays, progress
 
 # Ends all collectives of this process: takes whether it was a matter of time, and why.
 Abort = Callable[[bool, str], None]
 
-_INTERVAL = 2.0  # Seconds between two looks.
+_INTERVAL = 1.0  # Seconds between two looks.
 # From then on, this looks whether another host has given up. TensorFlow, which does not say why,
 # counts a host as gone 10 s after its last heartbeat.
 _NEWS_AFTER = 4.0
 _SUSPECT_AFTER = 10.0  # From then on, other hosts can read what this one waits in.
+_FORGET_AFTER = 60.0  # Until then, the waits in a kind that is no longer used are compared.
 _STATUS_TIMEOUT = 0.05
-
-
-@dataclasses.dataclass
-class _Watched:
-    """A kind of collectives, and when its counter, odd while one waits, last moved."""
-
-    description: agreement.Description
-    read: Callable[[], int]
-    count: int = 0
-    since: float = 0.0
-
-    @property
-    def waits(self) -> bool:
-        return self.count % 2 == 1
-
-    @property
-    def status(self) -> str:
-        return json.dumps([agreement.digest(self.description), self.count])
-
-    def __str__(self) -> str:
-        collectives = self.description["collectives"]
-        step, event = divmod(self.count, 2 * collectives)
-        return (
-            f"pack {event // 2 + 1} of {collectives}, time {step + 1}, of the "
-            f"{agreement.brief(self.description)}"
-        )
 
 
 class Watch:
@@ -72,17 +46,20 @@ class Watch:
         self._abort = abort
         self._timeout = timeout
         self._clock = clock
+        self._comparison: delays.Comparison | None = delays.Comparison(cluster, store, clock)
         self._lock = threading.Lock()
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, progress.Kind] = {}
         self._published: str | None = None
         self._next_line = agreement.LOG_AFTER
+        self._has_written = False
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, description: agreement.Description, read: Callable[[], int]) -> None:
-        """Starts to watch a kind of collectives, whose counter of events `read` reads."""
+    def add(self, description: agreement.Description, marks: progress.Marks) -> None:
+        """Starts to watch a kind of collectives."""
+        kind = progress.Kind(agreement.digest(description), description, marks)
         with self._lock:
-            self._watched[agreement.digest(description)] = _Watched(description, read)
+            self._watched[kind.name] = kind
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="tfcdo watch", daemon=True)
                 self._thread.start()
@@ -94,14 +71,45 @@ class Watch:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
 
+    def host_delays(self) -> tuple[delays.HostDelay, ...]:
+        """Compares the waits of all hosts in the last steps."""
+        if self._comparison is None:
+            return ()
+        return self._comparison.delays(delays.measure(self._used(self._clock())))
+
+    def write_box(self, reason: str) -> None:
+        """Writes the last collectives to a file; an error that follows from it writes no other."""
+        if not self._has_written:
+            self._has_written = True
+            blackbox.write(blackbox.record(self._cluster, self._kinds(), reason))
+
     def _run(self) -> None:
         try:
             while not self._end.wait(_INTERVAL):
+                if blackbox.asked():
+                    blackbox.write(blackbox.record(self._cluster, self._kinds(), "SIGUSR1"))
                 if self.look():
                     return
         except Exception as error:  # A watch that fails must not take the training with it.
             if not self._end.is_set():
                 logging.info("tfcdo: collectives are no longer watched: %s", error)
+                self.write_box(f"the watch ended: {error}")
+
+    def _kinds(self) -> list[progress.Kind]:
+        with self._lock:
+            return list(self._watched.values())
+
+    def _used(self, now: float) -> list[progress.Kind]:
+        return [k for k in self._kinds() if k.count and now - k.since < _FORGET_AFTER]
+
+    def _compare(self, now: float) -> None:
+        if self._comparison is None:
+            return
+        try:
+            self._comparison.look(self._used(now))
+        except Exception as error:  # The watch is more important.
+            logging.info("tfcdo: delays of hosts are no longer compared: %s", error)
+            self._comparison = None
 
     def look(self) -> bool:
         """Looks once; returns whether the collectives have been ended, so that all is over."""
@@ -112,9 +120,10 @@ class Watch:
         if reason is None and (waiting is None or waited < _SUSPECT_AFTER):
             self._publish(None)
             self._next_line = agreement.LOG_AFTER
+            self._compare(now)
             return False
         assert waiting is not None
-        self._publish(waiting.status)
+        self._publish(json.dumps([waiting.name, waiting.count]))
         reason = reason or self._agreement.find_mismatch()
         if reason is not None:
             self._give_up(False, reason)
@@ -128,18 +137,18 @@ class Watch:
             logging.warning("tfcdo: %s", self._line(waiting, waited))
         return False
 
-    def _longest_waiting(self, now: float) -> _Watched | None:
-        with self._lock:
-            watched = list(self._watched.values())
-        for kind in watched:
-            count = kind.read()
+    def _longest_waiting(self, now: float) -> progress.Kind | None:
+        kinds = self._kinds()
+        for kind in kinds:
+            count = kind.marks.count()
             if count != kind.count:
                 kind.count, kind.since = count, now
-        waiting = (kind for kind in watched if kind.waits)
+        waiting = (kind for kind in kinds if kind.waits)
         return min(waiting, key=lambda kind: kind.since, default=None)
 
     def _give_up(self, late: bool, reason: str) -> None:
         self._agreement.fail(reason)
+        self.write_box(reason)
         self._abort(late, reason)
 
     def _publish(self, status: str | None) -> None:
@@ -153,12 +162,12 @@ class Watch:
             self._store.set(key, status)
         self._published = status
 
-    def _line(self, waiting: _Watched, waited: float) -> str:
+    def _line(self, waiting: progress.Kind, waited: float) -> str:
         me = self._cluster.name(self._cluster.index)
         late = ", ".join(self._waited_for(waiting)) or "all hosts at once: is the network down?"
-        return f"{waiting} has waited {waited:.0f} s on {me} for {late}"
+        return f"{waiting.place(waiting.count)} has waited {waited:.0f} s on {me} for {late}"
 
-    def _waited_for(self, waiting: _Watched) -> list[str]:
+    def _waited_for(self, waiting: progress.Kind) -> list[str]:
         """Names the hosts that have not come to a collective, and where they are."""
         late = []
         for host in self._cluster.others:
@@ -171,6 +180,6 @@ class Watch:
                 theirs = self._watched.get(name)
             if theirs is waiting and count >= waiting.count:
                 continue  # It waits as well, or is ahead.
-            place = dataclasses.replace(theirs, count=count) if theirs else "another collective"
+            place = theirs.place(count) if theirs else "another collective"
             late.append(f"{self._cluster.name(host)}, which waits in {place}")
         return late

@@ -55,8 +55,11 @@ class Patient:
         """Says what joins the devices, and how that was found."""
         topology, reason = detection.detect_with_reason(self._devices.names)
         links = (
-            answers.LinkSpeed(*pair, float(bandwidth) if np.isfinite(bandwidth) else None, via_host)
-            for pair, (bandwidth, _, via_host) in sorted(topology.link_kinds.items())
+            answers.LinkSpeed(
+                *pair, float(bandwidth) if np.isfinite(bandwidth) else None, link.via_host
+            )
+            for pair, link in sorted(topology.link_by_pair.items())
+            for bandwidth in [topology.bandwidth(*pair)]
         )
         return answers.FoundTopology(topology.name, reason, tuple(links))
 

@@ -10,13 +10,14 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.execute import explain, nccl, request, running
+from tfcdo.execute import explain, nccl, owned, request, running, tensors
 from tfcdo.execute import question as questioning
 from tfcdo.execute.between import Network
 from tfcdo.execute.codec import check_wire_dtype
 from tfcdo.execute.devices import devices_of, existing_device
 from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback, Residuals
+from tfcdo.execute.owned import Owned
 from tfcdo.execute.question import Question
 from tfcdo.execute.request import Reduction
 from tfcdo.plan import decide as deciding
@@ -172,13 +173,14 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         """Copies a tensor to each destination; see `broadcast`."""
         devices = devices_of(destinations)
         value = request.check_broadcast(tensor)
-        return tf_internals.mirrored([_copied(value, device) for device in devices])
+        return tf_internals.mirrored([tensors.copied(value, device) for device in devices])
 
     def explain(
         self,
         shapes: Iterable[Any],
         dtype: Any = tf.float32,
         devices: Sequence[str] | None = None,
+        shard_optimizer_state: bool = False,
     ) -> Explanation:
         """Says what all-reducing such a batch would do, without doing it.
 
@@ -187,6 +189,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
           dtype: the dtype of all values.
           devices: the replicas' devices. None: the current strategy's devices or, outside a
             strategy, the devices that `tf.distribute.MirroredStrategy()` would take.
+          shard_optimizer_state: whether the values are the gradients of variables whose optimizer
+            state is sharded; see `tfcdo.keras.DistributedOptimizer`.
 
         Returns:
           The algorithm and why, packs, copy trees, bytes between devices and hosts, and graph ops;
@@ -205,10 +209,14 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         """
 
         def emit(question: Question, plan: Plan) -> None:
-            running.emit(question, plan, self._network, self._combine)
+            results = running.emit(question, plan, self._network, self._combine)
+            if question.batch.has_owners:
+                owned.emit(question, plan, results)
 
         known = devices if devices is not None or self._network is None else self._network.devices
-        return explain.explain(repr(self), shapes, dtype, known, self._plans_of, emit)
+        return explain.explain(
+            repr(self), shapes, dtype, known, self._plans_of, emit, shard_optimizer_state
+        )
 
     def reset_error_feedback(self) -> None:
         """Sets the rounding errors that are kept for the next step to 0.
@@ -258,6 +266,14 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
             )
         return [results[position] for position in range(len(reductions))]
 
+    def reduce_to_owners(
+        self, values: Sequence[Any], owners: Sequence[int], devices: Sequence[str]
+    ) -> Owned:
+        """Sums each value on its owner, one of the devices; `Owned.send` sends what comes of it."""
+        found = self._plans_of("sum", owned.check_owned(values, owners, devices))
+        residuals = [self._residuals(plan, question) for question, plan in found]
+        return owned.reduce(found, self._network, residuals)
+
     def _plans_of(
         self, op: str, reductions: Sequence[Reduction], options: Any = None, axis: Any = None
     ) -> list[tuple[Question, Plan]]:
@@ -279,6 +295,11 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         )
         chosen = self._options_of(options)
         return [(question, self._plan(question, chosen)) for question in questions]
+
+    @property
+    def is_one_device(self) -> bool:
+        """Returns whether everything is reduced on one device."""
+        return self._options.one_device
 
     @property
     def _root(self) -> str | None:
@@ -361,15 +382,6 @@ def _compared(value: Any) -> str:
     if isinstance(value, Topology):
         return f"{value.name!r}, {value.fingerprint[:8]}"
     return getattr(value, "__qualname__", repr(value))
-
-
-def _copied(value: Any, device: str) -> Any:
-    """Copies a tensor or `tf.IndexedSlices` to a device."""
-    with tf.device(device):
-        if not isinstance(value, tf.IndexedSlices):
-            return tf.identity(value)
-        shape = None if value.dense_shape is None else tf.identity(value.dense_shape)
-        return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), shape)
 
 
 def class_options(

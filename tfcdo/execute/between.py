@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.cluster.session import Session
-from tfcdo.execute import collective_dtypes, handles, numerics, shares
+from tfcdo.execute import collective_dtypes, handles, marks, numerics, shares
 from tfcdo.execute import tensors as shapes
 from tfcdo.plan import plan as plans
 from tfcdo.plan import summary
@@ -144,7 +144,7 @@ class Exchange:
     def __init__(self, network: Network, description: Mapping[str, Any]) -> None:
         self._network = network
         self._count: int = description["collectives"]
-        self._counter = handles.counter(network.session, network.host_device, description)
+        self._marks = marks.marks(network.session, network.host_device, description)
         with tf.device(network.host_device):
             keys = tf_internals.value_at_call_time(
                 lambda: self._next_keys(description), tf.TensorSpec([self._count], tf.int32)
@@ -262,14 +262,14 @@ class Exchange:
                 "communication_hint": self._network.hint,
                 "timeout_seconds": 0.0,
             }
-            entered = self._mark(sent)
+            entered = self._marks.mark([sent])
             if self._network.session.cluster.is_chief:
                 received = tf.raw_ops.CollectiveBcastSendV2(input=sent, **common)
             else:
                 received = tf.raw_ops.CollectiveBcastRecvV2(
                     T=sent.dtype, shape=tf.shape(sent), **common
                 )
-            self._mark(received, after=entered)
+            self._marks.mark([received], after=entered)
             return collective_dtypes.restored(received, tensor)
 
     def _sum_of_shares(
@@ -317,7 +317,7 @@ class Exchange:
         for tensor, device in zip(tensors, devices, strict=True):
             with tf.device(device):
                 parts.append(collective_dtypes.as_summed(tensor))
-        entered, key = self._mark(*parts), next(self._keys)
+        entered, key = self._marks.mark(parts), next(self._keys)
         totals = []
         for part, device in zip(parts, devices, strict=True):
             with tf.device(device):
@@ -332,7 +332,7 @@ class Exchange:
                     communication_hint=self._network.hint,
                 )
                 totals.append(total)
-        self._mark(*totals, after=entered)
+        self._marks.mark(totals, after=entered)
         results = []
         for total, tensor, device in zip(totals, tensors, devices, strict=True):
             with tf.device(device):
@@ -346,7 +346,7 @@ class Exchange:
     def _copy(
         self, collective: Callable[..., tf.Tensor], tensor: tf.Tensor, device: str, line: str = ""
     ) -> tf.Tensor:
-        entered = self._mark(tensor)
+        entered = self._marks.mark([tensor])
         copied = collective(
             input=tensor,
             group_size=self._network.num_hosts,
@@ -355,19 +355,8 @@ class Exchange:
             ordering_token=[handles.ordering_token(device, line)],
             communication_hint=self._network.hint,
         )
-        self._mark(copied, after=entered)
+        self._marks.mark([copied], after=entered)
         return copied
-
-    def _mark(self, *tensors: tf.Tensor, after: tf.Operation | None = None) -> tf.Operation:
-        """Counts one more event, entering or leaving a collective, for the watch."""
-        before = [*tensors, after] if after is not None else tensors
-        with tf.control_dependencies(before), tf.device(self._network.host_device):
-            mark = tf.raw_ops.AssignAddVariableOp(
-                resource=tf_internals.captured(self._counter), value=tf.constant(1, tf.int64)
-            )
-        if mark is not None:
-            tf_internals.run_before_function_returns(mark)
-        return mark
 
     def _next_keys(self, description: Mapping[str, Any]) -> tf.Tensor:
         keys = self._network.session.next_keys(description, self._count)

@@ -10,10 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import checks, tf_internals
+from tfcdo.execute import owned
 from tfcdo.execute.devices import check_device
 from tfcdo.execute.question import Question
 from tfcdo.execute.request import Reduction, check_pairs
-from tfcdo.plan import summary
+from tfcdo.plan import owners, summary
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Pack, Plan
 
@@ -63,6 +64,8 @@ class Explanation:
         by index; empty for NCCL.
       num_ops: how many ops of each type the all-reduce adds to a graph.
       bytes_between_hosts: how many bytes this host sends to others; 0 on one host, and for NCCL.
+      owned_bytes: the bytes of the variables that each device updates, with the optimizer's state
+        of these variables only; empty if each device updates all of them.
     """
 
     ops: str
@@ -73,6 +76,7 @@ class Explanation:
     bytes_by_link: Mapping[tuple[int, int], int]
     num_ops: Mapping[str, int]
     bytes_between_hosts: int = 0
+    owned_bytes: tuple[int, ...] = ()
 
     @property
     def num_packs(self) -> int:
@@ -98,10 +102,22 @@ class Explanation:
                 [f"  {_bytes(self.bytes_between_hosts)} to other hosts"]
                 * bool(self.bytes_between_hosts)
             ),
+            *self._lines_of_owners(),
             f"  {self.num_graph_ops:,} graph ops: "
             + ", ".join(f"{count:,} {name}" for name, count in ops),
         ]
         return "\n".join(lines)
+
+    def _lines_of_owners(self) -> list[str]:
+        if not sum(self.owned_bytes):
+            return []
+        most, mean = max(self.owned_bytes), sum(self.owned_bytes) / len(self.owned_bytes)
+        owned = ", ".join(f"{number:,}" for number in self.owned_bytes)
+        return [
+            f"  bytes of the variables that each device updates: {owned}",
+            f"  a slot of the optimizer takes up to {_bytes(most)} a device instead of "
+            f"{_bytes(sum(self.owned_bytes))}; the largest share is {most / mean:.2f} of the mean",
+        ]
 
 
 def explain(
@@ -111,6 +127,7 @@ def explain(
     devices: Sequence[str] | None,
     plans_of: Callable[[str, Sequence[Reduction]], list[tuple[Question, Plan]]],
     emit: Callable[[Question, Plan], Any],
+    shard_optimizer_state: bool = False,
 ) -> Explanation:
     """Explains how a class sums a batch of values; see `ConfiguredCrossDeviceOps.explain`.
 
@@ -121,6 +138,7 @@ def explain(
       devices: the replicas' devices; None for the usual ones.
       plans_of: makes the object's plans.
       emit: creates the ops of a plan.
+      shard_optimizer_state: whether each value's variable is updated on one device.
     """
     dtype = tf.as_dtype(dtype)
     names = _device_names(devices)
@@ -128,10 +146,18 @@ def explain(
         raise TypeError(f"shapes must be a list with the shape of each value; got {shapes!r}")
     known = [_known_shape(index, shape) for index, shape in enumerate(shapes)]
     found: list[tuple[Question, Plan]] = []
+    sizes = [(shape.num_elements() or 0) * dtype.size for shape in known]
+    sharded = shard_optimizer_state and len(names) > 1
+    owner = owners.deal(sizes, len(names)) if sharded else ()
 
     def all_reduce() -> None:
         values = [_placeholders(shape, dtype, names) for shape in known]
-        for question, plan in plans_of("sum", check_pairs([(value, value) for value in values])):
+        pairs = (
+            owned.check_owned(values, owner, names)
+            if sharded
+            else check_pairs([(value, value) for value in values])
+        )
+        for question, plan in plans_of("sum", pairs):
             found.append((question, plan))
             emit(question, plan)
 
@@ -150,6 +176,7 @@ def explain(
         dict(by_edge),
         dict(collections.Counter(types)),
         sum(summary.bytes_between_hosts(plan) for _, plan in found),
+        owners.loads(sizes, owner, len(names)) if sharded else (),
     )
 
 

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -129,6 +129,9 @@ class ErrorFeedback(tf_internals.Trackable):
 
     def __init__(self) -> None:
         self._slots: dict[str, list[_Slot]] = {}
+        # Values from a backup, for variables that are not there yet.
+        self._restored: dict[str, Any] = {}
+        self._by_name: dict[str, tf.Variable] = {}
         # How many batches of each structure each graph has reduced so far.
         self._turns: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = (
             weakref.WeakKeyDictionary()
@@ -147,6 +150,22 @@ class ErrorFeedback(tf_internals.Trackable):
             for slot in slots
             for variable in slot.residuals.variables
         ]
+
+    @property
+    def by_name(self) -> Mapping[str, tf.Variable]:
+        """Returns all residuals by names that are the same in another process."""
+        return self._by_name
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Sets residuals by name, also those that are made later; all others become 0."""
+        with _lock:
+            self.reset()
+            self._restored = dict(values)
+            for slots in self._slots.values():
+                for slot in slots:
+                    # The function that takes a free slot gets its values.
+                    if not slot.is_free():
+                        self._give_restored(slot.residuals.variables)
 
     def reset(self) -> None:
         """Sets all residuals to 0."""
@@ -203,7 +222,7 @@ class ErrorFeedback(tf_internals.Trackable):
             number = len(slots)
             residuals = Residuals(
                 devices,
-                lambda name, one: self._track_trackable(one, f"batch_{key}_{number}_{name}"),
+                lambda name, one: self._add(f"batch_{key}_{number}_{name}", one),
             )
             slot = _Slot(residuals, None, turn)
             slots.append(slot)
@@ -211,8 +230,22 @@ class ErrorFeedback(tf_internals.Trackable):
             # Residuals restored from a checkpoint are kept for the next function.
             with tf.init_scope():
                 slot.residuals.reset()
+                self._give_restored(slot.residuals.variables)
         slot.give_to(owner, turn)
         return slot
+
+    def _add(self, name: str, variable: tf.Variable) -> None:
+        self._track_trackable(variable, name)
+        self._by_name[name] = variable
+        self._give_restored([variable])
+
+    def _give_restored(self, variables: Sequence[tf.Variable]) -> None:
+        ids = {id(variable) for variable in variables}
+        for name, variable in self._by_name.items():
+            if id(variable) in ids and name in self._restored:
+                value = self._restored.pop(name)
+                with tf.device(variable.device):
+                    variable.assign(value.view(variable.dtype.as_numpy_dtype))
 
     def _check_number(self, owner: Any) -> None:
         used = sum(any(slot.belongs_to(owner) for slot in slots) for slots in self._slots.values())

@@ -1,18 +1,13 @@
-"""Group keys, order and number of collectives, by which TensorFlow matches them."""
+"""Group keys and order of collectives, by which TensorFlow matches them."""
 
 from __future__ import annotations
 
 import functools
-import json
 import threading
-from collections.abc import Mapping
-from typing import Any
 
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.cluster.agreement import digest
-from tfcdo.cluster.session import Session
 
 # Group keys of ours, far from those that TensorFlow's strategies count up from 1.
 _GROUP_KEYS = {"CPU": 7_001_000, "GPU": 7_002_000}
@@ -48,34 +43,6 @@ def ordering_token(device: str, line: str = "") -> tf.Tensor:
     with _lock:
         is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
         return tf_internals.captured(_make_token(device, line if is_cpu else ""))
-
-
-def counter(session: Session, device: str, description: Mapping[str, Any]) -> tf.Tensor:
-    """Returns the variable that counts how often a kind of collectives is entered and left.
-
-    Args:
-      session: watches it.
-      device: where it is: this host's own CPU.
-      description: the kind of collectives, as the hosts have agreed on it.
-    """
-    with _lock:
-        return _make_counter(session, device, json.dumps(description))
-
-
-@functools.cache
-def _make_counter(session: Session, device: str, description: str) -> tf.Tensor:
-    known = json.loads(description)
-    with tf.init_scope(), tf.device(device):
-        handle = tf.raw_ops.VarHandleOp(
-            dtype=tf.int64, shape=[], shared_name=f"tfcdo_progress_{digest(known)}"
-        )
-        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0, tf.int64))
-
-    def read() -> int:
-        return int(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64))
-
-    session.watch(known, read)
-    return handle
 
 
 @functools.cache

@@ -70,6 +70,42 @@ def run(
             return _unpack_all(plan, results, devices)
 
 
+def broadcast(plan: Plan, values: Sequence[Any], devices: Sequence[str]) -> list[list[Any]]:
+    """Sends the variables that the roots of a plan have updated down its trees.
+
+    Args:
+      plan: the plan, whose sums the roots have got from `run`.
+      values: a tensor for each value of the plan, on the root of its packs; or `tf.IndexedSlices`
+        where only some rows are to be sent.
+      devices: the device of each node.
+
+    Returns:
+      `[v][node]`: what each node gets.
+    """
+    roots = {part.value: pack.tree.root for pack in plan.packs if pack.tree for part in pack.slices}
+    parts: dict[Slice, Any] = {}
+    with tf.name_scope("tfcdo"):
+        for index, slices in enumerate(plan.slices_of):
+            with tf.device(devices[roots[index]]), tf.name_scope("fuse"):
+                parts.update(zip(slices, _cut(values[index], slices), strict=True))
+        results = []
+        for index, pack in enumerate(plan.packs):
+            assert pack.tree is not None
+            with tf.name_scope(f"{pack.name}{index}"):
+                with tf.device(devices[pack.tree.root]):
+                    held = [
+                        _fuse(tensor, [parts[part] for part in tensor.slices])
+                        for tensor in pack.tensors
+                    ]
+                sent = tf.nest.flatten(held, expand_composites=True)
+                arrived = copy_trees.broadcast_down(pack.tree, sent, devices)
+                results.append(
+                    [tf.nest.pack_sequence_as(held, own, expand_composites=True) for own in arrived]
+                )
+        with tf.name_scope("unfuse"):
+            return _unpack_all(plan, results, devices)
+
+
 def _reduce_pack(
     plan: Plan, index: int, held: Held, after: Held | None, devices: Sequence[str], runtime: Runtime
 ) -> Held:
@@ -102,6 +138,8 @@ def _reduce_pack(
         case _:
             total = copy_trees.reduce_up(tree, held, devices, _add, encode, decode)
     result = _root_step(plan, pack, total, root, runtime)
+    if pack.root.update:  # The rest is `broadcast`.
+        return [result if node == tree.root else None for node in range(tree.num_devices)]
     if pack.kind == "rows":
         return _rows_down(pack, result, held, devices)
     if pack.to is not None:  # Where there was nothing to add, the result may be on another device.

@@ -81,9 +81,10 @@ def questions(
             if device is not None and device not in nodes:
                 nodes.append(device)
         requests = tuple(
-            Request(spec, _nodes_of(reduction, nodes), reduction.exact or spec.size == 1)
+            Request(spec, _nodes_of(reduction, nodes), is_exact, reduction.owner)
             for reduction in members
             for spec in [_gathered(reduction) if op == "gather" else _spec(reduction, as_rows)]
+            for is_exact in [reduction.exact or spec.size == 1]
         )
         chosen = None
         if one_device:

@@ -22,12 +22,14 @@ class Reduction:
       devices: the device of each value; `""` where it is not known at trace time.
       destinations: the devices that get the result.
       exact: whether it is never rounded where it is copied: only gradients are.
+      owner: the replica that updates its variable with the sum; None if the sum itself is sent.
     """
 
     values: tuple[Any, ...]
     devices: tuple[str, ...]
     destinations: tuple[str, ...]
     exact: bool = False
+    owner: int | None = None
 
     @property
     def is_sparse(self) -> bool:

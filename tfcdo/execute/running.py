@@ -66,12 +66,20 @@ def run(
     ]
 
 
+def up(
+    question: Question, plan: Plan, network: Network | None, residuals: Residuals | None
+) -> list[list[Any]]:
+    """Runs a plan whose roots update variables, as far as the sums: `[value][node]`."""
+    runtime = Runtime(_exchange(plan, network), residuals)
+    return interpreter.run(plan, question.values, question.devices, runtime)
+
+
 def emit(
     question: Question, plan: Plan, network: Network | None, accumulate: Accumulate | None
-) -> None:
+) -> list[list[Any]]:
     """Creates the ops of a plan in the current graph, without residuals: nothing is reduced."""
     runtime = Runtime(_exchange(plan, network), None, accumulate, remembered=False)
-    interpreter.run(plan, question.values, question.devices, runtime)
+    return interpreter.run(plan, question.values, question.devices, runtime)
 
 
 def _exchange(plan: Plan, network: Network | None) -> Exchange | None:

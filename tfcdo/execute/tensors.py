@@ -45,3 +45,12 @@ def axis_first(rank: tf.Tensor, axis: Any) -> tuple[tf.Tensor, tf.Tensor]:
     axis = tf.cast(axis, tf.int32) % rank
     before, after = tf.range(axis), tf.range(axis + 1, rank)
     return tf.concat([[axis], before, after], 0), tf.concat([before + 1, [0], after], 0)
+
+
+def copied(value: Any, device: str) -> Any:
+    """Copies a tensor or `tf.IndexedSlices` to a device."""
+    with tf.device(device):
+        if not isinstance(value, tf.IndexedSlices):
+            return tf.identity(value)
+        shape = None if value.dense_shape is None else tf.identity(value.dense_shape)
+        return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), shape)

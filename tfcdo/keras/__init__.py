@@ -5,12 +5,15 @@ Nothing else of tfcdo imports this package, so Keras is loaded for those who use
 
 from __future__ import annotations
 
+from tfcdo import keras_steps
 from tfcdo.keras.backup import BackupAndRestore
+from tfcdo.keras.data_order import resumable
 from tfcdo.keras.in_sync import CheckInSync
 from tfcdo.keras.optimizer import DistributedOptimizer
 from tfcdo.keras.statistics import SynchronizeStatistics
 from tfcdo.keras.trace_summary import TraceSummary
 from tfcdo.keras.uneven import weight_by_examples
+from tfcdo.xla import jit_compile
 
 __all__ = [
     "BackupAndRestore",
@@ -18,5 +21,9 @@ __all__ = [
     "DistributedOptimizer",
     "SynchronizeStatistics",
     "TraceSummary",
+    "jit_compile",
+    "resumable",
     "weight_by_examples",
 ]
+
+keras_steps.install()

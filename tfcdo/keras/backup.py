@@ -1,122 +1,282 @@
-"""A backup of the training state that a killed job can trust, written by one of its hosts."""
+"""`BackupAndRestore`: after a fault, training goes on at the batch of the last backup."""
 
 from __future__ import annotations
 
-import contextlib
+import concurrent.futures
+import dataclasses
 import os
 import pathlib
-import re
-import shutil
-import tempfile
-from typing import Any
+import secrets
+from typing import Any, Literal
 
-import keras
-import tensorflow as tf
+from absl import logging
 
-from tfcdo import strategies
+from tfcdo import checks, environment, keras_calls, log, strategies
+from tfcdo.keras import (
+    backup_folder,
+    data_order,
+    host_exchange,
+    preemption,
+    skipping,
+    training_state,
+)
 from tfcdo.keras.callback import Callback
 
-_COMPLETE = re.compile(r"epoch-(\d+)")
+# Writes one backup at a time; the process ends when the last one has been written.
+_writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfcdo backup")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Progress:
+    """How far a training has come.
+
+    Attributes:
+      epoch: the epoch that is running, or begins next.
+      batch: how many of its batches are done.
+      batches: how many batches of all epochs are done.
+      examples: how many examples of a `resumable` dataset are done.
+      first_epoch: the epoch in which the training began.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    batches: int = 0
+    examples: int = 0
+    first_epoch: int | None = None
+
+    @property
+    def position(self) -> backup_folder.Position:
+        return self.epoch, self.batch
 
 
 class BackupAndRestore(Callback):
-    """`keras.callbacks.BackupAndRestore` for several hosts; backups survive a kill at any time.
+    """`keras.callbacks.BackupAndRestore` that continues inside an epoch, bit for bit.
 
-    Keras's callback overwrites the weights and then a file with the epoch: killed in between, it
-    continues with weights of one epoch at another. On several hosts, each would write to the same
-    files, or each to its own, and they could restore unlike epochs.
+    A backup has the weights, all of the optimizer (accumulated gradients, averages, the loss
+    scale), seeds, the moving statistics of each replica, the rounding errors of `error_feedback`,
+    the metrics of the epoch and the position. On the same devices, a training that is killed and
+    started again ends with the weights of an undisturbed one, bit for bit. On another number of
+    replicas or hosts it goes on with the same global batches.
 
-    Here one host, the chief (`tfcdo.is_chief()`), writes what Keras's callback writes into a new
-    folder and renames it when it is complete. All hosts restore the newest complete one, and make
-    sure that they restore the same.
+    The data must come in the same order again: pass `tfcdo.keras.resumable(...)` to `fit`, which
+    starts at any example, or a `tf.data.Dataset` that gives the same batches each time, whose
+    first ones are taken and dropped. If the data cannot be resumed, the log says so at the start.
+
+    One host, the chief (`tfcdo.is_chief()`), writes the backups in the background. A backup is
+    visible when it is complete, and the two newest are kept. Give this callback to `fit` after
+    those that change the model, such as `SynchronizeStatistics`. The state of other callbacks is
+    not part of a backup. When training continues inside an epoch, they are called for its first
+    batches too.
+
+    When the process gets SIGTERM while it trains, or TensorFlow has a notice of preemption for any
+    host, all hosts make a backup after the same step and raise `SystemExit` with status 75;
+    `tfcdo launch` then starts them again. A handler of the program's own for SIGTERM stays.
 
     Args:
-      backup_dir: The folder for backups, on a file system that all hosts share. Nothing else may be
-        in it.
-      delete_checkpoint: Whether to remove the folder at the end of the training.
+      backup_dir: the folder for the backups of one training, on a file system that all hosts
+        share, so that the backups are there when the chief is another machine.
+      save_freq: "epoch" for a backup at the end of each epoch; or after how many batches.
+      delete_checkpoint: whether to remove the backups at the end of the training.
 
     Raises:
-      RuntimeError: When the training begins, if hosts do not find the same backup.
+      TypeError: if an argument is of another type.
+      ValueError: if `backup_dir` is empty or `save_freq` not one of the above; when training
+        begins, if the newest backup is of another model or optimizer.
+      OSError: if the folder cannot be written to, such as on a full disk; earlier backups stay.
+      RuntimeError: if no backup can be read, or another job uses the folder.
 
     Example:
-      >>> import keras, numpy as np
+      >>> import keras, numpy as np, tfcdo.keras
       >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
       >>> model.compile("sgd", "mse")
+      >>> data = tfcdo.keras.resumable((np.zeros([4, 2]), np.zeros([4, 1])), batch_size=2)
       >>> folder = tempfile.mkdtemp()
-      >>> backup = BackupAndRestore(folder, delete_checkpoint=False)
-      >>> data = np.zeros([4, 2]), np.zeros([4, 1])
-      >>> _ = model.fit(*data, epochs=2, callbacks=[backup], verbose=0)
-      >>> os.listdir(folder)
-      ['epoch-2']
-      >>> model.fit(*data, epochs=3, callbacks=[backup], verbose=0).epoch
-      [2]
+      >>> backup = BackupAndRestore(folder, save_freq=3, delete_checkpoint=False)
+      >>> _ = model.fit(data, steps_per_epoch=2, epochs=2, callbacks=[backup], verbose=0)
+      >>> sorted(os.listdir(folder))
+      ['epoch-00001-batch-00000001.npz', 'training.json']
+      >>> model.fit(data, steps_per_epoch=2, epochs=3, callbacks=[backup], verbose=0).epoch
+      [1, 2]
     """
 
-    def __init__(self, backup_dir: str | os.PathLike[str], delete_checkpoint: bool = True) -> None:
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: Literal["epoch"] | int = "epoch",
+        delete_checkpoint: bool = True,
+    ) -> None:
         super().__init__()
         if not os.fspath(backup_dir):
             raise ValueError("backup_dir must be the path of a folder; got ''")
+        if not isinstance(save_freq, str):
+            checks.check_int("save_freq", save_freq, at_least=1)
+        elif save_freq != "epoch":
+            raise ValueError(f'save_freq must be "epoch" or a number; got {save_freq!r}')
         self.backup_dir = pathlib.Path(backup_dir)
+        self.save_freq = save_freq
         self.delete_checkpoint = delete_checkpoint
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restores the newest backup, if there is one."""
-        epoch = max(self._complete(), default=0)
-        self._check_same(epoch)
-        if epoch:
-            self._keras_callback(self._folder(epoch)).on_train_begin(logs)
+        """Restores the newest backup, if there is one; Keras calls it."""
+        _writer.submit(int).result()  # An earlier training of this process may still write.
+        self._writing: concurrent.futures.Future[None] | None = None
+        self._folder = backup_folder.BackupFolder(self.backup_dir)
+        self._iterator = keras_calls.epoch_iterator()
+        skipping.SkipBatches.remove_from(self.model)
+        strategy = self.model.distribute_strategy
+        named = self._folder.training() if strategies.is_chief() else ""
+        self._training = host_exchange.gather_json(strategy, named or secrets.token_hex(8))[0]
+        restored = self._newest_of_all_hosts()
+        self._restored: Any = restored
+        self._progress = _Progress()
+        if restored is not None:
+            self._restore(*restored)
+        self._saved_batches = self._progress.batches
+        self._saved_position = self._progress.position
+        self._order = self._begin_data()
+        if strategies.is_chief():
+            self._folder.take(self._training)
+            if restored is not None:
+                self._folder.remove_after(self._progress.position)
+        self._calls = 0
+        self._preemption = preemption.Preemption()
+        self._preemption.start()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Continues inside the epoch, if it was the epoch of the backup; Keras calls it."""
+        if self._progress.first_epoch is None:
+            self._progress = dataclasses.replace(self._progress, first_epoch=epoch)
+        if self._restored is not None and self._progress.batch:
+            training_state.restore_metrics(self.model, *self._restored)
+            self._skip_batches()
+        else:
+            self._progress = dataclasses.replace(self._progress, epoch=epoch, batch=0)
+        self._restored = None  # Frees the arrays.
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Leaves if a host will be taken away, else goes on; Keras calls it."""
+        if not self._preemption.may_begin(self._calls + 1):
+            self._leave()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Makes a backup if it is time to, and leaves if a host will be taken away; Keras calls it."""
+        self._calls += 1
+        steps = (self.params or {}).get("steps")
+        # With `steps_per_execution` Keras counts the last batches of an epoch in full.
+        new = (min(batch + 1, steps) if steps else batch + 1) - self._progress.batch
+        if new <= 0:
+            return  # It was skipped.
+        self._progress = dataclasses.replace(
+            self._progress,
+            batch=self._progress.batch + new,
+            batches=self._progress.batches + new,
+            examples=self._progress.examples + new * (self._order.batch_size if self._order else 0),
+        )
+        if isinstance(self.save_freq, int):
+            done, before = self._progress.batches, self._saved_batches
+            if done // self.save_freq > before // self.save_freq:
+                self._save()
+        if self._preemption.must_leave(self._calls):
+            self._leave()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Writes a backup, and removes the one before."""
-        with tempfile.TemporaryDirectory() as elsewhere:
-            # All hosts save, because reading some variables takes all of them.
-            is_chief = strategies.is_chief()
-            writing = self.backup_dir / "writing" if is_chief else pathlib.Path(elsewhere, "unused")
-            if is_chief:
-                shutil.rmtree(writing, ignore_errors=True)
-            self._keras_callback(writing).on_epoch_end(epoch, logs)
-            if is_chief:
-                self._complete_backup(writing, epoch + 1)
+        """Makes a backup if it is time to; Keras calls it."""
+        self._progress = dataclasses.replace(self._progress, epoch=epoch + 1, batch=0)
+        if self.save_freq == "epoch":
+            self._save()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Removes all backups, because the training is complete."""
+        """Removes the backups, because the training is complete; Keras calls it."""
+        self._preemption.stop()
+        self._finish_writing()
+        self.model._initial_epoch = None
         if self.delete_checkpoint and strategies.is_chief():
-            shutil.rmtree(self.backup_dir, ignore_errors=True)
+            self._folder.remove()
 
-    def _complete_backup(self, writing: pathlib.Path, epoch: int) -> None:
-        before = self._complete()
-        # A backup of that epoch is there if the training was restarted from an older one.
-        shutil.rmtree(self._folder(epoch), ignore_errors=True)
-        writing.rename(self._folder(epoch))
-        for old in before:
-            if old != epoch:
-                shutil.rmtree(self._folder(old), ignore_errors=True)
-
-    def _complete(self) -> list[int]:
-        """Returns the epochs after which complete backups were made."""
-        with contextlib.suppress(FileNotFoundError):
-            found = (_COMPLETE.fullmatch(path.name) for path in self.backup_dir.iterdir())
-            return [int(match[1]) for match in found if match]
-        return []
-
-    def _folder(self, epoch: int) -> pathlib.Path:
-        return self.backup_dir / f"epoch-{epoch}"
-
-    def _keras_callback(self, folder: pathlib.Path) -> keras.callbacks.BackupAndRestore:
-        callback = keras.callbacks.BackupAndRestore(str(folder))
-        callback.set_model(self.model)
-        return callback
-
-    def _check_same(self, epoch: int) -> None:
-        """Raises a RuntimeError on all hosts unless all have found the same epoch."""
-        strategy = tf.distribute.get_strategy()
-        epochs = strategy.gather(
-            strategy.experimental_distribute_values_from_function(lambda _: tf.constant([epoch])),
-            axis=0,
-        ).numpy()
-        if epochs.min() != epochs.max():
-            raise RuntimeError(
-                f"all hosts must find the same backup in backup_dir, {str(self.backup_dir)!r}, "
-                "which must be on a file system that they share; got backups after the epochs "
-                f"{epochs.tolist()} (0: none), in the order of the replicas"
+    def _save(self) -> None:
+        """Copies the state between two steps, and has the chief write it."""
+        self._saved_batches = self._progress.batches
+        self._saved_position = self._progress.position
+        header = {"training": self._training, "progress": dataclasses.asdict(self._progress)}
+        copy = training_state.copy(self.model, header, with_metrics=self._progress.batch > 0)
+        self._finish_writing()
+        if strategies.is_chief():
+            self._writing = _writer.submit(
+                lambda folder, position: folder.write(position, copy.header, copy.fetch()),
+                self._folder,
+                self._progress.position,
             )
+
+    def _finish_writing(self) -> None:
+        """Waits until the last backup has been written, and raises its error."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _leave(self) -> None:
+        """Makes a backup and ends the process, as all hosts do after this step."""
+        parameters = self.params or {}
+        if self._progress.position == (parameters.get("epochs", 0) - 1, parameters.get("steps")):
+            return  # The training is complete.
+        if self._saved_position != self._progress.position:
+            self._save()
+        self._finish_writing()
+        self._preemption.wait_for_all()
+        logging.info(
+            "tfcdo: leaving after epoch %d, batch %d, with a backup: this machine, or another "
+            "host's, will be taken away",
+            *self._progress.position,
+        )
+        raise SystemExit(environment.RESTART_STATUS)
+
+    def _newest_of_all_hosts(self) -> tuple[backup_folder.Header, Any] | None:
+        """Returns the newest complete backup that any host finds."""
+        strategy = self.model.distribute_strategy
+        host, _ = host_exchange.host_of(strategy)
+        own = self._folder.newest()
+        positions = [
+            position and tuple(position)
+            for position in host_exchange.gather_json(strategy, own and own[0])
+        ]
+        newest = max(filter(None, positions), default=None)
+        if all(position == newest for position in positions):
+            return own and own[1:]
+        # A host on a new machine, or whose file system is not up to date.
+        source = positions.index(newest)
+        data = self._folder.file(newest).read_bytes() if host == source else b""
+        data = host_exchange.copy_from(strategy, data, source)
+        return own[1:] if own and own[0] == newest else backup_folder.read_bytes(data)
+
+    def _restore(self, header: backup_folder.Header, arrays: Any) -> None:
+        data_order.build(self.model, self._iterator)
+        training_state.check_same_model(self.model, header, str(self.backup_dir))
+        training_state.restore(self.model, header, arrays)
+        self._progress = _Progress(**header["progress"])
+        self.model._initial_epoch = self._progress.epoch
+
+    def _begin_data(self) -> data_order.Order | None:
+        """Has a `resumable` dataset start where training goes on; names other data."""
+        if self._iterator is None:
+            return None
+        order = data_order.order_of(self._iterator)
+        if order is None:
+            reason = data_order.why_not(self._iterator)
+            if reason is not None:
+                log.warn_once(f"a training with this data cannot be resumed exactly: {reason}")
+        elif self._iterator.steps_per_epoch is None:
+            raise ValueError(
+                "fit must get steps_per_epoch for data of tfcdo.keras.resumable, which has no end; "
+                "got None"
+            )
+        else:
+            order.first.assign(self._progress.examples)
+        return order
+
+    def _skip_batches(self) -> None:
+        progress = self._progress
+        drop = 0
+        if self._order is None and self._iterator is not None:
+            epochs = progress.epoch - (progress.first_epoch or 0)
+            drop = progress.batch + skipping.batches_before(self._iterator, epochs)
+        steps = (self.params or {}).get("steps")
+        skipping.SkipBatches(self.model, progress.batch, steps, drop)

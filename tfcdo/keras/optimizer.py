@@ -9,7 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcdo.keras import updates
+from tfcdo import empty_batches
+from tfcdo.keras import sharding, updates
 
 # Keras's base class sets these on every optimizer; here they forward to the wrapped optimizer.
 _FORWARDED = (
@@ -50,10 +51,17 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
       gradient_accumulation_steps: over how many steps gradients are accumulated before each
         update; None: `optimizer`'s own setting.
       name: the optimizer's name; None for one made from its class.
+      shard_optimizer_state: whether the state of each variable, such as Adam's two moments, is only
+        on one device of a host. This device, its owner, gets the sum of the gradients, updates the
+        variable and sends it to the other devices: as many bytes as an all-reduce. Whole variables
+        are dealt to devices by their bytes. See the page on optimizer state.
 
     Raises:
-      TypeError: if `optimizer` is not a Keras optimizer or a number not an int.
-      ValueError: if `gradient_accumulation_steps` is less than 2 or differs from `optimizer`'s.
+      TypeError: if `optimizer` is not a Keras optimizer, a number not an int or
+        `shard_optimizer_state` not a bool; with it, if the strategy does not sum with one of
+        tfcdo's all-reduce classes.
+      ValueError: if `gradient_accumulation_steps` is less than 2 or differs from `optimizer`'s;
+        with `shard_optimizer_state`, if `optimizer` is built or was made outside of the scope.
 
     References:
       Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018,
@@ -71,18 +79,23 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     """
 
     built: bool
+    meets_outside_xla = True  # For `keras_steps`.
 
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer,
         gradient_accumulation_steps: int | None = None,
         name: str | None = None,
+        shard_optimizer_state: bool = False,
     ) -> None:
         _check_optimizer(optimizer)
+        _check_sharding(optimizer, shard_optimizer_state)
         _set_accumulation_steps(optimizer, gradient_accumulation_steps)
         super().__init__(learning_rate=lambda: optimizer.learning_rate, name=name)
         self.inner_optimizer = optimizer
         self._iterations = optimizer._iterations
+        self.shard_optimizer_state = shard_optimizer_state
+        self._shards: sharding.Shards | None = None
         # While one thread applies gradients, methods of the optimizer inside are replaced.
         self._applying = threading.RLock()
 
@@ -106,7 +119,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if self.built:
             return
         if not self.inner_optimizer.built:
-            with updates.accumulated_on_each_replica(self.inner_optimizer):
+            strategy = self._distribution_strategy
+            if self.shard_optimizer_state and len(strategy.extended.worker_devices) > 1:
+                self._shards = sharding.deal(strategy, variables)
+            with updates.accumulated_on_each_replica(self.inner_optimizer, self._shards):
                 self.inner_optimizer.build(variables)
         self.built = True
 
@@ -140,7 +156,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
         tf.distribute.get_replica_context().merge_call(
-            self._apply_across_replicas, args=(list(grads), trainable_variables)
+            self._apply_across_replicas,
+            args=(empty_batches.without_nan(list(grads)), trainable_variables),
         )
 
     def _apply_across_replicas(
@@ -151,13 +168,26 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
                 self.build(variables)
             known = self.inner_optimizer._trainable_variables if variables is None else variables
             grads = updates.of_one_kind(strategy, grads, known)
-            with updates.summed_first(self.inner_optimizer):
+            with updates.summed_first(self.inner_optimizer, self._shards):
                 strategy.run(self.inner_optimizer.apply, args=(grads, variables))
 
     @property
     def variables(self) -> list[keras.Variable]:
         """Returns the variables of the optimizer inside: there are no others."""
         return list(self.inner_optimizer.variables)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Returns the bytes of the optimizer's variables on each device of this host.
+
+        Returns:
+          The number of bytes by device; empty before the optimizer is built.
+        """
+        held: dict[str, int] = {}
+        for variable in self.variables if self.built else ():
+            for component in getattr(variable.value, "values", (variable.value,)):
+                num_bytes = component.shape.num_elements() * component.dtype.size
+                held[component.device] = held.get(component.device, 0) + num_bytes
+        return dict(sorted(held.items()))
 
     @property
     def learning_rate(self) -> Any:
@@ -217,24 +247,41 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer.set_weights(weights)
 
     def save_own_variables(self, store: Any) -> None:
-        """Saves nothing: Keras saves the optimizer inside by itself.
+        """Saves the variables of the optimizer inside where it would save them alone.
 
         Args:
           store: where an optimizer's variables go.
         """
+        self.inner_optimizer.save_own_variables(store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Loads nothing: Keras loads the optimizer inside by itself.
+        """Loads the variables of the optimizer inside.
 
         Args:
           store: where an optimizer's variables come from.
+
+        Raises:
+          ValueError: if they are those of another optimizer.
         """
+        saved, here = len(store.keys()), len(self.inner_optimizer.variables)
+        if saved and self.inner_optimizer.built and saved != here:
+            raise ValueError(
+                f"the state that is loaded must be one of {type(self.inner_optimizer).__name__}, "
+                f"with {here} variables; got {saved} variables, as of another optimizer: compile "
+                "with the optimizer that was saved, or load the weights before you compile"
+            )
+        self.inner_optimizer.load_own_variables(store)
+
+    def __dir__(self) -> list[str]:
+        # Keras saves all optimizers that it finds here, and would save the one inside twice.
+        return [name for name in super().__dir__() if name != "inner_optimizer"]
 
     def get_config(self) -> dict[str, Any]:
         """Returns what `from_config` makes the same optimizer from."""
         return {
             "name": self.name,
             "optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "shard_optimizer_state": self.shard_optimizer_state,
         }
 
     @classmethod
@@ -251,7 +298,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
           The optimizer, without variables.
         """
         optimizer = keras.saving.deserialize_keras_object(config["optimizer"], custom_objects)
-        return cls(optimizer, name=config.get("name"))
+        sharded = config.get("shard_optimizer_state", False)
+        return cls(optimizer, name=config.get("name"), shard_optimizer_state=sharded)
 
 
 def _forwarded(name: str) -> property:
@@ -284,6 +332,29 @@ def _check_optimizer(optimizer: Any) -> None:
             "optimizer must be a Keras 3 optimizer that is not a DistributedOptimizer itself; "
             f"got {optimizer!r}"
         )
+
+
+def _check_sharding(optimizer: keras.optimizers.Optimizer, shard: Any) -> None:
+    """Raises unless the state of an optimizer can be sharded, if that is asked for."""
+    if not isinstance(shard, bool):
+        raise TypeError(f"shard_optimizer_state must be True or False; got {shard!r}")
+    if not shard:
+        return
+    strategy = tf.distribute.get_strategy()
+    if tf.distribute.has_strategy():
+        sharding.check_strategy(strategy)
+    for leaf in updates.leaves(optimizer):
+        if leaf.built:
+            raise ValueError(
+                "shard_optimizer_state=True needs an optimizer that is not built yet; got "
+                f"{leaf.name}, which has its variables: make a new one"
+            )
+        if leaf._distribution_strategy is not strategy:
+            raise ValueError(
+                "shard_optimizer_state=True needs an optimizer that is made in the scope of the "
+                f"strategy, as DistributedOptimizer itself is; got {leaf.name}, made elsewhere: "
+                "make both in strategy.scope()"
+            )
 
 
 def _set_accumulation_steps(optimizer: keras.optimizers.Optimizer, steps: int | None) -> None:

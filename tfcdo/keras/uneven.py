@@ -9,6 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfcdo import xla
+
 SUM = tf.distribute.ReduceOp.SUM
 
 
@@ -53,6 +55,8 @@ def _weighted_loss(
     if strategy.num_replicas_in_sync == 1 or tf.distribute.in_cross_replica_context():
         return loss
     examples = tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
+    if xla.weight_put_off(examples):
+        return loss
     of_all = tf.distribute.get_replica_context().all_reduce(SUM, examples)
     return _with_gradient_times(loss, examples * strategy.num_replicas_in_sync / of_all)
 

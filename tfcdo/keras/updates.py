@@ -20,6 +20,9 @@ import keras
 import tensorflow as tf
 
 from tfcdo import tf_internals
+from tfcdo.keras import sharding
+from tfcdo.keras.replaced import replaced
+from tfcdo.keras.sharding import Shards
 
 SUM = tf.distribute.ReduceOp.SUM
 
@@ -42,33 +45,38 @@ def leaves(optimizer: keras.optimizers.Optimizer) -> list[Any]:
 
 
 @contextlib.contextmanager
-def summed_first(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+def summed_first(
+    optimizer: keras.optimizers.Optimizer, shards: Shards | None = None
+) -> Iterator[None]:
     """Has an optimizer sum over the replicas before it does anything else with gradients.
 
     Enter it where the replicas meet, so that it begins and ends once for all of them.
 
     Args:
       optimizer: the optimizer, built.
+      shards: who owns which variable, if its state is only there; None for state on all replicas.
 
     Yields:
       Nothing: `optimizer.apply` called within sums first.
     """
     with contextlib.ExitStack() as stack:
         for leaf in leaves(optimizer):
-            apply_gradients = functools.partial(_apply_gradients, leaf)
-            stack.enter_context(_replaced(leaf, "_backend_apply_gradients", apply_gradients))
-            stack.enter_context(_replaced(leaf, "_all_reduce_sum_gradients", _already_summed))
+            apply_gradients = functools.partial(_apply_gradients, leaf, shards)
+            stack.enter_context(replaced(leaf, "_backend_apply_gradients", apply_gradients))
+            stack.enter_context(replaced(leaf, "_all_reduce_sum_gradients", _already_summed))
             name = "_overwrite_variables_directly_with_gradients"
             if hasattr(leaf, name):  # Keras before float8 has no such variables.
                 overwrite = functools.partial(_overwrite_with_largest, getattr(leaf, name))
-                stack.enter_context(_replaced(leaf, name, overwrite))
+                stack.enter_context(replaced(leaf, name, overwrite))
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            stack.enter_context(_replaced(optimizer, "check_finite", _finite_on_all_replicas))
+            stack.enter_context(replaced(optimizer, "check_finite", _finite_on_all_replicas))
         yield
 
 
 @contextlib.contextmanager
-def accumulated_on_each_replica(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+def accumulated_on_each_replica(
+    optimizer: keras.optimizers.Optimizer, shards: Shards | None = None
+) -> Iterator[None]:
     """Has an optimizer that is built within keep one gradient accumulator for each replica.
 
     What Keras makes is one value that all replicas are supposed to share. Here each replica adds to
@@ -77,6 +85,7 @@ def accumulated_on_each_replica(optimizer: keras.optimizers.Optimizer) -> Iterat
 
     Args:
       optimizer: the optimizer, not yet built.
+      shards: who owns which variable, if its slots are to be only there.
 
     Yields:
       Nothing.
@@ -86,9 +95,17 @@ def accumulated_on_each_replica(optimizer: keras.optimizers.Optimizer) -> Iterat
     """
     with contextlib.ExitStack() as stack:
         for leaf in leaves(optimizer):
+            if shards is not None:
+                stack.enter_context(sharding.slots_on_owners(leaf, shards))
             add_variable = functools.partial(_add_variable, leaf, leaf.add_variable_from_reference)
-            stack.enter_context(_replaced(leaf, "add_variable_from_reference", add_variable))
+            stack.enter_context(replaced(leaf, "add_variable_from_reference", add_variable))
+        known = leaves(optimizer)
         yield
+    if shards is not None and leaves(optimizer) != known:
+        raise ValueError(
+            "shard_optimizer_state=True needs a MultiOptimizer that is given an OptimizerMap; got "
+            "one that chooses its optimizers by a function, which are not known until it is built"
+        )
     for leaf in leaves(optimizer):
         accumulators = getattr(leaf, "_accumulated_gradients", ())
         pairs = zip(accumulators, leaf._trainable_variables, strict=True) if accumulators else ()
@@ -152,19 +169,6 @@ def _of_one_kind(gradient: Any, shape: list[int], devices: Sequence[str]) -> Any
     return tf_internals.per_replica(parts)
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces a method of one object for a while."""
-    # By way of `vars`, as Keras's optimizers track what is assigned to them.
-    attributes = vars(owner)
-    assert name not in attributes, name
-    attributes[name] = value
-    try:
-        yield
-    finally:
-        del attributes[name]
-
-
 def _already_summed(gradients_and_variables: Any) -> Any:
     return gradients_and_variables
 
@@ -224,31 +228,50 @@ def _add_variable(
     return accumulator
 
 
-def _apply_gradients(leaf: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+def _apply_gradients(
+    leaf: Any, shards: Shards | None, gradients: Sequence[Any], variables: Sequence[Any]
+) -> None:
     """Stands for a leaf's `_backend_apply_gradients`, on each replica."""
     tf.distribute.get_replica_context().merge_call(
-        functools.partial(_apply_across_replicas, leaf), args=(list(gradients), list(variables))
+        functools.partial(_apply_across_replicas, leaf, shards),
+        args=(list(gradients), list(variables)),
     )
 
 
 def _apply_across_replicas(
-    leaf: Any, strategy: tf.distribute.Strategy, gradients: list[Any], variables: list[Any]
+    leaf: Any,
+    shards: Shards | None,
+    strategy: tf.distribute.Strategy,
+    gradients: list[Any],
+    variables: list[Any],
 ) -> None:
-    def run(step: Any, *arguments: Any) -> None:
-        strategy.run(functools.partial(step, leaf), args=arguments)
+    def run(step: Any, *arguments: Any) -> Any:
+        return strategy.run(functools.partial(step, leaf), args=arguments)
+
+    def update() -> None:
+        if shards is None:
+            run(_update, gradients, variables)
+        elif leaf.gradient_accumulation_steps:
+            sharding.update(leaf, shards, run(_with_accumulated, gradients, variables), variables)
+            run(_reset_accumulators)
+        else:
+            sharding.update(leaf, shards, gradients, variables)
 
     # A replica cannot meet the others within a `tf.cond` of its own, so the branch is chosen here.
     if leaf.gradient_accumulation_steps:
         is_update = tf.equal((leaf._iterations + 1) % leaf.gradient_accumulation_steps, 0)
         tf.cond(
             is_update,
-            lambda: run(_update, gradients, variables),
+            update,
             lambda: run(_accumulate, gradients, variables),
         )
     else:
-        run(_update, gradients, variables)
+        update()
     if leaf.use_ema:
-        run(_follow_with_average)
+        if shards is None:
+            run(_follow_with_average)
+        else:
+            sharding.follow_with_average(leaf, shards)
         if leaf.ema_overwrite_frequency:
             is_overwrite = tf.equal((leaf.iterations + 1) % leaf.ema_overwrite_frequency, 0)
             tf.cond(is_overwrite, lambda: _overwrite_with_average(leaf), lambda: None)
@@ -257,19 +280,28 @@ def _apply_across_replicas(
 def _update(leaf: Any, gradients: list[Any], variables: list[Any]) -> None:
     """Makes one update, on each replica."""
     steps = leaf.gradient_accumulation_steps
-    accumulators = _accumulators(leaf, variables) if steps else []
     if steps:
-        gradients = [
-            accumulator.value + tf.convert_to_tensor(gradient)
-            for gradient, accumulator in zip(gradients, accumulators, strict=True)
-        ]
+        gradients = _with_accumulated(leaf, gradients, variables)
     gradients = tf.distribute.get_replica_context().all_reduce(SUM, gradients)
     if steps:
         gradients = [gradient / steps for gradient in gradients]
     gradients = leaf._clip_gradients(gradients)
     leaf._apply_weight_decay(variables)
     leaf._backend_update_step(gradients, variables, leaf.learning_rate)
-    for accumulator in leaf._accumulated_gradients if steps else ():
+    if steps:
+        _reset_accumulators(leaf)
+
+
+def _with_accumulated(leaf: Any, gradients: list[Any], variables: list[Any]) -> list[Any]:
+    """Returns a replica's gradients with those that it has accumulated."""
+    return [
+        accumulator.value + tf.convert_to_tensor(gradient)
+        for gradient, accumulator in zip(gradients, _accumulators(leaf, variables), strict=True)
+    ]
+
+
+def _reset_accumulators(leaf: Any) -> None:
+    for accumulator in leaf._accumulated_gradients:
         accumulator.assign(tf.zeros_like(accumulator.value))
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Literal
 
-from tfcdo.plan import algorithms, copy_tree, dtypes, nccl_choice, packing
+from tfcdo.plan import algorithms, copy_tree, dtypes, nccl_choice, owners, packing, reason
 from tfcdo.plan.options import Machine, Options
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import (
@@ -23,7 +24,6 @@ from tfcdo.plan.plan import (
     RootStep,
     Slice,
 )
-from tfcdo.plan.widening import widened
 from tfcdo.topology.topology import Topology
 
 # Below this a pack is sent between hosts as it is: the second collective would cost more than the
@@ -34,15 +34,7 @@ MIN_ENCODED_BYTES = 4096
 # Plans are small and pure; the bound only keeps a process that draws ever new shapes from growing.
 @functools.lru_cache(maxsize=512)
 def decide(batch: Batch, options: Options, machine: Machine) -> Plan:
-    """Decides how a batch is reduced.
-
-    Args:
-      batch: the values and destinations.
-      options: the choices of the class.
-      machine: the facts.
-
-    Returns:
-      The plan; the same object for the same question, as long as it is remembered.
+    """Decides how a batch is reduced: the values and destinations, by choices and facts.
 
     Raises:
       ValueError: if the topology, copy trees or saved plan are for other devices.
@@ -54,11 +46,8 @@ def decide(batch: Batch, options: Options, machine: Machine) -> Plan:
     elif batch.root is not None or options.one_device or not batch.is_all_reduce:
         packs, algorithm, why = _on_one_device(batch, options, machine)
     elif batch.stays_rows:
-        packs, algorithm, why = (
-            _rows(batch, options, machine),
-            "rows",
-            "values are tf.IndexedSlices",
-        )
+        packs, algorithm = _rows(batch, options, machine), "rows"
+        why = "values are tf.IndexedSlices"
     else:
         packs, algorithm, why = _all_reduced(batch, options, machine)
     values = tuple(request.value for request in batch.requests)
@@ -96,6 +85,8 @@ def packed_dtype(batch: Batch, request: Request) -> str:
 def nccl_dtypes(batch: Batch, options: Options) -> set[str]:
     """Returns the dtypes for which `decide` asks whether NCCL can add them."""
     if options.nccl == "never" or batch.op not in ("sum", "mean") or not batch.is_all_reduce:
+        return set()
+    if batch.has_owners:
         return set()
     if batch.replicas == 1 or batch.root is not None or batch.stays_rows:
         return set()
@@ -178,18 +169,22 @@ def _all_reduced(
     batch: Batch, options: Options, machine: Machine
 ) -> tuple[tuple[Pack, ...], str, str]:
     """Packs dense values; those that are encoded alike are planned together."""
-    groups: dict[tuple[Codec, Codec, bool], list[int]] = {}
+    groups: dict[tuple[Codec, Codec, bool, int | None], list[int]] = {}
     for index, request in enumerate(batch.requests):
-        codec = _codec(batch, request, options)
-        nccl = nccl_choice.uses_nccl(batch, packed_dtype(batch, request), options, machine, codec)
+        codec, owner = _codec(batch, request, options), request.owner
+        nccl = owner is None and nccl_choice.uses_nccl(
+            batch, packed_dtype(batch, request), options, machine, codec
+        )
         between = _between_codec(batch, request, options)
-        groups.setdefault((codec, between, nccl), []).append(index)
+        groups.setdefault((codec, between, nccl, owner), []).append(index)
     packs: list[Pack] = []
     reasons: list[tuple[int, str, str]] = []
-    flat = options.between is not None and options.between.flat
-    for (codec, between, nccl), members in groups.items():
+    for (codec, between, nccl, owner), members in groups.items():
         items = _items(batch, members, codec)
-        if nccl or flat:
+        flat = owner is None and options.between is not None and options.between.flat
+        if owner is not None:
+            own, name, why = _owner_packs(batch, items, options, machine, owner)
+        elif nccl or flat:
             own, name, why = _nccl_packs(batch, items, options, machine)
         else:
             own, name, why = _tree_packs(batch, items, options, machine)
@@ -200,20 +195,11 @@ def _all_reduced(
         offset = len(packs)
         for packed in own:
             root = _root_step(batch, packed.dtype, between, packed.tensors)
+            root = dataclasses.replace(root, update=owner is not None)
             after = None if packed.after is None else packed.after + offset
             tree = None if nccl or flat else packed.tree
-            packs.append(
-                Pack(
-                    "sum",
-                    packed.tensors,
-                    packed.dtype,
-                    tree,
-                    codec,
-                    root,
-                    over_hosts=flat,
-                    after=after,
-                )
-            )
+            content = packed.tensors, packed.dtype, tree, codec, root
+            packs.append(Pack("sum", *content, over_hosts=flat, after=after))
     if not reasons:
         return (), "nothing", "the batch is empty"
     _, name, why = max(reasons)
@@ -246,11 +232,27 @@ def _tree_packs(
 ) -> tuple[list[packing.Packed], str, str]:
     """Packs values along copy trees; also returns the algorithm and the reason for it."""
     wider = dtypes.itemsize(items[0].dtype) / items[0].itemsize
-    topology = widened(machine.topology, wider)
+    topology = machine.topology.with_slower_additions(wider)
     num_bytes = sum((item.size or 0) * item.itemsize for item in items)
     algorithm, how = _algorithm(batch, options, topology, num_bytes)
     packs = packing.pack(items, how, algorithm, topology)
-    return packs, *_reason(batch, options, machine, algorithm, topology, num_bytes)
+    return packs, *reason.of_trees(batch, options, machine, algorithm, topology, num_bytes)
+
+
+def _owner_packs(
+    batch: Batch,
+    items: Sequence[packing.Item],
+    options: Options,
+    machine: Machine,
+    owner: int,
+) -> tuple[list[packing.Packed], str, str]:
+    """Packs the values of one owner along a tree whose root it is."""
+    num_bytes = batch.num_bytes
+    algorithm, how = _algorithm(batch, options, machine.topology, num_bytes)
+    how = dataclasses.replace(how, num_packs=0 if how.num_packs == 0 else 1)
+    tree = owners.tree_of(owner, algorithm, machine.topology, num_bytes)
+    packs = packing.pack(items, how, (tree,), machine.topology)
+    return packs, "owners", "each device updates its share of the variables (shard_optimizer_state)"
 
 
 def _algorithm(
@@ -271,33 +273,6 @@ def _algorithm(
         # The backward pass makes the gradients of the last variables first: these leave first.
         last_first=True,
     )
-
-
-def _reason(
-    batch: Batch,
-    options: Options,
-    machine: Machine,
-    algorithm: algorithms.Algorithm,
-    topology: Topology,
-    num_bytes: int,
-) -> tuple[str, str]:
-    """Names the algorithm of copy trees, and says why it is that one."""
-    place = f"the topology {topology.name!r} {machine.origin}"
-    if options.saved is not None:
-        return options.saved.resolved, f"the plan was given: {options.saved.origin}; {place}"
-    if not isinstance(algorithm, str):
-        return "copy trees", f"they were given; {place}"
-    if options.nccl == "always" and batch.replicas > 1:
-        reasons = [reason for _, reason in machine.nccl if reason] or [machine.nccl_hosts]
-        return algorithm, f"NCCL cannot run: {reasons[0]}"
-    if options.algorithm != "auto":
-        return algorithm, f"it was asked for; {place}"
-    if algorithm == "auto":
-        num_packs = options.packing.num_packs or None
-        algorithm = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
-    if options.between is not None:
-        return algorithm, f"auto found it fastest for packs between hosts; {place}"
-    return algorithm, f"auto found it fastest for {num_bytes:,} bytes in the simulator; {place}"
 
 
 def _on_one_device(
@@ -341,12 +316,18 @@ def _rows(
     batch: Batch, options: Options, machine: Machine, tree: copy_tree.CopyTree | None = None
 ) -> tuple[Pack, ...]:
     """Packs the rows of each dtype: their number differs between devices and steps."""
-    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    groups: dict[tuple[str, tuple[int, ...], int | None], list[int]] = {}
     for index, request in enumerate(batch.requests):
         to = () if tree is None else request.to
-        groups.setdefault((packed_dtype(batch, request), to), []).append(index)
+        key = (packed_dtype(batch, request), to, request.owner)
+        groups.setdefault(key, []).append(index)
     trees = [tree] * len(groups) if tree else _trees(batch, options, machine, len(groups))
-    root = RootStep("gather" if batch.hosts > 1 else "", divide=_divide(batch))
+    if batch.has_owners:
+        algorithm, _ = _algorithm(batch, options, machine.topology, 0)
+        roots = [owner or 0 for _, _, owner in groups]
+        trees = [owners.tree_of(root, algorithm, machine.topology, 0) for root in roots]
+    hosts: Literal["", "gather"] = "gather" if batch.hosts > 1 else ""
+    root = RootStep(hosts, divide=_divide(batch), update=batch.has_owners)
     return tuple(
         Pack(
             "rows",
@@ -357,7 +338,7 @@ def _rows(
             to=tuple(sorted(set(to))) or None,
             tables="smaller" if options.sparse_as_dense == "auto" and not tree else "never",
         )
-        for ((dtype, to), members), own in zip(groups.items(), trees, strict=True)
+        for ((dtype, to, _), members), own in zip(groups.items(), trees, strict=True)
     )
 
 

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Literal
 
 from tfcdo.plan import algorithms
+from tfcdo.plan.evaluation import Evaluation
 from tfcdo.plan.packing import PackingOptions
-from tfcdo.plan.saved_plan import SavedPlan
 from tfcdo.topology.measured import Measured
 from tfcdo.topology.topology import Topology
 
@@ -57,7 +57,7 @@ class Options:
     sparse_as_dense: bool | Literal["auto"] = "auto"
     wire: str | None = None
     error_feedback: bool = False
-    saved: SavedPlan | None = None
+    saved: Evaluation | None = None
     between: BetweenHosts | None = None
 
 

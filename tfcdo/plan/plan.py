@@ -67,11 +67,13 @@ class Request:
       value: the value.
       to: the nodes that get the result, in the caller's order.
       exact: whether it is never rounded: only gradients are.
+      owner: the node that updates its variable with the sum; None if the sum itself is sent.
     """
 
     value: ValueSpec
     to: tuple[int, ...]
     exact: bool = False
+    owner: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +104,17 @@ class Batch:
     def stays_rows(self) -> bool:
         """Returns whether the values are `tf.IndexedSlices` that stay ones."""
         return bool(self.requests) and self.requests[0].value.rows
+
+    @property
+    def has_owners(self) -> bool:
+        """Returns whether the variables of the values have owners, which update them."""
+        return any(request.owner is not None for request in self.requests)
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of all values on one device, as far as their sizes are known."""
+        specs = [request.value for request in self.requests]
+        return sum((spec.size or 0) * dtypes.itemsize(spec.dtype) for spec in specs)
 
     @functools.cached_property
     def is_all_reduce(self) -> bool:
@@ -172,11 +185,14 @@ class RootStep:
         concatenations, "copy" for the chief's value.
       codec: how values are encoded between hosts, for "shares".
       divide: the number of replicas of all hosts, for a mean; None for a sum.
+      update: whether the root updates variables with the sum and the variables are broadcast, in
+        their own dtype, instead of the sum.
     """
 
     hosts: Literal["", "sum", "shares", "gather", "copy"] = ""
     codec: Codec = IDENTITY
     divide: int | None = None
+    update: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,7 +77,9 @@ def bytes_by_edge(plan: Plan) -> dict[tuple[int, int], int]:
             encoded = pack.codec.dtype and dtypes.itemsize(pack.codec.dtype)
             if sends or adds:
                 totals[child, parent] += size * (encoded or (wide if adds else narrow)) + scale
-            if pack.to is None or child in pack.to:
+            if pack.root.update:  # Variables are sent as they are.
+                totals[parent, child] += size * narrow
+            elif pack.to is None or child in pack.to:
                 totals[parent, child] += size * (encoded or narrow) + scale
     return {edge: count for edge, count in totals.items() if count}
 

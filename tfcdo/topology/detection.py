@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
+import pathlib
+import platform
 import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
 from tfcdo import checks, log
-from tfcdo.topology.links import Resource, ordered_pairs
 from tfcdo.topology.presets import preset
-from tfcdo.topology.processor import num_cores, processor_name
-from tfcdo.topology.routes import GPU_MEMORY, Route
 from tfcdo.topology.topology import MEASURED, Topology
 
 _TIMEOUT_SECONDS = 10.0
@@ -26,12 +25,11 @@ class _NvidiaSmiError(Exception):
 def detect(devices: Sequence[str]) -> Topology:
     """Returns the topology of some devices of this machine.
 
-    GPUs are joined as `nvidia-smi topo -m` reports, or, if it does not run, all to all; logical
-    GPUs of one physical GPU share its memory. CPU devices are `shared_memory`, as are unknown ones
-    if TensorFlow sees nothing but CPUs. Devices of several types or hosts, and other unknown ones,
-    are taken as joined all to all. The result, and how it was found, is logged (level INFO) the
-    first time that these devices are asked for; later calls return the same. Measurements are not
-    looked for: pass them as `topology=`.
+    GPUs are joined as `nvidia-smi topo -m` reports, or, if it does not run, all to all. CPU devices
+    are `shared_memory`, as are unknown ones if TensorFlow sees nothing but CPUs. All others are
+    taken as joined all to all: devices of several types or hosts, unknown ones, and logical GPUs of
+    one physical GPU. The result is logged (level INFO) the first time. Measurements are not looked
+    for: pass them as `topology=`.
 
     Args:
       devices: TensorFlow device names; "" for an unknown device.
@@ -53,21 +51,7 @@ def detect(devices: Sequence[str]) -> Topology:
 
 
 def detect_with_reason(devices: Sequence[str]) -> tuple[Topology, str]:
-    """Returns what `detect` returns, and how it was found.
-
-    Args:
-      devices: as for `detect`.
-
-    Returns:
-      The topology, and one sentence.
-
-    Raises:
-      ValueError: as `detect`.
-
-    Example:
-      >>> detect_with_reason(["/device:CPU:0", "/device:CPU:1"])[1]
-      'CPU devices of one host'
-    """
+    """Returns the topology of `detect`, and a sentence that says how it was found."""
     names = checks.check_device_list(devices)
     for device in names:
         if not isinstance(device, str):
@@ -87,34 +71,24 @@ def _detect(devices: tuple[str, ...]) -> tuple[Topology, str]:
 
 
 def name_of_measured(devices: Sequence[str]) -> str | None:
-    """Says what some devices are, so that a measurement is known to be of the same.
+    """Returns a name for a measurement of some devices: their kind, number, model and links.
 
-    Args:
-      devices: as for `detect`.
-
-    Returns:
-      The kind, number and model of the devices; of GPUs also how they are joined, as a number. None
-      if they are not devices of one kind, each for itself, on one host.
+    None if they are not devices of one kind, each for itself, on one host.
     """
-    hosts, kinds, indices = map(list, zip(*map(_parse, devices)))
-    if _only_cpus_here():
-        kinds = ["CPU" if kind == "" else kind for kind in kinds]
-    if len(set(hosts) - {""}) > 1 or len(set(kinds)) > 1:
+    hosts, kinds, indices = _parse_all(devices)
+    if len(hosts) > 1 or len(set(kinds)) > 1:
         return None
     count = len(devices)
     if kinds[0] == "CPU":
         return f"{MEASURED}{count} CPU devices of {processor_name()} with {num_cores()} cores"
     if kinds[0] != "GPU" or len(set(indices)) < count:
         return None
-    return f"{MEASURED}{count} GPUs, {_gpu_models()}, joined as {detect(devices).fingerprint[:8]}"
+    models = " and ".join(dict.fromkeys(gpus_of_nvidia_smi())) or "of unknown models"
+    return f"{MEASURED}{count} GPUs, {models}, joined as {detect(devices).fingerprint[:8]}"
 
 
 def gpus_of_nvidia_smi() -> tuple[str, ...]:
-    """Lists the GPUs that the driver shows, also those that TensorFlow cannot use.
-
-    Returns:
-      The model of each GPU; none if nvidia-smi does not run.
-    """
+    """Returns the models of all GPUs that the driver shows; none if nvidia-smi does not run."""
     try:
         names = _run_nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
     except _NvidiaSmiError:
@@ -122,42 +96,53 @@ def gpus_of_nvidia_smi() -> tuple[str, ...]:
     return tuple(name.strip() for name in names)
 
 
-def _gpu_models() -> str:
-    return " and ".join(dict.fromkeys(gpus_of_nvidia_smi())) or "of unknown models"
+def processor_name() -> str:
+    """Returns the processor's name, or its architecture if Linux does not name it."""
+    path = pathlib.Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def num_cores() -> int | None:
+    """Returns the number of cores that this process may use; outside Linux, of all cores."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _choose(devices: Sequence[str]) -> tuple[Topology, str]:
     """Returns the topology of some devices, and the reason for this one."""
-    hosts, kinds, indices = map(list, zip(*map(_parse, devices)))
-    several_hosts = len(set(hosts) - {""}) > 1
-    if _only_cpus_here():
-        kinds = ["CPU" if kind == "" else kind for kind in kinds]
-    if set(kinds) == {"CPU"} and not several_hosts:
+    hosts, kinds, indices = _parse_all(devices)
+    if set(kinds) == {"CPU"} and len(hosts) < 2:
         return preset("shared_memory", len(devices)), "CPU devices of one host"
-    if set(kinds) != {"GPU"} or several_hosts:
+    if set(kinds) != {"GPU"} or len(hosts) > 1:
         reason = "these are not the CPUs of one host, nor its GPUs; pass topology= to say more"
         return preset("fully_connected", len(devices)), reason
     visible_gpus = _visible_gpus(indices)
     try:
+        if len(set(visible_gpus)) < len(visible_gpus):
+            raise _NvidiaSmiError("several of these devices are one GPU")
         machine, numbers = _read_nvidia_smi()
         missing = sorted(set(visible_gpus) - set(range(len(numbers))))
         if missing:
             raise _NvidiaSmiError(f"nvidia-smi and CUDA_VISIBLE_DEVICES show no GPU for {missing}")
-        return _on_gpus(machine, [numbers[gpu] for gpu in visible_gpus]), "as nvidia-smi reports"
+        return machine.subset([numbers[gpu] for gpu in visible_gpus]), "as nvidia-smi reports"
     except _NvidiaSmiError as error:
-        gpus = sorted(set(visible_gpus))
-        machine = preset("fully_connected", len(gpus))
-        return (
-            _on_gpus(machine, [gpus.index(gpu) for gpu in visible_gpus]),
-            f"{error}; pass topology= to say what joins them",
-        )
+        machine = preset("fully_connected", len(devices))
+        return machine, f"{error}; pass topology= to say what joins them"
 
 
-def _parse(device: str) -> tuple[str, str, int]:
-    """Splits a device name into host, type and index; the host may be "", an unknown type is ""."""
-    host, _, name = device.rpartition("/")
-    found = re.fullmatch(r"(?:device:)?(\w+):(\d+)", name, re.IGNORECASE)
-    return (host, found[1].upper(), int(found[2])) if found else (host, "", 0)
+def _parse_all(devices: Sequence[str]) -> tuple[set[str], list[str], list[int]]:
+    """Returns the known hosts, and the type ("" if unknown) and the index of each device."""
+    hosts, kinds, indices = set(), [], []
+    for device in devices:
+        host, _, name = device.rpartition("/")
+        found = re.fullmatch(r"(?:device:)?(\w+):(\d+)", name, re.IGNORECASE)
+        hosts.add(host)
+        kinds.append(found[1].upper() if found else "")
+        indices.append(int(found[2]) if found else 0)
+    if _only_cpus_here():
+        kinds = [kind or "CPU" for kind in kinds]
+    return hosts - {""}, kinds, indices
 
 
 def _only_cpus_here() -> bool:
@@ -249,18 +234,3 @@ def _run_nvidia_smi(*arguments: str) -> str:
         ) from None
     except OSError as error:
         raise _NvidiaSmiError(f"`{command}` cannot be run: {error}") from None
-
-
-def _on_gpus(machine: Topology, gpus: Sequence[int]) -> Topology:
-    """Returns the topology of logical devices on some GPUs of a machine, perhaps several on one."""
-    if len(set(gpus)) == len(gpus):
-        return machine.subset(gpus)
-    # A copy within a GPU reads and writes its memory.
-    routes = [
-        Route(source, target, [Resource(f"memory of GPU {gpus[source]}", GPU_MEMORY / 2)])
-        if gpus[source] == gpus[target]
-        else machine.route(gpus[source], gpus[target])._replace(source=source, target=target)
-        for source, target in ordered_pairs(len(gpus))
-    ]
-    name = f"{machine.name}, {len(set(gpus))} GPUs"
-    return Topology.from_routes(name, len(gpus), routes, memory_bandwidth=machine.memory_bandwidth)

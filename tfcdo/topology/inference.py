@@ -23,12 +23,7 @@ _SLOW = 0.9
 
 
 class Alone(NamedTuple):
-    """Time of a copy that runs alone.
-
-    Attributes:
-      latency: seconds that it takes on top of its bytes.
-      bandwidth: bytes per second.
-    """
+    """Seconds on top of the bytes, and bytes per second, of a copy that runs alone."""
 
     latency: float
     bandwidth: float
@@ -39,23 +34,18 @@ def infer_routes(
 ) -> list[Route]:
     """Infers the routes of a machine whose copies can be timed.
 
-    Pairs of links that have a device in common, the two directions of each pair of devices, and
-    pairs of slow links are timed together. Links every two of which slow each other down share a
-    resource; which ones do is a clique of a graph, taken greedily.
-
-    Example:
-      >>> both_ways = {(0, 1): Alone(1e-6, 1e9), (1, 0): Alone(1e-6, 1e9)}
-      >>> def half_duplex(pairs, num_bytes):
-      ...     return len(pairs) * (1e-6 + num_bytes / 1e9)
-      >>> [len(route.resources) for route in infer_routes(both_ways, half_duplex, 10**7)]
-      [2, 2]
+    Pairs of links that may share something are timed together. Links every two of which slow each
+    other down share a resource: they are a clique of a graph.
     """
     conflicts = nx.Graph()
     conflicts.add_nodes_from(alone)
     for one, other in itertools.combinations(sorted(alone), 2):
-        if _may_meet(one, other, alone) and _slow_each_other(
-            one, other, alone, time_copies, num_bytes
-        ):
+        if not _may_meet(one, other, alone):
+            continue
+        short, long = sorted(
+            alone[pair].latency + num_bytes / alone[pair].bandwidth for pair in (one, other)
+        )
+        if time_copies([one, other], num_bytes) > long + _SHARED * short:
             conflicts.add_edge(one, other)
     shared: dict[Pair, list[Resource]] = {pair: [] for pair in alone}
     for number, clique in enumerate(_cliques_over_edges(conflicts)):
@@ -74,20 +64,6 @@ def _may_meet(one: Pair, other: Pair, alone: Mapping[Pair, Alone]) -> bool:
         return True
     slow = _SLOW * max(found.bandwidth for found in alone.values())
     return alone[one].bandwidth < slow and alone[other].bandwidth < slow
-
-
-def _slow_each_other(
-    one: Pair,
-    other: Pair,
-    alone: Mapping[Pair, Alone],
-    time_copies: TimeCopies,
-    num_bytes: int,
-) -> bool:
-    first, second = (
-        alone[pair].latency + num_bytes / alone[pair].bandwidth for pair in (one, other)
-    )
-    together = time_copies([one, other], num_bytes)
-    return together > max(first, second) + _SHARED * min(first, second)
 
 
 def _cliques_over_edges(conflicts: nx.Graph) -> list[list[Pair]]:

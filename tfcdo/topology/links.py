@@ -57,32 +57,32 @@ class Link:
 
 
 def link_name(source: int, target: int) -> str:
-    """Returns how reports and drawings call the link from one device to another.
-
-    Example:
-      >>> link_name(0, 5)
-      '0→5'
-    """
+    """Returns the name of the link from one device to another in reports and drawings."""
     return f"{source}→{target}"
 
 
 def ordered_pairs(num_devices: int) -> Iterator[tuple[int, int]]:
-    """Yields each `(source, target)` of two different devices.
-
-    Example:
-      >>> list(ordered_pairs(2))
-      [(0, 1), (1, 0)]
-    """
-    for source in range(num_devices):
-        for target in range(num_devices):
-            if source != target:
-                yield source, target
+    """Yields each `(source, target)` of two different devices."""
+    return itertools.permutations(range(num_devices), 2)
 
 
 def check_links(links: Sequence[Link], resources: Sequence[Resource], num_devices: int) -> None:
     """Raises unless links join each ordered pair of devices once, by resources that exist."""
     for link in links:
-        _check_latency_and_resources(link, resources)
+        where = f"of the link {link_name(link.source, link.target)}"
+        if not 0 <= link.latency < math.inf:
+            raise ValueError(
+                f"latency {where} must be a number of seconds, at least 0; got {link.latency}"
+            )
+        if not link.resources or not all(
+            index in range(len(resources)) for index in link.resources
+        ):
+            raise ValueError(
+                f"resources {where} must be at least one of the indices from 0 to "
+                f"{len(resources) - 1}; got {link.resources}"
+            )
+        if len(set(link.resources)) != len(link.resources):
+            raise ValueError(f"resources {where} must be different; got {link.resources}")
     devices = range(num_devices)
     given = collections.Counter((link.source, link.target) for link in links)
     too_many = [
@@ -92,30 +92,10 @@ def check_links(links: Sequence[Link], resources: Sequence[Resource], num_device
     ]
     wanted = num_devices * (num_devices - 1)
     if too_many or len(links) != wanted:
-        # A wrong `num_devices` may ask for more pairs than can be listed.
+        # A file may name so many devices that their pairs cannot be listed.
         missing = (pair for pair in ordered_pairs(num_devices) if pair not in given)
         some = list(itertools.islice(itertools.chain(too_many, missing), 5))
         raise ValueError(
             f"links must hold each ordered pair of the {num_devices} devices once, {wanted} links; "
             f"got {len(links)}; missing or too many (at most 5 shown): {some}"
-        )
-
-
-def _check_latency_and_resources(link: Link, resources: Sequence[Resource]) -> None:
-    where = f"of the link {link_name(link.source, link.target)}"
-    if not 0 <= link.latency < math.inf:
-        raise ValueError(
-            f"latency {where} must be a number of seconds, at least 0; got {link.latency}"
-        )
-    numbers = range(len(resources))
-    if not link.resources or not all(index in numbers for index in link.resources):
-        raise ValueError(
-            f"resources {where} must be at least one of the indices from 0 to "
-            f"{len(resources) - 1}; got {link.resources}"
-        )
-    if len(set(link.resources)) != len(link.resources):
-        # A transfer either holds a resource or not: to hold it twice means nothing.
-        index = next(index for index in link.resources if link.resources.count(index) > 1)
-        raise ValueError(
-            f"resources {where} must be different; {resources[index].name!r} is there twice"
         )

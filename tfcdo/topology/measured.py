@@ -29,13 +29,10 @@ class _MeasuredDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Holds what was measured of some devices.
+    """A measured topology, whose name says what the devices are, and when it was measured.
 
-    Attributes:
-      topology: what joins them and what they do themselves; its name says what the devices are.
-      date: the day of the measurement.
-      nccl: bytes on each device, ascending, and the seconds of an all-reduce of them by NCCL; empty
-        if it does not run here.
+    `nccl` holds bytes on each device, ascending, and the seconds of an all-reduce by NCCL; it is
+    empty where NCCL does not run.
     """
 
     topology: Topology
@@ -43,20 +40,9 @@ class Measured:
     nccl: tuple[tuple[int, float], ...] = ()
 
     def nccl_seconds(self, num_bytes: int) -> float | None:
-        """Returns how long NCCL takes, between the sizes that were measured.
+        """Returns the seconds of NCCL, between the measured sizes; None if it was not measured.
 
-        Args:
-          num_bytes: the bytes on each device.
-
-        Returns:
-          Seconds; None if NCCL was not measured. Below the smallest size it takes as long as there,
-          above the largest in proportion to the bytes.
-
-        Example:
-          >>> from tfcdo.topology.presets import preset
-          >>> measured = Measured(preset("pcie"), "2026-01-01", ((100, 1.0), (10_000, 4.0)))
-          >>> [measured.nccl_seconds(size) for size in (1, 1000, 20_000)]
-          [1.0, 2.0, 8.0]
+        Below the smallest size it takes as long as there, above the largest in proportion.
         """
         if not self.nccl:
             return None
@@ -74,12 +60,6 @@ class Measured:
 
 def read(path: str | os.PathLike[str]) -> Measured:
     """Reads a file that `tfcdo.topology.measure` or `Topology.to_json` has written.
-
-    Args:
-      path: the file.
-
-    Returns:
-      The measurement; without times of NCCL if the file is of a topology alone.
 
     Raises:
       ValueError: if there is no such file, or it holds something else; the message names it.
@@ -101,14 +81,7 @@ def _decode(content: bytes) -> Measured:
 
 
 def load(name: str) -> Measured | None:
-    """Reads the measurement of some devices from the user's folder.
-
-    Args:
-      name: what they are.
-
-    Returns:
-      The measurement; None if there is none, or none that can be read, which is logged.
-    """
+    """Reads the measurement of this name from the user's folder; None, logged, if it cannot."""
     try:
         file = _file(name)
         found = _decode(file.read_bytes())
@@ -125,14 +98,7 @@ def load(name: str) -> Measured | None:
 
 
 def save(measured: Measured, path: str | os.PathLike[str] | None = None) -> pathlib.Path:
-    """Writes a measurement, in place of an earlier one of the same devices.
-
-    Args:
-      measured: the measurement.
-      path: the file; None for one in the user's folder.
-
-    Returns:
-      The file.
+    """Writes a measurement, by default in the user's folder; returns the file.
 
     Raises:
       OSError: if it cannot be written.

@@ -17,12 +17,9 @@ from tfcdo.topology.links import Resource, link_name, ordered_pairs
 from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
 
-# Floats of a tensor that is copied, added or packed: more than caches hold, of a few devices.
+# Floats of a tensor that is copied or added: more than caches hold, of a few devices.
 _COUNT = 2**22
 _BYTES = 4 * _COUNT
-# Larger tensors get their memory from the system anew each time, on processors.
-_LARGE_COUNT = 2**24
-_PACKS_OF_OPS = 40
 _ROUNDS = 15
 # More devices have too many pairs of links to try each together.
 MOST_DEVICES = 16
@@ -41,11 +38,10 @@ def measure(
     """Measures some devices of this machine, in a few seconds, and writes a file.
 
     Nothing uses a measurement unasked: pass the file, or the returned topology, as `topology=` of
-    the cross-device ops. Measured are the latency and the bandwidth of each pair of devices, which
-    pairs slow each other down and so share something, additions, packing, memory that is new, what
-    an op costs, and NCCL where it runs; only the file has the times of NCCL.
-    Devices that hand tensors over without copying them, as virtual CPU devices do, have links that
-    cost nothing, and add and pack with the same cores. Measure on a machine that does nothing else.
+    the cross-device ops. It holds the latency and the bandwidth of each pair of devices, which
+    pairs slow each other down and so share something, the speed of additions, and the times of NCCL
+    where it runs; only the file has these. Virtual CPU devices hand tensors over without copying
+    them: their links cost nothing, and they add with the same cores. Measure on an idle machine.
 
     Args:
       devices: TensorFlow device names, each of a device of its own; all CPUs or all GPUs of this
@@ -88,12 +84,7 @@ def measure(
 
 
 class _Clock:
-    """Times graphs on some devices.
-
-    Args:
-      devices: their names.
-      progress: see `measure`.
-    """
+    """Times graphs on some devices."""
 
     def __init__(self, devices: Sequence[str], progress: Progress) -> None:
         import tensorflow as tf
@@ -165,7 +156,7 @@ class _Clock:
 
         return self.seconds(build, of_rounds=min)
 
-    def additions(self, adders: Sequence[int], count: int, operands: int) -> float:
+    def additions(self, adders: Sequence[int], operands: int) -> float:
         """Returns the time in which each of some devices adds so many tensors."""
         tf = self._tf
 
@@ -173,56 +164,9 @@ class _Clock:
             sums = []
             for device in adders:
                 with tf.device(self.devices[device]):
-                    values = [self.value(device, count, one) for one in range(operands)]
+                    values = [self.value(device, _COUNT, one) for one in range(operands)]
                     sums.append(tf.add_n([value.read_value() for value in values]))
             return sums
-
-        return self.seconds(build)
-
-    def packing(self, packers: Sequence[int], count: int) -> float:
-        """Returns the time in which each of some devices cuts a tensor up and joins parts of all.
-
-        As packs are made and taken apart: each device reads its own values, and sums of all.
-        """
-        tf = self._tf
-        num_parts = max(2, 2 ** (len(self.devices).bit_length() - 1))
-
-        def build() -> list[Any]:
-            cut = []
-            for device in packers:
-                with tf.device(self.devices[device]):
-                    read = self.value(device, count).read_value()
-                    # By sizes, as packs are: the op for a number of equal parts is slower.
-                    cut.append(tf.split(read, [count // num_parts] * num_parts))
-            parts = [cut[part % len(cut)][part] for part in range(num_parts)]
-            joined = []
-            for device in packers:
-                with tf.device(self.devices[device]):
-                    # Joined in another order, which nothing can simplify away.
-                    joined.append(tf.concat([*parts[1:], parts[0]], axis=0))
-            return joined
-
-        return self.seconds(build)
-
-    def ops(self, num_packs: int) -> float:
-        """Returns the time of all-reducing so many packs of one number along stars."""
-        tf = self._tf
-        count = len(self.devices)
-
-        def build() -> list[Any]:
-            reads = []
-            for device in range(count):
-                with tf.device(self.devices[device]):
-                    reads.append(self.value(device, 1).read_value())
-            outputs = []
-            for number in range(num_packs):
-                root = number % count
-                with tf.device(self.devices[root]):
-                    total = tf.add_n([*reads, reads[number % count]])
-                for device in range(count):
-                    with tf.device(self.devices[device]):
-                        outputs.append(tf.raw_ops.Identity(input=total))
-            return outputs
 
         return self.seconds(build)
 
@@ -251,59 +195,29 @@ def _topology(name: str, clock: _Clock) -> Topology:
     count = len(clock.devices)
     pairs = list(ordered_pairs(count))
     if not pairs or clock.on_cpu:
-        return _of_shared_memory(name, clock)
-    nothing, something = {}, {}
+        # CPU devices hand tensors over as they are, and add with the same cores.
+        clock.progress(0.0, "additions")
+        operands = max(2, count)
+        adding = clock.additions([0], operands) / (operands + 1)
+        free = [Route(*pair, [Resource(link_name(*pair), math.inf)], latency=0.0) for pair in pairs]
+        return Topology.from_routes(
+            name, count, free, addition_bandwidth=_BYTES / adding, serial_reduction=True
+        )
+    alone = {}
     for number, pair in enumerate(pairs):
         clock.progress(0.3 * number / len(pairs), f"copies from {link_name(*pair)}")
-        nothing[pair], something[pair] = clock.copies([pair], 4), clock.copies([pair], _BYTES)
-    alone = {
-        pair: Alone(nothing[pair], _BYTES / max(something[pair] - nothing[pair], 1e-9))
-        for pair in pairs
-    }
+        nothing, something = clock.copies([pair], 4), clock.copies([pair], _BYTES)
+        alone[pair] = Alone(nothing, _BYTES / max(something - nothing, 1e-9))
     clock.progress(0.3, "copies together")
     routes = infer_routes(alone, clock.copies, _BYTES)
-    clock.progress(0.8, "additions and packing")
-    adding = clock.additions([0], _COUNT, 2)
-    together = clock.additions(range(count), _COUNT, 2)
+    clock.progress(0.8, "additions")
+    adding, together = clock.additions([0], 2), clock.additions(range(count), 2)
     return Topology.from_routes(
         name,
         count,
         routes,
         addition_bandwidth=3 * _BYTES / adding,
         serial_reduction=together > 0.6 * count * adding,
-        memory_bandwidth=4 * _BYTES / clock.packing([0], _COUNT),
-    )
-
-
-def _of_shared_memory(name: str, clock: _Clock) -> Topology:
-    """Measures CPU devices, which hand tensors over as they are, and share cores and memory."""
-    count = len(clock.devices)
-    clock.progress(0.0, "additions")
-    operands = max(2, count)
-    adding = clock.additions([0], _COUNT, operands) / (operands + 1)
-    clock.progress(0.2, "packing")
-    # All at once, as they would: one alone keeps one core busy.
-    packing = clock.packing(range(count), _COUNT) / count
-    clock.progress(0.4, "memory that is new")
-    large = clock.additions([0], _LARGE_COUNT, 2)
-    new = large - 3 * adding * _LARGE_COUNT / _COUNT
-    clock.forget_values()
-    clock.progress(0.6, "ops")
-    # Each pack has an addition, and an edge to each device but one, as `device_seconds` counts.
-    op_seconds = clock.ops(_PACKS_OF_OPS) / (_PACKS_OF_OPS * count)
-    wires = [
-        Route(*pair, [Resource(link_name(*pair), math.inf)], latency=0.0)
-        for pair in ordered_pairs(count)
-    ]
-    return Topology.from_routes(
-        name,
-        count,
-        wires,
-        addition_bandwidth=_BYTES / adding,
-        serial_reduction=True,
-        memory_bandwidth=4 * _BYTES / packing,
-        op_seconds=op_seconds,
-        allocation_bandwidth=4 * _LARGE_COUNT / new if new > 0.1 * large else math.inf,
     )
 
 

@@ -24,19 +24,13 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-    """Holds the part of the table that is about GPUs.
-
-    Attributes:
-      kinds: how each ordered pair of GPUs is joined.
-      affinities: the CPUs near each GPU, as the table has them; empty if it has none.
-    """
+    """How each ordered pair of GPUs is joined, and the CPUs near each GPU ("" if unknown)."""
 
     kinds: Mapping[tuple[int, int], str]
     affinities: Sequence[str]
 
     @property
     def num_devices(self) -> int:
-        """Returns how many GPUs there are."""
         return len(self.affinities)
 
 
@@ -138,10 +132,8 @@ def _components(table: _Table, kinds: Sequence[str]) -> list[int]:
     graph.add_nodes_from(range(table.num_devices))
     graph.add_edges_from(pair for pair, kind in table.kinds.items() if kind in kinds)
     groups = sorted(nx.connected_components(graph), key=min)
-    return [
-        next(index for index, group in enumerate(groups) if device in group)
-        for device in range(table.num_devices)
-    ]
+    number = {device: index for index, group in enumerate(groups) for device in group}
+    return [number[device] for device in range(table.num_devices)]
 
 
 def _sockets(table: _Table) -> list[int]:

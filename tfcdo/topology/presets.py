@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from tfcdo import checks
 from tfcdo.topology.links import LATENCY, Resource, link_name, ordered_pairs
 from tfcdo.topology.routes import (
-    GPU_MEMORY,
     NVLINK_V100,
     Route,
     crossbar_routes,
@@ -34,8 +33,7 @@ _DGX1_P100_LINKS = {
 
 
 def _dgx1(name: str, nvlinks: Mapping[tuple[int, int], float]) -> Topology:
-    routes = mesh_routes(8, nvlinks, sockets=[0] * 4 + [1] * 4)
-    return Topology.from_routes(name, 8, routes, memory_bandwidth=GPU_MEMORY)
+    return Topology.from_routes(name, 8, mesh_routes(8, nvlinks, sockets=[0] * 4 + [1] * 4))
 
 
 def dgx1() -> Topology:
@@ -66,7 +64,7 @@ def dgx1_p100() -> Topology:
 def nvswitch(num_devices: int = 8) -> Topology:
     """Describes devices on a full crossbar: each has a port in and a port out, of 12 x 25 GB/s."""
     routes = crossbar_routes(num_devices, 12 * NVLINK_V100)
-    return Topology.from_routes("nvswitch", num_devices, routes, memory_bandwidth=GPU_MEMORY)
+    return Topology.from_routes("nvswitch", num_devices, routes)
 
 
 def pcie(num_devices: int = 4) -> Topology:
@@ -77,7 +75,7 @@ def pcie(num_devices: int = 4) -> Topology:
     """
     switches = [device // 2 for device in range(num_devices)]
     routes = pcie_routes(switches, {})
-    return Topology.from_routes("pcie", num_devices, routes, memory_bandwidth=GPU_MEMORY)
+    return Topology.from_routes("pcie", num_devices, routes)
 
 
 def shared_memory(num_devices: int = 8) -> Topology:
@@ -97,7 +95,7 @@ def shared_memory(num_devices: int = 8) -> Topology:
 def fully_connected(num_devices: int = 8) -> Topology:
     """Describes links of 25 GB/s each way between every two devices, for unknown machines."""
     routes = _separate_wires(num_devices, NVLINK_V100)
-    return Topology.from_routes("fully_connected", num_devices, routes, memory_bandwidth=GPU_MEMORY)
+    return Topology.from_routes("fully_connected", num_devices, routes)
 
 
 def _separate_wires(

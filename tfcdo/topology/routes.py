@@ -1,8 +1,4 @@
-"""Describes how a machine is wired, as one route for each ordered pair of its devices.
-
-`Topology.from_routes` makes a topology of them. The functions here stand for the wirings that
-several machines share; they serve the presets and the reader of nvidia-smi's table.
-"""
+"""Routes: links before their resources are numbered, and the wirings that machines share."""
 
 from __future__ import annotations
 
@@ -16,8 +12,6 @@ from tfcdo.topology.links import LATENCY, Resource, link_name, ordered_pairs
 NVLINK_V100 = 25e9
 HOST = 10e9
 PCIE = 12e9
-# What a V100 reads or writes of its own memory, in bytes per second; later GPUs have more.
-GPU_MEMORY = 900e9
 
 
 class Route(NamedTuple):
@@ -26,8 +20,7 @@ class Route(NamedTuple):
     Attributes:
       source: the sending device.
       target: the receiving device.
-      resources: what a transfer holds, in the order of travel. Routes that share something name
-        the same resource.
+      resources: the resources that a transfer holds, in their order; resources of one name are one.
       via_host: whether the path through the host stands in for a missing direct one.
       latency: seconds that a transfer takes on top of its bytes.
     """
@@ -42,31 +35,21 @@ class Route(NamedTuple):
 def mesh_routes(
     num_devices: int, nvlinks: Mapping[tuple[int, int], float], sockets: Sequence[int]
 ) -> list[Route]:
-    """Describes a machine of point-to-point links, whose other pairs meet in the host.
-
-    Example:
-      >>> [route.via_host for route in mesh_routes(3, {(0, 1): 25e9, (1, 2): 25e9}, [0, 0, 1])]
-      [False, True, False, False, True, False]
-    """
+    """Returns the routes of point-to-point links; other pairs meet in the host."""
     routes = []
     for source, target in ordered_pairs(num_devices):
         bandwidth = nvlinks.get((min(source, target), max(source, target)))
-        if bandwidth:
-            wire = Resource(link_name(source, target), bandwidth)
-            routes.append(Route(source, target, [wire]))
-        else:
-            bridge = Resource(f"host {link_name(sockets[source], sockets[target])}", HOST)
-            routes.append(Route(source, target, [bridge], via_host=True))
+        name = link_name(source, target)
+        if not bandwidth:
+            name = f"host {link_name(sockets[source], sockets[target])}"
+        routes.append(
+            Route(source, target, [Resource(name, bandwidth or HOST)], via_host=not bandwidth)
+        )
     return routes
 
 
 def crossbar_routes(num_devices: int, bandwidth: float) -> list[Route]:
-    """Describes a machine whose devices meet in a switch that is never the slowest part.
-
-    Example:
-      >>> [resource.name for resource in crossbar_routes(2, 300e9)[0].resources]
-      ['0 out', '1 in']
-    """
+    """Returns the routes of devices that meet in a switch, which is never the slowest part."""
     return [
         Route(
             source,
@@ -80,12 +63,7 @@ def crossbar_routes(num_devices: int, bandwidth: float) -> list[Route]:
 def pcie_routes(
     switches: Sequence[int], sockets: Mapping[tuple[int, int], tuple[int, int]]
 ) -> list[Route]:
-    """Describes a machine whose devices meet in PCIe switches, which the host joins.
-
-    Example:
-      >>> [resource.name for resource in pcie_routes([0, 1], {})[0].resources]
-      ['0 out', 'switch 0 up', 'switch 1 down', '1 in']
-    """
+    """Returns the routes of devices that meet in PCIe switches, which the host joins."""
     routes = []
     for source, target in ordered_pairs(len(switches)):
         between = []

@@ -1,7 +1,7 @@
 """Reads and writes the JSON document that describes a topology.
 
-The document differs from a `Topology` in two points: links name their resources where a topology
-numbers them, and a bandwidth without a limit is null, because JSON has no infinity.
+Links name their resources where a topology numbers them. A bandwidth without a limit is null,
+because JSON has no infinity.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -35,67 +35,61 @@ class LinkDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TopologyDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Describes a `Topology`; a bandwidth of None has no limit."""
+    """Describes a `Topology`; version 0.1.0 also wrote three costs that no plan depends on."""
 
     name: str
     num_devices: int
     addition_bandwidth: float | None = None
     serial_reduction: bool = False
-    memory_bandwidth: float | None = None
-    op_seconds: float = 0.0
-    allocation_bandwidth: float | None = None
+    memory_bandwidth: float | msgspec.UnsetType | None = msgspec.UNSET
+    op_seconds: float | msgspec.UnsetType = msgspec.UNSET
+    allocation_bandwidth: float | msgspec.UnsetType | None = msgspec.UNSET
     resources: tuple[ResourceDocument, ...]
     links: tuple[LinkDocument, ...]
 
 
-_OBJECTS: dict[str, type[msgspec.Struct]] = {
+_FIELDS: dict[str, type[msgspec.Struct]] = {
     "": TopologyDocument,
     "resources": ResourceDocument,
     "links": LinkDocument,
 }
-# Files from before these fields were renamed are read, too.
-_FORMER_NAMES = {"detour": "via_host", "shared_adder": "serial_reduction"}
 
 
-def encode(document: TopologyDocument) -> str:
-    """Returns a document as a JSON text, with one resource or link a line."""
-    content = msgspec.to_builtins(document)
-    lines = ",\n".join(f'  "{name}": {_lay_out(value)}' for name, value in content.items())
-    return f"{{\n{lines}\n}}"
+def encode(document: msgspec.Struct) -> str:
+    """Returns a document as a JSON text, with each entry of a list on a line."""
+    lines = []
+    for name, value in msgspec.to_builtins(document).items():
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, (list, tuple)):
+            # A person may want to read and change the entries.
+            entries = (f"\n    {json.dumps(entry, ensure_ascii=False)}" for entry in value)
+            text = f"[{','.join(entries)}\n  ]"
+        lines.append(f'  "{name}": {text}')
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def decode(text: str) -> TopologyDocument:
-    """Reads a JSON text that `encode` or a person has written.
-
-    Example:
-      >>> decode('{"name": "one", "num_devices": "1", "resources": [], "links": []}')
-      Traceback (most recent call last):
-      ValueError: not a topology: num_devices: expected `int`; got "1"
-    """
+    """Reads a JSON text that `encode` or a person has written; raises `ValueError` for others."""
     content = None
     try:
-        content = json.loads(text, object_pairs_hook=_collect_fields)
-        document = msgspec.convert(content, TopologyDocument)
+        content = json.loads(text)
+        return msgspec.convert(content, TopologyDocument)
     except json.JSONDecodeError as error:
         raise ValueError(f"not a JSON text: {error}") from error
     except RecursionError:
         raise ValueError("not a topology: lists or objects are nested too deeply") from None
     except msgspec.ValidationError as error:
         raise ValueError(f"not a topology: {_explain(str(error), content)}") from None
-    return document
 
 
 def describe(fields: Mapping[str, Any]) -> TopologyDocument:
-    """Returns what describes a topology in JSON."""
-    resources: Sequence[Resource] = fields["resources"]
+    """Returns the document of a topology's fields."""
+    resources = fields["resources"]
     return TopologyDocument(
         name=fields["name"],
         num_devices=fields["num_devices"],
         addition_bandwidth=_none_if_unlimited(fields["addition_bandwidth"]),
         serial_reduction=fields["serial_reduction"],
-        memory_bandwidth=_none_if_unlimited(fields["memory_bandwidth"]),
-        op_seconds=fields["op_seconds"],
-        allocation_bandwidth=_none_if_unlimited(fields["allocation_bandwidth"]),
         resources=tuple(
             ResourceDocument(name=one.name, bandwidth=_none_if_unlimited(one.bandwidth))
             for one in resources
@@ -116,6 +110,7 @@ def describe(fields: Mapping[str, Any]) -> TopologyDocument:
 def fields(document: TopologyDocument) -> dict[str, Any]:
     """Returns the fields of the topology that a document describes."""
     numbers = {resource.name: number for number, resource in enumerate(document.resources)}
+    links = []
     for position, link in enumerate(document.links):
         unknown = [name for name in link.resources if name not in numbers]
         if unknown:
@@ -123,27 +118,17 @@ def fields(document: TopologyDocument) -> dict[str, Any]:
                 f'not a topology: links[{position}].resources must hold names that "resources" of '
                 f"the topology have; got {_abbreviate(unknown[0])}"
             )
+        held = tuple(numbers[name] for name in link.resources)
+        links.append(Link(link.source, link.target, link.latency, held, link.via_host))
     return {
         "name": document.name,
         "num_devices": document.num_devices,
         "resources": tuple(
             Resource(one.name, _infinite_if_none(one.bandwidth)) for one in document.resources
         ),
-        "links": tuple(
-            Link(
-                link.source,
-                link.target,
-                link.latency,
-                tuple(numbers[name] for name in link.resources),
-                link.via_host,
-            )
-            for link in document.links
-        ),
+        "links": tuple(links),
         "addition_bandwidth": _infinite_if_none(document.addition_bandwidth),
         "serial_reduction": document.serial_reduction,
-        "memory_bandwidth": _infinite_if_none(document.memory_bandwidth),
-        "op_seconds": document.op_seconds,
-        "allocation_bandwidth": _infinite_if_none(document.allocation_bandwidth),
     }
 
 
@@ -153,26 +138,6 @@ def _none_if_unlimited(bandwidth: float) -> float | None:
 
 def _infinite_if_none(bandwidth: float | None) -> float:
     return math.inf if bandwidth is None else bandwidth
-
-
-def _lay_out(value: Any) -> str:
-    """Returns a field's value as JSON; of a list, each entry is on a line of its own."""
-    if not isinstance(value, (list, tuple)):
-        return json.dumps(value, ensure_ascii=False)
-    # A person may want to read and change the entries.
-    lines = ",".join(f"\n    {json.dumps(entry, ensure_ascii=False)}" for entry in value)
-    return f"[{lines}\n  ]"
-
-
-def _collect_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the fields of a JSON object by their present names."""
-    fields: dict[str, Any] = {}
-    for name, value in pairs:
-        present = _FORMER_NAMES.get(name, name)
-        if present in fields:
-            raise ValueError(f"not a topology: {_abbreviate(present)} is given twice in one object")
-        fields[present] = value
-    return fields
 
 
 def _explain(message: str, content: Any) -> str:
@@ -186,7 +151,7 @@ def _explain(message: str, content: Any) -> str:
     wanted = re.sub(", got `.*", "", wanted)
     of_object = re.fullmatch(r"(?:(\w+)\[\d+\])?", path)
     if of_object:
-        wanted += f" (fields: {', '.join(_OBJECTS[of_object[1] or ''].__struct_fields__)})"
+        wanted += f" (fields: {', '.join(_FIELDS[of_object[1] or ''].__struct_fields__)})"
     return f"{place}{wanted[0].lower()}{wanted[1:]}; got {_abbreviate(given)}"
 
 

@@ -14,15 +14,8 @@ import networkx as nx
 from tfcdo import checks
 from tfcdo.topology import nvidia_smi, serialization
 from tfcdo.topology.links import Link, Resource, check_links, link_name, ordered_pairs
-from tfcdo.topology.routes import GPU_MEMORY, Route
+from tfcdo.topology.routes import Route
 
-_COSTS = (
-    "addition_bandwidth",
-    "serial_reduction",
-    "memory_bandwidth",
-    "op_seconds",
-    "allocation_bandwidth",
-)
 # What the names of topologies begin with that were measured.
 MEASURED = "measured "
 
@@ -42,12 +35,6 @@ class Topology:
       addition_bandwidth: bytes of one operand that a device adds per second; `math.inf` if
         additions cost nothing next to the copies.
       serial_reduction: whether all devices add with the same cores and memory, so one at a time.
-      memory_bandwidth: bytes per second that a device reads or writes in its own memory, or all
-        together where they share it (`serial_reduction`); `math.inf` if packing costs nothing.
-      op_seconds: what each op of the executor costs beside its bytes, where ops do not overlap with
-        copies, as on processors; 0 where the links' latencies contain it.
-      allocation_bandwidth: bytes per second at which the system hands out the memory of tensors
-        that are too large to be kept for the next step; `math.inf` if it costs nothing.
 
     Raises:
       ValueError: if a pair of devices has no link or several, or a link names a device or a
@@ -67,19 +54,11 @@ class Topology:
     links: tuple[Link, ...]
     addition_bandwidth: float = math.inf
     serial_reduction: bool = False
-    memory_bandwidth: float = math.inf
-    op_seconds: float = 0.0
-    allocation_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
         checks.check_int("num_devices", self.num_devices, at_least=1)
-        for name in ("addition_bandwidth", "memory_bandwidth", "allocation_bandwidth"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0 B/s; got {getattr(self, name)}")
-        if not 0 <= self.op_seconds < math.inf:
-            raise ValueError(
-                f"op_seconds must be a number of seconds, at least 0; got {self.op_seconds}"
-            )
+        if not self.addition_bandwidth > 0:
+            raise ValueError(f"addition_bandwidth must be above 0; got {self.addition_bandwidth}")
         names = [resource.name for resource in self.resources]
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -88,21 +67,17 @@ class Topology:
 
     @classmethod
     def from_routes(
-        cls,
-        name: str,
-        num_devices: int,
-        routes: Iterable[Route],
-        **costs: Any,
+        cls, name: str, num_devices: int, routes: Iterable[Route], **costs: Any
     ) -> Topology:
         """Makes a topology of one route for each ordered pair of devices.
 
-        The resources are those of the routes; what has the same name is one resource.
+        Resources of the same name are one resource.
 
         Args:
           name: the topology's name.
           num_devices: how many devices there are.
           routes: one for each ordered pair of devices.
-          **costs: `addition_bandwidth` and what else the devices cost themselves, see `Topology`.
+          **costs: `addition_bandwidth` and `serial_reduction`, see `Topology`.
 
         Returns:
           The topology.
@@ -138,13 +113,7 @@ class Topology:
             )
             for route in routes
         )
-        return cls(
-            name,
-            num_devices,
-            tuple(resources.values()),
-            tuple(links),
-            **costs,
-        )
+        return cls(name, num_devices, tuple(resources.values()), tuple(links), **costs)
 
     def __hash__(self) -> int:
         return self._hash
@@ -152,36 +121,21 @@ class Topology:
     @functools.cached_property
     def _hash(self) -> int:
         # A topology is looked up once for each all-reduce; hashing its links is worth doing once.
-        return hash((self.num_devices, self.resources, self.links, *self.costs.values()))
+        return hash((self.num_devices, self.resources, self.links, self.addition_bandwidth))
 
     @property
-    def costs(self) -> dict[str, Any]:
-        """Returns what the devices cost themselves: additions, packing, ops and memory."""
-        return {name: getattr(self, name) for name in _COSTS}
+    def _costs(self) -> dict[str, Any]:
+        return {
+            "addition_bandwidth": self.addition_bandwidth,
+            "serial_reduction": self.serial_reduction,
+        }
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Returns a short text that is the same for topologies that are alike for copy trees.
-
-        They may differ in names, and in what packing and ops cost, which all trees cost alike.
-        """
-        number: dict[int, int] = {}
-        for link in sorted(self.links, key=lambda link: (link.source, link.target)):
-            for index in link.resources:
-                number.setdefault(index, len(number))
-        content = (
-            self.num_devices,
-            (self.addition_bandwidth, self.serial_reduction),
-            [self.resources[index].bandwidth for index in number],
-            sorted(
-                (
-                    (link.source, link.target),
-                    (link.latency, link.via_host),
-                    tuple(number[index] for index in link.resources),
-                )
-                for link in self.links
-            ),
-        )
+        """Returns a short text that is the same for topologies that differ in names alone."""
+        links = [dataclasses.astuple(link) for link in self.links]
+        bandwidths = [resource.bandwidth for resource in self.resources]
+        content = (self.num_devices, *self._costs.values(), bandwidths, links)
         return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     @property
@@ -194,58 +148,17 @@ class Topology:
         """Returns the link of each ordered pair of devices."""
         return {(link.source, link.target): link for link in self.links}
 
-    @functools.cached_property
-    def link_kinds(self) -> Mapping[tuple[int, int], tuple[float, float, bool]]:
-        """Returns bandwidth, latency and `via_host` of each ordered pair's link."""
-        return {
-            pair: (self.bandwidth(*pair), link.latency, link.via_host)
-            for pair, link in self.link_by_pair.items()
-        }
-
     def bandwidth(self, source: int, target: int) -> float:
-        """Returns the speed of a transfer that shares its path with no other.
-
-        Args:
-          source: the sending device.
-          target: the receiving device.
-
-        Returns:
-          Bytes per second, those of the slowest resource on the path.
-
-        Raises:
-          KeyError: if these are not two different devices.
-        """
+        """Returns the bytes per second of a transfer that shares its path with no other."""
         link = self.link_by_pair[source, target]
         return min(self.resources[index].bandwidth for index in link.resources)
 
     def latency(self, source: int, target: int) -> float:
-        """Returns what a transfer takes on top of its bytes.
-
-        Args:
-          source: the sending device.
-          target: the receiving device.
-
-        Returns:
-          Seconds.
-
-        Raises:
-          KeyError: if these are not two different devices.
-        """
+        """Returns the seconds that a transfer takes on top of its bytes."""
         return self.link_by_pair[source, target].latency
 
     def route(self, source: int, target: int) -> Route:
-        """Returns the link of a pair of devices together with what it holds.
-
-        Args:
-          source: the sending device.
-          target: the receiving device.
-
-        Returns:
-          The route that `from_routes` would make this link of.
-
-        Raises:
-          KeyError: if these are not two different devices.
-        """
+        """Returns the route that `from_routes` would make the link of a pair of devices of."""
         link = self.link_by_pair[source, target]
         resources = tuple(self.resources[index] for index in link.resources)
         return Route(source, target, resources, link.via_host, link.latency)
@@ -288,19 +201,19 @@ class Topology:
             self.route(devices[source], devices[target])._replace(source=source, target=target)
             for source, target in ordered_pairs(len(devices))
         ]
-        return Topology.from_routes(
-            f"{self.name}{{{','.join(map(str, devices))}}}",
-            len(devices),
-            routes,
-            **self.costs,
-        )
+        name = f"{self.name}{{{','.join(map(str, devices))}}}"
+        return Topology.from_routes(name, len(devices), routes, **self._costs)
+
+    def with_slower_additions(self, factor: float) -> Topology:
+        """Returns the machine for data that is sent in fewer bytes than it is added in."""
+        if factor == 1:
+            return self
+        return dataclasses.replace(self, addition_bandwidth=self.addition_bandwidth / factor)
 
     def to_json(self) -> str:
         """Returns this topology as a JSON text, which `from_json` reads.
 
-        Returns:
-          An object with the constructor's arguments; a bandwidth of null has no limit, and links
-          name their resources.
+        A bandwidth of null has no limit, and links name their resources.
 
         Example:
           >>> from tfcdo.topology import preset
@@ -310,9 +223,6 @@ class Topology:
             "num_devices": 2,
             "addition_bandwidth": null,
             "serial_reduction": false,
-            "memory_bandwidth": 900000000000.0,
-            "op_seconds": 0.0,
-            "allocation_bandwidth": null,
             "resources": [
               {"name": "0→1", "bandwidth": 25000000000.0},
               {"name": "1→0", "bandwidth": 25000000000.0}
@@ -326,7 +236,7 @@ class Topology:
         return serialization.encode(self.to_document())
 
     def to_document(self) -> serialization.TopologyDocument:
-        """Returns what describes this topology in JSON."""
+        """Returns the document that describes this topology in JSON."""
         return serialization.describe(vars(self))
 
     @classmethod
@@ -335,7 +245,7 @@ class Topology:
 
         Args:
           text: a JSON object with "name", "num_devices", "resources" and "links", perhaps
-            its costs such as "addition_bandwidth", and nothing else; a link may leave out
+            "addition_bandwidth" and "serial_reduction", and nothing else; a link may leave out
             "latency" and "via_host". A bandwidth of null has no limit.
 
         Returns:
@@ -371,4 +281,4 @@ class Topology:
           ValueError: if the text holds no such table.
         """
         num_devices, routes = nvidia_smi.read_routes(text)
-        return cls.from_routes("nvidia-smi", num_devices, routes, memory_bandwidth=GPU_MEMORY)
+        return cls.from_routes("nvidia-smi", num_devices, routes)

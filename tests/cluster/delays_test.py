@@ -1,0 +1,196 @@
+"""Delays of hosts, from made-up times of their collectives."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+from absl import logging
+from absl.testing import absltest, parameterized
+
+from tfcdo.cluster import agreement, config, delays, progress
+
+_TASKS = tuple(config.Task("worker", host, f"{'abcd'[host]}:{host + 1}") for host in range(4))
+
+
+def made_kind(name, times, begun=None):
+    """A kind whose uses entered and left collectives then: `[use, collective, 2]`."""
+    times = np.asarray(times, np.float64)
+    uses, collectives, _ = times.shape
+    shape = progress.shape_of_times(collectives)
+    kept = np.zeros(shape)
+    for use in range(max(0, uses - shape[0]), uses):
+        kept[use % shape[0]] = times[use]
+    marks = mock.Mock()
+    marks.times.return_value = kept
+    count = 2 * uses * collectives if begun is None else begun
+    marks.count.return_value = count
+    description = {"what": "all-reduce", "collectives": collectives, "plan": "f" * 64}
+    return progress.Kind(name, description, marks, count)
+
+
+def steps_of(host_waits, step=0.5, first=1000.0):
+    """Times of steps with one collective, in which a host waits so long."""
+    waits = np.asarray(host_waits)
+    left = first + step * np.arange(1, len(waits) + 1)
+    return np.stack([left - waits, left], -1)[:, np.newaxis]
+
+
+class MeasureTest(parameterized.TestCase):
+    def test_the_waits_of_the_last_steps(self):
+        waits = np.random.default_rng(1).uniform(0.0, 0.4, 50)
+        result = delays.measure([made_kind("k", steps_of(waits))])["k"]
+        self.assertEqual(49, result.last)
+        np.testing.assert_allclose(result.seconds, waits[-20:], atol=2e-6)
+        self.assertAlmostEqual(0.5, result.step_seconds, places=6)
+
+    def test_the_times_that_were_overwritten_are_not_used(self):
+        waits = np.random.default_rng(2).uniform(0.0, 0.4, 2500)
+        result = delays.measure([made_kind("k", steps_of(waits))])["k"]
+        np.testing.assert_allclose(result.seconds, waits[-20:], atol=2e-6)
+
+    def test_a_collective_that_is_not_over_does_not_count(self):
+        times = steps_of(np.full(16, 0.1))
+        result = delays.measure([made_kind("k", times, begun=31)])["k"]
+        self.assertEqual(14, result.last)
+        np.testing.assert_allclose(result.seconds, np.full(14, 0.1), atol=2e-6)
+
+    def test_a_step_has_the_waits_of_all_its_collectives(self):
+        # Twice a step, 0.1 and 0.02; and 3 packs, once a step, each 0.01.
+        often = np.stack([steps_of(np.full(30, 0.1)), steps_of(np.full(30, 0.02)) + 0.11], 1)
+        once = [steps_of(np.full(30, 0.01)) + shift for shift in (0.2, 0.22, 0.24)]
+        kinds = [
+            made_kind("often", often.reshape(60, 1, 2)),
+            made_kind("once", np.concatenate(once, 1)),
+        ]
+        result = delays.measure(kinds)
+        np.testing.assert_allclose(result["once"].seconds, np.full(20, 0.15), atol=2e-6)
+        self.assertAlmostEqual(0.5, result["once"].step_seconds, places=6)
+
+    @parameterized.parameters(0, 1, 10)
+    def test_nothing_from_few_steps(self, steps):
+        self.assertEmpty(delays.measure([made_kind("k", steps_of(np.full(steps, 0.1)))]))
+
+
+class CompareTest(parameterized.TestCase):
+    def compared(self, waits, step=0.5):
+        """Compares hosts that wait so long: `[host, step]`."""
+        return delays.compare(
+            [delays.measure([made_kind("k", steps_of(host, step))]) for host in waits]
+        )
+
+    @parameterized.parameters(2, 3, 4)
+    def test_the_host_that_waits_least(self, hosts):
+        noise = np.random.default_rng(3).uniform(0.0, 0.005, (hosts, 30))
+        noise[np.arange(hosts) != 1] += 0.18
+        result = self.compared(noise)
+        self.assertEqual(list(range(hosts)), [one.host for one in result])
+        self.assertEqual([host == 1 for host in range(hosts)], [one.is_slow for one in result])
+        self.assertAlmostEqual(0.18, result[1].seconds, delta=0.005)
+        self.assertEqual((20, 20), (result[1].late_steps, result[1].steps))
+        self.assertAlmostEqual(0.36, result[1].share, delta=0.01)
+
+    def test_two_of_four(self):
+        result = self.compared(np.array([0.2, 0.0, 0.2, 0.0])[:, np.newaxis] * np.ones(30))
+        self.assertEqual([False, True, False, True], [one.is_slow for one in result])
+
+    def test_a_host_that_is_faster_than_all_others_makes_none_slow(self):
+        result = self.compared(np.array([0.2, 0.0, 0.001, 0.002])[:, np.newaxis] * np.ones(30))
+        self.assertFalse(any(one.is_slow for one in result))
+
+    @parameterized.parameters(
+        (0.009, 0.01),  # Too short.
+        (0.04, 0.5),  # Of a long step.
+    )
+    def test_a_small_delay_is_none(self, delay, step):
+        result = self.compared([np.full(30, delay), np.zeros(30)], step)
+        self.assertEqual(0, result[1].late_steps)
+        self.assertAlmostEqual(delay, result[1].seconds, places=5)
+
+    def test_late_by_turns_is_not_slow(self):
+        turns = np.tile([0.2, 0.0], 15)
+        self.assertFalse(any(one.is_slow for one in self.compared([turns, turns[::-1]])))
+
+    def test_only_steps_that_all_have(self):
+        waits = np.random.default_rng(4).uniform(0.0, 0.4, (2, 40))
+        published = [
+            delays.measure([made_kind("k", steps_of(host[:count]))])
+            for host, count in zip(waits, (40, 33))
+        ]
+        result = delays.compare(published)
+        self.assertEqual(13, result[0].steps)
+        expected = np.maximum(0.0, waits[1, 20:33] - waits[0, 20:33])
+        self.assertAlmostEqual(np.median(expected), result[0].seconds, places=5)
+        published[1] = delays.measure([made_kind("k", steps_of(waits[1, :29]))])
+        self.assertEmpty(delays.compare(published))
+
+    def test_the_kind_of_which_each_use_is_late(self):
+        """Not one that a step uses twice, and not one that is used in every tenth step."""
+
+        def published(wait):
+            often = np.stack([steps_of(np.full(300, wait)), steps_of(np.zeros(300)) + 0.1], 1)
+            once = steps_of(np.zeros(300)) + 0.2
+            seldom = once[9::10] + 0.1
+            kinds = {"often": often.reshape(600, 1, 2), "once": once, "seldom": seldom}
+            return delays.measure([made_kind(*kind) for kind in kinds.items()])
+
+        _, slow = delays.compare([published(0.2), published(0.0)])
+        self.assertEqual(20, slow.late_steps)
+        self.assertAlmostEqual(0.5, slow.step_seconds, places=5)
+
+    def test_clocks_may_differ(self):
+        one, other = steps_of(np.full(30, 0.2)), steps_of(np.zeros(30), first=7e6)
+        published = [delays.measure([made_kind("k", times)]) for times in (one, other)]
+        self.assertAlmostEqual(0.2, delays.compare(published)[1].seconds, places=5)
+
+
+class ComparisonTest(absltest.TestCase):
+    """Four hosts with a store that is a dictionary."""
+
+    def setUp(self):
+        super().setUp()
+        self.values: dict[str, str] = {}
+        self.now = 0.0
+        store = mock.Mock(spec=agreement.Store)
+        store.set = self.values.__setitem__
+        store.get = lambda key, timeout: self.values.get(key)
+        store.delete = self.values.__delitem__
+        self.hosts = [
+            delays.Comparison(config.Cluster(_TASKS, host), store, lambda: self.now)
+            for host in range(4)
+        ]
+
+    def look(self, steps, slow):
+        for host in (1, 2, 3, 0):
+            wait = 0.0 if host == slow else 0.2
+            self.hosts[host].look([made_kind("k", steps_of(np.full(steps, wait)))])
+
+    def test_the_chief_says_so_once_a_minute(self):
+        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+            for second in range(130):
+                self.now = second
+                self.look(20 + second, slow=2)
+        self.assertLen(logs.output, 3)
+        self.assertRegex(
+            logs.output[0],
+            r"host 2 \(/job:worker/task:2 at c:3\) enters 200 ms after the others in 19 of 19 "
+            r"steps: 40 % of a step of 500 ms",
+        )
+
+    def test_silent_without_a_slow_host_and_without_new_steps(self):
+        with self.assertNoLogs(logging.get_absl_logger(), "WARNING"):
+            for second in range(130):
+                self.now = second
+                self.look(20 + second, slow=None)
+        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+            for second in range(200):
+                self.now = second
+                self.look(300, slow=2)
+        self.assertLen(logs.output, 1)
+
+    def test_a_host_that_has_not_published(self):
+        self.assertEmpty(self.hosts[0].delays({}))
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,175 @@
+"""`tfcdo doctor --blackbox`: black boxes of made-up hosts, and files that are none."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import tempfile
+import threading
+import time
+from unittest import mock
+
+import msgspec
+import numpy as np
+from absl import logging
+from absl.testing import absltest
+from cli_testing import run_tfcdo
+
+from tfcdo.cluster import blackbox, config, progress
+from tfcdo.doctor import blackbox as black_boxes
+
+_TASKS = tuple(config.Task("worker", host, f"{'abc'[host]}:{host + 1}") for host in range(3))
+_CLUSTER = config.Cluster(_TASKS, 0)
+_HOSTS = [_CLUSTER.name(host) for host in range(3)]
+_KIND = blackbox.KindOfCollectives("all-reduce of 2 values (f[2], f[3])", "0123456789abcdef", 3)
+
+
+def made_box(host, *entries, reason="time-out", hosts=_HOSTS):
+    """A box of one kind: entries are (number, entered, left)."""
+    listed = [blackbox.Entry("k", *entry) for entry in entries]
+    return blackbox.Box(host, hosts, reason, 100.0, {"k": _KIND}, listed)
+
+
+class BlackBoxTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        variables = mock.patch.dict(os.environ, {"TFCDO_CACHE_DIR": folder.name})
+        variables.start()
+        self.addCleanup(variables.stop)
+
+    def write(self, name, box):
+        path = self.folder / name
+        path.write_bytes(msgspec.json.encode(box))
+        return str(path)
+
+    def test_a_host_that_stopped_one_that_waits_and_one_without_a_file(self):
+        files = [
+            self.write("1", made_box(1, (6, 50.0, 51.0), (7, 52.0, None))),
+            self.write("0", made_box(0, (5, 40.0, 41.0), (6, 50.5, 51.5), reason="SIGUSR1")),
+        ]
+        result = run_tfcdo("doctor", "--blackbox", *files)
+        place = "of 3, time 3, of the all-reduce of 2 values (f[2], f[3]), plan 01234567"
+        self.assertEqual(
+            [
+                f"{_HOSTS[0]}: in no collective for 48.5 s, after pack 1 {place} (written because "
+                "of: SIGUSR1)",
+                f"{_HOSTS[1]}: in pack 2 {place}, for 48.0 s (written because of: time-out)",
+                f"{_HOSTS[2]}: no file: it was killed, or not given",
+                f"Host 1 waited in pack 2 {place}: Hosts 0 and 2 stopped before it.",
+            ],
+            result.output.splitlines(),
+        )
+        self.assertEqual(0, result.status)
+
+    def test_hosts_that_wait_in_other_collectives(self):
+        lines = black_boxes.compare(
+            [made_box(0, (8, 52.0, None)), made_box(1, (7, 52.0, None)), made_box(2, (9, 1.0, 2.0))]
+        )
+        self.assertLen(lines, 5)
+        self.assertRegex(lines[3], r"^Host 0 waited in pack 3 .*: Host 1 stopped before it\.$")
+        self.assertRegex(lines[4], r"^Host 1 waited in pack 2 .*: all hosts are in it or have left")
+
+    def test_all_in_one_collective_none_in_any_and_none_at_all(self):
+        *_, line = black_boxes.compare([made_box(host, (8, 52.0, None)) for host in range(3)])
+        self.assertRegex(line, "^Hosts 0 and 1 and 2 waited in pack 3 .*: all hosts are in it or")
+        lines = black_boxes.compare([made_box(0, (8, 52.0, 53.0)), made_box(1)])
+        self.assertStartsWith(lines[1], f"{_HOSTS[1]}: in no collective yet")
+        self.assertEqual("No host waits for another one in a collective.", lines[-1])
+
+    def test_files_that_are_refused(self):
+        good = self.write("good", made_box(0))
+        elsewhere = made_box(1, hosts=["x", "y"])
+        for files, message in (
+            ([self.write("bad", {"host": 1})], "is not a black box of tfcdo: .*missing"),
+            ([good, self.write("again", made_box(0))], "good and .*again are both of host 0"),
+            ([good, self.write("other", elsewhere)], "must be of one job; .*other has the hosts"),
+            ([str(self.folder / "none")], "No such file"),
+            ([str(self.folder)], "Is a directory"),
+            ([], "--blackbox takes files"),
+        ):
+            with self.subTest(message):
+                result = run_tfcdo("doctor", "--blackbox", *files)
+                self.assertNotEqual(0, result.status)
+                self.assertRegex(result.errors, message)
+        self.assertNotEqual(0, run_tfcdo("doctor", good).status)
+
+    def test_the_last_thousand_of_all_kinds_by_time(self):
+        kinds = []
+        for name, first in (("a", 0.0), ("b", 0.5)):
+            entered = first + np.arange(1200.0)[-1000:]
+            numbers = np.arange(200, 1200)
+            left = entered + 0.25
+            if name == "b":
+                left[-1] = np.nan  # It waits.
+            kind = progress.Kind(name, {"values": ["f[2]"], "collectives": 4}, mock.Mock(), 1)
+            last = progress.Collectives(numbers, entered, left)
+            self.enter_context(mock.patch.object(kind, "last", return_value=last))
+            kinds.append(kind)
+        box = blackbox.record(_CLUSTER, kinds, "a reason")
+        expected = [
+            blackbox.Entry("ab"[half], number, number + half / 2, number + half / 2 + 0.25)
+            for number in range(700, 1200)
+            for half in (0, 1)
+        ]
+        expected[-1] = blackbox.Entry("b", 1199, 1199.5, None)
+        self.assertEqual(expected, box.entries)
+        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+            blackbox.write(box)
+        path = self.folder / "blackbox" / f"host0-{os.getpid()}.json"
+        self.assertIn(f"the last 1000 collectives are in {path}", logs.output[0])
+        self.assertEqual(box, blackbox.read(path))
+
+    def test_a_folder_that_cannot_be_written(self):
+        (self.folder / "blackbox").write_text("a file")
+        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+            blackbox.write(made_box(0))
+        self.assertIn("the black box could not be written", logs.output[0])
+
+
+class SignalTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.addCleanup(mock.patch.stopall)
+        mock.patch.object(blackbox, "_pipe", None).start()
+        self.addCleanup(signal.signal, signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
+        self.addCleanup(signal.set_wakeup_fd, signal.set_wakeup_fd(-1))
+
+    def test_asks_once(self):
+        self.assertFalse(blackbox.asked())
+        blackbox.listen()
+        blackbox.listen()
+        self.assertFalse(blackbox.asked())
+        os.kill(os.getpid(), signal.SIGUSR1)
+        self.assertTrue(blackbox.asked())
+        self.assertFalse(blackbox.asked())
+
+    def test_other_users_of_signals_stay(self):
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
+        blackbox.listen()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.01)
+        self.assertEqual(bytes([signal.SIGUSR1]), os.read(reader, 10))
+        self.assertTrue(blackbox.asked())
+
+    def test_a_handler_of_the_user_stays(self):
+        handler = mock.Mock()
+        signal.signal(signal.SIGUSR1, handler)
+        blackbox.listen()
+        self.assertIs(handler, signal.getsignal(signal.SIGUSR1))
+        self.assertFalse(blackbox.asked())
+
+    def test_another_thread_leaves_signals_alone(self):
+        thread = threading.Thread(target=blackbox.listen)
+        thread.start()
+        thread.join()
+        self.assertEqual(signal.SIG_DFL, signal.getsignal(signal.SIGUSR1))
+
+
+if __name__ == "__main__":
+    absltest.main()

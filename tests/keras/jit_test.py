@@ -1,0 +1,231 @@
+"""`compile(jit_compile=True)` on several replicas: XLA compiles, and trains as on one device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+from keras import optimizers as ko
+from keras_training import TrainingTestCase, dense_data, dense_layers, word_data, word_layers
+
+import tfcdo
+from tfcdo import log, xla
+from tfcdo.keras import DistributedOptimizer, jit_compile, weight_by_examples
+
+_TOLERANCE = 3e-5
+
+
+def _strategy(count: int, kind: Any = tfcdo.MirroredStrategy) -> tf.distribute.Strategy:
+    if count == 1:
+        return tf.distribute.get_strategy()
+    return kind(tu.device_names(count), tfcdo.ReductionToOneDevice())
+
+
+def _compiled(strategy: Any, layers: Any, optimizer: Any, jit: bool, **options: Any) -> Any:
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = options.pop("model_class", keras.Sequential)(layers())
+        metrics = {"metrics": ["mae"], "weighted_metrics": ["mse"]}
+        model.compile(
+            optimizer(), "mse", jit_compile=jit, auto_scale_loss=False, **metrics, **options
+        )
+    return model
+
+
+def _fit(model: Any, data: Any) -> list[np.ndarray]:
+    """Returns the history, what `evaluate` and `predict` say, and the weights."""
+    inputs, targets = data
+    weights = np.linspace(0.5, 2, len(inputs), dtype=np.float32)
+    history = model.fit(
+        inputs,
+        targets,
+        12,
+        epochs=2,
+        sample_weight=weights,
+        validation_data=(inputs[:12], targets[:12]),
+        shuffle=False,
+        verbose=0,
+    ).history
+    told = [np.array(list(history.values())), np.array(model.evaluate(*data, 12, verbose=0))]
+    return [*told, model.predict(inputs, 12, verbose=0), *model.get_weights()]
+
+
+def _accumulating() -> Any:
+    return DistributedOptimizer(
+        ko.Adam(0.05, clipnorm=0.1, epsilon=1e-3), gradient_accumulation_steps=2
+    )
+
+
+def _scaling() -> Any:
+    return DistributedOptimizer(ko.LossScaleOptimizer(ko.SGD(0.05), 16.0, dynamic_growth_steps=2))
+
+
+@functools.cache
+def _on_one_device(layers: Any, data: Any, optimizer: Any, examples: int) -> list[np.ndarray]:
+    return _fit(_compiled(_strategy(1), layers, optimizer, jit=False), data(examples))
+
+
+def _unknown_to_xla(inputs: tf.Tensor) -> tf.Tensor:
+    numbers = tf.strings.to_number(tf.strings.as_string(inputs))
+    return inputs + 0 * tf.ensure_shape(numbers, inputs.shape)
+
+
+def _with_string_op() -> list[Any]:
+    return [*dense_layers(), keras.layers.Lambda(_unknown_to_xla)]
+
+
+class ReadsAfterUpdate(keras.Sequential):
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data[:2])
+        return {**logs, "size": tf.reduce_sum(tf.abs(self.trainable_variables[0]))}
+
+
+class UpdatesTwice(keras.Sequential):
+    def train_step(self, data: Any) -> Any:
+        super().train_step(data[:2])
+        return super().train_step(data[:2])
+
+
+class CompilesParts(UpdatesTwice):
+    def train_step(self, data: Any) -> Any:
+        part = jit_compile(super(UpdatesTwice, self).train_step, self.optimizer)
+        part(data[:2])
+        return part(data[:2])
+
+
+class JitTest(TrainingTestCase):
+    def setUp(self):
+        super().setUp()
+        log.warn_once.cache_clear()
+        log.info_once.cache_clear()
+        self.warnings = self.enter_context(mock.patch.object(log.logging, "warning"))
+        self.infos = self.enter_context(mock.patch.object(log.logging, "info"))
+
+    def warned(self) -> str:
+        return " ".join(str(call.args) for call in self.warnings.call_args_list)
+
+    def assert_compiled(self, *steps: str) -> None:
+        told = [str(call.args) for call in self.infos.call_args_list]
+        told = [line for line in told if "on each replica XLA compiles" in line]
+        for step in steps:
+            self.assertLen([line for line in told if f".{step}" in line], 1)
+        self.assertLen(told, len(steps))
+        self.assertNotIn("jit_compile", self.warned())
+
+    # The last batch has one example, which leaves replicas without any. TensorFlow's own strategy
+    # needs batches that divide.
+    @parameterized.parameters((1, False), (2, False), (3, False), (2, True))
+    def test_trains_as_one_device(self, count, words):
+        layers, data = (word_layers, word_data) if words else (dense_layers, dense_data)
+        examples = 24 if words else 25
+        optimizer = _scaling if words else _accumulating
+        kind = tf.distribute.MirroredStrategy if words else tfcdo.MirroredStrategy
+        steps = 2 if words else 1
+        model = _compiled(
+            _strategy(count, kind), layers, optimizer, jit=True, steps_per_execution=steps
+        )
+        results = _fit(weight_by_examples(model), data(examples))
+        alone = _on_one_device(layers, data, optimizer, examples)
+        for expected, actual in zip(alone, results, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
+        self.assertTrue(model.jit_compile)
+        if count == 1:
+            self.infos.assert_not_called()
+        else:
+            self.assert_compiled("train_step", "test_step")
+
+    def test_statistics_and_dropout_are_as_without_xla(self):
+        def layers() -> list[Any]:
+            more = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+            return [*dense_layers(), *more, keras.layers.Dense(2)]
+
+        strategy, sgd = _strategy(2), functools.partial(ko.SGD, 0.05)
+        results = [
+            _fit(_compiled(strategy, layers, sgd, jit), dense_data(24)) for jit in (False, True)
+        ]
+        for expected, actual in zip(*results, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+    def test_an_op_that_xla_does_not_know(self):
+        strategy, sgd = _strategy(2), functools.partial(ko.SGD, 0.05)
+        model = _compiled(strategy, _with_string_op, sgd, jit=True)
+        other = _compiled(strategy, _with_string_op, sgd, jit=False)
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "unsupported operations.*AsSt"):
+            model.fit(*dense_data(12), 12, verbose=0)
+        other.fit(*dense_data(12), 12, verbose=0)
+        model.compile(ko.SGD(0.05), "mse", jit_compile=False)
+        model.fit(*dense_data(12), 12, verbose=0)
+
+    @parameterized.parameters(
+        (ReadsAfterUpdate, "it uses a variable after its update"),
+        (UpdatesTwice, "it updates variables more than once"),
+        (CompilesParts, None),
+    )
+    def test_own_train_step(self, model_class, reason):
+        sgd = functools.partial(ko.SGD, 0.05)
+        results = []
+        for count, jit in ((1, False), (2, True)):
+            model = _compiled(_strategy(count), dense_layers, sgd, jit, model_class=model_class)
+            data = tf.data.Dataset.from_tensor_slices(dense_data(24)).batch(12)
+            history = model.fit(data, verbose=0).history
+            results.append([np.array(list(history.values())), *model.get_weights()])
+        for expected, actual in zip(*results, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
+        if reason is None:
+            self.assertNotIn("jit_compile", self.warned())
+            self.assertIn("train_step; the all-reduce", str(self.infos.call_args_list))
+        else:
+            self.assertIn(reason, self.warned())
+
+    def test_a_layer_in_which_replicas_meet(self):
+        layers = [*dense_layers(), keras.layers.BatchNormalization(synchronized=True)]
+        model = _compiled(_strategy(2), lambda: layers, functools.partial(ko.SGD, 0.05), jit=True)
+        model.fit(*dense_data(12), 12, verbose=0)
+        self.assertIn("its replicas meet in it", self.warned())
+
+    def test_auto_is_without_xla_under_a_strategy(self):
+        devices = [mock.Mock(device_type="GPU")]
+        with (
+            _strategy(2).scope(),
+            mock.patch.object(tf.config, "list_physical_devices", return_value=devices),
+        ):
+            model = keras.Sequential(dense_layers())
+            model.compile("sgd", "mse", jit_compile="auto")
+            self.assertFalse(model.jit_compile)
+
+    def test_own_loop(self):
+        strategy = _strategy(2)
+        with strategy.scope():
+            weight = tf.Variable([2.0])
+            optimizer = ko.SGD(0.25)
+            optimizer.build([weight])
+
+        def step(inputs: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(inputs * weight)
+            optimizer.apply(tape.gradient(loss, [weight]), [weight])
+            return loss
+
+        compiled = jit_compile(step, optimizer)
+        train = tf.function(lambda: strategy.run(compiled, (tf.constant([1.0, 2.0]),)))
+        losses = strategy.experimental_local_results(train())
+        self.assertAllEqual([6.0, 6.0], losses)
+        self.assertAllClose([2.0 - 0.25 * 2 * 3.0], weight)
+
+    @parameterized.parameters(
+        ({"step": 3}, "step must be a function; got 3"),
+        ({"step": print, "optimizer": "sgd"}, "optimizer must be a Keras 3 optimizer or None"),
+    )
+    def test_bad_arguments(self, arguments, message):
+        with self.assertRaisesRegex(TypeError, message):
+            xla.jit_compile(**arguments)
+
+
+if __name__ == "__main__":
+    tf.test.main()

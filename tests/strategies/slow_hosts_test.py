@@ -1,0 +1,85 @@
+"""Hosts that are slow, killed or asked: the log names the slow one, black boxes what stopped."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import tempfile
+from unittest import mock
+
+import clusters
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tfcdo.doctor import blackbox
+
+_TIMEOUT = 180.0
+_HOST_1 = r"host 1 \(/job:worker/task:1 at 127.0.0.1:\d+\)"
+
+
+class SlowHostsTest(tf.test.TestCase, parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        variables = mock.patch.dict("os.environ", {"TFCDO_CACHE_DIR": self.folder.name})
+        variables.start()
+        self.addCleanup(variables.stop)
+
+    def boxes(self):
+        files = sorted(pathlib.Path(self.folder.name).glob("blackbox/*.json"))
+        return blackbox.read(files) if files else []
+
+    # 200 ms late in each of 24 steps, so that it is named within 20 of them.
+    @parameterized.parameters(("data", 1), ("backward", 1), ("data", 4), ("backward", 4))
+    def test_a_slow_host_is_named(self, fault, steps_per_execution):
+        outcomes = clusters.run(2, "slow_host", [fault, str(steps_per_execution)], _TIMEOUT)
+        for outcome in outcomes:
+            self.assertEqual(0, outcome.returncode, outcome.output)
+            [line] = re.findall("^delays (.*)$", outcome.output, re.MULTILINE)
+            fast, slow = json.loads(line)
+            self.assertEqual((0, 1), (fast["host"], slow["host"]))
+            self.assertLess(fast["seconds"], 0.01)
+            self.assertBetween(slow["seconds"], 0.1, 0.3)
+            self.assertGreaterEqual(slow["late_steps"], 0.9 * slow["steps"])
+            self.assertGreater(slow["step_seconds"], slow["seconds"])
+        chief, other = outcomes
+        pattern = _HOST_1 + r" enters \d+ ms after the others in (\d+) of (\d+) steps: \d+ % of a"
+        self.assertLen(re.findall(pattern, chief.output), 1, chief.output)
+        self.assertNotIn("after the others", other.output)
+        self.assertEmpty(self.boxes())
+
+    def test_sigusr1_writes_black_boxes_while_hosts_wait(self):
+        outcomes = clusters.run(2, "slow_host", ["signal"], _TIMEOUT)
+        for outcome in outcomes:
+            self.assertEqual(0, outcome.returncode, outcome.output)
+            # One late step is no slow host.
+            self.assertNotIn("after the others", outcome.output)
+        boxes = self.boxes()
+        self.assertEqual([(0, "SIGUSR1"), (1, "SIGUSR1")], [(b.host, b.reason) for b in boxes])
+        # It waits in the first collective of a step, in which hosts ask each other for data.
+        self.check_stopped_before(boxes, r"time 1[1-4], of the all-reduce of 1 value \(int64.*")
+
+    def test_a_killed_host_is_named_by_the_black_box_of_the_other(self):
+        alive, killed = clusters.run(2, "slow_host", ["killed"], _TIMEOUT)
+        self.assertNotIn(alive.returncode, (0, None), alive.output)
+        self.assertNotIn(killed.returncode, (0, None), killed.output)
+        [box] = self.boxes()
+        self.assertEqual(0, box.host)
+        self.assertIn("UnavailableError", box.reason)
+        self.assertRegex(blackbox.compare([box])[1], f"^{_HOST_1}: no file: it was killed")
+        # It fetches data ahead of time, so the step in which it is killed is not known.
+        self.check_stopped_before([box], r"time \d+, of the all-reduce of .*")
+
+    def check_stopped_before(self, boxes, where):
+        """Asserts that host 0 waits in a collective that host 1 did not come to."""
+        *_, verdict = blackbox.compare(boxes)
+        pattern = (
+            rf"^Host 0 waited in pack \d of \d+, {where}, plan \w{{8}}: Host 1 stopped before it\.$"
+        )
+        self.assertRegex(verdict, pattern, "\n".join(blackbox.compare(boxes)))
+
+
+if __name__ == "__main__":
+    tf.test.main()

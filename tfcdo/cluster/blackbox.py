@@ -1,0 +1,129 @@
+"""Black box: the last collectives of this process in a file, for `tfcdo doctor --blackbox`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+from absl import logging
+
+from tfcdo import cache_folder
+from tfcdo.cluster import agreement, config, progress
+
+
+class KindOfCollectives(msgspec.Struct, frozen=True):
+    """A kind of collectives: its words for a message, its plan's fingerprint, its packs."""
+
+    what: str
+    plan: str
+    collectives: int
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One collective: its kind, its number in it, and when it was entered and left, in seconds."""
+
+    kind: str
+    number: int
+    entered: float
+    left: float | None
+
+
+class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The last collectives of one host, oldest first.
+
+    Attributes:
+      host: the host's number in `hosts`, which names all hosts.
+      reason: why it was written.
+      written: when, on the clock of this host, which times the entries as well.
+    """
+
+    host: int
+    hosts: list[str]
+    reason: str
+    written: float
+    kinds: dict[str, KindOfCollectives]
+    entries: list[Entry]
+
+
+def record(cluster: config.Cluster, kinds: Iterable[progress.Kind], reason: str) -> Box:
+    """Returns this host's last collectives."""
+    entries, known = [], {}
+    for kind in kinds:
+        about = kind.description
+        known[kind.name] = KindOfCollectives(
+            agreement.brief(about), about.get("plan", ""), about["collectives"]
+        )
+        for number, entered, left in zip(*(column.tolist() for column in kind.last())):
+            entries.append(Entry(kind.name, number, entered, None if np.isnan(left) else left))
+    entries.sort(key=lambda entry: entry.entered)
+    hosts = [cluster.name(host) for host in range(len(cluster.tasks))]
+    return Box(cluster.index, hosts, reason, time.time(), known, entries[-progress.KEPT :])
+
+
+def write(box: Box) -> None:
+    """Writes a file in the cache folder, and logs its path, or why there is none."""
+    try:
+        path = cache_folder.cache_folder() / "blackbox" / f"host{box.host}-{os.getpid()}.json"
+        cache_folder.write_whole(path, msgspec.json.encode(box))
+    except (OSError, RuntimeError) as error:
+        logging.warning("tfcdo: the black box could not be written: %s", error)
+        return
+    logging.warning(
+        "tfcdo: the last %d collectives are in %s; `tfcdo doctor --blackbox FILE...` with the "
+        "files of all hosts says which host stopped where",
+        *(len(box.entries), path),
+    )
+
+
+def read(path: pathlib.Path) -> Box:
+    """Reads a file that `write` wrote; raises a `ValueError` if it is another one."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Box)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is not a black box of tfcdo: {error}") from error
+
+
+_pipe: tuple[int, int] | None = None
+
+
+def listen() -> None:
+    """Lets SIGUSR1 ask for the black box, even while the main thread waits inside TensorFlow."""
+    global _pipe
+    if _pipe is not None or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+        logging.info("tfcdo: SIGUSR1 has a handler already, so it does not write the black box")
+        return
+    _pipe = os.pipe()
+    for end in _pipe:
+        os.set_blocking(end, False)
+    writer = _pipe[1]
+
+    # Python runs a handler only between two steps of the main thread, but writes to this at once.
+    other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if other != -1:
+        signal.set_wakeup_fd(other)
+
+    def ask(*_: object) -> None:
+        if other != -1:
+            with contextlib.suppress(BlockingIOError):
+                os.write(writer, bytes([signal.SIGUSR1]))
+
+    signal.signal(signal.SIGUSR1, ask)
+
+
+def asked() -> bool:
+    """Returns whether SIGUSR1 has come since this was last asked."""
+    if _pipe is None:
+        return False
+    try:
+        return signal.SIGUSR1 in os.read(_pipe[0], 1 << 16)
+    except BlockingIOError:
+        return False

@@ -1,0 +1,138 @@
+"""Digests of variables: whether all replicas hold the same numbers, without sending them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# Odd numbers without pattern, as in hash functions of 64 bits.
+_OF_INDEX, _FIRST, _SECOND = (
+    int(np.uint64(odd).astype(np.int64))
+    for odd in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+_HALF = np.int64(32)
+_INTEGER_OF_SIZE = {2: tf.int16, 4: tf.int32, 8: tf.int64}
+# A wrong setup shows in the first update; the second and third show an optimizer that drifts.
+_FIRST_CALLS = 3
+
+
+class Comparison:
+    """Compares the weights of a Keras model, and its optimizer's variables, on all replicas."""
+
+    def __init__(self, model: Any) -> None:
+        self._strategy = model.distribute_strategy
+        self._variables = _mirrored_variables(model)
+        self._digests = _digests_of(self._strategy, self._variables)
+
+    def difference(self) -> str | None:
+        """Returns which variable and replica differ first; None if none does."""
+        if self._strategy.num_replicas_in_sync == 1:
+            return None
+        with self._strategy.scope():
+            digests = self._digests().numpy()
+            differing = np.flatnonzero((digests != digests[0]).any(0))
+            if not len(differing):
+                return None
+            return _difference(self._strategy, self._variables, digests, differing)
+
+
+def checked_at_first(train_function: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    """Returns a model's train function, whose first calls also compare all replicas.
+
+    Args:
+      train_function: makes the steps of one execution.
+      model: the model that it trains.
+    """
+    return functools.partial(_run_checked, train_function, model, [])
+
+
+def _run_checked(
+    train_function: Callable[..., Any], model: Any, calls: list[Any], /, *args: Any
+) -> Any:
+    logs = train_function(*args)
+    if len(calls) == _FIRST_CALLS:
+        return logs
+    # The optimizer has its variables after the first call.
+    calls.append(calls[0] if calls else Comparison(model))
+    difference = calls[0].difference()
+    if difference is not None:
+        raise RuntimeError(
+            f"after execution {len(calls)} of the train step, {difference}. All hosts must start "
+            "with the same weights and update them alike; "
+            "MultiWorkerMirroredStrategy(check_in_sync=False) turns this check off"
+        )
+    return logs
+
+
+def digest(tensor: tf.Tensor) -> tf.Tensor:
+    """Makes one number of all bits of a tensor, on its device.
+
+    Args:
+      tensor: numbers or bools, of any shape.
+
+    Returns:
+      An int64 scalar: equal for tensors of equal bits, and different, but for one chance in 2^64,
+      for others.
+    """
+    if tensor.dtype.is_floating:
+        tensor = tf.bitcast(tensor, _INTEGER_OF_SIZE[tensor.dtype.size])
+    bits = tf.reshape(tf.cast(tensor, tf.int64), [-1])
+    # The order counts, and so does how much each element differs: each is stirred with its index.
+    stirred = (bits + tf.range(tf.size(bits, tf.int64)) * _OF_INDEX) * _FIRST
+    stirred = tf.bitwise.bitwise_xor(stirred, tf.bitwise.right_shift(stirred, _HALF))
+    return tf.reduce_sum(stirred * _SECOND)
+
+
+def _mirrored_variables(model: Any) -> list[Any]:
+    """Returns the variables of which all replicas hold the same numbers."""
+    variables = [*model.trainable_variables, *getattr(model.optimizer, "variables", ())]
+    return [
+        variable
+        for variable in variables
+        if variable.value.synchronization != tf.VariableSynchronization.ON_READ
+        and (variable.value.dtype.is_floating or variable.value.dtype.is_integer)
+    ]
+
+
+def _digests_of(strategy: tf.distribute.Strategy, variables: list[Any]) -> Any:
+    """Makes a function that returns the digests of all variables on all replicas of all hosts."""
+
+    def on_replica() -> tf.Tensor:
+        digests = []
+        for variable in variables:
+            tensor = tf.convert_to_tensor(variable)
+            # A slot that only its owner has is read there, and only the digest is sent.
+            with tf.device(tensor.device):
+                digests.append(digest(tensor))
+        return tf.stack(digests)[None]
+
+    @tf.function(autograph=False)
+    def digests() -> tf.Tensor:
+        return strategy.gather(strategy.run(on_replica), axis=0)
+
+    return digests
+
+
+def _difference(
+    strategy: tf.distribute.Strategy,
+    variables: list[Any],
+    digests: np.ndarray,
+    differing: np.ndarray,
+) -> str:
+    """Tells which variable and replica differ first, and by how much; this moves one variable."""
+    first = variables[differing[0]]
+    replica = int(np.flatnonzero(digests[:, differing[0]] != digests[0, differing[0]])[0])
+    values = strategy.gather(
+        strategy.run(lambda: tf.cast(tf.convert_to_tensor(first), tf.float64)[None]), axis=0
+    ).numpy()
+    hosts = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
+    host = f" (host {replica * hosts // strategy.num_replicas_in_sync})" if hosts > 1 else ""
+    return (
+        f"replica {replica}{host} holds other numbers of {first.path} than replica 0, by "
+        f"{np.abs(values[replica] - values[0]).max():.3g} at most; of {len(variables)} variables "
+        f"{len(differing)} differ somewhere"
+    )

@@ -1,0 +1,88 @@
+"""Black boxes of several hosts, compared: which host stopped where."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+from tfcdo.cluster import blackbox, progress
+
+
+def read(paths: Sequence[pathlib.Path]) -> list[blackbox.Box]:
+    """Reads the files of the hosts of one job, in the hosts' order.
+
+    Raises:
+      ValueError: if a file is not a black box, or of another job, or two are of one host.
+      OSError: if a file cannot be read.
+    """
+    boxes: dict[int, tuple[pathlib.Path, blackbox.Box]] = {}
+    for path in paths:
+        box = blackbox.read(path)
+        other, first = next(iter(boxes.values()), (path, box))
+        if box.hosts != first.hosts:
+            raise ValueError(
+                f"the files must be of one job; {path} has the hosts {box.hosts}, and {other} "
+                f"{first.hosts}"
+            )
+        if box.host in boxes:
+            raise ValueError(f"{boxes[box.host][0]} and {path} are both of host {box.host}")
+        boxes[box.host] = path, box
+    return [boxes[host][1] for host in sorted(boxes)]
+
+
+def compare(boxes: Sequence[blackbox.Box]) -> list[str]:
+    """Says where each host was, and which hosts the others waited for: lines to be read."""
+    by_host = {box.host: box for box in boxes}
+    lines = []
+    for host, name in enumerate(boxes[0].hosts):
+        where = _where(by_host[host]) if host in by_host else "no file: it was killed, or not given"
+        lines.append(f"{name}: {where}")
+    waits = [(box, entry) for box in boxes for entry in box.entries if entry.left is None]
+    if not waits:
+        return [*lines, "No host waits for another one in a collective."]
+    for entry, label in {_key(e): (e, _label(box, e)) for box, e in waits}.values():
+        inside = [box.host for box, other in waits if _key(other) == _key(entry)]
+        late = [h for h in range(len(boxes[0].hosts)) if not _has_entered(by_host.get(h), entry)]
+        if late:
+            verdict = f"{_names(late)} stopped before it"
+        else:
+            verdict = "all hosts are in it or have left it: look at the network between them"
+        lines.append(f"{_names(inside)} waited in {label}: {verdict}.")
+    return lines
+
+
+def _key(entry: blackbox.Entry) -> tuple[str, int]:
+    return entry.kind, entry.number
+
+
+def _has_entered(box: blackbox.Box | None, entry: blackbox.Entry) -> bool:
+    return box is not None and any(
+        other.kind == entry.kind and other.number >= entry.number for other in box.entries
+    )
+
+
+def _where(box: blackbox.Box) -> str:
+    """Says where a host was when it wrote its black box, and why it did."""
+    why = f" (written because of: {box.reason})"
+    waits = [entry for entry in box.entries if entry.left is None]
+    if waits:
+        places = " and ".join(
+            f"{_label(box, entry)}, for {box.written - entry.entered:.1f} s" for entry in waits
+        )
+        return f"in {places}{why}"
+    if not box.entries:
+        return f"in no collective yet{why}"
+    last = max(box.entries, key=lambda entry: entry.left or 0.0)
+    since = box.written - (last.left or 0.0)
+    return f"in no collective for {since:.1f} s, after {_label(box, last)}{why}"
+
+
+def _label(box: blackbox.Box, entry: blackbox.Entry) -> str:
+    kind = box.kinds[entry.kind]
+    plan = f", plan {kind.plan[:8]}" if kind.plan else ""
+    return progress.place(kind.collectives, entry.number, kind.what) + plan
+
+
+def _names(hosts: Sequence[int]) -> str:
+    numbers = " and ".join(map(str, hosts))
+    return f"{'Host' if len(hosts) == 1 else 'Hosts'} {numbers}"

@@ -1,0 +1,193 @@
+"""A folder of backups: each is one file, which is complete or not visible."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import secrets
+import socket
+import zipfile
+from collections.abc import Callable, Mapping
+from typing import IO, Any
+
+import numpy as np
+
+from tfcdo import log
+from tfcdo.keras import host_exchange
+
+Header = Mapping[str, Any]
+Arrays = Mapping[str, np.ndarray]
+Position = tuple[int, int]  # The epoch, and how many of its batches are done.
+
+_NAME = re.compile(r"epoch-(\d+)-batch-(\d+)\.npz")
+_OWNER = "training.json"
+_HEADER = "header"
+_KEPT = 2
+_UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
+
+
+class BackupFolder:
+    """Writes and reads the backups of one training, of which the two newest are kept.
+
+    Args:
+      path: the folder, which is made by the first backup.
+      durable: whether a backup must survive a power failure; False for files in memory.
+    """
+
+    def __init__(self, path: pathlib.Path, durable: bool = True) -> None:
+        self.path = path
+        self._durable = durable
+        self._run = secrets.token_hex(8)
+
+    def training(self) -> str:
+        """Returns the name of the training that this folder belongs to; empty for a new folder."""
+        try:
+            return str(json.loads((self.path / _OWNER).read_text())["training"])
+        except FileNotFoundError:
+            return ""
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RuntimeError(
+                f"backup_dir {str(self.path)!r} has an unreadable {_OWNER}: {error}; remove that "
+                "file to continue from the newest backup"
+            ) from error
+
+    def take(self, training: str) -> None:
+        """Makes this process the one that writes here; from then on an earlier one gets an error.
+
+        Raises:
+          OSError: if the folder cannot be written to.
+        """
+        owner = {
+            "training": training,
+            "run": self._run,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+        }
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            for left in self.path.glob("writing-*"):
+                left.unlink(missing_ok=True)
+            self._write(_OWNER, lambda file: file.write(json.dumps(owner).encode()))
+        except OSError as error:
+            raise _with_path(error, "backup_dir", self.path) from error
+
+    def positions(self) -> list[Position]:
+        """Returns the positions of all complete backups, the newest first."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = (_NAME.fullmatch(path.name) for path in self.path.iterdir())
+            return sorted(((int(m[1]), int(m[2])) for m in found if m), reverse=True)
+        return []
+
+    def file(self, position: Position) -> pathlib.Path:
+        """Returns the path of a backup."""
+        return self.path / f"epoch-{position[0]:05d}-batch-{position[1]:08d}.npz"
+
+    def newest(self) -> tuple[Position, Header, Arrays] | None:
+        """Returns the newest backup that is as it was written; the log names damaged ones.
+
+        Raises:
+          RuntimeError: if there are backups, and all of them are damaged.
+        """
+        damaged = []
+        for position in self.positions():
+            path = self.file(position)
+            try:
+                header, arrays = read(path)
+            except _UNREADABLE as error:
+                damaged.append(f"{path.name} ({type(error).__name__}: {error})")
+                log.warn_once(f"the backup {path} cannot be read, so an older one is used: {error}")
+                continue
+            return position, header, arrays
+        if damaged:
+            raise RuntimeError(
+                f"no backup in {str(self.path)!r} can be read: {', '.join(damaged)}; remove them "
+                "to start from the beginning"
+            )
+        return None
+
+    def write(self, position: Position, header: Header, arrays: Arrays) -> None:
+        """Adds a backup, and removes all but the newest two.
+
+        Raises:
+          RuntimeError: if another job has taken the folder.
+          OSError: if the backup cannot be written; those before stay.
+        """
+        try:
+            self._check_owner()
+            text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+            everything = {_HEADER: text, **arrays}
+            self._write(self.file(position).name, lambda file: host_exchange.save(file, everything))
+            for old in self.positions()[_KEPT:]:
+                self.file(old).unlink(missing_ok=True)
+        except OSError as error:
+            raise _with_path(error, "a backup", self.file(position)) from error
+
+    def remove_after(self, position: Position) -> None:
+        """Removes backups of later positions: they could not be read."""
+        for later in self.positions():
+            if later > position:
+                self.file(later).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Removes all backups, and the folder if nothing else is in it."""
+        for position in self.positions():
+            self.file(position).unlink(missing_ok=True)
+        (self.path / _OWNER).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
+    def _check_owner(self) -> None:
+        owner = json.loads((self.path / _OWNER).read_text())
+        if owner["run"] != self._run:
+            raise RuntimeError(
+                f"another job uses backup_dir {str(self.path)!r}: process {owner['process']} on "
+                f"{owner['host']} began after this one; give each job a folder of its own"
+            )
+
+    def _write(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
+        """Writes a file that becomes visible when it is complete."""
+        writing = self.path / f"writing-{self._run}"
+        try:
+            with writing.open("wb") as file:
+                write(file)
+                if self._durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            writing.replace(self.path / name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                writing.unlink()
+            raise
+        if self._durable:
+            folder = os.open(self.path, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+
+def read(path: pathlib.Path) -> tuple[Header, Arrays]:
+    """Returns the header and the arrays of a backup; an error if a bit is not as it was."""
+    with np.load(path) as archive:
+        return _parts(dict(archive))
+
+
+def read_bytes(data: bytes) -> tuple[Header, Arrays]:
+    """Returns the header and the arrays of a backup that another host has read."""
+    return _parts(host_exchange.unpack(data))
+
+
+def _parts(arrays: dict[str, np.ndarray]) -> tuple[Header, Arrays]:
+    return json.loads(arrays.pop(_HEADER).tobytes()), arrays
+
+
+def _with_path(error: OSError, name: str, path: pathlib.Path) -> OSError:
+    """Returns the same error, whose message says what could not be written."""
+    return type(error)(
+        error.errno,
+        f"{name} cannot be written, {str(path)!r}: {error.strerror or error}; the backups before "
+        "are kept",
+    )

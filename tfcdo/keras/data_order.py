@@ -1,0 +1,199 @@
+"""Data whose order is known, so that a training can go on at any example."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfcdo import checks, tf_internals
+
+_ORDER = "_tfcdo_order"
+# Examples of an endless dataset; fewer than int64 has, so that sums do not overflow.
+_ENDLESS = 1 << 62
+# `index_shuffle` puts this number before the two of a seed, but cannot do so for several seeds.
+_FIRST_SEED = 498247692
+_REMEDY = (
+    "use tfcdo.keras.resumable(data, batch_size), or a dataset that gives the same batches each "
+    "time, such as .shuffle(n, seed=7, reshuffle_each_iteration=False)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """Where a dataset of `resumable` begins.
+
+    Attributes:
+      first: the first example, counted over all epochs.
+      batch_size: examples in a batch.
+    """
+
+    first: tf.Variable
+    batch_size: int
+
+
+def resumable(
+    data: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True
+) -> tf.data.Dataset:
+    """Returns an endless dataset that `BackupAndRestore` can start at any example.
+
+    Epoch after epoch it gives each example once, in an order that is a function of the seed, the
+    epoch and the example's index (`tf.random.experimental.index_shuffle`): the position is one
+    number, and nothing is read to get there. Batches are full; one may begin in one epoch and
+    end in the next. Without a `BackupAndRestore` it starts at the first example.
+
+    Pass `steps_per_epoch` to `fit`, because the dataset has no end. Transformations that keep the
+    order may follow, such as `map` and `prefetch`; random ones should draw from `seed` and the
+    example, not from a generator.
+
+    Args:
+      data: arrays or tensors of the same length, alone or in a tuple or dict, as `fit` takes them;
+        or an object with `__len__` and `__getitem__`, whose items all have the same structure,
+        shapes and dtypes.
+      batch_size: examples in a batch, of all replicas together.
+      seed: chooses the orders; the same on all hosts.
+      shuffle: False to keep the order of `data` in each epoch.
+
+    Returns:
+      A dataset of batches.
+
+    Raises:
+      TypeError: if `batch_size` or `seed` is not an int, or `data` is none of the above.
+      ValueError: if `batch_size` is less than 1, arrays have different lengths, or data is empty.
+
+    References:
+      Mitchell et al., "Bandwidth-optimal random shuffling for GPUs", 2021, whose bijective
+      shuffle `index_shuffle` is.
+
+    Example:
+      >>> data = resumable((np.arange(4), np.arange(4) * 2), batch_size=2, seed=1)
+      >>> [x.numpy().tolist() for x, y in data.take(4)]
+      [[2, 1], [0, 3], [2, 0], [1, 3]]
+    """
+    checks.check_int("batch_size", batch_size, at_least=1)
+    checks.check_int("seed", seed, at_least=0)
+    size, take = _random_access(data)
+    with tf.device("/cpu:0"), tf.init_scope():
+        first = tf_internals.plain_variable(tf.constant(0, tf.int64))
+
+    def examples(positions: tf.Tensor) -> Any:
+        return take(_indices(positions, size, seed) if shuffle else positions % size)
+
+    dataset = (
+        # The variable is read when an iterator begins, not now.
+        tf.data.Dataset.from_tensors(0)
+        .flat_map(lambda _: tf.data.Dataset.range(first, _ENDLESS))
+        .batch(batch_size, drop_remainder=True)
+        .map(examples, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        .prefetch(tf.data.AUTOTUNE)
+    )
+    setattr(dataset, _ORDER, Order(first, batch_size))
+    return dataset
+
+
+def order_of(epoch_iterator: Any) -> Order | None:
+    """Returns the order of the data that a `fit` takes, if it is that of `resumable`."""
+    for dataset in _datasets(_dataset(epoch_iterator)):
+        order = getattr(dataset, _ORDER, None)
+        if order is not None:
+            return order
+    return None
+
+
+def build(model: keras.Model, epoch_iterator: Any) -> None:
+    """Makes all variables of a model, its metrics and its optimizer, as its first step would."""
+    with model.distribute_strategy.scope():
+        if epoch_iterator is not None:
+            # In a strategy's scope, Keras has done so. Else it would do so in the first step.
+            model._symbolic_build(data_batch=epoch_iterator._distributed_dataset.element_spec)
+        if model.optimizer is not None and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+
+
+def why_not(epoch_iterator: Any) -> str | None:
+    """Returns why the data that a `fit` takes cannot be resumed, in words; None if it can."""
+    adapter = epoch_iterator.data_adapter
+    kind = type(adapter).__name__
+    shuffle = getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False))
+    reason = None
+    if kind == "ArrayDataAdapter" and shuffle:
+        reason = "fit(shuffle=True) draws another order in each epoch of each process"
+    elif kind in ("GeneratorDataAdapter", "TorchDataLoaderAdapter"):
+        reason = "the order of a generator is not known, and it may have begun"
+    elif kind == "PyDatasetAdapter" and shuffle:
+        reason = "fit(shuffle=True) draws another order of a PyDataset's batches in each epoch"
+    for dataset in _datasets(_dataset(epoch_iterator)):
+        if getattr(dataset, "_reshuffle_each_iteration", False) is not False:
+            reason = "its shuffle() has reshuffle_each_iteration=True, which is the default"
+        elif dataset.options().deterministic is False:
+            reason = "its options have deterministic=False"
+    return None if reason is None else f"{reason}; {_REMEDY}"
+
+
+def _random_access(data: Any) -> tuple[int, Any]:
+    """Returns the number of examples, and a function that takes those of some indices."""
+    is_arrays = isinstance(data, (tuple, dict, np.ndarray)) or tf.is_tensor(data)
+    if not is_arrays and (not hasattr(data, "__len__") or not hasattr(data, "__getitem__")):
+        raise TypeError(
+            "data must be arrays, a tuple or dict of arrays, or an object with __len__ and "
+            f"__getitem__; got {data!r}"
+        )
+    if not is_arrays:
+        size = len(data)
+    else:
+        data = tf.nest.map_structure(tf.convert_to_tensor, data)
+        lengths = {int(tensor.shape[0]) for tensor in tf.nest.flatten(data)}
+        if len(lengths) != 1:
+            raise ValueError(f"data must be arrays of the same length; got {sorted(lengths)}")
+        size = lengths.pop()
+    if not size:
+        raise ValueError("data must have at least one example; got none")
+    if is_arrays:
+        return size, lambda indices: tf.nest.map_structure(
+            lambda tensor: tf.gather(tensor, indices), data
+        )
+    example = tf.nest.map_structure(tf.convert_to_tensor, data[0])
+    dtypes = [tensor.dtype for tensor in tf.nest.flatten(example)]
+
+    def fetch(indices: np.ndarray) -> list[np.ndarray]:
+        items = [tf.nest.flatten(data[int(index)]) for index in indices]
+        return [
+            np.stack([np.asarray(value, dtype.as_numpy_dtype) for value in values])
+            for dtype, values in zip(dtypes, zip(*items, strict=True), strict=True)
+        ]
+
+    def take(indices: tf.Tensor) -> Any:
+        batch = tf.numpy_function(fetch, [indices], dtypes)
+        for tensor, one in zip(batch, tf.nest.flatten(example), strict=True):
+            tensor.set_shape([indices.shape[0], *one.shape])
+        return tf.nest.pack_sequence_as(example, batch)
+
+    return size, take
+
+
+def _indices(positions: tf.Tensor, size: int, seed: int) -> tf.Tensor:
+    """Returns which examples are at some positions, counted over all epochs."""
+    epochs = positions // size
+    constants = [tf.fill(tf.shape(epochs), tf.constant(n, tf.int64)) for n in (_FIRST_SEED, seed)]
+    return tf.raw_ops.RandomIndexShuffle(
+        index=positions % size,
+        seed=tf.stack([*constants, epochs], 1),
+        max_index=tf.constant(size - 1, tf.int64),
+        rounds=4,
+    )
+
+
+def _dataset(epoch_iterator: Any) -> Any:
+    return getattr(epoch_iterator.data_adapter, "_dataset", None)
+
+
+def _datasets(dataset: Any) -> Iterator[tf.data.Dataset]:
+    """Yields a dataset and all that it is made from."""
+    if isinstance(dataset, tf.data.Dataset):
+        yield dataset
+        for one in dataset._inputs():
+            yield from _datasets(one)

@@ -1,0 +1,77 @@
+"""Starting a `fit` inside an epoch: the batches that were trained before are left out."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+class SkipBatches:
+    """Stands for a model's train function until the first batch that is to be trained.
+
+    Keras's own loop counts the batches, so that it ends the epoch where it always does.
+
+    Args:
+      model: the model, whose train function this replaces, and then puts back.
+      batch: how many batches of the epoch to leave out.
+      steps: batches of an epoch; None if they are not known.
+      drop: how many batches to take from the iterator and drop.
+
+    Raises:
+      ValueError: if the train function, which takes `steps_per_execution` batches, cannot begin
+        at this batch.
+    """
+
+    def __init__(self, model: keras.Model, batch: int, steps: int | None, drop: int) -> None:
+        at_once = model.steps_per_execution
+        if batch % at_once and batch != steps:
+            raise ValueError(
+                "steps_per_execution must divide the number of batches that are done, so that "
+                f"training can go on inside the epoch; got {at_once} and a backup after batch "
+                f"{batch}: compile with a divisor of it"
+            )
+        self._model = model
+        self._train_function = model.train_function
+        self._calls = math.ceil(batch / at_once)
+        self._drop = drop
+        self._logs: Any = None
+        model.train_function = self
+
+    @staticmethod
+    def remove_from(model: keras.Model) -> None:
+        """Puts back the train function, if a `fit` has ended before this did."""
+        if isinstance(model.train_function, SkipBatches):
+            model.train_function = model.train_function._train_function
+
+    def __call__(self, iterator: Any) -> Any:
+        """Skips one call of the train function, or ends the skipping."""
+        if self._logs is None:
+            # The metrics of the epoch so far; Keras returns them if it trains no other batch.
+            self._logs = self._model.get_metrics_result()
+            # An iterator that ends now says so again in the next call, as it did before.
+            with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+                for _ in range(self._drop):
+                    next(iterator)
+        if self._calls:
+            self._calls -= 1
+            return self._logs
+        self._model.train_function = self._train_function
+        return self._train_function(iterator)
+
+
+def batches_before(epoch_iterator: Any, epochs: int) -> int:
+    """Returns how many batches of earlier epochs the iterator of the next epoch has given.
+
+    Args:
+      epoch_iterator: by which `fit` takes its batches.
+      epochs: how many epochs are done.
+    """
+    steps, size = epoch_iterator.steps_per_epoch, epoch_iterator.data_adapter.num_batches
+    if not steps:
+        return 0  # Each epoch has an iterator of its own.
+    # Keras makes a new one after an epoch that has reached the end of the data.
+    return steps * (epochs % math.ceil(size / steps) if size else epochs)

@@ -1,0 +1,262 @@
+"""The state of a training: read from a model between two steps, and given to a model again.
+
+A copy is taken by holding on to the values of variables, which never change: TensorFlow makes a new
+buffer for the next update of a variable whose value is held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfcdo import log, tf_internals
+from tfcdo.keras import host_exchange, updates
+
+Arrays = dict[str, np.ndarray]
+FORMAT = 1
+
+# How values of replicas become those of another number of replicas.
+_SAME = "same"  # All replicas hold the same.
+_MEAN = "mean"
+_SUM = "sum"
+_OWN = "own"  # Each has its own, which nothing adds up.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """One variable: a component for each replica of this host."""
+
+    name: str
+    combine: str
+    components: tuple[tf.Variable, ...]
+
+    @property
+    def signature(self) -> list[Any]:
+        component = self.components[0]
+        return [self.name, component.shape.as_list(), component.dtype.name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """Values of one moment: tensors that have not been fetched yet, and arrays of all hosts."""
+
+    header: Mapping[str, Any]
+    tensors: Mapping[str, tf.Tensor]
+    arrays: Mapping[str, np.ndarray]
+
+    def fetch(self) -> Arrays:
+        """Returns all values by name; this takes the time of copying them."""
+        return _without_copies({**_as_arrays(self.tensors), **self.arrays})
+
+
+def copy(model: keras.Model, header: Mapping[str, Any], with_metrics: bool) -> Copy:
+    """Takes a copy of all state of a training; all hosts must call it between the same steps.
+
+    Args:
+      model: the model.
+      header: JSON values to save with the state.
+      with_metrics: whether an epoch is running, whose metrics belong to the state.
+    """
+    strategy = model.distribute_strategy
+    host, hosts = host_exchange.host_of(strategy)
+    slots = _slots(model)
+    metrics = _metric_slots(model) if with_metrics else []
+    shared, own = {}, {}
+    for key, slot in [*_keyed("v", slots), *_keyed("m", metrics)]:
+        if slot.combine == _SAME:
+            shared[key] = _value(slot.components[0])
+            continue
+        for index, component in enumerate(slot.components):
+            own[f"{key}.{host * len(slot.components) + index}"] = _value(component)
+    for name, variable in _residuals(strategy).items():
+        own[f"r.{host}.{name}"] = _value(variable)
+    full_header = {
+        "format": FORMAT,
+        **header,
+        "hosts": hosts,
+        "replicas": strategy.num_replicas_in_sync,
+        "optimizer": _optimizer_names(model),
+        "variables": [[*slot.signature, slot.combine] for slot in slots],
+        "metrics": [[*slot.signature, slot.combine] for slot in metrics],
+    }
+    if hosts == 1:
+        return Copy(full_header, {**shared, **own}, {})
+    # Each host keeps the values of all, so that any of them can be lost.
+    gathered: Arrays = {}
+    for part in host_exchange.gather(strategy, host_exchange.pack(_as_arrays(own))):
+        gathered.update(host_exchange.unpack(part))
+    return Copy(full_header, shared, gathered)
+
+
+def check_same_model(model: keras.Model, header: Mapping[str, Any], source: str) -> None:
+    """Raises a ValueError unless a saved state is one of this model and optimizer."""
+    remedy = "give each training a backup_dir of its own, or remove this one"
+    if header["optimizer"] != _optimizer_names(model):
+        raise ValueError(
+            f"the backup {source} is of another optimizer: it was made with "
+            f"{'/'.join(header['optimizer']) or None}, and the model is compiled with "
+            f"{'/'.join(_optimizer_names(model)) or None}; {remedy}"
+        )
+    saved = [tuple(map(str, variable[:3])) for variable in header["variables"]]
+    present = [tuple(map(str, slot.signature)) for slot in _slots(model)]
+    for index, (one, other) in enumerate(zip(saved, present, strict=False)):
+        if one != other:
+            raise ValueError(
+                f"the backup {source} is of another model: its variable {index} is "
+                f"{' '.join(one)}, and the model's is {' '.join(other)}; {remedy}"
+            )
+    if len(saved) != len(present):
+        raise ValueError(
+            f"the backup {source} is of another model: it has {len(saved)} variables, and the "
+            f"model with its optimizer {len(present)}; {remedy}"
+        )
+
+
+def restore(model: keras.Model, header: Mapping[str, Any], arrays: Arrays) -> None:
+    """Gives a model and its optimizer a saved state, except for the metrics."""
+    strategy = model.distribute_strategy
+    _assign(strategy, _slots(model), "v", header, header["variables"], arrays)
+    host, hosts = host_exchange.host_of(strategy)
+    prefix = f"r.{host}."
+    residuals = {
+        key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)
+    }
+    same = (hosts, strategy.num_replicas_in_sync) == (header["hosts"], header["replicas"])
+    if not same and any(key.startswith("r.") for key in arrays):
+        log.warn_once(
+            "error feedback starts at 0, because the backup was made with another number of "
+            f"devices: {header['replicas']} on {header['hosts']} hosts instead of "
+            f"{strategy.num_replicas_in_sync} on {hosts}"
+        )
+    feedback = _feedback(strategy)
+    if feedback is not None:
+        feedback.restore(residuals if same else {})
+
+
+def restore_metrics(model: keras.Model, header: Mapping[str, Any], arrays: Arrays) -> None:
+    """Gives the metrics of a running epoch their saved values."""
+    slots = _metric_slots(model)
+    saved = [variable[:3] for variable in header["metrics"]]
+    if saved != [slot.signature for slot in slots]:
+        log.warn_once(
+            "the metrics of this epoch count from the backup on, because the model has others now "
+            "or makes them in its first step: compile it with the same metrics"
+        )
+        return
+    _assign(model.distribute_strategy, slots, "m", header, header["metrics"], arrays)
+
+
+def _assign(
+    strategy: tf.distribute.Strategy,
+    slots: Sequence[_Slot],
+    prefix: str,
+    header: Mapping[str, Any],
+    saved: Sequence[Sequence[Any]],
+    arrays: Arrays,
+) -> None:
+    host, _ = host_exchange.host_of(strategy)
+    for (key, slot), variable in zip(_keyed(prefix, slots), saved, strict=True):
+        # A variable of one device is not distributed, and says nothing about replicas.
+        combine = slot.combine if variable[3] == _SAME else variable[3]
+        if variable[3] == _SAME:
+            values = [arrays[key]]
+        else:
+            first = arrays[f"{key}.0"]
+            values = [arrays.get(f"{key}.{i}", first) for i in range(header["replicas"])]
+        values = _for_replicas(values, combine, strategy.num_replicas_in_sync)
+        for index, component in enumerate(slot.components):
+            value = values[host * len(slot.components) + index]
+            dtype = component.dtype.as_numpy_dtype
+            with tf.device(component.device):
+                component.assign(value.view(dtype) if value.dtype != dtype else value)
+
+
+def _for_replicas(values: list[np.ndarray], combine: str, count: int) -> list[np.ndarray]:
+    """Returns a value for each of `count` replicas."""
+    if len(values) == count:
+        return values
+    if combine == _SUM:
+        total = values[0] if len(values) == 1 else np.sum(values, 0, dtype=values[0].dtype)
+        return [total] + [np.zeros_like(total)] * (count - 1)
+    if combine == _MEAN and len(values) > 1:
+        mean = np.mean([value.astype(np.float64) for value in values], 0)
+        return [np.asarray(mean, values[0].dtype)] * count
+    return [values[0]] * count
+
+
+def _slots(model: keras.Model) -> list[_Slot]:
+    """Returns all state but metrics: weights, statistics, seeds and the optimizer's variables."""
+    metrics = {id(variable) for variable in model.metrics_variables}
+    optimizer = getattr(model.optimizer, "variables", ())
+    models = [variable for variable in model.variables if id(variable) not in metrics]
+    return [
+        *(_slot(variable, is_state=not variable.trainable) for variable in models),
+        *(_slot(variable, is_state=False) for variable in optimizer),
+    ]
+
+
+def _metric_slots(model: keras.Model) -> list[_Slot]:
+    return [_slot(variable, is_state=True) for variable in model.metrics_variables]
+
+
+def _slot(variable: keras.Variable, is_state: bool) -> _Slot:
+    value = variable.value
+    name = re.sub(r"_\d+(?=[/_]|$)", "", variable.path)  # Counted by process, not by model.
+    if not isinstance(value, tf_internals.DistributedValues):
+        return _Slot(name, _SAME, (value,))
+    combine = _SAME
+    if value.synchronization == tf.VariableSynchronization.ON_READ:
+        known = {tf.VariableAggregation.MEAN: _MEAN, tf.VariableAggregation.SUM: _SUM}
+        combine = known.get(value.aggregation, _OWN)
+    elif is_state and value.aggregation == tf.VariableAggregation.NONE:
+        combine = _OWN  # Each replica writes to its own, such as the state of a seed.
+    return _Slot(name, combine, tuple(value.values))
+
+
+def _keyed(prefix: str, slots: Iterable[_Slot]) -> list[tuple[str, _Slot]]:
+    return [(f"{prefix}{index}", slot) for index, slot in enumerate(slots)]
+
+
+def _optimizer_names(model: keras.Model) -> list[str]:
+    if model.optimizer is None:
+        return []
+    return [type(leaf).__name__ for leaf in updates.leaves(model.optimizer)]
+
+
+def _value(variable: tf.Variable) -> tf.Tensor:
+    """Returns a variable's value in the memory of the host."""
+    value = variable.read_value()
+    if "CPU:" in value.device:
+        return value  # Shared with the variable until its next update.
+    with tf.device("CPU:0"):
+        return tf.identity(value)
+
+
+def _as_arrays(tensors: Mapping[str, tf.Tensor]) -> Arrays:
+    return {key: tensor.numpy() for key, tensor in tensors.items()}
+
+
+def _without_copies(arrays: Arrays) -> Arrays:
+    """Leaves out values of replicas that are those of the first replica, bit for bit."""
+    kept = {}
+    for key, array in arrays.items():
+        name, _, replica = key.partition(".")
+        first = arrays.get(f"{name}.0")
+        if replica in ("", "0") or first is None or array.tobytes() != first.tobytes():
+            kept[key] = array
+    return kept
+
+
+def _feedback(strategy: tf.distribute.Strategy) -> Any:
+    return getattr(getattr(strategy.extended, "_cross_device_ops", None), "_feedback", None)
+
+
+def _residuals(strategy: tf.distribute.Strategy) -> Mapping[str, tf.Variable]:
+    feedback = _feedback(strategy)
+    return {} if feedback is None else feedback.by_name
