@@ -6,7 +6,9 @@ What would hang on GPUs is an error here: see `nccl_on_cpu`. What is reduced to 
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Sequence
 from concurrent import futures
 from typing import Any
@@ -250,6 +252,23 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "NcclAllReduce"):
             step(tf.ones([2]), tf.ones([3]), tf.ones([2]))
         self.assertAllEqual([[3.0, 3.0]] * 3, step(*[tf.ones([2])] * 3))
+
+
+class MemoryTest(tf.test.TestCase):
+    def test_graphs_end_with_their_functions(self):
+        def gradients() -> Any:
+            own = ranks()
+            with tf.GradientTape() as tape:
+                tape.watch(own)
+                loss = tf.add_n([tf.reduce_sum(each) for each in one(*own)])
+            return tape.gradient(loss, own)
+
+        traced = tf.function(gradients, autograph=False)
+        self.assertAllEqual(np.full([K, 1], float(K)), traced())
+        graph = weakref.ref(traced.get_concrete_function().graph)
+        del traced
+        gc.collect()
+        self.assertIsNone(graph())
 
 
 class OtherDtypesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
