@@ -244,10 +244,10 @@ def _bench_updates(
     json_file: pathlib.Path | None,
 ) -> int:
     """Measures all-reduce plus update under TensorFlow's strategy and tfcdo's."""
-    from tfcdo.bench import updates, worker_pool
-    from tfcdo.cli import bench_updates
-
     console = options.make_console(width_of_a_pipe=120)
+    with options.status(console, "Starting TensorFlow ..."), options.quiet_start():
+        from tfcdo.bench import updates, worker_pool
+        from tfcdo.cli import bench_updates
     with options.progress(console) as track:
         try:
             results = updates.run(optimizer, num_devices, iterations, warmup, track)
