@@ -49,6 +49,13 @@ class MeasureTest(parameterized.TestCase):
         result = delays.measure([made_kind("k", steps_of(waits))])["k"]
         np.testing.assert_allclose(result.seconds, waits[-20:], atol=2e-6)
 
+    def test_steps_of_which_collectives_are_forgotten_do_not_count(self):
+        often = steps_of(np.full(2100, 0.1))
+        seldom = steps_of(np.zeros(2100))[69::70] + 0.2
+        result = delays.measure([made_kind("often", often), made_kind("seldom", seldom)])
+        self.assertLen(result["seldom"].seconds, 14)
+        np.testing.assert_allclose(result["seldom"].seconds, np.full(14, 7.0), atol=2e-6)
+
     def test_a_collective_that_is_not_over_does_not_count(self):
         times = steps_of(np.full(16, 0.1))
         result = delays.measure([made_kind("k", times, begun=31)])["k"]

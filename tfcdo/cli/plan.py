@@ -13,7 +13,9 @@ from rich.table import Table
 
 from tfcdo.cli import machine, options
 from tfcdo.plan import algorithms
+from tfcdo.plan.decide import codec_for
 from tfcdo.plan.evaluation import Evaluation, evaluate_all
+from tfcdo.plan.plan import IDENTITY
 from tfcdo.plan.simulator import bottleneck
 from tfcdo.plan.task_graph import Hosts
 from tfcdo.topology.presets import PRESETS
@@ -30,7 +32,7 @@ _MAX_PACKS = 4096
     "-t",
     "--topology",
     "wanted",
-    type=machine.Machine(),
+    type=machine.MachineType(),
     required=True,
     metavar="NAME|FILE|-",
     help=f"Machine: {', '.join(PRESETS)}, with a size as in nvswitch:16; here or here:8, this "
@@ -80,7 +82,9 @@ _MAX_PACKS = 4096
     show_default=True,
     help="Bandwidth of each host: bytes per second, or as in 100gbit.",
 )
-@click.option("--wire-between", type=options.WIRE_DTYPES, help="Dtype in which hosts send float32.")
+@click.option(
+    "--wire-between", type=options.BETWEEN_DTYPES, help="Dtype in which hosts send float32."
+)
 @click.option(
     "--measure", "measures", is_flag=True, help="New measurement of this machine, with -t here."
 )
@@ -130,7 +134,9 @@ def plan(
         topology = wanted
     size, hosts = format_bytes(num_bytes), None
     if num_hosts:
-        hosts = Hosts(num_hosts, network, sent=0.5 if wire_between else 1.0)
+        codec = codec_for(wire_between, "float32") if wire_between else IDENTITY
+        sent = codec.share_bytes(1 << 20, 1, "float32") / (4 << 20)
+        hosts = Hosts(num_hosts, network, sent=sent)
         rate = f"{format_bytes(round(network))}/s"
         size += f" across {num_hosts} hosts with {rate} of {wire_between or 'network'}"
     try:

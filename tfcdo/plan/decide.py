@@ -127,17 +127,23 @@ def _codec(batch: Batch, request: Request, options: Options) -> Codec:
 def codec_for(wire: str, dtype: str, feedback: bool = False) -> Codec:
     """Returns the codec that casts a dtype to another one, scaled where the range is smaller."""
     scale = dtypes.LARGEST_EXPONENT[wire] < dtypes.LARGEST_EXPONENT[dtype]
-    return Codec(wire, scale, feedback)
+    return Codec(wire, scale, feedback, dtypes.BLOCK.get(wire))
 
 
 def _between_codec(batch: Batch, request: Request, options: Options) -> Codec:
     """Returns how a value is encoded where it is sent to other hosts."""
-    wire = options.between.wire if options.between else None
-    if wire is None or request.exact or request.value.rows or not batch.is_all_reduce:
+    between = options.between
+    if (
+        between is None
+        or between.wire is None
+        or request.exact
+        or request.value.rows
+        or not batch.is_all_reduce
+    ):
         return IDENTITY
     if request.value.dtype not in dtypes.CAST:
         return IDENTITY
-    return codec_for(wire, request.value.dtype)
+    return codec_for(between.wire, request.value.dtype, between.error_feedback)
 
 
 def _root_step(batch: Batch, dtype: str, codec: Codec, tensors: Sequence[FusedTensor]) -> RootStep:
@@ -247,6 +253,7 @@ def _owner_packs(
     owner: int,
 ) -> tuple[list[packing.Packed], str, str]:
     """Packs the values of one owner along a tree whose root it is."""
+    nccl_choice.refuse_owners(options)
     num_bytes = batch.num_bytes
     algorithm, how = _algorithm(batch, options, machine.topology, num_bytes)
     how = dataclasses.replace(how, num_packs=0 if how.num_packs == 0 else 1)

@@ -20,11 +20,13 @@ class BetweenHosts:
       bytes_per_pack: the most bytes of a pack where the caller does not say.
       flat: whether one NCCL collective reduces over all devices of all hosts.
       wire: the dtype that float32 and float64 gradients are cast to; None for none.
+      error_feedback: whether rounding errors are added to the values of the next step.
     """
 
     bytes_per_pack: int
     flat: bool = False
     wire: str | None = None
+    error_feedback: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
