@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import warm_python
 
-_LONG = ("multi_worker_test.py", "faults_test.py", "property_test.py", "demo_test.py")
+_LONG = ("multi_worker_test.py", "faults_test.py", "hosts_test.py", "demo_test.py")
 
 
 def pytest_configure(config: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import checks, environment, log, tf_internals, version, virtual_devices
+from tfcdo import checks, environment, tf_internals, version, virtual_devices
 from tfcdo.cluster import config, rendezvous, session
 from tfcdo.cluster.delays import HostDelay
 from tfcdo.cross_device_ops import (
@@ -18,9 +18,14 @@ from tfcdo.cross_device_ops import (
     ReductionToOneDevice,
 )
 from tfcdo.execute import between, codec, nccl
-from tfcdo.execute.request import check_cross_device_ops
+from tfcdo.execute.request import check_cross_device_ops, check_error_feedback
 from tfcdo.plan.options import BetweenHosts
-from tfcdo.replica_extended import ReducesStructures, ReplicaExtended
+from tfcdo.replica_extended import (
+    ReducesStructures,
+    ReplicaExtended,
+    check_host_arguments,
+    runs_flat,
+)
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
 
@@ -82,19 +87,23 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         `NcclAllReduce` where NCCL can run, else `AutoAllReduce`.
       devices_per_worker: how many devices of this host to use, as many on each host; None for what
         `tfcdo launch` says, else all GPUs, or all (virtual) CPU devices that are configured.
-      wire_between: "bfloat16" or "float16", to send all-reduced float32 and float64 values between
-        hosts in half of the bytes or less. Sums are formed in the values' own dtype: each value is
-        rounded once on its host, and each sum once; docs/several-hosts.md has the bound. Packs
-        under 4 KiB, values that are reduced alone (losses, metrics, statistics), rows and gathered
-        values are exact. NCCL then does not all-reduce over all GPUs: it would add in 16 bits.
-        What is lost between hosts is not part of the `error_feedback` of `cross_device_ops`.
+      wire_between: "bfloat16" or "float16" to send all-reduced float32 and float64 values between
+        hosts in half of the bytes or less, "int8" for about a quarter. Sums are formed in the
+        values' own dtype: each value is rounded once on its host, and each sum once; docs/wire.md
+        has the bound. Packs under 4 KiB, values that are reduced alone (losses, metrics,
+        statistics), rows and gathered values are exact. NCCL then does not all-reduce over all
+        GPUs: it would add in 16 bits.
+      error_feedback: whether the errors of `wire_between` are added to the values of the next step;
+        recommended with "int8". They are kept in variables as large as the gradients and, on H
+        hosts, 1/H of them once more, saved with `tf.train.Checkpoint(ops=strategy.
+        cross_device_ops)`. Errors inside a host are the `error_feedback` of `cross_device_ops`.
       check_in_sync: whether Keras's `fit` compares digests of the weights of all replicas after
         each of its first three steps, and raises a RuntimeError if hosts differ. Own loops are
         not checked.
 
     Raises:
-      ValueError: if TF_CONFIG or the cluster resolver contradicts itself, or `wire_between` is
-        another dtype.
+      ValueError: if TF_CONFIG or the cluster resolver contradicts itself, `wire_between` is
+        another dtype, or there is error feedback without it.
       TypeError: if an argument is of another type.
       RuntimeError: if TensorFlow has already started, or there are fewer devices.
       RendezvousError: (a RuntimeError) if a host does not come in time, cannot be reached or is set
@@ -114,11 +123,14 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         cross_device_ops: AllReduceCrossDeviceOps | ReductionToOneDevice | None = None,
         devices_per_worker: int | None = None,
         wire_between: str | tf.DType | None = None,
+        error_feedback: bool = False,
         check_in_sync: bool = True,
     ) -> None:
         if communication_options is None:
             communication_options = tf.distribute.experimental.CommunicationOptions()
-        _check_arguments(communication_options, cross_device_ops, devices_per_worker)
+        check_host_arguments(communication_options, cross_device_ops, devices_per_worker)
+        wire = codec.check_wire_dtype("wire_between", wire_between, codec.BETWEEN_DTYPES)
+        check_error_feedback(error_feedback, wire, "wire_between")
         if not isinstance(check_in_sync, bool):
             raise TypeError(f"check_in_sync must be True or False; got {check_in_sync!r}")
         # TensorFlow's own __init__ would make its own extended class.
@@ -130,10 +142,27 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
                 communication_options,
                 cross_device_ops,
                 devices_per_worker or environment.devices_per_worker(),
-                codec.check_wire_dtype("wire_between", wire_between),
+                wire,
+                error_feedback,
                 check_in_sync,
             ),
         )
+
+    @property
+    def cross_device_ops(self) -> AllReduceCrossDeviceOps | ReductionToOneDevice:
+        """The object that reduces: yours, connected to the other hosts.
+
+        It has the rounding errors of `error_feedback`, for checkpoints and `reset_error_feedback`.
+
+        Returns:
+          An object of the class that was given, or of the default one.
+
+        Example:
+          >>> type(MultiWorkerMirroredStrategy().cross_device_ops).__name__
+          'AutoAllReduce'
+        """
+        ops: AllReduceCrossDeviceOps | ReductionToOneDevice = self.extended._cross_device_ops
+        return ops
 
     def host_delays(self) -> tuple[HostDelay, ...]:
         """Says how far each host was behind the others in the last steps.
@@ -183,52 +212,6 @@ def _default_ops(devices: Sequence[str]) -> AllReduceCrossDeviceOps:
     return NcclAllReduce() if nccl.nccl_status(devices).can_run else AutoAllReduce()
 
 
-def _runs_flat(hint: str, ops: Any, devices: Sequence[str]) -> bool:
-    """Returns whether NCCL all-reduces over all devices of all hosts at once, without copy trees.
-
-    Where it is asked for and cannot, this says why, once.
-
-    Args:
-      hint: the implementation that is to be used between hosts.
-      ops: how to reduce inside a host; None if the user leaves it open.
-      devices: this host's devices.
-    """
-    # One device a host: the collective between the hosts is over all devices already.
-    if hint == "ring" or len(devices) == 1:
-        return False
-    status = nccl.nccl_status(devices)
-    if ops is not None and not isinstance(ops, NcclAllReduce):
-        problem = (
-            f"cross_device_ops is {type(ops).__name__}, which sums inside each host; leave it out, "
-            "or give tfcdo.NcclAllReduce(), for one collective over all devices"
-        )
-    elif status.can_run:
-        return True
-    else:
-        problem = str(status)
-    if hint == "nccl":
-        log.warn_once(
-            "NCCL is asked for between hosts, but instead of one collective over all devices of "
-            f"all hosts, one device a host takes part for each pack: {problem}"
-        )
-    return False
-
-
-def _check_arguments(options: Any, ops: Any, devices_per_worker: Any) -> None:
-    if not isinstance(options, tf_internals.OPTIONS_TYPE):
-        raise TypeError(
-            "communication_options must be a tf.distribute.experimental.CommunicationOptions or "
-            f"None; got {options!r}"
-        )
-    if ops is not None and not isinstance(ops, (AllReduceCrossDeviceOps, ReductionToOneDevice)):
-        raise TypeError(
-            "cross_device_ops must be one of tfcdo's, such as tfcdo.HierarchicalCopyAllReduce(), "
-            f"or None; got {ops!r}"
-        )
-    if devices_per_worker is not None:
-        checks.check_int("devices_per_worker", devices_per_worker, at_least=1)
-
-
 class _MirroredExtended(ReplicaExtended, tf_internals.MirroredExtended):
     """Does the strategy's work for TensorFlow: as its own does, but for moving statistics."""
 
@@ -244,6 +227,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         cross_device_ops: AllReduceCrossDeviceOps | ReductionToOneDevice | None,
         devices_per_worker: int | None,
         wire_between: str | None,
+        error_feedback: bool,
         check_in_sync: bool,
     ) -> None:
         if resolver is None:
@@ -257,7 +241,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         self.checks_in_sync = check_in_sync and cluster is not None and len(cluster.tasks) > 1
         settings = {
             "devices_per_worker": devices_per_worker or virtual_devices.devices_here(None)[1],
-            **_settings(options, cross_device_ops, wire_between),
+            **_settings(options, cross_device_ops, wire_between, error_feedback),
             "check_in_sync": str(check_in_sync),
         }
         joined = session.current()
@@ -283,7 +267,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
             )
             hint = options.implementation.value.lower()
             devices = self.worker_devices
-            flat = wire_between is None and _runs_flat(hint, cross_device_ops, devices)
+            flat = wire_between is None and runs_flat(hint, cross_device_ops, devices)
             most = options.bytes_per_pack or _BYTES_PER_PACK
             settings["what"] = "machine of a strategy"
             settings["cross_device_ops in use"] = f"{type(ops).__name__}, {flat=}"
@@ -292,7 +276,9 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
             self._network = between.Network(
                 joined, "nccl" if flat else hint, devices, Topology.from_json(text)
             )
-            ops = ops._between(self._network, BetweenHosts(most, flat, wire_between))
+            ops = ops._between(
+                self._network, BetweenHosts(most, flat, wire_between, error_feedback)
+            )
         # Only now, because TensorFlow's constructor insists on its own.
         self._cross_device_ops = self._host_cross_device_ops = ops
 
@@ -370,13 +356,16 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         return initial_value
 
 
-def _settings(options: Any, ops: Any, wire_between: str | None) -> dict[str, Any]:
+def _settings(
+    options: Any, ops: Any, wire_between: str | None, error_feedback: bool
+) -> dict[str, Any]:
     """Returns the strategy's arguments by name, as hosts compare them."""
     return {
         **(ops.compared_among_hosts if ops else {"cross_device_ops": "by default"}),
         "communication_options.implementation": options.implementation.value,
         "communication_options.bytes_per_pack": str(options.bytes_per_pack),
         "wire_between": str(wire_between),
+        "error_feedback": str(error_feedback),
     }
 
 

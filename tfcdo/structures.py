@@ -59,7 +59,8 @@ def gather_structure(extended: Any, gather: Any, value: Any, axis: Any) -> Any:
     flat = tf.nest.flatten(value)
     on_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
     if not tf.nest.is_nested(value) or not flat or on_replica:
-        # One value as TensorFlow has it; on a replica, its error.
+        # One value as TensorFlow has it; on a replica, its error. On several hosts what follows
+        # would take a replica's tensor for a component, and gather it.
         return gather(value, axis)
     device = tf_internals.current_device() or extended._default_device or "/device:CPU:0"
     gathered = extended._batch_gather_to([(one, device) for one in flat], axis)

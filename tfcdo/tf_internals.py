@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -180,6 +181,45 @@ def with_gradient_of(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
             passed, _ = tf.raw_ops.IdentityN(input=[result, tensor])
     _record.record_operation("TfcdoGradientOf", [passed], [tensor], lambda upstream: [upstream])
     return passed
+
+
+class JointGradient:
+    """The gradient of several tensors together, as a function of all that come to them.
+
+    `tf.custom_gradient` registers its function again in each graph, with what that refers to. This
+    registers it once, so it must refer to no graph, and keeps no graph alive.
+
+    Args:
+      function: gets the gradients of results, and returns those of the tensors.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, function: Callable[..., Sequence[tf.Tensor]]) -> None:
+        self._function = function
+        self._name = f"TfcdoJointGradient{next(self._numbers)}"
+        tf.RegisterGradient(self._name)(self._of_op)
+
+    def passed(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the tensors as they are, for results to hand their gradients on to."""
+        if tf.executing_eagerly():
+            passed = [tf.identity(tensor) for tensor in tensors]
+        else:
+            graph = tf.compat.v1.get_default_graph()
+            with graph.gradient_override_map({"IdentityN": self._name}):
+                passed = list(tf.raw_ops.IdentityN(input=tensors))
+        _record.record_operation(self._name, passed, list(tensors), self._of_results)
+        return passed
+
+    def _of_results(self, *upstream: Any) -> Sequence[tf.Tensor]:
+        return self._function(*[tf.convert_to_tensor(one) for one in upstream])
+
+    def _of_op(self, op: tf.Operation, *upstream: Any) -> Sequence[tf.Tensor]:
+        # TensorFlow puts all ops of a gradient where the op is that they are of.
+        del op
+        graph = tf.compat.v1.get_default_graph()
+        with graph.colocate_with(None, ignore_existing=True):
+            return self._of_results(*upstream)
 
 
 def plain_variable(initial_value: tf.Tensor) -> tf.Variable:
@@ -358,6 +398,18 @@ class KeyValueStore:
     def delete(self, key: str) -> None:
         """Removes a key, so that it can be written again."""
         _context.context().delete_config_key_value(f"tfcdo/{key}")
+
+
+def preemption_notice(timeout: float) -> str | None:
+    """Waits up to `timeout` seconds for TensorFlow's notice that a host will be taken away."""
+    milliseconds = max(1, round(timeout * 1000))
+    try:
+        notice = _context.context().get_config_key_value(
+            "TF_DEFAULT_PREEMPTION_NOTICE_KEY", milliseconds
+        )
+    except tf.errors.OpError:
+        return None
+    return str(notice)
 
 
 def abort_collectives(late: bool, reason: str) -> None:

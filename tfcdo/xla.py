@@ -171,7 +171,7 @@ def _check_last_use(function: Any, trace: _Trace, optimizer: Any) -> None:
     if trace.variables is None:
         return
     updated = [*trace.variables, *optimizer.variables]
-    values = [getattr(variable, "value", variable) for variable in updated]
+    values = [one if isinstance(one, tf.Variable) else one.value for one in updated]
     handles = {
         id(component.handle) for value in values for component in getattr(value, "values", (value,))
     }

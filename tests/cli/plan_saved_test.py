@@ -9,7 +9,7 @@ from cli_testing import CommandTestCase, rows_of_table
 
 from tfcdo.plan import algorithms, simulator
 from tfcdo.plan.copy_tree import star
-from tfcdo.plan.saved_plan import SavedPlan
+from tfcdo.plan.evaluation import Evaluation
 from tfcdo.plan.schedule import Pack, Schedule
 from tfcdo.topology.presets import preset
 from tfcdo.units import format_seconds
@@ -26,7 +26,7 @@ class SavedTest(CommandTestCase):
         arguments = ["-t", "dgx1", "-b", "10MB", "-a", algorithm, "--save", str(path)]
         arguments += ["--num-packs", str(num_packs)] if num_packs else []
         self.assertIn(f" in {path}\n", self.output_of("plan", *arguments))
-        found = SavedPlan.read(path)
+        found = Evaluation.read(path)
         self.assertEqual(found.topology, preset("dgx1"))
         self.assertEqual(found.algorithm, algorithm)
         self.assertEqual(
@@ -42,11 +42,11 @@ class SavedTest(CommandTestCase):
     def test_windows_are_saved(self):
         machine = preset("pcie", 2)
         packs = tuple(Pack(i, i + 1, star(2), i - 2 if i > 1 else None) for i in range(5))
-        plan = SavedPlan(machine, "auto", "packed_trees", Schedule(2, 5, packs), 2.0, 1.5, 1.0)
-        self.assertEqual(SavedPlan.from_json(plan.to_json()), plan)
+        plan = Evaluation(machine, "auto", "packed_trees", Schedule(2, 5, packs), 2.0, 1.5, 1.0)
+        self.assertEqual(Evaluation.from_json(plan.to_json()), plan)
         # Earlier versions wrote no windows.
         text = re.sub(', "after": [^}]*', "", plan.to_json())
-        self.assertEqual({pack.after for pack in SavedPlan.from_json(text).schedule.packs}, {None})
+        self.assertEqual({pack.after for pack in Evaluation.from_json(text).schedule.packs}, {None})
 
     def test_tensorflows_default_of_one_pack_can_be_shown(self):
         rows = self.rows("-t", "dgx1", "--num-packs", "1")

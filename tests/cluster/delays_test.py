@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 
 from tfcdo.cluster import agreement, config, delays, progress
 
-_SPEC = {"worker": ["a:1", "b:2", "c:3", "d:4"]}
+_TASKS = tuple(config.Task("worker", host, f"{'abcd'[host]}:{host + 1}") for host in range(4))
 
 
 def made_kind(name, times, begun=None):
@@ -48,6 +48,13 @@ class MeasureTest(parameterized.TestCase):
         waits = np.random.default_rng(2).uniform(0.0, 0.4, 2500)
         result = delays.measure([made_kind("k", steps_of(waits))])["k"]
         np.testing.assert_allclose(result.seconds, waits[-20:], atol=2e-6)
+
+    def test_steps_of_which_collectives_are_forgotten_do_not_count(self):
+        often = steps_of(np.full(2100, 0.1))
+        seldom = steps_of(np.zeros(2100))[69::70] + 0.2
+        result = delays.measure([made_kind("often", often), made_kind("seldom", seldom)])
+        self.assertLen(result["seldom"].seconds, 14)
+        np.testing.assert_allclose(result["seldom"].seconds, np.full(14, 7.0), atol=2e-6)
 
     def test_a_collective_that_is_not_over_does_not_count(self):
         times = steps_of(np.full(16, 0.1))
@@ -156,7 +163,7 @@ class ComparisonTest(absltest.TestCase):
         store.get = lambda key, timeout: self.values.get(key)
         store.delete = self.values.__delitem__
         self.hosts = [
-            delays.Comparison(config.from_spec(_SPEC, "worker", host), store, lambda: self.now)
+            delays.Comparison(config.Cluster(_TASKS, host), store, lambda: self.now)
             for host in range(4)
         ]
 

@@ -19,7 +19,8 @@ from cli_testing import run_tfcdo
 from tfcdo.cluster import blackbox, config, progress
 from tfcdo.doctor import blackbox as black_boxes
 
-_CLUSTER = config.from_spec({"worker": ["a:1", "b:2", "c:3"]}, "worker", 0)
+_TASKS = tuple(config.Task("worker", host, f"{'abc'[host]}:{host + 1}") for host in range(3))
+_CLUSTER = config.Cluster(_TASKS, 0)
 _HOSTS = [_CLUSTER.name(host) for host in range(3)]
 _KIND = blackbox.KindOfCollectives("all-reduce of 2 values (f[2], f[3])", "0123456789abcdef", 3)
 
@@ -86,8 +87,8 @@ class BlackBoxTest(absltest.TestCase):
             ([self.write("bad", {"host": 1})], "is not a black box of tfcdo: .*missing"),
             ([good, self.write("again", made_box(0))], "good and .*again are both of host 0"),
             ([good, self.write("other", elsewhere)], "must be of one job; .*other has the hosts"),
-            ([str(self.folder / "none")], "does not exist"),
-            ([str(self.folder)], "is a directory"),
+            ([str(self.folder / "none")], "No such file"),
+            ([str(self.folder)], "Is a directory"),
             ([], "--blackbox takes files"),
         ):
             with self.subTest(message):
@@ -101,10 +102,13 @@ class BlackBoxTest(absltest.TestCase):
         for name, first in (("a", 0.0), ("b", 0.5)):
             entered = first + np.arange(1200.0)[-1000:]
             numbers = np.arange(200, 1200)
+            left = entered + 0.25
+            if name == "b":
+                left[-1] = np.nan  # It waits.
             kind = progress.Kind(name, {"values": ["f[2]"], "collectives": 4}, mock.Mock(), 1)
-            kind.last = lambda columns=(numbers, entered, entered + 0.25): columns
+            last = progress.Collectives(numbers, entered, left)
+            self.enter_context(mock.patch.object(kind, "last", return_value=last))
             kinds.append(kind)
-        kinds[1].last()[2][-1] = np.nan  # It waits.
         box = blackbox.record(_CLUSTER, kinds, "a reason")
         expected = [
             blackbox.Entry("ab"[half], number, number + half / 2, number + half / 2 + 0.25)

@@ -11,8 +11,7 @@ import testing_utils as tu
 from absl.testing import parameterized
 
 import tfcdo
-from tfcdo.plan.evaluation import evaluate
-from tfcdo.plan.saved_plan import SavedPlan
+from tfcdo.plan.evaluation import Evaluation, evaluate
 from tfcdo.topology import detection
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
@@ -28,7 +27,7 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
     def save(self, topology: Topology, algorithm: str, num_packs: int | None = None) -> str:
         path = self.folder() / "plan.json"
-        plan = SavedPlan.of(evaluate(algorithm, topology, 10**6, num_packs), topology)
+        plan = evaluate(algorithm, topology, 10**6, num_packs)
         path.write_text(plan.to_json(), encoding="utf-8")
         return str(path)
 
@@ -43,7 +42,7 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assert_exact(result.values[0], tu.oracle(tu.SUM, arrays), tf.float32)
         self.assert_bitwise_equal(result.values)
         told = ops.explain([(10**6,)], devices=tu.device_names(K))
-        planned = SavedPlan.read(path).schedule.resized(10**6)
+        planned = Evaluation.read(path).schedule.resized(10**6)
         self.assertEqual([pack.tree for pack in told.packs], [p.tree for p in planned.packs])
         self.assertEqual(
             [pack.num_bytes for pack in told.packs], [4 * p.size for p in planned.packs]

@@ -2,123 +2,239 @@
 
 from __future__ import annotations
 
-import functools
+import threading
 from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
-from wire_bounds import error_bound
+from wire_bounds import block_error_bound, error_bound
 
-from tfcdo.execute import shares
+from tfcdo.execute import codec, shares
+from tfcdo.execute.codec import PackCodec
+from tfcdo.execute.feedback import Residuals
 from tfcdo.plan.decide import codec_for
 
-WIRES = ("bfloat16", "float16")
-# Numbers of hosts, and shapes: of one tensor and of several, aligned and not, some of them empty.
-CASES = ((3, ((7,),)), (2, ((64,),)), (3, ((3, 5), (), (129,), (0, 2))), (1, ((32, 3), (96,))))
+WIRES = ("bfloat16", "float16", "int8")
+# Numbers of hosts, and shapes: aligned and not, smaller than a block, and larger.
+CASES = ((3, (7,)), (2, (64,)), (3, (129,)), (1, (5, 32)), (2, (4, 256)), (3, (2, 1000)))
+_SECONDS = 60.0
 
 
-def _sums(
-    values: Sequence[Sequence[np.ndarray]], wire_dtype: str, knows_shapes: bool
-) -> tuple[list[list[np.ndarray]], set[int]]:
-    """Sums what hosts hold; returns what each gets, and how many bytes the rows had.
+class _Hosts:
+    """Hosts that are threads of this process.
 
-    The hosts run one after the other, as often as there are collectives and once more: each time
-    all of them have given what they put into one collective more.
+    Args:
+      count: their number.
+      wire: the dtype that they send.
+      dtype: the dtype of their values.
+      error_feedback: whether they keep rounding errors.
     """
-    num_hosts = len(values)
-    arrived: list[np.ndarray] = []  # By host; also what all of them gather.
-    gathered: list[np.ndarray] = []
-    for _ in range(3):
-        results, shared, totalled = [], [], []
-        for host, own in enumerate(values):
-            totals, rows, row = _run(
-                own, num_hosts, wire_dtype, knows_shapes, arrived[host:][:1], gathered
+
+    def __init__(
+        self, count: int, wire: str, dtype: str = "float32", error_feedback: bool = False
+    ) -> None:
+        self.count, self._wire, self._dtype = count, wire, dtype
+        self.residuals = [Residuals(["/cpu:0"], lambda *tracked: None) for _ in range(count)]
+        self.codecs = [
+            PackCodec(
+                codec_for(wire, dtype, error_feedback),
+                tf.as_dtype(dtype),
+                own if error_feedback else None,
             )
-            results.append(totals)
-            shared.append(rows)
-            totalled.append(row)
-        arrived = [np.stack([rows[host] for rows in shared]) for host in range(num_hosts)]
-        gathered = [np.concatenate(totalled)]
-    return results, {rows[0].nbytes for rows in (*shared, *totalled)}
+            for own in self.residuals
+        ]
+        self.row_bytes: set[int] = set()
+
+    def sum(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns what each host gets for the sum of the values that all hold."""
+        results: list[np.ndarray] = [np.zeros(0)] * self.count
+        given: list[np.ndarray] = [np.zeros(0)] * self.count
+        barrier, errors = threading.Barrier(self.count), []
+
+        def exchange(host: int, rows: np.ndarray) -> list[np.ndarray]:
+            given[host] = rows
+            self.row_bytes.add(rows[0].nbytes)
+            barrier.wait(_SECONDS)
+            everybody = list(given)
+            barrier.wait(_SECONDS)
+            return everybody
+
+        def run(host: int) -> None:
+            def all_to_all(rows: tf.Tensor) -> tf.Tensor:
+                return tf.constant(np.stack([own[host] for own in exchange(host, rows.numpy())]))
+
+            def gather(row: tf.Tensor) -> tf.Tensor:
+                return tf.constant(np.concatenate(exchange(host, row.numpy())))
+
+            try:
+                tensor = tf.constant(values[host])
+                total = shares.all_reduce(
+                    tensor, self.codecs[host], 0, self.count, all_to_all, gather
+                )
+                results[host] = total.numpy()
+            except Exception as error:
+                errors.append(error)
+                barrier.abort()
+
+        threads = [threading.Thread(target=run, args=(host,)) for host in range(self.count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        for other in results[1:]:
+            assert other.tobytes() == results[0].tobytes(), (results[0], other)
+        assert results[0].shape == values[0].shape
+        return results
+
+    def block(self, size: int) -> int:
+        """Returns how many values share a scale."""
+        return int(self.codecs[0].codec.share_layout(size, self.count)[1])
 
 
-def _run(
-    own: Sequence[np.ndarray],
-    num_hosts: int,
-    wire_dtype: str,
-    knows_shapes: bool,
-    arrived: Sequence[np.ndarray],
-    gathered: Sequence[np.ndarray],
-) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Runs one host; returns its results, and what it puts into the two collectives."""
-    sent: list[tf.Tensor] = []
-
-    def collective(known: Sequence[np.ndarray], rows: tf.Tensor) -> tf.Tensor:
-        sent.append(rows)
-        if not known:
-            return tf.zeros([num_hosts, tf.shape(rows)[1]], rows.dtype)
-        shape = known[0].shape if knows_shapes else [num_hosts, None]
-        return tf.raw_ops.PlaceholderWithDefault(input=tf.constant(known[0]), shape=shape)
-
-    specs = [
-        tf.TensorSpec(one.shape if knows_shapes else [None] * one.ndim, one.dtype) for one in own
-    ]
-
-    @tf.function(input_signature=specs, autograph=False)
-    def reduce(*tensors):
-        totals = shares.all_reduce(
-            tensors,
-            codec_for(wire_dtype, tensors[0].dtype.name),
-            num_hosts,
-            functools.partial(collective, arrived),
-            functools.partial(collective, gathered),
-        )
-        for total, tensor in zip(totals, tensors, strict=True):
-            assert total.shape.as_list() == tensor.shape.as_list(), (total, tensor)
-        return totals, sent
-
-    totals, (rows, row) = reduce(*map(tf.constant, own))
-    return [total.numpy() for total in totals], rows.numpy(), row.numpy()
+def _exact(values: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+    return np.asarray(np.sum(values, 0, np.float64))
 
 
 class SharesTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(
-        *[(case, WIRES[i % 2], i < 2) for i, case in enumerate(CASES)],
-        (CASES[2], "float16", False),
-        (CASES[0], "bfloat16", False),
-    )
-    def test_within_the_bound_and_alike(self, case, wire_dtype, knows_shapes):
-        num_hosts, shapes = case
-        dtype = tf.float64 if len(shapes) == 1 else tf.float32
-        generator = np.random.default_rng(num_hosts)
-        values = [
-            [generator.normal(size=shape).astype(dtype.as_numpy_dtype) for shape in shapes]
-            for _ in range(num_hosts)
-        ]
-        results, row_bytes = _sums(values, wire_dtype, knows_shapes)
-        for other in results[1:]:
-            for one, own in zip(results[0], other, strict=True):
-                self.assertEqual(one.tobytes(), own.tobytes())
-        exact = [np.sum(parts, 0, np.float64) for parts in zip(*values, strict=True)]
-        magnitudes = [np.sum(np.abs(parts), 0) for parts in zip(*values, strict=True)]
-        # The scale is that of the pack.
-        flat = np.concatenate([np.ravel(one) for one in magnitudes])
-        bound = error_bound(flat, 1, num_hosts, wire_dtype, dtype)
-        error = np.concatenate(
-            [np.ravel(own - one) for own, one in zip(results[0], exact, strict=True)]
-        )
-        self.assertTrue(np.all(np.abs(error) <= bound), np.max(np.abs(error) / bound))
-        if not codec_for(wire_dtype, dtype.name).scale:
-            self.assertEqual([0], [size % 64 for size in row_bytes])
+    def check_bound(self, hosts: _Hosts, wire: str, values: Sequence[np.ndarray]) -> np.ndarray:
+        """Asserts the bound of the error; returns the errors as parts of it."""
+        [result, *_] = hosts.sum(values)
+        flat = np.stack([np.ravel(one) for one in values])
+        if wire == "int8":
+            bound = block_error_bound(flat, hosts.count, hosts.block(flat.shape[1]))
+        else:
+            magnitudes = np.sum(np.abs(flat), 0)
+            bound = error_bound(magnitudes, 1, hosts.count, wire, tf.as_dtype(flat.dtype))
+        error = np.abs(np.ravel(result) - _exact(flat)) / bound
+        self.assertLessEqual(np.max(error), 1)
+        return error
 
-    @parameterized.product(wire_dtype=WIRES)
-    def test_nothing_at_all(self, wire_dtype):
-        """A size that is known only when the step runs may be 0: something has to be sent."""
-        empty = [[np.zeros([0], np.float32)]] * 2
-        results, row_bytes = _sums(empty, wire_dtype, knows_shapes=False)
-        self.assertEqual([(0,)] * 2, [own.shape for [own] in results])
-        self.assertGreater(min(row_bytes), 0)
+    @parameterized.product(case=CASES, wire=WIRES, dtype=("float32", "float64"))
+    def test_within_the_bound_and_alike(self, case, wire, dtype):
+        count, shape = case
+        hosts = _Hosts(count, wire, dtype)
+        generator = np.random.default_rng(count)
+        values = [generator.normal(size=shape).astype(dtype) for _ in range(count)]
+        error = self.check_bound(hosts, wire, values)
+        self.assertGreater(np.max(error), 0.1)  # It is cast, and the bound is not far away.
+        spec = hosts.codecs[0].codec
+        [num_bytes] = hosts.row_bytes
+        self.assertEqual(num_bytes, spec.share_bytes(values[0].size, count, dtype))
+
+    def test_int8_sends_about_a_quarter(self):
+        spec = codec_for("int8", "float32")
+        for hosts in (2, 3, 8):
+            for size in (1024, 1025, 4800, 7777, 1 << 20):
+                sent = hosts * spec.share_bytes(size, hosts, "float32")
+                self.assertLessEqual(sent, 0.27 * 4 * size, (hosts, size))
+                self.assertLessEqual(spec.share_layout(size, hosts)[1], 256)
+        self.assertEqual(spec.share_bytes(1 << 20, 2, "float32"), (1 << 19) + 4 * (1 << 11))
+
+    @parameterized.parameters(1e-45, 1e-40, 1e-37, 1.2e-38, 1e-30, 1e38, 3.3e38 / 3)
+    def test_int8_of_tiny_and_huge_blocks(self, magnitude):
+        generator = np.random.default_rng(0)
+        drawn = generator.uniform(-1, 1, (3, 1000)) * magnitude
+        # A large block beside it changes nothing.
+        drawn[:, 600:] = generator.normal(size=(3, 400))
+        hosts = _Hosts(3, "int8")
+        values = list(drawn.astype(np.float32))
+        self.check_bound(hosts, "int8", values)
+
+    def test_int8_of_zeros_is_exact(self):
+        values = [np.zeros(2000, np.float32)] * 2
+        self.assertAllEqual(_Hosts(2, "int8").sum(values)[0], values[0])
+
+    @parameterized.parameters(np.nan, np.inf, -np.inf)
+    def test_int8_of_a_block_that_is_not_finite(self, number):
+        values = [np.ones(4096, np.float32), np.ones(4096, np.float32)]
+        values[1][2500] = number
+        [result, _] = _Hosts(2, "int8").sum(values)
+        start = 2500 // 256 * 256
+        self.assertAllEqual(np.isnan(result), np.arange(4096) // 256 == 2500 // 256)
+        finite = np.delete(result, np.arange(start, start + 256))
+        self.assertAllClose(finite, np.full(4096 - 256, 2.0), rtol=1e-2)
+
+    @parameterized.parameters(("bfloat16", 256.0), ("float16", 2048.0))
+    def test_small_terms_are_not_swallowed(self, wire, large):
+        """Added in 16 bits, a sum of this size stays what it is when 1 is added."""
+        values = [np.full([9], one, np.float32) for one in (large, 1.0, 1.0, 1.0, 1.0)]
+        for total in _Hosts(5, wire).sum(values):
+            self.assertAllEqual(np.full([9], large + 4.0), total)
+
+    @parameterized.product(wire=WIRES, size=(0, 5, 700), dtype=(tf.float32, tf.float64))
+    def test_sizes_that_are_not_known(self, wire, size, dtype):
+        """One may be 0 when the step runs: something has to be sent."""
+        sent: list[tf.Tensor] = []
+
+        def collective(rows: tf.Tensor) -> tf.Tensor:
+            sent.append(rows)
+            return rows
+
+        own = PackCodec(codec_for(wire, dtype.name), dtype)
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 1], dtype)], autograph=False)
+        def reduce(tensor: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+            return shares.all_reduce(tensor, own, 0, 1, collective, collective), sent
+
+        value = np.random.default_rng(0).normal(size=(size, 1))
+        total, rows = reduce(tf.constant(value, dtype))
+        self.assertEqual(total.shape, [size, 1])
+        self.assertAllClose(total, value, rtol=0, atol=0.04)
+        for row in rows:
+            expected = own.codec.share_bytes(max(size, 1), 1, dtype.name)
+            self.assertEqual(row.numpy().nbytes, expected)
+
+
+class FeedbackTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(wire=WIRES, size=(1, 900))
+    def test_what_casts_lose_comes_in_later_steps(self, wire, size):
+        """Over all steps only what the last one has lost is missing, of both casts."""
+        generator = np.random.default_rng(1)
+        hosts = _Hosts(3, wire, error_feedback=True)
+        # Equal steps, so that without feedback each loses the same.
+        steps = np.stack([generator.normal(size=(3, size)).astype(np.float32)] * 30)
+        total = np.sum([hosts.sum(list(values))[0] for values in steps], 0, np.float64)
+        exact = np.sum(steps, (0, 1), np.float64)
+        roundoff = codec.ROUNDOFF[wire]
+        largest = np.max(np.abs(steps), (0, 2)).sum()
+        # Residuals of both casts, and float32's own rounding.
+        bound = 2 * roundoff / (1 - roundoff) ** 2 * largest + 30 * 2.0**-22 * largest
+        self.assertLessEqual(np.max(np.abs(total - exact)), bound)
+        without = _Hosts(3, wire)
+        lost = np.sum([without.sum(list(values))[0] for values in steps], 0, np.float64) - exact
+        if size > 1:
+            self.assertGreater(np.max(np.abs(lost)), bound)
+
+    @parameterized.parameters(*WIRES)
+    def test_both_casts_keep_what_they_lose(self, wire):
+        hosts = _Hosts(2, wire, error_feedback=True)
+        values = list(np.random.default_rng(2).normal(size=(2, 600)).astype(np.float32))
+        [result, _] = hosts.sum(values)
+        kept = np.zeros(600)
+        for host, own in enumerate(hosts.residuals):
+            sent, summed = own.variables
+            self.assertEqual(sent.shape[0], 2)
+            self.assertEqual(summed.shape[0], 1)
+            kept += np.ravel(sent)[:600]
+            share = np.ravel(summed)
+            kept[host * share.size : (host + 1) * share.size] += share[: 600 - host * share.size]
+            self.assertGreater(np.max(np.abs(sent)), 0)
+            self.assertGreater(np.max(np.abs(summed)), 0)
+        self.assertAllClose(_exact(values), result + kept, rtol=0, atol=1e-6)
+
+    def test_a_step_that_is_not_finite_leaves_the_errors(self):
+        hosts = _Hosts(2, "int8", error_feedback=True)
+        values = list(np.random.default_rng(3).normal(size=(2, 600)).astype(np.float32))
+        hosts.sum(values)
+        before = [kept.numpy() for own in hosts.residuals for kept in own.variables]
+        hosts.sum([np.full(600, np.nan, np.float32)] * 2)
+        after = [kept.numpy() for own in hosts.residuals for kept in own.variables]
+        for one, other in zip(before, after, strict=True):
+            self.assertGreater(np.max(np.abs(one)), 0)
+            self.assertAllEqual(one, other)
 
 
 if __name__ == "__main__":

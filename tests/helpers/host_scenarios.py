@@ -30,6 +30,7 @@ from host_unlike import (
     unlike_refused,  # noqa: F401
 )
 from host_wire import (
+    functions_end,  # noqa: F401
     requires_nccl,  # noqa: F401
     wire_between,  # noqa: F401
 )

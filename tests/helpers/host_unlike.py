@@ -92,6 +92,12 @@ SETTINGS: Sequence[tuple[Any, ...]] = (
     ("nccl", _ops(_auto), _ops(_auto, nccl=False), "True", "False"),
     ("reduce_to_device", _ops(_one, "/cpu:0"), _ops(_one, "CPU:1"), "CPU:0", "CPU:1"),
     ("wire_between", dict, lambda: {"wire_between": "bfloat16"}, "None", "bfloat16"),
+    (
+        "error_feedback",
+        lambda: {"wire_between": "int8"},
+        lambda: {"wire_between": "int8", "error_feedback": True},
+        *("False", "True"),
+    ),
     ("bytes_per_pack", _options(), _options(bytes_per_pack=64), "0", "64"),
     ("implementation", _options(), _options(implementation=_BETWEEN_NCCL), "AUTO", "NCCL"),
     ("devices_per_worker", dict, lambda: {"devices_per_worker": 1}, "2", "1"),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import tempfile
+import weakref
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 import tfcdo
+from tfcdo import tf_internals
 
-WIRE_DTYPES = ("bfloat16", "float16")
+WIRE_DTYPES = ("bfloat16", "float16", "int8")
+FEEDBACK_STEPS = 20
 _INFINITE = (np.nan, np.inf, -np.inf, np.inf, 1.0)
 
 
@@ -46,13 +51,14 @@ CASES = (
 )
 
 
-def casting(strategy: Any, name: str) -> Any:
+def casting(strategy: Any, name: str, **arguments: Any) -> Any:
     """Returns a strategy of the same hosts and devices that casts between hosts."""
     return tfcdo.MultiWorkerMirroredStrategy(
         None,
         tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0),
         devices_per_worker=len(strategy.extended.worker_devices),
         wire_between=name,
+        **arguments,
     )
 
 
@@ -65,6 +71,7 @@ def wire_between(strategy: Any) -> dict[str, np.ndarray]:
         results |= _gradient(name, cast)
         results |= _explained(name, cast)
         _state(cast)
+        results |= _feedback(name, casting(strategy, name, error_feedback=True))
     return results
 
 
@@ -119,6 +126,39 @@ def _gradient(name: str, strategy: Any) -> dict[str, np.ndarray]:
     return {f"{name} gradient": np.stack([part.numpy() for part in parts])}
 
 
+def _feedback(name: str, strategy: Any) -> dict[str, np.ndarray]:
+    """Sums the same values in several steps; what the casts lose is kept, saved and reset."""
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(numbers("float32", context.replica_id_in_sync_group))
+    )
+
+    @tf.function(autograph=False)
+    def reduce(value: Any) -> Any:
+        def step(value: Any) -> Any:
+            context = tf.distribute.get_replica_context()
+            return context.all_reduce("SUM", [value, tf.ones([])])[0]
+
+        return strategy.run(step, (value,))
+
+    def result() -> np.ndarray:
+        return np.stack([own.numpy() for own in strategy.experimental_local_results(reduce(value))])
+
+    ops = strategy.cross_device_ops
+    steps = [result() for _ in range(FEEDBACK_STEPS)]
+    kept = [variable.numpy() for variable in ops._feedback.variables]
+    assert kept and all(np.any(each) for each in kept), kept
+    with tempfile.TemporaryDirectory() as folder:
+        saved = tf.train.Checkpoint(ops=ops).save(f"{folder}/saved")
+        expected = result()
+        ops.reset_error_feedback()
+        assert not any(np.any(variable) for variable in ops._feedback.variables)
+        tf.train.Checkpoint(ops=ops).restore(saved).assert_consumed()
+        np.testing.assert_array_equal(expected, result())
+    ops.reset_error_feedback()
+    np.testing.assert_array_equal(steps[0], result())
+    return {f"{name} feedback": np.asarray(np.sum(steps, 0, np.float64))}
+
+
 def _state(strategy: Any) -> None:
     """Reads a moving statistic of more than 4 KiB: the exact mean, which a checkpoint holds."""
     count = 2000
@@ -144,6 +184,45 @@ def _state(strategy: Any) -> None:
     reads = (statistic.read_value, tf.function(statistic.read_value, autograph=False))
     for read in reads:
         np.testing.assert_array_equal(read(), np.full([count], expected, np.float32))
+
+
+def functions_end(strategy: Any) -> None:
+    """Asserts that graphs of sums between hosts and of their gradients end with their functions."""
+    for wire in (None, "int8"):
+        other = tfcdo.MultiWorkerMirroredStrategy(
+            None,
+            tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0),
+            devices_per_worker=len(strategy.extended.worker_devices),
+            wire_between=wire,
+        )
+        ops = other.cross_device_ops
+
+        def step(ops: Any = ops, devices: Any = other.extended.worker_devices) -> Any:
+            values = []
+            for device in devices:
+                with tf.device(device):
+                    values.append(tf.ones([2000]))
+            with tf.GradientTape() as tape:
+                tape.watch(values)
+                value = tf_internals.per_replica(values)
+                options = tf.distribute.experimental.CommunicationOptions()
+                total, _ = ops.batch_reduce(
+                    tf.distribute.ReduceOp.SUM, [(value, value)] * 2, options
+                )
+                losses = [
+                    tf.reduce_sum(each) for each in strategy.experimental_local_results(total)
+                ]
+                loss = tf.add_n(losses)
+            return tape.gradient(loss, values)
+
+        function = tf.function(step, autograph=False)
+        gradients = function()
+        count = strategy.num_replicas_in_sync
+        assert all(np.all(each.numpy() == count) for each in gradients), gradients
+        graph = weakref.ref(function.get_concrete_function().graph)
+        del function
+        gc.collect()
+        assert graph() is None, wire
 
 
 def _explained(name: str, strategy: Any) -> dict[str, np.ndarray]:

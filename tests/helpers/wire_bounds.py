@@ -1,4 +1,4 @@
-"""Bounds of the error of all-reduces that cast copies to 16 bits; docs/wire.md derives them."""
+"""Bounds of the error of all-reduces that cast copies; docs/wire.md derives them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfcdo.execute import codec
 from tfcdo.plan.decide import codec_for
 
 
@@ -110,3 +111,26 @@ def feedback_error_bound(
     held = once / (2 - _growth(depth, num_devices, wire_dtype, dtype))
     added = np.sum(magnitudes + held, 0) * wide.roundoff + len(magnitudes) * wide.lost
     return np.asarray(held + 2 * num_devices * added)
+
+
+def block_error_bound(terms: Any, num_terms: int, block: int | None = None) -> np.ndarray:
+    """Bounds the error of each element of a float32 sum of hosts that is sent in int8.
+
+    A host's sum is rounded once, and the sum of all once more, each time by at most u of the
+    block's largest magnitude: together at most 2 u M, where M is the sum over the hosts of these.
+    In between are additions in float32, with roundoff v, and the casts' own products: at most K + 4
+    factors of 1 + v on K replicas. Scales of tiny blocks have a limit; 2^-125 a host covers those.
+
+    Args:
+      terms: `terms[h]` are the sums of magnitudes of host `h`'s values, flat.
+      num_terms: the number of replicas, K.
+      block: the values that share a scale; None for not known: the largest of all counts.
+    """
+    terms = np.abs(np.asarray(terms, np.float64))
+    num_hosts, size = terms.shape
+    block = block or size
+    padded = np.pad(terms, ((0, 0), (0, -size % block)))
+    largest = padded.reshape(num_hosts, -1, block).max(axis=2).sum(axis=0)
+    growth = (1 + _FORMATS["float32"].roundoff) ** (num_terms + 4)
+    relative = 2 * codec.ROUNDOFF["int8"] * growth + growth - 1
+    return np.repeat(relative * largest, block)[:size] + (num_hosts + 1) * 2.0**-125

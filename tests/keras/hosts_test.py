@@ -73,8 +73,8 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
         for host in self.results["other_weights"]:
             self.assertRegex(
                 str(host["message"]),
-                r"^after 1 calls of the train function, replica 2 \(host 1\) holds other numbers of "
-                r"\S*kernel than replica 0, by 0\.\S* at most; .*check_in_sync=False",
+                r"^after execution 1 of the train step, replica 2 \(host 1\) holds other numbers "
+                r"of \S*kernel than replica 0, by 0\.\S* at most; .*check_in_sync=False",
             )
 
 

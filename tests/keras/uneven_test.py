@@ -50,5 +50,36 @@ class WeightByExamplesTest(TrainingTestCase):
             weight_by_examples(3)
 
 
+def _statistics_after(examples: int, jit: bool = False, nan: bool = False) -> keras.Model:
+    strategy = tfcdo.MirroredStrategy(tu.device_names(3), tfcdo.ReductionToOneDevice())
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([*dense_layers(), keras.layers.BatchNormalization(momentum=0.5)])
+        optimizer = DistributedOptimizer(keras.optimizers.SGD(0.3, momentum=0.5))
+        model.compile(optimizer, "mse", jit_compile=jit)
+    inputs, targets = dense_data(examples)
+    targets[-1] = np.nan if nan else targets[-1]
+    model.fit(inputs, targets, batch_size=12, shuffle=False, verbose=0)
+    return model
+
+
+class EmptyBatchTest(TrainingTestCase):
+    # The last batch has one example, for the first replica.
+    @parameterized.parameters(False, True)
+    def test_statistics_stay_as_they_are(self, jit):
+        before, model = _statistics_after(12), _statistics_after(13, jit)
+        for weight in [*model.weights, *model.optimizer.variables]:
+            self.assertTrue(np.isfinite(weight.numpy()).all(), weight.path)
+        pairs = zip(before.non_trainable_variables, model.non_trainable_variables, strict=True)
+        for old, new in pairs:
+            old, new = old.value.values, new.value.values
+            self.assertAllClose(old[1:], new[1:], rtol=1e-6)
+            self.assertNotAllClose(old[0], new[0])
+
+    def test_nan_of_an_example_counts(self):
+        model = _statistics_after(13, nan=True)
+        self.assertTrue(np.isnan(model.trainable_variables[0].numpy()).all())
+
+
 if __name__ == "__main__":
     tf.test.main()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tfcdo import log
 from tfcdo.plan import algorithms, packed_trees, packing, simulator
 from tfcdo.plan.lower_bound import lower_bound_seconds
-from tfcdo.plan.size_class import size_class
+from tfcdo.plan.schedule import size_class
 from tfcdo.topology.presets import PRESETS, preset
 
 MB, GB = 10**6, 10**9
@@ -60,11 +60,11 @@ class AutoTest(plan_testing.PlanTestCase):
             mock.patch.object(log.logging, "info") as info,
             mock.patch.object(algorithms.time, "monotonic", side_effect=[0.0, 2.5, 10.0, 10.9]),
         ):
-            for num_bytes in (100 * MB, 101 * MB, GB):
+            for num_bytes in (99 * MB, 100 * MB, GB):
                 algorithms.make_schedule("auto", machine, num_bytes)
         lines = [call.args[0] % call.args[1:] for call in info.mock_calls]
         for line, told in zip(
-            lines, ("99 MB .*took 2.5 s$", r"9.8e\+02 MB .*nvswitch$"), strict=True
+            lines, ("92 MB .*took 2.5 s$", r"1e\+03 MB .*nvswitch$"), strict=True
         ):
             self.assertRegex(line, f"auto takes ring, 8 packs, for about {told}")
 
@@ -73,8 +73,6 @@ class SizeClassTest(parameterized.TestCase):
     @hypothesis.given(st.integers(100, 10**12))
     def test_no_size_is_far_from_that_of_its_class(self, num_bytes):
         self.assertAlmostEqual(size_class(num_bytes) / num_bytes, 1, delta=0.125)
-        ratio = size_class(num_bytes, per_doubling=1) / num_bytes
-        self.assertBetween(ratio, 0.69, 1.45)
 
     @hypothesis.given(st.integers(0, 10**6), st.integers(0, 10**6))
     def test_classes_are_in_order(self, one, other):

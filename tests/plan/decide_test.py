@@ -245,6 +245,12 @@ class HostsTest(parameterized.TestCase):
         asked = batch(ValueSpec("float64", (LARGE,)), op="mean", hosts=2)
         [pack] = plan(asked, between=between).packs
         self.assertEqual(pack.root, RootStep("shares", Codec("bfloat16", scale=True), 2 * K))
+        for feedback in (False, True):
+            between = BetweenHosts(4 << 20, wire="int8", error_feedback=feedback)
+            [pack] = plan(asked, between=between).packs
+            self.assertEqual(
+                pack.root, RootStep("shares", Codec("int8", True, feedback, 256), 2 * K)
+            )
 
     @parameterized.parameters(
         {"exact": True}, {"to": (1,)}, {"value": "int64"}, {"value": "float16"}, {"value": "int32"}

@@ -10,6 +10,7 @@ from absl.testing import absltest, parameterized
 
 from tfcdo.plan import summary
 from tfcdo.plan.copy_tree import chain, star
+from tfcdo.plan.decide import codec_for
 from tfcdo.plan.plan import (
     SHARE_ALIGNMENT,
     Codec,
@@ -138,6 +139,14 @@ class SummaryTest(parameterized.TestCase):
             dataclasses.replace(made, hosts=2),
         ):
             self.assertEqual(key, summary.residual_key(other))
+        between = Codec("int8", scale=True, feedback=True, block=256)
+        shared = dataclasses.replace(one, root=RootStep("shares", between))
+        on_two = dataclasses.replace(made, hosts=2, packs=(shared,))
+        self.assertTrue(on_two.has_feedback)
+        keys = {
+            summary.residual_key(each) for each in (on_two, dataclasses.replace(on_two, hosts=3))
+        }
+        self.assertLen({key, *keys}, 3)
         for other in (
             dataclasses.replace(made, packs=(dataclasses.replace(one, tree=star(2, 1)),)),
             dataclasses.replace(made, nodes=("GPU:0", "GPU:1")),
@@ -182,6 +191,38 @@ class SummaryTest(parameterized.TestCase):
         self.assertEqual(summary.num_collectives(encoded, len), 3)
         # 10 floats as they are, and 5 padded to two shares, in 16 bits, there and back.
         self.assertEqual(summary.bytes_between_hosts(encoded), 40 + 2 * (2 * SHARE_ALIGNMENT))
+
+    @parameterized.parameters(
+        ("bfloat16", 1, 1, (1, 32), 64),
+        ("float16", 65, 2, (1, 64), 132),
+        ("int8", 1, 1, (1, 2), 6),
+        ("int8", 512, 2, (1, 256), 260),
+        ("int8", 513, 2, (2, 130), 268),
+        ("int8", 1 << 20, 2, (2048, 256), 2048 * 260),
+    )
+    def test_layout_of_shares(self, wire, size, hosts, layout, num_bytes):
+        """Blocks of int8 are equal and at most 256 values; each has a scale of 4 bytes."""
+        codec = codec_for(wire, "float32")
+        self.assertEqual(codec.share_layout(size, hosts), layout)
+        self.assertEqual(codec.share_bytes(size, hosts, "float32"), num_bytes)
+        self.assertGreaterEqual(hosts * layout[0] * layout[1], size)
+        root = RootStep("shares", codec)
+        made = plan(
+            pack((0, 0, size), root=root), values=(ValueSpec("float32", (size,)),), hosts=hosts
+        )
+        self.assertEqual(summary.bytes_between_hosts(made), 2 * (hosts - 1) * num_bytes)
+
+    def test_blocks_are_part_of_the_fingerprint(self):
+        made = [
+            plan(
+                pack(
+                    (0, 0, 10), (1, 0, 5), root=RootStep("shares", Codec("int8", True, block=block))
+                ),
+                hosts=2,
+            )
+            for block in (128, 256)
+        ]
+        self.assertNotEqual(made[0].fingerprint, made[1].fingerprint)
 
     def test_collectives_of_gathers(self):
         specs = (ValueSpec("int32", (None,)), ValueSpec("float32", (None,)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import keras
@@ -63,8 +64,11 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         for scope in (contextlib.nullcontext(), self.strategy.scope()):
             with scope:
                 self.assertAllEqual(plain, self.strategy.gather(plain, 0))
-        with self.assertRaisesRegex(RuntimeError, "cross-replica context"):
+        # Nothing is gathered on a replica: hosts would take its tensor for a component.
+        begin = mock.patch.object(type(self.strategy.extended), "_batch_gather_to")
+        with begin as gather, self.assertRaisesRegex(RuntimeError, "cross-replica context"):
             self.strategy.run(lambda: self.strategy.gather([tf.ones([1])], 0))
+        gather.assert_not_called()
         with self.assertRaisesRegex(ValueError, "IndexedSlices"):
             rows = tu.per_replica([tf.IndexedSlices(tf.ones([1]), tf.constant([0]))] * 3)
             self.strategy.gather({"rows": rows}, 0)
@@ -90,8 +94,8 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             mock.patch.object(strategies.nccl, "nccl_status", return_value=status),
             mock.patch.object(strategies.log, "warn_once") as warn,
         ):
-            self.assertEqual(expected, strategies._runs_flat(hint, ops, tu.device_names(2)))
-            self.assertFalse(strategies._runs_flat(hint, ops, tu.device_names(1)))
+            self.assertEqual(expected, strategies.runs_flat(hint, ops, tu.device_names(2)))
+            self.assertFalse(strategies.runs_flat(hint, ops, tu.device_names(1)))
         if warning is None:
             warn.assert_not_called()
         else:
@@ -279,16 +283,38 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
     def test_each_argument_is_compared_among_hosts(self):
         options = tf.distribute.experimental.CommunicationOptions
         ring = tf.distribute.experimental.CommunicationImplementation.RING
-        for ops, wire, changes in (
-            (tfcdo.AutoAllReduce(), None, {}),
-            (None, "float16", {}),
-            (None, None, {"bytes_per_pack": 1000}),
-            (None, None, {"implementation": ring}),
+        for ops, wire, feedback, changes in (
+            (tfcdo.AutoAllReduce(), None, False, {}),
+            (None, "float16", False, {}),
+            (None, None, True, {}),
+            (None, None, False, {"bytes_per_pack": 1000}),
+            (None, None, False, {"implementation": ring}),
         ):
             self.assertNotEqual(
-                strategies._settings(options(), None, None),
-                strategies._settings(options(**changes), ops, wire),
+                strategies._settings(options(), None, None, False),
+                strategies._settings(options(**changes), ops, wire, feedback),
             )
+
+    def test_casts_between_hosts_are_checked_before_anything_starts(self):
+        make: Any = tfcdo.MultiWorkerMirroredStrategy
+        for error, pattern, arguments in (
+            (
+                ValueError,
+                "wire_between must be 'bfloat16', 'float16', 'int8', .* got 'int4'",
+                "int4",
+            ),
+            (TypeError, "wire_between must be .* got 8", 8),
+        ):
+            with self.assertRaisesRegex(error, pattern):
+                make(wire_between=arguments)
+        with self.assertRaisesRegex(TypeError, "error_feedback must be True or False; got 1"):
+            make(wire_between="int8", error_feedback=1)
+        with self.assertRaisesRegex(
+            ValueError, "error_feedback must be False without wire_between"
+        ):
+            make(error_feedback=True)
+        with self.assertRaisesRegex(ValueError, "wire_dtype must be 'bfloat16', 'float16', the tf"):
+            tfcdo.AutoAllReduce(wire_dtype="int8")
 
     def test_a_wrong_tf_config_is_told_before_anything_starts(self):
         for call in (tfcdo.MultiWorkerMirroredStrategy, tfcdo.is_chief):

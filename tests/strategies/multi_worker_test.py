@@ -11,7 +11,9 @@ import host_wire
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
-from wire_bounds import error_bound
+from wire_bounds import block_error_bound, error_bound
+
+from tfcdo.execute import codec
 
 _TIMEOUT = 240.0
 _UNLIKE = ("unlike_correct", "unlike_refused")
@@ -40,6 +42,7 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
                 "own_loop",
                 "end_of_data",
                 "values",
+                "functions_end",
                 "requires_nccl",
                 "flat",
             ),
@@ -90,11 +93,29 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
             # and a value that is reduced alone.
             for case in ("small", "int32", "float16", "mean of int32", "alone"):
                 self.assertAllEqual(results[f"uncast {case}"], results[f"{name} {case}"])
-            # Each sends all other hosts their shares, and its sums; float16 with a scale for each.
+            # Each sends all other hosts their shares, and its sums; float16 with a scale for each,
+            # and int8 with one for each block of a share.
             row = 2 * 4800 // hosts + (4 if name == "float16" else 0)
+            if name == "int8":
+                blocks = -(-4800 // (256 * hosts))
+                row = blocks * (2 * -(-4800 // (2 * hosts * blocks)) + 4)
+                self.assertLess(results["int8 bytes"], 0.27 * 2 * (hosts - 1) / hosts * 4 * 4800)
             self.assertEqual(2 * (hosts - 1) * row, results[f"{name} bytes"])
             gradient = sum(range(1, hosts * devices + 1))
             self.assertAllEqual(np.full(1100, gradient, np.float32), results[f"{name} gradient"])
+            self.check_feedback(name, hosts, hosts * devices, results)
+
+    def check_feedback(self, name, num_hosts, num_replicas, results):
+        """Asserts that over several steps no more is lost than what is kept for the next one."""
+        values = np.stack([host_wire.numbers("float32", r) for r in range(num_replicas)])
+        steps = host_wire.FEEDBACK_STEPS
+        exact = steps * values.sum(0, np.float64)
+        largest = np.abs(values).reshape(num_hosts, -1, values.shape[1]).sum(1).max(1).sum()
+        roundoff = codec.ROUNDOFF[name]
+        bound = (2 * roundoff / (1 - roundoff) ** 2 + steps * 2.0**-21) * largest
+        self.assertLess(np.abs(results[f"{name} feedback"] - exact).max(), bound)
+        without = steps * results[f"{name} float32"].astype(np.float64)
+        self.assertGreater(np.abs(without - exact).max(), bound)
 
     def check_cast(self, name, case, num_hosts, num_replicas, results):
         actual = results[f"{name} {case}"].astype(np.float64)
@@ -104,13 +125,23 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
         with np.errstate(invalid="ignore"):
             expected = terms.sum(axis=0)
         finite = np.isfinite(expected)
-        self.assertAllEqual(expected[~finite], actual[~finite])
+        if name == "int8":  # All of a block is NaN where one of its numbers is not finite.
+            self.assertAllEqual(np.isnan(actual[~finite]), np.ones(np.sum(~finite)))
+            finite &= ~np.isnan(actual)
+            self.assertAllEqual(np.isfinite(actual[256:]), np.ones(len(actual[256:])))
+        else:
+            self.assertAllEqual(expected[~finite], actual[~finite])
         # A sum of 257 inside a host is rounded before it travels.
-        if case == "exact" or (case == "not swallowed" and num_hosts == num_replicas):
+        exact = case == "exact" or (case == "not swallowed" and num_hosts == num_replicas)
+        if exact and name != "int8":
             self.assertAllEqual(expected, actual)
         if dtype in (tf.float32, tf.float64):
-            magnitudes = np.abs(terms[:, finite]).sum(axis=0)
-            bound = error_bound(magnitudes, 1, num_replicas, name, dtype)
+            magnitudes = np.abs(terms[:, finite])
+            if name == "int8":
+                by_host = magnitudes.reshape(num_hosts, -1, magnitudes.shape[1]).sum(axis=1)
+                bound = block_error_bound(by_host, num_replicas)
+            else:
+                bound = error_bound(magnitudes.sum(axis=0), 1, num_replicas, name, dtype)
             error = np.abs(actual - expected)[finite]
             self.assertTrue(np.all(error <= bound), (error / bound).max())
             if case in ("float32", "float64"):

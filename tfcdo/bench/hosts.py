@@ -12,15 +12,7 @@ import numpy as np
 from tfcdo.bench import link, measure, worker_pool
 from tfcdo.launch import cluster
 
-# The names in requests, and what results are called. `hosts_worker` has the same: importing it
-# would start TensorFlow.
 _ALONE = "computing alone"
-NAMES = {
-    "tfcdo": "tfcdo.MultiWorkerMirroredStrategy",
-    "tfcdo bfloat16": "the same, wire_between='bfloat16'",
-    "tf": "tf.distribute.MultiWorkerMirroredStrategy",
-    _ALONE: _ALONE,
-}
 # Seconds. Tracing takes a minute on a busy machine; a step takes a second.
 _BUILD_TIMEOUT = 900.0
 _STEP_TIMEOUT = 300.0
@@ -30,7 +22,7 @@ _STEP_TIMEOUT = 300.0
 class HostsSettings:
     """Numbers of processes, of virtual CPU devices of each, of samples, and of the model's blocks.
 
-    Each block has 4.9 MB of gradients.
+    Each block has 4.9 MB of gradients. One strategy sends them as `wire_between`.
     """
 
     num_workers: int
@@ -38,6 +30,17 @@ class HostsSettings:
     iterations: int = 10
     warmup: int = 3
     num_blocks: int = 6
+    wire_between: str = "bfloat16"
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Returns what results are called, by their names in requests, as in `hosts_worker`."""
+        return {
+            "tfcdo": "tfcdo.MultiWorkerMirroredStrategy",
+            f"tfcdo {self.wire_between}": f"the same, wire_between={self.wire_between!r}",
+            "tf": "tf.distribute.MultiWorkerMirroredStrategy",
+            _ALONE: _ALONE,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,7 @@ class HostsMeasurement:
 
     Attributes:
       name: the strategy's, or "computing alone" for steps that drop their gradients.
-      kind: a key of `NAMES`.
+      kind: a key of `HostsSettings.names`.
       rate: the limit of the link between the processes as tc writes it; None if it has none.
       gradient_bytes: bytes of one replica's gradients.
       seconds: median time of a step, to the end of the last worker's.
@@ -83,12 +86,14 @@ def run(
         gradient_bytes, *_ = pool.request({"do": "count bytes"}, _BUILD_TIMEOUT)
         wrong = {
             kind: sum(pool.request({"do": "count wrong", "name": kind}, _BUILD_TIMEOUT))
-            for kind in track([kind for kind in NAMES if kind != _ALONE], description="checking")
+            for kind in track(
+                [kind for kind in settings.names if kind != _ALONE], description="checking"
+            )
         }
-        seconds: dict[str, list[float]] = {kind: [] for kind in NAMES}
-        sent: dict[str, list[int]] = {kind: [] for kind in NAMES}
+        seconds: dict[str, list[float]] = {kind: [] for kind in settings.names}
+        sent: dict[str, list[int]] = {kind: [] for kind in settings.names}
         for number in track(range(settings.warmup + settings.iterations), description="steps"):
-            for kind in NAMES:
+            for kind in settings.names:
                 before = opened.count_bytes()
                 timeout = _STEP_TIMEOUT if number else _BUILD_TIMEOUT
                 times = pool.request({"do": "step", "name": kind}, timeout)
@@ -96,7 +101,7 @@ def run(
                     seconds[kind].append(max(times))
                     sent[kind].append(opened.count_bytes() - before)
     measurements = []
-    for kind, name in NAMES.items():
+    for kind, name in settings.names.items():
         lower, median, upper = np.quantile(seconds[kind], (0.25, 0.5, 0.75)).tolist()
         measurements.append(
             HostsMeasurement(
@@ -120,7 +125,7 @@ def _workers(settings: HostsSettings, opened: link.Loopback) -> Iterator[worker_
     command = [
         *opened.command,
         *(sys.executable, "-m", "tfcdo.bench.hosts_worker"),
-        *(str(settings.num_devices), str(settings.num_blocks)),
+        *(str(settings.num_devices), str(settings.num_blocks), settings.wire_between),
     ]
     with (
         cluster.reserved_ports(settings.num_workers) as addresses,

@@ -1,7 +1,7 @@
 """Trains under TensorFlow's and tfcdo's multi-worker strategies, in one worker process.
 
-Runs as `python -m tfcdo.bench.hosts_worker NUM_DEVICES NUM_BLOCKS` with TF_CONFIG set, and answers
-requests of `tfcdo.bench.hosts`.
+Runs as `python -m tfcdo.bench.hosts_worker NUM_DEVICES NUM_BLOCKS WIRE_BETWEEN` with TF_CONFIG set,
+and answers requests of `tfcdo.bench.hosts`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import tensorflow as tf
 import tfcdo
 from tfcdo import tf_internals
 from tfcdo.bench import worker_pool
+from tfcdo.execute import codec
 
 _SEED = 7
 _LEARNING_RATE = 0.01
@@ -33,6 +34,7 @@ _WIDTH = 320
 _HEADS = 5
 # As many however many devices share them, so that the time of computing is much the same.
 _IMAGES_PER_WORKER = 12
+_LARGEST = 4  # Of the numbers whose sums are compared with numpy's.
 
 
 class _TensorFlowExtended(tf_internals.MultiWorkerExtended):
@@ -68,13 +70,13 @@ class _Training:
         self, strategy: tf.distribute.Strategy, worker: int, num_devices: int, num_blocks: int
     ) -> None:
         self._strategy = strategy
-        self._num_replicas = strategy.num_replicas_in_sync
+        self.num_replicas = strategy.num_replicas_in_sync
         self._first_replica = worker * num_devices
         keras.utils.set_random_seed(_SEED)
         with strategy.scope():
             self._model = _build_model(num_blocks)
         self._variables = [variable.value for variable in self._model.trainable_variables]
-        images, labels = _draw_batch(self._num_replicas, max(1, _IMAGES_PER_WORKER // num_devices))
+        images, labels = _draw_batch(self.num_replicas, max(1, _IMAGES_PER_WORKER // num_devices))
         self._images, self._labels = self._distribute(images), self._distribute(labels)
         self.train = self._make_step(self._replica_step)
         # The gradients are returned: TensorFlow leaves out ops that nothing depends on.
@@ -85,11 +87,11 @@ class _Training:
         """Returns the shapes of the gradients, in the order of the variables."""
         return [tuple(variable.shape) for variable in self._variables]
 
-    def count_wrong(self) -> int:
+    def count_wrong(self, tolerance: float) -> int:
         """All-reduces known values as large as the gradients; counts what differs from numpy."""
         addends = [
             [_draw_values(shape, replica) for shape in self.gradient_shapes]
-            for replica in range(self._num_replicas)
+            for replica in range(self.num_replicas)
         ]
         sums = [np.sum(values, axis=0) for values in zip(*addends, strict=True)]
         values = [
@@ -102,7 +104,7 @@ class _Training:
 
         results = [self._strategy.experimental_local_results(one) for one in all_reduce(*values)]
         return sum(
-            int(np.count_nonzero(component.numpy() != total))
+            int(np.count_nonzero(~(np.abs(component.numpy() - total) <= tolerance)))
             for components, total in zip(results, sums, strict=True)
             for component in components
         )
@@ -135,7 +137,7 @@ class _Training:
         with tf.GradientTape() as tape:
             logits = self._model(images, training=True)
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-            loss = tf.reduce_mean(losses) / self._num_replicas
+            loss = tf.reduce_mean(losses) / self.num_replicas
         return loss, tape.gradient(loss, self._variables)
 
     def _replica_step(self, images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
@@ -188,24 +190,25 @@ def _draw_batch(num_replicas: int, count: int) -> tuple[list[np.ndarray], list[n
 def _draw_values(shape: tuple[int, ...], replica: int) -> np.ndarray:
     """Draws small integers, whose sums are exact."""
     generator = np.random.default_rng((replica, *shape))
-    return generator.integers(-4, 5, shape).astype(np.float32)
+    return generator.integers(-_LARGEST, _LARGEST + 1, shape).astype(np.float32)
 
 
 class _Trainings:
     """Answers the requests of `tfcdo.bench.hosts`."""
 
-    def __init__(self, num_devices: int, num_blocks: int) -> None:
+    def __init__(self, num_devices: str, num_blocks: str, wire_between: str) -> None:
+        devices = int(num_devices)
         worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
         # tfcdo's comes first, because it starts the server of this process.
         strategies = {
-            "tfcdo": tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=num_devices),
-            "tfcdo bfloat16": tfcdo.MultiWorkerMirroredStrategy(
-                devices_per_worker=num_devices, wire_between="bfloat16"
+            "tfcdo": tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=devices),
+            f"tfcdo {wire_between}": tfcdo.MultiWorkerMirroredStrategy(
+                devices_per_worker=devices, wire_between=wire_between
             ),
-            "tf": _TensorFlowStrategy(num_devices),
+            "tf": _TensorFlowStrategy(devices),
         }
         self._trainings = {
-            name: _Training(strategy, worker, num_devices, num_blocks)
+            name: _Training(strategy, worker, devices, int(num_blocks))
             for name, strategy in strategies.items()
         }
         self._steps = {name: training.train for name, training in self._trainings.items()}
@@ -216,7 +219,11 @@ class _Trainings:
         if request["do"] == "count bytes":
             return 4 * sum(math.prod(shape) for shape in self._trainings["tf"].gradient_shapes)
         if request["do"] == "count wrong":
-            return self._trainings[request["name"]].count_wrong()
+            tolerance = 0.0
+            if request["name"] == "tfcdo int8":  # The bound of the error; 16 bits are exact here.
+                most = _LARGEST * self._trainings["tf"].num_replicas
+                tolerance = 2.01 * codec.ROUNDOFF["int8"] * most
+            return self._trainings[request["name"]].count_wrong(tolerance)
         start = time.perf_counter()
         self._steps[request["name"]]()
         return time.perf_counter() - start
@@ -225,7 +232,7 @@ class _Trainings:
 def main() -> None:
     """Builds the trainings and answers requests until standard input ends."""
     # With the first request, as its answer may take long.
-    trainings = functools.cache(lambda: _Trainings(*map(int, sys.argv[1:])))
+    trainings = functools.cache(lambda: _Trainings(*sys.argv[1:]))
     worker_pool.serve(lambda request: trainings().answer(request))
 
 

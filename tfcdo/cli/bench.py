@@ -207,6 +207,10 @@ def fit(
 @click.option(
     "--rate", metavar="1gbit", help="Limit of the link between the workers; needs root or tc."
 )
+@click.option(
+    "--wire-between", type=options.BETWEEN_DTYPES, default="bfloat16", show_default=True,
+    help="Dtype of gradients between workers, for a third strategy.",
+)  # fmt: skip
 @options.JSON_FILE
 def workers(
     num_workers: int,
@@ -214,6 +218,7 @@ def workers(
     iterations: int,
     warmup: int,
     rate: str | None,
+    wire_between: str,
     json_file: pathlib.Path | None,
 ) -> int:
     """Train a model on NUMBER processes of this host.
@@ -225,7 +230,9 @@ def workers(
     from tfcdo.cli import bench_tables
 
     console = options.make_console(width_of_a_pipe=120)
-    settings = hosts.HostsSettings(num_workers, num_devices, iterations, warmup)
+    settings = hosts.HostsSettings(
+        num_workers, num_devices, iterations, warmup, wire_between=wire_between
+    )
     with _open_link(rate, console) as opened, options.progress(console) as track:
         try:
             results = hosts.run(settings, opened, track)

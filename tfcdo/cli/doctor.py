@@ -39,9 +39,7 @@ _MOST_COLUMNS = 8
     is_flag=True,
     help="Read hosts' black boxes instead, and print which host stopped where.",
 )
-@click.argument(
-    "files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path)
-)
+@click.argument("files", nargs=-1, type=click.Path(path_type=pathlib.Path))
 def doctor(
     num_devices: int | None, as_json: bool, blackbox: bool, files: tuple[pathlib.Path, ...]
 ) -> int:

@@ -38,8 +38,8 @@ _LARGEST_SIZE = 2**63 - 1
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3}
 # nccl-tests' unit, and the other units of GNU's coreutils.
 _KILO = {"": 1024, "IB": 1024, "B": 1000}
-# The values of `wire_dtype`, for commands that do not import TensorFlow.
-WIRE_DTYPES = click.Choice(["bfloat16", "float16"])
+# The values of `wire_between`, for commands that do not import TensorFlow.
+BETWEEN_DTYPES = click.Choice(["bfloat16", "float16", "int8"])
 # Arrows and signs for output whose encoding has none of them.
 _ASCII = str.maketrans({"→": "->", "µ": "u", "±": "+-"})
 

@@ -13,8 +13,10 @@ from rich.table import Table
 
 from tfcdo.cli import machine, options
 from tfcdo.plan import algorithms
+from tfcdo.plan.decide import codec_for
 from tfcdo.plan.evaluation import Evaluation, evaluate_all
-from tfcdo.plan.saved_plan import SavedPlan
+from tfcdo.plan.plan import IDENTITY
+from tfcdo.plan.simulator import bottleneck
 from tfcdo.plan.task_graph import Hosts
 from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.topology import Topology
@@ -30,7 +32,7 @@ _MAX_PACKS = 4096
     "-t",
     "--topology",
     "wanted",
-    type=machine.Machine(),
+    type=machine.MachineType(),
     required=True,
     metavar="NAME|FILE|-",
     help=f"Machine: {', '.join(PRESETS)}, with a size as in nvswitch:16; here or here:8, this "
@@ -80,7 +82,9 @@ _MAX_PACKS = 4096
     show_default=True,
     help="Bandwidth of each host: bytes per second, or as in 100gbit.",
 )
-@click.option("--wire-between", type=options.WIRE_DTYPES, help="Dtype in which hosts send float32.")
+@click.option(
+    "--wire-between", type=options.BETWEEN_DTYPES, help="Dtype in which hosts send float32."
+)
 @click.option(
     "--measure", "measures", is_flag=True, help="New measurement of this machine, with -t here."
 )
@@ -130,7 +134,9 @@ def plan(
         topology = wanted
     size, hosts = format_bytes(num_bytes), None
     if num_hosts:
-        hosts = Hosts(num_hosts, network, sent=0.5 if wire_between else 1.0)
+        codec = codec_for(wire_between, "float32") if wire_between else IDENTITY
+        sent = codec.share_bytes(1 << 20, 1, "float32") / (4 << 20)
+        hosts = Hosts(num_hosts, network, sent=sent)
         rate = f"{format_bytes(round(network))}/s"
         size += f" across {num_hosts} hosts with {rate} of {wire_between or 'network'}"
     try:
@@ -141,8 +147,7 @@ def plan(
     _print_table(found, algorithm, topology, size, console)
     (chosen,) = (each for each in found if each.algorithm == algorithm)
     if saved_file:
-        text = SavedPlan.of(chosen, topology).to_json()
-        saved_file.write_text(f"{text}\n", encoding="utf-8")
+        saved_file.write_text(f"{chosen.to_json()}\n", encoding="utf-8")
         console.print(f"Saved {chosen.label} in {saved_file}", soft_wrap=True)
     if drawn:
         from tfcdo.plot.figures import save_figure
@@ -184,10 +189,11 @@ def _print_table(
     for heading in ("Packs", "Busiest\nlink", "Bytes\non it", "Time", "Ordered", "Time /\nbound"):
         table.add_column(heading, justify="right", no_wrap=heading != "Busiest\nlink")
     for one in evaluations:
+        link, num_bytes = bottleneck(one.schedule, topology)
         cells = (
             str(len(one.schedule.packs)),
-            one.bottleneck or "none",
-            format_bytes(one.bottleneck_bytes),
+            link or "none",
+            format_bytes(num_bytes),
             format_seconds(one.seconds),
             format_seconds(one.ordered_seconds),
             f"{one.ratio:.3f}" if one.bound else "-",

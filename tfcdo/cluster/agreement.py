@@ -62,13 +62,7 @@ def digest(description: Description) -> str:
 
 
 class Agreement:
-    """This host's part in agreeing on kinds of collectives.
-
-    Args:
-      store: the store that the hosts share.
-      cluster: the hosts.
-      timeout: how many seconds to wait for another host.
-    """
+    """This host's part in agreeing on kinds of collectives; waits `timeout` seconds for a host."""
 
     def __init__(self, store: Store, cluster: config.Cluster, timeout: float) -> None:
         self._store = store
@@ -82,18 +76,10 @@ class Agreement:
         self._announced: dict[int, dict[str, Description]] = {h: {} for h in cluster.others}
 
     def number(self, description: Description, size: int) -> int:
-        """Returns the number of a kind of collectives; the first call waits for the other hosts.
+        """Returns the first of `size` numbers of a kind: the same on all hosts, no other kind's.
 
-        Args:
-          description: what the hosts must have in common: JSON values by name.
-          size: how many consecutive numbers to reserve for it.
-
-        Returns:
-          The first of its numbers: the same on all hosts, and no other kind's.
-
-        Raises:
-          DisagreementError: if another host does something else.
-          LateHostError: if another host does not come to this within the time-out.
+        The first call waits for the other hosts; it raises a `DisagreementError` if one of them
+        does something else, and a `LateHostError` if one does not come in time.
         """
         name = digest(description)
         with self._lock:
@@ -113,11 +99,7 @@ class Agreement:
         return number
 
     def find_mismatch(self) -> str | None:
-        """Looks for a host that has come to a collective which this host has not.
-
-        Returns:
-          Where its program differs from this one's, in words; None if there is no such host.
-        """
+        """Says how programs differ if a host has come to a collective that is unknown here."""
         with self._lock:
             own = {digest(description): description for description in self._own}
             waiting = [d for name, d in own.items() if name not in self._numbers]
@@ -212,17 +194,7 @@ class Agreement:
         late: Callable[[], str],
         timeout: float,
     ) -> Any:
-        """Waits until a collective may begin, or for the news that it will not.
-
-        Args:
-          ready: looks, for a moment, whether it may begin; returns None if not.
-          description: the collective.
-          late: names the host that is waited for.
-          timeout: how many seconds to wait.
-
-        Returns:
-          What `ready` returned.
-        """
+        """Waits until `ready` returns something, or raises why it will not, or who is `late`."""
         start = time.monotonic()
         next_line = LOG_AFTER
         while True:

@@ -11,17 +11,10 @@ _MOST = 3  # Differences that a message names.
 def between(
     left: Mapping[str, Any], left_name: str, right: Mapping[str, Any], right_name: str
 ) -> str:
-    """Says where two descriptions differ.
+    """Says where two descriptions, JSON values by name, first differ, with both values.
 
-    Args:
-      left: one description: JSON values by name.
-      left_name: whose it is.
-      right: the other description.
-      right_name: whose that is.
-
-    Returns:
-      The first differences, each with both values; lists are compared element by element. A name
-      that only one of them has counts if they agree in all others.
+    Lists are compared element by element. A name that only one of them has counts if they agree in
+    all others.
 
     Example:
       >>> between({"values": ["int32[2]", "bool[]"]}, "a", {"values": ["int32[2]", "int8[]"]}, "b")

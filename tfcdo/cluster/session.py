@@ -19,14 +19,7 @@ _ROUNDS = 64
 
 
 class Session:
-    """A host's connection to the others: keys for collectives, and an eye on their progress.
-
-    Args:
-      cluster: the hosts.
-      store: the key-value store that they share.
-      abort: ends all collectives of this process with an error.
-      timeout: how many seconds a host waits for another one.
-    """
+    """A host's connection to the others: keys for collectives, and an eye on their progress."""
 
     def __init__(
         self, cluster: config.Cluster, store: Store, abort: watch.Abort, timeout: float
@@ -40,20 +33,17 @@ class Session:
         self._rounds: dict[str, Iterator[int]] = {}
         self._texts: dict[str, str] = {}
 
+    @property
+    def store(self) -> Store:
+        """Returns the key-value store that the hosts share."""
+        return self._store
+
     def agree(self, description: Mapping[str, Any]) -> None:
         """Waits until all hosts have come to the same; see `Agreement.number`."""
         self._agreement.number(description, 0)
 
     def text_of_chief(self, description: Mapping[str, Any], make: Callable[[], str]) -> str:
-        """Returns a text that the chief makes, once all hosts have come to it.
-
-        Args:
-          description: what all hosts must have in common.
-          make: makes the text; only called on the chief.
-
-        Raises:
-          DisagreementError, LateHostError: see `Agreement.number`.
-        """
+        """Returns a text that only the chief makes, once all hosts have come to it."""
         name = f"text/{digest(description)}"
         if self.cluster.is_chief:
             with self._lock:
@@ -70,15 +60,7 @@ class Session:
         return agreed
 
     def next_keys(self, description: Mapping[str, Any], count: int) -> list[int]:
-        """Returns the keys for the next use of one kind of collectives, the same on all hosts.
-
-        Args:
-          description: what all hosts must have in common.
-          count: how many keys.
-
-        Raises:
-          DisagreementError, LateHostError: see `Agreement.number`.
-        """
+        """Returns keys for the next use of one kind of collectives, the same on all hosts."""
         number = self._agreement.number(description, count)
         with self._lock:
             rounds = self._rounds.setdefault(digest(description), itertools.cycle(range(_ROUNDS)))
@@ -111,17 +93,7 @@ def current() -> Session | None:
 
 
 def join(cluster: config.Cluster, store: Store, abort: watch.Abort, timeout: float) -> Session:
-    """Returns the session of this process, made by the first strategy.
-
-    Args:
-      cluster: the hosts.
-      store: the key-value store that they share.
-      abort: ends all collectives of this process with an error.
-      timeout: how many seconds a host waits for another one.
-
-    Raises:
-      ValueError: if the process has joined another cluster.
-    """
+    """Returns the session of this process, made by the first strategy, whose cluster is for all."""
     global _current
     if _current is None:
         _current = Session(cluster, store, abort, timeout)

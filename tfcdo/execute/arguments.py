@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfcdo.plan import algorithms, copy_tree
-from tfcdo.plan.saved_plan import SavedPlan
+from tfcdo.plan.evaluation import Evaluation
 from tfcdo.topology import measured
 from tfcdo.topology.measured import Measured
 from tfcdo.topology.topology import Topology
@@ -62,12 +62,12 @@ def check_require_nccl(require_nccl: Any, algorithm: algorithms.Algorithm) -> No
         )
 
 
-def read_plan(path: Any) -> SavedPlan:
+def read_plan(path: Any) -> Evaluation:
     """Reads the file that the argument `plan` names."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"plan must be the path of a file, or None; got {path!r}")
     try:
-        return SavedPlan.read(os.fspath(path))
+        return Evaluation.read(os.fspath(path))
     except ValueError as error:
         raise ValueError(
             f"plan must be a file that `tfcdo plan --save` has written: {error}"

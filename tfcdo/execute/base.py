@@ -374,6 +374,9 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         ops = copy.copy(self)
         ops._network = network
         ops._options = dataclasses.replace(self._options, between=between)
+        if between.error_feedback and ops._feedback is None:
+            ops._feedback = ErrorFeedback()
+            ops._track_trackable(ops._feedback, "error_feedback", overwrite=True)
         return ops
 
 

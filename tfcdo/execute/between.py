@@ -10,6 +10,7 @@ Before the first byte is sent, the hosts agree on the plan's fingerprint.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +20,11 @@ from tfcdo import tf_internals
 from tfcdo.cluster.session import Session
 from tfcdo.execute import collective_dtypes, handles, marks, numerics, shares
 from tfcdo.execute import tensors as shapes
+from tfcdo.execute.codec import PackCodec
 from tfcdo.plan import plan as plans
 from tfcdo.plan import summary
 from tfcdo.plan.copy_tree import star
-from tfcdo.plan.plan import Codec, Plan
+from tfcdo.plan.plan import Plan
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
@@ -152,41 +154,46 @@ class Exchange:
             self._keys = iter(tf.unstack(keys, self._count))
 
     def all_reduce(
-        self, tensors: Sequence[tf.Tensor], device: str, codec: Codec
+        self, tensors: Sequence[tf.Tensor], device: str, codec: PackCodec, node: int
     ) -> list[tf.Tensor]:
         """Adds up tensors of one device of each host, with one collective, or two if encoded.
 
-        Returns the sums on the same device: bitwise the same on all hosts. Floats of 16 bits come
-        back in 32.
+        Returns the sums on the same device, a node: bitwise the same on all hosts. Floats of 16
+        bits come back in 32.
         """
         with tf.device(device):
-            if codec.dtype is not None:
-                return self._sum_of_shares(tensors, device, codec)
-            if len(tensors) == 1:
-                return self.all_reduce_flat(tensors, [device])
-            flat = tf.concat([shapes.flatten(tensor) for tensor in tensors], 0)
-            [total] = self.all_reduce_flat([flat], [device])
-            return shapes.cut_like(total, tensors)
+            flat = tensors[0]
+            if len(tensors) > 1:
+                flat = tf.concat([shapes.flatten(tensor) for tensor in tensors], 0)
+            if codec.codec.dtype is not None:
+                total = self._sum_of_shares(flat, device, codec, node)
+            else:
+                [total] = self.all_reduce_flat([flat], [device])
+            return [total] if len(tensors) == 1 else shapes.cut_like(total, tensors)
 
     def all_reduce_flat(
         self, tensors: Sequence[tf.Tensor], devices: Sequence[str]
     ) -> list[tf.Tensor]:
         """Adds up one tensor of each of these devices of all hosts, with one collective.
 
-        The gradient of a sum of all is the sum of all gradients. Floats of 16 bits come back in 32.
+        Floats of 16 bits come back in 32.
         """
+        return self._differentiable(self._sum(tensors, devices), tensors, devices)
 
-        @tf.custom_gradient
-        def summed(*values: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-            def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-                totals = self._of_gradient(upstream, devices).all_reduce_flat(upstream, devices)
-                return [
-                    tf.cast(total, one.dtype) for total, one in zip(totals, upstream, strict=True)
-                ]
-
-            return self._sum(values, devices), gradient
-
-        return list(summed(*tensors))
+    def _differentiable(
+        self, totals: Sequence[tf.Tensor], tensors: Sequence[tf.Tensor], devices: Sequence[str]
+    ) -> list[tf.Tensor]:
+        """Returns sums of all hosts' tensors, whose gradient is the sum of all gradients."""
+        wide = []
+        for tensor, total, device in zip(tensors, totals, devices, strict=True):
+            with tf.device(device):
+                wide.append(tf.cast(tensor, total.dtype))
+        results = []
+        passed = _gradient_of_sum(self._network, tuple(devices)).passed(wide)
+        for total, tensor, device in zip(totals, passed, devices, strict=True):
+            with tf.device(device):
+                results.append(tf_internals.with_gradient_of(total, tensor))
+        return results
 
     def all_gather(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
         """Concatenates the rows of all hosts, of several tensors together, in the hosts' order.
@@ -273,44 +280,19 @@ class Exchange:
             return collective_dtypes.restored(received, tensor)
 
     def _sum_of_shares(
-        self, tensors: Sequence[tf.Tensor], device: str, codec: Codec
-    ) -> list[tf.Tensor]:
-        """Sums over the hosts, encoded; the gradient is a sum's, and not encoded."""
-
-        @tf.custom_gradient
-        def summed(*values: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-            def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-                return self._of_gradient(upstream, [device]).all_reduce(
-                    upstream, device, plans.IDENTITY
-                )
-
-            totals = shares.all_reduce(
-                values,
-                codec,
-                self._network.num_hosts,
-                # In two lines: while the sums of one pack come, the shares of the next one leave.
-                lambda rows: self._copy(tf.raw_ops.CollectiveAllToAllV2, rows, device, "shares"),
-                lambda rows: self._copy(tf.raw_ops.CollectiveGatherV2, rows, device, "sums"),
-            )
-            return totals, gradient
-
-        return list(summed(*tensors))
-
-    def _of_gradient(self, upstream: Sequence[tf.Tensor], devices: Sequence[str]) -> Exchange:
-        """Begins the exchange of the gradient of a sum, which takes one collective."""
-        values = [
-            plans.ValueSpec(
-                one.dtype.name, tuple(one.shape) if one.shape.rank is not None else None
-            )
-            for one in upstream
-        ]
-        description = {
-            "what": "gradient of an all-reduce",
-            "values": [str(value) for value in values],
-            "device": ", ".join(handles.device_number(device) for device in devices),
-            "collectives": 1,
-        }
-        return Exchange(self._network, description)
+        self, tensor: tf.Tensor, device: str, codec: PackCodec, node: int
+    ) -> tf.Tensor:
+        """Sums over the hosts, encoded; gradients are not encoded."""
+        total = shares.all_reduce(
+            tensor,
+            codec,
+            node,
+            self._network.num_hosts,
+            # In two lines: while the sums of one pack come, the shares of the next one leave.
+            lambda rows: self._copy(tf.raw_ops.CollectiveAllToAllV2, rows, device, "shares"),
+            lambda rows: self._copy(tf.raw_ops.CollectiveGatherV2, rows, device, "sums"),
+        )
+        return self._differentiable([total], [tensor], [device])[0]
 
     def _sum(self, tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
         parts = []
@@ -362,3 +344,25 @@ class Exchange:
         keys = self._network.session.next_keys(description, self._count)
         with tf.device(self._network.host_device):
             return tf.constant(keys, tf.int32)
+
+
+@functools.cache
+def _gradient_of_sum(network: Network, devices: tuple[str, ...]) -> tf_internals.JointGradient:
+    """Returns the gradient of a sum over all hosts: the sum of all gradients, by one collective."""
+
+    def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+        values = [
+            plans.ValueSpec(
+                one.dtype.name, tuple(one.shape) if one.shape.rank is not None else None
+            )
+            for one in upstream
+        ]
+        description = {
+            "what": "gradient of an all-reduce",
+            "values": [str(value) for value in values],
+            "device": ", ".join(handles.device_number(device) for device in devices),
+            "collectives": 1,
+        }
+        return Exchange(network, description).all_reduce_flat(upstream, devices)
+
+    return tf_internals.JointGradient(gradient)

@@ -1,7 +1,7 @@
-"""The codec: how the values of a pack are cast to 16 bits where they are copied, and cast back.
+"""The codec: how the values of a pack are cast where they are copied, and cast back.
 
-Between devices, float32 and float64 may be rounded to 16 bits where they are copied; sums are
-formed in their own dtype. docs/wire.md derives the error.
+Between devices, float32 and float64 may be rounded to 16 bits where they are copied, and between
+hosts to 16 or 8 bits; sums are formed in their own dtype. docs/wire.md derives the error.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import tf_internals
+from tfcdo.execute import tensors as shapes
 from tfcdo.execute.feedback import Residuals
 from tfcdo.plan import dtypes
 from tfcdo.plan.plan import Codec
 
-# The dtypes that `wire_dtype=` accepts.
+# The dtypes that `wire_dtype=` and `wire_between=` accept.
 WIRE_DTYPES = ("bfloat16", "float16")
-# The largest relative error of rounding to them.
-ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+BETWEEN_DTYPES = (*WIRE_DTYPES, "int8")
+# The largest error of rounding to them: relative to the number; for int8, to the largest one of its
+# block, which is sent as 127.
+ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "int8": (1 + 2.0**-13) / 254}
 # How to find the power of two in a float: the integer to read its bits as, and its exponent's bits.
 _EXPONENT_BITS = {
     tf.float32: (tf.int32, 0x7F800000),
@@ -29,20 +32,21 @@ _EXPONENT_BITS = {
 }
 
 
-def check_wire_dtype(name: str, value: Any) -> str | None:
-    """Returns the argument `name` as the name of a dtype, or None.
+def check_wire_dtype(name: str, value: Any, allowed: Sequence[str] = WIRE_DTYPES) -> str | None:
+    """Returns the argument `name` as the name of one of the allowed dtypes, or None.
 
     Raises:
       TypeError: if it is something else than a string, a dtype or None.
       ValueError: if it is another dtype.
     """
-    accepted = f"{name} must be 'bfloat16', 'float16', the tf.DType of one of them, or None"
+    names = ", ".join(map(repr, allowed))
+    accepted = f"{name} must be {names}, the tf.DType of one of them, or None"
     if value is None:
         return None
     if not isinstance(value, (str, tf.DType)):
         raise TypeError(f"{accepted}; got {value!r}")
     dtype = value if isinstance(value, str) else value.name
-    if dtype not in WIRE_DTYPES:
+    if dtype not in allowed:
         raise ValueError(f"{accepted}; got {value!r}")
     return dtype
 
@@ -56,12 +60,14 @@ class PackCodec:
       dtype: the dtype of the values.
       residuals: the rounding errors of the step before; None without error feedback.
       pack: the number of the pack.
+      cast: the name of the cast, of those of a pack on one device: "" for copies between devices.
     """
 
     codec: Codec
     dtype: tf.DType
     residuals: Residuals | None = None
     pack: int = 0
+    cast: str = ""
 
     def encode(self, tensors: Sequence[tf.Tensor], node: int) -> list[tf.Tensor]:
         """Encodes tensors on the current device, a node's; a scale, if any, comes last."""
@@ -81,11 +87,31 @@ class PackCodec:
         *encoded, scale = sent
         return [decode(bits, self.dtype, scale) for bits in encoded]
 
+    def encode_rows(self, rows: tf.Tensor, node: int) -> tf.Tensor:
+        """Encodes shares `[rows, blocks, values]`, each with its scales at its end.
+
+        They are returned as rows of float16, as collective ops copy neither bfloat16 nor int8.
+        """
+        [carried] = self.carry([rows], node)
+        scales = [block_scales(carried, self.codec)] if self.codec.scale else []
+        sent = self.round([carried], node, *(scales or [None]))
+        parts = [_as_halves(part, rows.shape[0]) for part in [*sent, *scales]]
+        return parts[0] if len(parts) == 1 else tf.concat(parts, 1)
+
+    def decode_rows(self, sent: tf.Tensor, blocks: Any, block: Any) -> tf.Tensor:
+        """Makes shares of so many blocks of so many values again of rows of `encode_rows`."""
+        wire = tf.as_dtype(self.codec.dtype)
+        if not self.codec.scale:
+            return decode(_from_halves(sent, wire, blocks, block), self.dtype)
+        bits, scales = tf.split(sent, shapes.stack([blocks * block * wire.size // 2, -1]), 1)
+        encoded = _from_halves(bits, wire, blocks, block)
+        return decode(encoded, self.dtype, _from_halves(scales, self.dtype, blocks, 1))
+
     def carry(self, tensors: Sequence[tf.Tensor], node: int) -> list[tf.Tensor]:
         """Adds the rounding errors of the step before, on the current device."""
         if self.residuals is None:
             return list(tensors)
-        errors = self.residuals.on(node, self.pack, tensors)
+        errors = self.residuals.on(node, self.pack, tensors, self.cast)
         return [tensor + error.read_value() for tensor, error in zip(tensors, errors, strict=True)]
 
     def round(
@@ -95,12 +121,44 @@ class PackCodec:
         assert self.codec.dtype is not None
         sent = [encode(tensor, self.codec.dtype, scale) for tensor in tensors]
         if self.residuals is not None:
-            errors = self.residuals.on(node, self.pack, tensors)
+            errors = self.residuals.on(node, self.pack, tensors, self.cast)
             for error, tensor, bits in zip(errors, tensors, sent, strict=True):
                 arrived = decode(bits, self.dtype, scale)
                 # Infinity and NaN are not used where they arrive, so the old error is kept.
                 error.assign(tf.where(tf.math.is_finite(arrived), tensor - arrived, error))
         return sent
+
+
+def _as_halves(tensor: tf.Tensor, rows: int) -> tf.Tensor:
+    """Returns the bits of a tensor's rows as rows of float16."""
+    if tensor.dtype.size == 1:
+        tensor = tf.reshape(tensor, shapes.int64([-1, 2]))
+    return tf.reshape(tf.bitcast(tensor, tf.float16), shapes.int64([rows, -1]))
+
+
+def _from_halves(halves: tf.Tensor, dtype: tf.DType, blocks: Any, block: Any) -> tf.Tensor:
+    """Returns the tensor `[rows, blocks, block]` of a dtype that `_as_halves` has returned."""
+    if dtype.size > 2:
+        halves = tf.reshape(halves, shapes.int64([-1, dtype.size // 2]))
+    return tf.reshape(tf.bitcast(halves, dtype), shapes.stack([-1, blocks, block]))
+
+
+def block_scales(rows: tf.Tensor, codec: Codec) -> tf.Tensor:
+    """Returns the scale of each block `[row, block]` of shares, `[row, block, 1]`.
+
+    For int8 it brings the largest magnitude to 127. It is NaN where a number is not finite, for
+    which int8 has no code: then all numbers of the block arrive as NaN.
+    """
+    magnitudes = tf.abs(rows)
+    if codec.dtype != "int8":
+        zero = tf.constant(0, rows.dtype)
+        finite = tf.where(tf.math.is_finite(rows), magnitudes, zero)
+        return scale_for_largest(tf.reduce_max(finite, -1, keepdims=True), codec)
+    largest = tf.reduce_max(magnitudes, -1, keepdims=True)
+    # Limited so that the scale for tiny numbers, or zeros, does not overflow.
+    least = 2.0 ** (8 - dtypes.LARGEST_EXPONENT[rows.dtype.name])
+    scales = 127 / tf.maximum(largest, tf.constant(least, rows.dtype))
+    return tf.where(tf.math.is_finite(largest), scales, tf.constant(math.nan, rows.dtype))
 
 
 def scale_for(tensors: Sequence[tf.Tensor], codec: Codec, num_terms: int = 1) -> tf.Tensor | None:
@@ -146,6 +204,8 @@ def _power_of_two(number: tf.Tensor) -> tf.Tensor:
 def encode(tensor: tf.Tensor, wire_dtype: str, scale: tf.Tensor | None = None) -> tf.Tensor:
     """Casts a tensor to the wire's dtype; its gradient passes as it is, in the tensor's dtype."""
     scaled = tensor if scale is None else tensor * scale
+    # A cast to an integer would cut the digits behind the point off.
+    scaled = tf.round(scaled) if wire_dtype == "int8" else scaled
     return tf_internals.with_gradient_of(tf.cast(scaled, wire_dtype), tensor)
 
 
@@ -153,5 +213,5 @@ def decode(sent: tf.Tensor, dtype: tf.DType, scale: tf.Tensor | None = None) -> 
     """Casts a copy of an encoded tensor back to its own dtype; nothing is rounded."""
     wide = tf.cast(sent, dtype)
     wide = wide if scale is None else wide / scale
-    # The gradient of a cast would be cast to 16 bits, and several of them added in 16 bits.
+    # The gradient of a cast would be cast to the wire's dtype, and several of them added in it.
     return tf_internals.with_gradient_of(wide, sent)

@@ -36,7 +36,7 @@ class Residuals:
     def __init__(self, devices: Sequence[str], track: Callable[[str, tf.Variable], None]) -> None:
         self._devices = tuple(devices)
         self._track = track
-        self._variables: dict[tuple[int, int, int], tf.Variable] = {}
+        self._variables: dict[tuple[int, int, str, int], tf.Variable] = {}
         # Functions that run eagerly with these residuals: they live as long as these.
         self.functions: dict[Any, Any] = {}
 
@@ -50,17 +50,20 @@ class Residuals:
         """Returns which restoring of a checkpoint was the last one that they were part of."""
         return max(map(tf_internals.last_restored, self.variables), default=-1)
 
-    def on(self, device: int, pack: int, tensors: Sequence[tf.Tensor]) -> list[tf.Variable]:
+    def on(
+        self, device: int, pack: int, tensors: Sequence[tf.Tensor], cast: str = ""
+    ) -> list[tf.Variable]:
         """Returns the variables of the tensors of a pack on a device; new ones are 0.
 
         Args:
           device: the number of the device.
           pack: the number of the pack.
           tensors: the tensors, for their dtypes and shapes.
+          cast: the name of the cast, of those of a pack on the device.
         """
         with _lock:
             return [
-                self._variable((device, pack, index), tensor)
+                self._variable((device, pack, cast, index), tensor)
                 for index, tensor in enumerate(tensors)
             ]
 
@@ -70,15 +73,15 @@ class Residuals:
             with tf.device(variable.device):
                 variable.assign(tf.zeros_like(variable))
 
-    def _variable(self, key: tuple[int, int, int], tensor: tf.Tensor) -> tf.Variable:
+    def _variable(self, key: tuple[int, int, str, int], tensor: tf.Tensor) -> tf.Variable:
         if key not in self._variables:
             shape, dtype = tensor.shape, tensor.dtype
             with tf.init_scope(), tf.device(self._devices[key[0]]):
                 variable = tf_internals.plain_variable(tf.zeros(shape, dtype))
             self._variables[key] = variable
-            device, pack, index = key
+            device, pack, cast, index = key
             with tf.init_scope():
-                self._track(f"device{device}_pack{pack}_tensor{index}", variable)
+                self._track(f"device{device}_pack{pack}{cast}_tensor{index}", variable)
         return self._variables[key]
 
 

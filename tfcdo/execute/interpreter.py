@@ -17,7 +17,7 @@ from tfcdo.execute import tensors as shapes
 from tfcdo.execute.between import Exchange
 from tfcdo.execute.codec import PackCodec
 from tfcdo.execute.feedback import Residuals
-from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice
+from tfcdo.plan.plan import Codec, FusedTensor, Pack, Plan, Slice
 
 # The tensors, or slices, of one pack: `held[node]`, None for a node without a value.
 Held = list[Any]
@@ -115,7 +115,7 @@ def _reduce_pack(
         return _reduce_without_tree(plan, index, held, devices, runtime)
     if after is not None:
         held = _after(pack, held, after, devices)
-    codec = _codec(plan, index, runtime)
+    codec = _codec(pack, index, pack.codec, runtime)
     encode, decode = (codec.encode, codec.decode) if pack.codec.dtype else (_unchanged, None)
     root = devices[tree.root]
     match pack.kind:
@@ -137,7 +137,7 @@ def _reduce_pack(
             total = copy_trees.reduce_up(tree, held, devices, combine, encode, decode)
         case _:
             total = copy_trees.reduce_up(tree, held, devices, _add, encode, decode)
-    result = _root_step(plan, pack, total, root, runtime)
+    result = _root_step(plan, index, total, root, runtime)
     if pack.root.update:  # The rest is `broadcast`.
         return [result if node == tree.root else None for node in range(tree.num_devices)]
     if pack.kind == "rows":
@@ -158,10 +158,9 @@ def _add(parts: list[Any], name: str) -> list[tf.Tensor]:
     return [numerics.add(operands, name) for operands in zip(*parts, strict=True)]
 
 
-def _codec(plan: Plan, index: int, runtime: Runtime) -> PackCodec:
-    pack = plan.packs[index]
-    residuals = runtime.residuals if pack.codec.feedback else None
-    return PackCodec(pack.codec, tf.as_dtype(pack.dtype or "float32"), residuals, index)
+def _codec(pack: Pack, index: int, codec: Codec, runtime: Runtime) -> PackCodec:
+    residuals = runtime.residuals if codec.feedback else None
+    return PackCodec(codec, tf.as_dtype(pack.dtype or "float32"), residuals, index)
 
 
 def _after(pack: Pack, held: Held, after: Held, devices: Sequence[str]) -> Held:
@@ -175,8 +174,9 @@ def _after(pack: Pack, held: Held, after: Held, devices: Sequence[str]) -> Held:
     return waiting
 
 
-def _root_step(plan: Plan, pack: Pack, total: list[Any], root: str, runtime: Runtime) -> list[Any]:
+def _root_step(plan: Plan, index: int, total: list[Any], root: str, runtime: Runtime) -> list[Any]:
     """Adds the other hosts' parts, divides and rounds, on the root."""
+    pack = plan.packs[index]
     step = pack.root
     if step.hosts:
         assert runtime.exchange is not None
@@ -189,7 +189,9 @@ def _root_step(plan: Plan, pack: Pack, total: list[Any], root: str, runtime: Run
                 case "copy":
                     total = [runtime.exchange.broadcast(tensor, root) for tensor in total]
                 case _:
-                    total = runtime.exchange.all_reduce(total, root, step.codec)
+                    assert pack.tree is not None
+                    codec = _codec(pack, index, step.codec, runtime)
+                    total = runtime.exchange.all_reduce(total, root, codec, pack.tree.root)
     if pack.kind in ("concat", "copy"):
         return total
     dtype = tf.as_dtype(pack.dtype)
@@ -256,7 +258,7 @@ def _reduce_without_tree(
     """Reduces a pack by collectives over all devices: of this host, or of all hosts."""
     pack = plan.packs[index]
     if not pack.over_hosts:
-        codec = _codec(plan, index, runtime)
+        codec = _codec(pack, index, pack.codec, runtime)
         return nccl.reduce_pack(held, devices, codec, pack.root.divide)
     assert runtime.exchange is not None
     results = []

@@ -225,39 +225,30 @@ def _sum_each(
     held: Sequence[Sequence[tf.Tensor]], devices: Sequence[str]
 ) -> list[tuple[tf.Tensor, ...]]:
     """Sums each tensor of a pack over the devices."""
-    sums = [differentiable_sum(devices)(*own) for own in zip(*held, strict=True)]
+    sums = [differentiable_sum(own, tuple(devices)) for own in zip(*held, strict=True)]
     return list(zip(*sums, strict=True))
 
 
-def differentiable_sum(devices: Sequence[str]) -> Any:
-    """Returns the function that sums one tensor per device with NCCL, and can be differentiated.
+def differentiable_sum(tensors: Sequence[tf.Tensor], devices: tuple[str, ...]) -> list[tf.Tensor]:
+    """Sums one tensor per device with NCCL.
 
     Each result is the sum of all inputs, so the gradient of each input is the sum of the gradients
     of all results: an all-reduce again, of any order.
     """
-
-    def nccl_sum(*tensors: tf.Tensor) -> list[tf.Tensor]:
-        sums = _emit(tensors, devices)
-        results = []
-        for total, tensor, device in zip(sums, differentiated(*tensors), devices, strict=True):
-            with tf.device(device):
-                results.append(tf_internals.with_gradient_of(total, tensor))
-        return results
-
     # A gradient of all tensors together needs an op that all pass through, and TensorFlow's is on
     # one device. So the inputs go there, not the sums: a gradient sees that op, but it is pruned
     # before the step runs, as nothing uses its values.
-    @tf.custom_gradient
-    def differentiated(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            # tf.gradients puts all ops of a gradient where the op is that they are of.
-            graph = tf.compat.v1.get_default_graph()
-            with graph.colocate_with(None, ignore_existing=True):
-                return nccl_sum(*upstream)
+    passed = _gradient_of_sum(devices).passed(tensors)
+    results = []
+    for total, tensor, device in zip(_emit(tensors, devices), passed, devices, strict=True):
+        with tf.device(device):
+            results.append(tf_internals.with_gradient_of(total, tensor))
+    return results
 
-        return list(tensors), gradient
 
-    return nccl_sum
+@functools.cache
+def _gradient_of_sum(devices: tuple[str, ...]) -> tf_internals.JointGradient:
+    return tf_internals.JointGradient(lambda *upstream: differentiable_sum(upstream, devices))
 
 
 def _emit(

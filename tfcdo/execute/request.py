@@ -105,8 +105,8 @@ def check_numeric(reductions: Sequence[Reduction]) -> None:
             )
 
 
-def check_error_feedback(value: Any, wire_dtype: str | None) -> None:
-    """Raises unless the argument `error_feedback` is a bool, and there is a cast to feed back from.
+def check_error_feedback(value: Any, wire: str | None, argument: str = "wire_dtype") -> None:
+    """Raises unless `error_feedback` is a bool, and False where the other argument casts nothing.
 
     Raises:
       TypeError: if it is not a bool.
@@ -114,10 +114,10 @@ def check_error_feedback(value: Any, wire_dtype: str | None) -> None:
     """
     if not isinstance(value, bool):
         raise TypeError(f"error_feedback must be True or False; got {value!r}")
-    if value and wire_dtype is None:
+    if value and wire is None:
         raise ValueError(
-            "error_feedback must be False without wire_dtype='bfloat16' or 'float16', as nothing "
-            "is lost then; got error_feedback=True and wire_dtype=None"
+            f"error_feedback must be False without {argument}='bfloat16' or 'float16', as nothing "
+            f"is lost then; got error_feedback=True and {argument}=None"
         )
 
 

@@ -17,6 +17,13 @@ def int64(numbers: Iterable[int | None]) -> tf.Tensor:
     return tf.constant(list(numbers), tf.int64)
 
 
+def stack(numbers: Sequence[Any]) -> tf.Tensor:
+    """Returns sizes or a shape of numbers some of which may be tensors."""
+    if all(isinstance(number, int) for number in numbers):
+        return int64(numbers)
+    return tf.stack([tf.cast(number, tf.int64) for number in numbers])
+
+
 def flatten(tensor: tf.Tensor) -> tf.Tensor:
     """Returns a tensor with one axis, as it is if it has one already."""
     return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, int64([-1]))

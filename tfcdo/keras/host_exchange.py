@@ -15,8 +15,10 @@ _CHUNK = 64 << 20  # Bytes that are sent at once from one host to all.
 
 def host_of(strategy: tf.distribute.Strategy) -> tuple[int, int]:
     """Returns the number of this host, and of all hosts, of a strategy."""
-    devices = max(1, len(getattr(strategy.extended, "worker_devices", ())))
-    hosts = strategy.num_replicas_in_sync // devices
+    replicas = strategy.num_replicas_in_sync
+    if replicas == 1:
+        return 0, 1
+    hosts = replicas // len(strategy.extended.worker_devices)
     return (strategy.cluster_resolver.task_id if hosts > 1 else 0), hosts
 
 
@@ -82,7 +84,8 @@ def _gathered(strategy: tf.distribute.Strategy, row: np.ndarray, hosts: int) -> 
     values = strategy.experimental_distribute_values_from_function(
         lambda context: tf.constant(parts[context.replica_id_in_sync_group % devices][None])
     )
-    return strategy.gather(values, axis=0).numpy().reshape(hosts, -1)
+    gathered: np.ndarray = strategy.gather(values, axis=0).numpy()
+    return gathered.reshape(hosts, -1)
 
 
 def _on_first_replica(strategy: tf.distribute.Strategy, value: np.ndarray) -> Any:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pathlib
 import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +26,10 @@ _PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 # itself, and before it ends, where a pager may be waiting for a key.
 _DRAIN_SECONDS = 1.0
 _LAST_DRAIN_SECONDS = 60.0
+# How long the others may take once a worker has asked for a restart: all leave after one step.
+_LEAVE_SECONDS = 30.0
+# A worker that asks for it earlier has not trained, and would be started again without end.
+_SHORTEST_RUN_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +73,21 @@ class _OutputError:
     """The launcher's own output takes no more."""
 
     error: OSError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """How a run has ended.
+
+    Attributes:
+      status: as `run` returns it.
+      final: whether a signal ended the job.
+      asked: whether a worker asked to be started again, after a backup.
+    """
+
+    status: int
+    final: bool
+    asked: bool
 
 
 _Events = queue.SimpleQueue[_Exit | _Signal | _OutputError]
@@ -157,15 +178,22 @@ def run(job: Job, report: Callable[[str], None]) -> int:
     """
     guard.adopt_orphans()
     events: _Events = queue.SimpleQueue()
+    failures = restarts = 0
     with _handled(events):
-        for restart in range(job.max_restarts + 1):
+        while True:
+            start = time.monotonic()
             with job.workers() as specs:
-                status, final = _run_once(job, specs, restart, events, report)
-            if not status or final:
-                break
-            if restart < job.max_restarts:
-                report(f"starting all workers again (restart {restart + 1} of {job.max_restarts})")
-    return status
+                outcome = _run_once(job, specs, restarts, events, report)
+            if not outcome.status or outcome.final:
+                return outcome.status
+            restarts += 1
+            if outcome.asked and time.monotonic() - start >= _SHORTEST_RUN_SECONDS:
+                report("starting all workers again, as asked after a backup")
+                continue
+            failures += 1
+            if failures > job.max_restarts:
+                return outcome.status
+            report(f"starting all workers again (restart {failures} of {job.max_restarts})")
 
 
 def _run_once(
@@ -174,21 +202,24 @@ def _run_once(
     restart: int,
     events: _Events,
     report: Callable[[str], None],
-) -> tuple[int, bool]:
-    """Returns the status of one run, and whether it is final: a signal ended the job."""
+) -> _Outcome:
+    """Runs all workers once."""
     printers = (output.LinePrinter(sys.stdout.buffer), output.LinePrinter(sys.stderr.buffer))
     processes: list[_Process] = []
+    folder = tempfile.TemporaryDirectory(prefix="tfcdo-launch-")
+    failure_file = pathlib.Path(folder.name, "failed")
     try:
         for spec in specs:
             variables = {
                 **spec.environment,
                 environment.RESTART_COUNT: str(restart),
+                environment.FAILURE_FILE: str(failure_file),
                 # Lines come as they are printed, not 8 KB of them at a time.
                 "PYTHONUNBUFFERED": "1",
             }
             spec = dataclasses.replace(spec, environment=variables)
             processes.append(_Process(spec, job.command, printers, events))
-        return _Supervision(job, processes, events, report).run()
+        return _Supervision(job, processes, events, report, failure_file).run()
     finally:
         for process in processes:
             process.kill()
@@ -196,6 +227,7 @@ def _run_once(
         guard.end_descendants()
         for process in processes:
             process.drain(_LAST_DRAIN_SECONDS)
+        folder.cleanup()
 
 
 class _Supervision:
@@ -207,19 +239,22 @@ class _Supervision:
         processes: Sequence[_Process],
         events: _Events,
         report: Callable[[str], None],
+        failure_file: pathlib.Path,
     ) -> None:
         self._job = job
         self._running = set(processes)
         self._events = events
         self._report = report
+        self._failure_file = failure_file
         self._status = 0
+        self._asked = False
         self._ended_by_signal = False
         # Whether the workers were asked to end, and until when they may take.
         self._ending = False
         self._deadline: float | None = None
 
-    def run(self) -> tuple[int, bool]:
-        """Returns the status, and whether a signal ended the job."""
+    def run(self) -> _Outcome:
+        """Returns how the run has ended."""
         while self._running:
             try:
                 event = self._events.get(timeout=self._seconds_left())
@@ -232,7 +267,7 @@ class _Supervision:
                 self._handle_signal(event.number)
             else:
                 raise event.error
-        return self._status, self._ended_by_signal
+        return _Outcome(self._status, self._ended_by_signal, self._asked)
 
     def _seconds_left(self) -> float | None:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -241,11 +276,26 @@ class _Supervision:
         self._running.discard(event.process)
         event.process.drain(_DRAIN_SECONDS)
         # One that ends after it was asked to has not failed.
-        if event.status and not self._ending:
-            self._status = _as_shell_status(event.status)
-            others = "; ending the others" if self._running else ""
-            self._report(f"{event.process.spec.name} failed: {_describe(self._status)}{others}")
-            self._ask_to_end(signal.SIGTERM)
+        if not event.status or self._ending:
+            return
+        status = _as_shell_status(event.status)
+        name = event.process.spec.name
+        others = "the others" if self._running else ""
+        if status == environment.RESTART_STATUS:
+            if not self._asked:
+                waiting = f"; waiting for {others} to do so" if others else ""
+                self._report(f"{name} has made a backup and asks to be started again{waiting}")
+                # They leave after the same step, by themselves.
+                self._deadline = time.monotonic() + max(_LEAVE_SECONDS, self._job.grace_seconds)
+            self._status, self._asked = status, True
+            return
+        if not self._asked:
+            self._status = status
+        ending = f"; ending {others}" if others else ""
+        self._report(f"{name} failed: {_describe(status)}{ending}")
+        # Tells those who back up on a SIGTERM that there is nobody to wait for.
+        self._failure_file.touch()
+        self._ask_to_end(signal.SIGTERM)
 
     def _handle_signal(self, number: int) -> None:
         if number in _PASSED_SIGNALS:
@@ -272,6 +322,7 @@ class _Supervision:
         if self._running:
             names = ", ".join(sorted(process.spec.name for process in self._running))
             self._report(f"killing {names}")
+        self._ending = True
         for process in self._running:
             process.kill()
         # Nothing is left to be done but to wait for them.

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from tfcdo import checks, log
-from tfcdo.plan import copy_tree, lower_bound, packed_trees, simulator, size_class
+from tfcdo.plan import copy_tree, lower_bound, packed_trees, simulator
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.schedule import Schedule, assign, cut
+from tfcdo.plan.schedule import Schedule, assign, cut, size_class
 from tfcdo.topology.topology import Topology
 
 Algorithm: TypeAlias = "str | tuple[CopyTree, ...] | Schedule"
@@ -48,8 +48,6 @@ _MAX_JUDGED_PACKS = 64
 MAX_SIMULATED_DEVICES = 64
 # Packs cost ops, which the simulator does not count: more of them must be worth it.
 _WORTH_MORE_PACKS = 0.995
-# Sizes of one class share a decision, and differ by at most 2 %.
-_CLASSES_PER_DOUBLING = 16
 
 
 def check_algorithm(algorithm: str) -> None:
@@ -147,8 +145,7 @@ def fastest_algorithm(topology: Topology, num_bytes: int, num_packs: int | None 
     packs than a ring has halving-doubling, which has the fewest copies one after another.
     """
     checks.check_sizes(num_bytes, num_packs)
-    about = size_class.size_class(num_bytes, _CLASSES_PER_DOUBLING)
-    return _decide(topology, about, num_packs)
+    return _decide(topology, size_class(num_bytes), num_packs)
 
 
 @functools.lru_cache(maxsize=512)

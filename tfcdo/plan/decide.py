@@ -24,7 +24,6 @@ from tfcdo.plan.plan import (
     RootStep,
     Slice,
 )
-from tfcdo.plan.widening import widened
 from tfcdo.topology.topology import Topology
 
 # Below this a pack is sent between hosts as it is: the second collective would cost more than the
@@ -35,15 +34,7 @@ MIN_ENCODED_BYTES = 4096
 # Plans are small and pure; the bound only keeps a process that draws ever new shapes from growing.
 @functools.lru_cache(maxsize=512)
 def decide(batch: Batch, options: Options, machine: Machine) -> Plan:
-    """Decides how a batch is reduced.
-
-    Args:
-      batch: the values and destinations.
-      options: the choices of the class.
-      machine: the facts.
-
-    Returns:
-      The plan; the same object for the same question, as long as it is remembered.
+    """Decides how a batch is reduced: the values and destinations, by choices and facts.
 
     Raises:
       ValueError: if the topology, copy trees or saved plan are for other devices.
@@ -55,11 +46,8 @@ def decide(batch: Batch, options: Options, machine: Machine) -> Plan:
     elif batch.root is not None or options.one_device or not batch.is_all_reduce:
         packs, algorithm, why = _on_one_device(batch, options, machine)
     elif batch.stays_rows:
-        packs, algorithm, why = (
-            _rows(batch, options, machine),
-            "rows",
-            "values are tf.IndexedSlices",
-        )
+        packs, algorithm = _rows(batch, options, machine), "rows"
+        why = "values are tf.IndexedSlices"
     else:
         packs, algorithm, why = _all_reduced(batch, options, machine)
     values = tuple(request.value for request in batch.requests)
@@ -139,17 +127,23 @@ def _codec(batch: Batch, request: Request, options: Options) -> Codec:
 def codec_for(wire: str, dtype: str, feedback: bool = False) -> Codec:
     """Returns the codec that casts a dtype to another one, scaled where the range is smaller."""
     scale = dtypes.LARGEST_EXPONENT[wire] < dtypes.LARGEST_EXPONENT[dtype]
-    return Codec(wire, scale, feedback)
+    return Codec(wire, scale, feedback, dtypes.BLOCK.get(wire))
 
 
 def _between_codec(batch: Batch, request: Request, options: Options) -> Codec:
     """Returns how a value is encoded where it is sent to other hosts."""
-    wire = options.between.wire if options.between else None
-    if wire is None or request.exact or request.value.rows or not batch.is_all_reduce:
+    between = options.between
+    if (
+        between is None
+        or between.wire is None
+        or request.exact
+        or request.value.rows
+        or not batch.is_all_reduce
+    ):
         return IDENTITY
     if request.value.dtype not in dtypes.CAST:
         return IDENTITY
-    return codec_for(wire, request.value.dtype)
+    return codec_for(between.wire, request.value.dtype, between.error_feedback)
 
 
 def _root_step(batch: Batch, dtype: str, codec: Codec, tensors: Sequence[FusedTensor]) -> RootStep:
@@ -210,18 +204,8 @@ def _all_reduced(
             root = dataclasses.replace(root, update=owner is not None)
             after = None if packed.after is None else packed.after + offset
             tree = None if nccl or flat else packed.tree
-            packs.append(
-                Pack(
-                    "sum",
-                    packed.tensors,
-                    packed.dtype,
-                    tree,
-                    codec,
-                    root,
-                    over_hosts=flat,
-                    after=after,
-                )
-            )
+            content = packed.tensors, packed.dtype, tree, codec, root
+            packs.append(Pack("sum", *content, over_hosts=flat, after=after))
     if not reasons:
         return (), "nothing", "the batch is empty"
     _, name, why = max(reasons)
@@ -254,7 +238,7 @@ def _tree_packs(
 ) -> tuple[list[packing.Packed], str, str]:
     """Packs values along copy trees; also returns the algorithm and the reason for it."""
     wider = dtypes.itemsize(items[0].dtype) / items[0].itemsize
-    topology = widened(machine.topology, wider)
+    topology = machine.topology.with_slower_additions(wider)
     num_bytes = sum((item.size or 0) * item.itemsize for item in items)
     algorithm, how = _algorithm(batch, options, topology, num_bytes)
     packs = packing.pack(items, how, algorithm, topology)

@@ -1,13 +1,20 @@
-"""Evaluates algorithms on a topology: the schedule, its simulated time and its busiest link."""
+"""Evaluations: an algorithm's schedule for a machine with its times, which a file can keep.
+
+`tfcdo plan` prints and saves them; `tfcdo.AutoAllReduce(plan=...)` reads a saved one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
 
-from tfcdo.plan import algorithms, lower_bound, simulator
-from tfcdo.plan.schedule import Schedule
+import msgspec
+
+from tfcdo.plan import algorithms, copy_tree, lower_bound, simulator
+from tfcdo.plan import schedule as schedules
 from tfcdo.plan.task_graph import Hosts
+from tfcdo.topology import serialization
 from tfcdo.topology.topology import Topology
 
 # A machine with so many devices takes half a minute.
@@ -16,29 +23,58 @@ MAX_DEVICES = 128
 _BYTES_PER_PACK_BETWEEN_HOSTS = 4 * 2**20
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """The simulated behaviour of one algorithm's schedule on a topology.
+class PackDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Describes a `Pack` in bytes, by the parents of its tree."""
 
-    Attributes:
-      algorithm: the name that was asked for.
-      resolved: the same name, or for `auto` the algorithm that it stands for.
-      schedule: the schedule, in bytes.
-      seconds: its simulated time, see `tfcdo.plan.robust_seconds`.
-      ordered_seconds: its time if no copy is disturbed and they go in order.
-      bound: see `tfcdo.plan.lower_bound_seconds`.
-      bottleneck: the name of the link that is busy longest; "" if none is.
-      bottleneck_bytes: how many bytes it carries.
-    """
+    start: int
+    stop: int
+    parents: tuple[int | None, ...]
+    after: int | None = None
 
+
+class PlanDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Describes an `Evaluation` in JSON; version 0.1.0 also wrote an `origin`."""
+
+    topology: serialization.TopologyDocument
     algorithm: str
     resolved: str
-    schedule: Schedule
+    origin: str | msgspec.UnsetType = msgspec.UNSET
+    num_devices: int
+    size: int
     seconds: float
     ordered_seconds: float
     bound: float
-    bottleneck: str
-    bottleneck_bytes: int
+    packs: tuple[PackDocument, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """A schedule for a machine, and its simulated times.
+
+    Attributes:
+      topology: the machine.
+      algorithm: the name of the algorithm that was asked for.
+      resolved: the same, or for `auto` the algorithm that it stands for.
+      schedule: the schedule, in bytes.
+      seconds: its robust time, see `tfcdo.plan.robust_seconds`.
+      ordered_seconds: its time if no copy is disturbed and they go in order.
+      bound: see `tfcdo.plan.lower_bound_seconds`.
+    """
+
+    topology: Topology
+    algorithm: str
+    resolved: str
+    schedule: schedules.Schedule
+    seconds: float
+    ordered_seconds: float
+    bound: float
+
+    def __post_init__(self) -> None:
+        if self.schedule.num_devices != self.topology.num_devices:
+            raise ValueError(
+                f"packs must have trees over the {self.topology.num_devices} devices of "
+                f"{self.topology.name!r}; got trees over {self.schedule.num_devices}"
+            )
 
     @property
     def ratio(self) -> float:
@@ -46,16 +82,88 @@ class Evaluation:
         return max(self.seconds / self.bound, 1.0) if self.bound else math.inf
 
     @property
-    def depth(self) -> int:
-        """Returns the depth of the deepest tree."""
-        return max((pack.tree.depth for pack in self.schedule.packs), default=0)
-
-    @property
     def label(self) -> str:
-        """Returns the name for people: of `auto` also the algorithm that it stands for."""
+        """Returns the name for people: for `auto` also the algorithm that it stands for."""
         if self.algorithm == self.resolved:
             return self.algorithm
         return f"{self.algorithm}: {self.resolved}"
+
+    @property
+    def origin(self) -> str:
+        """Returns where the trees are from, for people."""
+        if self.resolved == "packed_trees":
+            return f"packed trees for {self.topology.name}"
+        return "the algorithm's own trees"
+
+    def to_json(self) -> str:
+        """Returns a JSON text, which `from_json` reads; one pack a line."""
+        document = PlanDocument(
+            topology=self.topology.to_document(),
+            algorithm=self.algorithm,
+            resolved=self.resolved,
+            num_devices=self.schedule.num_devices,
+            size=self.schedule.size,
+            seconds=self.seconds,
+            ordered_seconds=self.ordered_seconds,
+            bound=self.bound,
+            packs=tuple(
+                PackDocument(
+                    start=pack.start, stop=pack.stop, parents=pack.tree.parents, after=pack.after
+                )
+                for pack in self.schedule.packs
+            ),
+        )
+        return serialization.encode(document)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Evaluation:
+        """Reads a text of `to_json`, or raises `ValueError`; times are taken as they are."""
+        try:
+            document = msgspec.json.decode(text, type=PlanDocument)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise ValueError(f"not a plan as `tfcdo plan --save` writes it: {error}") from None
+        packs = (
+            schedules.Pack(one.start, one.stop, copy_tree.CopyTree(one.parents), one.after)
+            for one in document.packs
+        )
+        return cls(
+            Topology.from_document(document.topology),
+            document.algorithm,
+            document.resolved,
+            schedules.Schedule(document.num_devices, document.size, tuple(packs)),
+            document.seconds,
+            document.ordered_seconds,
+            document.bound,
+        )
+
+    @classmethod
+    def read(cls, path: str | pathlib.Path) -> Evaluation:
+        """Reads a file; raises `ValueError`, which names it, if it does not hold a plan."""
+        try:
+            return cls.from_json(pathlib.Path(path).read_bytes())
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror or error}") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def why_not_on(self, topology: Topology) -> str | None:
+        """Says why this plan is not for a machine; None if it was made for this one.
+
+        Two measurements of a machine differ a little, and are known as the same by their name.
+        """
+        made_for = self.topology
+        if made_for.num_devices != topology.num_devices:
+            return (
+                f"it was made for {made_for.num_devices} devices, and there are "
+                f"{topology.num_devices}"
+            )
+        if made_for.fingerprint == topology.fingerprint:
+            return None
+        if made_for.name != topology.name:
+            return f"it was made for {made_for.name!r}, and these devices are {topology.name!r}"
+        if made_for.is_measured and topology.is_measured:
+            return None
+        return f"its {made_for.name!r} has other links than the current one"
 
 
 def evaluate(
@@ -68,12 +176,6 @@ def evaluate(
     """Plans an all-reduce by one algorithm and simulates it, alone or with hosts like this one.
 
     With several hosts and no number of packs, packs have at most 4 MiB.
-
-    Example:
-      >>> from tfcdo.topology import preset
-      >>> found = evaluate("hierarchical_copy", preset("dgx1"), 10**8)
-      >>> found.depth, found.bottleneck_bytes, f"{found.seconds * 1e3:.2f} ms"
-      (2, 50000000, '2.61 ms')
     """
     check_num_devices(topology.name, topology.num_devices)
     if hosts is not None and num_packs is None:
@@ -87,15 +189,13 @@ def evaluate(
     bound = lower_bound.lower_bound_seconds(topology, num_bytes)
     if hosts is not None:
         bound = max(bound, hosts.bytes_sent(num_bytes) / hosts.bandwidth)
-    busiest = simulator.bottleneck(schedule, topology)
-    return Evaluation(algorithm, resolved, schedule, seconds, ordered, bound, *busiest)
+    return Evaluation(topology, algorithm, resolved, schedule, seconds, ordered, bound)
 
 
 def evaluate_all(
     topology: Topology, num_bytes: int, num_packs: int | None = None, hosts: Hosts | None = None
 ) -> list[Evaluation]:
     """Returns the evaluation of each of `ALGORITHMS`; `auto` has the one that it stands for."""
-    check_num_devices(topology.name, topology.num_devices)
     names = [name for name in algorithms.ALGORITHMS if name != "auto"]
     found = {name: evaluate(name, topology, num_bytes, num_packs, hosts) for name in names}
     if topology.num_devices > algorithms.MAX_SIMULATED_DEVICES:

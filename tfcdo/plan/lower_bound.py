@@ -76,7 +76,8 @@ def _copies_bound(topology: Topology, num_bytes: int) -> float:
 
 def bandwidth_bound(topology: Topology, num_bytes: int) -> float:
     """Returns the bound without latencies, which is simpler but less tight for small sizes."""
-    copies = num_bytes * tree_program.seconds_per_byte(topology)
+    solved = tree_program.solve(tree_program.Edges(topology))
+    copies = num_bytes * solved.bound if solved else 0.0
     return max(copies, additions_bound(topology, num_bytes))
 
 

@@ -8,7 +8,7 @@ from tfcdo import log
 from tfcdo.plan import algorithms, dtypes, simulator
 from tfcdo.plan.options import Machine, Options
 from tfcdo.plan.plan import Batch, Codec
-from tfcdo.plan.size_class import size_class
+from tfcdo.plan.schedule import size_class
 from tfcdo.topology.measured import Measured
 from tfcdo.units import format_bytes, format_seconds
 

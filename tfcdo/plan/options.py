@@ -6,8 +6,8 @@ import dataclasses
 from typing import Literal
 
 from tfcdo.plan import algorithms
+from tfcdo.plan.evaluation import Evaluation
 from tfcdo.plan.packing import PackingOptions
-from tfcdo.plan.saved_plan import SavedPlan
 from tfcdo.topology.measured import Measured
 from tfcdo.topology.topology import Topology
 
@@ -20,11 +20,13 @@ class BetweenHosts:
       bytes_per_pack: the most bytes of a pack where the caller does not say.
       flat: whether one NCCL collective reduces over all devices of all hosts.
       wire: the dtype that float32 and float64 gradients are cast to; None for none.
+      error_feedback: whether rounding errors are added to the values of the next step.
     """
 
     bytes_per_pack: int
     flat: bool = False
     wire: str | None = None
+    error_feedback: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Options:
     sparse_as_dense: bool | Literal["auto"] = "auto"
     wire: str | None = None
     error_feedback: bool = False
-    saved: SavedPlan | None = None
+    saved: Evaluation | None = None
     between: BetweenHosts | None = None
 
 

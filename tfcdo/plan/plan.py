@@ -163,13 +163,35 @@ class Codec:
 
     Attributes:
       dtype: the dtype that they are cast to; None to send them as they are.
-      scale: whether they are multiplied by a power of two first, as the dtype's range is smaller.
+      scale: whether they are multiplied by a scale first, as the dtype's range is smaller.
       feedback: whether the rounding errors are added to the values of the next step.
+      block: the most values that have a scale of their own; None for one scale.
     """
 
     dtype: str | None = None
     scale: bool = False
     feedback: bool = False
+    block: int | None = None
+
+    def share_layout(self, size: Any, hosts: int) -> tuple[Any, Any]:
+        """Returns how an encoded share of values is laid out: the number and size of its blocks.
+
+        The blocks are equal, so that a share has few values more than it must have.
+
+        Args:
+          size: the number of values of all shares, at least 1: an int, or a tensor in a step.
+          hosts: the number of shares.
+        """
+        blocks = 1 if self.block is None else -(-size // (hosts * self.block))
+        # Values of 8 bits are sent in pairs.
+        unit = SHARE_ALIGNMENT if self.block is None else 2
+        return blocks, -(-size // (hosts * blocks * unit)) * unit
+
+    def share_bytes(self, size: int, hosts: int, dtype: str) -> int:
+        """Returns the bytes of an encoded share of values of a dtype, with its scales."""
+        blocks, block = self.share_layout(size, hosts)
+        scales = blocks * dtypes.itemsize(dtype) if self.scale else 0
+        return int(blocks * block * dtypes.itemsize(self.dtype or dtype) + scales)
 
 
 IDENTITY = Codec()
@@ -339,7 +361,7 @@ class Plan:
     @functools.cached_property
     def has_feedback(self) -> bool:
         """Returns whether rounding errors are kept for the next step."""
-        return any(pack.codec.feedback for pack in self.packs)
+        return any(pack.codec.feedback or pack.root.codec.feedback for pack in self.packs)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -125,6 +125,12 @@ def cut(size: int, num_packs: int) -> tuple[tuple[int, int], ...]:
     return tuple(zip([0, *stops], stops, strict=False))
 
 
+def size_class(num_bytes: int) -> int:
+    """Returns a size within an eighth of this one, for which all sizes of its class are planned."""
+    shift = max(num_bytes.bit_length() - 3, 0)
+    return (num_bytes >> shift << shift) + (1 << shift >> 1)
+
+
 def assign(
     size: int, ranges: Iterable[tuple[int, int]], trees: Sequence[copy_tree.CopyTree]
 ) -> Schedule:

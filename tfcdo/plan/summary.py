@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
+from typing import Any
 
 from tfcdo.plan import dtypes
-from tfcdo.plan.plan import SHARE_ALIGNMENT, Pack, Plan, digest
+from tfcdo.plan.plan import Codec, Pack, Plan, digest
 from tfcdo.plan.schedule import Pack as SchedulePack
 from tfcdo.plan.schedule import Schedule
 
@@ -25,12 +26,24 @@ def schedule(plan: Plan) -> Schedule | None:
 def residual_key(plan: Plan) -> str:
     """Returns a text that names the rounding errors of a plan in checkpoints.
 
-    It depends on nothing but the nodes, the values, and the content, trees and codecs of the packs.
+    It depends on nothing but the nodes, the values, and the content, trees and codecs of the packs;
+    and on the number of hosts, where errors of casts between them are kept.
     """
     packs = [
-        [pack.tree.parents if pack.tree else None, pack.codec, pack.tensors] for pack in plan.packs
+        [
+            pack.tree.parents if pack.tree else None,
+            _codec_key(pack.codec),
+            pack.tensors,
+            *([_codec_key(pack.root.codec), plan.hosts] if pack.root.codec.feedback else []),
+        ]
+        for pack in plan.packs
     ]
     return f"2-{digest([plan.nodes, plan.values, packs])}"
+
+
+def _codec_key(codec: Codec) -> dict[str, Any]:
+    # A size of blocks follows from the dtype. Checkpoints from before there were blocks stay valid.
+    return {"dtype": codec.dtype, "scale": codec.scale, "feedback": codec.feedback}
 
 
 def num_collectives(plan: Plan, copied_dtypes: Callable[[set[str]], int]) -> int:
@@ -92,10 +105,6 @@ def bytes_between_hosts(plan: Plan) -> int:
         if pack.root.hosts == "sum" and not pack.over_hosts:
             total += 2 * (hosts - 1) / hosts * size * item
         elif pack.root.hosts == "shares":
-            assert pack.root.codec.dtype is not None
-            padded = size + -size % (hosts * SHARE_ALIGNMENT)
-            sent = padded * dtypes.itemsize(pack.root.codec.dtype)
-            # Of each host a share goes to each other one, and the sum of its own share to all.
-            ends = hosts * item if pack.root.codec.scale else 0
-            total += (hosts - 1) / hosts * (sent + ends) + (hosts - 1) / hosts * (sent + ends)
+            # A share is sent to each other host, and the sum of the host's own share to all.
+            total += 2 * (hosts - 1) * pack.root.codec.share_bytes(max(size, 1), hosts, pack.dtype)
     return round(total)

@@ -33,15 +33,10 @@ class Hosts:
 
 @dataclasses.dataclass(frozen=True)
 class TaskGraph:
-    """The tasks of a schedule on a topology.
+    """The tasks of a schedule on a topology: lists, with an entry for each task.
 
-    Attributes:
-      names: `(kind, pack, source, target)` of each task, as in `tfcdo.plan.simulator.Task`.
-      durations: seconds of each task.
-      resource_set_of: the index in `resource_sets` of the resources that each task holds.
-      resource_sets: the sets of resources, adders included, that tasks hold.
-      num_dependencies: how many tasks must end before each can begin.
-      dependents: the tasks that wait for each task.
+    `names` are those of `tfcdo.plan.simulator.Task`; a task holds one of the `resource_sets`, which
+    include adders, and begins after so many dependencies.
     """
 
     names: list[tuple[str, int, int, int]] = dataclasses.field(default_factory=list)
@@ -89,8 +84,6 @@ class TaskGraph:
         return max((*longest, *busy.values()), default=0.0)
 
 
-# A schedule is mostly run with jitter, and then without.
-@functools.lru_cache(maxsize=8)
 def build(
     schedule: schedules.Schedule, topology: Topology, hosts: Hosts | None = None
 ) -> TaskGraph:

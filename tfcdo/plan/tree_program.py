@@ -14,7 +14,6 @@ References:
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
@@ -41,11 +40,9 @@ _MAX_COLUMNS = 2**16
 
 
 class Edges:
-    """The undirected edges of a machine, by number, and what a byte up and down each costs.
+    """The undirected edges of a machine, by number, and the cost of a byte up and down each.
 
-    Args:
-      topology: the machine.
-      latency_per_byte: how often a byte pays a link's latency: 1 / bytes of a pack.
+    A byte pays a link's latency `latency_per_byte` times: 1 / bytes of a pack.
     """
 
     def __init__(self, topology: Topology, latency_per_byte: float = 0.0) -> None:
@@ -133,12 +130,8 @@ class Edges:
 class TreeProgram:
     """The linear program over the trees that are known: the largest sum of rates.
 
-    A rate is relative to the `unit`. A column is scaled by its largest load, so that the solver
-    sees numbers of at most 1 however unlike the links are.
-
-    Args:
-      edges: the machine.
-      unit: seconds per byte of the order of the solution.
+    A rate is relative to the `unit`, seconds per byte. A column is scaled by its largest load, so
+    that the solver sees numbers of at most 1 however unlike the links are.
     """
 
     def __init__(self, edges: Edges, unit: float) -> None:
@@ -257,13 +250,6 @@ def _cheapest(edges: Edges, prices: Floats) -> tuple[Tree, float]:
     edge_prices = edges.prices(prices)
     tree = edges.tree(edge_prices)
     return tree, float(edge_prices[list(tree)].sum() / prices.sum()) if prices.any() else 0.0
-
-
-@functools.lru_cache(maxsize=64)
-def seconds_per_byte(topology: Topology, latency_per_byte: float = 0.0) -> float:
-    """Returns the seconds per byte that no copy trees beat; see `Edges` for the latency."""
-    solved = solve(Edges(topology, latency_per_byte))
-    return solved.bound if solved else 0.0
 
 
 def shallow_rates(solved: Solved, ways: Floats, slack: float) -> Floats:

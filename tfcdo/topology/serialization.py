@@ -55,8 +55,8 @@ _FIELDS: dict[str, type[msgspec.Struct]] = {
 }
 
 
-def encode(document: TopologyDocument) -> str:
-    """Returns a document as a JSON text, with one resource or link a line."""
+def encode(document: msgspec.Struct) -> str:
+    """Returns a document as a JSON text, with each entry of a list on a line."""
     lines = []
     for name, value in msgspec.to_builtins(document).items():
         text = json.dumps(value, ensure_ascii=False)
