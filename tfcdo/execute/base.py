@@ -209,9 +209,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         """
 
         def emit(question: Question, plan: Plan) -> None:
-            results = running.emit(question, plan, self._network, self._combine)
-            if question.batch.has_owners:
-                owned.emit(question, plan, results)
+            running.emit(question, plan, self._network, self._combine)
 
         known = devices if devices is not None or self._network is None else self._network.devices
         return explain.explain(
@@ -271,8 +269,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
     ) -> Owned:
         """Sums each value on its owner, one of the devices; `Owned.send` sends what comes of it."""
         found = self._plans_of("sum", owned.check_owned(values, owners, devices))
-        residuals = [self._residuals(plan, question) for question, plan in found]
-        return owned.reduce(found, self._network, residuals)
+        return owned.reduce(found, self._network, [self._residuals(p, q) for q, p in found])
 
     def _plans_of(
         self, op: str, reductions: Sequence[Reduction], options: Any = None, axis: Any = None
