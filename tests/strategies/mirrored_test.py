@@ -94,8 +94,8 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             mock.patch.object(strategies.nccl, "nccl_status", return_value=status),
             mock.patch.object(strategies.log, "warn_once") as warn,
         ):
-            self.assertEqual(expected, strategies._runs_flat(hint, ops, tu.device_names(2)))
-            self.assertFalse(strategies._runs_flat(hint, ops, tu.device_names(1)))
+            self.assertEqual(expected, strategies.runs_flat(hint, ops, tu.device_names(2)))
+            self.assertFalse(strategies.runs_flat(hint, ops, tu.device_names(1)))
         if warning is None:
             warn.assert_not_called()
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import pathlib
 import secrets
 import sys
@@ -41,38 +42,43 @@ class HostList(options.ParamType):
     context_settings={"allow_interspersed_args": False},
 )
 @click.option(
-    "--workers",
+    *("--workers", "--nproc-per-node", "--nproc_per_node"),
     type=click.IntRange(1, 256),
-    help="How many workers to start, all on this host.",
+    help="Number of workers, all on this host.",
 )
 @click.option(
     "--hosts",
     type=HostList(),
     metavar="A:PORT,...",
-    help="The workers' addresses, one a host. Run the same command on each of these hosts, with "
-    "its own --index.",
+    help="Addresses of the workers, one a host.",
 )
 @click.option(
-    "--index",
+    "--nnodes", type=click.IntRange(1), help="Number of hosts, to be checked against --hosts."
+)
+@click.option(
+    *("--index", "--node-rank", "--node_rank"),
     type=click.IntRange(0),
-    help="Which of --hosts this one is, from 0.",
+    help="Number of this host in --hosts, from 0.",
 )
 @click.option(
     "-g",
     "--devices-per-worker",
     type=click.IntRange(1, 256),
     metavar="D",
-    help=f"How many devices each worker trains on (the environment variable "
-    f"{environment.DEVICES_PER_WORKER}, which tfcdo.MultiWorkerMirroredStrategy reads). Without "
-    "it, each takes the GPUs that it sees, or one CPU device.",
+    help="Number of devices of each worker; default: visible GPUs, or one CPU.",
+)
+@click.option(
+    "--gpus-per-worker",
+    type=click.IntRange(1, 64),
+    metavar="D",
+    help="Number of GPUs that each worker sees, the first worker the first.",
 )
 @click.option(
     "--max-restarts",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="How often to start all workers again after one has failed. The script continues from "
-    f"its own checkpoint; {environment.RESTART_COUNT} tells it how often it was restarted.",
+    help="Number of restarts of all workers after a failure.",
 )
 @click.option(
     "--grace",
@@ -80,16 +86,18 @@ class HostList(options.ParamType):
     default=10.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long workers that are asked to end (SIGTERM) may take before they are killed.",
+    help="Time between SIGTERM and SIGKILL for workers that must end.",
 )
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in `python -m`.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT as a module's name, as in `python -m`.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 def launch(
     workers: int | None,
     hosts: tuple[str, ...] | None,
+    nnodes: int | None,
     index: int | None,
     devices_per_worker: int | None,
+    gpus_per_worker: int | None,
     max_restarts: int,
     grace: float,
     module: bool,
@@ -102,7 +110,9 @@ def launch(
     and which it is. Its output has its name in front of each line. When a worker fails, the others
     are ended, and the first failure's exit status is returned. SIGINT (Ctrl-C), SIGTERM and
     SIGHUP are passed on and end the job; SIGUSR1 and SIGUSR2 are only passed on. No process that a
-    worker started is left, even when the launcher is killed.
+    worker started is left, even when the launcher is killed. After a restart, the script continues
+    from its own checkpoint; TFCDO_RESTART_COUNT has the number of restarts. torchrun's names
+    --nproc-per-node, --nnodes and --node-rank are accepted.
 
     \b
     Three workers with two devices each, on this host:
@@ -113,10 +123,11 @@ def launch(
     A module instead of a script, started again at most three times:
       tfcdo launch --workers 2 --max-restarts 3 -m my_project.train
     """  # noqa: D301 - click wants the character \b itself, and not its two letters.
-    _check_where(workers, hosts, index)
+    _check_where(workers, hosts, nnodes, index)
+    gpus = _gpus(gpus_per_worker, workers or 1)
     if not module and not pathlib.Path(script).exists():
         raise click.UsageError(f"{script!r}: there is no such script (-m runs a module)")
-    make_workers = functools.partial(_workers, workers, hosts, index, devices_per_worker)
+    make_workers = functools.partial(_workers, workers, hosts, index, devices_per_worker, gpus)
     job = supervisor.Job(
         command=(sys.executable, *(["-m"] if module else []), script, *arguments),
         workers=make_workers,
@@ -126,8 +137,17 @@ def launch(
     return supervisor.run(job, lambda message: click.echo(f"tfcdo: {message}", err=True))
 
 
-def _check_where(workers: int | None, hosts: tuple[str, ...] | None, index: int | None) -> None:
+def _check_where(
+    workers: int | None, hosts: tuple[str, ...] | None, nnodes: int | None, index: int | None
+) -> None:
     """Raises a UsageError unless it is said on which hosts the workers are."""
+    if nnodes is not None and nnodes != len(hosts or [1]):
+        raise click.UsageError(
+            f"--nnodes must be the number of --hosts, {len(hosts or [1])}; got {nnodes}"
+        )
+    # torchrun's users write --nproc-per-node 1 for one worker on each host.
+    if hosts is not None and workers == 1:
+        workers = None
     if (workers is None) == (hosts is None):
         raise click.UsageError(
             "give either --workers N, to start all workers on this host, or --hosts A:PORT,B:PORT "
@@ -153,6 +173,7 @@ def _workers(
     hosts: tuple[str, ...] | None,
     index: int | None,
     devices_per_worker: int | None,
+    gpus: Sequence[str],
 ) -> Iterator[Sequence[supervisor.WorkerSpec]]:
     """Gives what each worker of one run is; on one host, with free ports of its own."""
     with contextlib.ExitStack() as stack:
@@ -170,7 +191,32 @@ def _workers(
             assert index is not None
             _check_own_port(hosts[index])
             addresses, indices = hosts, [index]
-        yield [_worker(worker, addresses, variables) for worker in indices]
+        # Each worker's GPUs, in the order of the workers of this host.
+        visible = [{"CUDA_VISIBLE_DEVICES": names} for names in gpus] or [{}] * len(indices)
+        yield [
+            _worker(worker, addresses, {**variables, **own})
+            for worker, own in zip(indices, visible, strict=True)
+        ]
+
+
+def _gpus(each: int | None, num_workers: int) -> list[str]:
+    """Returns for each worker of this host the value of CUDA_VISIBLE_DEVICES; [] to leave it."""
+    if each is None:
+        return []
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        from tfcdo.topology import detection
+
+        names = [str(number) for number in range(len(detection.gpus_of_nvidia_smi()))]
+    else:
+        names = [name.strip() for name in given.split(",") if name.strip()]
+    if len(names) < each * num_workers:
+        source = "nvidia-smi shows" if given is None else "CUDA_VISIBLE_DEVICES names"
+        raise click.UsageError(
+            f"--gpus-per-worker {each} needs {each * num_workers} GPUs for {num_workers} workers "
+            f"on this host; {source} {len(names)}"
+        )
+    return [",".join(names[each * worker :][:each]) for worker in range(num_workers)]
 
 
 def _check_own_port(address: str) -> None:
