@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-Strategy = tf.distribute.Strategy
 BATCH, STEPS = 12, 5
 _RANDOM = np.random.default_rng(0)
 FEATURES = _RANDOM.normal(size=(BATCH * STEPS, 6)).astype("float32")
@@ -23,7 +22,7 @@ TOKENS = _RANDOM.integers(1, 50, (BATCH * STEPS, 8)).astype("int32")
 LABELS = _RANDOM.integers(0, 2, BATCH * STEPS).astype("int32")
 
 
-def _loop(strategy: Strategy, step: Callable[..., Any], *arrays: np.ndarray) -> None:
+def _loop(strategy: tf.distribute.Strategy, step: Callable[..., Any], *arrays: np.ndarray) -> None:
     """Runs a step on each replica for each batch."""
     data = tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH)
     run = tf.function(lambda batch: strategy.run(step, args=batch))
@@ -39,7 +38,7 @@ def _sum_of_squares(predictions: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(tf.square(predictions - targets)) / BATCH
 
 
-def sonnet(strategy: Strategy) -> list[np.ndarray]:
+def sonnet(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     """Trains a Sonnet MLP; the strategy is Sonnet's Replicator with the same cross-device ops."""
     import sonnet as snt
 
@@ -62,8 +61,8 @@ def sonnet(strategy: Strategy) -> list[np.ndarray]:
     return _numbers(model.trainable_variables)
 
 
-def sonnet_tests(strategy: Strategy) -> list[np.ndarray]:
-    """Runs Sonnet's tests of its Replicator with the strategy's cross-device ops; counts failures."""
+def sonnet_tests(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+    """Runs Sonnet's own tests of its Replicator, with the strategy's cross-device ops."""
     from sonnet.src.distribute import replicator, replicator_test
 
     ops, init = strategy.extended._cross_device_ops, replicator.Replicator.__init__
@@ -80,7 +79,7 @@ def sonnet_tests(strategy: Strategy) -> list[np.ndarray]:
     return [np.array(result.testsRun)]
 
 
-def orbit(strategy: Strategy) -> list[np.ndarray]:
+def orbit(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     """Trains with orbit's Controller and StandardTrainer."""
     import orbit as orbit_library
 
@@ -111,8 +110,8 @@ def orbit(strategy: Strategy) -> list[np.ndarray]:
     return _numbers([weights])
 
 
-def models(strategy: Strategy) -> list[np.ndarray]:
-    """Trains with TensorFlow Models' minimize_using_explicit_allreduce, in float16 gradients."""
+def models(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+    """Trains with TensorFlow Models' minimize_using_explicit_allreduce,."""
     import tf_keras
     from official.modeling import grad_utils
 
@@ -133,7 +132,13 @@ def models(strategy: Strategy) -> list[np.ndarray]:
     return _numbers(model.get_weights())
 
 
-def _fit(library: Any, strategy: Strategy, make: Callable[[], Any], *data: Any, **options: Any) -> Any:
+def _fit(
+    library: Any,
+    strategy: tf.distribute.Strategy,
+    make: Callable[[], Any],
+    *data: Any,
+    **options: Any,
+) -> Any:
     """Trains a model with `fit`; returns its weights and its losses."""
     with strategy.scope():
         library.utils.set_random_seed(1)
@@ -143,7 +148,7 @@ def _fit(library: Any, strategy: Strategy, make: Callable[[], Any], *data: Any, 
     return [*_numbers(model.get_weights()), np.array(history.history["loss"])]
 
 
-def tf_keras(strategy: Strategy) -> list[np.ndarray]:
+def tf_keras(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     """Trains a tf_keras model with fit."""
     import tf_keras as keras
 
@@ -153,7 +158,7 @@ def tf_keras(strategy: Strategy) -> list[np.ndarray]:
     return _fit(keras, strategy, make, FEATURES, TARGETS, optimizer="adam", loss="mse")
 
 
-def _optimizer(strategy: Strategy, learning_rate: float) -> Any:
+def _optimizer(strategy: tf.distribute.Strategy, learning_rate: float) -> Any:
     """Returns Adam that clips; under a tfcdo strategy in tfcdo's DistributedOptimizer."""
     import keras
 
@@ -165,13 +170,15 @@ def _optimizer(strategy: Strategy, learning_rate: float) -> Any:
     return adam
 
 
-def keras_hub_bert(strategy: Strategy) -> list[np.ndarray]:
+def keras_hub_bert(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     """Fine-tunes a small BERT classifier; gradients are clipped by their global norm."""
     import keras
     import keras_hub
 
     def make() -> Any:
-        backbone = keras_hub.models.BertBackbone(50, 1, 2, 16, 32, dropout=0.0, max_sequence_length=8)
+        backbone = keras_hub.models.BertBackbone(
+            50, 1, 2, 16, 32, dropout=0.0, max_sequence_length=8
+        )
         return keras_hub.models.BertTextClassifier(backbone, 2, preprocessor=None, dropout=0.0)
 
     inputs = {
@@ -185,22 +192,26 @@ def keras_hub_bert(strategy: Strategy) -> list[np.ndarray]:
     return _fit(keras, strategy, make, inputs, LABELS, optimizer=optimizer, loss=loss)
 
 
-def keras_hub_gpt2(strategy: Strategy) -> list[np.ndarray]:
+def keras_hub_gpt2(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     """Trains a small GPT-2 to predict the next token."""
     import keras
     import keras_hub
 
     def make() -> Any:
-        backbone = keras_hub.models.GPT2Backbone(50, 1, 2, 16, 32, dropout=0.0, max_sequence_length=8)
+        backbone = keras_hub.models.GPT2Backbone(
+            50, 1, 2, 16, 32, dropout=0.0, max_sequence_length=8
+        )
         return keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
 
     inputs = {"token_ids": TOKENS, "padding_mask": np.ones_like(TOKENS)}
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     targets = np.roll(TOKENS, -1, axis=1)
-    return _fit(keras, strategy, make, inputs, targets, optimizer=keras.optimizers.SGD(0.1), loss=loss)
+    return _fit(
+        keras, strategy, make, inputs, targets, optimizer=keras.optimizers.SGD(0.1), loss=loss
+    )
 
 
-def keras_rs(strategy: Strategy) -> list[np.ndarray]:
+def keras_rs(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     """Trains KerasRS's FeatureCross on embeddings."""
     import keras
     import keras_rs as library
@@ -216,7 +227,7 @@ def keras_rs(strategy: Strategy) -> list[np.ndarray]:
     )
 
 
-def recommenders(strategy: Strategy) -> list[np.ndarray]:
+def recommenders(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     """Trains a TensorFlow Recommenders model with a ranking task."""
     import tensorflow_recommenders as tfrs
     import tf_keras as keras
@@ -243,7 +254,7 @@ def recommenders(strategy: Strategy) -> list[np.ndarray]:
     return _numbers(model.get_weights())
 
 
-def probability(strategy: Strategy) -> list[np.ndarray]:
+def probability(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     """Fits a mean-field posterior of a linear model by variational inference."""
     import tensorflow_probability as tfp
 
@@ -273,7 +284,7 @@ def probability(strategy: Strategy) -> list[np.ndarray]:
     return _numbers([location, scale])
 
 
-def agents(strategy: Strategy) -> list[np.ndarray]:
+def agents(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     """Trains a TF-Agents DQN on random transitions."""
     import tf_keras
     from tf_agents.agents.dqn import dqn_agent
@@ -310,7 +321,7 @@ def agents(strategy: Strategy) -> list[np.ndarray]:
     return _numbers(agent._q_network.variables)
 
 
-def keras_tuner(strategy: Strategy) -> list[np.ndarray]:
+def keras_tuner(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     """Searches for a learning rate with KerasTuner's distribution_strategy."""
     import keras
     import keras_tuner as library
