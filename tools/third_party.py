@@ -24,8 +24,8 @@ _PAGE = """\
 # Other libraries
 
 Made by `make third-party` on TensorFlow {version}: each program trains on one device and on 3
-virtual CPU devices under `tf.distribute.MirroredStrategy` and `tfcdo.MirroredStrategy`. The table has the
-largest difference of the results to one device. ✓: at most 3e-5. The programs are in
+virtual CPU devices under `tf.distribute.MirroredStrategy` and `tfcdo.MirroredStrategy`. The table
+has the largest difference of the results to one device. ✓: at most 3e-5. The programs are in
 [`tools/third_party_programs.py`](../tools/third_party_programs.py), each about 20 lines.
 
 | library | program | TensorFlow | tfcdo |
