@@ -387,13 +387,7 @@ def _compared(value: Any) -> str:
 def class_options(
     wire_dtype: Any = None, error_feedback: Any = False, sparse_as_dense: Any = "auto"
 ) -> dict[str, Any]:
-    """Checks the arguments that all classes have; returns them as fields of `Options`.
-
-    Raises:
-      ValueError: if `sparse_as_dense` is none of its values, `wire_dtype` is another dtype, or
-        there is error feedback without one.
-      TypeError: if `wire_dtype` is not a dtype, or `error_feedback` not a bool.
-    """
+    """Checks the arguments that all classes have; returns them as fields of `Options`."""
     request.check_sparse_as_dense(sparse_as_dense)
     wire = check_wire_dtype("wire_dtype", wire_dtype)
     request.check_error_feedback(error_feedback, wire)

@@ -90,6 +90,7 @@ class BackupAndRestore(Callback):
       RuntimeError: if no backup can be read, or another job uses the folder.
 
     Example:
+      >>> import os, tempfile
       >>> import keras, numpy as np, tfcdo.keras
       >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
       >>> model.compile("sgd", "mse")

@@ -30,6 +30,7 @@ class CheckInSync(Callback):
 
     Example:
       >>> import keras
+      >>> import tensorflow as tf
       >>> model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
       >>> model.compile("sgd", "mse")
       >>> history = model.fit(tf.ones([4, 2]), tf.ones([4, 1]), verbose=0,
