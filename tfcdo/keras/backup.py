@@ -159,7 +159,7 @@ class BackupAndRestore(Callback):
             self._leave()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Makes a backup if it is time to, and leaves if a host will be taken away; Keras calls it."""
+        """Makes a backup if it is time to, and leaves if it must; Keras calls it."""
         self._calls += 1
         steps = (self.params or {}).get("steps")
         # With `steps_per_execution` Keras counts the last batches of an epoch in full.
