@@ -4,6 +4,7 @@ FOLDER must be on a file system that all machines of the cluster share. See docs
 """
 
 import os
+import pathlib
 import sys
 
 from ray import train
@@ -32,16 +33,19 @@ def train_one_worker(config):
     x = np.random.default_rng(0).normal(size=(STEPS * BATCH, 16)).astype("float32")
     backup = tfcdo.keras.BackupAndRestore(f"{config['folder']}/backup", save_freq=10)
 
-    class Report(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            replicas = strategy.num_replicas_in_sync
-            train.report({"epoch": epoch, "loss": logs["loss"], "replicas": replicas})
-
     data = tfcdo.keras.resumable((x, x[:, :4] ** 2), BATCH, seed=1)
-    callbacks = [backup, Report()]
-    model.fit(data, epochs=EPOCHS, steps_per_epoch=STEPS, verbose=0, callbacks=callbacks)
+    history = model.fit(
+        data, epochs=EPOCHS, steps_per_epoch=STEPS, verbose=0, callbacks=[backup]
+    ).history
+    metrics = {"loss": history["loss"][-1], "replicas": strategy.num_replicas_in_sync}
+    checkpoint = None
     if tfcdo.is_chief():
-        model.save(f"{config['folder']}/model.keras")
+        folder = pathlib.Path(config["folder"], "model")
+        folder.mkdir(exist_ok=True)
+        model.save(folder / "model.keras")
+        checkpoint = train.Checkpoint.from_directory(folder)
+    # All workers report; Result.metrics are None without a checkpoint.
+    train.report(metrics, checkpoint=checkpoint)
 
 
 if __name__ == "__main__":

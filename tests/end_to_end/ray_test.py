@@ -49,7 +49,7 @@ class RayTest(absltest.TestCase):
         alone.mkdir()
         ray_training.train_on_one_device(alone)
         weights = [
-            keras.models.load_model(path / "model.keras", compile=False).get_weights()
+            keras.models.load_model(path / "model" / "model.keras", compile=False).get_weights()
             for path in (folder, alone)
         ]
         for own, expected in zip(*weights):

@@ -56,6 +56,7 @@ def train_on_one_device(folder: pathlib.Path) -> None:
     with (
         mock.patch.object(tfcdo, "MultiWorkerMirroredStrategy", default),
         mock.patch.object(example["train"], "report"),
+        mock.patch.object(example["train"].Checkpoint, "from_directory"),
     ):
         example["train_one_worker"]({"folder": str(folder)})
 
