@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 4 --dist worksteal
 PYTEST := $(BIN)/python -m pytest $(WORKERS)
 
-.PHONY: help demo test test-fast test-versions lint wheel check-wheel coverage docs compat faults bench clean
+.PHONY: help demo test test-fast test-versions lint wheel check-wheel coverage docs compat faults bench third-party clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -70,8 +70,15 @@ faults: $(VENV)/.installed-dev ## Kill, stop, take away and add hosts of small t
 bench: $(VENV)/.installed-dev ## Measure everything on this machine, alone on it: docs/performance.md
 	@$(BIN)/python tools/performance.py docs/performance.md
 
+THIRD_PARTY := .venv-third-party/bin
+third-party: ## Run programs of other libraries under both strategies: docs/third-party.md
+	@[ -x $(THIRD_PARTY)/python ] || $(PYTHON) -m venv .venv-third-party
+	@$(THIRD_PARTY)/pip install -q --disable-pip-version-check -r tools/third_party.txt -e .
+	@$(THIRD_PARTY)/pip install -q --disable-pip-version-check --no-deps tf-models-official==2.20.0
+	@$(THIRD_PARTY)/python tools/third_party.py docs/third-party.md $(PROGRAMS)
+
 clean: ## Remove .venv and all that the other targets made
-	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-third-party build dist *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find tfcdo tests tools pip_package -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment. A stamp names the extra that is installed and is as old as the pyproject.toml

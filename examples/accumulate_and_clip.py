@@ -40,7 +40,8 @@ def train(strategy: tf.distribute.Strategy) -> keras.Model:
 def main() -> None:
     """Trains on three virtual devices."""
     model = train(tfcdo.MirroredStrategy(tfcdo.configure_virtual_cpus(3)))
-    print(f"{int(model.optimizer.iterations)} batches, weights of norm", end=" ")
+    updates = int(model.optimizer.iterations)
+    print(f"{updates} updates of {STEPS_PER_UPDATE} batches each, weights of norm", end=" ")
     print(f"{np.linalg.norm(model.get_weights()[0]):.4f}")
 
 

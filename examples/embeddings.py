@@ -36,16 +36,19 @@ def train(strategy: tf.distribute.Strategy) -> keras.Model:
                 keras.layers.Dense(1),
             ]
         )
-        optimizer = tfcdo.keras.DistributedOptimizer(keras.optimizers.SGD(10.0))
+        optimizer = tfcdo.keras.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.9))
         model.compile(optimizer, keras.losses.BinaryCrossentropy(from_logits=True))
-    model.fit(make_data(), epochs=2, shuffle=False, verbose=0)
+    model.fit(make_data(), epochs=6, shuffle=False, verbose=0)
     return model
 
 
 def main() -> None:
     """Trains on four virtual devices."""
     model = train(tfcdo.MirroredStrategy(tfcdo.configure_virtual_cpus(4)))
-    print(f"loss {model.evaluate(make_data(), verbose=0):.4f}")
+    loss = model.evaluate(make_data(), verbose=0)
+    share = np.mean([label for _, label in make_data().unbatch().as_numpy_iterator()])
+    constant = -share * np.log(share) - (1 - share) * np.log(1 - share)
+    print(f"loss {loss:.4f}; of the best constant answer: {constant:.4f}")
 
 
 if __name__ == "__main__":

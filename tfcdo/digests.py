@@ -20,7 +20,7 @@ _INTEGER_OF_SIZE = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 _FIRST_CALLS = 3
 
 
-class Comparison:
+class WeightComparison:
     """Compares the weights of a Keras model, and its optimizer's variables, on all replicas."""
 
     def __init__(self, model: Any) -> None:
@@ -57,7 +57,7 @@ def _run_checked(
     if len(calls) == _FIRST_CALLS:
         return logs
     # The optimizer has its variables after the first call.
-    calls.append(calls[0] if calls else Comparison(model))
+    calls.append(calls[0] if calls else WeightComparison(model))
     difference = calls[0].difference()
     if difference is not None:
         raise RuntimeError(

@@ -40,7 +40,7 @@ def step_with(arguments: Sequence[tf.Tensor]) -> Iterator[None]:
 def keep_statistic(variable: Any) -> None:
     """Has a distributed variable keep its number on a replica without examples."""
     if isinstance(variable, tf_internals.DistributedValues):
-        variable.__class__ = _statistic_class(type(variable))
+        variable.__class__ = _statistic_class(variable.__class__)
 
 
 def without_nan(values: Any) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import empty_batches, keras_steps, log, moving_statistics, tf_internals
+from tfcdo import checks, empty_batches, keras_steps, log, moving_statistics, tf_internals
+from tfcdo.cross_device_ops import AllReduceCrossDeviceOps, NcclAllReduce, ReductionToOneDevice
+from tfcdo.execute import nccl
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.explain import Explanation
 from tfcdo.structures import gather_structure, reduce_structure
@@ -127,3 +129,50 @@ class ReplicaExtended:
                 "StopIteration where one device trains nothing"
             )
         return super()._experimental_distribute_dataset(dataset, options)  # type: ignore[misc]
+
+
+def runs_flat(hint: str, ops: Any, devices: Sequence[str]) -> bool:
+    """Returns whether NCCL all-reduces over all devices of all hosts at once, without copy trees.
+
+    Where it is asked for and cannot, this says why, once.
+
+    Args:
+      hint: the implementation that is to be used between hosts.
+      ops: how to reduce inside a host; None if the user leaves it open.
+      devices: this host's devices.
+    """
+    # One device a host: the collective between the hosts is over all devices already.
+    if hint == "ring" or len(devices) == 1:
+        return False
+    status = nccl.nccl_status(devices)
+    if ops is not None and not isinstance(ops, NcclAllReduce):
+        problem = (
+            f"cross_device_ops is {type(ops).__name__}, which sums inside each host; leave it out, "
+            "or give tfcdo.NcclAllReduce(), for one collective over all devices"
+        )
+    elif status.can_run:
+        return True
+    else:
+        problem = str(status)
+    if hint == "nccl":
+        log.warn_once(
+            "NCCL is asked for between hosts, but instead of one collective over all devices of "
+            f"all hosts, one device a host takes part for each pack: {problem}"
+        )
+    return False
+
+
+def check_host_arguments(options: Any, ops: Any, devices_per_worker: Any) -> None:
+    """Raises an error for arguments of `MultiWorkerMirroredStrategy` of another type."""
+    if not isinstance(options, tf_internals.OPTIONS_TYPE):
+        raise TypeError(
+            "communication_options must be a tf.distribute.experimental.CommunicationOptions or "
+            f"None; got {options!r}"
+        )
+    if ops is not None and not isinstance(ops, (AllReduceCrossDeviceOps, ReductionToOneDevice)):
+        raise TypeError(
+            "cross_device_ops must be one of tfcdo's, such as tfcdo.HierarchicalCopyAllReduce(), "
+            f"or None; got {ops!r}"
+        )
+    if devices_per_worker is not None:
+        checks.check_int("devices_per_worker", devices_per_worker, at_least=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import checks, environment, log, tf_internals, version, virtual_devices
+from tfcdo import checks, environment, tf_internals, version, virtual_devices
 from tfcdo.cluster import config, rendezvous, session
 from tfcdo.cluster.delays import HostDelay
 from tfcdo.cross_device_ops import (
@@ -20,7 +20,12 @@ from tfcdo.cross_device_ops import (
 from tfcdo.execute import between, codec, nccl
 from tfcdo.execute.request import check_cross_device_ops, check_error_feedback
 from tfcdo.plan.options import BetweenHosts
-from tfcdo.replica_extended import ReducesStructures, ReplicaExtended
+from tfcdo.replica_extended import (
+    ReducesStructures,
+    ReplicaExtended,
+    check_host_arguments,
+    runs_flat,
+)
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
 
@@ -123,7 +128,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
     ) -> None:
         if communication_options is None:
             communication_options = tf.distribute.experimental.CommunicationOptions()
-        _check_arguments(communication_options, cross_device_ops, devices_per_worker)
+        check_host_arguments(communication_options, cross_device_ops, devices_per_worker)
         wire = codec.check_wire_dtype("wire_between", wire_between, codec.BETWEEN_DTYPES)
         check_error_feedback(error_feedback, wire, "wire_between")
         if not isinstance(check_in_sync, bool):
@@ -207,52 +212,6 @@ def _default_ops(devices: Sequence[str]) -> AllReduceCrossDeviceOps:
     return NcclAllReduce() if nccl.nccl_status(devices).can_run else AutoAllReduce()
 
 
-def _runs_flat(hint: str, ops: Any, devices: Sequence[str]) -> bool:
-    """Returns whether NCCL all-reduces over all devices of all hosts at once, without copy trees.
-
-    Where it is asked for and cannot, this says why, once.
-
-    Args:
-      hint: the implementation that is to be used between hosts.
-      ops: how to reduce inside a host; None if the user leaves it open.
-      devices: this host's devices.
-    """
-    # One device a host: the collective between the hosts is over all devices already.
-    if hint == "ring" or len(devices) == 1:
-        return False
-    status = nccl.nccl_status(devices)
-    if ops is not None and not isinstance(ops, NcclAllReduce):
-        problem = (
-            f"cross_device_ops is {type(ops).__name__}, which sums inside each host; leave it out, "
-            "or give tfcdo.NcclAllReduce(), for one collective over all devices"
-        )
-    elif status.can_run:
-        return True
-    else:
-        problem = str(status)
-    if hint == "nccl":
-        log.warn_once(
-            "NCCL is asked for between hosts, but instead of one collective over all devices of "
-            f"all hosts, one device a host takes part for each pack: {problem}"
-        )
-    return False
-
-
-def _check_arguments(options: Any, ops: Any, devices_per_worker: Any) -> None:
-    if not isinstance(options, tf_internals.OPTIONS_TYPE):
-        raise TypeError(
-            "communication_options must be a tf.distribute.experimental.CommunicationOptions or "
-            f"None; got {options!r}"
-        )
-    if ops is not None and not isinstance(ops, (AllReduceCrossDeviceOps, ReductionToOneDevice)):
-        raise TypeError(
-            "cross_device_ops must be one of tfcdo's, such as tfcdo.HierarchicalCopyAllReduce(), "
-            f"or None; got {ops!r}"
-        )
-    if devices_per_worker is not None:
-        checks.check_int("devices_per_worker", devices_per_worker, at_least=1)
-
-
 class _MirroredExtended(ReplicaExtended, tf_internals.MirroredExtended):
     """Does the strategy's work for TensorFlow: as its own does, but for moving statistics."""
 
@@ -308,7 +267,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
             )
             hint = options.implementation.value.lower()
             devices = self.worker_devices
-            flat = wire_between is None and _runs_flat(hint, cross_device_ops, devices)
+            flat = wire_between is None and runs_flat(hint, cross_device_ops, devices)
             most = options.bytes_per_pack or _BYTES_PER_PACK
             settings["what"] = "machine of a strategy"
             settings["cross_device_ops in use"] = f"{type(ops).__name__}, {flat=}"

@@ -4,6 +4,8 @@ Everything that tfcdo needs from `tensorflow.python` is imported here and given 
 new TensorFlow version is the work of one file. Nothing here reduces anything: these are the value
 classes that `tf.distribute.MirroredStrategy` hands over, the spelling of device names, and the
 registry of kernels.
+
+Longer than 400 lines: private names of TensorFlow are imported in one file only.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
     def test_there_are_no_others(self):
         names = {path.stem for path in _EXAMPLES.glob("*.py")}
         tested = {"keras_fit", "embeddings", "accumulate_and_clip", "mixed_precision"}
-        others = {"own_loop", "tf1_session", "own_algorithm", "multi_worker"}
+        others = {"own_loop", "migrate_gpu", "own_algorithm", "multi_worker"}
         self.assertEqual(names, tested | others)
 
     @parameterized.parameters("keras_fit", "embeddings", "accumulate_and_clip")
@@ -63,10 +63,31 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
         for own, expected in zip((slopes, height), example.train(_one()), strict=True):
             self.assertAllClose(expected, own, rtol=1e-5)
 
-    def test_tf1_session(self):
-        # The mean of 0..11, up to (1 - 0.4)^20 of the way there.
-        weight = _load("tf1_session").train(["/cpu:0", "/cpu:1", "/cpu:2"])
-        self.assertAllClose(5.5, weight, rtol=1e-3)
+    def test_migration(self):
+        example = _load("migrate_gpu")
+        devices = ["/cpu:0", "/cpu:1", "/cpu:2"]
+        one, before, after = (
+            example.train_before(devices[:1]),
+            example.train_before(devices),
+            example.train_after(devices),
+        )
+        for expected, own in zip(one.get_weights(), after.get_weights(), strict=True):
+            self.assertAllClose(expected, own, rtol=1e-4, atol=1e-5)
+        # Why one should: each replica clips before the sum.
+        self.assertNotAllClose(one.get_weights()[0], before.get_weights()[0], atol=1e-3)
+
+    def test_embeddings_learn(self):
+        example = _load("embeddings")
+        labels = np.concatenate([labels for _, labels in example.make_data()])
+        share = labels.mean()
+        constant = -share * np.log(share) - (1 - share) * np.log(1 - share)
+        loss = example.train(_three()).evaluate(example.make_data(), verbose=0)
+        self.assertLess(loss, constant / 2)
+
+    def test_updates_are_counted(self):
+        example = _load("accumulate_and_clip")
+        model = example.train(_three())
+        self.assertEqual(int(model.optimizer.iterations), 2 * 16 // example.STEPS_PER_UPDATE)
 
     def test_own_algorithm(self):
         example = _load("own_algorithm")

@@ -157,7 +157,6 @@ class FitTest(KerasTestCase):
     @parameterized.parameters(
         ("hierarchical", 3),
         ("hierarchical", 5),
-        ("hierarchical", 7),
         ("one_device", 3),
         ("all_reduce", 3),
         ("nccl", 3),
@@ -179,7 +178,6 @@ class FitTest(KerasTestCase):
         self.assertGreater(difference, 0.01)
 
     @parameterized.parameters(
-        ("one_device", {}),
         ("all_reduce", {"steps_per_execution": 2}),
         ("nccl", {"run_eagerly": True}),
     )

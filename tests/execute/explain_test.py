@@ -79,6 +79,18 @@ class GraphTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(adding, told.num_ops["AddN"])
 
 
+class OwnersTest(tf.test.TestCase):
+    def test_shares_of_owners(self):
+        devices = tu.device_names(2)
+        told = tfcdo.AutoAllReduce().explain([(30,), (10,), (10,)], devices=devices)
+        self.assertEqual(told.owned_bytes, ())
+        strategy = tfcdo.MirroredStrategy(devices)
+        told = strategy.explain([(30,), (10,), (10,)], shard_optimizer_state=True)
+        self.assertEqual(told.owned_bytes, (120, 80))
+        self.assertEqual(dict(told.bytes_by_link), {(0, 1): 200, (1, 0): 200})
+        self.assertRegex(str(told), "120 bytes a device instead of 200 bytes.* 1.20 of the mean")
+
+
 class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
     """Tests of arguments left out, and of what an object says about itself."""
 

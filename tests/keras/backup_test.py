@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
 import signal
 import tempfile
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -15,8 +17,8 @@ from absl.testing import parameterized
 
 import tfcdo
 import tfcdo.keras
-from tfcdo import environment
-from tfcdo.keras import preemption
+from tfcdo import environment, log
+from tfcdo.keras import backup, backup_folder, data_order, preemption
 
 _EPOCHS, _STEPS, _BATCH = 3, 7, 12
 _EXAMPLES = 80  # Not a multiple of the batch: batches begin in one epoch and end in the next.
@@ -63,11 +65,11 @@ def _layers(exact: bool) -> list[Any]:
     ]
 
 
-def _optimizer(exact: bool) -> keras.Optimizer:
+def _optimizer(exact: bool, shard: bool) -> keras.Optimizer:
     rate = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.9)
     accumulating = {"gradient_accumulation_steps": 2} if exact else {}
     adam = keras.optimizers.Adam(rate, use_ema=True, ema_momentum=0.9, **accumulating)
-    return tfcdo.keras.DistributedOptimizer(adam)
+    return tfcdo.keras.DistributedOptimizer(adam, shard_optimizer_state=shard)
 
 
 def _data(kind: str = "resumable") -> tf.data.Dataset:
@@ -89,6 +91,7 @@ class _Training:
         at_once: int = 1,
         exact: bool = True,
         data: str = "resumable",
+        shard: bool = False,
         ops: Any = None,
     ) -> None:
         strategy = tf.distribute.get_strategy()
@@ -98,7 +101,7 @@ class _Training:
         with strategy.scope():
             self.model = keras.Sequential(_layers(exact))
             self.model.compile(
-                _optimizer(exact), "mse", metrics=["mae"], steps_per_execution=at_once
+                _optimizer(exact, shard), "mse", metrics=["mae"], steps_per_execution=at_once
             )
         self.record = _Record()
         steps = None if data == "finite" else _STEPS
@@ -134,6 +137,7 @@ class BackupTestCase(tf.test.TestCase, parameterized.TestCase):
     def interrupted(self, after: int, *callbacks: Any, **options: Any) -> None:
         with self.assertRaises(KeyboardInterrupt):
             _Training(*callbacks, _End(after), **options)
+        backup._writer.submit(int).result()  # The last one is written.
 
     def assert_bitwise_equal(self, expected: _Training, actual: _Training) -> None:
         for one, other in zip(expected.arrays, actual.arrays, strict=True):
@@ -164,6 +168,12 @@ class ExactTest(BackupTestCase):
         training = _Training(self.backup(save_freq=1), replicas=replicas, data=data)
         self.assert_bitwise_equal(undisturbed, training)
         self.assertFalse(self.folder.exists())
+
+    def test_sharded_state(self):
+        undisturbed = _Training(replicas=2, shard=True)
+        self.interrupted(5, self.backup(save_freq=1), replicas=2, shard=True)
+        training = _Training(self.backup(), replicas=2, shard=True)
+        self.assert_bitwise_equal(undisturbed, training)
 
     def test_several_faults_and_steps_at_once(self):
         undisturbed = _Training(at_once=2)
@@ -203,6 +213,145 @@ class ExactTest(BackupTestCase):
         self.assertEqual(self.names(), ["epoch-00000-batch-00000005.npz", "training.json"])
         self.assert_bitwise_equal(undisturbed, _Training(self.backup()))
         self.assertEqual(signal.getsignal(signal.SIGTERM), signal.SIG_DFL)
+
+
+class SnapshotTest(BackupTestCase):
+    def test_snapshots_are_newer_than_backups(self):
+        memory = self.enter_context(tempfile.TemporaryDirectory())
+        self.enter_context(mock.patch.object(backup_folder, "_MEMORY", pathlib.Path(memory)))
+        options = {"save_freq": 6, "snapshot_every": 1}
+        undisturbed = _Training()
+        self.interrupted(11, self.backup(**options))
+        self.assertLen(list(pathlib.Path(memory).iterdir()), 1)
+        self.assertEqual(self.names(), ["epoch-00000-batch-00000006.npz", "training.json"])
+        training = _Training(self.backup(**options), _First(self, 11))
+        self.assert_bitwise_equal(undisturbed, training)
+        self.assertEmpty(list(pathlib.Path(memory).iterdir()))
+        # Snapshots of a training whose folder is gone are of no use.
+        self.interrupted(4, self.backup(**options))
+        self.assertTrue(list(pathlib.Path(memory).glob("*/epoch-*")))
+        shutil.rmtree(self.folder)
+        self.interrupted(1, self.backup(**options), _First(self, 0))
+
+
+class _First(keras.callbacks.Callback):
+    """Asserts after which batch training goes on, by the optimizer's count of updates."""
+
+    def __init__(self, case: tf.test.TestCase, batch: int) -> None:
+        super().__init__()
+        self._case, self._batch = case, batch
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        # Gradients of two batches are accumulated for each update.
+        iterations = int(self.model.optimizer.iterations.numpy())
+        self._case.assertEqual(iterations, self._batch // 2)
+
+
+class BadInputTest(BackupTestCase):
+    def test_another_model_or_optimizer(self):
+        self.interrupted(1, self.backup(save_freq=1), exact=False)
+        names = self.names()
+
+        def fit(units: int, optimizer: Any) -> None:
+            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(units, "tanh")])
+            if units == 5:
+                model.add(keras.layers.Dense(1))
+            model.compile(optimizer, "mse", run_eagerly=True)
+            model.fit(np.zeros([4, 4]), np.zeros([4, 1]), verbose=0, callbacks=[self.backup()])
+
+        with self.assertRaisesRegex(
+            ValueError, r"another optimizer: it was made with Adam, and the model .* with SGD; give"
+        ):
+            fit(5, "sgd")
+        adam = keras.optimizers.Adam(
+            keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.9), use_ema=True
+        )
+        with self.assertRaisesRegex(
+            ValueError, r"another model: its variable 0 is sequential/dense/kernel \[4, 5\] float32"
+        ):
+            fit(6, adam)
+        self.assertEqual(self.names(), names)
+
+    def test_data_that_cannot_be_resumed_is_named_at_the_start(self):
+        arrays = np.zeros([4, 4]), np.zeros([4, 1])
+        dataset = tf.data.Dataset.from_tensor_slices(arrays)
+        kept = dataset.shuffle(4, seed=1, reshuffle_each_iteration=False).batch(2)
+        for data, reason in [
+            (arrays, "fit.shuffle=True. draws another order"),
+            (dataset.shuffle(4).batch(2), "reshuffle_each_iteration=True"),
+            (kept, None),
+        ]:
+            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", run_eagerly=True)
+            x, y = data if isinstance(data, tuple) else (data, None)
+            with mock.patch.object(log, "warn_once") as warn:
+                model.fit(x, y, verbose=0, callbacks=[self.backup()])
+            messages = [call.args[0] for call in warn.call_args_list]
+            if reason is None:
+                self.assertEmpty(messages)
+            else:
+                self.assertRegex(messages[0], reason)
+
+    def test_an_endless_dataset_needs_steps(self):
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True)
+        with self.assertRaisesRegex(ValueError, "steps_per_epoch .* got None"):
+            model.fit(_data(), verbose=0, callbacks=[self.backup()])
+
+    @parameterized.parameters(
+        ({"backup_dir": ""}, ValueError, "backup_dir must be the path of a folder; got ''"),
+        ({"save_freq": "batch"}, ValueError, 'save_freq must be "epoch" or a number; got'),
+        ({"save_freq": 0}, ValueError, "save_freq must be at least 1"),
+        ({"snapshot_every": 1.5}, TypeError, "snapshot_every must be an int"),
+    )
+    def test_arguments(self, arguments: dict[str, Any], error: type, message: str):
+        with self.assertRaisesRegex(error, message):
+            tfcdo.keras.BackupAndRestore(**{"backup_dir": "x", **arguments})
+
+
+class ResumableTest(tf.test.TestCase):
+    def test_every_epoch_has_each_example_once_in_its_own_order(self):
+        data = tfcdo.keras.resumable(np.arange(10), batch_size=4, seed=5)
+        examples = np.concatenate([batch.numpy() for batch in data.take(10)])
+        epochs = examples.reshape(4, 10)
+        for epoch, order in enumerate(epochs):
+            self.assertCountEqual(order, range(10))
+            seed = tf.constant([5, epoch], tf.int64)
+            expected = [
+                int(tf.random.experimental.index_shuffle(tf.constant(i, tf.int64), seed, 9))
+                for i in range(10)
+            ]
+            self.assertEqual(order.tolist(), expected)
+        self.assertLen(np.unique(epochs, axis=0), 4)
+        known = data_order.order_of(mock.Mock(data_adapter=mock.Mock(_dataset=data)))
+        assert known is not None
+        known.first.assign(7)
+        self.assertAllEqual(next(iter(data)), examples[7:11])
+
+    def test_random_access_and_no_shuffle(self):
+        class Squares:
+            def __len__(self) -> int:
+                return 3
+
+            def __getitem__(self, index: int) -> Any:
+                return {"x": np.float32(index), "y": np.full([2], index**2)}
+
+        data = tfcdo.keras.resumable(Squares(), 2, shuffle=False)
+        batches = [tf.nest.map_structure(lambda x: x.numpy().tolist(), b) for b in data.take(2)]
+        self.assertEqual(
+            batches,
+            [{"x": [0.0, 1.0], "y": [[0, 0], [1, 1]]}, {"x": [2.0, 0.0], "y": [[4, 4], [0, 0]]}],
+        )
+
+    def test_bad_input(self):
+        with self.assertRaisesRegex(ValueError, r"arrays of the same length; got \[2, 3\]"):
+            tfcdo.keras.resumable((np.zeros(2), np.zeros(3)), 1)
+        with self.assertRaisesRegex(ValueError, "at least one example; got none"):
+            tfcdo.keras.resumable(np.zeros([0, 2]), 1)
+        with self.assertRaisesRegex(TypeError, "data must be arrays, .* got 5"):
+            tfcdo.keras.resumable(5, 1)
+        with self.assertRaisesRegex(ValueError, "batch_size must be at least 1"):
+            tfcdo.keras.resumable(np.zeros(2), 0)
 
 
 if __name__ == "__main__":

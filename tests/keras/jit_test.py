@@ -140,10 +140,9 @@ class JitTest(TrainingTestCase):
         else:
             self.assert_compiled("train_step", "test_step")
 
-    def test_statistics_and_dropout_are_as_without_xla(self):
+    def test_statistics_are_as_without_xla(self):
         def layers() -> list[Any]:
-            more = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
-            return [*dense_layers(), *more, keras.layers.Dense(2)]
+            return [*dense_layers(), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
 
         strategy, sgd = _strategy(2), functools.partial(ko.SGD, 0.05)
         results = [

@@ -84,6 +84,62 @@ class FailureTest(LaunchTestCase):
         self.assertEqual(re.findall(r"worker 1 \| (\d)", result.stdout), ["0", "1"])
 
 
+class RestartAskedTest(LaunchTestCase):
+    def test_workers_that_ask_for_it_are_started_again(self):
+        result = self.launch(
+            *("--workers", "2", "train.py"),
+            script=f"""
+            if os.environ["{environment.RESTART_COUNT}"] != "0":
+                sys.exit(0)
+            time.sleep(5.5)  # A shorter run counts as a failure.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
+            if task == 1: sys.exit({environment.RESTART_STATUS})
+            time.sleep(1)  # Is not asked to end, but left to make its backup.
+            sys.exit({environment.RESTART_STATUS})
+            """,
+        )
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(
+            result.stderr.splitlines(),
+            [
+                "tfcdo: worker 1 has made a backup and asks to be started again; waiting for the "
+                "others to do so",
+                "tfcdo: starting all workers again, as asked after a backup",
+            ],
+        )
+
+    def test_one_that_asks_at_once_is_not_started_without_end(self):
+        result = self.launch(
+            "--workers", "1", "train.py", script=f"sys.exit({environment.RESTART_STATUS})"
+        )
+        self.assertEqual(result.returncode, environment.RESTART_STATUS)
+
+    def test_only_a_failure_makes_the_file(self):
+        script = f"""
+        def end(*_):
+            print("failed", os.path.exists(os.environ["{environment.FAILURE_FILE}"]))
+            sys.exit(4)
+        signal.signal(signal.SIGTERM, end)
+        mark(f"worker{{task}}")
+        if task == 1 and sys.argv[1] == "fail":
+            while not os.path.exists("worker0"): time.sleep(0.01)
+            sys.exit(3)
+        while True: time.sleep(0.05)
+        """
+        result = self.launch("--workers", "2", "train.py", "fail", script=script)
+        self.assertEqual(result.returncode, 3)
+        self.assertEqual(result.stdout, "worker 0 | failed True\n")
+        for worker in "worker0", "worker1":
+            (self.folder / worker).unlink()
+        launcher = self.start("--workers", "2", "train.py", "wait", script=script)
+        self.read_pid("worker0")
+        self.read_pid("worker1")
+        launcher.send_signal(signal.SIGTERM)
+        result = self.finish(launcher)
+        self.assertEqual(result.returncode, 128 + signal.SIGTERM)
+        self.assertEqual(result.stdout.count("failed False"), 2)
+
+
 # A worker and a child of each kind: its own, and one in another session whose parent has ended.
 _FAMILY = """
 child = "echo $$ > {}; exec sleep 600"

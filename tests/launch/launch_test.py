@@ -101,6 +101,29 @@ class WorkersTest(LaunchTestCase):
         # Launchers of several machines cannot agree on one.
         self.assertEqual([[str(own)]], tokens[2:])
 
+    def test_names_of_torchrun(self):
+        with cluster.reserved_ports(1) as [address]:
+            pass
+        script = "print(json.loads(os.environ['TF_CONFIG'])['task']['index'])"
+        local = self.launch("--nproc-per-node", "2", "--nnodes=1", "train.py", script=script)
+        self.assertCountEqual(local.stdout.splitlines(), ["worker 0 | 0", "worker 1 | 1"])
+        arguments = ("--nnodes", "1", "--node_rank", "0", "--nproc_per_node", "1")
+        result = self.launch("--hosts", address, *arguments, "train.py")
+        self.assertEqual(result.stdout, "worker 0 | 0\n", result.stderr)
+
+    def test_each_worker_has_its_gpus(self):
+        self.enter_context(_variable("CUDA_VISIBLE_DEVICES", "4, 5,GPU-a,7,8"))
+        result = self.launch(
+            *("--workers", "2", "--gpus-per-worker", "2", "train.py"),
+            script="print(os.environ['CUDA_VISIBLE_DEVICES'])",
+        )
+        self.assertCountEqual(
+            result.stdout.splitlines(), ["worker 0 | 4,5", "worker 1 | GPU-a,7"], result.stderr
+        )
+        result = self.launch("--workers", "3", "--gpus-per-worker", "2", "train.py")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("needs 6 GPUs for 3 workers on this host; CUDA_VISIBLE_DEV", result.stderr)
+
     def test_addresses(self):
         self.assertEqual(("a:2222", "[::1]:2222"), cluster.parse_hosts("a:2222, [::1]:2222"))
 
@@ -187,6 +210,7 @@ class ArgumentsTest(LaunchTestCase):
     @parameterized.parameters(
         (["train.py"], "either --workers N"),
         (["--workers", "2", "--hosts", "a:1,b:1", "train.py"], "either --workers N"),
+        (["--workers", "2", "--nnodes", "2", "train.py"], "number of --hosts, 1; got 2"),
         (["--workers", "0", "train.py"], "--workers"),
         (["--workers", "2"], "SCRIPT"),
         (["--workers", "2", "missing.py"], "'missing.py': there is no such script"),

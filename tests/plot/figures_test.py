@@ -10,7 +10,7 @@ from typing import Any
 from absl.testing import absltest, parameterized
 
 from tfcdo.plan import algorithms
-from tfcdo.plot.figures import save_figure
+from tfcdo.plot.figures import make_figure, save_figure
 from tfcdo.plot.gantt import draw_gantt
 from tfcdo.plot.trees import draw_trees
 from tfcdo.topology.links import Resource
@@ -34,6 +34,14 @@ class SaveTest(parameterized.TestCase):
             pixels = image.imread(path)
         self.assertGreater(pixels.shape[1], 800)
         self.assertGreater(len({tuple(pixel) for row in pixels[::9] for pixel in row}), 20)
+
+    def test_a_long_title_is_not_clipped(self):
+        figure = make_figure(9, 5, "auto: packed_trees on measured 3 CPU devices of " + "x " * 60)
+        figure.draw_without_rendering()
+        (title,) = [text for text in figure.texts if "measured" in text.get_text()]
+        extent = title.get_window_extent()
+        self.assertGreaterEqual(extent.x0, 0)
+        self.assertLessEqual(extent.x1, figure.bbox.width)
 
     @parameterized.parameters(draw_trees, draw_gantt)
     def test_names_are_not_read_as_formulas(self, draw: Callable[..., Any]):

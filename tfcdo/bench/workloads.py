@@ -24,6 +24,12 @@ DTYPES = {
     "int64": "int64",
 }
 
+# The optimizers of Keras whose updates are measured, by the names that it has for them.
+OPTIMIZERS = (
+    *("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion"),
+    *("muon", "nadam", "rmsprop", "sgd"),
+)
+
 # The models that Keras can build, by the names that it has for them.
 KERAS_MODELS = {"mobilenet": "MobileNetV2", "resnet50": "ResNet50"}
 

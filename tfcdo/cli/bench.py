@@ -71,6 +71,11 @@ class _Started:
     multiple=True,
     help="Model whose gradients are reduced instead of one value. Repeatable.",
 )
+@click.option(
+    "--optimizer",
+    type=click.Choice(workloads.OPTIMIZERS),
+    help="All-reduce plus update by this optimizer, with and without a sharded state.",
+)
 @_NAMES
 @click.option("--eager", is_flag=True, help="Ops run one by one instead of in a graph.")
 @options.JSON_FILE
@@ -86,6 +91,7 @@ def bench(
     warmup: int,
     datatype: str,
     models: Sequence[str],
+    optimizer: str | None,
     names: Sequence[str],
     eager: bool,
     json_file: pathlib.Path | None,
@@ -109,6 +115,14 @@ def bench(
                 f"{' and '.join(given)} must follow the subcommand {context.invoked_subcommand}"
             )
         return 0
+    if optimizer:
+        allowed = {"--optimizer", "--devices", "--iters", "--warmup", "--json"}
+        if set(given) - allowed:
+            raise click.UsageError(
+                f"--optimizer has its own values and strategies; leave out "
+                f"{', '.join(sorted(set(given) - allowed))}"
+            )
+        return _bench_updates(optimizer, num_devices, iterations, warmup, json_file)
     sizes = [name for name in given if name in ("--minbytes", "--maxbytes", "--stepfactor")]
     if models and sizes:
         raise click.UsageError(
@@ -227,6 +241,28 @@ def workers(
     bench_tables.show_hosts(results, opened.rate, console)
     _write_json(results, json_file, "virtual CPU devices of several processes")
     return int(any(one.wrong for one in results if one.kind.startswith("tfcdo")))
+
+
+def _bench_updates(
+    optimizer: str,
+    num_devices: int,
+    iterations: int,
+    warmup: int,
+    json_file: pathlib.Path | None,
+) -> int:
+    """Measures all-reduce plus update under TensorFlow's strategy and tfcdo's."""
+    console = options.make_console(width_of_a_pipe=120)
+    with options.status(console, "Starting TensorFlow ..."), options.quiet_start():
+        from tfcdo.bench import updates, worker_pool
+        from tfcdo.cli import bench_updates
+    with options.progress(console) as track:
+        try:
+            results = updates.run(optimizer, num_devices, iterations, warmup, track)
+        except worker_pool.WorkerError as error:
+            raise click.ClickException(str(error)) from error
+    bench_updates.show(results, console)
+    _write_json(results, json_file, f"{num_devices} devices")
+    return int(any(one.wrong for one in results))
 
 
 @contextlib.contextmanager

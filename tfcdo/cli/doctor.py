@@ -178,7 +178,8 @@ def _plan(model: str, plan: answers.ModelPlan | answers.Failure) -> str:
     return (
         f"{model} ({format_bytes(plan.bytes)} in {plan.values} gradients): "
         f"{plan.algorithm} in {plan.packs} pack{'' if plan.packs == 1 else 's'}, "
-        f"{plan.graph_ops} graph ops"
+        f"{plan.graph_ops} graph ops; Adam's state {format_bytes(plan.state_bytes)} a device, "
+        f"{format_bytes(plan.sharded_state_bytes)} with shard_optimizer_state"
     )
 
 

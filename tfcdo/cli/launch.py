@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import pathlib
 import secrets
 import sys
@@ -64,30 +65,30 @@ class WorkerCount(options.ParamType):
     context_settings={"allow_interspersed_args": False},
 )
 @click.option(
-    "--workers",
+    *("--workers", "--nproc-per-node", "--nproc_per_node"),
     type=WorkerCount(),
     metavar="N|MIN:MAX",
-    help="How many workers to start, all on this host unless --hosts is given. With MIN:MAX the "
-    "job goes on with fewer after a fault, and takes new ones in at a backup.",
+    help="Number of workers, all on this host unless --meet is given.",
 )
 @click.option(
     "--hosts",
     type=HostList(),
     metavar="A:PORT,...",
-    help="The workers' addresses, one a host. Run the same command on each of these hosts, with "
-    "its own --index.",
+    help="Addresses of the workers, one a host.",
 )
 @click.option(
-    "--index",
+    "--nnodes", type=click.IntRange(1), help="Number of hosts, to be checked against --hosts."
+)
+@click.option(
+    *("--index", "--node-rank", "--node_rank"),
     type=click.IntRange(0),
-    help="Which of --hosts this one is, from 0.",
+    help="Number of this host in --hosts, from 0.",
 )
 @click.option(
     "--meet",
     type=HostList(),
     metavar="A:PORT",
-    help="With --workers MIN:MAX and --hosts: where the first host's launcher waits for the "
-    "others'. The same on all hosts.",
+    help="Address of the first host's launcher, for --workers MIN:MAX with --hosts.",
 )
 @click.option(
     "--join-timeout",
@@ -95,7 +96,7 @@ class WorkerCount(options.ParamType):
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="With --meet: how long to wait for MAX workers at the start, and for MIN after a fault.",
+    help="Time to wait for MAX workers at the start, MIN after faults.",
 )
 @click.option(
     "--rejoin-after",
@@ -103,24 +104,27 @@ class WorkerCount(options.ParamType):
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="With MIN:MAX: when to try a worker again that the job went on without.",
+    help="Time until a worker that was left out is tried again.",
 )
 @click.option(
     "-g",
     "--devices-per-worker",
     type=click.IntRange(1, 256),
     metavar="D",
-    help=f"How many devices each worker trains on (the environment variable "
-    f"{environment.DEVICES_PER_WORKER}, which tfcdo.MultiWorkerMirroredStrategy reads). Without "
-    "it, each takes the GPUs that it sees, or one CPU device.",
+    help="Number of devices of each worker; default: visible GPUs, or one CPU.",
+)
+@click.option(
+    "--gpus-per-worker",
+    type=click.IntRange(1, 64),
+    metavar="D",
+    help="Number of GPUs that each worker sees, the first worker the first.",
 )
 @click.option(
     "--max-restarts",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="How often to start all workers again after one has failed. The script continues from "
-    f"its own checkpoint; {environment.RESTART_COUNT} tells it how often it was restarted.",
+    help="Number of restarts of all workers after a failure.",
 )
 @click.option(
     "--grace",
@@ -128,19 +132,21 @@ class WorkerCount(options.ParamType):
     default=10.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long workers that are asked to end (SIGTERM) may take before they are killed.",
+    help="Time between SIGTERM and SIGKILL for workers that must end.",
 )
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in `python -m`.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT as a module's name, as in `python -m`.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 def launch(
     workers: tuple[int, int] | None,
     hosts: tuple[str, ...] | None,
+    nnodes: int | None,
     index: int | None,
     meet: tuple[str, ...] | None,
     join_timeout: float,
     rejoin_after: float,
     devices_per_worker: int | None,
+    gpus_per_worker: int | None,
     max_restarts: int,
     grace: float,
     module: bool,
@@ -153,7 +159,9 @@ def launch(
     and which it is. Its output has its name in front of each line. When a worker fails, the others
     are ended, and the first failure's exit status is returned. SIGINT (Ctrl-C), SIGTERM and
     SIGHUP are passed on and end the job; SIGUSR1 and SIGUSR2 are only passed on. No process that a
-    worker started is left, even when the launcher is killed.
+    worker started is left, even when the launcher is killed. After a restart, the script continues
+    from its own checkpoint; TFCDO_RESTART_COUNT has the number of restarts. torchrun's names
+    --nproc-per-node, --nnodes and --node-rank are accepted.
 
     \b
     Three workers with two devices each, on this host:
@@ -166,7 +174,11 @@ def launch(
     A module instead of a script, started again at most three times:
       tfcdo launch --workers 2 --max-restarts 3 -m my_project.train
     """  # noqa: D301 - click wants the character \b itself, and not its two letters.
-    _check_where(workers, hosts, index, meet)
+    # torchrun's users write --nproc-per-node 1 for one worker on each host.
+    if hosts is not None and meet is None and workers == (1, 1):
+        workers = None
+    _check_where(workers, hosts, nnodes, index, meet)
+    gpus = _gpus(gpus_per_worker, workers[1] if workers and not hosts else 1)
     if not module and not pathlib.Path(script).exists():
         raise click.UsageError(f"{script!r}: there is no such script (-m runs a module)")
     command = (sys.executable, *(["-m"] if module else []), script, *arguments)
@@ -176,7 +188,7 @@ def launch(
     address = config.split_address(meet[0]) if meet else None
     if address and index:
         assert hosts
-        spec = _spec(index, len(hosts), {})
+        spec = _spec(index, len(hosts), _visible(gpus, 0))
         token = environment.cluster_token()
         return member.Member(command, spec, address, token, join_timeout, _report).run()
     elastic = None
@@ -188,7 +200,7 @@ def launch(
         elastic = pool.Pool(*workers, max_restarts, join_timeout, rejoin_after, port, token)
     job = supervisor.Job(
         command=command,
-        workers=functools.partial(_workers, workers, hosts, index, variables, elastic),
+        workers=functools.partial(_workers, workers, hosts, index, variables, gpus, elastic),
         max_restarts=max_restarts,
         grace_seconds=grace,
         pool=elastic,
@@ -203,10 +215,15 @@ def _report(message: str) -> None:
 def _check_where(
     workers: tuple[int, int] | None,
     hosts: tuple[str, ...] | None,
+    nnodes: int | None,
     index: int | None,
     meet: tuple[str, ...] | None,
 ) -> None:
     """Raises a UsageError unless it is said on which hosts the workers are."""
+    if nnodes is not None and nnodes != len(hosts or [1]):
+        raise click.UsageError(
+            f"--nnodes must be the number of --hosts, {len(hosts or [1])}; got {nnodes}"
+        )
     if workers is None and hosts is None:
         raise click.UsageError(
             "give either --workers N, to start all workers on this host, or --hosts A:PORT,B:PORT "
@@ -244,6 +261,7 @@ def _workers(
     hosts: tuple[str, ...] | None,
     index: int | None,
     variables: Mapping[str, str],
+    gpus: Sequence[str],
     elastic: pool.Pool | None,
 ) -> Iterator[Sequence[worker.WorkerSpec]]:
     """Gives what each worker of one run is; on one host, with free ports of its own."""
@@ -266,11 +284,41 @@ def _workers(
             _spec(
                 slot,
                 count[1] if count else len(slots),
-                {"TF_CONFIG": cluster.tf_config(addresses, task), **variables},
+                {
+                    "TF_CONFIG": cluster.tf_config(addresses, task),
+                    **variables,
+                    # Those of another host are its own launcher's.
+                    **_visible(gpus, slot if hosts is None else 0),
+                },
             )
             for task, slot in enumerate(slots)
             if hosts is None or elastic or slot == index
         ]
+
+
+def _visible(gpus: Sequence[str], number: int) -> dict[str, str]:
+    """Returns the variable by which one of this host's workers sees its GPUs."""
+    return {"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else {}
+
+
+def _gpus(each: int | None, num_workers: int) -> list[str]:
+    """Returns for each worker of this host the value of CUDA_VISIBLE_DEVICES; [] to leave it."""
+    if each is None:
+        return []
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        from tfcdo.topology import detection
+
+        names = [str(number) for number in range(len(detection.gpus_of_nvidia_smi()))]
+    else:
+        names = [name.strip() for name in given.split(",") if name.strip()]
+    if len(names) < each * num_workers:
+        source = "nvidia-smi shows" if given is None else "CUDA_VISIBLE_DEVICES names"
+        raise click.UsageError(
+            f"--gpus-per-worker {each} needs {each * num_workers} GPUs for {num_workers} workers "
+            f"on this host; {source} {len(names)}"
+        )
+    return [",".join(names[each * worker :][:each]) for worker in range(num_workers)]
 
 
 def _new_token() -> dict[str, str]:

@@ -27,7 +27,7 @@ class Here:
     count: int | None
 
 
-class Machine(options.ParamType):
+class MachineType(options.ParamType):
     """A preset, a file that describes a machine, or this one."""
 
     name = "topology"

@@ -32,7 +32,7 @@ _MAX_PACKS = 4096
     "-t",
     "--topology",
     "wanted",
-    type=machine.Machine(),
+    type=machine.MachineType(),
     required=True,
     metavar="NAME|FILE|-",
     help=f"Machine: {', '.join(PRESETS)}, with a size as in nvswitch:16; here or here:8, this "

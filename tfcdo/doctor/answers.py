@@ -88,7 +88,11 @@ class FoundTopology:
 
 @dataclasses.dataclass(frozen=True)
 class ModelPlan:
-    """The plan of `AutoAllReduce` for a model's gradients."""
+    """The plan of `AutoAllReduce` for a model's gradients, and the memory of Adam's state.
+
+    `state_bytes` and `sharded_state_bytes` are those of the device with most of it, without and
+    with `shard_optimizer_state`.
+    """
 
     bytes: int
     values: int
@@ -96,6 +100,8 @@ class ModelPlan:
     reason: str
     packs: int
     graph_ops: int
+    state_bytes: int = 0
+    sharded_state_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

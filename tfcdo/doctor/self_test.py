@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 
 import numpy as np
@@ -13,11 +14,13 @@ from tfcdo.bench import devices as bench_devices
 from tfcdo.bench import implementations, steps, workloads
 from tfcdo.doctor import answers
 from tfcdo.execute import copy_trees
+from tfcdo.plan import owners
 from tfcdo.topology import detection
 
 # Bytes that are copied between two devices. Between GPUs many, as the call itself takes a while.
 _PATTERN_BYTES = {True: 2**22, False: 2**26}
 _SUM_BYTES = 2**20
+_SLOTS_OF_ADAM = 2
 _SAMPLES = 3
 
 
@@ -67,6 +70,9 @@ class Patient:
         """Says what `AutoAllReduce` would do with a model's gradients."""
         workload = workloads.gradients_of(model)
         explained = tfcdo.AutoAllReduce().explain(workload.shapes, devices=self._devices.names)
+        sizes = [math.prod(shape) * workload.itemsize for shape in workload.shapes]
+        count = len(self._devices.names)
+        shares = owners.loads(sizes, owners.deal(sizes, count), count)
         return answers.ModelPlan(
             bytes=workload.size,
             values=len(workload.shapes),
@@ -74,6 +80,8 @@ class Patient:
             reason=explained.reason,
             packs=explained.num_packs,
             graph_ops=explained.num_graph_ops,
+            state_bytes=_SLOTS_OF_ADAM * workload.size,
+            sharded_state_bytes=_SLOTS_OF_ADAM * max(shares),
         )
 
     def pair(self, source: int, target: int, seconds: float) -> answers.Copies:

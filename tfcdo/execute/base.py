@@ -209,9 +209,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         """
 
         def emit(question: Question, plan: Plan) -> None:
-            results = running.emit(question, plan, self._network, self._combine)
-            if question.batch.has_owners:
-                owned.emit(question, plan, results)
+            running.emit(question, plan, self._network, self._combine)
 
         known = devices if devices is not None or self._network is None else self._network.devices
         return explain.explain(
@@ -271,8 +269,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
     ) -> Owned:
         """Sums each value on its owner, one of the devices; `Owned.send` sends what comes of it."""
         found = self._plans_of("sum", owned.check_owned(values, owners, devices))
-        residuals = [self._residuals(plan, question) for question, plan in found]
-        return owned.reduce(found, self._network, residuals)
+        return owned.reduce(found, self._network, [self._residuals(p, q) for q, p in found])
 
     def _plans_of(
         self, op: str, reductions: Sequence[Reduction], options: Any = None, axis: Any = None
@@ -390,13 +387,7 @@ def _compared(value: Any) -> str:
 def class_options(
     wire_dtype: Any = None, error_feedback: Any = False, sparse_as_dense: Any = "auto"
 ) -> dict[str, Any]:
-    """Checks the arguments that all classes have; returns them as fields of `Options`.
-
-    Raises:
-      ValueError: if `sparse_as_dense` is none of its values, `wire_dtype` is another dtype, or
-        there is error feedback without one.
-      TypeError: if `wire_dtype` is not a dtype, or `error_feedback` not a bool.
-    """
+    """Checks the arguments that all classes have; returns them as fields of `Options`."""
     request.check_sparse_as_dense(sparse_as_dense)
     wire = check_wire_dtype("wire_dtype", wire_dtype)
     request.check_error_feedback(error_feedback, wire)

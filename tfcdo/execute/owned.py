@@ -40,13 +40,6 @@ class Owned:
         return [results[position] for position in range(len(values))]
 
 
-def emit(question: Question, plan: Plan, results: Sequence[Sequence[Any]]) -> None:
-    """Creates the ops that send what is on the owners, in the current graph."""
-    owner = [request.owner or 0 for request in question.batch.requests]
-    here = [result[at] for result, at in zip(results, owner, strict=True)]
-    interpreter.broadcast(plan, here, question.devices)
-
-
 def check_owned(
     values: Sequence[Any], owners: Sequence[int], devices: Sequence[str]
 ) -> list[Reduction]:

@@ -116,8 +116,8 @@ def check_error_feedback(value: Any, wire: str | None, argument: str = "wire_dty
         raise TypeError(f"error_feedback must be True or False; got {value!r}")
     if value and wire is None:
         raise ValueError(
-            f"error_feedback must be False without {argument}='bfloat16' or 'float16', as nothing "
-            f"is lost then; got error_feedback=True and {argument}=None"
+            f"error_feedback must be False without {argument}, as nothing is rounded then; "
+            f"got error_feedback=True and {argument}=None"
         )
 
 

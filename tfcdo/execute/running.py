@@ -76,10 +76,14 @@ def up(
 
 def emit(
     question: Question, plan: Plan, network: Network | None, accumulate: Accumulate | None
-) -> list[list[Any]]:
+) -> None:
     """Creates the ops of a plan in the current graph, without residuals: nothing is reduced."""
     runtime = Runtime(_exchange(plan, network), None, accumulate, remembered=False)
-    return interpreter.run(plan, question.values, question.devices, runtime)
+    results = interpreter.run(plan, question.values, question.devices, runtime)
+    if question.batch.has_owners:
+        owners = [request.owner or 0 for request in question.batch.requests]
+        here = [result[owner] for result, owner in zip(results, owners, strict=True)]
+        interpreter.broadcast(plan, here, question.devices)
 
 
 def _exchange(plan: Plan, network: Network | None) -> Exchange | None:

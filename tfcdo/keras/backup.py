@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import math
 import os
 import pathlib
 import secrets
@@ -77,6 +78,9 @@ class BackupAndRestore(Callback):
         share, so that the backups are there when the chief is another machine.
       save_freq: "epoch" for a backup at the end of each epoch; or after how many batches.
       delete_checkpoint: whether to remove the backups at the end of the training.
+      snapshot_every: after how many batches each host also writes a backup to its memory
+        (`/dev/shm`), so that a fault costs at most so many; None for none. Each host has the
+        values of all, and the newest of any host is used. The memory holds two.
 
     Raises:
       TypeError: if an argument is of another type.
@@ -86,6 +90,7 @@ class BackupAndRestore(Callback):
       RuntimeError: if no backup can be read, or another job uses the folder.
 
     Example:
+      >>> import os, tempfile
       >>> import keras, numpy as np, tfcdo.keras
       >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
       >>> model.compile("sgd", "mse")
@@ -104,6 +109,7 @@ class BackupAndRestore(Callback):
         backup_dir: str | os.PathLike[str],
         save_freq: Literal["epoch"] | int = "epoch",
         delete_checkpoint: bool = True,
+        snapshot_every: int | None = None,
     ) -> None:
         super().__init__()
         if not os.fspath(backup_dir):
@@ -112,6 +118,9 @@ class BackupAndRestore(Callback):
             checks.check_int("save_freq", save_freq, at_least=1)
         elif save_freq != "epoch":
             raise ValueError(f'save_freq must be "epoch" or a number; got {save_freq!r}')
+        if snapshot_every is not None:
+            checks.check_int("snapshot_every", snapshot_every, at_least=1)
+        self.snapshot_every = snapshot_every
         self.backup_dir = pathlib.Path(backup_dir)
         self.save_freq = save_freq
         self.delete_checkpoint = delete_checkpoint
@@ -124,6 +133,10 @@ class BackupAndRestore(Callback):
         self._iterator = keras_calls.epoch_iterator()
         skipping.SkipBatches.remove_from(self.model)
         strategy = self.model.distribute_strategy
+        host, _ = host_exchange.host_of(strategy)
+        self._memory = None
+        if self.snapshot_every is not None:
+            self._memory = backup_folder.in_memory(self.backup_dir, host)
         named = self._folder.training() if strategies.is_chief() else ""
         self._training = host_exchange.gather_json(strategy, named or secrets.token_hex(8))[0]
         restored = self._newest_of_all_hosts()
@@ -131,13 +144,12 @@ class BackupAndRestore(Callback):
         self._progress = _Progress()
         if restored is not None:
             self._restore(*restored)
-        self._saved_batches = self._progress.batches
         self._saved_position = self._progress.position
         self._order = self._begin_data()
-        if strategies.is_chief():
-            self._folder.take(self._training)
+        for folder in self._folders():
+            folder.take(self._training)
             if restored is not None:
-                self._folder.remove_after(self._progress.position)
+                folder.remove_after(self._progress.position)
         self._calls = 0
         self._preemption = preemption.Preemption()
         self._preemption.start()
@@ -159,11 +171,14 @@ class BackupAndRestore(Callback):
             self._leave()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Makes a backup if it is time to, and leaves if it must; Keras calls it."""
+        """Makes a backup if it is time to, or leaves; Keras calls it."""
         self._calls += 1
-        steps = (self.params or {}).get("steps")
-        # With `steps_per_execution` Keras counts the last batches of an epoch in full.
-        new = (min(batch + 1, steps) if steps else batch + 1) - self._progress.batch
+        done = batch + 1
+        if self._iterator is not None and not self._iterator.steps_per_epoch:
+            # With `steps_per_execution` Keras counts more batches than the data has, but where it
+            # has no end trains them all.
+            done = min(done, (self.params or {}).get("steps") or done)
+        new = done - self._progress.batch
         if new <= 0:
             return  # It was skipped.
         self._progress = dataclasses.replace(
@@ -172,10 +187,9 @@ class BackupAndRestore(Callback):
             batches=self._progress.batches + new,
             examples=self._progress.examples + new * (self._order.batch_size if self._order else 0),
         )
-        if isinstance(self.save_freq, int):
-            done, before = self._progress.batches, self._saved_batches
-            if done // self.save_freq > before // self.save_freq:
-                self._save()
+        is_due = isinstance(self.save_freq, int) and _passes(self._progress, new, self.save_freq)
+        if is_due or (self.snapshot_every and _passes(self._progress, new, self.snapshot_every)):
+            self._save(to_disk=is_due)
         if self._preemption.must_leave(self._calls):
             self._leave()
 
@@ -189,23 +203,34 @@ class BackupAndRestore(Callback):
         """Removes the backups, because the training is complete; Keras calls it."""
         self._preemption.stop()
         self._finish_writing()
+        if self._memory is not None:
+            self._memory.remove()
         self.model._initial_epoch = None
         if self.delete_checkpoint and strategies.is_chief():
             self._folder.remove()
 
-    def _save(self) -> None:
-        """Copies the state between two steps, and has the chief write it."""
-        self._saved_batches = self._progress.batches
-        self._saved_position = self._progress.position
+    def _folders(self, to_disk: bool = True) -> list[backup_folder.BackupFolder]:
+        """Returns the folders that this host writes to."""
+        disk = [self._folder] if to_disk and strategies.is_chief() else []
+        return disk if self._memory is None else [*disk, self._memory]
+
+    def _save(self, to_disk: bool = True) -> None:
+        """Copies the state between two steps, and has it written; all hosts must call it."""
+        position = self._progress.position
         header = {"training": self._training, "progress": dataclasses.asdict(self._progress)}
-        copy = training_state.copy(self.model, header, with_metrics=self._progress.batch > 0)
+        copy = training_state.copy(self.model, header, with_metrics=position[1] > 0)
+        if to_disk:
+            self._saved_position = position
         self._finish_writing()
-        if strategies.is_chief():
-            self._writing = _writer.submit(
-                lambda folder, position: folder.write(position, copy.header, copy.fetch()),
-                self._folder,
-                self._progress.position,
-            )
+        folders = self._folders(to_disk)
+
+        def write() -> None:
+            arrays = copy.fetch()
+            for folder in folders:
+                folder.write(position, copy.header, arrays)
+
+        if folders:
+            self._writing = _writer.submit(write)
 
     def _finish_writing(self) -> None:
         """Waits until the last backup has been written, and raises its error."""
@@ -216,7 +241,8 @@ class BackupAndRestore(Callback):
     def _leave(self) -> None:
         """Makes a backup and ends the process, as all hosts do after this step."""
         parameters = self.params or {}
-        if self._progress.position == (parameters.get("epochs", 0) - 1, parameters.get("steps")):
+        is_last_epoch = self._progress.epoch == parameters.get("epochs", 0) - 1
+        if is_last_epoch and self._progress.batch >= (parameters.get("steps") or math.inf):
             return  # The training is complete.
         if self._saved_position != self._progress.position:
             self._save()
@@ -233,19 +259,36 @@ class BackupAndRestore(Callback):
         """Returns the newest complete backup that any host finds."""
         strategy = self.model.distribute_strategy
         host, _ = host_exchange.host_of(strategy)
-        own = self._folder.newest()
+        found = filter(None, (self._folder.newest(), self._newest_in_memory()))
+        own = max(found, key=lambda backup: backup.position, default=None)
         positions = [
             position and tuple(position)
-            for position in host_exchange.gather_json(strategy, own and own[0])
+            for position in host_exchange.gather_json(strategy, own and own.position)
         ]
         newest = max(filter(None, positions), default=None)
-        if all(position == newest for position in positions):
-            return own and own[1:]
-        # A host on a new machine, or whose file system is not up to date.
+        if newest is None:
+            return None
         source = positions.index(newest)
-        data = self._folder.file(newest).read_bytes() if host == source else b""
-        data = host_exchange.copy_from(strategy, data, source)
-        return own[1:] if own and own[0] == newest else backup_folder.read_bytes(data)
+        if any(position != newest for position in positions):
+            # A host on a new machine, or whose file system is not up to date.
+            data = own.path.read_bytes() if own is not None and host == source else b""
+            data = host_exchange.copy_from(strategy, data, source)
+            if own is None or own.position != newest:
+                return backup_folder.read_bytes(data)
+        assert own is not None
+        return own.header, own.arrays
+
+    def _newest_in_memory(self) -> backup_folder.Backup | None:
+        if self._memory is None:
+            return None
+        if self._memory.training() != self._training:
+            self._memory.remove()  # Of a training whose folder somebody has removed.
+            return None
+        try:
+            return self._memory.newest()
+        except RuntimeError as error:
+            log.warn_once(f"backups in memory are not used: {error}")
+            return None
 
     def _restore(self, header: backup_folder.Header, arrays: Any) -> None:
         data_order.build(self.model, self._iterator)
@@ -280,3 +323,8 @@ class BackupAndRestore(Callback):
             drop = progress.batch + skipping.batches_before(self._iterator, epochs)
         steps = (self.params or {}).get("steps")
         skipping.SkipBatches(self.model, progress.batch, steps, drop)
+
+
+def _passes(progress: _Progress, new: int, every: int) -> bool:
+    """Returns whether the last `new` batches have come to, or passed, a multiple of `every`."""
+    return progress.batches // every > (progress.batches - new) // every

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -26,7 +28,18 @@ _NAME = re.compile(r"epoch-(\d+)-batch-(\d+)\.npz")
 _OWNER = "training.json"
 _HEADER = "header"
 _KEPT = 2
+_MEMORY = pathlib.Path("/dev/shm")
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
+
+
+@dataclasses.dataclass(frozen=True)
+class Backup:
+    """One backup that has been read, and its file."""
+
+    position: Position
+    header: Header
+    arrays: Arrays
+    path: pathlib.Path
 
 
 class BackupFolder:
@@ -85,7 +98,7 @@ class BackupFolder:
         """Returns the path of a backup."""
         return self.path / f"epoch-{position[0]:05d}-batch-{position[1]:08d}.npz"
 
-    def newest(self) -> tuple[Position, Header, Arrays] | None:
+    def newest(self) -> Backup | None:
         """Returns the newest backup that is as it was written; the log names damaged ones.
 
         Raises:
@@ -100,7 +113,7 @@ class BackupFolder:
                 damaged.append(f"{path.name} ({type(error).__name__}: {error})")
                 log.warn_once(f"the backup {path} cannot be read, so an older one is used: {error}")
                 continue
-            return position, header, arrays
+            return Backup(position, header, arrays, path)
         if damaged:
             raise RuntimeError(
                 f"no backup in {str(self.path)!r} can be read: {', '.join(damaged)}; remove them "
@@ -169,9 +182,21 @@ class BackupFolder:
                 os.close(folder)
 
 
+def in_memory(backup_dir: pathlib.Path, host: int) -> BackupFolder:
+    """Returns the folder in this machine's memory for the backups of one host.
+
+    Raises:
+      RuntimeError: if the machine has no folder in memory.
+    """
+    if not _MEMORY.is_dir():
+        raise RuntimeError(f"snapshot_every needs {str(_MEMORY)!r}, a folder in memory; got none")
+    name = hashlib.sha256(str(backup_dir.resolve()).encode()).hexdigest()[:16]
+    return BackupFolder(_MEMORY / f"tfcdo-{os.getuid()}-{name}-host-{host}", durable=False)
+
+
 def read(path: pathlib.Path) -> tuple[Header, Arrays]:
     """Returns the header and the arrays of a backup; an error if a bit is not as it was."""
-    with np.load(path) as archive:
+    with path.open("rb") as file, np.load(file) as archive:
         return _parts(dict(archive))
 
 

@@ -99,7 +99,7 @@ def order_of(epoch_iterator: Any) -> Order | None:
     """Returns the order of the data that a `fit` takes, if it is that of `resumable`."""
     for dataset in _datasets(_dataset(epoch_iterator)):
         order = getattr(dataset, _ORDER, None)
-        if order is not None:
+        if isinstance(order, Order):
             return order
     return None
 

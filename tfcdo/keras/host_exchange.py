@@ -84,7 +84,8 @@ def _gathered(strategy: tf.distribute.Strategy, row: np.ndarray, hosts: int) -> 
     values = strategy.experimental_distribute_values_from_function(
         lambda context: tf.constant(parts[context.replica_id_in_sync_group % devices][None])
     )
-    return strategy.gather(values, axis=0).numpy().reshape(hosts, -1)
+    gathered: np.ndarray = strategy.gather(values, axis=0).numpy()
+    return gathered.reshape(hosts, -1)
 
 
 def _on_first_replica(strategy: tf.distribute.Strategy, value: np.ndarray) -> Any:

@@ -30,6 +30,7 @@ class CheckInSync(Callback):
 
     Example:
       >>> import keras
+      >>> import tensorflow as tf
       >>> model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
       >>> model.compile("sgd", "mse")
       >>> history = model.fit(tf.ones([4, 2]), tf.ones([4, 1]), verbose=0,
@@ -49,7 +50,7 @@ class CheckInSync(Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts counting steps; Keras calls it."""
         self._steps_of_past_epochs = self._step = self._checked = 0
-        self._comparison: digests.Comparison | None = None
+        self._comparison: digests.WeightComparison | None = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Compares the replicas if it is time to; Keras calls it."""
@@ -72,7 +73,7 @@ class CheckInSync(Callback):
     def _check(self) -> None:
         self._checked = self._step
         if self._comparison is None:
-            self._comparison = digests.Comparison(self.model)
+            self._comparison = digests.WeightComparison(self.model)
         difference = self._comparison.difference()
         if difference is None:
             return

@@ -29,7 +29,7 @@ _signalled = threading.Event()  # This machine will be taken away, in the next t
 
 
 class Preemption:
-    """Hears notices while a `fit` runs, and says after which step to leave."""
+    """Hears notices while a `fit` runs, and says after which of its calls to leave."""
 
     def __init__(self) -> None:
         self._session = session.current()
@@ -45,7 +45,8 @@ class Preemption:
     def start(self) -> None:
         """Begins to listen; SIGTERM is heard unless the program handles it itself."""
         with contextlib.suppress(ValueError):  # Only the main thread may handle signals.
-            if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
+            # The last is there if an earlier `fit` has ended with an error.
+            if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None, _handle):
                 signal.signal(signal.SIGTERM, _handle)
                 self._previous_handler = signal.SIG_DFL
                 if os.environ.get(environment.FAILURE_FILE):

@@ -28,7 +28,7 @@ class SkipBatches:
 
     def __init__(self, model: keras.Model, batch: int, steps: int | None, drop: int) -> None:
         at_once = model.steps_per_execution
-        if batch % at_once and batch != steps:
+        if batch % at_once and batch < (steps or math.inf):
             raise ValueError(
                 "steps_per_execution must divide the number of batches that are done, so that "
                 f"training can go on inside the epoch; got {at_once} and a backup after batch "
@@ -36,7 +36,7 @@ class SkipBatches:
             )
         self._model = model
         self._train_function = model.train_function
-        self._calls = math.ceil(batch / at_once)
+        self._calls = math.ceil(min(batch, steps or batch) / at_once)
         self._drop = drop
         self._logs: Any = None
         model.train_function = self
@@ -70,8 +70,11 @@ def batches_before(epoch_iterator: Any, epochs: int) -> int:
       epoch_iterator: by which `fit` takes its batches.
       epochs: how many epochs are done.
     """
-    steps, size = epoch_iterator.steps_per_epoch, epoch_iterator.data_adapter.num_batches
-    if not steps:
+    size: int | None = epoch_iterator.data_adapter.num_batches
+    if not epoch_iterator.steps_per_epoch:
         return 0  # Each epoch has an iterator of its own.
-    # Keras makes a new one after an epoch that has reached the end of the data.
-    return steps * (epochs % math.ceil(size / steps) if size else epochs)
+    # Keras trains so many at once, also beyond the end of an epoch.
+    at_once: int = epoch_iterator.steps_per_execution
+    steps: int = math.ceil(epoch_iterator.steps_per_epoch / at_once) * at_once
+    # It makes a new iterator after an epoch that has reached the end of the data.
+    return steps * (epochs % math.ceil(size / steps)) if size else steps * epochs

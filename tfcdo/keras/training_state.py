@@ -226,7 +226,8 @@ def _keyed(prefix: str, slots: Iterable[_Slot]) -> list[tuple[str, _Slot]]:
 def _optimizer_names(model: keras.Model) -> list[str]:
     if model.optimizer is None:
         return []
-    return [type(leaf).__name__ for leaf in updates.leaves(model.optimizer)]
+    wrapped = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    return [type(leaf).__name__ for leaf in updates.leaves(wrapped)]
 
 
 def _value(variable: tf.Variable) -> tf.Tensor:

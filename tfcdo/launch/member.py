@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import signal
 import socket
@@ -28,7 +29,7 @@ class Member:
 
     Args:
       command: the worker's command.
-      spec: its name and its output's prefixes; the first host sends the environment.
+      spec: its name, its output's prefixes and this host's variables; the first host sends more.
       address: host and port of the first host's launcher.
       token: the secret that it asks for.
       join_seconds: how long to look for it.
@@ -153,9 +154,7 @@ class Member:
             return int(message["end"])
         if "start" in message and not self._ended_by:
             taken = {k: str(v) for k, v in message["start"].items() if k.startswith(_TAKEN)}
-            spec = worker.WorkerSpec(
-                self._spec.name, self._spec.prefix, self._spec.error_prefix, taken, self._spec.slot
-            )
+            spec = dataclasses.replace(self._spec, environment={**self._spec.environment, **taken})
             self._process = worker.Process(spec, self._command, self._printers, self._events)
         elif process is not None and "signal" in message:
             process.send(int(message["signal"]))

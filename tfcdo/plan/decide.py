@@ -253,6 +253,7 @@ def _owner_packs(
     owner: int,
 ) -> tuple[list[packing.Packed], str, str]:
     """Packs the values of one owner along a tree whose root it is."""
+    nccl_choice.refuse_owners(options)
     num_bytes = batch.num_bytes
     algorithm, how = _algorithm(batch, options, machine.topology, num_bytes)
     how = dataclasses.replace(how, num_packs=0 if how.num_packs == 0 else 1)

@@ -38,6 +38,15 @@ def uses_nccl(batch: Batch, dtype: str, options: Options, machine: Machine, code
     return False
 
 
+def refuse_owners(options: Options) -> None:
+    """Says, once, that NCCL does not sum on the owners of variables where it was requested."""
+    reason = "with shard_optimizer_state each sum is formed on one device, along a copy tree"
+    if options.require_nccl:
+        raise RuntimeError(f"NCCL cannot run (require_nccl=True): {reason}")
+    if options.nccl == "always":
+        log.warn_once(f"NCCL was requested but is not used; using copy trees: {reason}")
+
+
 def trees_beat_nccl(batch: Batch, options: Options) -> tuple[bool, str]:
     """Returns whether copy trees are faster by the measurement that was given, and the reason."""
     sizes = [(request.value.size or 0, request.value.dtype) for request in batch.requests]

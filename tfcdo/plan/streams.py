@@ -67,14 +67,25 @@ class Source:
       2009 (ring all-reduce, here with more than one ring and from the middle or both ends).
     """
 
-    def __init__(self, solved: tree_program.Solved, paths: Sequence[Sequence[tree_program.Tree]]):
-        self.solved, edges = solved, solved.program.edges
-        # Of each tree its center and its ends as roots, each with its longest way.
-        self.roots = [[edges.roots(tree) for tree in trees] for trees in paths]
-        self.paths, self._rates = paths, dict[float, tree_program.Floats]()
+    def __init__(self, solved: tree_program.Solved) -> None:
+        self.solved, self._columns = solved, tuple(solved.program.trees)
+        self._rates: dict[float, tree_program.Floats] = {}
+        self._rooted: dict[int, list[tuple[tree_program.Tree, tuple[tuple[int, float], ...]]]] = {}
         # Rings have as many edges each, so none is preferred: the fewer there are, the better.
-        longest = [roots[0][0][1] if len(roots) == 1 else 1.0 for roots in self.roots]
-        self.ways = np.array(longest)
+        self.ways = np.ones(len(self._columns))
+        for index, column in enumerate(self._columns):
+            if len(column) < solved.program.edges.num_devices:
+                self.ways[index] = self._paths(index)[0][1][0][1]
+
+    def _paths(self, index: int) -> list[tuple[tree_program.Tree, tuple[tuple[int, float], ...]]]:
+        """Returns a column's trees, each with its center and its ends as roots, and their ways."""
+        if index not in self._rooted:
+            edges, column = self.solved.program.edges, self._columns[index]
+            trees = [column]
+            if len(column) == edges.num_devices:  # A ring.
+                trees = [tuple(edge for edge in column if edge != left) for left in column]
+            self._rooted[index] = [(tree, edges.roots(tree)) for tree in trees]
+        return self._rooted[index]
 
     @classmethod
     def of_trees(cls, edges: tree_program.Edges) -> Source | None:
@@ -89,7 +100,7 @@ class Source:
         for root in range(edges.num_devices):
             for nearness in _NEARNESS:
                 program.add(edges.tree(prices, root, nearness))
-        return cls(solved, [[tree] for tree in program.trees])
+        return cls(solved)
 
     @classmethod
     def of_rings(cls, edges: tree_program.Edges, rings: Sequence[tuple[int, ...]]) -> Source | None:
@@ -104,8 +115,7 @@ class Source:
         program = tree_program.TreeProgram(edges, unit)
         for ring in numbers:
             program.add(ring)
-        paths = [[tuple(e for e in ring if e != left) for left in ring] for ring in numbers]
-        return cls(tree_program.Solved(program, *program.solve(), 0.0), paths)
+        return cls(tree_program.Solved(program, *program.solve(), 0.0))
 
     def streams(self, shape: Shape) -> Streams:
         """Returns the streams of few trees with short ways."""
@@ -118,10 +128,11 @@ class Source:
         busy = float((rates * self.ways)[used].sum())
         streams = []
         for index in map(int, used):
-            for edges, all_roots in zip(self.paths[index], self.roots[index], strict=True):
+            paths = self._paths(index)
+            for edges, all_roots in paths:
                 # Rooted at both ends, each link begins with copies up one of two trees.
                 roots = all_roots[1:] if shape.from_ends else all_roots[:1]
-                rate = float(rates[index]) / len(self.paths[index]) / len(roots)
+                rate = float(rates[index]) / len(paths) / len(roots)
                 count = max(1, round(shape.num_packs * rate * float(self.ways[index]) / busy))
                 for root, way in roots:
                     pairs = [program.edges.pairs[edge] for edge in edges]

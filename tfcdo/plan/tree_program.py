@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-import highspy
 import numpy as np
 import numpy.typing as npt
 
@@ -138,13 +138,15 @@ class TreeProgram:
         self.edges, self.unit = edges, unit
         self.trees: dict[Tree, None] = {}
         self.scales: list[float] = []
+        import highspy  # Here, because it takes 40 ms and not every plan needs it.
+
         self.solver = highspy.Highs()
         self.solver.setOptionValue("output_flag", False)
         self.solver.setOptionValue("threads", 1)
         self.solver.changeObjectiveSense(highspy.ObjSense.kMaximize)
         # The resources are not busy for more than a second a second; the rates have any sum.
-        for bound in [1.0] * edges.num_resources + [highspy.kHighsInf]:
-            self.solver.addRow(-highspy.kHighsInf, bound, 0, np.array([], np.int32), np.array([]))
+        for bound in [1.0] * edges.num_resources + [math.inf]:
+            self.solver.addRow(-math.inf, bound, 0, np.array([], np.int32), np.array([]))
 
     def add(self, tree: Tree) -> bool:
         """Adds a tree; returns whether it is new."""
@@ -155,11 +157,13 @@ class TreeProgram:
         scale = float(load[:-1].max())
         held = np.flatnonzero(load).astype(np.int32)
         self.scales.append(scale)
-        self.solver.addCol(1 / scale, 0.0, highspy.kHighsInf, len(held), held, load[held] / scale)
+        self.solver.addCol(1 / scale, 0.0, math.inf, len(held), held, load[held] / scale)
         return True
 
     def solve(self) -> tuple[Floats, Floats]:
         """Returns the rates and the resources' prices; raises unless the solver found the best."""
+        import highspy
+
         self.solver.run()
         status = self.solver.getModelStatus()
         if status != highspy.HighsModelStatus.kOptimal:
@@ -179,12 +183,12 @@ class TreeProgram:
 
     def require(self, least_rate: float) -> None:
         """Requires a sum of all rates."""
-        self.solver.changeRowBounds(self.edges.num_resources, least_rate, highspy.kHighsInf)
+        self.solver.changeRowBounds(self.edges.num_resources, least_rate, math.inf)
 
     def allow(self, allowed: Sequence[bool] | npt.NDArray[np.bool_]) -> None:
         """Changes which trees may have a rate."""
         for index, may in enumerate(allowed):
-            self.solver.changeColBounds(index, 0.0, highspy.kHighsInf if may else 0.0)
+            self.solver.changeColBounds(index, 0.0, math.inf if may else 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

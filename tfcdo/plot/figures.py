@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pathlib
+import textwrap
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -12,6 +13,8 @@ from PIL import Image
 Color = tuple[float, float, float]
 
 _DPI = 100
+# Of a title, in its bold font.
+_LETTERS_PER_INCH = 7.5
 # The part of a colour that is left where a sum is on its way down.
 _PALE = 0.45
 
@@ -19,7 +22,8 @@ _PALE = 0.45
 def make_figure(width: float, height: float, title: str) -> Figure:
     """Makes an empty figure."""
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    figure.suptitle(title, fontsize=14, fontweight="bold", parse_math=False)
+    wrapped = textwrap.fill(title, round(_LETTERS_PER_INCH * width))
+    figure.suptitle(wrapped, fontsize=14, fontweight="bold", parse_math=False)
     return figure
 
 
@@ -42,15 +46,7 @@ def make_paler(color: Color) -> Color:
 
 
 def save_figure(figure: Figure, path: pathlib.Path) -> None:
-    """Writes a figure to a file; the same plan gives the same file.
-
-    Args:
-      figure: the figure.
-      path: the file, .svg or .png.
-
-    Raises:
-      OSError: if it cannot be written.
-    """
+    """Writes a figure to a file, .svg or .png; the same plan gives the same file."""
     _fix_layout(figure)
     if path.suffix == ".svg":
         for artist in figure.findobj():

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
-
-import networkx as nx
+from typing import Any, NamedTuple, TypeAlias
 
 from tfcdo.topology.links import Resource, link_name
 from tfcdo.topology.routes import Route
@@ -37,6 +35,12 @@ def infer_routes(
     Pairs of links that may share something are timed together. Links every two of which slow each
     other down share a resource: they are a clique of a graph.
     """
+    try:
+        import networkx as nx
+    except ImportError as error:
+        raise ImportError(
+            "measuring links needs networkx: pip install 'tfcdo[cli]' or 'tfcdo[plot]'"
+        ) from error
     conflicts = nx.Graph()
     conflicts.add_nodes_from(alone)
     for one, other in itertools.combinations(sorted(alone), 2):
@@ -66,8 +70,10 @@ def _may_meet(one: Pair, other: Pair, alone: Mapping[Pair, Alone]) -> bool:
     return alone[one].bandwidth < slow and alone[other].bandwidth < slow
 
 
-def _cliques_over_edges(conflicts: nx.Graph) -> list[list[Pair]]:
+def _cliques_over_edges(conflicts: Any) -> list[list[Pair]]:
     """Covers all edges of a graph with cliques, large ones first, each as large as it can be."""
+    import networkx as nx
+
     covered: set[frozenset[Pair]] = set()
     chosen = []
     for clique in sorted(nx.find_cliques(conflicts), key=lambda found: (-len(found), min(found))):

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 # The simulator's reference times use 10 us for every copy: about what an op launch and a
 # peer-to-peer copy of a few bytes take.
@@ -33,6 +33,19 @@ class Resource:
             raise ValueError(
                 f"bandwidth of {self.name!r} must be above 0 B/s; got {self.bandwidth}"
             )
+
+
+def reached(pairs: Iterable[tuple[int, int]], start: int) -> set[int]:
+    """Returns the devices that some directed links reach from one device."""
+    targets = collections.defaultdict(set)
+    for source, target in pairs:
+        targets[source].add(target)
+    found, waiting = {start}, [start]
+    while waiting:
+        new = targets[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

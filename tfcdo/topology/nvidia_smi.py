@@ -6,8 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-import networkx as nx
-
+from tfcdo.topology.links import reached
 from tfcdo.topology.routes import NVLINK_V100, Route, crossbar_routes, mesh_routes, pcie_routes
 
 # What an NVLink carries each way from V100 to H200; the table does not say which GPUs these are.
@@ -128,12 +127,10 @@ def _check_kind(
 
 def _components(table: _Table, kinds: Sequence[str]) -> list[int]:
     """Returns the number of each device's group, if pairs of some kinds are in one group."""
-    graph = nx.Graph()
-    graph.add_nodes_from(range(table.num_devices))
-    graph.add_edges_from(pair for pair, kind in table.kinds.items() if kind in kinds)
-    groups = sorted(nx.connected_components(graph), key=min)
-    number = {device: index for index, group in enumerate(groups) for device in group}
-    return [number[device] for device in range(table.num_devices)]
+    joined = [pair for pair, kind in table.kinds.items() if kind in kinds]
+    joined += [(other, one) for one, other in joined]
+    firsts = [min(reached(joined, device)) for device in range(table.num_devices)]
+    return [sorted(set(firsts)).index(first) for first in firsts]
 
 
 def _sockets(table: _Table) -> list[int]:

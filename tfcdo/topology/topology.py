@@ -9,11 +9,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import networkx as nx
-
 from tfcdo import checks
 from tfcdo.topology import nvidia_smi, serialization
-from tfcdo.topology.links import Link, Resource, check_links, link_name, ordered_pairs
+from tfcdo.topology.links import Link, Resource, check_links, link_name, ordered_pairs, reached
 from tfcdo.topology.routes import Route
 
 # What the names of topologies begin with that were measured.
@@ -167,9 +165,10 @@ class Topology:
     def direct_links(self) -> tuple[Link, ...]:
         """Returns the links not via the host, or all links if those do not reach every device."""
         direct = tuple(link for link in self.links if not link.via_host)
-        graph = nx.DiGraph((link.source, link.target) for link in direct)
-        graph.add_nodes_from(range(self.num_devices))
-        return direct if nx.is_strongly_connected(graph) else self.links
+        down = [(link.source, link.target) for link in direct]
+        up = [(target, source) for source, target in down]
+        joins_all = all(len(reached(pairs, 0)) == self.num_devices for pairs in (down, up))
+        return direct if joins_all else self.links
 
     def subset(self, devices: Sequence[int]) -> Topology:
         """Returns the part of the machine that some of its devices see.

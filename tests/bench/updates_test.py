@@ -1,0 +1,73 @@
+"""Steps of all-reduce plus update take turns, and wrong weights are told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from absl.testing import absltest
+from click.testing import CliRunner
+
+from tfcdo.bench import updates, worker_pool
+from tfcdo.cli import bench as bench_cli
+
+_SECONDS = {"tf": 0.4, "tfcdo": 0.3, "sharded": 0.1}
+
+
+class _FakePool:
+    """Answers as a worker would."""
+
+    def __init__(self, kind: str, steps: list[str], weights: dict[str, float]) -> None:
+        self._kind, self._steps, self._weights = kind, steps, weights
+
+    def request(self, content: dict[str, Any], timeout: float) -> list[Any]:
+        """Answers one request."""
+        if content["do"] == "report":
+            weights = [[self._weights.get(self._kind, 1.0)]]
+            report = {"state_bytes": 8, "peak_memory": 10**9, "weights": weights, "alike": True}
+            return [report]
+        self._steps.append(self._kind)
+        # The first step traces.
+        return [_SECONDS[self._kind] * (10 if self._steps.count(self._kind) == 1 else 1)]
+
+
+class UpdatesTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.steps: list[str] = []
+        self.weights: dict[str, float] = {}
+
+        @contextlib.contextmanager
+        def start_workers(command: Sequence[str], variables: Any) -> Iterator[_FakePool]:
+            del variables
+            yield _FakePool(command[3], self.steps, self.weights)
+
+        self.enter_context(mock.patch.object(worker_pool, "start_workers", start_workers))
+
+    def test_steps_take_turns(self):
+        results = updates.run("adam", 4, iterations=3, warmup=1)
+        self.assertEqual(self.steps, ["tf", "tfcdo", "sharded"] * 5)
+        self.assertEqual([one.seconds for one in results], [0.4, 0.3, 0.1])
+        self.assertEqual([one.first_step for one in results], [4.0, 3.0, 1.0])
+        self.assertFalse(any(one.wrong for one in results))
+
+    def test_weights_that_differ_are_wrong(self):
+        self.weights["sharded"] = 1.1
+        self.assertEqual([one.wrong for one in updates.run("adam", 4, 1, 0)], [False, False, True])
+
+    def test_command(self):
+        outcome = CliRunner().invoke(bench_cli.bench, ["--optimizer", "adam", "-g", "2", "-n", "2"])
+        self.assertEqual(outcome.exit_code, 0, outcome.output)
+        self.assertRegex(outcome.output, r"2 devices, all-reduce and adam update of 69.\d MB")
+        self.assertRegex(outcome.output, r"shard_optimizer_state=True +100 .* 0.25 +0.33")
+
+    def test_command_with_a_size(self):
+        outcome = CliRunner().invoke(bench_cli.bench, ["--optimizer", "adam", "-b", "8"])
+        self.assertEqual(outcome.exit_code, 2)
+        self.assertIn("leave out --minbytes", outcome.output)
+
+
+if __name__ == "__main__":
+    absltest.main()
