@@ -46,13 +46,12 @@ def train(folder: pathlib.Path, slow: bool) -> None:
     class Progress(keras.callbacks.Callback):
         """Writes the number and the time of each step; batches that are skipped are none."""
 
-        def on_train_begin(self, logs: object = None) -> None:
-            self._last = int(self.model.optimizer.iterations.numpy())
+        def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
+            self._before = int(self.model.optimizer.iterations.numpy())
 
         def on_train_batch_end(self, batch: int, logs: object = None) -> None:
             step = int(self.model.optimizer.iterations.numpy())
-            if step != self._last:
-                self._last = step
+            if step != self._before:
                 with (folder / f"steps-{run}-{task}").open("a") as file:
                     file.write(f"{step} {time.time()}\n")
                 time.sleep(PAUSE_SECONDS * (10 if slow and run == 1 else 1))
@@ -73,7 +72,8 @@ def train(folder: pathlib.Path, slow: bool) -> None:
         epochs=EPOCHS,
         steps_per_epoch=STEPS,
         verbose=0,
-        callbacks=[tfcdo.keras.BackupAndRestore(folder / "backup", save_freq=10), Progress()],
+        # The step after which all leave is written too.
+        callbacks=[Progress(), tfcdo.keras.BackupAndRestore(folder / "backup", save_freq=10)],
     )
     np.savez(folder / f"weights-{task}.npz", *model.get_weights())
 

@@ -84,7 +84,7 @@ class SeveralMachinesTest(LaunchTestCase):
         while not os.path.exists(os.environ["{environment.RESIZE_FILE}"]): time.sleep(0.02)
         sys.exit(75)
         """
-        first = self.start_host(0, "--join-timeout", "4", script=script)
+        first = self.start_host(0, "--join-timeout", "12", script=script)
         lost = self.start_host(2)
         self.read_pid("2-workers-task1")
         # Its machine is gone; then there is only one, which waits for the third host.
@@ -115,7 +115,7 @@ class SeveralMachinesTest(LaunchTestCase):
         mark(f"task{task}")
         while True: time.sleep(0.05)
         """
-        first = self.start_host(0, "--join-timeout", "2", script=script)
+        first = self.start_host(0, "--join-timeout", "8", script=script)
         second = self.start_host(1)
         self.read_pid("task1")
         second.send_signal(signal.SIGTERM)
