@@ -261,7 +261,7 @@ def document(results: Sequence[tuple[Case, Outcome]]) -> str:
         "started again. *Right* means: nothing hangs, the others end with a documented error, and "
         "every host ends with the weights of an undisturbed training, bit for bit.",
         "",
-        "| fault | cases | hangs | right | the others end after (median, most) |",
+        "| fault | cases | hangs | correct | the others end after (median, most) |",
         "|---|---|---|---|---|",
     ]
     for kind, name in KINDS.items():
@@ -280,10 +280,10 @@ def document(results: Sequence[tuple[Case, Outcome]]) -> str:
 
 def _summary_line(name: str, outcomes: Sequence[Outcome]) -> str:
     hangs = sum(outcome.problem.startswith("hangs") for outcome in outcomes)
-    right = sum(not outcome.problem for outcome in outcomes)
+    correct = sum(not outcome.problem for outcome in outcomes)
     seconds = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]
     times = f"{np.median(seconds):.1f} s, {max(seconds):.1f} s" if seconds else "-"
-    return f"| {name} | {len(outcomes)} | {hangs} | {right} | {times} |"
+    return f"| {name} | {len(outcomes)} | {hangs} | {correct} | {times} |"
 
 
 def _line(case: Case, outcome: Outcome) -> str:
@@ -295,7 +295,7 @@ def _line(case: Case, outcome: Outcome) -> str:
         outcome.others,
         "-" if outcome.seconds is None else f"{outcome.seconds:.1f} s",
         "-" if outcome.continued is None else f"epoch {outcome.continued}",
-        outcome.problem or "right",
+        outcome.problem or "correct",
     )
     return f"| {' | '.join(fields)} |"
 

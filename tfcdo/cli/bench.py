@@ -69,12 +69,12 @@ class _Started:
     "models",
     type=click.Choice(workloads.model_names()),
     multiple=True,
-    help="Model whose gradients are reduced instead of one value. Repeatable.",
+    help="Model whose gradients replace the single value. Repeatable.",
 )
 @click.option(
     "--optimizer",
     type=click.Choice(workloads.OPTIMIZERS),
-    help="All-reduce plus update by this optimizer, with and without a sharded state.",
+    help="Optimizer whose update is measured too, with and without sharded state.",
 )
 @_NAMES
 @click.option("--eager", is_flag=True, help="Ops run one by one instead of in a graph.")
