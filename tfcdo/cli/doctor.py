@@ -221,7 +221,11 @@ def _table_of_sums(report: examination.Report) -> Table:
     for heading in ("tfcdo", "#wrong", "TensorFlow", "#wrong"):
         table.add_column(heading, justify="right" if heading == "#wrong" else "left")
     for names in examination.COMPARED:
-        cells = [(name, _wrong(report.sums[name])) for name in names if name in report.sums]
+        cells = [
+            (name.partition(".")[2], _wrong(report.sums[name]))
+            for name in names
+            if name in report.sums
+        ]
         table.add_row(*(cell for pair in cells for cell in pair))
     return table
 
@@ -230,6 +234,6 @@ def _wrong(found: answers.SumsAnswer) -> Text:
     if isinstance(found, answers.Failure):
         return _failure(found)
     if isinstance(found, answers.Skipped):
-        return Text("cannot run", "dim")
+        return Text("-", "dim")
     style = _STYLES[findings.WRONG] if found.wrong else ""
     return Text(str(found.wrong), style)
