@@ -45,7 +45,7 @@ class _Started:
     compared: Sequence[implementations.Implementation]
 
 
-@click.group(invoke_without_command=True)
+@click.group(invoke_without_command=True, short_help="Measure all-reduce implementations.")
 @click.option(
     *("-b", "--minbytes"), type=options.Size(), default="8", show_default=True,
     help="Smallest size; K, M, G: powers of 1024; KB, MB, GB: of 1000.",

@@ -9,7 +9,7 @@ from tfcdo.cluster import blackbox, progress
 
 
 def read(paths: Sequence[pathlib.Path]) -> list[blackbox.Box]:
-    """Reads the files of the hosts of one job, in the hosts' order; `ValueError` if they are not."""
+    """Reads the files of one job's hosts, in their order; `ValueError` if they are not."""
     boxes: dict[int, tuple[pathlib.Path, blackbox.Box]] = {}
     for path in paths:
         box = blackbox.read(path)
