@@ -261,7 +261,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
           store: where an optimizer's variables come from.
 
         Raises:
-          ValueError: if they are those of another optimizer.
+          ValueError: if the variables belong to another optimizer.
         """
         saved, here = len(store.keys()), len(self.inner_optimizer.variables)
         if saved and self.inner_optimizer.built and saved != here:
