@@ -206,7 +206,8 @@ def document(results: Sequence[tuple[Case, Outcome]]) -> str:
         "Made by `make faults` (`python tools/faults.py docs/faults.md`), on one machine whose "
         f"processes are the hosts. Moments and hosts are drawn (seed {SEED}). Each training has "
         f"{EPOCHS * STEPS} steps and a `tfcdo.keras.BackupAndRestore(save_freq=10)`. Its gradients "
-        "are reduced in many packs. `tfcdo launch` starts all hosts again after a fault.",
+        "are reduced in many packs. `tfcdo launch` starts all hosts again after a fault, which "
+        f"takes most of the seconds (load of this machine at the end: {os.getloadavg()[2]:.0f}).",
         "",
         "A result is correct if the weights of all hosts differ by at most "
         f"{LARGEST_DIFFERENCE:g} from an undisturbed training on one device. Where the number of "
@@ -250,7 +251,6 @@ def document(results: Sequence[tuple[Case, Outcome]]) -> str:
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--share", type=float, default=1.0, help="share of the cases, up to 1")
     parser.add_argument("path", type=pathlib.Path, help="the document to write")
