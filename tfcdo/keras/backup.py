@@ -282,7 +282,7 @@ class BackupAndRestore(Callback):
         if self._memory is None:
             return None
         if self._memory.training() != self._training:
-            self._memory.remove()  # Of a training whose folder somebody has removed.
+            self._memory.remove()  # Its training's folder was removed.
             return None
         try:
             return self._memory.newest()

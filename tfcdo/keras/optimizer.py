@@ -261,7 +261,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
           store: where an optimizer's variables come from.
 
         Raises:
-          ValueError: if they are those of another optimizer.
+          ValueError: if the variables belong to another optimizer.
         """
         # Files of tfcdo's development versions have the state one level deeper.
         nested = getattr(store, "h5_file", {}).get("optimizer/inner_optimizer/vars")
