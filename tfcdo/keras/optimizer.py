@@ -263,6 +263,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         Raises:
           ValueError: if the variables belong to another optimizer.
         """
+        # Files of tfcdo's development versions have the state one level deeper.
+        nested = getattr(store, "h5_file", {}).get("optimizer/inner_optimizer/vars")
+        if not store.keys() and nested is not None:
+            store = {key: nested[key][()] for key in nested}
         saved, here = len(store.keys()), len(self.inner_optimizer.variables)
         if saved and self.inner_optimizer.built and saved != here:
             raise ValueError(
