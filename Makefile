@@ -64,8 +64,8 @@ docs: $(VENV)/.installed-docs ## Build the documentation in build/docs; a warnin
 compat: $(VENV)/.installed-dev ## Run TensorFlow's classes and tfcdo's side by side: docs/compat.md
 	@$(BIN)/python tools/compat.py docs/compat.md
 
-faults: $(VENV)/.installed-dev ## Kill, stop and delay hosts of small trainings, half an hour: docs/faults.md
-	@$(BIN)/python tools/faults.py docs/faults.md
+faults: $(VENV)/.installed-dev ## Kill, stop, take away and add hosts of small trainings, half an hour: docs/faults.md
+	@PYTHONPATH=.:tests/helpers $(BIN)/python tools/faults.py docs/faults.md
 
 bench: $(VENV)/.installed-dev ## Measure everything on this machine, alone on it: docs/performance.md
 	@$(BIN)/python tools/performance.py docs/performance.md

@@ -83,6 +83,7 @@ def orbit(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     """Trains with orbit's Controller and StandardTrainer."""
     import orbit as orbit_library
 
+    global_step = tf.Variable(0, dtype=tf.int64)
     with strategy.scope():
         weights = tf.Variable(tf.zeros([6, 1]))
     data = tf.data.Dataset.from_tensor_slices((FEATURES, TARGETS)).batch(BATCH).repeat()
@@ -98,8 +99,8 @@ def orbit(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
                 weights.assign_sub(0.1 * gradient)
 
             strategy.run(step, args=(next(iterator),))
+            global_step.assign_add(1)
 
-    global_step = tf.Variable(0, dtype=tf.int64)
     controller = orbit_library.Controller(
         strategy=strategy,
         trainer=Trainer(strategy.experimental_distribute_dataset(data)),

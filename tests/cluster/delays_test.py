@@ -10,7 +10,9 @@ from absl.testing import absltest, parameterized
 
 from tfcdo.cluster import agreement, config, delays, progress
 
-_TASKS = tuple(config.Task("worker", host, f"{'abcd'[host]}:{host + 1}") for host in range(4))
+_TASKS = tuple(
+    config.ClusterTask("worker", host, f"{'abcd'[host]}:{host + 1}") for host in range(4)
+)
 
 
 def made_kind(name, times, begun=None):

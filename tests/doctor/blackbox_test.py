@@ -19,7 +19,7 @@ from cli_testing import run_tfcdo
 from tfcdo.cluster import blackbox, config, progress
 from tfcdo.doctor import blackbox as black_boxes
 
-_TASKS = tuple(config.Task("worker", host, f"{'abc'[host]}:{host + 1}") for host in range(3))
+_TASKS = tuple(config.ClusterTask("worker", host, f"{'abc'[host]}:{host + 1}") for host in range(3))
 _CLUSTER = config.Cluster(_TASKS, 0)
 _HOSTS = [_CLUSTER.name(host) for host in range(3)]
 _KIND = blackbox.KindOfCollectives("all-reduce of 2 values (f[2], f[3])", "0123456789abcdef", 3)

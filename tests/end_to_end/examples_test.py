@@ -1,4 +1,4 @@
-"""The examples, against training on one device; examples/multi_worker.py has its own file."""
+"""The examples, against training on one device; two of them have their own files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
     def test_there_are_no_others(self):
         names = {path.stem for path in _EXAMPLES.glob("*.py")}
         tested = {"keras_fit", "embeddings", "accumulate_and_clip", "mixed_precision"}
-        others = {"own_loop", "migrate_gpu", "own_algorithm", "multi_worker"}
+        others = {"own_loop", "migrate_gpu", "own_algorithm", "multi_worker", "ray_train"}
         self.assertEqual(names, tested | others)
 
     @parameterized.parameters("keras_fit", "embeddings", "accumulate_and_clip")

@@ -15,7 +15,7 @@ from tfcdo.plan.copy_tree import star
 from tfcdo.plan.decide import MIN_ENCODED_BYTES, decide, nccl_dtypes
 from tfcdo.plan.options import BetweenHosts, Machine, Options
 from tfcdo.plan.packing import PackingOptions
-from tfcdo.plan.plan import IDENTITY, Batch, Codec, Pack, Plan, Request, RootStep, ValueSpec
+from tfcdo.plan.plan import IDENTITY, Batch, Codec, Plan, PlannedPack, Request, RootStep, ValueSpec
 from tfcdo.topology.presets import preset
 
 K = 3
@@ -52,7 +52,7 @@ def plan(asked: Batch, topology: str = "nvswitch", reasons: Any = (), **choices:
     return decide(asked, options, machine)
 
 
-def content(pack: Pack) -> list[tuple[int, int, int | None]]:
+def content(pack: PlannedPack) -> list[tuple[int, int, int | None]]:
     return [(part.value, part.start, part.stop) for part in pack.slices]
 
 

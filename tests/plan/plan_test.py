@@ -15,8 +15,8 @@ from tfcdo.plan.plan import (
     SHARE_ALIGNMENT,
     Codec,
     FusedTensor,
-    Pack,
     Plan,
+    PlannedPack,
     RootStep,
     Slice,
     ValueSpec,
@@ -25,13 +25,13 @@ from tfcdo.plan.plan import (
 VALUES = (ValueSpec("float32", (10,)), ValueSpec("float32", (5,)))
 
 
-def pack(*slices: tuple[int, int, int], **settings: Any) -> Pack:
+def pack(*slices: tuple[int, int, int], **settings: Any) -> PlannedPack:
     """A pack of one tensor, of slices (value, start, stop)."""
     tensor = FusedTensor(tuple(Slice(*part) for part in slices))
-    return Pack("sum", (tensor,), "float32", settings.pop("tree", star(3)), **settings)
+    return PlannedPack("sum", (tensor,), "float32", settings.pop("tree", star(3)), **settings)
 
 
-def plan(*packs: Pack, values: tuple[ValueSpec, ...] = VALUES, hosts: int = 1) -> Plan:
+def plan(*packs: PlannedPack, values: tuple[ValueSpec, ...] = VALUES, hosts: int = 1) -> Plan:
     return Plan(("CPU:0", "CPU:1", "CPU:2"), 3, hosts, values, packs)
 
 
@@ -120,7 +120,7 @@ class SummaryTest(parameterized.TestCase):
             1,
             (ValueSpec("float32", (6,)),),
             (
-                Pack(
+                PlannedPack(
                     "sum",
                     (FusedTensor((Slice(0, 0, 6),)),),
                     "float32",
@@ -227,10 +227,10 @@ class SummaryTest(parameterized.TestCase):
     def test_collectives_of_gathers(self):
         specs = (ValueSpec("int32", (None,)), ValueSpec("float32", (None,)))
         tensors = tuple(FusedTensor((Slice(index, 0, None),)) for index in (0, 1))
-        gathered = Pack("concat", tensors, "", star(3), root=RootStep("gather"))
+        gathered = PlannedPack("concat", tensors, "", star(3), root=RootStep("gather"))
         self.assertEqual(summary.num_collectives(plan(gathered, values=specs), len), 3)
         rows = ValueSpec("bfloat16", (None, 2), rows=True)
-        added = Pack("rows", tensors[:1], "bfloat16", star(3), root=RootStep("gather"))
+        added = PlannedPack("rows", tensors[:1], "bfloat16", star(3), root=RootStep("gather"))
         made = plan(added, values=(rows,))
         self.assertEqual(summary.gathered_dtypes(made, added), {"float32", "int64"})
         self.assertEqual(summary.num_collectives(made, len), 3)

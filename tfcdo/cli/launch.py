@@ -8,7 +8,7 @@ import os
 import pathlib
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 import click
@@ -17,8 +17,10 @@ from rich.text import Text
 
 from tfcdo import environment
 from tfcdo.cli import options
-from tfcdo.launch import cluster, supervisor
+from tfcdo.cluster import config
+from tfcdo.launch import cluster, member, pool, supervisor, worker
 
+_MOST_WORKERS = 256
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
@@ -37,14 +39,36 @@ class HostList(options.ParamType):
             self.fail(str(error), param, ctx)
 
 
+class WorkerCount(options.ParamType):
+    """A number of workers, or the least and the greatest."""
+
+    name = "workers"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        """Reads "4" as (4, 4) and "1:4" as (1, 4)."""
+        numbers = [int(part) if part.isdecimal() else 0 for part in value.split(":")]
+        least, most = numbers[0], numbers[-1]
+        if len(numbers) > 2 or not 1 <= least <= most <= _MOST_WORKERS:
+            self.fail(
+                f"expected N or MIN:MAX with 1 <= MIN <= MAX <= {_MOST_WORKERS}, such as 4 or 1:4; "
+                f"got {value!r}",
+                param,
+                ctx,
+            )
+        return least, most
+
+
 @click.command(
     # All that follows the script's name is the script's, also what looks like an option.
     context_settings={"allow_interspersed_args": False},
 )
 @click.option(
     *("--workers", "--nproc-per-node", "--nproc_per_node"),
-    type=click.IntRange(1, 256),
-    help="Number of workers, all on this host.",
+    type=WorkerCount(),
+    metavar="N|MIN:MAX",
+    help="Number of workers, all on this host unless --meet is given.",
 )
 @click.option(
     "--hosts",
@@ -59,6 +83,28 @@ class HostList(options.ParamType):
     *("--index", "--node-rank", "--node_rank"),
     type=click.IntRange(0),
     help="Number of this host in --hosts, from 0.",
+)
+@click.option(
+    "--meet",
+    type=HostList(),
+    metavar="A:PORT",
+    help="Address of the first host's launcher, for --workers MIN:MAX with --hosts.",
+)
+@click.option(
+    "--join-timeout",
+    type=click.FloatRange(0, 86_400),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time to wait for MAX workers at the start, MIN after faults.",
+)
+@click.option(
+    "--rejoin-after",
+    type=click.FloatRange(0, 86_400),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time until a worker that was left out is tried again.",
 )
 @click.option(
     "-g",
@@ -92,10 +138,13 @@ class HostList(options.ParamType):
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 def launch(
-    workers: int | None,
+    workers: tuple[int, int] | None,
     hosts: tuple[str, ...] | None,
     nnodes: int | None,
     index: int | None,
+    meet: tuple[str, ...] | None,
+    join_timeout: float,
+    rejoin_after: float,
     devices_per_worker: int | None,
     gpus_per_worker: int | None,
     max_restarts: int,
@@ -120,35 +169,62 @@ def launch(
     Two hosts: the first line on host a, the second on host b:
       tfcdo launch --hosts a:2222,b:2222 --index 0 train.py
       tfcdo launch --hosts a:2222,b:2222 --index 1 train.py
+    Two to four workers, of which some may fail and come back:
+      tfcdo launch --workers 2:4 train.py
     A module instead of a script, started again at most three times:
       tfcdo launch --workers 2 --max-restarts 3 -m my_project.train
     """  # noqa: D301 - click wants the character \b itself, and not its two letters.
-    _check_where(workers, hosts, nnodes, index)
-    gpus = _gpus(gpus_per_worker, workers or 1)
+    # torchrun's users write --nproc-per-node 1 for one worker on each host.
+    if hosts is not None and meet is None and workers == (1, 1):
+        workers = None
+    _check_where(workers, hosts, nnodes, index, meet)
+    gpus = _gpus(gpus_per_worker, workers[1] if workers and not hosts else 1)
     if not module and not pathlib.Path(script).exists():
         raise click.UsageError(f"{script!r}: there is no such script (-m runs a module)")
-    make_workers = functools.partial(_workers, workers, hosts, index, devices_per_worker, gpus)
+    command = (sys.executable, *(["-m"] if module else []), script, *arguments)
+    variables = {}
+    if devices_per_worker:
+        variables[environment.DEVICES_PER_WORKER] = str(devices_per_worker)
+    address = config.split_address(meet[0]) if meet else None
+    if address and index:
+        assert hosts
+        spec = _spec(index, len(hosts), _visible(gpus, 0))
+        token = environment.cluster_token()
+        return member.Member(command, spec, address, token, join_timeout, _report).run()
+    elastic = None
+    if workers and (workers[0] < workers[1] or address):
+        port = address[1] if address else None
+        if meet:
+            _check_port(meet[0], "--meet", "launcher")
+        token = environment.cluster_token()
+        elastic = pool.Pool(*workers, max_restarts, join_timeout, rejoin_after, port, token)
     job = supervisor.Job(
-        command=(sys.executable, *(["-m"] if module else []), script, *arguments),
-        workers=make_workers,
+        command=command,
+        workers=functools.partial(_workers, workers, hosts, index, variables, gpus, elastic),
         max_restarts=max_restarts,
         grace_seconds=grace,
+        pool=elastic,
     )
-    return supervisor.run(job, lambda message: click.echo(f"tfcdo: {message}", err=True))
+    return supervisor.run(job, _report)
+
+
+def _report(message: str) -> None:
+    click.echo(f"tfcdo: {message}", err=True)
 
 
 def _check_where(
-    workers: int | None, hosts: tuple[str, ...] | None, nnodes: int | None, index: int | None
+    workers: tuple[int, int] | None,
+    hosts: tuple[str, ...] | None,
+    nnodes: int | None,
+    index: int | None,
+    meet: tuple[str, ...] | None,
 ) -> None:
     """Raises a UsageError unless it is said on which hosts the workers are."""
     if nnodes is not None and nnodes != len(hosts or [1]):
         raise click.UsageError(
             f"--nnodes must be the number of --hosts, {len(hosts or [1])}; got {nnodes}"
         )
-    # torchrun's users write --nproc-per-node 1 for one worker on each host.
-    if hosts is not None and workers == 1:
-        workers = None
-    if (workers is None) == (hosts is None):
+    if workers is None and hosts is None:
         raise click.UsageError(
             "give either --workers N, to start all workers on this host, or --hosts A:PORT,B:PORT "
             "--index I, to start worker I of several hosts"
@@ -156,6 +232,8 @@ def _check_where(
     if hosts is None:
         if index is not None:
             raise click.UsageError("--index needs --hosts: --workers starts all workers")
+        if meet is not None:
+            raise click.UsageError("--meet needs --hosts: --workers starts all workers")
         return
     if index is None:
         raise click.UsageError(
@@ -165,38 +243,62 @@ def _check_where(
         raise click.UsageError(
             f"--index must be less than the number of hosts, {len(hosts)}; got {index}"
         )
+    if (workers is None) != (meet is None):
+        raise click.UsageError(
+            "give --hosts either alone, or with both --workers MIN:MAX and --meet A:PORT"
+        )
+    if meet is not None and len(meet) != 1:
+        raise click.UsageError(f"--meet must be one address; got {','.join(meet)}")
+    if workers is not None and workers[1] != len(hosts):
+        raise click.UsageError(
+            f"MAX of --workers must be the number of hosts, {len(hosts)}; got {workers[1]}"
+        )
 
 
 @contextlib.contextmanager
 def _workers(
-    count: int | None,
+    count: tuple[int, int] | None,
     hosts: tuple[str, ...] | None,
     index: int | None,
-    devices_per_worker: int | None,
+    variables: Mapping[str, str],
     gpus: Sequence[str],
-) -> Iterator[Sequence[supervisor.WorkerSpec]]:
+    elastic: pool.Pool | None,
+) -> Iterator[Sequence[worker.WorkerSpec]]:
     """Gives what each worker of one run is; on one host, with free ports of its own."""
     with contextlib.ExitStack() as stack:
-        variables = {}
-        if devices_per_worker:
-            variables[environment.DEVICES_PER_WORKER] = str(devices_per_worker)
         if hosts is None:
             assert count is not None
-            # A new one for each run keeps out workers that an earlier run has left.
-            token = environment.cluster_token() or secrets.token_hex(16)
-            variables[environment.CLUSTER_TOKEN] = token
-            addresses = stack.enter_context(cluster.reserved_ports(count))
-            indices: Sequence[int] = range(count)
+            slots = elastic.ready if elastic else range(count[1])
+            addresses = stack.enter_context(cluster.reserved_ports(len(slots)))
+            variables = {**variables, **_new_token()}
+        elif elastic:
+            slots = elastic.ready
+            addresses = tuple(hosts[slot] for slot in slots)
+            variables = {**variables, **_new_token()}
         else:
             assert index is not None
-            _check_own_port(hosts[index])
-            addresses, indices = hosts, [index]
-        # Each worker's GPUs, in the order of the workers of this host.
-        visible = [{"CUDA_VISIBLE_DEVICES": names} for names in gpus] or [{}] * len(indices)
+            slots, addresses = range(len(hosts)), hosts
+        if hosts is not None and index is not None and index in slots:
+            _check_port(hosts[index], "--hosts", "worker")
         yield [
-            _worker(worker, addresses, {**variables, **own})
-            for worker, own in zip(indices, visible, strict=True)
+            _spec(
+                slot,
+                count[1] if count else len(slots),
+                {
+                    "TF_CONFIG": cluster.tf_config(addresses, task),
+                    **variables,
+                    # Those of another host are its own launcher's.
+                    **_visible(gpus, slot if hosts is None else 0),
+                },
+            )
+            for task, slot in enumerate(slots)
+            if hosts is None or elastic or slot == index
         ]
+
+
+def _visible(gpus: Sequence[str], number: int) -> dict[str, str]:
+    """Returns the variable by which one of this host's workers sees its GPUs."""
+    return {"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else {}
 
 
 def _gpus(each: int | None, num_workers: int) -> list[str]:
@@ -219,26 +321,30 @@ def _gpus(each: int | None, num_workers: int) -> list[str]:
     return [",".join(names[each * worker :][:each]) for worker in range(num_workers)]
 
 
-def _check_own_port(address: str) -> None:
+def _new_token() -> dict[str, str]:
+    """Returns a token of each run's own, which keeps out workers that an earlier run has left."""
+    return {environment.CLUSTER_TOKEN: environment.cluster_token() or secrets.token_hex(16)}
+
+
+def _check_port(address: str, option: str, listener: str) -> None:
     try:
         cluster.check_port_is_free(address)
     except OSError as error:
         raise click.ClickException(
-            f"--hosts {address}: this host's worker cannot listen at port "
+            f"{option} {address}: this host's {listener} cannot listen at port "
             f"{address.rpartition(':')[2]}: {error.strerror}"
         ) from error
 
 
-def _worker(
-    index: int, addresses: Sequence[str], variables: dict[str, str]
-) -> supervisor.WorkerSpec:
-    name = f"worker {index}"
-    prefix = f"{name:{len(f'worker {len(addresses) - 1}')}} | "
-    return supervisor.WorkerSpec(
+def _spec(slot: int, count: int, variables: Mapping[str, str]) -> worker.WorkerSpec:
+    name = f"worker {slot}"
+    prefix = f"{name:{len(f'worker {count - 1}')}} | "
+    return worker.WorkerSpec(
         name=name,
-        prefix=_coloured(prefix, index, sys.stdout),
-        error_prefix=_coloured(prefix, index, sys.stderr),
-        environment={"TF_CONFIG": cluster.tf_config(addresses, index), **variables},
+        prefix=_coloured(prefix, slot, sys.stdout),
+        error_prefix=_coloured(prefix, slot, sys.stderr),
+        environment=variables,
+        slot=slot,
     )
 
 

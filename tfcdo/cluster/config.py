@@ -14,7 +14,7 @@ _TRAINING_JOBS = ("chief", "worker")
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class ClusterTask:
     """One host of a cluster, numbered as TensorFlow does: the chief first, then the workers.
 
     Attributes:
@@ -47,7 +47,7 @@ class Cluster:
       (False, 'host 0 (/job:worker/task:0 at a:2222)')
     """
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[ClusterTask, ...]
     index: int
 
     @property
@@ -118,7 +118,7 @@ def from_spec(spec: Mapping[str, Sequence[str]], job: Any, index: Any) -> Cluste
     if job == "evaluator":
         return None
     tasks = [
-        Task(name, number, address)
+        ClusterTask(name, number, address)
         for name in _TRAINING_JOBS
         for number, address in enumerate(spec.get(name, ()))
     ]

@@ -14,7 +14,7 @@ KEPT = 1000
 _KEPT_USES = 32
 
 
-class Marks(Protocol):
+class EventCounter(Protocol):
     """Counts the events of one kind: entering a collective, leaving it, entering the next one."""
 
     def count(self) -> int:
@@ -43,7 +43,7 @@ class Kind:
 
     name: str
     description: agreement.Description
-    marks: Marks
+    marks: EventCounter
     count: int = 0
     since: float = 0.0
 

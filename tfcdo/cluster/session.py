@@ -67,7 +67,7 @@ class Session:
             turn = next(rounds)
         return [(number + index) * _ROUNDS + turn for index in range(count)]
 
-    def watch(self, description: Mapping[str, Any], marks: progress.Marks) -> None:
+    def watch(self, description: Mapping[str, Any], marks: progress.EventCounter) -> None:
         """Starts to watch one kind of collectives; see `Watch.add`."""
         self._watch.add(description, marks)
 

@@ -55,7 +55,7 @@ class Watch:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, description: agreement.Description, marks: progress.Marks) -> None:
+    def add(self, description: agreement.Description, marks: progress.EventCounter) -> None:
         """Starts to watch a kind of collectives."""
         kind = progress.Kind(agreement.digest(description), description, marks)
         with self._lock:

@@ -108,7 +108,7 @@ def copy_from_chief(network: Network, value: tf.Tensor, device: str) -> tf.Tenso
     """Returns the chief's value on every host, on this device, bit for bit."""
     sizes = None if value.shape.rank is None else tuple(value.shape.as_list())
     spec = plans.ValueSpec(value.dtype.name, sizes)
-    pack = plans.Pack(
+    pack = plans.PlannedPack(
         "copy",
         (plans.FusedTensor((plans.Slice(0, 0, spec.size),)),),
         spec.dtype,

@@ -16,7 +16,7 @@ from tfcdo.execute.question import Question
 from tfcdo.execute.request import Reduction, check_pairs
 from tfcdo.plan import owners, summary
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.plan import Pack, Plan
+from tfcdo.plan.plan import Plan, PlannedPack
 
 _MAX_LINES = 8  # For each kind of line, so that an explanation fits on a screen.
 
@@ -180,7 +180,7 @@ def explain(
     )
 
 
-def _pack(pack: Pack) -> PackExplanation:
+def _pack(pack: PlannedPack) -> PackExplanation:
     return PackExplanation(
         pack.num_bytes,
         pack.num_sent_bytes,

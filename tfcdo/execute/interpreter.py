@@ -17,7 +17,7 @@ from tfcdo.execute import tensors as shapes
 from tfcdo.execute.between import Exchange
 from tfcdo.execute.codec import PackCodec
 from tfcdo.execute.feedback import Residuals
-from tfcdo.plan.plan import Codec, FusedTensor, Pack, Plan, Slice
+from tfcdo.plan.plan import Codec, FusedTensor, Plan, PlannedPack, Slice
 
 # The tensors, or slices, of one pack: `held[node]`, None for a node without a value.
 Held = list[Any]
@@ -158,12 +158,12 @@ def _add(parts: list[Any], name: str) -> list[tf.Tensor]:
     return [numerics.add(operands, name) for operands in zip(*parts, strict=True)]
 
 
-def _codec(pack: Pack, index: int, codec: Codec, runtime: Runtime) -> PackCodec:
+def _codec(pack: PlannedPack, index: int, codec: Codec, runtime: Runtime) -> PackCodec:
     residuals = runtime.residuals if codec.feedback else None
     return PackCodec(codec, tf.as_dtype(pack.dtype or "float32"), residuals, index)
 
 
-def _after(pack: Pack, held: Held, after: Held, devices: Sequence[str]) -> Held:
+def _after(pack: PlannedPack, held: Held, after: Held, devices: Sequence[str]) -> Held:
     """Makes the leaves of a tree wait, each for the result of an earlier pack on its own device."""
     assert pack.tree is not None
     waiting = list(held)
@@ -207,7 +207,7 @@ def _root_step(plan: Plan, index: int, total: list[Any], root: str, runtime: Run
 
 
 def _encoded_down(
-    pack: Pack, codec: PackCodec, result: list[tf.Tensor], devices: Sequence[str]
+    pack: PlannedPack, codec: PackCodec, result: list[tf.Tensor], devices: Sequence[str]
 ) -> Held:
     """Broadcasts encoded results: all nodes, the root too, get them as they arrive."""
     tree = pack.tree
@@ -229,7 +229,7 @@ def _encoded_down(
 
 
 def _rows_down(
-    pack: Pack, result: list[tf.IndexedSlices], held: Held, devices: Sequence[str]
+    pack: PlannedPack, result: list[tf.IndexedSlices], held: Held, devices: Sequence[str]
 ) -> Held:
     """Broadcasts rows; `dense_shape` stays the one that a device itself gave."""
     tree = pack.tree

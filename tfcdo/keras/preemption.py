@@ -68,7 +68,7 @@ class Preemption:
     def may_begin(self, call: int) -> bool:
         """Returns whether to begin a call of the train function, the first being 1, or to leave."""
         with self._lock:
-            if not self._published and not _signalled.is_set():
+            if not self._published and not self._must_leave_alone():
                 self._begun = call
                 return True
         return not self.must_leave(call - 1)
@@ -76,7 +76,7 @@ class Preemption:
     def must_leave(self, calls: int) -> bool:
         """Returns whether to leave now that this many calls are done, and one has not begun."""
         if self._session is None:
-            return _signalled.is_set()
+            return self._must_leave_alone()
         if _signalled.is_set():
             self._announce("a host got SIGTERM")
         if not (_signalled.is_set() or self._published):
@@ -93,6 +93,10 @@ class Preemption:
             store.set(f"{self._prefix}/left/{cluster.index}", "")
             for host in cluster.others:
                 store.get(f"{self._prefix}/left/{host}", _ANSWER_SECONDS)
+
+    def _must_leave_alone(self) -> bool:
+        """Returns whether this host was told to leave; others learn it from `_listen`."""
+        return _signalled.is_set() or (self._session is None and environment.resize_is_wanted())
 
     def _announce(self, notice: str) -> None:
         assert self._session is not None
@@ -111,6 +115,8 @@ class Preemption:
                     return
                 if tf_internals.preemption_notice(0.01) is not None:
                     self._announce("TensorFlow's notice")
+                elif environment.resize_is_wanted():
+                    self._announce("the number of workers changes")
         except tf.errors.OpError as error:  # The chief is gone, and the training fails by itself.
             logging.info("tfcdo: notices of preemption are no longer heard: %s", error)
         finally:

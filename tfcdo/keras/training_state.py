@@ -29,7 +29,7 @@ _OWN = "own"  # Each has its own, which nothing adds up.
 
 
 @dataclasses.dataclass(frozen=True)
-class _Slot:
+class _StateEntry:
     """One variable: a component for each replica of this host."""
 
     name: str
@@ -159,7 +159,7 @@ def restore_metrics(model: keras.Model, header: Mapping[str, Any], arrays: Array
 
 def _assign(
     strategy: tf.distribute.Strategy,
-    slots: Sequence[_Slot],
+    slots: Sequence[_StateEntry],
     prefix: str,
     header: Mapping[str, Any],
     saved: Sequence[Sequence[Any]],
@@ -195,7 +195,7 @@ def _for_replicas(values: list[np.ndarray], combine: str, count: int) -> list[np
     return [values[0]] * count
 
 
-def _slots(model: keras.Model) -> list[_Slot]:
+def _slots(model: keras.Model) -> list[_StateEntry]:
     """Returns all state but metrics: weights, statistics, seeds and the optimizer's variables."""
     metrics = {id(variable) for variable in model.metrics_variables}
     optimizer = getattr(model.optimizer, "variables", ())
@@ -206,25 +206,25 @@ def _slots(model: keras.Model) -> list[_Slot]:
     ]
 
 
-def _metric_slots(model: keras.Model) -> list[_Slot]:
+def _metric_slots(model: keras.Model) -> list[_StateEntry]:
     return [_slot(variable, is_state=True) for variable in model.metrics_variables]
 
 
-def _slot(variable: keras.Variable, is_state: bool) -> _Slot:
+def _slot(variable: keras.Variable, is_state: bool) -> _StateEntry:
     value = variable.value
     name = re.sub(r"_\d+(?=[/_]|$)", "", variable.path)  # Counted by process, not by model.
     if not isinstance(value, tf_internals.DistributedValues):
-        return _Slot(name, _SAME, (value,))
+        return _StateEntry(name, _SAME, (value,))
     combine = _SAME
     if value.synchronization == tf.VariableSynchronization.ON_READ:
         known = {tf.VariableAggregation.MEAN: _MEAN, tf.VariableAggregation.SUM: _SUM}
         combine = known.get(value.aggregation, _OWN)
     elif is_state and value.aggregation == tf.VariableAggregation.NONE:
         combine = _OWN  # Each replica writes to its own, such as the state of a seed.
-    return _Slot(name, combine, tuple(value.values))
+    return _StateEntry(name, combine, tuple(value.values))
 
 
-def _keyed(prefix: str, slots: Iterable[_Slot]) -> list[tuple[str, _Slot]]:
+def _keyed(prefix: str, slots: Iterable[_StateEntry]) -> list[tuple[str, _StateEntry]]:
     return [(f"{prefix}{index}", slot) for index, slot in enumerate(slots)]
 
 

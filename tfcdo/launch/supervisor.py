@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import pathlib
 import queue
 import signal
-import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO
+from collections.abc import Callable, Sequence
 
 from tfcdo import environment
-from tfcdo.launch import guard, output
+from tfcdo.launch import guard, output, pool, worker
 
-# Signals that end the job, and those that are only passed on.
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 # How long the output of a worker that has ended may take to be printed: before the launcher speaks
 # itself, and before it ends, where a pager may be waiting for a key.
 _DRAIN_SECONDS = 1.0
@@ -30,16 +21,7 @@ _LAST_DRAIN_SECONDS = 60.0
 _LEAVE_SECONDS = 30.0
 # A worker that asks for it earlier has not trained, and would be started again without end.
 _SHORTEST_RUN_SECONDS = 5.0
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkerSpec:
-    """One worker, as it is to be started."""
-
-    name: str  # Such as "worker 0".
-    prefix: bytes  # Printed before each line of its output.
-    error_prefix: bytes
-    environment: Mapping[str, str]  # Variables added to the launcher's own.
+_POLL_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,31 +30,10 @@ class Job:
 
     command: Sequence[str]
     # Entered once for each run.
-    workers: Callable[[], contextlib.AbstractContextManager[Sequence[WorkerSpec]]]
+    workers: Callable[[], contextlib.AbstractContextManager[Sequence[worker.WorkerSpec]]]
     max_restarts: int = 0
     grace_seconds: float = 10.0  # From the request to end until workers are killed.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Exit:
-    """A worker has ended."""
-
-    process: _Process
-    status: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Signal:
-    """The launcher was sent a signal."""
-
-    number: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _OutputError:
-    """The launcher's own output takes no more."""
-
-    error: OSError
+    pool: pool.Pool | None = None  # Of workers that may become fewer and more.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,83 +44,13 @@ class _Outcome:
       status: as `run` returns it.
       final: whether a signal ended the job.
       asked: whether a worker asked to be started again, after a backup.
+      first: the first worker that failed, or asked to be started again.
     """
 
     status: int
     final: bool
     asked: bool
-
-
-_Events = queue.SimpleQueue[_Exit | _Signal | _OutputError]
-
-
-class _Process:
-    """A worker that runs, behind its guard."""
-
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        command: Sequence[str],
-        printers: tuple[output.LinePrinter, output.LinePrinter],
-        events: _Events,
-    ) -> None:
-        self.spec = spec
-        self._events = events
-        self._guard = subprocess.Popen(
-            [sys.executable, guard.__file__, *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **spec.environment},
-            # Ctrl-C in the terminal reaches the launcher only, which passes it on once.
-            start_new_session=True,
-        )
-        assert self._guard.stdout
-        assert self._guard.stderr
-        streams = (
-            (self._guard.stdout, spec.prefix, printers[0]),
-            (self._guard.stderr, spec.error_prefix, printers[1]),
-        )
-        self._readers = [
-            threading.Thread(target=self._read, args=stream, daemon=True) for stream in streams
-        ]
-        for thread in (*self._readers, threading.Thread(target=self._wait, daemon=True)):
-            thread.start()
-
-    def send(self, number: int) -> None:
-        """Sends a signal to the worker's process group."""
-        assert self._guard.stdin
-        with contextlib.suppress(BrokenPipeError, ValueError):
-            self._guard.stdin.write(bytes([number]))
-            self._guard.stdin.flush()
-
-    def kill(self) -> None:
-        """Kills the worker and all that it has started."""
-        assert self._guard.stdin
-        with contextlib.suppress(BrokenPipeError):
-            self._guard.stdin.close()
-
-    def drain(self, seconds: float) -> None:
-        """Waits, for at most so long, until the output of a worker that has ended is printed."""
-        deadline = time.monotonic() + seconds
-        for reader in self._readers:
-            reader.join(max(0.0, deadline - time.monotonic()))
-
-    def _wait(self) -> None:
-        self._events.put(_Exit(self, self._guard.wait()))
-
-    def _read(self, stream: IO[bytes], prefix: bytes, printer: output.LinePrinter) -> None:
-        splitter = output.LineSplitter()
-        while chunk := os.read(stream.fileno(), 65_536):
-            self._print(splitter.feed(chunk), prefix, printer)
-        self._print(splitter.flush(), prefix, printer)
-
-    def _print(self, lines: Iterator[bytes], prefix: bytes, printer: output.LinePrinter) -> None:
-        try:
-            for line in lines:
-                printer.print(prefix + line)
-        except OSError as error:
-            self._events.put(_OutputError(error))
+    first: worker.WorkerSpec | None
 
 
 def run(job: Job, report: Callable[[str], None]) -> int:
@@ -177,57 +68,80 @@ def run(job: Job, report: Callable[[str], None]) -> int:
       OSError: if nobody takes the output any more.
     """
     guard.adopt_orphans()
-    events: _Events = queue.SimpleQueue()
+    events: worker.Events = queue.SimpleQueue()
+    with worker.handled_signals(events):
+        if job.pool is None:
+            return _run_fixed(job, events, report)
+        with job.pool.listening(events):
+            status = _run_elastic(job, job.pool, events, report)
+            job.pool.end(status)
+            return status
+
+
+def _run_fixed(job: Job, events: worker.Events, report: Callable[[str], None]) -> int:
+    """Runs a job whose number of workers stays."""
     failures = restarts = 0
-    with _handled(events):
-        while True:
-            start = time.monotonic()
-            with job.workers() as specs:
-                outcome = _run_once(job, specs, restarts, events, report)
-            if not outcome.status or outcome.final:
-                return outcome.status
-            restarts += 1
-            if outcome.asked and time.monotonic() - start >= _SHORTEST_RUN_SECONDS:
-                report("starting all workers again, as asked after a backup")
-                continue
-            failures += 1
-            if failures > job.max_restarts:
-                return outcome.status
-            report(f"starting all workers again (restart {failures} of {job.max_restarts})")
+    while True:
+        start = time.monotonic()
+        outcome = _run_once(job, restarts, events, report)
+        if not outcome.status or outcome.final:
+            return outcome.status
+        restarts += 1
+        if outcome.asked and time.monotonic() - start >= _SHORTEST_RUN_SECONDS:
+            report("starting all workers again, as asked after a backup")
+            continue
+        failures += 1
+        if failures > job.max_restarts:
+            return outcome.status
+        report(f"starting all workers again (restart {failures} of {job.max_restarts})")
+
+
+def _run_elastic(
+    job: Job, workers: pool.Pool, events: worker.Events, report: Callable[[str], None]
+) -> int:
+    """Runs a job with the workers that there are; each change of their number is a restart."""
+    status, restarts = 1, 0
+    while True:
+        try:
+            ended_by = workers.wait(events, report, first=not restarts)
+        except pool.TooFewError as error:
+            report(f"{error}: ending")
+            return status
+        if ended_by is not None:
+            return 128 + ended_by
+        start = time.monotonic()
+        outcome = _run_once(job, restarts, events, report)
+        if not outcome.status or outcome.final:
+            return outcome.status
+        status = outcome.status
+        restarts += 1
+        if outcome.asked and time.monotonic() - start >= _SHORTEST_RUN_SECONDS:
+            report("starting the workers again, as asked after a backup")
+        elif outcome.first:
+            workers.fail(outcome.first.slot, report)
 
 
 def _run_once(
-    job: Job,
-    specs: Sequence[WorkerSpec],
-    restart: int,
-    events: _Events,
-    report: Callable[[str], None],
+    job: Job, restart: int, events: worker.Events, report: Callable[[str], None]
 ) -> _Outcome:
     """Runs all workers once."""
     printers = (output.LinePrinter(sys.stdout.buffer), output.LinePrinter(sys.stderr.buffer))
-    processes: list[_Process] = []
-    folder = tempfile.TemporaryDirectory(prefix="tfcdo-launch-")
-    failure_file = pathlib.Path(folder.name, "failed")
-    try:
-        for spec in specs:
-            variables = {
-                **spec.environment,
-                environment.RESTART_COUNT: str(restart),
-                environment.FAILURE_FILE: str(failure_file),
-                # Lines come as they are printed, not 8 KB of them at a time.
-                "PYTHONUNBUFFERED": "1",
-            }
-            spec = dataclasses.replace(spec, environment=variables)
-            processes.append(_Process(spec, job.command, printers, events))
-        return _Supervision(job, processes, events, report, failure_file).run()
-    finally:
-        for process in processes:
-            process.kill()
-        # Those whose guard somebody has killed, and what they have started.
-        guard.end_descendants()
-        for process in processes:
-            process.drain(_LAST_DRAIN_SECONDS)
-        folder.cleanup()
+    processes: list[worker.AnyProcess] = []
+    with job.workers() as specs:
+        try:
+            for spec in specs:
+                variables = {**spec.environment, environment.RESTART_COUNT: str(restart)}
+                spec = dataclasses.replace(spec, environment=variables)
+                remote = job.pool and job.pool.start_elsewhere(spec)
+                processes.append(remote or worker.Process(spec, job.command, printers, events))
+            return _Supervision(job, processes, events, report).run()
+        finally:
+            for process in processes:
+                process.kill()
+            # Those whose guard somebody has killed, and what they have started.
+            guard.end_descendants()
+            for process in processes:
+                process.drain(_LAST_DRAIN_SECONDS)
 
 
 class _Supervision:
@@ -236,16 +150,17 @@ class _Supervision:
     def __init__(
         self,
         job: Job,
-        processes: Sequence[_Process],
-        events: _Events,
+        processes: Sequence[worker.AnyProcess],
+        events: worker.Events,
         report: Callable[[str], None],
-        failure_file: pathlib.Path,
     ) -> None:
         self._job = job
         self._running = set(processes)
         self._events = events
         self._report = report
-        self._failure_file = failure_file
+        self._started = frozenset(process.spec.slot for process in processes)
+        self._first: worker.WorkerSpec | None = None
+        self._growing = False
         self._status = 0
         self._asked = False
         self._ended_by_signal = False
@@ -257,28 +172,46 @@ class _Supervision:
         """Returns how the run has ended."""
         while self._running:
             try:
-                event = self._events.get(timeout=self._seconds_left())
+                event = self._events.get(timeout=self._seconds_to_wait())
             except queue.Empty:
-                self._kill()
+                if self._deadline is None:
+                    self._grow()
+                elif time.monotonic() >= self._deadline:
+                    self._kill()
                 continue
-            if isinstance(event, _Exit):
+            if isinstance(event, worker.Exit):
                 self._handle_exit(event)
-            elif isinstance(event, _Signal):
+            elif isinstance(event, worker.Signal):
                 self._handle_signal(event.number)
-            else:
+            elif isinstance(event, worker.OutputError):
                 raise event.error
-        return _Outcome(self._status, self._ended_by_signal, self._asked)
+        return _Outcome(self._status, self._ended_by_signal, self._asked, self._first)
 
-    def _seconds_left(self) -> float | None:
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+    def _seconds_to_wait(self) -> float | None:
+        if self._deadline is None:
+            return None if self._job.pool is None else _POLL_SECONDS
+        return max(0.0, self._deadline - time.monotonic())
 
-    def _handle_exit(self, event: _Exit) -> None:
+    def _grow(self) -> None:
+        """Has all workers leave at a backup once there is one more; they are started with it."""
+        if self._job.pool is None or self._growing or not self._job.pool.can_grow(self._started):
+            return
+        self._growing = True
+        self._report("there is one more worker: asking all to make a backup and leave")
+        for process in self._running:
+            process.tell(worker.RESIZE)
+
+    def _handle_exit(self, event: worker.Exit) -> None:
+        if event.process not in self._running:
+            return  # Of an earlier run, on another machine.
         self._running.discard(event.process)
         event.process.drain(_DRAIN_SECONDS)
         # One that ends after it was asked to has not failed.
         if not event.status or self._ending:
             return
         status = _as_shell_status(event.status)
+        if not (self._growing and status == environment.RESTART_STATUS):
+            self._first = self._first or event.process.spec
         name = event.process.spec.name
         others = "the others" if self._running else ""
         if status == environment.RESTART_STATUS:
@@ -294,11 +227,12 @@ class _Supervision:
         ending = f"; ending {others}" if others else ""
         self._report(f"{name} failed: {_describe(status)}{ending}")
         # Tells those who back up on a SIGTERM that there is nobody to wait for.
-        self._failure_file.touch()
+        for process in self._running:
+            process.tell(worker.FAILED)
         self._ask_to_end(signal.SIGTERM)
 
     def _handle_signal(self, number: int) -> None:
-        if number in _PASSED_SIGNALS:
+        if number in worker.PASSED_SIGNALS:
             for process in self._running:
                 process.send(number)
         elif self._ended_by_signal:
@@ -327,20 +261,6 @@ class _Supervision:
             process.kill()
         # Nothing is left to be done but to wait for them.
         self._deadline = None
-
-
-@contextlib.contextmanager
-def _handled(events: _Events) -> Iterator[None]:
-    """Puts signals into the queue of events; a SimpleQueue may be put to while it is read."""
-    before = {
-        number: signal.signal(number, lambda number, frame: events.put(_Signal(number)))
-        for number in (*_ENDING_SIGNALS, *_PASSED_SIGNALS)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _as_shell_status(status: int) -> int:

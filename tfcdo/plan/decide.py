@@ -18,8 +18,8 @@ from tfcdo.plan.plan import (
     Batch,
     Codec,
     FusedTensor,
-    Pack,
     Plan,
+    PlannedPack,
     Request,
     RootStep,
     Slice,
@@ -173,7 +173,7 @@ def _items(batch: Batch, members: Sequence[int], codec: Codec) -> list[packing.I
 
 def _all_reduced(
     batch: Batch, options: Options, machine: Machine
-) -> tuple[tuple[Pack, ...], str, str]:
+) -> tuple[tuple[PlannedPack, ...], str, str]:
     """Packs dense values; those that are encoded alike are planned together."""
     groups: dict[tuple[Codec, Codec, bool, int | None], list[int]] = {}
     for index, request in enumerate(batch.requests):
@@ -183,7 +183,7 @@ def _all_reduced(
         )
         between = _between_codec(batch, request, options)
         groups.setdefault((codec, between, nccl, owner), []).append(index)
-    packs: list[Pack] = []
+    packs: list[PlannedPack] = []
     reasons: list[tuple[int, str, str]] = []
     for (codec, between, nccl, owner), members in groups.items():
         items = _items(batch, members, codec)
@@ -205,7 +205,7 @@ def _all_reduced(
             after = None if packed.after is None else packed.after + offset
             tree = None if nccl or flat else packed.tree
             content = packed.tensors, packed.dtype, tree, codec, root
-            packs.append(Pack("sum", *content, over_hosts=flat, after=after))
+            packs.append(PlannedPack("sum", *content, over_hosts=flat, after=after))
     if not reasons:
         return (), "nothing", "the batch is empty"
     _, name, why = max(reasons)
@@ -284,7 +284,7 @@ def _algorithm(
 
 def _on_one_device(
     batch: Batch, options: Options, machine: Machine
-) -> tuple[tuple[Pack, ...], str, str]:
+) -> tuple[tuple[PlannedPack, ...], str, str]:
     """Reduces on one node: all values in one pack where it is a replica's, else each on its own."""
     root = batch.requests[0].to[0] if batch.root is None else batch.root
     tree = copy_tree.star(len(batch.nodes), root)
@@ -306,7 +306,7 @@ def _on_one_device(
         whole = (FusedTensor((Slice(index, 0, request.value.size),)),)
         dtype = packed_dtype(batch, request)
         alone.append(
-            Pack(
+            PlannedPack(
                 "user" if batch.user else "sum",
                 whole,
                 dtype,
@@ -321,7 +321,7 @@ def _on_one_device(
 
 def _rows(
     batch: Batch, options: Options, machine: Machine, tree: copy_tree.CopyTree | None = None
-) -> tuple[Pack, ...]:
+) -> tuple[PlannedPack, ...]:
     """Packs the rows of each dtype: their number differs between devices and steps."""
     groups: dict[tuple[str, tuple[int, ...], int | None], list[int]] = {}
     for index, request in enumerate(batch.requests):
@@ -336,7 +336,7 @@ def _rows(
     hosts: Literal["", "gather"] = "gather" if batch.hosts > 1 else ""
     root = RootStep(hosts, divide=_divide(batch), update=batch.has_owners)
     return tuple(
-        Pack(
+        PlannedPack(
             "rows",
             tuple(FusedTensor((Slice(index, 0, None),)) for index in members),
             dtype,
@@ -349,7 +349,7 @@ def _rows(
     )
 
 
-def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[Pack, ...]:
+def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[PlannedPack, ...]:
     """Gathers all values together, along one tree."""
     if batch.is_all_reduce and batch.root is None and not options.one_device:
         [tree] = _trees(batch, options, machine, 1)
@@ -363,7 +363,7 @@ def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[Pack, .
         for index, request in enumerate(batch.requests)
     )
     root_step = RootStep("gather" if batch.hosts > 1 else "")
-    return (Pack("concat", tensors, "", tree, root=root_step, to=to),)
+    return (PlannedPack("concat", tensors, "", tree, root=root_step, to=to),)
 
 
 def _trees(

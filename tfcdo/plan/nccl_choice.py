@@ -19,7 +19,7 @@ def uses_nccl(batch: Batch, dtype: str, options: Options, machine: Machine, code
         return False
     if options.between is not None:
         if options.between.flat:
-            return False  # One collective over all hosts; see `Pack.over_hosts`.
+            return False  # One collective over all hosts; see `PlannedPack.over_hosts`.
         if options.require_nccl and machine.nccl_hosts:
             raise RuntimeError(f"NCCL cannot run (require_nccl=True): {machine.nccl_hosts}")
         return False

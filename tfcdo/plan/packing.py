@@ -84,7 +84,7 @@ class Packed:
       dtype: the dtype of its values.
       tree: the copy tree.
       tensors: the content.
-      after: see `tfcdo.plan.plan.Pack`.
+      after: see `tfcdo.plan.plan.PlannedPack`.
     """
 
     dtype: str

@@ -218,7 +218,7 @@ class RootStep:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pack:
+class PlannedPack:
     """Values, or parts of values, that are reduced together.
 
     Attributes:
@@ -295,7 +295,7 @@ class Plan:
 
     Example:
       >>> from tfcdo.plan.copy_tree import star
-      >>> pack = Pack("sum", (FusedTensor((Slice(0, 0, 6),)),), "float32", star(2))
+      >>> pack = PlannedPack("sum", (FusedTensor((Slice(0, 0, 6),)),), "float32", star(2))
       >>> Plan(("CPU:0", "CPU:1"), 2, 1, (ValueSpec("float32", (3, 2)),), (pack,)).packs[0].size
       6
     """
@@ -304,7 +304,7 @@ class Plan:
     replicas: int
     hosts: int
     values: tuple[ValueSpec, ...]
-    packs: tuple[Pack, ...]
+    packs: tuple[PlannedPack, ...]
     algorithm: str = ""
     why: str = ""
 

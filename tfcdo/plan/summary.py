@@ -7,19 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 from tfcdo.plan import dtypes
-from tfcdo.plan.plan import Codec, Pack, Plan, digest
-from tfcdo.plan.schedule import Pack as SchedulePack
-from tfcdo.plan.schedule import Schedule
+from tfcdo.plan.plan import Codec, Plan, PlannedPack, digest
+from tfcdo.plan.schedule import Pack, Schedule
 
 
 def schedule(plan: Plan) -> Schedule | None:
     """Returns the packs in bytes, as the simulator takes them; None if a size is not known."""
-    packs: list[SchedulePack] = []
+    packs: list[Pack] = []
     for pack in plan.packs:
         if pack.tree is None or not pack.num_sent_bytes:
             return None
         start = packs[-1].stop if packs else 0
-        packs.append(SchedulePack(start, start + pack.num_sent_bytes, pack.tree))
+        packs.append(Pack(start, start + pack.num_sent_bytes, pack.tree))
     return Schedule(len(plan.nodes), packs[-1].stop if packs else 0, tuple(packs))
 
 
@@ -63,7 +62,7 @@ def num_collectives(plan: Plan, copied_dtypes: Callable[[set[str]], int]) -> int
     )
 
 
-def gathered_dtypes(plan: Plan, pack: Pack) -> set[str]:
+def gathered_dtypes(plan: Plan, pack: PlannedPack) -> set[str]:
     """Returns the dtypes of the tensors of a pack that are gathered between hosts."""
     if pack.kind == "rows":
         return {dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype), "int64"}

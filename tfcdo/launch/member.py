@@ -1,0 +1,178 @@
+"""A launcher that runs its machine's worker when the first host's launcher says so."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tfcdo.launch import guard, output, worker
+from tfcdo.launch.connection import Connection
+
+_RETRY_SECONDS = 0.5
+_DRAIN_SECONDS = 5.0
+# How long a worker may take to back up once this machine will be taken away.
+_LEAVE_SECONDS = 30.0
+# Only these variables are taken from the first host.
+_TAKEN = ("TF_CONFIG", "TFCDO_")
+
+
+class Member:
+    """Takes part in another launcher's job.
+
+    Args:
+      command: the worker's command.
+      spec: its name, its output's prefixes and this host's variables; the first host sends more.
+      address: host and port of the first host's launcher.
+      token: the secret that it asks for.
+      join_seconds: how long to look for it.
+      report: takes each sentence that the user should read.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        spec: worker.WorkerSpec,
+        address: tuple[str, int],
+        token: str,
+        join_seconds: float,
+        report: Callable[[str], None],
+    ) -> None:
+        self._command, self._spec = command, spec
+        self._address, self._token, self._join_seconds = address, token, join_seconds
+        self._report = report
+        self._events: worker.Events = queue.SimpleQueue()
+        self._printers = (
+            output.LinePrinter(sys.stdout.buffer),
+            output.LinePrinter(sys.stderr.buffer),
+        )
+        self._connection: Connection | None = None
+        self._process: worker.Process | None = None
+        # The signal that ends this launcher, and until when its worker may take.
+        self._ended_by = 0
+        self._deadline: float | None = None
+
+    def run(self) -> int:
+        """Returns the job's status, or 128 and the number of the signal that ended it here."""
+        guard.adopt_orphans()
+        with worker.handled_signals(self._events):
+            try:
+                status = None
+                while status is None:
+                    status = self._join() if self._connection is None else self._step()
+                return status
+            finally:
+                if self._process is not None:
+                    self._process.kill()
+                guard.end_descendants()
+                if self._process is not None:
+                    self._process.drain(_DRAIN_SECONDS)
+                if self._connection is not None:
+                    self._connection.close()
+
+    def _join(self) -> int | None:
+        """Connects to the first host; returns a status if that must not go on."""
+        host, port = self._address
+        deadline = time.monotonic() + self._join_seconds
+        while True:
+            try:
+                peer = socket.create_connection(self._address, timeout=_RETRY_SECONDS)
+                break
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    self._report(
+                        f"the first host's launcher cannot be reached at {host}:{port} for "
+                        f"{self._join_seconds:g} s: {error}"
+                    )
+                    return 1
+            with contextlib.suppress(queue.Empty):
+                event = self._events.get(timeout=_RETRY_SECONDS)
+                if isinstance(event, worker.Signal) and event.number in worker.ENDING_SIGNALS:
+                    return 128 + event.number
+        self._connection = Connection(peer)
+        threading.Thread(target=self._read, args=(self._connection,), daemon=True).start()
+        self._connection.send(slot=self._spec.slot, token=self._token)
+        return None
+
+    def _read(self, connection: Connection) -> None:
+        for message in connection.messages():
+            self._events.put(worker.Message(message))
+        self._events.put(worker.Message(None))
+
+    def _step(self) -> int | None:
+        """Handles one event; returns the status with which to end, or None."""
+        timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        try:
+            event = self._events.get(timeout=timeout)
+        except queue.Empty:
+            return 128 + self._ended_by
+        assert self._connection is not None
+        if isinstance(event, worker.Exit):
+            if event.process is not self._process:
+                return None  # It was killed when the connection broke.
+            event.process.drain(_DRAIN_SECONDS)
+            guard.end_descendants()
+            self._process = None
+            self._connection.send(exit=event.status if event.status >= 0 else 128 - event.status)
+            return 128 + self._ended_by if self._ended_by else None
+        if isinstance(event, worker.Signal):
+            return self._handle_signal(event.number)
+        if isinstance(event, worker.OutputError):
+            raise event.error
+        return self._handle_message(event.content)
+
+    def _handle_signal(self, number: int) -> int | None:
+        if self._process is not None:
+            self._process.send(number)
+        if number in worker.PASSED_SIGNALS:
+            return None
+        if self._process is None or self._ended_by:
+            return 128 + number
+        self._report(f"got {signal.Signals(number).name}: passing it on to the worker")
+        assert self._connection is not None
+        self._connection.send(leaving=True)
+        self._ended_by, self._deadline = number, time.monotonic() + _LEAVE_SECONDS
+        return None
+
+    def _handle_message(self, message: Mapping[str, Any] | None) -> int | None:
+        process = self._process
+        if message is None:
+            return self._lose_connection()
+        if "refused" in message:
+            self._report(
+                f"the first host's launcher does not let this one join: {message['refused']}"
+            )
+            return 1
+        if "end" in message:
+            return int(message["end"])
+        if "start" in message and not self._ended_by:
+            taken = {k: str(v) for k, v in message["start"].items() if k.startswith(_TAKEN)}
+            spec = dataclasses.replace(self._spec, environment={**self._spec.environment, **taken})
+            self._process = worker.Process(spec, self._command, self._printers, self._events)
+        elif process is not None and "signal" in message:
+            process.send(int(message["signal"]))
+        elif process is not None and message.get("tell") in (worker.FAILED, worker.RESIZE):
+            process.tell(message["tell"])
+        elif process is not None and "kill" in message:
+            process.kill()
+        return None
+
+    def _lose_connection(self) -> int | None:
+        """Ends the worker and looks for the first host again."""
+        self._report("the first host's launcher is gone; waiting for it")
+        assert self._connection is not None
+        self._connection.close()
+        self._connection = None
+        if self._process is not None:
+            self._process.kill()
+            guard.end_descendants()
+            self._process.drain(_DRAIN_SECONDS)
+            self._process = None
+        return 128 + self._ended_by if self._ended_by else None

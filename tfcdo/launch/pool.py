@@ -1,0 +1,262 @@
+"""The workers that a job can have now: some fail too often, others come from other machines.
+
+The first host's launcher has the pool. The others' launchers (`member`) connect to it, and run
+their worker when it says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tfcdo.launch import worker
+from tfcdo.launch.connection import Connection
+
+_POLL_SECONDS = 0.2
+_HELLO_SECONDS = 10.0
+_KILLED = 128 + signal.SIGKILL
+
+
+class TooFewError(RuntimeError):
+    """There are fewer workers than the job needs."""
+
+
+class Pool:
+    """Says which workers take part in the next run.
+
+    Args:
+      minimum: the least number of workers.
+      maximum: the greatest; a worker's slot is a number below it.
+      max_restarts: how often a worker may fail before the job goes on without it.
+      join_seconds: how long to wait for all at the start, and for `minimum` after a fault.
+      rejoin_seconds: when a worker that failed too often is tried again.
+      meet: the port to listen at for other machines, whose slots begin with 1; None: all workers
+        are on this machine.
+      token: a secret that other launchers must know, if it is not empty.
+    """
+
+    def __init__(
+        self,
+        minimum: int,
+        maximum: int,
+        max_restarts: int,
+        join_seconds: float,
+        rejoin_seconds: float,
+        meet: int | None = None,
+        token: str = "",
+    ) -> None:
+        self._minimum, self._maximum = minimum, maximum
+        self._max_restarts = max_restarts
+        self._join_seconds, self._rejoin_seconds = join_seconds, rejoin_seconds
+        self._meet, self._token = meet, token
+        self._lock = threading.Lock()
+        self._failures = [0] * maximum
+        self._lost: dict[int, float] = {}  # When each failed for the last time.
+        self._members: dict[int, _Member] = {}
+        self._ready: Sequence[int] = ()
+
+    @property
+    def ready(self) -> Sequence[int]:
+        """The slots of the next run's workers, as `wait` has found them."""
+        return self._ready
+
+    @contextlib.contextmanager
+    def listening(self, events: worker.Events) -> Iterator[None]:
+        """Lets launchers of other machines join while the block runs."""
+        if self._meet is None:
+            yield
+            return
+        with socket.create_server(("", self._meet)) as server:
+            threading.Thread(target=self._accept, args=(server, events), daemon=True).start()
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    server.shutdown(socket.SHUT_RDWR)
+                for member in self._all_members():
+                    member.connection.close()
+
+    def wait(
+        self, events: worker.Events, report: Callable[[str], None], first: bool
+    ) -> signal.Signals | None:
+        """Waits for all workers at the start, later for the least number.
+
+        Returns:
+          None, or the signal that ended the job while it waited.
+
+        Raises:
+          TooFewError: if there are too few after the time-out.
+        """
+        wanted = self._maximum if first else self._minimum
+        deadline = time.monotonic() + (0.0 if self._meet is None else self._join_seconds)
+        if len(self._available()) < wanted and self._meet is not None:
+            report(f"waiting {self._join_seconds:g} s for {wanted} workers")
+        while len(self._available()) < wanted and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                event = events.get(timeout=_POLL_SECONDS)
+                if isinstance(event, worker.Signal) and event.number in worker.ENDING_SIGNALS:
+                    return signal.Signals(event.number)
+        self._ready = self._available()
+        if len(self._ready) < self._minimum:
+            raise TooFewError(
+                f"the job needs at least {self._minimum} workers, and there are "
+                f"{len(self._ready)}"
+                + ("" if self._meet is None else f" after {self._join_seconds:g} s")
+            )
+        if len(self._ready) < self._maximum:
+            report(f"starting with {len(self._ready)} of {self._maximum} workers")
+        return None
+
+    def fail(self, slot: int, report: Callable[[str], None]) -> None:
+        """Counts a failure of a worker, after which the workers are started again."""
+        with self._lock:
+            self._failures[slot] += 1
+            if self._failures[slot] > self._max_restarts:
+                self._lost[slot] = time.monotonic()
+            failures = self._failures[slot]
+        if slot not in self._available():
+            report(f"going on without worker {slot}")
+        else:
+            report(f"starting the workers again (restart {failures} of {self._max_restarts})")
+
+    def can_grow(self, running: frozenset[int]) -> bool:
+        """Returns whether a worker could take part that does not run."""
+        with self._lock:
+            for slot, lost in list(self._lost.items()):
+                if time.monotonic() - lost >= self._rejoin_seconds:
+                    del self._lost[slot]
+                    self._failures[slot] = 0
+        return not running.issuperset(self._available())
+
+    def start_elsewhere(self, spec: worker.WorkerSpec) -> worker.AnyProcess | None:
+        """Starts a worker on its machine; None if that is this one."""
+        if self._meet is None or spec.slot == 0:
+            return None
+        with self._lock:
+            member = self._members[spec.slot]
+        return member.start(spec)
+
+    def end(self, status: int) -> None:
+        """Tells the other launchers that the job has ended."""
+        for member in self._all_members():
+            member.connection.send(end=status)
+
+    def _available(self) -> list[int]:
+        with self._lock:
+            here = range(self._maximum if self._meet is None else 1)
+            there = [slot for slot, member in self._members.items() if member.is_there]
+            return sorted(slot for slot in {*here, *there} if slot not in self._lost)
+
+    def _all_members(self) -> list[_Member]:
+        with self._lock:
+            return list(self._members.values())
+
+    def _accept(self, server: socket.socket, events: worker.Events) -> None:
+        while True:
+            try:
+                peer, _ = server.accept()
+            except OSError:  # The job has ended.
+                return
+            # One that says nothing does not keep the others out.
+            threading.Thread(target=self._serve, args=(peer, events), daemon=True).start()
+
+    def _serve(self, peer: socket.socket, events: worker.Events) -> None:
+        connection = Connection(peer)
+        silent = threading.Timer(_HELLO_SECONDS, connection.close)
+        silent.start()
+        messages = connection.messages()
+        hello = next(messages, {})
+        silent.cancel()
+        error = self._refusal(hello)
+        if error:
+            connection.send(refused=error)
+            connection.close()
+            return
+        member = _Member(connection, events)
+        with self._lock:
+            before = self._members.get(hello["slot"])
+            self._members[hello["slot"]] = member
+            self._lost.pop(hello["slot"], None)
+            self._failures[hello["slot"]] = 0
+        if before is not None:
+            before.connection.close()
+        member.serve(messages)
+
+    def _refusal(self, hello: Mapping[str, Any]) -> str:
+        """Returns why another launcher may not join; empty if it may."""
+        if not hmac.compare_digest(str(hello.get("token", "")).encode(), self._token.encode()):
+            return "its TFCDO_CLUSTER_TOKEN is not the first host's"
+        slot = hello.get("slot")
+        if not isinstance(slot, int) or not 0 < slot < self._maximum:
+            return f"its --index must be 1 to {self._maximum - 1}; got {slot!r}"
+        return ""
+
+
+class _Member:
+    """The launcher of another machine, which runs one worker at most."""
+
+    def __init__(self, connection: Connection, events: worker.Events) -> None:
+        self.connection = connection
+        self.is_there = True
+        self._events = events
+        self._lock = threading.Lock()
+        self._process: _RemoteProcess | None = None
+
+    def start(self, spec: worker.WorkerSpec) -> _RemoteProcess:
+        process = _RemoteProcess(spec, self.connection)
+        with self._lock:
+            self._process = process
+            there = self.is_there
+        if there:
+            self.connection.send(start=dict(spec.environment))
+        else:
+            self._end(_KILLED)
+        return process
+
+    def serve(self, messages: Iterator[dict[str, Any]]) -> None:
+        """Reads all that the launcher sends."""
+        for message in messages:
+            if "exit" in message:
+                self._end(int(message["exit"]))
+            if "leaving" in message:
+                self.is_there = False
+        with self._lock:
+            self.is_there = False
+        self.connection.close()
+        self._end(_KILLED)
+
+    def _end(self, status: int) -> None:
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            self._events.put(worker.Exit(process, status))
+
+
+class _RemoteProcess:
+    """A worker on another machine; its output stays there."""
+
+    def __init__(self, spec: worker.WorkerSpec, connection: Connection) -> None:
+        self.spec = spec
+        self._connection = connection
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the worker's process group."""
+        self._connection.send(signal=number)
+
+    def tell(self, name: str) -> None:
+        """Tells the worker `FAILED` or `RESIZE`."""
+        self._connection.send(tell=name)
+
+    def kill(self) -> None:
+        """Kills the worker and all that it has started."""
+        self._connection.send(kill=True)
+
+    def drain(self, seconds: float) -> None:
+        """Does nothing: the other launcher prints."""

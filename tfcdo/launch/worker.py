@@ -1,0 +1,189 @@
+"""A worker's process, its launcher's events and the launcher's signals."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any, Protocol
+
+from tfcdo import environment
+from tfcdo.launch import guard, output
+
+# Signals that end the job, and those that are only passed on.
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+# A worker is told by files: that another one has failed, and that their number changes.
+FAILED = "failed"
+RESIZE = "resize"
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerSpec:
+    """One worker, as it is to be started."""
+
+    name: str  # Such as "worker 0".
+    prefix: bytes  # Printed before each line of its output.
+    error_prefix: bytes
+    environment: Mapping[str, str]  # Variables added to the launcher's own.
+    slot: int = 0  # Which of the greatest number of workers; stays when there are fewer.
+
+
+@dataclasses.dataclass(frozen=True)
+class Exit:
+    """A worker has ended."""
+
+    process: AnyProcess
+    status: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Signal:
+    """The launcher was sent a signal."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputError:
+    """The launcher's own output takes no more."""
+
+    error: OSError
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """Another launcher has sent something, or is gone (None)."""
+
+    content: Mapping[str, Any] | None
+
+
+Events = queue.SimpleQueue[Exit | Signal | OutputError | Message]
+
+
+class AnyProcess(Protocol):
+    """A worker that runs, on this machine or on another."""
+
+    spec: WorkerSpec
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the worker's process group."""
+
+    def tell(self, name: str) -> None:
+        """Tells the worker `FAILED` or `RESIZE`."""
+
+    def kill(self) -> None:
+        """Kills the worker and all that it has started."""
+
+    def drain(self, seconds: float) -> None:
+        """Waits, for at most so long, until the output of a worker that has ended is printed."""
+
+
+class Process:
+    """A worker that runs, behind its guard."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        command: Sequence[str],
+        printers: tuple[output.LinePrinter, output.LinePrinter],
+        events: Events,
+    ) -> None:
+        self.spec = spec
+        self._events = events
+        self._folder = tempfile.TemporaryDirectory(prefix="tfcdo-launch-")
+        self._guard = subprocess.Popen(
+            [sys.executable, guard.__file__, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={
+                **os.environ,
+                **spec.environment,
+                environment.FAILURE_FILE: self._file(FAILED),
+                environment.RESIZE_FILE: self._file(RESIZE),
+                # Lines come as they are printed, not 8 KB of them at a time.
+                "PYTHONUNBUFFERED": "1",
+            },
+            # Ctrl-C in the terminal reaches the launcher only, which passes it on once.
+            start_new_session=True,
+        )
+        assert self._guard.stdout
+        assert self._guard.stderr
+        streams = (
+            (self._guard.stdout, spec.prefix, printers[0]),
+            (self._guard.stderr, spec.error_prefix, printers[1]),
+        )
+        self._readers = [
+            threading.Thread(target=self._read, args=stream, daemon=True) for stream in streams
+        ]
+        for thread in (*self._readers, threading.Thread(target=self._wait, daemon=True)):
+            thread.start()
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the worker's process group."""
+        assert self._guard.stdin
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._guard.stdin.write(bytes([number]))
+            self._guard.stdin.flush()
+
+    def tell(self, name: str) -> None:
+        """Tells the worker `FAILED` or `RESIZE`."""
+        with contextlib.suppress(FileNotFoundError):  # It has ended.
+            pathlib.Path(self._file(name)).touch()
+
+    def kill(self) -> None:
+        """Kills the worker and all that it has started."""
+        assert self._guard.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.stdin.close()
+
+    def drain(self, seconds: float) -> None:
+        """Waits, for at most so long, until the output of a worker that has ended is printed."""
+        deadline = time.monotonic() + seconds
+        for reader in self._readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
+
+    def _file(self, name: str) -> str:
+        return str(pathlib.Path(self._folder.name, name))
+
+    def _wait(self) -> None:
+        status = self._guard.wait()
+        self._folder.cleanup()
+        self._events.put(Exit(self, status))
+
+    def _read(self, stream: IO[bytes], prefix: bytes, printer: output.LinePrinter) -> None:
+        splitter = output.LineSplitter()
+        while chunk := os.read(stream.fileno(), 65_536):
+            self._print(splitter.feed(chunk), prefix, printer)
+        self._print(splitter.flush(), prefix, printer)
+
+    def _print(self, lines: Iterator[bytes], prefix: bytes, printer: output.LinePrinter) -> None:
+        try:
+            for line in lines:
+                printer.print(prefix + line)
+        except OSError as error:
+            self._events.put(OutputError(error))
+
+
+@contextlib.contextmanager
+def handled_signals(events: Events) -> Iterator[None]:
+    """Puts signals into the queue of events; a SimpleQueue may be put to while it is read."""
+    before = {
+        number: signal.signal(number, lambda number, frame: events.put(Signal(number)))
+        for number in (*ENDING_SIGNALS, *PASSED_SIGNALS)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
