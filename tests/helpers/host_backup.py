@@ -74,7 +74,9 @@ def main(folder: str, save_freq: str, *faults: str) -> None:
         for lost in memory.glob(f"*-host-{host}"):
             print(f"host {host} has lost {len(list(lost.glob('epoch-*')))} snapshots", flush=True)
             shutil.rmtree(lost)
-    options = {"snapshot_every": 1} if save_freq == "snapshots" else {"save_freq": int(save_freq)}
+    options: dict[str, Any] = (
+        {"snapshot_every": 1} if save_freq == "snapshots" else {"save_freq": int(save_freq)}
+    )
     backup = tfcdo.keras.BackupAndRestore(pathlib.Path(folder, "backup"), **options)
 
     def tell(logs: Any) -> None:

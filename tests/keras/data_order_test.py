@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 from unittest import mock
 
@@ -59,7 +60,7 @@ class ResumableTest(tf.test.TestCase):
             tfcdo.keras.resumable(np.zeros(2), 0)
 
     def test_data_that_cannot_be_resumed_is_named_at_the_start(self):
-        folder = self.create_tempdir().full_path
+        folder = self.enter_context(tempfile.TemporaryDirectory())
         arrays = np.zeros([4, 4]), np.zeros([4, 1])
         dataset = tf.data.Dataset.from_tensor_slices(arrays)
         kept = dataset.shuffle(4, seed=1, reshuffle_each_iteration=False).batch(2)
@@ -80,7 +81,7 @@ class ResumableTest(tf.test.TestCase):
                 self.assertRegex(messages[0], reason)
 
     def test_an_endless_dataset_needs_steps(self):
-        folder = self.create_tempdir().full_path
+        folder = self.enter_context(tempfile.TemporaryDirectory())
         model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
         model.compile("sgd", "mse", run_eagerly=True)
         with self.assertRaisesRegex(ValueError, "steps_per_epoch .* got None"):
