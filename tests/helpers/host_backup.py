@@ -1,14 +1,17 @@
 """A training on one host of a cluster that is disturbed once a run; `tfcdo launch` starts it.
 
-    tfcdo launch --workers 2 host_backup.py FOLDER FAULT ...
+    tfcdo launch --workers 2 host_backup.py FOLDER SAVE_FREQ FAULT ...
 
-The first fault is the first run's, and so on: "SIGTERM" or "SIGKILL" of the last host.
+The first fault is the first run's, and so on: "SIGTERM" or "SIGKILL" of the last host. After
+"SIGKILL,0" host 0 has lost its memory, as on a new machine. With a SAVE_FREQ of "snapshots" backups
+are made after each epoch, and snapshots after each batch.
 """
 
 from __future__ import annotations
 
 import os
 import pathlib
+import shutil
 import signal
 import sys
 from typing import Any
@@ -21,6 +24,7 @@ import tensorflow as tf
 import tfcdo
 import tfcdo.keras
 from tfcdo import environment, strategies
+from tfcdo.keras import backup_folder
 
 _FAULT_BATCHES = (3, 8)  # Of all epochs.
 _STEPS, _EPOCHS, _BATCH = 6, 2, 8
@@ -41,8 +45,11 @@ class _Fault(keras.callbacks.Callback):
             signal.raise_signal(self._signal)
 
 
-def main(folder: str, *faults: str) -> None:
+def main(folder: str, save_freq: str, *faults: str) -> None:
     """Trains, and saves all values of this host's replicas."""
+    memory = pathlib.Path(folder, "memory")
+    memory.mkdir(exist_ok=True)
+    mock.patch.object(backup_folder, "_MEMORY", memory).start()
     mock.patch.object(strategies, "_HEARTBEAT_SECONDS", 100.0).start()
     strategy = tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=2)
     host = strategy.cluster_resolver.task_id
@@ -63,10 +70,22 @@ def main(folder: str, *faults: str) -> None:
         model.compile(tfcdo.keras.DistributedOptimizer(adam), "mse", metrics=["mae"])
     drawn = np.random.default_rng(0)
     arrays = drawn.normal(size=[45, 4]), drawn.normal(size=[45, 1])
-    backup = tfcdo.keras.BackupAndRestore(pathlib.Path(folder, "backup"), save_freq=1)
-    callbacks = [backup]
+    if run and faults[run - 1].endswith(f",{host}"):
+        for lost in memory.glob(f"*-host-{host}"):
+            print(f"host {host} has lost {len(list(lost.glob('epoch-*')))} snapshots", flush=True)
+            shutil.rmtree(lost)
+    options: dict[str, Any] = (
+        {"snapshot_every": 1} if save_freq == "snapshots" else {"save_freq": int(save_freq)}
+    )
+    backup = tfcdo.keras.BackupAndRestore(pathlib.Path(folder, "backup"), **options)
+
+    def tell(logs: Any) -> None:
+        epoch, batch = backup._progress.position
+        print(f"run {run} goes on after batch {epoch * _STEPS + batch}", flush=True)
+
+    callbacks = [backup, keras.callbacks.LambdaCallback(on_train_begin=tell)]
     if host == 1 and run < len(faults):
-        callbacks.append(_Fault(faults[run], _FAULT_BATCHES[run]))
+        callbacks.append(_Fault(faults[run].partition(",")[0], _FAULT_BATCHES[run]))
     history = model.fit(
         tfcdo.keras.resumable(arrays, _BATCH, seed=1),
         steps_per_epoch=_STEPS,

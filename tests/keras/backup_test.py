@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import json
+import os
 import pathlib
 import shutil
 import signal
+import subprocess
 import tempfile
+import time
 from typing import Any
 from unittest import mock
 
@@ -18,7 +23,7 @@ from absl.testing import parameterized
 import tfcdo
 import tfcdo.keras
 from tfcdo import environment, log
-from tfcdo.keras import backup, backup_folder, data_order, preemption
+from tfcdo.keras import backup, backup_folder, preemption, training_state
 
 _EPOCHS, _STEPS, _BATCH = 3, 7, 12
 _EXAMPLES = 80  # Not a multiple of the batch: batches begin in one epoch and end in the next.
@@ -233,6 +238,49 @@ class SnapshotTest(BackupTestCase):
         shutil.rmtree(self.folder)
         self.interrupted(1, self.backup(**options), _First(self, 0))
 
+    def test_snapshots_of_jobs_that_are_gone(self):
+        memory = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        self.enter_context(mock.patch.object(backup_folder, "_MEMORY", memory))
+        ended = subprocess.Popen(["true"])
+        ended.wait()
+
+        def leave(job: str, host: int, process: int, days: float) -> pathlib.Path:
+            folder = backup_folder.in_memory(pathlib.Path(job), host).path
+            folder.mkdir()
+            (folder / "training.json").write_text(json.dumps({"process": process}))
+            os.utime(folder, (time.time() - days * 24 * 3600,) * 2)
+            return folder
+
+        abandoned = leave("x", 0, ended.pid, 2)
+        left = leave(str(self.folder), 1, ended.pid, 0.5)  # A host that is no longer there.
+        kept = [
+            leave("x", 1, os.getpid(), 2),
+            leave("y", 0, ended.pid, 0.5),
+            leave(str(self.folder), 2, os.getpid(), 2),
+        ]
+        self.interrupted(1, self.backup(snapshot_every=1), exact=False)
+        own = backup_folder.in_memory(self.folder, 0).path
+        self.assertEqual(own.stat().st_mode & 0o777, 0o700)
+        self.assertFalse(abandoned.exists())
+        self.assertTrue(left.exists())
+        _Training(self.backup(snapshot_every=1), exact=False)
+        self.assertCountEqual(memory.iterdir(), kept)
+
+    def test_unusable_snapshots_are_left_out(self):
+        memory = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        self.enter_context(mock.patch.object(backup_folder, "_MEMORY", memory))
+        self.interrupted(9, self.backup(snapshot_every=1), exact=False)
+        [owner] = memory.glob("*/training.json")
+        owner.write_text("")  # The memory was full.
+        with self.assertLogs(level="WARNING") as logs:
+            _Training(self.backup(snapshot_every=1), exact=False)
+        self.assertRegex("".join(logs.output), "backups in memory are not used: .* unreadable")
+        with (
+            mock.patch.object(backup_folder, "_MEMORY", memory / "missing"),
+            self.assertRaisesRegex(RuntimeError, "snapshot_every needs .* a folder in memory"),
+        ):
+            _Training(self.backup(snapshot_every=1), exact=False)
+
 
 class _First(keras.callbacks.Callback):
     """Asserts after which batch training goes on, by the optimizer's count of updates."""
@@ -272,31 +320,53 @@ class BadInputTest(BackupTestCase):
             fit(6, adam)
         self.assertEqual(self.names(), names)
 
-    def test_data_that_cannot_be_resumed_is_named_at_the_start(self):
-        arrays = np.zeros([4, 4]), np.zeros([4, 1])
-        dataset = tf.data.Dataset.from_tensor_slices(arrays)
-        kept = dataset.shuffle(4, seed=1, reshuffle_each_iteration=False).batch(2)
-        for data, reason in [
-            (arrays, "fit.shuffle=True. draws another order"),
-            (dataset.shuffle(4).batch(2), "reshuffle_each_iteration=True"),
-            (kept, None),
-        ]:
-            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
-            model.compile("sgd", "mse", run_eagerly=True)
-            x, y = data if isinstance(data, tuple) else (data, None)
-            with mock.patch.object(log, "warn_once") as warn:
-                model.fit(x, y, verbose=0, callbacks=[self.backup()])
-            messages = [call.args[0] for call in warn.call_args_list]
-            if reason is None:
-                self.assertEmpty(messages)
-            else:
-                self.assertRegex(messages[0], reason)
+    def test_backups_of_other_classes_and_versions(self):
+        self.folder.mkdir()
+        (self.folder / "latest.weights.h5").touch()
+        (self.folder / "epoch-2").mkdir()
+        with self.assertLogs(level="WARNING") as logs:
+            self.interrupted(1, self.backup(save_freq=1), _First(self, 0), exact=False)
+        self.assertRegex(
+            "".join(logs.output),
+            "at the beginning: .* another class, .* read: epoch-2, latest.weights.h5; load",
+        )
+        with (
+            mock.patch.object(training_state, "FORMAT", 2),
+            self.assertRaisesRegex(ValueError, "has format 1, and this version .* reads format 2"),
+        ):
+            _Training(self.backup(), exact=False)
+        _Training(self.backup(), exact=False)
+        self.assertEqual(self.names(), ["epoch-2", "latest.weights.h5"])
 
-    def test_an_endless_dataset_needs_steps(self):
+    def test_fit_after_a_failed_fit_begins_where_it_says(self):
         model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
         model.compile("sgd", "mse", run_eagerly=True)
-        with self.assertRaisesRegex(ValueError, "steps_per_epoch .* got None"):
-            model.fit(_data(), verbose=0, callbacks=[self.backup()])
+        data = tf.data.Dataset.from_tensors((np.zeros([4, 4]), np.zeros([4, 1])))
+
+        def fit(*callbacks: Any) -> list[int]:
+            return model.fit(data, epochs=4, verbose=0, callbacks=list(callbacks)).epoch
+
+        class Fail(keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+                if epoch == 2:
+                    raise KeyboardInterrupt
+
+        same = self.backup()
+        for _ in range(2):
+            with self.assertRaises(KeyboardInterrupt):
+                fit(same, Fail())
+        backup._writer.submit(int).result()
+        shutil.rmtree(self.folder)
+        self.assertEqual(fit(same), [0, 1, 2, 3])
+
+    def test_fit_in_another_thread_says_that_sigterm_is_not_heard(self):
+        with (
+            concurrent.futures.ThreadPoolExecutor(1) as pool,
+            mock.patch.object(log, "info_once") as info,
+        ):
+            training = pool.submit(lambda: _Training(self.backup(), exact=False)).result()
+        self.assertRegex(info.call_args.args[0], "SIGTERM makes no backup, because fit was not")
+        self.assert_bitwise_equal(_Training(exact=False), training)
 
     @parameterized.parameters(
         ({"backup_dir": ""}, ValueError, "backup_dir must be the path of a folder; got ''"),
@@ -307,51 +377,6 @@ class BadInputTest(BackupTestCase):
     def test_arguments(self, arguments: dict[str, Any], error: type, message: str):
         with self.assertRaisesRegex(error, message):
             tfcdo.keras.BackupAndRestore(**{"backup_dir": "x", **arguments})
-
-
-class ResumableTest(tf.test.TestCase):
-    def test_every_epoch_has_each_example_once_in_its_own_order(self):
-        data = tfcdo.keras.resumable(np.arange(10), batch_size=4, seed=5)
-        examples = np.concatenate([batch.numpy() for batch in data.take(10)])
-        epochs = examples.reshape(4, 10)
-        for epoch, order in enumerate(epochs):
-            self.assertCountEqual(order, range(10))
-            seed = tf.constant([5, epoch], tf.int64)
-            expected = [
-                int(tf.random.experimental.index_shuffle(tf.constant(i, tf.int64), seed, 9))
-                for i in range(10)
-            ]
-            self.assertEqual(order.tolist(), expected)
-        self.assertLen(np.unique(epochs, axis=0), 4)
-        known = data_order.order_of(mock.Mock(data_adapter=mock.Mock(_dataset=data)))
-        assert known is not None
-        known.first.assign(7)
-        self.assertAllEqual(next(iter(data)), examples[7:11])
-
-    def test_random_access_and_no_shuffle(self):
-        class Squares:
-            def __len__(self) -> int:
-                return 3
-
-            def __getitem__(self, index: int) -> Any:
-                return {"x": np.float32(index), "y": np.full([2], index**2)}
-
-        data = tfcdo.keras.resumable(Squares(), 2, shuffle=False)
-        batches = [tf.nest.map_structure(lambda x: x.numpy().tolist(), b) for b in data.take(2)]
-        self.assertEqual(
-            batches,
-            [{"x": [0.0, 1.0], "y": [[0, 0], [1, 1]]}, {"x": [2.0, 0.0], "y": [[4, 4], [0, 0]]}],
-        )
-
-    def test_bad_input(self):
-        with self.assertRaisesRegex(ValueError, r"arrays of the same length; got \[2, 3\]"):
-            tfcdo.keras.resumable((np.zeros(2), np.zeros(3)), 1)
-        with self.assertRaisesRegex(ValueError, "at least one example; got none"):
-            tfcdo.keras.resumable(np.zeros([0, 2]), 1)
-        with self.assertRaisesRegex(TypeError, "data must be arrays, .* got 5"):
-            tfcdo.keras.resumable(5, 1)
-        with self.assertRaisesRegex(ValueError, "batch_size must be at least 1"):
-            tfcdo.keras.resumable(np.zeros(2), 0)
 
 
 if __name__ == "__main__":

@@ -137,13 +137,21 @@ class BackupAndRestore(Callback):
         self._memory = None
         if self.snapshot_every is not None:
             self._memory = backup_folder.in_memory(self.backup_dir, host)
+            backup_folder.remove_abandoned()
         named = self._folder.training() if strategies.is_chief() else ""
         self._training = host_exchange.gather_json(strategy, named or secrets.token_hex(8))[0]
         restored = self._newest_of_all_hosts()
         self._restored: Any = restored
         self._progress = _Progress()
+        self.model._initial_epoch = None  # An earlier `fit` may have ended with an error.
         if restored is not None:
             self._restore(*restored)
+        elif others := self._folder.backups_of_others():
+            log.warn_once(
+                f"training starts at the beginning: backup_dir {str(self.backup_dir)!r} has "
+                f"backups of another class, which cannot be read: {', '.join(others[:3])}; load "
+                "the weights yourself, or use the class that made them"
+            )
         self._saved_position = self._progress.position
         self._order = self._begin_data()
         for folder in self._folders():
@@ -205,6 +213,7 @@ class BackupAndRestore(Callback):
         self._finish_writing()
         if self._memory is not None:
             self._memory.remove()
+            backup_folder.remove_abandoned(self.backup_dir)  # Of hosts that have left.
         self.model._initial_epoch = None
         if self.delete_checkpoint and strategies.is_chief():
             self._folder.remove()
@@ -281,10 +290,10 @@ class BackupAndRestore(Callback):
     def _newest_in_memory(self) -> backup_folder.Backup | None:
         if self._memory is None:
             return None
-        if self._memory.training() != self._training:
-            self._memory.remove()  # Its training's folder was removed.
-            return None
         try:
+            if self._memory.training() != self._training:
+                self._memory.remove()  # Of a training whose folder somebody has removed.
+                return None
             return self._memory.newest()
         except RuntimeError as error:
             log.warn_once(f"backups in memory are not used: {error}")

@@ -10,7 +10,9 @@ import os
 import pathlib
 import re
 import secrets
+import shutil
 import socket
+import time
 import zipfile
 from collections.abc import Callable, Mapping
 from typing import IO, Any
@@ -29,6 +31,10 @@ _OWNER = "training.json"
 _HEADER = "header"
 _KEPT = 2
 _MEMORY = pathlib.Path("/dev/shm")
+# Snapshots of a job that has ended are kept so long for its next start.
+_ABANDONED_SECONDS = 24 * 3600.0
+# In folders of other classes: Keras's, and tfcdo's own before it continued inside an epoch.
+_OTHER_BACKUPS = ("*.weights.h5", "epoch-[0-9]*/")
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 
 
@@ -80,7 +86,8 @@ class BackupFolder:
             "process": os.getpid(),
         }
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            # Others must not read weights in a folder that the user has not chosen.
+            self.path.mkdir(0o777 if self._durable else 0o700, parents=True, exist_ok=True)
             for left in self.path.glob("writing-*"):
                 left.unlink(missing_ok=True)
             self._write(_OWNER, lambda file: file.write(json.dumps(owner).encode()))
@@ -93,6 +100,11 @@ class BackupFolder:
             found = (_NAME.fullmatch(path.name) for path in self.path.iterdir())
             return sorted(((int(m[1]), int(m[2])) for m in found if m), reverse=True)
         return []
+
+    def backups_of_others(self) -> list[str]:
+        """Returns the names of backups that other classes have written, which are not read."""
+        found = {path.name for form in _OTHER_BACKUPS for path in self.path.glob(form)}
+        return sorted(found)
 
     def file(self, position: Position) -> pathlib.Path:
         """Returns the path of a backup."""
@@ -190,8 +202,38 @@ def in_memory(backup_dir: pathlib.Path, host: int) -> BackupFolder:
     """
     if not _MEMORY.is_dir():
         raise RuntimeError(f"snapshot_every needs {str(_MEMORY)!r}, a folder in memory; got none")
+    return BackupFolder(_MEMORY / f"{_memory_name(backup_dir)}-host-{host}", durable=False)
+
+
+def remove_abandoned(backup_dir: pathlib.Path | None = None) -> None:
+    """Removes snapshots of this user in this machine's memory whose process has ended.
+
+    Args:
+      backup_dir: all of this training, which is complete; None for those of any training that
+        nobody has continued for a day.
+    """
+    pattern = _memory_name(backup_dir) if backup_dir is not None else f"tfcdo-{os.getuid()}-*"
+    for path in _MEMORY.glob(f"{pattern}-host-*"):
+        with contextlib.suppress(OSError):  # Another process was first.
+            is_old = time.time() - path.stat().st_mtime > _ABANDONED_SECONDS
+            if (is_old or backup_dir is not None) and not _is_used(path):
+                shutil.rmtree(path)
+
+
+def _is_used(path: pathlib.Path) -> bool:
+    """Returns whether the process that writes to a folder in memory is there."""
+    try:
+        os.kill(int(json.loads((path / _OWNER).read_text())["process"]), 0)
+    except PermissionError:
+        return True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return True
+
+
+def _memory_name(backup_dir: pathlib.Path) -> str:
     name = hashlib.sha256(str(backup_dir.resolve()).encode()).hexdigest()[:16]
-    return BackupFolder(_MEMORY / f"tfcdo-{os.getuid()}-{name}-host-{host}", durable=False)
+    return f"tfcdo-{os.getuid()}-{name}"
 
 
 def read(path: pathlib.Path) -> tuple[Header, Arrays]:

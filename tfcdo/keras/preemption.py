@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tfcdo import environment, keras_calls, tf_internals
+from tfcdo import environment, keras_calls, log, tf_internals
 from tfcdo.cluster import session
 
 _POLL = 1.0
@@ -44,13 +44,17 @@ class Preemption:
 
     def start(self) -> None:
         """Begins to listen; SIGTERM is heard unless the program handles it itself."""
-        with contextlib.suppress(ValueError):  # Only the main thread may handle signals.
-            # The last is there if an earlier `fit` has ended with an error.
-            if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None, _handle):
-                signal.signal(signal.SIGTERM, _handle)
-                self._previous_handler = signal.SIG_DFL
-                if os.environ.get(environment.FAILURE_FILE):
-                    _wake_at_signals()
+        if threading.current_thread() is not threading.main_thread():
+            log.info_once(
+                "SIGTERM makes no backup, because fit was not called by the main thread, the only "
+                "one that handles signals; call fit there"
+            )
+        # The last is there if an earlier `fit` has ended with an error.
+        elif signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None, _handle):
+            signal.signal(signal.SIGTERM, _handle)
+            self._previous_handler = signal.SIG_DFL
+            if os.environ.get(environment.FAILURE_FILE):
+                _wake_at_signals()
         if self._session is not None:
             threading.Thread(target=self._listen, name="tfcdo preemption", daemon=True).start()
 

@@ -97,6 +97,11 @@ def copy(model: keras.Model, header: Mapping[str, Any], with_metrics: bool) -> C
 def check_same_model(model: keras.Model, header: Mapping[str, Any], source: str) -> None:
     """Raises a ValueError unless a saved state is one of this model and optimizer."""
     remedy = "give each training a backup_dir of its own, or remove this one"
+    if header.get("format") != FORMAT:
+        raise ValueError(
+            f"the backup {source} has format {header.get('format')}, and this version of tfcdo "
+            f"reads format {FORMAT}: continue with the version that wrote it; or {remedy}"
+        )
     if header["optimizer"] != _optimizer_names(model):
         raise ValueError(
             f"the backup {source} is of another optimizer: it was made with "

@@ -47,7 +47,7 @@ _MAX_JUDGED_PACKS = 64
 # For more devices than this `auto` does not simulate, which takes time with their cube.
 MAX_SIMULATED_DEVICES = 64
 # Packs cost ops, which the simulator does not count: more of them must be worth it.
-_WORTH_MORE_PACKS = 0.995
+_WORTH_MORE_PACKS = 0.99
 
 
 def check_algorithm(algorithm: str) -> None:
