@@ -95,11 +95,11 @@ class OptionsTest(ShardedTestCase):
 
     def test_weights_of_an_epoch_are_the_averages(self):
         make = functools.partial(ko.Adam, 0.05, use_ema=True, ema_momentum=0.7)
-        models = [
+        expected, model = (
             fitted(count, optimizer, 2, [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
             for count, optimizer in ((1, make), (3, sharded(make)))
-        ]
-        self.assert_same_training(*models, 2e-5)
+        )
+        self.assert_same_training(expected, model, 2e-5)
 
     def test_exclusions_from_weight_decay(self):
         def make() -> Any:
