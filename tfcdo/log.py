@@ -1,4 +1,4 @@
-"""Logs once what cannot be done as requested, or what was found out."""
+"""Logs once each result of a detection, and each request that cannot be met."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class JointGradient:
     registers it once, so it must refer to no graph, and keeps no graph alive.
 
     Args:
-      function: gets the gradients of results, and returns those of the tensors.
+      function: maps the gradients of the results to the gradients of the tensors.
     """
 
     _numbers = itertools.count()

@@ -95,7 +95,7 @@ def page(calls: Mapping[str, Sequence[Row]], trainings: Mapping[str, Sequence[Ro
         "Made by `make compat`, which runs both on virtual CPU devices; do not edit.\n"
         f"TensorFlow {version}. ✗: an incorrect result, or an error that does not name the "
         "problem.\n"
-        f"Of {len(CASES)} cases, TensorFlow's classes fail {failed['TensorFlow']} and tfcdo's "
+        f"TensorFlow's classes fail {failed['TensorFlow']} of {len(CASES)} cases and tfcdo's "
         f"{failed['tfcdo']}.\n\n"
         f"| case | TensorFlow {version} | tfcdo |\n|---|---|---|\n"
         + table(calls)

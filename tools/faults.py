@@ -46,42 +46,25 @@ LIMIT_SECONDS = 240.0
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One fault.
-
-    Attributes:
-      kind: one of `COUNTS`.
-      hosts: how many train.
-      victim: which of them is killed or stopped.
-      step: the number of the step, of all epochs', after which the fault comes.
-      delay: seconds from the end of that step to the fault.
-    """
+    """One fault: of which kind, at which host, and when after the end of which step."""
 
     kind: str
     hosts: int
     victim: int
     step: int
-    delay: float
+    delay: float  # Seconds.
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Outcome of one case.
+    """Outcome of one case."""
 
-    Attributes:
-      repeated: how many steps were trained more than once.
-      seconds: from the fault to the end of the first step after it.
-      joined: seconds without a step while a host was taken in; None if none was.
-      from_one_device: the largest difference of a weight from the training on one device.
-      from_hosts: the same from the undisturbed training on the same hosts.
-      problem: empty if the result is correct.
-    """
-
-    repeated: int
-    seconds: float
-    joined: float | None
-    from_one_device: float
-    from_hosts: float
-    problem: str
+    repeated: int  # Steps that were trained more than once.
+    seconds: float  # From the fault to the end of the first step after it.
+    joined: float | None  # Seconds without a step while a host was taken in.
+    from_one_device: float  # Largest difference of a weight.
+    from_hosts: float  # The same, from the undisturbed training on the same hosts.
+    problem: str  # Empty if the result is correct.
 
 
 def draw_cases(share: float = 1.0) -> list[Case]:
@@ -102,20 +85,22 @@ def draw_cases(share: float = 1.0) -> list[Case]:
 @functools.cache
 def undisturbed_weights(hosts: int) -> list[np.ndarray]:
     """Returns the final weights of a training without faults; 0 hosts: on one device."""
-    with _folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="tfcdo-faults-") as name:
+        folder = pathlib.Path(name)
         process = _start(folder, *(["--workers", str(hosts)] if hosts else []))
         with _ended(process):
             _wait_until(lambda: process.poll() is not None, "the end")
         if process.returncode:
-            raise RuntimeError(f"a training without faults failed:\n{_log(folder)}")
+            raise RuntimeError(f"it failed:\n{(folder / 'log').read_text()}")
         return _weights(folder, 0)
 
 
 def run_case(case: Case) -> Outcome:
     """Runs one case."""
     workers = f"{case.hosts - 1}:{case.hosts}" if case.kind == "join" else str(case.hosts)
-    rules = ["--rejoin-after", "10"] if case.kind == "join" else ["--max-restarts", "1"]
-    with _folder() as folder:
+    rules = ["--rejoin-after", "25"] if case.kind == "join" else ["--max-restarts", "1"]
+    with tempfile.TemporaryDirectory(prefix="tfcdo-faults-") as name:
+        folder = pathlib.Path(name)
         launch = ["--workers", workers, *rules, "--grace", "2"]
         process = _start(folder, *launch, slow=case.kind == "join")
         with _ended(process):
@@ -130,14 +115,15 @@ def run_case(case: Case) -> Outcome:
             except TimeoutError as error:
                 return _failed(f"hangs: {error}")
         if process.returncode:
-            return _failed(f"status {process.returncode}: {_log(folder)[-300:]}")
+            return _failed(f"status {process.returncode}: {(folder / 'log').read_text()[-300:]}")
         return _outcome(case, folder, fault)
 
 
 def _outcome(case: Case, folder: pathlib.Path, fault: float) -> Outcome:
-    runs = [_steps(folder / f"steps-{run}-0") for run in range(len([*folder.glob("steps-*-0")]))]
-    if len(runs) != (3 if case.kind == "join" else 2):
-        return _failed(f"{len(runs)} runs instead of {3 if case.kind == 'join' else 2}")
+    count = 3 if case.kind == "join" else 2
+    runs = [_steps(folder / f"steps-{run}-0") for run in range(count)]
+    if not all(runs):
+        return _failed(f"steps of {count} runs: {[*map(len, runs)]}")
     weights = [_weights(folder, host) for host in range(case.hosts)]
     from_one_device = max(_difference(own, undisturbed_weights(0)) for own in weights)
     from_hosts = max(_difference(own, undisturbed_weights(case.hosts)) for own in weights)
@@ -158,12 +144,6 @@ def _outcome(case: Case, folder: pathlib.Path, fault: float) -> Outcome:
 
 def _failed(problem: str) -> Outcome:
     return Outcome(0, math.nan, None, math.nan, math.nan, " ".join(problem.split()))
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[pathlib.Path]:
-    with tempfile.TemporaryDirectory(prefix="tfcdo-faults-") as folder:
-        yield pathlib.Path(folder)
 
 
 def _start(folder: pathlib.Path, *launch: str, slow: bool = False) -> subprocess.Popen[bytes]:
@@ -217,10 +197,6 @@ def _difference(own: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float
     return max(float(np.abs(a - b).max()) for a, b in zip(own, other, strict=True))
 
 
-def _log(folder: pathlib.Path) -> str:
-    return (folder / "log").read_text(errors="replace")
-
-
 def document(results: Sequence[tuple[Case, Outcome]]) -> str:
     """Returns the page: the method, a summary and the table."""
     done = collections.Counter(case.kind for case, _ in results)
@@ -230,7 +206,8 @@ def document(results: Sequence[tuple[Case, Outcome]]) -> str:
         "Made by `make faults` (`python tools/faults.py docs/faults.md`), on one machine whose "
         f"processes are the hosts. Moments and hosts are drawn (seed {SEED}). Each training has "
         f"{EPOCHS * STEPS} steps and a `tfcdo.keras.BackupAndRestore(save_freq=10)`. Its gradients "
-        "are reduced in many packs. `tfcdo launch` starts all hosts again after a fault.",
+        "are reduced in many packs. `tfcdo launch` starts all hosts again after a fault, which "
+        f"takes most of the seconds (load of this machine at the end: {os.getloadavg()[2]:.0f}).",
         "",
         "A result is correct if the weights of all hosts differ by at most "
         f"{LARGEST_DIFFERENCE:g} from an undisturbed training on one device. Where the number of "
@@ -274,7 +251,6 @@ def document(results: Sequence[tuple[Case, Outcome]]) -> str:
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--share", type=float, default=1.0, help="share of the cases, up to 1")
     parser.add_argument("path", type=pathlib.Path, help="the document to write")

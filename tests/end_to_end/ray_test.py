@@ -17,7 +17,7 @@ import psutil
 import ray_training
 from absl.testing import absltest
 
-_SECONDS = 420
+_SECONDS = 600
 
 
 @unittest.skipUnless(importlib.util.find_spec("ray"), "needs Ray: pip install 'tfcdo[ray]'")

@@ -13,8 +13,10 @@ from absl.testing import parameterized
 from keras import optimizers as ko
 from keras_optimizers import MENDED, OPTIMIZERS
 from keras_training import (
+    BATCH,
     Make,
     TrainingTestCase,
+    dense_data,
     fitted,
     strategy_of,
     trained_eagerly,
@@ -42,7 +44,7 @@ class ShardedTestCase(TrainingTestCase):
         self.assert_same_training(expected, model, tolerance)
         slots = [own for own in model.optimizer.variables if len(own.shape)]
         for slot in slots:
-            if slot.synchronization != "on_read":
+            if slot.synchronization != "on_read" and not slot.path.endswith("_average"):
                 self.assertFalse(hasattr(slot.value, "values"), slot.path)
 
 
@@ -78,6 +80,26 @@ class OptionsTest(ShardedTestCase):
         model = fitted(2, sharded(MENDED[row]), run_eagerly=False, callbacks=in_sync)
         # TensorFlow rewrites the arithmetic of graphs.
         self.assert_bits_of(expected, model, 1e-6)
+
+    def test_swapped_averages(self):
+        """The callback swaps the weights of all devices with their averages, and back."""
+        make = functools.partial(ko.Adam, 0.05, use_ema=True, ema_momentum=0.7)
+        data, losses = dense_data(), []
+        for count, optimizer in ((1, make), (3, sharded(make))):
+            model = trained_eagerly(count, optimizer)
+            swap = [keras.callbacks.SwapEMAWeights()]
+            losses.append(model.evaluate(*data, BATCH, verbose=0, callbacks=swap))
+            losses.append(model.evaluate(*data, BATCH, verbose=0))
+        self.assertAllClose(losses[:2], losses[2:], 2e-5, 2e-5)
+        self.assertNotAllClose(losses[0], losses[1])
+
+    def test_weights_of_an_epoch_are_the_averages(self):
+        make = functools.partial(ko.Adam, 0.05, use_ema=True, ema_momentum=0.7)
+        models = [
+            fitted(count, optimizer, 2, [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
+            for count, optimizer in ((1, make), (3, sharded(make)))
+        ]
+        self.assert_same_training(*models, 2e-5)
 
     def test_exclusions_from_weight_decay(self):
         def make() -> Any:

@@ -34,7 +34,7 @@ _WIDTH = 320
 _HEADS = 5
 # As many however many devices share them, so that the time of computing is much the same.
 _IMAGES_PER_WORKER = 12
-_LARGEST = 4  # Of the numbers whose sums are compared with numpy's.
+_LARGEST = 4  # Bound of the numbers whose sums are compared with numpy's.
 
 
 class _TensorFlowExtended(tf_internals.MultiWorkerExtended):

@@ -44,7 +44,7 @@ class UpdateMeasurement:
       first_step: the time of the first step, with tracing, in seconds.
       state_bytes: the bytes of the optimizer's state on all devices.
       peak_memory: the most bytes that the process has held; on GPUs, that the fullest GPU has held.
-      difference: the largest difference between its weights and those of tfcdo without sharding.
+      difference: the largest difference from the weights of tfcdo without sharding.
       alike: whether all devices hold the same bits.
     """
 

@@ -23,7 +23,7 @@ from tfcdo.bench import updates, worker_pool
 from tfcdo.keras import DistributedOptimizer
 
 _SEED = 7
-_SHOWN_WEIGHTS = 8  # Of each variable.
+_SHOWN_WEIGHTS = 8  # Number of weights shown of each variable.
 
 
 class _Updates:

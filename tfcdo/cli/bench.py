@@ -45,7 +45,7 @@ class _Started:
     compared: Sequence[implementations.Implementation]
 
 
-@click.group(invoke_without_command=True)
+@click.group(invoke_without_command=True, short_help="Measure all-reduce implementations.")
 @click.option(
     *("-b", "--minbytes"), type=options.Size(), default="8", show_default=True,
     help="Smallest size; K, M, G: powers of 1024; KB, MB, GB: of 1000.",
@@ -69,12 +69,12 @@ class _Started:
     "models",
     type=click.Choice(workloads.model_names()),
     multiple=True,
-    help="Model whose gradients are reduced instead of one value. Repeatable.",
+    help="Model whose gradients replace the single value. Repeatable.",
 )
 @click.option(
     "--optimizer",
     type=click.Choice(workloads.OPTIMIZERS),
-    help="All-reduce plus update by this optimizer, with and without a sharded state.",
+    help="Optimizer whose update is measured too, with and without sharded state.",
 )
 @_NAMES
 @click.option("--eager", is_flag=True, help="Ops run one by one instead of in a graph.")

@@ -30,14 +30,13 @@ _MOST_COLUMNS = 8
     "--devices",
     "num_devices",
     type=click.IntRange(2, 16),
-    help="How many devices to examine: GPUs if there are that many, else virtual CPU devices. "
-    "Without it, all GPUs if there are several, else 4 virtual CPU devices.",
+    help="Number of devices; default: all GPUs, or 4 virtual CPU devices.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="JSON output.")
 @click.option(
     "--blackbox",
     is_flag=True,
-    help="Read hosts' black boxes instead, and print which host stopped where.",
+    help="Comparison of hosts' black boxes: which host stopped where.",
 )
 @click.argument("files", nargs=-1, type=click.Path(path_type=pathlib.Path))
 def doctor(
@@ -215,12 +214,18 @@ def _failure(failure: answers.Failure) -> Text:
 
 
 def _table_of_sums(report: examination.Report) -> Table:
-    title = "Wrong elements of an all-reduce on all devices"
+    sizes = {found.elements for found in report.sums.values() if isinstance(found, answers.Sums)}
+    of_size = f" of {max(sizes)} elements" if sizes else ""
+    title = f"Incorrect elements of an all-reduce{of_size} on all devices"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title, title_justify="left")
     for heading in ("tfcdo", "#wrong", "TensorFlow", "#wrong"):
         table.add_column(heading, justify="right" if heading == "#wrong" else "left")
     for names in examination.COMPARED:
-        cells = [(name, _wrong(report.sums[name])) for name in names if name in report.sums]
+        cells = [
+            (name.partition(".")[2], _wrong(report.sums[name]))
+            for name in names
+            if name in report.sums
+        ]
         table.add_row(*(cell for pair in cells for cell in pair))
     return table
 
@@ -229,6 +234,6 @@ def _wrong(found: answers.SumsAnswer) -> Text:
     if isinstance(found, answers.Failure):
         return _failure(found)
     if isinstance(found, answers.Skipped):
-        return Text("cannot run", "dim")
+        return Text("-", "dim")
     style = _STYLES[findings.WRONG] if found.wrong else ""
-    return Text(f"{found.wrong} of {found.elements}", style)
+    return Text(str(found.wrong), style)

@@ -61,7 +61,7 @@ class WorkerCount(options.ParamType):
 
 
 @click.command(
-    # All that follows the script's name is the script's, also what looks like an option.
+    # Later arguments go to the script, even if they look like options.
     context_settings={"allow_interspersed_args": False},
 )
 @click.option(

@@ -1,9 +1,9 @@
-"""Parses options and makes consoles: what several sub-commands have in common.
+"""Parses options and makes consoles for several sub-commands.
 
-A letter means the same in all commands, and what it means in nccl-tests where that has it: `-b` and
+A letter means the same in all commands, and the same as in nccl-tests if it exists there: `-b` and
 `-e` sizes in bytes, `-f` the factor between sizes, `-g` a number of devices, `-n` iterations, `-w`
-warm-up iterations, `-d` a datatype; K, M and G are powers of 1024. Of tfcdo's own, `-t` is a
-topology and `-a` an algorithm.
+warm-up iterations, `-d` a datatype; K, M and G are powers of 1024. tfcdo adds `-t` for a
+topology and `-a` for an algorithm.
 """
 
 from __future__ import annotations

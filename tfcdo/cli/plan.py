@@ -27,7 +27,7 @@ _MAX_HOSTS = 1024
 _MAX_PACKS = 4096
 
 
-@click.command()
+@click.command(short_help="Compare the all-reduce algorithms on any machine.")
 @click.option(
     "-t",
     "--topology",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    # All that follows the script's name is the script's, also what looks like an option.
+    # Later arguments go to the script, even if they look like options.
     context_settings={"allow_interspersed_args": False},
 )
 @click.option(

@@ -88,11 +88,7 @@ class FoundTopology:
 
 @dataclasses.dataclass(frozen=True)
 class ModelPlan:
-    """The plan of `AutoAllReduce` for a model's gradients, and the memory of Adam's state.
-
-    `state_bytes` and `sharded_state_bytes` are those of the device with most of it, without and
-    with `shard_optimizer_state`.
-    """
+    """The plan for a model's gradients, and the largest Adam state that a device holds."""
 
     bytes: int
     values: int

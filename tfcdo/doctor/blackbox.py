@@ -9,12 +9,7 @@ from tfcdo.cluster import blackbox, progress
 
 
 def read(paths: Sequence[pathlib.Path]) -> list[blackbox.Box]:
-    """Reads the files of the hosts of one job, in the hosts' order.
-
-    Raises:
-      ValueError: if a file is not a black box, or of another job, or two are of one host.
-      OSError: if a file cannot be read.
-    """
+    """Reads the files of one job's hosts, in their order; `ValueError` if they are not."""
     boxes: dict[int, tuple[pathlib.Path, blackbox.Box]] = {}
     for path in paths:
         box = blackbox.read(path)

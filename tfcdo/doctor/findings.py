@@ -245,14 +245,11 @@ def script_line(report: Report) -> str:
         short = list(map(short_name, usable))
         return f"import tfcdo; strategy = tfcdo.MirroredStrategy({short}, {ops})"
     devices = f"configure_virtual_cpus({len(names)})"
-    return (
-        "import tfcdo; from tfcdo.virtual_devices import configure_virtual_cpus; "
-        f"strategy = tfcdo.MirroredStrategy({devices}, {ops})"
-    )
+    return f"import tfcdo; strategy = tfcdo.MirroredStrategy(tfcdo.{devices}, {ops})"
 
 
 def _best_class(report: Report) -> str:
-    """Returns the first class whose sums were right, NCCL before all others."""
+    """Returns the first class with correct sums, NCCL before all others."""
     for name, _ in (COMPARED[-1], *COMPARED[:-1]):
         found = report.sums.get(name)
         if isinstance(found, Sums) and not found.wrong:

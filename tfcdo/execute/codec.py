@@ -60,7 +60,7 @@ class PackCodec:
       dtype: the dtype of the values.
       residuals: the rounding errors of the step before; None without error feedback.
       pack: the number of the pack.
-      cast: the name of the cast, of those of a pack on one device: "" for copies between devices.
+      cast: the name of the cast among a pack's casts on one device: "" for copies between devices.
     """
 
     codec: Codec

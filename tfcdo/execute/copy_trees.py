@@ -2,8 +2,8 @@
 
 In a graph, each op is named after the edge that brings its input, so that a profiler's trace can be
 read: `reduce/2to0` adds on device 0 the part that device 2 sent, `reduce/1and2to0` the parts of
-both, and `broadcast/0to2` is the copy back. Of several tensors, those after the first have a number
-appended.
+both, and `broadcast/0to2` is the copy back. With several tensors, a number is appended from the
+second tensor on.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Residuals:
           device: the number of the device.
           pack: the number of the pack.
           tensors: the tensors, for their dtypes and shapes.
-          cast: the name of the cast, of those of a pack on the device.
+          cast: the name of the cast among the pack's casts on the device.
         """
         with _lock:
             return [

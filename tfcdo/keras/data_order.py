@@ -96,7 +96,7 @@ def resumable(
 
 
 def order_of(epoch_iterator: Any) -> Order | None:
-    """Returns the order of the data that a `fit` takes, if it is that of `resumable`."""
+    """Returns the order of the data that a `fit` takes, if `resumable` made it."""
     for dataset in _datasets(_dataset(epoch_iterator)):
         order = getattr(dataset, _ORDER, None)
         if isinstance(order, Order):
@@ -135,7 +135,7 @@ def why_not(epoch_iterator: Any) -> str | None:
 
 
 def _random_access(data: Any) -> tuple[int, Any]:
-    """Returns the number of examples, and a function that takes those of some indices."""
+    """Returns the number of examples, and a function that takes the examples of some indices."""
     is_arrays = isinstance(data, (tuple, dict, np.ndarray)) or tf.is_tensor(data)
     if not is_arrays and (not hasattr(data, "__len__") or not hasattr(data, "__getitem__")):
         raise TypeError(

@@ -261,8 +261,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
           store: where an optimizer's variables come from.
 
         Raises:
-          ValueError: if they are those of another optimizer.
+          ValueError: if the variables belong to another optimizer.
         """
+        # Files of tfcdo's development versions have the state one level deeper.
+        nested = getattr(store, "h5_file", {}).get("optimizer/inner_optimizer/vars")
+        if not store.keys() and nested is not None:
+            store = {key: nested[key][()] for key in nested}
         saved, here = len(store.keys()), len(self.inner_optimizer.variables)
         if saved and self.inner_optimizer.built and saved != here:
             raise ValueError(

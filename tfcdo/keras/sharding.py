@@ -112,7 +112,7 @@ def slots_on_owners(leaf: Any, shards: Shards) -> Iterator[None]:
                     f"{added.path!r} elsewhere: leave shard_optimizer_state out for it"
                 )
             return added
-        if getattr(variable, "overwrite_with_gradient", False):
+        if getattr(variable, "overwrite_with_gradient", False) or _is_average(leaf, options):
             return add_variable(*args, **options)
         device = shards.devices[shards.owner_of(variable)]
         with tf_internals.plain_variables(device):
@@ -120,6 +120,14 @@ def slots_on_owners(leaf: Any, shards: Shards) -> Iterator[None]:
 
     with replaced(leaf, "add_variable", add), replaced(leaf, "build", build_watching):
         yield
+
+
+def _is_average(leaf: Any, options: Mapping[str, Any]) -> bool:
+    """Tells whether a new slot is a moving average, which is on all devices.
+
+    `keras.callbacks.SwapEMAWeights` swaps the components of a variable with those of its average.
+    """
+    return bool(leaf.use_ema) and str(options.get("name")).endswith("_average")
 
 
 class _Watched(list):  # type: ignore[type-arg]
@@ -288,16 +296,3 @@ def _assign(
                     component.scatter_update(value)
                 else:
                     component.assign(value)
-
-
-def follow_with_average(leaf: Any, shards: Shards) -> None:
-    """Has each owner follow its variables with their moving average."""
-    variables, averages = leaf._trainable_variables, leaf._model_variables_moving_average
-    for index in range(len(shards.devices)):
-        own = [shards.owner_of(variable) == index for variable in variables]
-        kept = [one if mine else None for one, mine in zip(averages, own, strict=True)]
-        with (
-            replaced(leaf, "_model_variables_moving_average", kept),
-            _at_owner(leaf, shards, index),
-        ):
-            leaf._update_model_variables_moving_average(variables)

@@ -21,7 +21,7 @@ from tfcdo.keras import host_exchange, updates
 Arrays = dict[str, np.ndarray]
 FORMAT = 1
 
-# How values of replicas become those of another number of replicas.
+# How values of replicas become values of another number of replicas.
 _SAME = "same"  # All replicas hold the same.
 _MEAN = "mean"
 _SUM = "sum"
@@ -249,7 +249,7 @@ def _as_arrays(tensors: Mapping[str, tf.Tensor]) -> Arrays:
 
 
 def _without_copies(arrays: Arrays) -> Arrays:
-    """Leaves out values of replicas that are those of the first replica, bit for bit."""
+    """Leaves out replicas' values that equal the first replica's, bit for bit."""
     kept = {}
     for key, array in arrays.items():
         name, _, replica = key.partition(".")

@@ -268,10 +268,7 @@ def _apply_across_replicas(
     else:
         update()
     if leaf.use_ema:
-        if shards is None:
-            run(_follow_with_average)
-        else:
-            sharding.follow_with_average(leaf, shards)
+        run(_follow_with_average)
         if leaf.ema_overwrite_frequency:
             is_overwrite = tf.equal((leaf.iterations + 1) % leaf.ema_overwrite_frequency, 0)
             tf.cond(is_overwrite, lambda: _overwrite_with_average(leaf), lambda: None)

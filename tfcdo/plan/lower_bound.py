@@ -63,7 +63,7 @@ def _copies_bound(topology: Topology, num_bytes: int) -> float:
     while ways[low] < links[high] < ways[high] and high > _PRECISION * low:
         size = math.sqrt(low * high)
         edges = tree_program.Edges(topology, 1 / size)
-        # The trees of the last program are nearly those of this one.
+        # The last program has nearly the same trees.
         solved = tree_program.solve(edges, solved.program.trees if solved else ())
         assert solved is not None
         links[size], ways[size] = num_bytes * solved.bound, _way_and_back(topology, size)

@@ -37,8 +37,8 @@ _WORSE = 1.1
 _WORTH_MORE_PACKS = 0.99
 # Numbers of packs beyond one that is so much slower than the best are not tried.
 _HOPELESS = 1.15
-# Simulated tasks of one search, of which those of many devices take longer; and tasks of small
-# changes to what it found.
+# Limits on the simulated tasks of one search (a task takes longer on many devices), and on the
+# tasks of small changes to its result.
 _TASKS = 200_000
 _TASKS_TIMES_DEVICES = 8_000_000
 _TASKS_OF_CHANGES = 80_000

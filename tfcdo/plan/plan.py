@@ -332,7 +332,7 @@ class Plan:
 
     @functools.cached_property
     def slices_of(self) -> tuple[tuple[Slice, ...], ...]:
-        """Returns `slices_of`; `slices_of[v]` are those of value `v`, in its elements' order."""
+        """Returns `slices_of`; `slices_of[v]` has value `v`'s slices, in its elements' order."""
         slices: list[list[Slice]] = [[] for _ in self.values]
         for pack in self.packs:
             for part in pack.slices:

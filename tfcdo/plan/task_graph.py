@@ -35,8 +35,8 @@ class Hosts:
 class TaskGraph:
     """The tasks of a schedule on a topology: lists, with an entry for each task.
 
-    `names` are those of `tfcdo.plan.simulator.Task`; a task holds one of the `resource_sets`, which
-    include adders, and begins after so many dependencies.
+    `names` are as in `tfcdo.plan.simulator.Task`; a task holds one of the `resource_sets`, which
+    include adders, and begins when its dependencies have ended.
     """
 
     names: list[tuple[str, int, int, int]] = dataclasses.field(default_factory=list)

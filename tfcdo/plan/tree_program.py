@@ -96,7 +96,7 @@ class Edges:
             edges.append(int(self.number[near, new]))
             distance[new] = distance[near] + table[near, new]
             keys = table[new] + nearness * distance[new]
-            # Of equals the device that came last: the tree is a path rather than a star.
+            # A tie goes to the last device, so that the tree is a path rather than a star.
             better = outside & (keys <= key)
             key[better], via[better] = keys[better], new
             key[new] = np.inf

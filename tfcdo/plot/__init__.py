@@ -1,1 +1,1 @@
-"""Draws pictures: copy trees, transfers over time, and what the bench measured."""
+"""Draws pictures: copy trees, transfers over time, and the bench's results."""

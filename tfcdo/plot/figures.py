@@ -13,7 +13,7 @@ from PIL import Image
 Color = tuple[float, float, float]
 
 _DPI = 100
-# Of a title, in its bold font.
+# Width of a title in its bold font.
 _LETTERS_PER_INCH = 7.5
 # The part of a colour that is left where a sum is on its way down.
 _PALE = 0.45

@@ -1,4 +1,4 @@
-"""Draws what joins the devices of a machine."""
+"""Draws the links between the devices of a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describes what joins the devices of a machine: known machines, your own, and this one."""
+"""Describes the links between the devices of a machine: known machines, your own, and this one."""
 
 from tfcdo.topology.detection import detect
 from tfcdo.topology.links import Link, Resource

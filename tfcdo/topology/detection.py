@@ -1,4 +1,4 @@
-"""Finds out what joins the devices of this machine."""
+"""Detects the links between the devices of this machine."""
 
 from __future__ import annotations
 

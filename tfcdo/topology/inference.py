@@ -15,8 +15,8 @@ TimeCopies: TypeAlias = Callable[[Sequence[Pair], int], float]
 
 # Two copies share something if the second adds this part of the shorter one's time.
 _SHARED = 0.5
-# Of links that meet in no device only those this much slower than the fastest are tried together:
-# what leads through a host.
+# Links without a common device are tried together only if they are this much slower than the
+# fastest: they lead through a host.
 _SLOW = 0.9
 
 

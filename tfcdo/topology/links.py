@@ -56,10 +56,10 @@ class Link:
       source: the sending device.
       target: the receiving device.
       latency: seconds that a transfer takes on top of its bytes.
-      resources: indices of the topology's resources on the path, in the order of travel; a transfer
+      resources: indices of the topology's resources on the path, in order; a transfer
         holds all of them for its whole time, at the speed of the slowest.
       via_host: whether the path through the host stands in for a missing direct one. The bandwidth
-        bound is that of the other links, as long as they join all devices.
+        bound ignores such links if the others join all devices.
     """
 
     source: int

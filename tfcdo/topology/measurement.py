@@ -113,7 +113,7 @@ class _Clock:
         build: Callable[[], Sequence[Any]],
         of_rounds: Callable[[Sequence[float]], float] = statistics.median,
     ) -> float:
-        """Returns the time of a graph, without that of an empty one."""
+        """Returns the time of a graph minus the time of an empty one."""
         tf = self._tf
         with tf.device("/cpu:0"):
             truth = tf.Variable(True)

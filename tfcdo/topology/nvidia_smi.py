@@ -40,8 +40,8 @@ def read_routes(text: str) -> tuple[int, list[Route]]:
       has NVLinks, these are the ports of an NVSwitch.
     * On a machine with NVLinks, any other pair goes through the host, as on a DGX-1.
     * On a machine without, each GPU has a PCIe port; `PIX` and `PXB` pairs are under one switch;
-      all others also hold their switches' paths up and down, and those of different sockets
-      (`SYS`) the path from socket to socket.
+      all others also hold their switches' paths up and down, and pairs on different
+      sockets (`SYS`) the path from socket to socket.
 
     References:
       The legend that `nvidia-smi topo -m` prints below its table.
@@ -134,7 +134,7 @@ def _components(table: _Table, kinds: Sequence[str]) -> list[int]:
 
 
 def _sockets(table: _Table) -> list[int]:
-    """Returns the socket of each device: that of its CPUs, if the table says which these are."""
+    """Returns the socket of each device: the socket of its CPUs, if the table names them."""
     if all(affinity not in ("", "N/A") for affinity in table.affinities):
         known = list(dict.fromkeys(table.affinities))
         return [known.index(affinity) for affinity in table.affinities]

@@ -123,8 +123,8 @@ def preset(name: str, num_devices: int | None = None) -> Topology:
 
     Args:
       name: one of `PRESETS`.
-      num_devices: how many devices; the machine's usual number by default. Of a machine of fixed
-        size, the first ones.
+      num_devices: the number of devices; by default the machine's usual number. A machine of fixed
+        size gives its first devices.
 
     Returns:
       The topology.

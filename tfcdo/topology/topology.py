@@ -81,8 +81,8 @@ class Topology:
           The topology.
 
         Raises:
-          ValueError: if two routes give one resource different bandwidths, or the routes are not
-            those of a topology.
+          ValueError: if two routes give one resource different bandwidths, or the routes do
+            not form a topology.
 
         Example:
           >>> bus = Resource("bus", 12e9)

@@ -103,14 +103,7 @@ def _copies(
 
 @dataclasses.dataclass(frozen=True)
 class _Send:
-    """An op that sends a pack to another device.
-
-    Attributes:
-      event: when it ran.
-      name: the parts of the edge's name.
-      kind: see `EdgeRun`.
-      numbered: the device that the name's target is the index of.
-    """
+    """An op that sends a pack to another device; `numbered` is the target of the edge's name."""
 
     event: Event
     name: re.Match[str]
