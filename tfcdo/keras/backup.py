@@ -292,7 +292,7 @@ class BackupAndRestore(Callback):
             return None
         try:
             if self._memory.training() != self._training:
-                self._memory.remove()  # Of a training whose folder somebody has removed.
+                self._memory.remove()  # Its training's folder was removed.
                 return None
             return self._memory.newest()
         except RuntimeError as error:
