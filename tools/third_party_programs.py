@@ -112,7 +112,7 @@ def orbit(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
 
 
 def models(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
-    """Trains with TensorFlow Models' minimize_using_explicit_allreduce,."""
+    """Trains with TensorFlow Models' minimize_using_explicit_allreduce."""
     import tf_keras
     from official.modeling import grad_utils
 
