@@ -209,7 +209,7 @@ class OutputTest(LaunchTestCase):
 class ArgumentsTest(LaunchTestCase):
     @parameterized.parameters(
         (["train.py"], "either --workers N"),
-        (["--workers", "2", "--hosts", "a:1,b:1", "train.py"], "either --workers N"),
+        (["--workers", "2", "--hosts", "a:1,b:1", "train.py"], "give --hosts either alone"),
         (["--workers", "2", "--nnodes", "2", "train.py"], "number of --hosts, 1; got 2"),
         (["--workers", "0", "train.py"], "--workers"),
         (["--workers", "2"], "SCRIPT"),

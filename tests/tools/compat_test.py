@@ -101,7 +101,9 @@ class PageTest(absltest.TestCase):
             for cases in (CASES, TRAININGS)
         )
         page = compat.page(calls, trainings)
-        self.assertIn(f"TensorFlow's classes fail {len(CASES)} and tfcdo's 0.", page)
+        self.assertIn(
+            f"TensorFlow's classes fail {len(CASES)} of {len(CASES)} cases and tfcdo's 0.", page
+        )
         for name in (CASES[0].name, TRAININGS[0].name):
             self.assertIn(f"| {name} | ✗ ✗ \\| x | ✓ ✓ \\| x |\n", page)
         # The page that is kept has these rows.

@@ -235,6 +235,10 @@ def _check_where(
         if meet is not None:
             raise click.UsageError("--meet needs --hosts: --workers starts all workers")
         return
+    if (workers is None) != (meet is None):
+        raise click.UsageError(
+            "give --hosts either alone, or with both --workers MIN:MAX and --meet A:PORT"
+        )
     if index is None:
         raise click.UsageError(
             f"--hosts needs --index: which of the {len(hosts)} this host is, from 0"
@@ -242,10 +246,6 @@ def _check_where(
     if index >= len(hosts):
         raise click.UsageError(
             f"--index must be less than the number of hosts, {len(hosts)}; got {index}"
-        )
-    if (workers is None) != (meet is None):
-        raise click.UsageError(
-            "give --hosts either alone, or with both --workers MIN:MAX and --meet A:PORT"
         )
     if meet is not None and len(meet) != 1:
         raise click.UsageError(f"--meet must be one address; got {','.join(meet)}")
