@@ -237,7 +237,11 @@ def recommenders(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
         def __init__(self) -> None:
             super().__init__()
             self.net = keras.Sequential(
-                [keras.layers.Embedding(50, 4), keras.layers.Flatten(), keras.layers.Dense(1)]
+                [
+                    keras.layers.Embedding(50, 4),
+                    keras.layers.GlobalAveragePooling1D(),
+                    keras.layers.Dense(1),
+                ]
             )
             self.task = tfrs.tasks.Ranking(
                 keras.losses.MeanSquaredError(reduction=keras.losses.Reduction.SUM)
