@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 
 def is_in(part: str) -> bool:
     """Returns whether a function of Keras whose name has this part is being called."""
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None:
-        is_keras = frame.f_globals.get("__name__", "").startswith("keras.")
-        if is_keras and part in frame.f_code.co_name:
-            return True
-        frame = frame.f_back
-    return False
+    return any(part in frame.f_code.co_name for frame in _frames())
 
 
 def epoch_iterator() -> Any:
     """Returns the object by which the `fit` of Keras that is running takes its batches."""
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None:
-        is_keras = frame.f_globals.get("__name__", "").startswith("keras.")
-        if is_keras and frame.f_code.co_name == "fit" and "epoch_iterator" in frame.f_locals:
+    for frame in _frames():
+        if frame.f_code.co_name == "fit" and "epoch_iterator" in frame.f_locals:
             return frame.f_locals["epoch_iterator"]
-        frame = frame.f_back
     return None
+
+
+def _frames() -> Iterator[types.FrameType]:
+    """Yields the frames of Keras's functions that are being called, the innermost first."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("keras."):
+            yield frame
+        frame = frame.f_back
 
 
 def adds_metrics_twice(version: str | None = None) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfcdo import digests, xla
+from tfcdo.replaced import replaced
 
 
 def install() -> None:
@@ -59,18 +60,14 @@ def _make(
     """Has Keras make a function; XLA compiles the step on each replica instead of the whole."""
     if not _compiles_on_replicas(model):
         return keras_makes(model, force)
-    step, attributes = getattr(model, name), vars(model)
-    before = attributes.get(name)
+    step = getattr(model, name)
     weighs = getattr(step, "__func__", None) is keras_step
     model.jit_compile = False
-    attributes[name] = xla.jit_compile(step, optimizer, weighs=weighs)
     try:
-        return keras_makes(model, force)
+        with replaced(model, name, xla.jit_compile(step, optimizer, weighs=weighs)):
+            return keras_makes(model, force)
     finally:
         model.jit_compile = True
-        del attributes[name]
-        if before is not None:
-            attributes[name] = before
 
 
 def _compiles_on_replicas(model: Any) -> bool:

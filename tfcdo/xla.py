@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import log, tf_internals
+from tfcdo.replaced import replaced
 
 _SUM = tf.distribute.ReduceOp.SUM
 _LOCAL = threading.local()  # TensorFlow traces each replica in a thread of its own.
@@ -140,18 +141,13 @@ def _traced(
 @contextlib.contextmanager
 def _put_off(optimizer: Any, trace: _Trace) -> Iterator[None]:
     """Has an optimizer hand its gradients to a trace, in this thread."""
-    # By way of `vars`, as Keras's optimizers track what is assigned to them.
-    attributes = {} if optimizer is None else vars(optimizer)
-    before = attributes.get("apply")
-    attributes["apply"] = functools.partial(_apply, trace, tf.compat.v1.get_default_graph())
+    apply = functools.partial(_apply, trace, tf.compat.v1.get_default_graph())
     _LOCAL.trace = trace
     try:
-        yield
+        with contextlib.nullcontext() if optimizer is None else replaced(optimizer, "apply", apply):
+            yield
     finally:
         _LOCAL.trace = None
-        del attributes["apply"]
-        if before is not None:
-            attributes["apply"] = before
 
 
 def _apply(trace: _Trace, graph: tf.Graph, grads: Any, trainable_variables: Any = None) -> None:

@@ -19,8 +19,8 @@ from keras import ops
 
 from tfcdo import tf_internals
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
-from tfcdo.keras.replaced import replaced
 from tfcdo.plan import owners
+from tfcdo.replaced import replaced
 
 
 @dataclasses.dataclass(frozen=True)

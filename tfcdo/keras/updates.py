@@ -21,8 +21,8 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.keras import sharding
-from tfcdo.keras.replaced import replaced
 from tfcdo.keras.sharding import Shards
+from tfcdo.replaced import replaced
 
 SUM = tf.distribute.ReduceOp.SUM
 
