@@ -16,6 +16,7 @@ from absl import logging
 from absl.testing import absltest
 from cli_testing import run_tfcdo
 
+from tfcdo import wakeup
 from tfcdo.cluster import blackbox, config, progress
 from tfcdo.doctor import blackbox as black_boxes
 
@@ -134,7 +135,7 @@ class SignalTest(absltest.TestCase):
     def setUp(self):
         super().setUp()
         self.addCleanup(mock.patch.stopall)
-        mock.patch.object(blackbox, "_pipe", None).start()
+        mock.patch.multiple(wakeup, _pipe=None, _hears_at_once=False).start()
         self.addCleanup(signal.signal, signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
         self.addCleanup(signal.set_wakeup_fd, signal.set_wakeup_fd(-1))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 import signal
@@ -14,7 +13,7 @@ import msgspec
 import numpy as np
 from absl import logging
 
-from tfcdo import cache_folder
+from tfcdo import cache_folder, wakeup
 from tfcdo.cluster import agreement, config, progress
 
 
@@ -90,40 +89,22 @@ def read(path: pathlib.Path) -> Box:
         raise ValueError(f"{path} is not a black box of tfcdo: {error}") from error
 
 
-_pipe: tuple[int, int] | None = None
-
-
 def listen() -> None:
     """Lets SIGUSR1 ask for the black box, even while the main thread waits inside TensorFlow."""
-    global _pipe
-    if _pipe is not None or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+    handler = signal.getsignal(signal.SIGUSR1)
+    if handler is signal.SIG_DFL:
+        wakeup.listen()
+        signal.signal(signal.SIGUSR1, _handle)
+    elif handler is not _handle:
         logging.info("tfcdo: SIGUSR1 has a handler already, so it does not write the black box")
-        return
-    _pipe = os.pipe()
-    for end in _pipe:
-        os.set_blocking(end, False)
-    writer = _pipe[1]
-
-    # Python runs a handler only between two steps of the main thread, but writes to this at once.
-    other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if other != -1:
-        signal.set_wakeup_fd(other)
-
-    def ask(*_: object) -> None:
-        if other != -1:
-            with contextlib.suppress(BlockingIOError):
-                os.write(writer, bytes([signal.SIGUSR1]))
-
-    signal.signal(signal.SIGUSR1, ask)
 
 
 def asked() -> bool:
     """Returns whether SIGUSR1 has come since this was last asked."""
-    if _pipe is None:
-        return False
-    try:
-        return signal.SIGUSR1 in os.read(_pipe[0], 1 << 16)
-    except BlockingIOError:
-        return False
+    return wakeup.take(signal.SIGUSR1)
+
+
+def _handle(number: int, frame: object) -> None:
+    wakeup.note(number)

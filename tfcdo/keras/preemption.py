@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tfcdo import environment, keras_calls, log, tf_internals
+from tfcdo import environment, keras_calls, log, tf_internals, wakeup
 from tfcdo.cluster import session
 
 _POLL = 1.0
@@ -54,7 +54,10 @@ class Preemption:
             signal.signal(signal.SIGTERM, _handle)
             self._previous_handler = signal.SIG_DFL
             if os.environ.get(environment.FAILURE_FILE):
-                _wake_at_signals()
+                wakeup.listen()
+                threading.Thread(
+                    target=self._end_with_the_run, name="tfcdo signals", daemon=True
+                ).start()
         if self._session is not None:
             threading.Thread(target=self._listen, name="tfcdo preemption", daemon=True).start()
 
@@ -97,6 +100,15 @@ class Preemption:
     def _must_leave_alone(self) -> bool:
         """Returns whether this host was told to leave; others learn it from `_listen`."""
         return _signalled.is_set() or (self._session is None and environment.resize_is_wanted())
+
+    def _end_with_the_run(self) -> None:
+        """Ends this process when `tfcdo launch` ends a run that has failed.
+
+        The main thread may wait in a collective for a host that is gone, and so run no handler.
+        """
+        while not self._ended.wait(_POLL):
+            if wakeup.take(signal.SIGTERM) and environment.another_has_failed():
+                os._exit(128 + signal.SIGTERM)
 
     def _announce(self, notice: str) -> None:
         assert self._session is not None
@@ -149,26 +161,3 @@ def _handle(number: int, frame: Any) -> None:
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.raise_signal(number)
-
-
-def _wake_at_signals() -> None:
-    """Ends this process at once when `tfcdo launch` ends a run that has failed.
-
-    Python runs handlers between instructions, which is too late for a process that waits in a
-    collective for a host that is gone.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if before != -1:  # Somebody else's, such as an event loop's.
-        signal.set_wakeup_fd(before)
-        os.close(reader)
-        os.close(writer)
-        return
-
-    def end_with_the_run() -> None:
-        while numbers := os.read(reader, 64):
-            if signal.SIGTERM in numbers and environment.another_has_failed():
-                os._exit(128 + signal.SIGTERM)
-
-    threading.Thread(target=end_with_the_run, name="tfcdo signals", daemon=True).start()
