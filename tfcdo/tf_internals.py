@@ -4,8 +4,6 @@ Everything that tfcdo needs from `tensorflow.python` is imported here and given 
 new TensorFlow version is the work of one file. Nothing here reduces anything: these are the value
 classes that `tf.distribute.MirroredStrategy` hands over, the spelling of device names, and the
 registry of kernels.
-
-Longer than 400 lines: private names of TensorFlow are imported in one file only.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +42,8 @@ Trackable: type[Any] = _trackable.Trackable
 # The half of TensorFlow's MultiWorkerMirroredStrategy that does the work.
 MirroredExtended: type[Any] = _mirrored_strategy.MirroredExtended
 MultiWorkerExtended: type[Any] = _collective_strategy.CollectiveAllReduceExtended
+# Tells the tapes that record now how to compute a gradient.
+record_operation = _record.record_operation
 # The public name is a function that makes one.
 OPTIONS_TYPE = type(tf.distribute.experimental.CommunicationOptions())
 
@@ -163,65 +162,6 @@ def captured(tensor: tf.Tensor) -> tf.Tensor:
         tensor = captured(tensor)
         tensor = tf.compat.v1.get_default_graph().capture(tensor)
     return tensor
-
-
-with contextlib.suppress(KeyError):  # It is registered already if this module is reloaded.
-    tf.RegisterGradient("TfcdoGradientOf")(lambda op, upstream, _: (None, upstream))
-
-
-def with_gradient_of(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the value of `result`, which hands the gradient that comes to it on to `tensor`.
-
-    `tf.custom_gradient` registers a new gradient in each graph, which keeps the graph alive for as
-    long as the process runs.
-    """
-    if tf.executing_eagerly():
-        passed = tf.identity(result)
-    else:
-        graph = tf.compat.v1.get_default_graph()
-        with graph.gradient_override_map({"IdentityN": "TfcdoGradientOf"}):
-            passed, _ = tf.raw_ops.IdentityN(input=[result, tensor])
-    _record.record_operation("TfcdoGradientOf", [passed], [tensor], lambda upstream: [upstream])
-    return passed
-
-
-class JointGradient:
-    """The gradient of several tensors together, as a function of all that come to them.
-
-    `tf.custom_gradient` registers its function again in each graph, with what that refers to. This
-    registers it once, so it must refer to no graph, and keeps no graph alive.
-
-    Args:
-      function: maps the gradients of the results to the gradients of the tensors.
-    """
-
-    _numbers = itertools.count()
-
-    def __init__(self, function: Callable[..., Sequence[tf.Tensor]]) -> None:
-        self._function = function
-        self._name = f"TfcdoJointGradient{next(self._numbers)}"
-        tf.RegisterGradient(self._name)(self._of_op)
-
-    def passed(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the tensors as they are, for results to hand their gradients on to."""
-        if tf.executing_eagerly():
-            passed = [tf.identity(tensor) for tensor in tensors]
-        else:
-            graph = tf.compat.v1.get_default_graph()
-            with graph.gradient_override_map({"IdentityN": self._name}):
-                passed = list(tf.raw_ops.IdentityN(input=tensors))
-        _record.record_operation(self._name, passed, list(tensors), self._of_results)
-        return passed
-
-    def _of_results(self, *upstream: Any) -> Sequence[tf.Tensor]:
-        return self._function(*[tf.convert_to_tensor(one) for one in upstream])
-
-    def _of_op(self, op: tf.Operation, *upstream: Any) -> Sequence[tf.Tensor]:
-        # TensorFlow puts all ops of a gradient where the op is that they are of.
-        del op
-        graph = tf.compat.v1.get_default_graph()
-        with graph.colocate_with(None, ignore_existing=True):
-            return self._of_results(*upstream)
 
 
 def plain_variable(initial_value: tf.Tensor) -> tf.Variable:

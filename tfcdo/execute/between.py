@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.cluster.session import Session
-from tfcdo.execute import collective_dtypes, handles, marks, numerics, shares
+from tfcdo.execute import collective_dtypes, gradients, handles, marks, numerics, shares
 from tfcdo.execute import tensors as shapes
 from tfcdo.execute.codec import PackCodec
 from tfcdo.plan import plan as plans
@@ -192,7 +192,7 @@ class Exchange:
         passed = _gradient_of_sum(self._network, tuple(devices)).passed(wide)
         for total, tensor, device in zip(totals, passed, devices, strict=True):
             with tf.device(device):
-                results.append(tf_internals.with_gradient_of(total, tensor))
+                results.append(gradients.with_gradient_of(total, tensor))
         return results
 
     def all_gather(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
@@ -347,7 +347,7 @@ class Exchange:
 
 
 @functools.cache
-def _gradient_of_sum(network: Network, devices: tuple[str, ...]) -> tf_internals.JointGradient:
+def _gradient_of_sum(network: Network, devices: tuple[str, ...]) -> gradients.JointGradient:
     """Returns the gradient of a sum over all hosts: the sum of all gradients, by one collective."""
 
     def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
@@ -365,4 +365,4 @@ def _gradient_of_sum(network: Network, devices: tuple[str, ...]) -> tf_internals
         }
         return Exchange(network, description).all_reduce_flat(upstream, devices)
 
-    return tf_internals.JointGradient(gradient)
+    return gradients.JointGradient(gradient)

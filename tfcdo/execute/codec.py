@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import tf_internals
+from tfcdo.execute import gradients
 from tfcdo.execute import tensors as shapes
 from tfcdo.execute.feedback import Residuals
 from tfcdo.plan import dtypes
@@ -206,7 +206,7 @@ def encode(tensor: tf.Tensor, wire_dtype: str, scale: tf.Tensor | None = None) -
     scaled = tensor if scale is None else tensor * scale
     # A cast to an integer would cut the digits behind the point off.
     scaled = tf.round(scaled) if wire_dtype == "int8" else scaled
-    return tf_internals.with_gradient_of(tf.cast(scaled, wire_dtype), tensor)
+    return gradients.with_gradient_of(tf.cast(scaled, wire_dtype), tensor)
 
 
 def decode(sent: tf.Tensor, dtype: tf.DType, scale: tf.Tensor | None = None) -> tf.Tensor:
@@ -214,4 +214,4 @@ def decode(sent: tf.Tensor, dtype: tf.DType, scale: tf.Tensor | None = None) -> 
     wide = tf.cast(sent, dtype)
     wide = wide if scale is None else wide / scale
     # The gradient of a cast would be cast to the wire's dtype, and several of them added in it.
-    return tf_internals.with_gradient_of(wide, sent)
+    return gradients.with_gradient_of(wide, sent)

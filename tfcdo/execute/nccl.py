@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfcdo import checks, tf_internals
 from tfcdo.execute import codec as codecs
-from tfcdo.execute import numerics
+from tfcdo.execute import gradients, numerics
 from tfcdo.execute.codec import PackCodec
 from tfcdo.execute.devices import check_device
 
@@ -242,13 +242,13 @@ def differentiable_sum(tensors: Sequence[tf.Tensor], devices: tuple[str, ...]) -
     results = []
     for total, tensor, device in zip(_emit(tensors, devices), passed, devices, strict=True):
         with tf.device(device):
-            results.append(tf_internals.with_gradient_of(total, tensor))
+            results.append(gradients.with_gradient_of(total, tensor))
     return results
 
 
 @functools.cache
-def _gradient_of_sum(devices: tuple[str, ...]) -> tf_internals.JointGradient:
-    return tf_internals.JointGradient(lambda *upstream: differentiable_sum(upstream, devices))
+def _gradient_of_sum(devices: tuple[str, ...]) -> gradients.JointGradient:
+    return gradients.JointGradient(lambda *upstream: differentiable_sum(upstream, devices))
 
 
 def _emit(

@@ -1,0 +1,71 @@
+"""Gradients that belong to no graph, as collectives need them.
+
+`tf.custom_gradient` registers a new gradient in each graph, which keeps the graph alive for as long
+as the process runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import tf_internals
+
+with contextlib.suppress(KeyError):  # It is registered already if this module is reloaded.
+    tf.RegisterGradient("TfcdoGradientOf")(lambda op, upstream, _: (None, upstream))
+
+
+def with_gradient_of(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the value of `result`, which hands the gradient that comes to it on to `tensor`."""
+    if tf.executing_eagerly():
+        passed = tf.identity(result)
+    else:
+        graph = tf.compat.v1.get_default_graph()
+        with graph.gradient_override_map({"IdentityN": "TfcdoGradientOf"}):
+            passed, _ = tf.raw_ops.IdentityN(input=[result, tensor])
+    tf_internals.record_operation(
+        "TfcdoGradientOf", [passed], [tensor], lambda upstream: [upstream]
+    )
+    return passed
+
+
+class JointGradient:
+    """The gradient of several tensors together, as a function of all that come to them.
+
+    The function is registered once, so it must not refer to a graph.
+
+    Args:
+      function: maps the gradients of the results to the gradients of the tensors.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, function: Callable[..., Sequence[tf.Tensor]]) -> None:
+        self._function = function
+        self._name = f"TfcdoJointGradient{next(self._numbers)}"
+        tf.RegisterGradient(self._name)(self._of_op)
+
+    def passed(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the tensors as they are, for results to hand their gradients on to."""
+        if tf.executing_eagerly():
+            passed = [tf.identity(tensor) for tensor in tensors]
+        else:
+            graph = tf.compat.v1.get_default_graph()
+            with graph.gradient_override_map({"IdentityN": self._name}):
+                passed = list(tf.raw_ops.IdentityN(input=tensors))
+        tf_internals.record_operation(self._name, passed, list(tensors), self._of_results)
+        return passed
+
+    def _of_results(self, *upstream: Any) -> Sequence[tf.Tensor]:
+        return self._function(*[tf.convert_to_tensor(one) for one in upstream])
+
+    def _of_op(self, op: tf.Operation, *upstream: Any) -> Sequence[tf.Tensor]:
+        # TensorFlow puts all ops of a gradient where the op is that they are of.
+        del op
+        graph = tf.compat.v1.get_default_graph()
+        with graph.colocate_with(None, ignore_existing=True):
+            return self._of_results(*upstream)
