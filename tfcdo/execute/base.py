@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.execute import explain, nccl, owned, request, running, tensors
+from tfcdo.execute import explain, nccl, numerics, owned, request, running
 from tfcdo.execute import question as questioning
 from tfcdo.execute.between import Network
 from tfcdo.execute.codec import check_wire_dtype
@@ -149,12 +149,12 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         options: Any,
     ) -> Any:
         """Reduces one value; see `reduce`."""
-        request.check_reduce_op(reduce_op)
+        op = request.check_reduce_op(reduce_op)
         request.check_options(options)
         reduction = request.check_lone_pair(
             per_replica_value, destinations, by_strategy=options is not None
         )
-        return self._reduce(reduce_op, [reduction], options)[0]
+        return self._answer(op, [reduction], options)[0]
 
     def batch_reduce_implementation(
         self,
@@ -163,17 +163,17 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         options: Any,
     ) -> list[Any]:
         """Reduces several values together; see `batch_reduce`."""
-        request.check_reduce_op(reduce_op)
+        op = request.check_reduce_op(reduce_op)
         request.check_options(options)
         # A strategy always passes options.
         pairs = request.check_pairs(value_destination_pairs, by_strategy=options is not None)
-        return self._reduce(reduce_op, pairs, options)
+        return self._answer(op, pairs, options)
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to each destination; see `broadcast`."""
         devices = devices_of(destinations)
         value = request.check_broadcast(tensor)
-        return tf_internals.mirrored([tensors.copied(value, device) for device in devices])
+        return tf_internals.mirrored([numerics.copied(value, device) for device in devices])
 
     def explain(
         self,
@@ -246,12 +246,6 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         ]
         return self._answer("gather", reductions, options, axis)
 
-    def _reduce(
-        self, reduce_op: tf.distribute.ReduceOp, reductions: Sequence[Reduction], options: Any
-    ) -> list[Any]:
-        op: Literal["sum", "mean"] = "mean" if reduce_op == tf.distribute.ReduceOp.MEAN else "sum"
-        return self._answer(op, reductions, options)
-
     def _answer(
         self, op: str, reductions: Sequence[Reduction], options: Any, axis: Any = None
     ) -> list[Any]:
@@ -277,33 +271,16 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         # An accumulation_fn may take other dtypes, until the result is divided.
         if op == "mean" or (op == "sum" and self.accumulation_fn is None):
             request.check_numeric(reductions)
-        if self._network is not None:
-            known = self._network.with_known_devices
-            reductions = [questioning.placed(reduction, known) for reduction in reductions]
-        questions = questioning.questions(
-            op,
-            reductions,
-            num_hosts=self._network.num_hosts if self._network else 1,
-            root=self._root,
-            one_device=self._options.one_device,
-            user=self.accumulation_fn is not None,
-            tables=self._options.sparse_as_dense is True,
-            axis=axis,
-        )
+        root, user = self.reduce_to_device, self.accumulation_fn is not None
+        root = None if root is None else existing_device("reduce_to_device", root)
         chosen = self._options_of(options)
+        questions = questioning.questions(op, reductions, chosen, self._network, root, user, axis)
         return [(question, self._plan(question, chosen)) for question in questions]
 
     @property
     def is_one_device(self) -> bool:
         """Returns whether everything is reduced on one device."""
         return self._options.one_device
-
-    @property
-    def _root(self) -> str | None:
-        """Returns the full name of the device that everything is reduced on, if one was given."""
-        if self.reduce_to_device is None:
-            return None
-        return existing_device("reduce_to_device", self.reduce_to_device)
 
     def _options_of(self, options: Any) -> Options:
         """Returns the choices for one call, with the caller's `bytes_per_pack`."""

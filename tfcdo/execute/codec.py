@@ -13,8 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo.execute import gradients
-from tfcdo.execute import tensors as shapes
+from tfcdo.execute import gradients, numerics
 from tfcdo.execute.feedback import Residuals
 from tfcdo.plan import dtypes
 from tfcdo.plan.plan import Codec
@@ -103,7 +102,7 @@ class PackCodec:
         wire = tf.as_dtype(self.codec.dtype)
         if not self.codec.scale:
             return decode(_from_halves(sent, wire, blocks, block), self.dtype)
-        bits, scales = tf.split(sent, shapes.stack([blocks * block * wire.size // 2, -1]), 1)
+        bits, scales = tf.split(sent, numerics.stack([blocks * block * wire.size // 2, -1]), 1)
         encoded = _from_halves(bits, wire, blocks, block)
         return decode(encoded, self.dtype, _from_halves(scales, self.dtype, blocks, 1))
 
@@ -132,15 +131,15 @@ class PackCodec:
 def _as_halves(tensor: tf.Tensor, rows: int) -> tf.Tensor:
     """Returns the bits of a tensor's rows as rows of float16."""
     if tensor.dtype.size == 1:
-        tensor = tf.reshape(tensor, shapes.int64([-1, 2]))
-    return tf.reshape(tf.bitcast(tensor, tf.float16), shapes.int64([rows, -1]))
+        tensor = tf.reshape(tensor, numerics.int64([-1, 2]))
+    return tf.reshape(tf.bitcast(tensor, tf.float16), numerics.int64([rows, -1]))
 
 
 def _from_halves(halves: tf.Tensor, dtype: tf.DType, blocks: Any, block: Any) -> tf.Tensor:
     """Returns the tensor `[rows, blocks, block]` of a dtype that `_as_halves` has returned."""
     if dtype.size > 2:
-        halves = tf.reshape(halves, shapes.int64([-1, dtype.size // 2]))
-    return tf.reshape(tf.bitcast(halves, dtype), shapes.stack([-1, blocks, block]))
+        halves = tf.reshape(halves, numerics.int64([-1, dtype.size // 2]))
+    return tf.reshape(tf.bitcast(halves, dtype), numerics.stack([-1, blocks, block]))
 
 
 def block_scales(rows: tf.Tensor, codec: Codec) -> tf.Tensor:

@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo.execute import copy_trees, nccl, numerics, planned, rows
-from tfcdo.execute import tensors as shapes
 from tfcdo.execute.between import Exchange
 from tfcdo.execute.codec import PackCodec
 from tfcdo.execute.feedback import Residuals
@@ -186,13 +185,11 @@ def _root_step(plan: Plan, index: int, total: list[Any], root: str, runtime: Run
                     total = rows.add_other_hosts(total, runtime.exchange, root)
                 case "concat":
                     total = runtime.exchange.concat(total, runtime.axis, root)
-                case "copy":
-                    total = [runtime.exchange.broadcast(tensor, root) for tensor in total]
                 case _:
                     assert pack.tree is not None
                     codec = _codec(pack, index, step.codec, runtime)
                     total = runtime.exchange.all_reduce(total, root, codec, pack.tree.root)
-    if pack.kind in ("concat", "copy"):
+    if pack.kind == "concat":
         return total
     dtype = tf.as_dtype(pack.dtype)
     with tf.device(root):
@@ -299,7 +296,7 @@ def _pack(plan: Plan, values: list[Any], device: str) -> list[list[Any]]:
 def _cut(value: Any, slices: Sequence[Slice]) -> list[Any]:
     if len(slices) == 1:
         return [value]
-    return list(tf.split(shapes.flatten(value), shapes.int64(part.size for part in slices)))
+    return list(tf.split(numerics.flatten(value), numerics.int64(part.size for part in slices)))
 
 
 def _fuse(fused: FusedTensor, parts: Sequence[Any]) -> Any:
@@ -307,7 +304,7 @@ def _fuse(fused: FusedTensor, parts: Sequence[Any]) -> Any:
         return parts[0]
     if fused.stacked:
         return tf.stack(parts)
-    return tf.concat([shapes.flatten(part) for part in parts], axis=0)
+    return tf.concat([numerics.flatten(part) for part in parts], axis=0)
 
 
 def _unpack_all(plan: Plan, results: list[Held], devices: Sequence[str]) -> list[list[Any]]:
@@ -341,11 +338,11 @@ def _unfuse(fused: FusedTensor, tensor: Any) -> list[Any]:
         return [tensor]
     if fused.stacked:
         return list(tf.unstack(tensor, len(fused.slices)))
-    return list(tf.split(tensor, shapes.int64(part.size for part in fused.slices)))
+    return list(tf.split(tensor, numerics.int64(part.size for part in fused.slices)))
 
 
 def _join(parts: Sequence[tf.Tensor], shape: Sequence[int | None] | None) -> tf.Tensor:
     """Gives flat parts of a value its shape again; only values of known size are flattened."""
     assert shape is not None
     joined = parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)
-    return joined if len(shape) == 1 else tf.reshape(joined, shapes.int64(shape))
+    return joined if len(shape) == 1 else tf.reshape(joined, numerics.int64(shape))

@@ -15,6 +15,7 @@ from tfcdo import tf_internals
 from tfcdo.cluster import progress
 from tfcdo.cluster.agreement import digest
 from tfcdo.cluster.session import Session
+from tfcdo.execute import handles
 
 _lock = threading.Lock()
 
@@ -26,11 +27,9 @@ class Marks:
         self._device = device
         self._shape = progress.shape_of_times(description["collectives"])
         self._length: int = np.prod(self._shape).item()
-        with tf.init_scope(), tf.device(device):
-            name = digest(description)
-            self._count = _bare_variable(f"tfcdo_progress_{name}", tf.constant(0, tf.int64))
-            times = tf.zeros([self._length], tf.float64)
-            self._times = _bare_variable(f"tfcdo_times_{name}", times)
+        name = digest(description)
+        self._count = handles.bare_variable(f"progress_{name}", device, tf.int64)
+        self._times = handles.bare_variable(f"times_{name}", device, tf.float64, [self._length])
 
     def mark(self, tensors: Sequence[tf.Tensor], after: tf.Operation | None = None) -> tf.Operation:
         """Counts one more event as soon as these tensors, and an earlier mark, are there."""
@@ -62,13 +61,7 @@ class Marks:
 
 
 def marks(session: Session, device: str, description: Mapping[str, Any]) -> Marks:
-    """Returns the marks of a kind of collectives.
-
-    Args:
-      session: watches them.
-      device: where they are: this host's own CPU.
-      description: the kind of collectives, as the hosts have agreed on it.
-    """
+    """Returns the marks of a kind of collectives on a device; a session watches them."""
     with _lock:
         return _made(session, device, json.dumps(description))
 
@@ -79,10 +72,3 @@ def _made(session: Session, device: str, description: str) -> Marks:
     made = Marks(device, known)
     session.watch(known, made)
     return made
-
-
-def _bare_variable(name: str, value: tf.Tensor) -> tf.Tensor:
-    """Makes a bare handle, because a strategy would mirror a variable."""
-    handle = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
-    tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-    return handle

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfcdo import checks, tf_internals
 from tfcdo.execute import codec as codecs
-from tfcdo.execute import gradients, numerics
+from tfcdo.execute import gradients, handles, numerics
 from tfcdo.execute.codec import PackCodec
 from tfcdo.execute.devices import check_device
 
@@ -235,15 +235,7 @@ def differentiable_sum(tensors: Sequence[tf.Tensor], devices: tuple[str, ...]) -
     Each result is the sum of all inputs, so the gradient of each input is the sum of the gradients
     of all results: an all-reduce again, of any order.
     """
-    # A gradient of all tensors together needs an op that all pass through, and TensorFlow's is on
-    # one device. So the inputs go there, not the sums: a gradient sees that op, but it is pruned
-    # before the step runs, as nothing uses its values.
-    passed = _gradient_of_sum(devices).passed(tensors)
-    results = []
-    for total, tensor, device in zip(_emit(tensors, devices), passed, devices, strict=True):
-        with tf.device(device):
-            results.append(gradients.with_gradient_of(total, tensor))
-    return results
+    return _gradient_of_sum(devices).of(_emit(tensors, devices), tensors, devices)
 
 
 @functools.cache
@@ -260,7 +252,7 @@ def _emit(
         with tf.device(device):
             sums.append(
                 tf.raw_ops.NcclAllReduce(
-                    input=tf.stop_gradient(tensor),  # See `differentiable_sum`.
+                    input=tf.stop_gradient(tensor),  # See `JointGradient.of`.
                     reduction=reduction,
                     num_devices=len(devices),
                     shared_name=shared_name,
@@ -301,8 +293,5 @@ def _serialize_calls(sums: Sequence[tf.Tensor]) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _sequencing_counter() -> tf.Tensor:
-    """Makes a counter that nobody reads: a bare handle, as a strategy would mirror a variable."""
-    with tf.init_scope(), tf.device(_HOST):
-        handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"tfcdo_{_PROCESS}")
-        tf.raw_ops.AssignVariableOp(resource=handle, value=0)
-        return handle
+    """Makes a counter that nobody reads."""
+    return handles.bare_variable(_PROCESS, _HOST, tf.int32)

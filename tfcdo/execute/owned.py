@@ -10,9 +10,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from tfcdo.execute import interpreter, request, running
+from tfcdo.execute import interpreter, request
 from tfcdo.execute.between import Network
 from tfcdo.execute.feedback import Residuals
+from tfcdo.execute.interpreter import Runtime
 from tfcdo.execute.question import Question
 from tfcdo.execute.request import Reduction
 from tfcdo.plan.plan import Plan
@@ -59,7 +60,8 @@ def reduce(
     """Runs the first half of plans: sums on the owners."""
     sums: dict[int, Any] = {}
     for (question, plan), kept in zip(found, residuals, strict=True):
-        results = running.up(question, plan, network, kept)
+        runtime = Runtime(network.exchange(plan) if network else None, kept)
+        results = interpreter.run(plan, question.values, question.devices, runtime)
         for position, result, asked in zip(
             question.positions, results, question.batch.requests, strict=True
         ):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfcdo import log
 from tfcdo.execute import handles
+from tfcdo.execute.between import Network
 from tfcdo.execute.request import Reduction
+from tfcdo.plan.options import Options
 from tfcdo.plan.plan import Batch, Request, ValueSpec
 
 
@@ -31,41 +33,24 @@ class Question:
     positions: tuple[int, ...]
 
 
-def placed(reduction: Reduction, known: Callable[[Sequence[str]], tuple[str, ...]]) -> Reduction:
-    """Returns a reduction with the devices filled in that are not known while tracing."""
-    if all(reduction.devices) and all(reduction.destinations):
-        return reduction
-    return dataclasses.replace(
-        reduction,
-        devices=known(reduction.devices),
-        destinations=known(reduction.destinations),
-    )
-
-
 def questions(
     op: Any,
     reductions: Sequence[Reduction],
-    *,
-    num_hosts: int,
+    options: Options,
+    network: Network | None,
     root: str | None,
-    one_device: bool,
     user: bool,
-    tables: bool,
     axis: Any = None,
 ) -> list[Question]:
     """Divides a batch into questions: one for each set of devices, and for rows.
 
-    Args:
-      op: see `tfcdo.plan.plan.Batch`.
-      reductions: the checked pairs.
-      num_hosts: the number of hosts.
-      root: the device that everything is reduced on; None for none.
-      one_device: whether everything is reduced on one device.
-      user: whether an accumulation_fn combines the values.
-      tables: whether `tf.IndexedSlices` become tables first.
-      axis: the axis to gather along.
+    With an `axis`, values are gathered along it. For `op` and `user` see `tfcdo.plan.plan.Batch`;
+    `root` is the device that `Options.one_device` reduces on, None for the first destination.
     """
+    one_device, tables = options.one_device, options.sparse_as_dense is True
     groups: dict[Any, list[int]] = {}
+    if network is not None:
+        reductions = [_placed(reduction, network) for reduction in reductions]
     for position, reduction in enumerate(reductions):
         everywhere = reduction.is_all_reduce and not one_device
         to = None if everywhere else reduction.destinations
@@ -92,7 +77,7 @@ def questions(
         batch = Batch(
             op,
             len(devices),
-            num_hosts,
+            network.num_hosts if network else 1,
             tuple(map(handles.device_number, nodes)),
             requests,
             chosen,
@@ -102,6 +87,15 @@ def questions(
         values = tuple(reduction.values for reduction in members)
         found.append(Question(batch, values, tuple(nodes), tuple(positions)))
     return found
+
+
+def _placed(reduction: Reduction, network: Network) -> Reduction:
+    """Returns a reduction with the devices filled in that are not known while tracing."""
+    if all(reduction.devices) and all(reduction.destinations):
+        return reduction
+    known = map(network.with_known_devices, (reduction.devices, reduction.destinations))
+    devices, destinations = known
+    return dataclasses.replace(reduction, devices=devices, destinations=destinations)
 
 
 def _stays_rows(reduction: Reduction, tables: bool) -> bool:

@@ -45,13 +45,14 @@ class Reduction:
         return distinct and sorted(self.devices) == sorted(self.destinations)
 
 
-def check_reduce_op(reduce_op: Any) -> None:
-    """Raises `ValueError` unless `reduce_op` is `tf.distribute.ReduceOp.SUM` or `MEAN`."""
+def check_reduce_op(reduce_op: Any) -> str:
+    """Returns "sum" or "mean" for `tf.distribute.ReduceOp.SUM` or `MEAN`."""
     if not isinstance(reduce_op, tf.distribute.ReduceOp):
         raise ValueError(
             "reduce_op must be tf.distribute.ReduceOp.SUM or tf.distribute.ReduceOp.MEAN; "
             f"got {reduce_op!r}"
         )
+    return "mean" if reduce_op == tf.distribute.ReduceOp.MEAN else "sum"
 
 
 def check_count(name: str, value: Any) -> int:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.execute import copy_trees, interpreter
-from tfcdo.execute.between import Exchange, Network
+from tfcdo.execute.between import Network
 from tfcdo.execute.feedback import Residuals
 from tfcdo.execute.interpreter import Runtime
 from tfcdo.execute.question import Question
@@ -56,7 +56,7 @@ def run(
             for value in results
         ]
     else:
-        runtime = Runtime(_exchange(plan, network), residuals, accumulate, axis)
+        runtime = Runtime(network.exchange(plan) if network else None, residuals, accumulate, axis)
         results = interpreter.run(plan, question.values, devices, runtime)
     return [
         (position, tf_internals.mirrored([result[node] for node in asked.to]))
@@ -66,31 +66,18 @@ def run(
     ]
 
 
-def up(
-    question: Question, plan: Plan, network: Network | None, residuals: Residuals | None
-) -> list[list[Any]]:
-    """Runs a plan whose roots update variables, as far as the sums: `[value][node]`."""
-    runtime = Runtime(_exchange(plan, network), residuals)
-    return interpreter.run(plan, question.values, question.devices, runtime)
-
-
 def emit(
     question: Question, plan: Plan, network: Network | None, accumulate: Accumulate | None
 ) -> None:
     """Creates the ops of a plan in the current graph, without residuals: nothing is reduced."""
-    runtime = Runtime(_exchange(plan, network), None, accumulate, remembered=False)
+    runtime = Runtime(
+        network.exchange(plan) if network else None, None, accumulate, remembered=False
+    )
     results = interpreter.run(plan, question.values, question.devices, runtime)
     if question.batch.has_owners:
         owners = [request.owner or 0 for request in question.batch.requests]
         here = [result[owner] for result, owner in zip(results, owners, strict=True)]
         interpreter.broadcast(plan, here, question.devices)
-
-
-def _exchange(plan: Plan, network: Network | None) -> Exchange | None:
-    """Begins the exchange between hosts that a plan asks for."""
-    if network is None or not any(pack.root.hosts for pack in plan.packs):
-        return None
-    return network.exchange(plan)
 
 
 def _eager_function(
@@ -112,7 +99,7 @@ def _make_function(
     residuals: Residuals | None = None,
 ) -> Any:
     def reduce(values: Any) -> list[list[Any]]:
-        runtime = Runtime(_exchange(plan, network), residuals)
+        runtime = Runtime(network.exchange(plan) if network else None, residuals)
         return interpreter.run(plan, values, devices, runtime)
 
     return tf.function(reduce, autograph=False)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfcdo.execute import numerics
-from tfcdo.execute import tensors as shapes
 from tfcdo.execute.codec import PackCodec
 
 # Exchanges rows of one dtype that TensorFlow's collective ops copy, with a row for each host.
@@ -51,13 +50,13 @@ def all_reduce(
         own = dataclasses.replace(codec, cast=cast)
         return own.decode_rows(collective(own.encode_rows(rows, node)), blocks, block)
 
-    flat, missing = shapes.flatten(tensor), num_hosts * blocks * block - size
+    flat, missing = numerics.flatten(tensor), num_hosts * blocks * block - size
     if known is None or missing:
-        flat = tf.concat([flat, tf.zeros(shapes.stack([missing]), flat.dtype)], 0)
-    rows = tf.reshape(flat, shapes.stack([num_hosts, blocks, block]))
+        flat = tf.concat([flat, tf.zeros(numerics.stack([missing]), flat.dtype)], 0)
+    rows = tf.reshape(flat, numerics.stack([num_hosts, blocks, block]))
     arrived = copied(rows, "_shares", all_to_all)
     total = numerics.add(tf.unstack(arrived, num_hosts))
-    sums = shapes.flatten(copied(total[tf.newaxis], "_sums", gather))
+    sums = numerics.flatten(copied(total[tf.newaxis], "_sums", gather))
     if known is None or missing:
-        sums = tf.slice(sums, shapes.stack([0]), shapes.stack([size]))
-    return tf.reshape(sums, shapes.shape(tensor))
+        sums = tf.slice(sums, numerics.stack([0]), numerics.stack([size]))
+    return tf.reshape(sums, numerics.shape(tensor))

@@ -204,14 +204,14 @@ class RootStep:
     Attributes:
       hosts: how the sums of other hosts are added: "" for one host, "sum" by one collective,
         "shares" by an all-to-all and a gather of encoded values, "gather" for rows and
-        concatenations, "copy" for the chief's value.
+        concatenations.
       codec: how values are encoded between hosts, for "shares".
       divide: the number of replicas of all hosts, for a mean; None for a sum.
       update: whether the root updates variables with the sum and the variables are broadcast, in
         their own dtype, instead of the sum.
     """
 
-    hosts: Literal["", "sum", "shares", "gather", "copy"] = ""
+    hosts: Literal["", "sum", "shares", "gather"] = ""
     codec: Codec = IDENTITY
     divide: int | None = None
     update: bool = False
@@ -223,7 +223,7 @@ class PlannedPack:
 
     Attributes:
       kind: how a node combines its children's parts: "sum"; "user" for an accumulation_fn; "rows"
-        adds rows by index; "concat" gathers; "copy" of one value.
+        adds rows by index; "concat" gathers.
       tensors: the content, in order.
       dtype: the dtype that values are packed in; "" for a gather, which mixes them.
       tree: the copy tree over all nodes; None where NCCL reduces.
@@ -237,7 +237,7 @@ class PlannedPack:
         it sends this pack; None for no such window.
     """
 
-    kind: Literal["sum", "user", "rows", "concat", "copy"]
+    kind: Literal["sum", "user", "rows", "concat"]
     tensors: tuple[FusedTensor, ...]
     dtype: str
     tree: CopyTree | None
