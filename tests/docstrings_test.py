@@ -18,7 +18,6 @@ _MODULES = (
     *(f"tfcdo.plan.{name}" for name in ("plan", "schedule", "simulator")),
     *(f"tfcdo.topology.{name}" for name in ("detection", "measurement", "presets", "topology")),
     "tfcdo.cross_device_ops",
-    "tfcdo.environment",
     "tfcdo.execute.nccl",
     "tfcdo.keras.backup",
     "tfcdo.keras.in_sync",
@@ -26,12 +25,10 @@ _MODULES = (
     "tfcdo.keras.statistics",
     "tfcdo.keras.trace_summary",
     "tfcdo.keras.uneven",
-    "tfcdo.moving_statistics",
     "tfcdo.plot.gantt",
     "tfcdo.replica_extended",
     "tfcdo.plot.trace",
     "tfcdo.plot.trees",
-    "tfcdo.units",
 )
 
 

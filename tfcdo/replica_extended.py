@@ -134,12 +134,7 @@ class ReplicaExtended:
 def runs_flat(hint: str, ops: Any, devices: Sequence[str]) -> bool:
     """Returns whether NCCL all-reduces over all devices of all hosts at once, without copy trees.
 
-    Where it is asked for and cannot, this says why, once.
-
-    Args:
-      hint: the implementation that is to be used between hosts.
-      ops: how to reduce inside a host; None if the user leaves it open.
-      devices: this host's devices.
+    `hint` is the implementation asked for between hosts. Where NCCL cannot, this says why, once.
     """
     # One device a host: the collective between the hosts is over all devices already.
     if hint == "ring" or len(devices) == 1:

@@ -13,22 +13,11 @@ from tfcdo import keras_calls, moving_statistics, tf_internals
 def reduce_structure(
     reduce: Any, reduce_op: Any, value: Any, axis: Any, several_hosts: bool = False
 ) -> Any:
-    """Reduces each component of a structure, as TensorFlow reduces a single value.
+    """Reduces each component of a structure, as TensorFlow's method `reduce` does a single value.
 
     Keras 3 asks for two things that TensorFlow's strategies do not do: it reduces scalars along
-    axis 0, where they have none, and whole batches, only to learn their shapes.
-
-    Args:
-      reduce: TensorFlow's method.
-      reduce_op: SUM or MEAN, also as a string.
-      value: a value, or a structure of values.
-      axis: the axis to reduce along as well, inside each replica; of no effect on scalars. None for
-        none.
-      several_hosts: whether replicas are on several hosts, which may hold unlike shapes without
-        knowing of each other.
-
-    Returns:
-      The reduced value, or a structure of reduced values.
+    axis 0, where they have none, and whole batches, only to learn their shapes. Replicas on several
+    hosts may hold unlike shapes without knowing of each other.
     """
     if moving_statistics.is_averaged(value):
         return moving_statistics.reduced(reduce, reduce_op, value, axis)
@@ -44,17 +33,8 @@ def reduce_structure(
 def gather_structure(extended: Any, gather: Any, value: Any, axis: Any) -> Any:
     """Concatenates each component of a structure over the replicas, all in one go.
 
-    Args:
-      extended: the strategy's `extended`.
-      gather: TensorFlow's method, for a single value.
-      value: a value, or a structure of values; their shapes may differ along the axis.
-      axis: the axis to concatenate along.
-
-    Returns:
-      The concatenation, or the structure of concatenations, on the current device.
-
-    Raises:
-      RuntimeError: if called on a replica, which has `tf.distribute.ReplicaContext.all_gather`.
+    `gather` is TensorFlow's method for a single value. The shapes may differ along the axis;
+    results are on the current device.
     """
     flat = tf.nest.flatten(value)
     on_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()

@@ -78,16 +78,7 @@ def from_resolver(resolver: Any) -> Cluster | None:
 
 
 def from_spec(spec: Mapping[str, Sequence[str]], job: Any, index: Any) -> Cluster | None:
-    """Returns the hosts that train together; None if this process is on its own or evaluates.
-
-    Args:
-      spec: the addresses of each job's tasks; empty for a process on its own.
-      job: the job that this process belongs to.
-      index: its number in that job.
-
-    Raises:
-      ValueError: if the description contradicts itself; the message says where.
-    """
+    """Returns the hosts that train together; None for an evaluator or a process on its own."""
     if not spec:
         return None
     if job is None or index is None:

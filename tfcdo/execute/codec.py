@@ -32,12 +32,7 @@ _EXPONENT_BITS = {
 
 
 def check_wire_dtype(name: str, value: Any, allowed: Sequence[str] = WIRE_DTYPES) -> str | None:
-    """Returns the argument `name` as the name of one of the allowed dtypes, or None.
-
-    Raises:
-      TypeError: if it is something else than a string, a dtype or None.
-      ValueError: if it is another dtype.
-    """
+    """Returns the argument `name` as the name of one of the allowed dtypes, or None."""
     names = ", ".join(map(repr, allowed))
     accepted = f"{name} must be {names}, the tf.DType of one of them, or None"
     if value is None:

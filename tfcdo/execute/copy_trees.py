@@ -31,14 +31,9 @@ def reduce_up(
 ) -> Any:
     """Combines the nodes' values from the leaves of a tree to its root; returns it, on the root.
 
-    Args:
-      tree: the copy tree.
-      held: one value for each node; None for a node without one.
-      devices: the device of each node.
-      combine: called on each node that gets values, with all of them and its own, in the order of
-        the nodes, and the name of the edges that they come along.
-      encode: makes the copy that a node sends, given the node.
-      decode: makes the value again where a copy arrives; None if there is nothing to do.
+    `held` has one value for each node, None for none. `combine` gets the values that meet on a
+    node, in the order of the nodes, and a name for its op. `encode` makes the copy that a node
+    sends, and `decode` the value again where it arrives.
     """
     partial = list(held)
     for node in tree.bottom_up:

@@ -131,14 +131,7 @@ def explain(
 ) -> Explanation:
     """Explains how a class sums a batch of values; see `ConfiguredCrossDeviceOps.explain`.
 
-    Args:
-      ops: the `repr` of the object that is asked.
-      shapes: the shape of each value.
-      dtype: the dtype of all values.
-      devices: the replicas' devices; None for the usual ones.
-      plans_of: makes the object's plans.
-      emit: creates the ops of a plan.
-      shard_optimizer_state: whether each value's variable is updated on one device.
+    `plans_of` makes the plans of the object whose `repr` is `ops`, and `emit` creates their ops.
     """
     dtype = tf.as_dtype(dtype)
     names = _device_names(devices)

@@ -28,9 +28,7 @@ _lock = threading.RLock()
 class Residuals:
     """What the casts of a batch have lost: one variable for each tensor that a device casts.
 
-    Args:
-      devices: the names of the devices.
-      track: called with a name and a new variable, so that it is saved in checkpoints.
+    `track` is called with a name and each new variable, so that it is saved in checkpoints.
     """
 
     def __init__(self, devices: Sequence[str], track: Callable[[str, tf.Variable], None]) -> None:

@@ -44,16 +44,9 @@ class Runtime:
 def run(
     plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str], runtime: Runtime
 ) -> list[list[Any]]:
-    """Runs a plan.
+    """Runs a plan for values `[v][replica]`, on the device of each node.
 
-    Args:
-      plan: the plan.
-      values: `values[v][r]` is value `v` of replica `r`.
-      devices: the device of each node.
-      runtime: the state and callables of this run.
-
-    Returns:
-      `[v][node]`: the result for value `v` on each node; None on a node that gets none.
+    Returns the result for each value on each node, `[v][node]`; None on a node that gets none.
     """
     with tf.name_scope("tfcdo"):
         if runtime.remembered:
@@ -70,16 +63,10 @@ def run(
 
 
 def broadcast(plan: Plan, values: Sequence[Any], devices: Sequence[str]) -> list[list[Any]]:
-    """Sends the variables that the roots of a plan have updated down its trees.
+    """Sends the variables that the roots of a plan have updated down its trees: `[v][node]`.
 
-    Args:
-      plan: the plan, whose sums the roots have got from `run`.
-      values: a tensor for each value of the plan, on the root of its packs; or `tf.IndexedSlices`
-        where only some rows are to be sent.
-      devices: the device of each node.
-
-    Returns:
-      `[v][node]`: what each node gets.
+    Each value is on the root of its packs: a tensor, or `tf.IndexedSlices` where only some rows are
+    to be sent.
     """
     roots = {part.value: pack.tree.root for pack in plan.packs if pack.tree for part in pack.slices}
     parts: dict[Slice, Any] = {}

@@ -278,9 +278,6 @@ def _serialize_calls(sums: Sequence[tf.Tensor]) -> None:
     they write to the same resource and the function waits for the write; nothing else tells it that
     they must. A graph of TensorFlow 1 does not order calls: there, call such a function once in a
     step.
-
-    Args:
-      sums: the results of the kernels of a pack.
     """
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return

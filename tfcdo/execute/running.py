@@ -29,16 +29,7 @@ def run(
     accumulate: Accumulate | None,
     axis: Any,
 ) -> list[tuple[int, Any]]:
-    """Runs a plan; returns the results with their positions in the caller's batch.
-
-    Args:
-      question: the values and devices.
-      plan: its plan.
-      network: the connection to other hosts; None for one host.
-      residuals: the rounding errors of the step before; None without error feedback.
-      accumulate: the accumulation_fn; None to add.
-      axis: the axis to gather along.
-    """
+    """Runs a plan; returns the results with their positions in the caller's batch."""
     devices = question.devices
     if network is not None and any(pack.over_hosts for pack in plan.packs):
         # The members of a collective are known by their devices, so each replica takes part with

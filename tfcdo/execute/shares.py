@@ -27,18 +27,11 @@ def all_reduce(
     all_to_all: Collective,
     gather: Collective,
 ) -> tf.Tensor:
-    """Adds up the tensors of all hosts, on the current device.
+    """Adds up the tensors of all hosts, of one shape, on the current device: a node.
 
     Each value is rounded once on its host and the sum of all once more. All hosts, also the one
-    that forms a sum, take it as it is sent, so they get bitwise the same.
-
-    Args:
-      tensor: the values of a pack, float32 or float64; of the same shape on all hosts.
-      codec: how they are encoded.
-      node: the device, whose rounding errors are kept.
-      num_hosts: the number of hosts.
-      all_to_all: sends row `h` to host `h`, and returns the rows that arrive, in their order.
-      gather: concatenates the one row that each host gives.
+    that forms a sum, take it as it is sent, so they get bitwise the same. `all_to_all` sends row
+    `h` to host `h` and returns the rows that arrive; `gather` concatenates the hosts' rows.
     """
     # An int if it is known. Without values zeros are sent, as a collective needs data.
     known = tensor.shape.num_elements()

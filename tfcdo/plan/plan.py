@@ -176,11 +176,8 @@ class Codec:
     def share_layout(self, size: Any, hosts: int) -> tuple[Any, Any]:
         """Returns how an encoded share of values is laid out: the number and size of its blocks.
 
-        The blocks are equal, so that a share has few values more than it must have.
-
-        Args:
-          size: the number of values of all shares, at least 1: an int, or a tensor in a step.
-          hosts: the number of shares.
+        The blocks are equal, so that a share has few values more than it must have. `size` is the
+        number of values of all shares, at least 1; it may be a tensor.
         """
         blocks = 1 if self.block is None else -(-size // (hosts * self.block))
         # Values of 8 bits are sent in pairs.
