@@ -54,7 +54,7 @@ def _events_counted() -> int:
     """Counts how often collectives have been entered or left on this host."""
     shared = session.current()
     assert shared is not None
-    return sum(one.marks.count() for one in shared._watch._watched.values())
+    return sum(one.marks.count() for one in shared.watch._watched.values())
 
 
 def check_all_reduces(strategy: Any) -> None:

@@ -70,5 +70,5 @@ def marks(session: Session, device: str, description: Mapping[str, Any]) -> Mark
 def _made(session: Session, device: str, description: str) -> Marks:
     known = json.loads(description)
     made = Marks(device, known)
-    session.watch(known, made)
+    session.watch.add(known, made)
     return made
