@@ -209,7 +209,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         """
 
         def emit(question: Question, plan: Plan) -> None:
-            running.emit(question, plan, self._network, self._combine)
+            running.emit(question, plan, self._network, self._accumulate)
 
         known = devices if devices is not None or self._network is None else self._network.devices
         return explain.explain(
@@ -254,7 +254,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         for question, plan in self._plans_of(op, reductions, options, axis):
             residuals = self._residuals(plan, question)
             results.update(
-                running.run(question, plan, self._network, residuals, self._combine, axis)
+                running.run(question, plan, self._network, residuals, self._accumulate, axis)
             )
         return [results[position] for position in range(len(reductions))]
 
@@ -321,15 +321,10 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         questioning.check_known_shapes(question)
         return self._feedback.residuals(summary.residual_key(plan), question.devices)
 
-    @property
-    def _combine(self) -> Callable[[list[tf.Tensor]], tf.Tensor] | None:
-        """Returns the checked accumulation_fn, or None."""
-        return self._accumulate if self.accumulation_fn is not None else None
-
-    def _accumulate(self, values: list[tf.Tensor]) -> tf.Tensor:
-        """Calls the caller's function and checks its result."""
+    def _accumulate(self, values: Sequence[tf.Tensor], name: str) -> tf.Tensor:
+        """Calls the accumulation_fn and checks its result."""
         assert self.accumulation_fn is not None
-        total = self.accumulation_fn(values)
+        total = self.accumulation_fn(list(values))
         if not isinstance(total, tf.Tensor):
             raise TypeError(f"accumulation_fn must return a tensor; it returned {total!r}")
         return total

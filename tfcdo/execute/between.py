@@ -159,7 +159,7 @@ class Exchange:
             self._keys = iter(tf.unstack(keys, self._count))
 
     def all_reduce(
-        self, tensors: Sequence[tf.Tensor], device: str, codec: PackCodec, node: int
+        self, tensors: Sequence[tf.Tensor], device: str, codec: PackCodec | None, node: int
     ) -> list[tf.Tensor]:
         """Adds up tensors of one device of each host, with one collective, or two if encoded.
 
@@ -170,7 +170,7 @@ class Exchange:
             flat = tensors[0]
             if len(tensors) > 1:
                 flat = tf.concat([numerics.flatten(tensor) for tensor in tensors], 0)
-            if codec.codec.dtype is not None:
+            if codec is not None:
                 total = self._sum_of_shares(flat, device, codec, node)
             else:
                 [total] = self.all_reduce_flat([flat], [device])

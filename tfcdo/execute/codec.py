@@ -65,8 +65,8 @@ class PackCodec:
 
     def encode(self, tensors: Sequence[tf.Tensor], node: int) -> list[tf.Tensor]:
         """Encodes tensors on the current device, a node's; a scale, if any, comes last."""
-        if self.codec.dtype is None or not tensors:
-            return list(tensors)
+        if not tensors:
+            return []
         carried = self.carry(tensors, node)
         scale = scale_for(carried, self.codec)
         sent = self.round(carried, node, scale)
@@ -74,9 +74,7 @@ class PackCodec:
 
     def decode(self, sent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Makes the tensors again, on the current device, of a copy of what `encode` returned."""
-        if self.codec.dtype is None or not sent:
-            return list(sent)
-        if not self.codec.scale:
+        if not self.codec.scale or not sent:
             return [decode(bits, self.dtype) for bits in sent]
         *encoded, scale = sent
         return [decode(bits, self.dtype, scale) for bits in encoded]

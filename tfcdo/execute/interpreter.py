@@ -29,14 +29,14 @@ class Runtime:
     Attributes:
       exchange: the collectives between hosts; None for one host.
       residuals: the rounding errors of the step before; None without error feedback.
-      accumulate: the accumulation_fn of "user" packs.
+      accumulate: the accumulation_fn of "user" packs; gets tensors, and a name for its op.
       axis: the axis to gather along.
       remembered: whether a trace may show this run; False for ops that never run.
     """
 
     exchange: Exchange | None = None
     residuals: Residuals | None = None
-    accumulate: Callable[[list[tf.Tensor]], tf.Tensor] | None = None
+    accumulate: Callable[[Sequence[tf.Tensor], str], tf.Tensor] | None = None
     axis: Any = 0
     remembered: bool = True
 
@@ -102,7 +102,6 @@ def _reduce_pack(
     if after is not None:
         held = _after(pack, held, after, devices)
     codec = _codec(pack, index, pack.codec, runtime)
-    encode, decode = (codec.encode, codec.decode) if pack.codec.dtype else (_unchanged, None)
     root = devices[tree.root]
     match pack.kind:
         case "rows":
@@ -112,17 +111,10 @@ def _reduce_pack(
             collected = copy_trees.collect(tree, held, devices)
             with tf.device(root):
                 total = [tf.concat(parts, runtime.axis) for parts in zip(*collected, strict=True)]
-        case "user":
-            assert runtime.accumulate is not None
-            accumulate = runtime.accumulate
-
-            def combine(parts: list[Any], name: str) -> list[tf.Tensor]:
-                del name
-                return [accumulate(list(operands)) for operands in zip(*parts, strict=True)]
-
-            total = copy_trees.reduce_up(tree, held, devices, combine, encode, decode)
         case _:
-            total = copy_trees.reduce_up(tree, held, devices, _add, encode, decode)
+            combine = runtime.accumulate if pack.kind == "user" else numerics.add
+            assert combine is not None
+            total = copy_trees.reduce_up(tree, held, devices, combine, codec)
     result = _root_step(plan, index, total, root, runtime)
     if pack.root.update:  # The rest is `broadcast`.
         return [result if node == tree.root else None for node in range(tree.num_devices)]
@@ -130,23 +122,16 @@ def _reduce_pack(
         return _rows_down(pack, result, held, devices)
     if pack.to is not None:  # Where there was nothing to add, the result may be on another device.
         result = copy_trees.copy(result, root)
-    if pack.codec.dtype is None:
+    if codec is None:
         return copy_trees.broadcast_down(tree, result, devices, pack.to)
     return _encoded_down(pack, codec, result, devices)
 
 
-def _unchanged(value: Any, node: int) -> Any:
-    del node
-    return value
-
-
-def _add(parts: list[Any], name: str) -> list[tf.Tensor]:
-    return [numerics.add(operands, name) for operands in zip(*parts, strict=True)]
-
-
-def _codec(pack: PlannedPack, index: int, codec: Codec, runtime: Runtime) -> PackCodec:
+def _codec(pack: PlannedPack, index: int, codec: Codec, runtime: Runtime) -> PackCodec | None:
+    if codec.dtype is None:
+        return None
     residuals = runtime.residuals if codec.feedback else None
-    return PackCodec(codec, tf.as_dtype(pack.dtype or "float32"), residuals, index)
+    return PackCodec(codec, tf.as_dtype(pack.dtype), residuals, index)
 
 
 def _after(pack: PlannedPack, held: Held, after: Held, devices: Sequence[str]) -> Held:

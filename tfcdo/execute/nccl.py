@@ -162,14 +162,14 @@ def _physical_devices(device_type: str) -> list[str]:
 def reduce_pack(
     held: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str],
-    codec: PackCodec,
+    codec: PackCodec | None,
     divide: int | None,
 ) -> list[list[tf.Tensor]]:
     """All-reduces one pack: `held[d]` are the tensors of device `d`; the results likewise.
 
     Encoded values are added in 16 bits, with one scale for all devices.
     """
-    if codec.codec.dtype is not None:
+    if codec is not None:
         return _reduce_encoded(held, devices, codec, divide)
     wide = _on_each(devices, lambda own: [numerics.upcast(tensor) for tensor in own], held)
     totals = _sum_each(wide, devices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -17,7 +17,7 @@ from tfcdo.execute.interpreter import Runtime
 from tfcdo.execute.question import Question
 from tfcdo.plan.plan import Plan
 
-Accumulate = Callable[[list[tf.Tensor]], tf.Tensor]
+Accumulate = Callable[[Sequence[tf.Tensor], str], tf.Tensor]
 _lock = threading.Lock()  # All threads must get the same function for the same residuals.
 
 
@@ -26,7 +26,7 @@ def run(
     plan: Plan,
     network: Network | None,
     residuals: Residuals | None,
-    accumulate: Accumulate | None,
+    accumulate: Accumulate,
     axis: Any,
 ) -> list[tuple[int, Any]]:
     """Runs a plan; returns the results with their positions in the caller's batch."""
@@ -57,9 +57,7 @@ def run(
     ]
 
 
-def emit(
-    question: Question, plan: Plan, network: Network | None, accumulate: Accumulate | None
-) -> None:
+def emit(question: Question, plan: Plan, network: Network | None, accumulate: Accumulate) -> None:
     """Creates the ops of a plan in the current graph, without residuals: nothing is reduced."""
     runtime = Runtime(
         network.exchange(plan) if network else None, None, accumulate, remembered=False
