@@ -7,7 +7,6 @@ What would hang on GPUs is an error here: see `nccl_on_cpu`. What is reduced to 
 from __future__ import annotations
 
 import gc
-import random
 import weakref
 from collections.abc import Sequence
 from concurrent import futures
@@ -195,41 +194,6 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
         outer = function(lambda: one(*[double(x) for x in own]))
         self.assertAllEqual([[20.0]] * K, outer())
 
-    @parameterized.parameters(False, True)
-    def test_outputs_that_nobody_uses(self, noinline):
-        inner = function(one, experimental_attributes={"_noinline": noinline})
-
-        def first_and_last() -> Any:
-            inner(*ranks())
-            one(*ranks())
-            return inner(*ranks())[0], one(*ranks(3.0))[3]
-
-        step = function(first_and_last)
-        for _ in range(5):
-            self.assertAllEqual([[10.0], [30.0]], step())
-
-    @parameterized.parameters(0, 1)
-    def test_devices_come_to_the_packs_in_different_orders(self, seed):
-        generator = random.Random(seed)
-        packs = 5
-
-        def step() -> Any:
-            values: list[list[Any]] = [[None] * K for _ in range(packs)]
-            for rank in range(K):
-                previous: list[tf.Tensor] = []
-                for pack in generator.sample(range(packs), packs):
-                    # The device comes to this pack when it has come to the one before.
-                    with tf.device(tu.device_name(rank)), tf.control_dependencies(previous):
-                        pause = 0.001 * generator.randrange(4)
-                        previous = [delayed(tf.constant([10.0 * pack + rank]), pause)]
-                    values[pack][rank] = previous[0]
-            return all_reduce(nccl(0), *values)
-
-        traced = function(step)
-        expected = [[[K * 10.0 * pack + 6]] * K for pack in range(packs)]
-        for _ in range(5):
-            self.assertAllEqual(expected, traced())
-
     @parameterized.parameters(EAGER, FUNCTION)
     def test_six_threads(self, mode):
         shared = function(one)
@@ -246,12 +210,6 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
                 np.testing.assert_array_equal([[10 * scale]] * K, shared(*ranks(scale)))
 
         tu.call_in_six_threads(work)
-
-    def test_an_error_and_the_step_after_it(self):
-        step = function(lambda *own: one(*own), input_signature=[tf.TensorSpec([None])] * 3)
-        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "NcclAllReduce"):
-            step(tf.ones([2]), tf.ones([3]), tf.ones([2]))
-        self.assertAllEqual([[3.0, 3.0]] * 3, step(*[tf.ones([2])] * 3))
 
 
 class MemoryTest(tf.test.TestCase):

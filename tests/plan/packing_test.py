@@ -252,23 +252,6 @@ class BytesPerPackTest(parameterized.TestCase):
         self.assertEqual(expected, sizes_of(pack(items((3, 4)), how)))
 
 
-class UnknownSizesTest(parameterized.TestCase):
-    @parameterized.parameters(
-        packing.PackingOptions(1),
-        packing.PackingOptions(4),
-        packing.PackingOptions(0),
-        packing.PackingOptions(0, 99, 9),
-        packing.PackingOptions(1, bytes_per_pack=1),
-        packing.PackingOptions(None),
-    )
-    def test_are_sent_alone_and_whole(self, how):
-        values = items(None, (1,), (0, 4), None)
-        packs = contents(pack(values, how))
-        for index, size in [(0, None), (2, 0), (3, None)]:
-            self.assertIn([(index, 0, size)], packs)
-        self.assertLen(packs, 4)
-
-
 class OrderTest(parameterized.TestCase):
     def test_dtypes_share_the_packs_of_all_bytes(self):
         values = mixed(("float32", (500,)), ("int64", (100,)), ("float32", (300,)))

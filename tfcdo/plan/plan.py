@@ -365,10 +365,6 @@ class Plan:
         """Returns a short text that is equal for equal plans, on every host."""
         return digest([VERSION, dataclasses.replace(self, why="", algorithm="")])
 
-    def to_json(self) -> str:
-        """Returns the plan as JSON, with its version."""
-        return msgspec.json.encode({"version": VERSION, "plan": self}).decode()
-
 
 def digest(value: Any) -> str:
     """Returns a short text that is equal for values with equal JSON."""
