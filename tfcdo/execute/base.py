@@ -10,15 +10,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.execute import explain, nccl, numerics, owned, request, running
-from tfcdo.execute import question as questioning
+from tfcdo.execute import explain, nccl, numerics, owned, request
 from tfcdo.execute.between import Network
 from tfcdo.execute.codec import check_wire_dtype
 from tfcdo.execute.devices import devices_of, existing_device
 from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback, Residuals
 from tfcdo.execute.owned import Owned
-from tfcdo.execute.question import Question
+from tfcdo.execute.question import Question, questions
 from tfcdo.execute.request import Reduction
 from tfcdo.plan import decide as deciding
 from tfcdo.plan import summary
@@ -209,7 +208,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         """
 
         def emit(question: Question, plan: Plan) -> None:
-            running.emit(question, plan, self._network, self._accumulate)
+            question.emit(plan, self._network, self._accumulate)
 
         known = devices if devices is not None or self._network is None else self._network.devices
         return explain.explain(
@@ -253,9 +252,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         results: dict[int, Any] = {}
         for question, plan in self._plans_of(op, reductions, options, axis):
             residuals = self._residuals(plan, question)
-            results.update(
-                running.run(question, plan, self._network, residuals, self._accumulate, axis)
-            )
+            results.update(question.run(plan, self._network, residuals, self._accumulate, axis))
         return [results[position] for position in range(len(reductions))]
 
     def reduce_to_owners(
@@ -274,8 +271,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         root, user = self.reduce_to_device, self.accumulation_fn is not None
         root = None if root is None else existing_device("reduce_to_device", root)
         chosen = self._options_of(options)
-        questions = questioning.questions(op, reductions, chosen, self._network, root, user, axis)
-        return [(question, self._plan(question, chosen)) for question in questions]
+        found = questions(op, reductions, chosen, self._network, root, user, axis)
+        return [(question, self._plan(question, chosen)) for question in found]
 
     @property
     def is_one_device(self) -> bool:
@@ -318,7 +315,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
     def _residuals(self, plan: Plan, question: Question) -> Residuals | None:
         if self._feedback is None or not plan.has_feedback:
             return None
-        questioning.check_known_shapes(question)
+        question.check_known_shapes()
         return self._feedback.residuals(summary.residual_key(plan), question.devices)
 
     def _accumulate(self, values: Sequence[tf.Tensor], name: str) -> tf.Tensor:

@@ -70,13 +70,14 @@ class Network:
             usual = (self.host_device,) * len(known)
         return tuple(device or default for device, default in zip(known, usual, strict=True))
 
-    def exchange(self, plan: Plan) -> Exchange | None:
-        """Begins the exchange of a plan's packs; None if nothing is sent to other hosts."""
-        if not any(pack.root.hosts for pack in plan.packs):
-            return None
-        _check_gathered(plan)
-        count = summary.num_collectives(plan, _num_copied)
-        return Exchange(self, {**describe(plan), "collectives": count})
+
+def begin_exchange(network: Network | None, plan: Plan) -> Exchange | None:
+    """Begins the exchange of a plan's packs; None if nothing is sent to other hosts."""
+    if network is None or not any(pack.root.hosts for pack in plan.packs):
+        return None
+    _check_gathered(plan)
+    count = summary.num_collectives(plan, _num_copied)
+    return Exchange(network, {**describe(plan), "collectives": count})
 
 
 _WHAT = {"concat": "gathering", "rows": "all-reduce of slices"}

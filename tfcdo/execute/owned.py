@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfcdo.execute import interpreter, request
-from tfcdo.execute.between import Network
+from tfcdo.execute.between import Network, begin_exchange
 from tfcdo.execute.feedback import Residuals
 from tfcdo.execute.interpreter import Runtime
 from tfcdo.execute.question import Question
@@ -60,7 +60,7 @@ def reduce(
     """Runs the first half of plans: sums on the owners."""
     sums: dict[int, Any] = {}
     for (question, plan), kept in zip(found, residuals, strict=True):
-        runtime = Runtime(network.exchange(plan) if network else None, kept)
+        runtime = Runtime(begin_exchange(network, plan), kept)
         results = interpreter.run(plan, question.values, question.devices, runtime)
         for position, result, asked in zip(
             question.positions, results, question.batch.requests, strict=True

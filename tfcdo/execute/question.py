@@ -1,19 +1,26 @@
-"""Questions: checked reductions, grouped and described so that one plan answers each."""
+"""Questions: checked reductions, grouped so that one plan answers each, and its run."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import log
-from tfcdo.execute import handles
-from tfcdo.execute.between import Network
+from tfcdo import log, tf_internals
+from tfcdo.execute import copy_trees, handles, interpreter
+from tfcdo.execute.between import Network, begin_exchange
+from tfcdo.execute.feedback import Residuals
+from tfcdo.execute.interpreter import Runtime
 from tfcdo.execute.request import Reduction
 from tfcdo.plan.options import Options
-from tfcdo.plan.plan import Batch, Request, ValueSpec
+from tfcdo.plan.plan import Batch, Plan, Request, ValueSpec
+
+Accumulate = Callable[[Sequence[tf.Tensor], str], tf.Tensor]
+_lock = threading.Lock()  # All threads must get the same function for the same residuals.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +38,59 @@ class Question:
     values: tuple[tuple[Any, ...], ...]
     devices: tuple[str, ...]
     positions: tuple[int, ...]
+
+    def run(
+        self,
+        plan: Plan,
+        network: Network | None,
+        residuals: Residuals | None,
+        accumulate: Accumulate,
+        axis: Any,
+    ) -> list[tuple[int, Any]]:
+        """Runs a plan; returns the results with their positions in the caller's batch."""
+        devices = self.devices
+        if network is not None and any(pack.over_hosts for pack in plan.packs):
+            # The members of a collective are known by their devices, so each replica takes part
+            # with its own, even where several values lie on one: TensorFlow would wait for ever.
+            devices = network.devices
+        if plan.one_function and tf.executing_eagerly():
+            # The ops wait for each other, so they must run at the same time, not one by one. A
+            # concrete function is one even where tf.config.run_functions_eagerly(True) rules.
+            values = [list(value) for value in self.values]
+            function = _eager_function(plan, devices, network, residuals)
+            results = function.get_concrete_function(values)(values)
+            # A function's result is on the device of its last op; TensorFlow may name another.
+            results = [
+                [copy_trees.copy([own], to)[0] for own, to in zip(value, self.devices, strict=True)]
+                for value in results
+            ]
+        else:
+            runtime = Runtime(begin_exchange(network, plan), residuals, accumulate, axis)
+            results = interpreter.run(plan, self.values, devices, runtime)
+        return [
+            (position, tf_internals.mirrored([result[node] for node in asked.to]))
+            for position, result, asked in zip(
+                self.positions, results, self.batch.requests, strict=True
+            )
+        ]
+
+    def emit(self, plan: Plan, network: Network | None, accumulate: Accumulate) -> None:
+        """Creates the ops of a plan in the current graph, without residuals: nothing is reduced."""
+        runtime = Runtime(begin_exchange(network, plan), None, accumulate, remembered=False)
+        results = interpreter.run(plan, self.values, self.devices, runtime)
+        if self.batch.has_owners:
+            owners = [request.owner or 0 for request in self.batch.requests]
+            here = [result[owner] for result, owner in zip(results, owners, strict=True)]
+            interpreter.broadcast(plan, here, self.devices)
+
+    def check_known_shapes(self) -> None:
+        """Raises `ValueError` unless all shapes are known while a function is traced."""
+        for value, asked in zip(self.values, self.batch.requests, strict=True):
+            if asked.value.size is None:
+                raise ValueError(
+                    "error_feedback needs values whose shapes are known while a function is "
+                    f"traced; got {value[0].dtype.name} of shape {value[0].shape}"
+                )
 
 
 def questions(
@@ -137,11 +197,30 @@ def _nodes_of(reduction: Reduction, nodes: Sequence[str]) -> tuple[int, ...]:
     return tuple(nodes.index(device) for device in reduction.destinations)
 
 
-def check_known_shapes(question: Question) -> None:
-    """Raises `ValueError` unless all shapes are known while a function is traced."""
-    for value, asked in zip(question.values, question.batch.requests, strict=True):
-        if asked.value.size is None:
-            raise ValueError(
-                "error_feedback needs values whose shapes are known while a function is traced; "
-                f"got {value[0].dtype.name} of shape {value[0].shape}"
-            )
+def _eager_function(
+    plan: Plan, devices: tuple[str, ...], network: Network | None, residuals: Residuals | None
+) -> Any:
+    """Returns the function that runs a plan eagerly; it lives as long as its residuals."""
+    if residuals is None:
+        return _function(plan, devices, network)
+    with _lock:
+        if (plan, devices) not in residuals.functions:
+            residuals.functions[plan, devices] = _make_function(plan, devices, network, residuals)
+        return residuals.functions[plan, devices]
+
+
+def _make_function(
+    plan: Plan,
+    devices: tuple[str, ...],
+    network: Network | None,
+    residuals: Residuals | None = None,
+) -> Any:
+    def reduce(values: Any) -> list[list[Any]]:
+        runtime = Runtime(begin_exchange(network, plan), residuals)
+        return interpreter.run(plan, values, devices, runtime)
+
+    return tf.function(reduce, autograph=False)
+
+
+# Tracing costs much more than running; the bound keeps a process that draws ever new shapes small.
+_function = functools.lru_cache(maxsize=64)(_make_function)
