@@ -1,4 +1,4 @@
-"""Which tests pytest runs, and what it says at the end of a run."""
+"""Which tests pytest runs, and in which processes."""
 
 from __future__ import annotations
 
@@ -47,15 +47,3 @@ def pytest_collection_finish(session: Any) -> None:
     """Spares the garbage collector what has been imported: 5 % of the time that tests take."""
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Counts the NCCL tests: on a machine without a compiler they skip, which should be seen."""
-    counts = []
-    for outcome in ("passed", "failed", "error", "skipped"):
-        reports = terminalreporter.stats.get(outcome, [])
-        ours = [report for report in reports if "nccl" in report.nodeid.partition("::")[0]]
-        if ours:
-            counts.append(f"{len(ours)} {outcome}")
-    if counts:
-        terminalreporter.write_line(f"NCCL tests: {', '.join(counts)}")

@@ -23,8 +23,8 @@ from nccl_on_cpu import (
     setUpModule,  # noqa: F401
     tearDownModule,  # noqa: F401
 )
-from nccl_testing import DTYPES, K, all_reduce, delayed, function, nccl, one, packs_of, ranks
-from testing_utils import EAGER, FUNCTION, SUM
+from nccl_testing import K, all_reduce, delayed, function, nccl, one, packs_of, ranks
+from testing_utils import EAGER, FUNCTION
 
 import tfcdo
 from tfcdo import log
@@ -52,14 +52,6 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
         packs = self.trace(nccl(num_packs), *[[tf.ones([size])] * count for size in sizes])
         self.assertLen(packs, expected)
         self.check_packs(packs, count)
-
-    def test_packs_of_one_dtype(self):
-        packs = self.trace(nccl(), *[[tf.ones([3], dtype)] * 3 for dtype in [*DTYPES, *DTYPES]])
-        self.check_packs(packs, 3)
-        types = [tf.as_dtype(nodes[0].attr["T"].type) for nodes in packs.values()]
-        # 16-bit floats are summed as 32-bit ones.
-        expected = [tf.float32, tf.float32, tf.float64, tf.int32, tf.int64]
-        self.assertCountEqual(expected, types)
 
     def test_no_name_is_used_twice(self):
         """By instances and threads, retraces and repeated calls, and gradients of gradients."""
@@ -227,23 +219,6 @@ class MemoryTest(tf.test.TestCase):
         del traced
         gc.collect()
         self.assertIsNone(graph())
-
-
-class OtherDtypesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(tf.bfloat16, tf.complex64, tf.int8, tf.uint16)
-    def test_go_by_copy_trees(self, dtype):
-        own = [tu.numbers((5,), dtype, rank, limit=7) for rank in range(3)]
-        values = [tu.per_replica(own), tu.per_replica([tf.ones([2])] * 3)]
-        log.warn_once.cache_clear()
-        with mock.patch.object(logging, "warning") as warning:
-            for _ in range(3):
-                results = tu.all_reduce(tfcdo.NcclAllReduce(), SUM, values)
-        self.assert_exact(results[0].value, tu.oracle(SUM, own), dtype)
-        self.assertAllEqual([3.0, 3.0], results[1].value)
-        warning.assert_called_once()
-        self.assertRegex(warning.call_args.args[0] % warning.call_args.args[1:], dtype.name)
-        with self.assertRaisesRegex(RuntimeError, f"(?s)require_nccl.*{dtype.name}.*float32"):
-            tu.all_reduce(nccl(), SUM, values)
 
 
 class StrategyTest(tf.test.TestCase, parameterized.TestCase):
