@@ -196,18 +196,6 @@ class SummaryTest(parameterized.TestCase):
         )
         self.assertEqual(summary.bytes_between_hosts(made), 2 * (hosts - 1) * num_bytes)
 
-    def test_blocks_are_part_of_the_fingerprint(self):
-        made = [
-            plan(
-                pack(
-                    (0, 0, 10), (1, 0, 5), root=RootStep("shares", Codec("int8", True, block=block))
-                ),
-                hosts=2,
-            )
-            for block in (128, 256)
-        ]
-        self.assertNotEqual(made[0].fingerprint, made[1].fingerprint)
-
     def test_collectives_of_gathers(self):
         specs = (ValueSpec("int32", (None,)), ValueSpec("float32", (None,)))
         tensors = tuple(FusedTensor((Slice(index, 0, None),)) for index in (0, 1))
