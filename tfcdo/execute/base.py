@@ -10,14 +10,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.execute import explain, nccl, numerics, owned, request
+from tfcdo.execute import explain, nccl, numerics, request
 from tfcdo.execute.between import Network
 from tfcdo.execute.codec import check_wire_dtype
 from tfcdo.execute.devices import devices_of, existing_device
 from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback, Residuals
-from tfcdo.execute.owned import Owned
-from tfcdo.execute.question import Question, questions
+from tfcdo.execute.question import Owned, Question, questions
 from tfcdo.execute.request import Reduction
 from tfcdo.plan import decide as deciding
 from tfcdo.plan import summary
@@ -249,18 +248,21 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         self, op: str, reductions: Sequence[Reduction], options: Any, axis: Any = None
     ) -> list[Any]:
         """Plans all questions before the first op is created, then runs the plans."""
+        return self._run(self._plans_of(op, reductions, options, axis), axis)
+
+    def _run(self, found: Sequence[tuple[Question, Plan]], axis: Any = None) -> list[Any]:
         results: dict[int, Any] = {}
-        for question, plan in self._plans_of(op, reductions, options, axis):
+        for question, plan in found:
             residuals = self._residuals(plan, question)
             results.update(question.run(plan, self._network, residuals, self._accumulate, axis))
-        return [results[position] for position in range(len(reductions))]
+        return [results[position] for position in range(len(results))]
 
     def reduce_to_owners(
         self, values: Sequence[Any], owners: Sequence[int], devices: Sequence[str]
     ) -> Owned:
         """Sums each value on its owner, one of the devices; `Owned.send` sends what comes of it."""
-        found = self._plans_of("sum", owned.check_owned(values, owners, devices))
-        return owned.reduce(found, self._network, [self._residuals(p, q) for q, p in found])
+        found = self._plans_of("sum", request.check_owned(values, owners, devices))
+        return Owned(tuple(self._run(found)), tuple(found))
 
     def _plans_of(
         self, op: str, reductions: Sequence[Reduction], options: Any = None, axis: Any = None

@@ -10,10 +10,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import checks, tf_internals
-from tfcdo.execute import owned
 from tfcdo.execute.devices import check_device
 from tfcdo.execute.question import Question
-from tfcdo.execute.request import Reduction, check_pairs
+from tfcdo.execute.request import Reduction, check_owned, check_pairs
 from tfcdo.plan import owners, summary
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Plan, PlannedPack
@@ -146,7 +145,7 @@ def explain(
     def all_reduce() -> None:
         values = [_placeholders(shape, dtype, names) for shape in known]
         pairs = (
-            owned.check_owned(values, owner, names)
+            check_owned(values, owner, names)
             if sharded
             else check_pairs([(value, value) for value in values])
         )

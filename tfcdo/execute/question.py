@@ -45,9 +45,13 @@ class Question:
         network: Network | None,
         residuals: Residuals | None,
         accumulate: Accumulate,
-        axis: Any,
+        axis: Any = None,
+        remembered: bool = True,
     ) -> list[tuple[int, Any]]:
-        """Runs a plan; returns the results with their positions in the caller's batch."""
+        """Runs a plan; returns results, or sums on owners, with positions in the caller's batch.
+
+        For the other arguments see `Runtime`.
+        """
         devices = self.devices
         if network is not None and any(pack.over_hosts for pack in plan.packs):
             # The members of a collective are known by their devices, so each replica takes part
@@ -65,23 +69,22 @@ class Question:
                 for value in results
             ]
         else:
-            runtime = Runtime(begin_exchange(network, plan), residuals, accumulate, axis)
+            exchange = begin_exchange(network, plan)
+            runtime = Runtime(exchange, residuals, accumulate, axis, remembered)
             results = interpreter.run(plan, self.values, devices, runtime)
-        return [
-            (position, tf_internals.mirrored([result[node] for node in asked.to]))
-            for position, result, asked in zip(
-                self.positions, results, self.batch.requests, strict=True
-            )
-        ]
+        found = []
+        for position, result, asked in zip(
+            self.positions, results, self.batch.requests, strict=True
+        ):
+            nodes = asked.to if asked.owner is None else (asked.owner,)
+            found.append((position, tf_internals.mirrored([result[node] for node in nodes])))
+        return found
 
     def emit(self, plan: Plan, network: Network | None, accumulate: Accumulate) -> None:
         """Creates the ops of a plan in the current graph, without residuals: nothing is reduced."""
-        runtime = Runtime(begin_exchange(network, plan), None, accumulate, remembered=False)
-        results = interpreter.run(plan, self.values, self.devices, runtime)
+        results = self.run(plan, network, None, accumulate, remembered=False)
         if self.batch.has_owners:
-            owners = [request.owner or 0 for request in self.batch.requests]
-            here = [result[owner] for result, owner in zip(results, owners, strict=True)]
-            interpreter.broadcast(plan, here, self.devices)
+            interpreter.broadcast(plan, [result for _, result in results], self.devices)
 
     def check_known_shapes(self) -> None:
         """Raises `ValueError` unless all shapes are known while a function is traced."""
@@ -91,6 +94,28 @@ class Question:
                     "error_feedback needs values whose shapes are known while a function is "
                     f"traced; got {value[0].dtype.name} of shape {value[0].shape}"
                 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Owned:
+    """Values that were summed on their owners: the first half of plans.
+
+    Attributes:
+      sums: each sum, on its owner, which updates a variable with it.
+      halves: the plans, whose trees the variables are sent down, with their questions.
+    """
+
+    sums: tuple[Any, ...]
+    halves: tuple[tuple[Question, Plan], ...]
+
+    def send(self, values: Sequence[Any]) -> list[list[Any]]:
+        """Sends a tensor, or some rows of it, for each value from its owner: `[value][device]`."""
+        results: dict[int, list[Any]] = {}
+        for question, plan in self.halves:
+            here = [values[position] for position in question.positions]
+            arrived = interpreter.broadcast(plan, here, question.devices)
+            results.update(zip(question.positions, arrived, strict=True))
+        return [results[position] for position in range(len(values))]
 
 
 def questions(

@@ -134,6 +134,17 @@ def check_pairs(value_destination_pairs: Any, by_strategy: bool = False) -> list
     return reductions
 
 
+def check_owned(
+    values: Sequence[Any], owners: Sequence[int], devices: Sequence[str]
+) -> list[Reduction]:
+    """Checks values, one component a device, of which each is to be summed on one device."""
+    pairs = check_pairs([(value, value) for value in values])
+    return [
+        dataclasses.replace(pair, devices=tuple(devices), destinations=tuple(devices), owner=owner)
+        for pair, owner in zip(pairs, owners, strict=True)
+    ]
+
+
 def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
     """Checks one value and its destinations; `name` begins error messages."""
     try:
