@@ -206,13 +206,14 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
           2
         """
 
-        def emit(question: Question, plan: Plan) -> None:
-            question.emit(plan, self._network, self._accumulate)
+        def emit(reductions: Sequence[Reduction]) -> list[tuple[Question, Plan]]:
+            found = self._plans_of("sum", reductions)
+            for question, plan in found:
+                question.emit(plan, self._network, self._accumulate)
+            return found
 
         known = devices if devices is not None or self._network is None else self._network.devices
-        return explain.explain(
-            repr(self), shapes, dtype, known, self._plans_of, emit, shard_optimizer_state
-        )
+        return explain.explain(repr(self), shapes, dtype, known, emit, shard_optimizer_state)
 
     def reset_error_feedback(self) -> None:
         """Sets the rounding errors that are kept for the next step to 0.

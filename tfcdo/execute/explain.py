@@ -124,13 +124,12 @@ def explain(
     shapes: Iterable[Any],
     dtype: Any,
     devices: Sequence[str] | None,
-    plans_of: Callable[[str, Sequence[Reduction]], list[tuple[Question, Plan]]],
-    emit: Callable[[Question, Plan], Any],
+    emit: Callable[[Sequence[Reduction]], list[tuple[Question, Plan]]],
     shard_optimizer_state: bool = False,
 ) -> Explanation:
     """Explains how a class sums a batch of values; see `ConfiguredCrossDeviceOps.explain`.
 
-    `plans_of` makes the plans of the object whose `repr` is `ops`, and `emit` creates their ops.
+    `emit` creates the ops of the object whose `repr` is `ops`, and returns their plans.
     """
     dtype = tf.as_dtype(dtype)
     names = _device_names(devices)
@@ -149,9 +148,7 @@ def explain(
             if sharded
             else check_pairs([(value, value) for value in values])
         )
-        for question, plan in plans_of("sum", pairs):
-            found.append((question, plan))
-            emit(question, plan)
+        found.extend(emit(pairs))
 
     graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
     # A counter marks the progress of collectives for the watch between hosts.
