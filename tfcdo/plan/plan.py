@@ -337,17 +337,12 @@ class Plan:
         return tuple(tuple(sorted(parts, key=lambda part: part.start)) for parts in slices)
 
     @functools.cached_property
-    def dtype_of(self) -> tuple[str, ...]:
-        """Returns `dtype_of`; `dtype_of[v]` is the dtype that value `v` is packed in."""
-        found = {part.value: pack.dtype for pack in self.packs for part in pack.slices}
-        return tuple(found[index] or value.dtype for index, value in enumerate(self.values))
-
-    @functools.cached_property
     def casts(self) -> tuple[str | None, ...]:
         """Returns `casts`; `casts[v]` is the dtype that value `v` is cast to first, if any."""
+        found = {part.value: pack.dtype for pack in self.packs for part in pack.slices}
         return tuple(
-            None if dtype == value.dtype else dtype
-            for dtype, value in zip(self.dtype_of, self.values, strict=True)
+            None if found[index] in ("", value.dtype) else found[index]
+            for index, value in enumerate(self.values)
         )
 
     @functools.cached_property
