@@ -235,11 +235,9 @@ def value_at_call_time(
     `make` is called eagerly, whenever the outermost function is called; the key names the tensor in
     each graph around, None for a new one.
     """
-    if tf.executing_eagerly():
+    graph: Any = graph_of_function()
+    if graph is None:
         return make()
-    graph: Any = tf.compat.v1.get_default_graph()
-    while getattr(graph, "is_control_flow_graph", False):
-        graph = graph.outer_graph
     captures = graph._function_captures
     key = object() if key is None else key
     if key in captures.by_ref_internal:
