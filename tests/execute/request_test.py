@@ -145,13 +145,12 @@ class PairsTest(tf.test.TestCase, parameterized.TestCase):
             check_pairs([list(range(10_000))])
         self.assertLess(len(str(caught.exception)), 300)
 
-    def test_empty_destinations(self):
+    def test_what_is_empty(self):
+        empty = tf_internals.per_replica([])
         with self.assertRaisesRegex(ValueError, "destinations must name at least one device"):
-            check_pair(tu.per_replica([1.0]), tf_internals.per_replica([]))
-
-    def test_an_empty_value(self):
-        with self.assertRaisesRegex(ValueError, "empty"):
-            check_pair(tf_internals.per_replica([]), "/cpu:0")
+            check_pair(tu.per_replica([1.0]), empty)
+        with self.assertRaisesRegex(ValueError, "value must hold at least one .* it is empty"):
+            check_pair(empty, "/cpu:0")
 
     @parameterized.parameters(tf.bool, tf.string, tf.dtypes.experimental.float8_e5m2)
     def test_numeric(self, dtype):
@@ -198,12 +197,6 @@ class GatherAndBroadcastTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(TypeError, "axis must be an int, or a 0-D tensor of ints; got"):
             check_gather(tu.per_replica([[1.0], [2.0]]), "/cpu:0", axis)
 
-    @parameterized.parameters(np.int64(1), lambda: tf.constant(1))
-    def test_an_axis_of_another_type(self, axis):
-        axis = axis() if callable(axis) else axis
-        with self.assertRaisesRegex(ValueError, "axis must .* got 1 for the shape"):
-            check_gather(tu.per_replica([[1.0], [2.0]]), "/cpu:0", axis)
-
     def test_an_axis_that_is_known_later(self):
         @tf.function(autograph=False)
         def gather(axis):
@@ -212,13 +205,11 @@ class GatherAndBroadcastTest(tf.test.TestCase, parameterized.TestCase):
 
         gather.get_concrete_function(tf.TensorSpec([], tf.int32))
 
-    def test_there_must_be_such_an_axis(self):
-        value = tu.per_replica([tf.ones([2, 1]), tf.ones([3, 1])])
-        for axis in (2, -3):
-            with self.assertRaisesRegex(ValueError, f"axis must .* got {axis} for the shape"):
-                check_gather(value, "/cpu:0", axis)
-        with self.assertRaisesRegex(ValueError, "axis must .* got 0 for the shape"):
-            check_gather(tu.per_replica([1.0, 2.0]), "/cpu:0", 0)
+    @parameterized.parameters(1, -2, np.int64(1), lambda: tf.constant(1))
+    def test_there_must_be_such_an_axis(self, axis):
+        axis = axis() if callable(axis) else axis
+        with self.assertRaisesRegex(ValueError, f"axis must .* got {int(axis)} for the shape"):
+            check_gather(tu.per_replica([[1.0], [2.0]]), "/cpu:0", axis)
 
     def test_none_is_no_value(self):
         for value in None, tf_internals.per_replica([None, None]):
