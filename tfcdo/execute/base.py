@@ -152,7 +152,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         reduction = request.check_lone_pair(
             per_replica_value, destinations, by_strategy=options is not None
         )
-        return self._answer(op, [reduction], options)[0]
+        return self._run(self._plans_of(op, [reduction], options))[0]
 
     def batch_reduce_implementation(
         self,
@@ -165,7 +165,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         request.check_options(options)
         # A strategy always passes options.
         pairs = request.check_pairs(value_destination_pairs, by_strategy=options is not None)
-        return self._answer(op, pairs, options)
+        return self._run(self._plans_of(op, pairs, options))
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to each destination; see `broadcast`."""
@@ -243,18 +243,13 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
             request.check_gather(value, destinations, axis)
             for value, destinations in value_destination_pairs
         ]
-        return self._answer("gather", reductions, options, axis)
-
-    def _answer(
-        self, op: str, reductions: Sequence[Reduction], options: Any, axis: Any = None
-    ) -> list[Any]:
-        """Plans all questions before the first op is created, then runs the plans."""
-        return self._run(self._plans_of(op, reductions, options, axis), axis)
+        return self._run(self._plans_of("gather", reductions, options, axis), axis)
 
     def _run(self, found: Sequence[tuple[Question, Plan]], axis: Any = None) -> list[Any]:
         results: dict[int, Any] = {}
-        for question, plan in found:
-            residuals = self._residuals(plan, question)
+        # They may be refused, before the first op is created.
+        kept = [self._residuals(plan, question) for question, plan in found]
+        for (question, plan), residuals in zip(found, kept, strict=True):
             results.update(question.run(plan, self._network, residuals, self._accumulate, axis))
         return [results[position] for position in range(len(results))]
 
