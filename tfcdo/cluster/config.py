@@ -15,7 +15,7 @@ _TRAINING_JOBS = ("chief", "worker")
 
 @dataclasses.dataclass(frozen=True)
 class ClusterTask:
-    """One host, with its number in its job and its address `host:port`: the chief first, then workers."""
+    """One host: its job, its number in that job, and where its server listens, as `host:port`."""
 
     job: str
     index: int
