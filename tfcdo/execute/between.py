@@ -18,8 +18,9 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.cluster.session import Session
-from tfcdo.execute import collective_dtypes, gradients, handles, marks, numerics, shares
+from tfcdo.execute import collective_dtypes, gradients, handles, numerics, shares
 from tfcdo.execute.codec import PackCodec
+from tfcdo.execute.marks import Marks
 from tfcdo.plan import plan as plans
 from tfcdo.plan import summary
 from tfcdo.plan.plan import Plan
@@ -152,7 +153,8 @@ class Exchange:
     def __init__(self, network: Network, description: Mapping[str, Any]) -> None:
         self._network = network
         self._count: int = description["collectives"]
-        self._marks = marks.marks(network.session, network.host_device, description)
+        self._marks = Marks(network.host_device, description)
+        network.session.watch.add(description, self._marks)
         with tf.device(network.host_device):
             keys = tf_internals.value_at_call_time(
                 lambda: self._next_keys(description), tf.TensorSpec([self._count], tf.int32)

@@ -38,18 +38,19 @@ def ordering_token(device: str, line: str = "") -> tf.Tensor:
 
     On a CPU, those of one `line` need not wait for the others. NCCL needs one order for all.
     """
-    with _lock:
-        is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
-        return tf_internals.captured(_make_token(device, line if is_cpu else ""))
-
-
-@functools.cache
-def _make_token(device: str, line: str) -> tf.Tensor:
-    return bare_variable(f"order_{device_number(device)}_{line}", device, tf.float32)
+    is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
+    name = f"order_{device_number(device)}_{line if is_cpu else ''}"
+    return tf_internals.captured(bare_variable(name, device, tf.float32))
 
 
 def bare_variable(name: str, device: str, dtype: tf.DType, shape: Sequence[int] = ()) -> tf.Tensor:
-    """Makes a variable of zeros: only its handle, because a strategy would mirror a variable."""
+    """Returns the handle of a variable that is made once, of zeros; a strategy would mirror one."""
+    with _lock:  # All threads must get the same tensor.
+        return _make_variable(name, device, dtype, tuple(shape))
+
+
+@functools.cache
+def _make_variable(name: str, device: str, dtype: tf.DType, shape: tuple[int, ...]) -> tf.Tensor:
     with tf.init_scope(), tf.device(device):
         handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=f"tfcdo_{name}")
         tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros(shape, dtype))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,10 +11,7 @@ import tensorflow as tf
 from tfcdo import tf_internals
 from tfcdo.cluster import progress
 from tfcdo.cluster.agreement import digest
-from tfcdo.cluster.session import Session
 from tfcdo.execute import handles
-
-_lock = threading.Lock()
 
 
 class Marks:
@@ -58,17 +52,3 @@ class Marks:
         times = tf.raw_ops.ReadVariableOp(resource=self._times, dtype=tf.float64)
         array: np.ndarray = times.numpy()
         return array.reshape(self._shape)
-
-
-def marks(session: Session, device: str, description: Mapping[str, Any]) -> Marks:
-    """Returns the marks of a kind of collectives on a device; a session watches them."""
-    with _lock:
-        return _made(session, device, json.dumps(description))
-
-
-@functools.cache
-def _made(session: Session, device: str, description: str) -> Marks:
-    known = json.loads(description)
-    made = Marks(device, known)
-    session.watch.add(known, made)
-    return made

@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import threading
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +24,6 @@ OP = "NcclAllReduce"
 _numbers = itertools.count()
 _PROCESS = uuid.uuid4().hex[:12]
 _HOST = "/cpu:0"
-_counter_lock = threading.Lock()  # All who trace must get the same tensor.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,14 +279,7 @@ def _serialize_calls(sums: Sequence[tf.Tensor]) -> None:
     """
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return
-    with _counter_lock:
-        counter = _sequencing_counter()
+    counter = handles.bare_variable(_PROCESS, _HOST, tf.int32)
     with tf.control_dependencies(sums), tf.device(_HOST):
         write = tf.raw_ops.AssignAddVariableOp(resource=tf_internals.captured(counter), value=1)
     tf_internals.run_before_function_returns(write)
-
-
-@functools.lru_cache(maxsize=1)
-def _sequencing_counter() -> tf.Tensor:
-    """Makes a counter that nobody reads."""
-    return handles.bare_variable(_PROCESS, _HOST, tf.int32)
