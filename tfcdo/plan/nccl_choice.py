@@ -28,7 +28,7 @@ def why_nccl(
     # NCCL adds encoded values in 16 bits, so only a user who asks for NCCL gets that.
     if between is None and options.nccl == "auto" and codec.dtype is not None:
         return None
-    problem = machine.nccl_hosts if between else machine.why_no_nccl(codec.dtype or dtype)
+    problem = machine.nccl_hosts if between else dict(machine.nccl)[codec.dtype or dtype]
     if problem and options.require_nccl:
         raise RuntimeError(f"NCCL cannot run (require_nccl=True): {problem}")
     if between is not None:

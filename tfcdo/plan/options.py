@@ -82,7 +82,3 @@ class Machine:
     origin: str = "was detected"
     nccl: tuple[tuple[str, str], ...] = ()
     nccl_hosts: str = ""
-
-    def why_no_nccl(self, dtype: str) -> str:
-        """Returns the reason why NCCL cannot add a dtype, or ""."""
-        return dict(self.nccl)[dtype]
