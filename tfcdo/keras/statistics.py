@@ -67,14 +67,7 @@ class SynchronizeStatistics(Callback):
 
 
 def statistics_of(model: keras.Model) -> list[keras.Variable]:
-    """Returns the variables of a model that are neither trained nor meant to be: its statistics.
-
-    Args:
-      model: the model.
-
-    Returns:
-      Floating-point variables, without the variables of frozen layers.
-    """
+    """Returns the floating-point variables of a model that are not meant to be trained."""
     return [
         variable
         for variable in model.non_trainable_variables
