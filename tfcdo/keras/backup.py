@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import io
 import math
 import os
 import pathlib
@@ -283,7 +284,7 @@ class BackupAndRestore(Callback):
             data = own.path.read_bytes() if own is not None and host == source else b""
             data = host_exchange.gather(strategy, data)[source]
             if own is None or own.position != newest:
-                return backup_folder.read_bytes(data)
+                return backup_folder.read(io.BytesIO(data))
         assert own is not None
         return own.header, own.arrays
 

@@ -164,7 +164,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         return list(self.inner_optimizer.variables)
 
     def state_bytes(self) -> dict[str, int]:
-        """Returns the bytes of the optimizer's variables by device of this host, once it is built."""
+        """Returns the bytes of the optimizer's variables on each device of this host."""
         held: dict[str, int] = {}
         for variable in self.variables if self.built else ():
             for component in getattr(variable.value, "values", (variable.value,)):
@@ -214,18 +214,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer.save_own_variables(store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Loads the variables of the optimizer inside.
-
-        Args:
-          store: where an optimizer's variables come from.
-
-        Raises:
-          ValueError: if the variables belong to another optimizer.
-        """
-        # Files of tfcdo's development versions have the state one level deeper.
-        nested = getattr(store, "h5_file", {}).get("optimizer/inner_optimizer/vars")
-        if not store.keys() and nested is not None:
-            store = {key: nested[key][()] for key in nested}
+        """Loads the variables of the optimizer inside; a ValueError if they are of another one."""
         saved, here = len(store.keys()), len(self.inner_optimizer.variables)
         if saved and self.inner_optimizer.built and saved != here:
             raise ValueError(

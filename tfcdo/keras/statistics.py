@@ -37,16 +37,10 @@ class SynchronizeStatistics(Callback):
         self._synchronize()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Synchronizes the statistics; Keras calls it."""
+        """Synchronizes the statistics; Keras calls it, also before `evaluate` and `predict`."""
         self._synchronize()
 
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Synchronizes the statistics; Keras calls it."""
-        self._synchronize()
-
-    def on_predict_begin(self, logs: Any = None) -> None:
-        """Synchronizes the statistics; Keras calls it."""
-        self._synchronize()
+    on_test_begin = on_predict_begin = on_train_end
 
     def set_model(self, model: keras.Model) -> None:
         """Takes the model whose statistics to synchronize; Keras calls it."""

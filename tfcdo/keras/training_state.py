@@ -84,7 +84,7 @@ def copy(model: keras.Model, with_metrics: bool) -> tuple[dict[str, Any], Values
 
 
 def fetch(values: Values) -> Arrays:
-    """Returns arrays; replicas' values that equal the first replica's, bit for bit, are left out."""
+    """Returns arrays, without replicas' values that equal the first replica's, bit for bit."""
     arrays = {key: np.asarray(value) for key, value in values.items()}
     kept = {}
     for key, array in arrays.items():
