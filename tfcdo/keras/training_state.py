@@ -1,8 +1,4 @@
-"""The state of a training: read from a model between two steps, and given to a model again.
-
-A copy is taken by holding on to the values of variables, which never change: TensorFlow makes a new
-buffer for the next update of a variable whose value is held.
-"""
+"""The state of a training: read from a model between two steps, and given to a model again."""
 
 from __future__ import annotations
 
@@ -236,11 +232,13 @@ def _optimizer_names(model: keras.Model) -> list[str]:
     return [type(leaf).__name__ for leaf in updates.leaves(wrapped)]
 
 
-def _value(variable: tf.Variable) -> tf.Tensor:
+def _value(variable: tf.Variable) -> tf.Tensor | np.ndarray:
     """Returns a variable's value in the memory of the host."""
     value = variable.read_value()
     if "CPU:" in value.device:
-        return value  # Shared with the variable until its next update.
+        # To hold on to the value makes TensorFlow copy it in the next step. That takes three times
+        # as long, because numpy asks for large pages of memory.
+        return np.asarray(value).copy()
     with tf.device("CPU:0"):
         return tf.identity(value)
 
