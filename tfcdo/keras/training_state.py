@@ -1,4 +1,8 @@
-"""The state of a training: read from a model between two steps, and given to a model again."""
+"""The state of a training: read from a model between two steps, and given to a model again.
+
+A copy is taken by holding on to the values of variables, which never change: TensorFlow makes a new
+buffer for the next update of a variable whose value is held.
+"""
 
 from __future__ import annotations
 
@@ -232,13 +236,11 @@ def _optimizer_names(model: keras.Model) -> list[str]:
     return [type(leaf).__name__ for leaf in updates.leaves(wrapped)]
 
 
-def _value(variable: tf.Variable) -> tf.Tensor | np.ndarray:
+def _value(variable: tf.Variable) -> tf.Tensor:
     """Returns a variable's value in the memory of the host."""
     value = variable.read_value()
     if "CPU:" in value.device:
-        # To hold on to the value makes TensorFlow copy it in the next step. That takes three times
-        # as long, because numpy asks for large pages of memory.
-        return np.asarray(value).copy()
+        return value  # Shared with the variable until its next update.
     with tf.device("CPU:0"):
         return tf.identity(value)
 
