@@ -24,7 +24,7 @@ import tensorflow as tf
 import tfcdo
 import tfcdo.keras
 from tfcdo import environment, strategies
-from tfcdo.keras import backup_folder
+from tfcdo.keras import backup_folder, host_exchange
 
 _FAULT_BATCHES = (3, 8)  # Of all epochs.
 _STEPS, _EPOCHS, _BATCH = 6, 2, 8
@@ -51,6 +51,7 @@ def main(folder: str, save_freq: str, *faults: str) -> None:
     memory.mkdir(exist_ok=True)
     mock.patch.object(backup_folder, "_MEMORY", memory).start()
     mock.patch.object(strategies, "_HEARTBEAT_SECONDS", 100.0).start()
+    mock.patch.object(host_exchange, "_CHUNK", 4096).start()  # A backup has several.
     strategy = tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=2)
     host = strategy.cluster_resolver.task_id
     run = int(os.environ[environment.RESTART_COUNT])

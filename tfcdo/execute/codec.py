@@ -141,12 +141,12 @@ def block_scales(rows: tf.Tensor, codec: Codec) -> tf.Tensor:
     For int8 it brings the largest magnitude to 127. It is NaN where a number is not finite, for
     which int8 has no code: then all numbers of the block arrive as NaN.
     """
-    magnitudes = tf.abs(rows)
-    if codec.dtype != "int8":
-        zero = tf.constant(0, rows.dtype)
-        finite = tf.where(tf.math.is_finite(rows), magnitudes, zero)
-        return scale_for_largest(tf.reduce_max(finite, -1, keepdims=True), codec)
+    # Not every device's `reduce_max` passes NaN on; infinity is the largest number on all.
+    other = tf.constant(math.inf if codec.dtype == "int8" else 0, rows.dtype)
+    magnitudes = tf.where(tf.math.is_finite(rows), tf.abs(rows), other)
     largest = tf.reduce_max(magnitudes, -1, keepdims=True)
+    if codec.dtype != "int8":
+        return scale_for_largest(largest, codec)
     # Limited so that the scale for tiny numbers, or zeros, does not overflow.
     least = 2.0 ** (8 - dtypes.LARGEST_EXPONENT[rows.dtype.name])
     scales = 127 / tf.maximum(largest, tf.constant(least, rows.dtype))
