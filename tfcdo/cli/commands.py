@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
         status = tfcdo.main(list(arguments), prog_name="tfcdo", standalone_mode=False) or 0
         sys.stdout.flush()
     except click.ClickException as error:
-        return _complain(error.format_message(), error.exit_code)
+        return _complain(error.format_message() + _hint(error), error.exit_code)
     except click.Abort:
         return _complain("interrupted", 130)
     except OSError as error:
@@ -72,6 +72,16 @@ def run(arguments: Sequence[str]) -> int:
             sys.stdout = io.StringIO()
         return _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
     return status
+
+
+def _hint(error: click.ClickException) -> str:
+    """Names the subcommand that was given as an option, as in `tfcdo bench --workers`."""
+    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
+        return ""
+    name, command = error.option_name.lstrip("-"), error.ctx.command
+    if not isinstance(command, click.Group) or name not in command.commands:
+        return ""
+    return f": {name} is a subcommand, see {error.ctx.command_path} {name} --help"
 
 
 def _complain(message: str, status: int = 1) -> int:
