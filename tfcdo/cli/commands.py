@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
         status = tfcdo.main(list(arguments), prog_name="tfcdo", standalone_mode=False) or 0
         sys.stdout.flush()
     except click.ClickException as error:
-        return _complain(error.format_message() + _hint(error), error.exit_code)
+        return _complain(_message(error), error.exit_code)
     except click.Abort:
         return _complain("interrupted", 130)
     except OSError as error:
@@ -74,14 +74,13 @@ def run(arguments: Sequence[str]) -> int:
     return status
 
 
-def _hint(error: click.ClickException) -> str:
-    """Names the subcommand that was given as an option, as in `tfcdo bench --workers`."""
-    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
-        return ""
-    name, command = error.option_name.lstrip("-"), error.ctx.command
-    if not isinstance(command, click.Group) or name not in command.commands:
-        return ""
-    return f": {name} is a subcommand, see {error.ctx.command_path} {name} --help"
+def _message(error: click.ClickException) -> str:
+    """Returns the message of an error; for `tfcdo bench --workers`, with the subcommand's name."""
+    if isinstance(error, click.NoSuchOption) and error.ctx:
+        name, command = error.option_name.lstrip("-"), error.ctx.command
+        if isinstance(command, click.Group) and name in command.commands:
+            return f"{error.message} {name} is a subcommand: {error.ctx.command_path} {name} --help"
+    return error.format_message()
 
 
 def _complain(message: str, status: int = 1) -> int:
