@@ -27,7 +27,8 @@ def show(measured: Sequence[Measurement], console: Console) -> None:
     for group in groups:
         _print_times(group, console)
     text = (
-        "Times are medians minus the baseline, ± is the distance between the quartiles. "
+        "Times are medians minus the baseline (< noise: below it), ± is the distance between the "
+        "quartiles. "
         "of TF, of floor: time relative to the fastest correct TensorFlow class and to the "
         "fastest single pass over the same memory; - where a time is smaller than its spread."
     )
@@ -120,8 +121,8 @@ def show_averages(measured: Sequence[Measurement], console: Console) -> None:
     }
     names = {name for name, *_ in busbw}
     works = {(one.workload, one.size) for one in compared}
-    common = [work for work in works if names and all((name, *work) in busbw for name in names)]
-    if not common:
+    common = [work for work in works if all((name, *work) in busbw for name in names)]
+    if not names or not common:
         console.print("# Avg bus bandwidth    : below noise", soft_wrap=True)
         return
     if len(common) < len(works):
@@ -131,8 +132,12 @@ def show_averages(measured: Sequence[Measurement], console: Console) -> None:
             soft_wrap=True,
         )
     averages = {name: sum(busbw[(name, *work)] for work in common) / len(common) for name in names}
-    for name in sorted(averages, key=lambda name: (name in ours, averages[name])):
-        console.print(f"# Avg bus bandwidth    : {averages[name]:g} ({name})", soft_wrap=True)
+    lost = {one.name: -math.inf for one in compared if one.name not in names}
+    for name, average in sorted(
+        {**averages, **lost}.items(), key=lambda item: (item[0] in ours, item[1])
+    ):
+        shown = "below noise" if name in lost else f"{average:g}"
+        console.print(f"# Avg bus bandwidth    : {shown} ({name})", soft_wrap=True)
 
 
 def _print(
@@ -179,7 +184,8 @@ def _step_columns(measured: Sequence[Measurement], digits: int = 0) -> list[_Col
 
 
 def _short_name(one: Measurement) -> str:
-    return one.name.replace("num_packs=", "")
+    # In 80 columns there is no room for more.
+    return one.name.replace("num_packs=", "").replace("AllReduce", "")
 
 
 def _wrong(one: Measurement) -> str | Text:
@@ -198,7 +204,7 @@ def _megabytes(size: int | None, digits: int = 0) -> str:
 
 def _microseconds(seconds: float) -> str:
     if seconds < 0:
-        return "below noise"
+        return "< noise"
     value = seconds * 1e6
     return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
