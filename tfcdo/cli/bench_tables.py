@@ -63,10 +63,9 @@ def show_updates(measured: Sequence[Measurement], console: Console) -> None:
         ("strategy\n", lambda one: one.name),
         *_step_columns(measured),
         ("of\ntfcdo", lambda one: _ratio(one, ours)),
-        ("first step\n(s)", lambda one: f"{one.first_call:.1f}"),
+        ("first\n(s)", lambda one: f"{one.first_call:.1f}"),
         ("state\n(MB)", lambda one: _megabytes(one.state_bytes)),
-        ("peak memory\n(MB)", lambda one: _megabytes(one.peak_memory)),
-        ("differs\nby", lambda one: f"{one.difference:.0e}"),
+        ("peak\n(MB)", lambda one: _megabytes(one.peak_memory)),
         ("#wrong\n", _wrong),
     ]
     title = (
@@ -74,7 +73,7 @@ def show_updates(measured: Sequence[Measurement], console: Console) -> None:
         f"{format_bytes(first.size)}"
     )
     _print(title, columns, measured, console)
-    console.print("State: the optimizer's, on all devices together.")
+    console.print("State: the optimizer's, on all devices together. Peak: of the process's memory.")
 
 
 def show_hosts(
