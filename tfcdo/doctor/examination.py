@@ -43,9 +43,7 @@ class Report:
 
     versions: Versions | Failure
     machine: Machine | Failure | None = None
-    tf_config: tf_config.TfConfig = dataclasses.field(
-        default_factory=lambda: tf_config.TfConfig("")
-    )
+    tf_config: tf_config.TfConfig = tf_config.TfConfig("")  # noqa: RUF009 - it is immutable
     pairs: Mapping[Pair, Copies | Failure] = dataclasses.field(default_factory=dict)
     sums: Mapping[str, Sums | Failure] = dataclasses.field(default_factory=dict)
 
