@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -62,9 +61,11 @@ def run(
         built[name] = steps.build(floor_data, reduce)
     kinds[BASELINE] = BASELINE
 
-    with _no_garbage_collection():
-        samplers = {name: Sampler(one.step) for name, one in built.items()}
-        taken = results.take_turns(samplers, iterations, warmup, track)
+    gc.collect()
+    # Else the garbage collector may look at all objects of the graphs in the middle of a sample.
+    gc.freeze()
+    samplers = {name: Sampler(one.step) for name, one in built.items()}
+    taken = results.take_turns(samplers, iterations, warmup, track)
     times = {name: np.array(samples).T for name, samples in taken.items()}
     sent_sizes = {one.name: 2 * workload.count for one in compared if one.wire}
     found = []
@@ -111,16 +112,3 @@ def peak_of(step: steps.Step, devices: ChosenDevices) -> int | None:
     except ValueError:
         return None
     return int(sum(after) - sum(before))
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keeps the garbage collector out of the samples: a graph has many objects."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

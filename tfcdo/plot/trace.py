@@ -27,23 +27,17 @@ _SHORTEST = 1e-9
 class Trace:
     """Result of `trace`: the recording, once the block has ended."""
 
-    def __init__(self) -> None:
-        self._recording: Recording | None = None
+    recording: Recording | None = None
 
     @property
-    def recording(self) -> Recording:
-        """Returns all that was recorded.
+    def summary(self) -> Summary:
+        """Returns the share of all-reduces in a step, the exposed share, and the slowest edge.
 
         Raises:
           RuntimeError: before the block has ended.
         """
-        if self._recording is None:
+        if self.recording is None:
             raise RuntimeError("a trace is there when its block has ended")
-        return self._recording
-
-    @property
-    def summary(self) -> Summary:
-        """Returns the share of all-reduces in a step, the exposed share, and the slowest edge."""
         return self.recording.summary
 
 
@@ -94,7 +88,7 @@ def trace(
         yield traced
     finally:
         # Also what ran before an error is worth a look.
-        traced._recording = profiler.stop()
+        traced.recording = profiler.stop()
         chrome.write(traced.recording, written)
         if drawn:
             save(traced.recording, drawn)
