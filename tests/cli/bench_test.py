@@ -36,9 +36,14 @@ def _bench(*arguments: str) -> Finished:
 
 
 class ReportTest(parameterized.TestCase, tf.test.TestCase):
-    def test_no_averages_where_all_is_noise(self):
+    @parameterized.parameters((-1e-3, -1e-3), (1e-3, -1e-3))
+    def test_no_averages_where_each_size_has_noise(self, small: float, large: float):
+        found = [
+            measurement_of("tfcdo.X", "tfcdo", small),
+            dataclasses.replace(measurement_of("tf.X", "tf", small), size=8),
+            measurement_of("tf.X", "tf", large),
+        ]
         output = io.StringIO()
-        found = [measurement_of("tfcdo.X", "tfcdo", -1e-3), measurement_of("tf.X", "tf", -1e-3)]
         bench_tables.show_averages(found, rich.console.Console(file=output, width=80))
         self.assertEndsWith(output.getvalue(), "OK\n# Avg bus bandwidth    : below noise\n")
 

@@ -62,7 +62,7 @@ class CheckTest(absltest.TestCase):
             digits = demo.Digits(images, np.array(labels), images, np.array(labels))
             self.assertEqual(demo.check_accuracy(model, digits, 8).passed, passed)
         check = demo.check_accuracy(model, digits, demo.MIN_EPOCHS - 1)
-        self.assertEqual((check.wanted, check.passed), ("not judged before 8 epochs", None))
+        self.assertEqual((check.wanted, check.passed), ("needs 8 epochs", None))
 
     def test_a_failed_check_fails_the_demo(self):
         images, labels = datasets.load_digits(return_X_y=True)

@@ -189,7 +189,7 @@ def check_accuracy(model: Any, digits: Digits, epochs: int) -> Check:
     return Check(
         f"Accuracy on {len(digits.test_labels)} test images",
         f"{accuracy:.1%}",
-        f"over {MIN_ACCURACY:.0%}" if judged else f"not judged before {MIN_EPOCHS} epochs",
+        f"over {MIN_ACCURACY:.0%}" if judged else f"needs {MIN_EPOCHS} epochs",
         accuracy > MIN_ACCURACY if judged else None,
     )
 
