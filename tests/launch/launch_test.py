@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -153,6 +154,22 @@ class OutputTest(LaunchTestCase):
                 own = [line for line in text.splitlines() if line.startswith(prefix)]
                 expected = [f"{prefix}{word} {number}" for number in range(300)]
                 self.assertEqual(own, expected + [f"{prefix}no end"] * (word == "out"))
+
+    @parameterized.parameters((None, ["E"]), ("0", ["WARNING", "I", "E"]))
+    def test_tensorflow_shows_errors_only_unless_the_user_wants_more(self, level, expected):
+        self.enter_context(_variable("TF_CPP_MIN_LOG_LEVEL", level))
+        result = self.launch(
+            *("--workers", "1", "train.py"),
+            script="""
+            print("WARNING: All log messages before absl::InitializeLog() ...", file=sys.stderr)
+            for level in "IE":
+                print(level + "0000 00:00:17.5   29 x.cc:3] text", file=sys.stderr)
+            print(os.environ["TF_CPP_MIN_LOG_LEVEL"])
+            """,
+        )
+        self.assertEqual(result.stdout, f"worker 0 | {level or 2}\n")
+        lines = [line.split(" | ")[1] for line in result.stderr.splitlines()]
+        self.assertEqual([re.split("[0:]", line)[0] for line in lines], expected)
 
     def test_letters_of_any_encoding_reach_a_terminal_that_is_told_to_be_ascii(self):
         self.enter_context(_variable("PYTHONIOENCODING", "ascii"))

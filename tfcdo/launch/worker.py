@@ -7,6 +7,7 @@ import dataclasses
 import os
 import pathlib
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,11 @@ PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 # A worker is told by files: that another one has failed, and that their number changes.
 FAILED = "failed"
 RESIZE = "resize"
+# Lines without an error that TensorFlow prints before it has read TF_CPP_MIN_LOG_LEVEL.
+_EARLY_LINE = re.compile(
+    rb"WARNING: All log messages before absl::InitializeLog\(\) "
+    rb"|[IW]0000 00:00:[\d.]+ +\d+ \S+:\d+\] "
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +131,11 @@ class Process:
         self._print(splitter.flush(), prefix, printer)
 
     def _print(self, lines: Iterator[bytes], prefix: bytes, printer: output.LinePrinter) -> None:
+        is_quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "0") >= "2"
         try:
             for line in lines:
-                printer.print(prefix + line)
+                if not (is_quiet and _EARLY_LINE.match(line)):
+                    printer.print(prefix + line)
         except OSError as error:
             self._events.put(error)
 
