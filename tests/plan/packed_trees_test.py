@@ -24,7 +24,7 @@ UNLIKE = preset("pcie", 5)
 _PRINT_PLAN = """
 from drawn_machines import draw_machine
 from tfcdo.plan import packed_trees
-packed_trees._TASKS = packed_trees._TASKS_OF_CHANGES = 2_000
+packed_trees._TASKS = 2_000
 print(packed_trees.packed_trees(draw_machine(6, 1), 10**8))
 """
 
@@ -33,7 +33,6 @@ class RatiosTest(plan_testing.PlanTestCase):
     """Tests of what the project promises: robust times against the bound, with 10 us latency."""
 
     tasks_per_search = packed_trees._TASKS
-    tasks_of_changes = packed_trees._TASKS_OF_CHANGES
 
     def ratio(self, machine, num_bytes: int) -> float:
         schedule = packed_trees.packed_trees(machine, num_bytes)

@@ -202,7 +202,7 @@ def evaluate_all(
         fastest = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
     else:
         # `auto` itself simulates once for sizes that differ little from this one.
-        fastest = algorithms.choose({name: one.seconds for name, one in found.items()})
+        fastest = simulator.first_of_fastest({name: one.seconds for name, one in found.items()})
     return [*found.values(), dataclasses.replace(found[fastest], algorithm="auto")]
 
 

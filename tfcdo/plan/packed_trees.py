@@ -33,9 +33,10 @@ _HOPELESS = 1.15
 _FEW, _FASTEST_ALONE = 8, 40
 # Where the best plan has more packs than this, so few trees would be slower.
 _PACKS_OF_SMALL_DATA = 32
-# Limit on the simulated tasks of one search, and the number of plans that are judged thoroughly.
+# Limit on the simulated tasks of one search.
 _TASKS = 200_000
-_FINALISTS = 8
+# So many plans, and of many tasks fewer, are judged thoroughly.
+_FINALISTS, _TASKS_OF_FINALISTS = 8, 3_000
 # The seeds of a search's runs; none of those by which `robust_seconds` judges the outcome.
 _SEEDS = (501, 502, 503)
 _TASKS_OF_ONE_RUN = 300
@@ -70,13 +71,16 @@ def packed_trees(
 def _search(topology: Topology, num_bytes: int, num_packs: int | None) -> Streams:
     """Returns the streams that are fastest in simulated runs, of nearly equal ones the fewest."""
     trial = _Trial(topology, num_bytes, num_packs)
+    _try_simple_trees(trial)
     best = _try_counts(trial, Source.of_trees)
     rings = streams.rings_of(topology)
     if rings and best[0] < math.inf:
         best = min(best, _try_counts(trial, functools.partial(Source.of_rings, rings)))
     if best[1] <= _PACKS_OF_SMALL_DATA:
         _try_few(trial)
-    finalists = sorted(trial.tried, key=trial.tried.__getitem__)[:_FINALISTS]
+    finalists = sorted(trial.tried, key=trial.tried.__getitem__)
+    tasks = 2 * (topology.num_devices - 1) * streams.num_packs(finalists[0])
+    finalists = finalists[: max(2, min(_FINALISTS, _TASKS_OF_FINALISTS // tasks))]
     finalists.sort(key=streams.num_packs)
     return simulator.first_of_fastest(
         {
@@ -91,7 +95,7 @@ class _Trial:
 
     def __init__(self, topology: Topology, num_bytes: int, num_packs: int | None) -> None:
         self.topology, self.num_bytes, self.num_packs = topology, num_bytes, num_packs
-        self.left = _TASKS
+        self.left, self.least = _TASKS, math.inf
         self.tried: dict[Streams, float] = {}
 
     def seconds(self, found: Streams) -> float:
@@ -106,6 +110,7 @@ class _Trial:
             # The smaller a graph is, the more its runs differ.
             seeds = _SEEDS[: max(1, _TASKS_OF_ONE_RUN // max(len(graph.names), 1))]
             self.tried[found] = simulator.median_seconds(graph, seeds)
+            self.least = min(self.least, self.tried[found])
         return self.tried.get(found, math.inf)
 
 
@@ -119,7 +124,7 @@ def _try_counts(
     def attempt(count: int) -> float:
         if count not in tried:
             source = make(tree_program.Edges(trial.topology, count / trial.num_bytes))
-            if source is None:
+            if source is None or source.least_seconds(trial.num_bytes) >= trial.least:
                 tried[count] = math.inf
             else:
                 trees = functools.partial(source.streams, count)
@@ -143,14 +148,19 @@ def _try_counts(
     return min((seconds, count) for count, seconds in tried.items())
 
 
-def _try_few(trial: _Trial) -> None:
-    """Tries trees that are chosen one by one, each the one that makes a run the shortest."""
+def _try_simple_trees(trial: _Trial) -> None:
+    """Tries the trees of simple algorithms from a few roots, which are good for small data."""
     devices = trial.topology.num_devices
     shapes = (copy_tree.star, copy_tree.chain, copy_tree.binomial, copy_tree.two_level)
-    trees = [shape(devices, root) for shape in shapes for root in range(devices)]
-    trees += [stream.tree for found in trial.tried for stream in found]
-    alone = [(Stream(tree, 1.0),) for tree in dict.fromkeys(trees)]
-    fastest = sorted(alone, key=trial.seconds)[:_FASTEST_ALONE]
+    for shape, count in itertools.product(shapes, (1, 2, 4, 8)):
+        roots = range(min(count, devices))
+        trial.seconds(tuple(Stream(shape(devices, root), 1.0) for root in roots))
+
+
+def _try_few(trial: _Trial) -> None:
+    """Tries known trees chosen one by one, each the one that makes a run shortest."""
+    trees = dict.fromkeys(stream.tree for found in trial.tried for stream in found)
+    alone = sorted(((Stream(tree, 1.0),) for tree in trees), key=trial.seconds)
     chosen: Streams = ()
     for _ in range(_FEW):
-        chosen = min(((*chosen, *other) for other in fastest), key=trial.seconds)
+        chosen = min(((*chosen, *one) for one in alone[:_FASTEST_ALONE]), key=trial.seconds)

@@ -17,7 +17,7 @@ from tfcdo.topology.topology import Topology
 _T = TypeVar("_T")
 
 # More packs cost ops, which the simulator does not count: they must be worth it.
-_NEARLY_AS_FAST = 1.01
+NEARLY_AS_FAST = 1.01
 # Two events this close (seconds) happen at the same time; far below any latency, far above the
 # rounding of sums of times.
 _SAME_TIME = 1e-12
@@ -196,7 +196,7 @@ def first_of_fastest(seconds: Mapping[_T, float]) -> _T:
       >>> first_of_fastest({"one_device": 2.0, "ring": 1.001, "shuffle": 1.0})
       'ring'
     """
-    enough = _NEARLY_AS_FAST * min(seconds.values())
+    enough = NEARLY_AS_FAST * min(seconds.values())
     return next(one for one, each in seconds.items() if each <= enough)
 
 

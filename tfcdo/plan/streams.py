@@ -76,6 +76,10 @@ class Source:
         # Rings have as many edges each, so none is preferred: the fewer there are, the better.
         return cls(tree_program.Solved(program, *program.solve(), 0.0), np.ones(len(rings)))
 
+    def least_seconds(self, num_bytes: int) -> float:
+        """Returns the time of the busiest link, with the latencies of about the number of packs."""
+        return num_bytes * self._solved.program.unit / float(self._solved.rates.sum())
+
     def streams(self, num_packs: int, slack: float, fill: float | None, from_ends: bool) -> Streams:
         """Returns the streams of few trees with short ways.
 
