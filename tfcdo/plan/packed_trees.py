@@ -2,7 +2,8 @@
 
 For each number of packs the program has the latencies in its prices; a second one chooses few trees
 with short ways. Each tree's part is cut into equal packs, and a window keeps packs of one tree from
-waiting in each other's way. For small data, trees are also chosen one by one. Simulated runs decide.
+waiting in each other's way. Small data has simple trees too, and trees chosen one by one. Simulated
+runs decide.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MAX_PACKS = _NUM_PACKS[-1]
 _SLACKS = (0.06, 0.01, 0.2)
 # How many packs are in flight along a tree, relative to the number that are on their way if none
 # waits; None for no windows.
-_FILLS = (None, 2.0)
+_FILLS = (None, 1.5, 2.0, 3.0)
 # Numbers of packs beyond one that is so much slower than the best are not tried.
 _HOPELESS = 1.15
 # Small data: as many trees are chosen one by one, from so many that are fastest alone.
@@ -83,10 +84,7 @@ def _search(topology: Topology, num_bytes: int, num_packs: int | None) -> Stream
     finalists = finalists[: max(2, min(_FINALISTS, _TASKS_OF_FINALISTS // tasks))]
     finalists.sort(key=streams.num_packs)
     return simulator.first_of_fastest(
-        {
-            found: simulator.robust_seconds(deal(found, num_bytes), topology)
-            for found in finalists
-        }
+        {found: simulator.robust_seconds(deal(found, num_bytes), topology) for found in finalists}
     )
 
 
@@ -106,7 +104,7 @@ class _Trial:
             graph = task_graph.build(deal(found, self.num_bytes), self.topology)
             # A task takes longer where many queues wait for a resource.
             queues = len(graph.resource_sets) / max(len(self.topology.resources), 1)
-            self.left -= round(len(graph.names) * (1 + 0.1 * queues))
+            self.left -= round(len(graph.names) * (1 + 0.2 * queues))
             # The smaller a graph is, the more its runs differ.
             seeds = _SEEDS[: max(1, _TASKS_OF_ONE_RUN // max(len(graph.names), 1))]
             self.tried[found] = simulator.median_seconds(graph, seeds)
@@ -117,22 +115,22 @@ class _Trial:
 def _try_counts(
     trial: _Trial, make: Callable[[tree_program.Edges], Source | None]
 ) -> tuple[float, int]:
-    """Tries numbers of packs from one kind of source; returns the least seconds and their number."""
+    """Tries numbers of packs; returns the least seconds and the number of packs that take them."""
     devices = trial.topology.num_devices
     tried: dict[int, float] = {}
+    ways = tuple(itertools.product(_FILLS, (True, False)))
 
     def attempt(count: int) -> float:
         if count not in tried:
-            source = make(tree_program.Edges(trial.topology, count / trial.num_bytes))
+            edges = tree_program.Edges(trial.topology, count / trial.num_bytes)
+            source = make(edges) if trial.left > 0 else None
             if source is None or source.least_seconds(trial.num_bytes) >= trial.least:
                 tried[count] = math.inf
             else:
                 trees = functools.partial(source.streams, count)
-                way = min(
-                    itertools.product(_FILLS, (True, False)),
-                    key=lambda way: trial.seconds(trees(_SLACKS[0], *way)),
-                )
-                tried[count] = min(trial.seconds(trees(slack, *way)) for slack in _SLACKS)
+                way = min(ways, key=lambda way: trial.seconds(trees(_SLACKS[0], *way)))
+                slack = min(_SLACKS, key=lambda slack: trial.seconds(trees(slack, *way)))
+                tried[count] = min(trial.seconds(trees(slack, *way)) for way in ways)
         return tried[count]
 
     counts = sorted({*_NUM_PACKS, devices, 2 * devices})
