@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
 
 from tfcdo import checks
 from tfcdo.plan import copy_tree, simulator, streams, task_graph, tree_program
@@ -73,11 +72,7 @@ def _search(topology: Topology, num_bytes: int, num_packs: int | None) -> Stream
     """Returns the streams that are fastest in simulated runs, of nearly equal ones the fewest."""
     trial = _Trial(topology, num_bytes, num_packs)
     _try_simple_trees(trial)
-    best = _try_counts(trial, Source.of_trees)
-    rings = streams.rings_of(topology)
-    if rings and best[0] < math.inf:
-        best = min(best, _try_counts(trial, functools.partial(Source.of_rings, rings)))
-    if best[1] <= _PACKS_OF_SMALL_DATA:
+    if _try_counts(trial) <= _PACKS_OF_SMALL_DATA:
         _try_few(trial)
     finalists = sorted(trial.tried, key=trial.tried.__getitem__)
     tasks = 2 * (topology.num_devices - 1) * streams.num_packs(finalists[0])
@@ -112,25 +107,26 @@ class _Trial:
         return self.tried.get(found, math.inf)
 
 
-def _try_counts(
-    trial: _Trial, make: Callable[[tree_program.Edges], Source | None]
-) -> tuple[float, int]:
-    """Tries numbers of packs; returns the least seconds and the number of packs that take them."""
+def _try_counts(trial: _Trial) -> int:
+    """Tries numbers of packs along trees and along rings; returns the best number."""
     devices = trial.topology.num_devices
-    tried: dict[int, float] = {}
+    rings = streams.rings_of(trial.topology)
     ways = tuple(itertools.product(_FILLS, (True, False)))
+    tried: dict[int, float] = {}
 
     def attempt(count: int) -> float:
-        if count not in tried:
-            edges = tree_program.Edges(trial.topology, count / trial.num_bytes)
-            source = make(edges) if trial.left > 0 else None
-            if source is None or source.least_seconds(trial.num_bytes) >= trial.least:
-                tried[count] = math.inf
-            else:
+        if count in tried:
+            return tried[count]
+        tried[count] = math.inf
+        edges = tree_program.Edges(trial.topology, count / trial.num_bytes)
+        for source in (Source.of_trees(edges), Source.of_rings(edges, rings)):
+            if source and source.least_seconds(trial.num_bytes) < trial.least:
                 trees = functools.partial(source.streams, count)
                 way = min(ways, key=lambda way: trial.seconds(trees(_SLACKS[0], *way)))
                 slack = min(_SLACKS, key=lambda slack: trial.seconds(trees(slack, *way)))
-                tried[count] = min(trial.seconds(trees(slack, *way)) for way in ways)
+                tried[count] = min(
+                    tried[count], *(trial.seconds(trees(slack, *way)) for way in ways)
+                )
         return tried[count]
 
     counts = sorted({*_NUM_PACKS, devices, 2 * devices})
@@ -142,8 +138,9 @@ def _try_counts(
     best = min(tried, key=tried.__getitem__)
     if trial.num_packs is None:
         for factor in _NEAR_COUNTS:
-            attempt(round(factor * best) or 1)
-    return min((seconds, count) for count, seconds in tried.items())
+            if trial.left > 0:
+                attempt(round(factor * best) or 1)
+    return min(tried, key=tried.__getitem__)
 
 
 def _try_simple_trees(trial: _Trial) -> None:

@@ -67,9 +67,13 @@ class Source:
         return cls(solved, np.array([edges.roots(tree)[0][1] for tree in program.trees]))
 
     @classmethod
-    def of_rings(cls, rings: Sequence[tree_program.Tree], edges: tree_program.Edges) -> Source:
-        """Returns the paths along rings, with rates of their own program."""
-        unit = min(float(edges.load(ring).max()) for ring in rings)
+    def of_rings(
+        cls, edges: tree_program.Edges, rings: Sequence[tree_program.Tree]
+    ) -> Source | None:
+        """Returns the paths along rings, with rates of their own program; None if one is free."""
+        unit = min((float(edges.load(ring).max()) for ring in rings), default=0.0)
+        if not unit:
+            return None
         program = tree_program.TreeProgram(edges, unit)
         for ring in rings:
             program.add(ring)
