@@ -135,15 +135,19 @@ def rings_of(topology: Topology) -> list[tree_program.Tree]:
     devices = topology.num_devices
     direct = {(link.source, link.target) for link in topology.direct_links}
     near = [
-        sorted(
-            (other for other in range(devices) if {(device, other), (other, device)} <= direct),
-            key=lambda other, device=device: -topology.bandwidth(device, other),
-        )
+        [
+            other
+            for _, other in sorted(
+                (-topology.bandwidth(device, other), other)
+                for other in range(devices)
+                if {(device, other), (other, device)} <= direct
+            )
+        ]
         for device in range(devices)
     ]
     number = tree_program.Edges(topology).number
     rings: list[tree_program.Tree] = []
-    paths = [(0,)]
+    paths: list[tuple[int, ...]] = [(0,)]
     # A machine may have no ring or hide it well; no search of this kind is worth more steps.
     for _ in range(_STEPS_TO_RINGS):
         if not paths or len(rings) == _MOST_RINGS:
