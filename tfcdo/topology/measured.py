@@ -46,9 +46,9 @@ class Measured:
         """
         if not self.nccl:
             return None
-        sizes, seconds = zip(*self.nccl, strict=True)
-        between = float(np.interp(math.log(max(num_bytes, 1)), np.log(sizes), np.log(seconds)))
-        return math.exp(between) * max(1.0, num_bytes / sizes[-1])
+        sizes, seconds = np.array(self.nccl).T
+        between = np.interp(math.log(max(num_bytes, 1)), np.log(sizes), np.log(seconds))
+        return math.exp(float(between)) * max(1.0, num_bytes / float(sizes[-1]))
 
 
 def read(path: str | os.PathLike[str]) -> Measured:
