@@ -200,26 +200,20 @@ def first_of_fastest(seconds: Mapping[_T, float]) -> _T:
     return next(one for one, each in seconds.items() if each <= enough)
 
 
-def bytes_by_resource(schedule: schedules.Schedule, topology: Topology) -> dict[str, int]:
-    """Returns the bytes that each wire, port or bridge carries, by its name."""
+def bottleneck(schedule: schedules.Schedule, topology: Topology) -> tuple[str, int]:
+    """Returns name and bytes of the resource that is busy longest; `("", 0)` on one device."""
     carried = [0] * len(topology.resources)
     for pack in schedule.packs:
         for child, parent in pack.tree.edges:
             for pair in ((child, parent), (parent, child)):
                 for resource in topology.link_by_pair[pair].resources:
                     carried[resource] += pack.size
-    return {resource.name: load for resource, load in zip(topology.resources, carried, strict=True)}
-
-
-def bottleneck(schedule: schedules.Schedule, topology: Topology) -> tuple[str, int]:
-    """Returns name and bytes of the resource that is busy longest; `("", 0)` on one device."""
-    carried = bytes_by_resource(schedule, topology)
-    bandwidth = {resource.name: resource.bandwidth for resource in topology.resources}
-    return max(
-        carried.items(),
-        key=lambda item: (item[1] / bandwidth[item[0]], item[1]),
-        default=("", 0),
+    busiest = max(
+        zip(topology.resources, carried, strict=True),
+        key=lambda load: (load[1] / load[0].bandwidth, load[1]),
+        default=None,
     )
+    return (busiest[0].name, busiest[1]) if busiest else ("", 0)
 
 
 def run(
