@@ -56,8 +56,7 @@ class CommandTestCase(parameterized.TestCase):
         self.folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.cache = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=str(self.cache)))
-        for name in ("_TASKS", "_TASKS_OF_CHANGES"):
-            stack.enter_context(mock.patch.object(packed_trees, name, 5_000))
+        stack.enter_context(mock.patch.object(packed_trees, "_TASKS", 5_000))
 
     def output_of(self, *arguments: str, stdin: str | None = None) -> str:
         """Returns what a command prints that does what it was asked for."""

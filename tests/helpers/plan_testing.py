@@ -44,16 +44,11 @@ class PlanTestCase(parameterized.TestCase):
 
     # One test is about how good a search is; all others need not wait for it.
     tasks_per_search = 2_000
-    tasks_of_changes = 2_000
 
     def setUp(self) -> None:
         super().setUp()
-        for name, tasks in (
-            ("_TASKS", self.tasks_per_search),
-            ("_TASKS_OF_CHANGES", self.tasks_of_changes),
-        ):
-            patch = mock.patch.object(packed_trees, name, tasks)
-            patch.start()
-            self.addCleanup(patch.stop)
+        patch = mock.patch.object(packed_trees, "_TASKS", self.tasks_per_search)
+        patch.start()
+        self.addCleanup(patch.stop)
         forget()
         self.addCleanup(forget)

@@ -88,7 +88,6 @@ class WorkTest(plan_testing.PlanTestCase):
     """Tests of how much is simulated and searched, which decides how long a first call takes."""
 
     tasks_per_search = packed_trees._TASKS
-    tasks_of_changes = packed_trees._TASKS_OF_CHANGES
 
     @parameterized.parameters(8, 33, 64, 80)
     def test_virtual_devices_are_decided_at_once(self, devices):

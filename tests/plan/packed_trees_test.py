@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tfcdo.plan import algorithms, copy_tree, packed_trees, simulator
 from tfcdo.plan.lower_bound import bandwidth_bound
-from tfcdo.plan.streams import Stream, deal
+from tfcdo.plan.streams import Stream, deal, rings_of
 from tfcdo.topology.presets import preset
 
 MB, GB = 10**6, 10**9
@@ -24,7 +24,7 @@ UNLIKE = preset("pcie", 5)
 _PRINT_PLAN = """
 from drawn_machines import draw_machine
 from tfcdo.plan import packed_trees
-packed_trees._TASKS = packed_trees._TASKS_OF_CHANGES = 2_000
+packed_trees._TASKS = 2_000
 print(packed_trees.packed_trees(draw_machine(6, 1), 10**8))
 """
 
@@ -33,11 +33,6 @@ class RatiosTest(plan_testing.PlanTestCase):
     """Tests of what the project promises: robust times against the bound, with 10 us latency."""
 
     tasks_per_search = packed_trees._TASKS
-    tasks_of_changes = packed_trees._TASKS_OF_CHANGES
-
-    def ratio(self, machine, num_bytes: int) -> float:
-        schedule = packed_trees.packed_trees(machine, num_bytes)
-        return simulator.robust_seconds(schedule, machine) / bandwidth_bound(machine, num_bytes)
 
     @parameterized.parameters(
         (DGX1, {MB: 6.8, 100 * MB: 1.2}),
@@ -84,6 +79,15 @@ class SearchTest(plan_testing.PlanTestCase):
             algorithms.make_schedule("packed_trees", preset("pcie", 6), 32 * MB)
         self.assertEqual(work["searches"], 4)
 
+    def test_small_data_gets_trees_chosen_one_by_one(self):
+        # Two packs along two trees beat any number of packs along one, and all simple trees.
+        machine = DGX1.subset((0, 1, 3, 7))
+        trial = packed_trees._Trial(machine, MB, None)
+        packed_trees._try_simple_trees(trial)
+        simple = trial.least
+        packed_trees._try_few(trial)
+        self.assertLess(trial.least, 0.9 * simple)
+
     @hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
     @hypothesis.given(
         st.sampled_from(range(2, 7)), st.sampled_from(range(9)), st.sampled_from([1, 7, 65, 500])
@@ -119,6 +123,15 @@ class StreamsTest(parameterized.TestCase):
         waiting = sum(pack.after is not None for pack in schedule.packs)
         in_flight = sum(min(one.num_packs, one.window or one.num_packs) for one in streams)
         self.assertGreaterEqual(waiting, len(schedule.packs) - in_flight)
+
+    def test_rings_are_found_once_in_either_direction(self):
+        # All orders of four devices that begin with device 0, and half of them are reversed others.
+        edges = rings_of(preset("fully_connected", 4))
+        self.assertLen(set(edges), 3)
+        self.assertLen(edges, 3)
+        self.assertEqual(rings_of(preset("fully_connected", 2)), [])
+        # Device 7 has one direct link in this part, so that no ring passes it.
+        self.assertEqual(rings_of(DGX1.subset((0, 1, 3, 7))), [])
 
     def test_windows_count_packs_in_flight(self):
         stream = Stream(copy_tree.star(2), 1.0, 5, 2)

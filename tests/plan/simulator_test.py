@@ -221,15 +221,12 @@ class HostsTest(parameterized.TestCase):
 
 
 class LoadTest(parameterized.TestCase):
-    def test_bytes_by_resource(self):
+    def test_a_port_carries_all_that_others_send(self):
         machine = preset("pcie")
         schedule = algorithms.make_schedule("one_device", machine, MB)
-        carried = simulator.bytes_by_resource(schedule, machine)
-        self.assertEqual(carried["0 in"], 3 * MB)
-        self.assertEqual(carried["0 out"], 3 * MB)
-        self.assertEqual(carried["1 in"], MB)
-        self.assertEqual(carried["switch 1 up"], 2 * MB)
-        self.assertEqual(simulator.bottleneck(schedule, machine), ("0 out", 3 * MB))
+        name, carried = simulator.bottleneck(schedule, machine)
+        self.assertIn(name, ("0 out", "0 in"))
+        self.assertEqual(carried, 3 * MB)
 
     def test_the_bottleneck_is_busy_longest(self):
         # On a DGX-1 more bytes go over a pair of NVLinks, but a single one is busy for longer.

@@ -46,8 +46,6 @@ ALGORITHMS: tuple[str, ...] = (*CLASSICS, "packed_trees", "auto")
 _MAX_JUDGED_PACKS = 64
 # For more devices than this `auto` does not simulate, which takes time with their cube.
 MAX_SIMULATED_DEVICES = 64
-# Packs cost ops, which the simulator does not count: more of them must be worth it.
-_WORTH_MORE_PACKS = 0.99
 
 
 def check_algorithm(algorithm: str) -> None:
@@ -165,8 +163,8 @@ def _decide(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
 
 
 def _fastest(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
-    alone = simulator.robust_seconds(make_schedule("one_device", topology, num_bytes), topology)
-    if alone <= lower_bound.additions_bound(topology, num_bytes) / _WORTH_MORE_PACKS:
+    alone = simulator.simulate(make_schedule("one_device", topology, num_bytes), topology).seconds
+    if alone <= simulator.NEARLY_AS_FAST * lower_bound.additions_bound(topology, num_bytes):
         return "one_device"
     if topology.num_devices > MAX_SIMULATED_DEVICES:
         few = num_packs is not None and num_packs < topology.num_devices
@@ -179,15 +177,4 @@ def _fastest(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
         schedule = make_schedule(name, topology, num_bytes, num_packs)
         cutoff = min(seconds.values(), default=math.inf)
         seconds[name] = simulator.robust_seconds(schedule, topology, cutoff=cutoff)
-    return choose(seconds)
-
-
-def choose(seconds: Mapping[str, float]) -> str:
-    """Returns the first of the algorithms that take nearly as little time as any.
-
-    Example:
-      >>> choose({"one_device": 2.0, "ring": 1.001, "shuffle": 1.0})
-      'ring'
-    """
-    enough = min(seconds.values()) / _WORTH_MORE_PACKS
-    return next(name for name, each in seconds.items() if each <= enough)
+    return simulator.first_of_fastest(seconds)

@@ -47,6 +47,10 @@ class PlanDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     packs: tuple[PackDocument, ...]
 
 
+# Fields that a document has as an evaluation has them.
+_AS_THEY_ARE = ("algorithm", "resolved", "seconds", "ordered_seconds", "bound")
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """A schedule for a machine, and its simulated times.
@@ -97,21 +101,18 @@ class Evaluation:
 
     def to_json(self) -> str:
         """Returns a JSON text, which `from_json` reads; one pack a line."""
+        packs = (
+            PackDocument(
+                start=pack.start, stop=pack.stop, parents=pack.tree.parents, after=pack.after
+            )
+            for pack in self.schedule.packs
+        )
         document = PlanDocument(
             topology=self.topology.to_document(),
-            algorithm=self.algorithm,
-            resolved=self.resolved,
             num_devices=self.schedule.num_devices,
             size=self.schedule.size,
-            seconds=self.seconds,
-            ordered_seconds=self.ordered_seconds,
-            bound=self.bound,
-            packs=tuple(
-                PackDocument(
-                    start=pack.start, stop=pack.stop, parents=pack.tree.parents, after=pack.after
-                )
-                for pack in self.schedule.packs
-            ),
+            packs=tuple(packs),
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
         )
         return serialization.encode(document)
 
@@ -127,13 +128,9 @@ class Evaluation:
             for one in document.packs
         )
         return cls(
-            Topology.from_document(document.topology),
-            document.algorithm,
-            document.resolved,
-            schedules.Schedule(document.num_devices, document.size, tuple(packs)),
-            document.seconds,
-            document.ordered_seconds,
-            document.bound,
+            topology=Topology.from_document(document.topology),
+            schedule=schedules.Schedule(document.num_devices, document.size, tuple(packs)),
+            **{name: getattr(document, name) for name in _AS_THEY_ARE},
         )
 
     @classmethod
@@ -173,36 +170,33 @@ def evaluate(
     num_packs: int | None = None,
     hosts: Hosts | None = None,
 ) -> Evaluation:
-    """Plans an all-reduce by one algorithm and simulates it, alone or with hosts like this one.
+    """Plans an all-reduce by an algorithm other than `auto`, and simulates it.
 
     With several hosts and no number of packs, packs have at most 4 MiB.
     """
-    check_num_devices(topology.name, topology.num_devices)
     if hosts is not None and num_packs is None:
         num_packs = max(1, math.ceil(num_bytes / _BYTES_PER_PACK_BETWEEN_HOSTS))
-    resolved = algorithm
-    if algorithm == "auto":
-        resolved = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
-    schedule = algorithms.make_schedule(resolved, topology, num_bytes, num_packs)
+    schedule = algorithms.make_schedule(algorithm, topology, num_bytes, num_packs)
     seconds = simulator.robust_seconds(schedule, topology, hosts=hosts)
     ordered = simulator.simulate(schedule, topology, hosts=hosts).seconds
     bound = lower_bound.lower_bound_seconds(topology, num_bytes)
     if hosts is not None:
         bound = max(bound, hosts.bytes_sent(num_bytes) / hosts.bandwidth)
-    return Evaluation(topology, algorithm, resolved, schedule, seconds, ordered, bound)
+    return Evaluation(topology, algorithm, algorithm, schedule, seconds, ordered, bound)
 
 
 def evaluate_all(
     topology: Topology, num_bytes: int, num_packs: int | None = None, hosts: Hosts | None = None
 ) -> list[Evaluation]:
     """Returns the evaluation of each of `ALGORITHMS`; `auto` has the one that it stands for."""
+    check_num_devices(topology.name, topology.num_devices)
     names = [name for name in algorithms.ALGORITHMS if name != "auto"]
     found = {name: evaluate(name, topology, num_bytes, num_packs, hosts) for name in names}
     if topology.num_devices > algorithms.MAX_SIMULATED_DEVICES:
         fastest = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
     else:
         # `auto` itself simulates once for sizes that differ little from this one.
-        fastest = algorithms.choose({name: one.seconds for name, one in found.items()})
+        fastest = simulator.first_of_fastest({name: one.seconds for name, one in found.items()})
     return [*found.values(), dataclasses.replace(found[fastest], algorithm="auto")]
 
 

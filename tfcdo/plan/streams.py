@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -17,6 +16,7 @@ from tfcdo.topology.topology import Topology
 # Between the cheapest trees (0) and the trees of the shortest ways from a root (1).
 _NEARNESS = (0.05, 0.2, 0.5)
 _MOST_RINGS = 100
+_STEPS_TO_RINGS = 50_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,26 +36,6 @@ class Stream:
 Streams: TypeAlias = "tuple[Stream, ...]"
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """How data is cut and sent.
-
-    Attributes:
-      num_packs: about how many packs there are.
-      fill: how many packs are in flight along a tree, relative to the number that are on their way
-        if none waits; None for no windows.
-      from_ends: whether each tree is used with both ends of its longest path as roots, rather than
-        with its center.
-      slack: how much longer the busiest link may be busy than it must, so that fewer trees are
-        needed.
-    """
-
-    num_packs: int
-    fill: float | None
-    from_ends: bool
-    slack: float = 0.06
-
-
 class Source:
     """Copy trees that fill the links together, by a linear program for about so many packs.
 
@@ -67,25 +47,9 @@ class Source:
       2009 (ring all-reduce, here with more than one ring and from the middle or both ends).
     """
 
-    def __init__(self, solved: tree_program.Solved) -> None:
-        self.solved, self._columns = solved, tuple(solved.program.trees)
+    def __init__(self, solved: tree_program.Solved, ways: tree_program.Floats) -> None:
+        self._solved, self._ways = solved, ways
         self._rates: dict[float, tree_program.Floats] = {}
-        self._rooted: dict[int, list[tuple[tree_program.Tree, tuple[tuple[int, float], ...]]]] = {}
-        # Rings have as many edges each, so none is preferred: the fewer there are, the better.
-        self.ways = np.ones(len(self._columns))
-        for index, column in enumerate(self._columns):
-            if len(column) < solved.program.edges.num_devices:
-                self.ways[index] = self._paths(index)[0][1][0][1]
-
-    def _paths(self, index: int) -> list[tuple[tree_program.Tree, tuple[tuple[int, float], ...]]]:
-        """Returns a column's trees, each with its center and its ends as roots, and their ways."""
-        if index not in self._rooted:
-            edges, column = self.solved.program.edges, self._columns[index]
-            trees = [column]
-            if len(column) == edges.num_devices:  # A ring.
-                trees = [tuple(edge for edge in column if edge != left) for left in column]
-            self._rooted[index] = [(tree, edges.roots(tree)) for tree in trees]
-        return self._rooted[index]
 
     @classmethod
     def of_trees(cls, edges: tree_program.Edges) -> Source | None:
@@ -100,93 +64,107 @@ class Source:
         for root in range(edges.num_devices):
             for nearness in _NEARNESS:
                 program.add(edges.tree(prices, root, nearness))
-        return cls(solved)
+        return cls(solved, np.array([edges.roots(tree)[0][1] for tree in program.trees]))
 
     @classmethod
-    def of_rings(cls, edges: tree_program.Edges, rings: Sequence[tuple[int, ...]]) -> Source | None:
+    def of_rings(
+        cls, edges: tree_program.Edges, rings: Sequence[tree_program.Tree]
+    ) -> Source | None:
         """Returns the paths along rings, with rates of their own program; None if one is free."""
-        numbers = [
-            tuple(sorted(int(edges.number[pair]) for pair in itertools.pairwise((*ring, ring[0]))))
-            for ring in rings
-        ]
-        unit = min(float(edges.load(ring).max()) for ring in numbers)
+        unit = min((float(edges.load(ring).max()) for ring in rings), default=0.0)
         if not unit:
             return None
         program = tree_program.TreeProgram(edges, unit)
-        for ring in numbers:
+        for ring in rings:
             program.add(ring)
-        return cls(tree_program.Solved(program, *program.solve(), 0.0))
+        # Rings have as many edges each, so none is preferred: the fewer there are, the better.
+        return cls(tree_program.Solved(program, *program.solve(), 0.0), np.ones(len(rings)))
 
-    def streams(self, shape: Shape) -> Streams:
-        """Returns the streams of few trees with short ways."""
-        if shape.slack not in self._rates:
-            found = tree_program.shallow_rates(self.solved, self.ways, shape.slack)
-            self._rates[shape.slack] = found
-        rates, program = self._rates[shape.slack], self.solved.program
-        used = np.flatnonzero(rates > 1e-3 * rates.sum())
+    def least_seconds(self, num_bytes: int) -> float:
+        """Returns the time of the busiest link, with the latencies of about the number of packs."""
+        return num_bytes * self._solved.program.unit / float(self._solved.rates.sum())
+
+    def streams(self, num_packs: int, slack: float, fill: float | None, from_ends: bool) -> Streams:
+        """Returns the streams of few trees with short ways.
+
+        Args:
+          num_packs: about how many packs there are.
+          slack: how much longer the busiest link may be busy than it must, so that fewer trees are
+            needed.
+          fill: how many packs are in flight along a tree, relative to the number that are on their
+            way if none waits; None for no windows.
+          from_ends: whether each tree is used with both ends of its longest path as roots, rather
+            than with its center.
+        """
+        if slack not in self._rates:
+            self._rates[slack] = tree_program.shallow_rates(self._solved, self._ways, slack)
+        program, rates = self._solved.program, self._rates[slack]
+        columns = [
+            (column, float(rate), float(way))
+            for column, rate, way in zip(program.trees, rates, self._ways, strict=True)
+            if rate > 1e-3 * rates.sum()
+        ]
         # The longer a tree's part takes along its way, the more packs it is cut into.
-        busy = float((rates * self.ways)[used].sum())
+        busy = sum(rate * way for _, rate, way in columns)
         streams = []
-        for index in map(int, used):
-            paths = self._paths(index)
-            for edges, all_roots in paths:
-                # Rooted at both ends, each link begins with copies up one of two trees.
-                roots = all_roots[1:] if shape.from_ends else all_roots[:1]
-                rate = float(rates[index]) / len(paths) / len(roots)
-                count = max(1, round(shape.num_packs * rate * float(self.ways[index]) / busy))
-                for root, way in roots:
-                    pairs = [program.edges.pairs[edge] for edge in edges]
-                    window = shape.fill and max(
-                        1, math.ceil(shape.fill * rate * way / program.unit)
+        for column, rate_of_all, column_way in columns:
+            trees = [column]
+            if len(column) == program.edges.num_devices:  # A ring.
+                trees = [tuple(edge for edge in column if edge != left) for left in column]
+            # Rooted at both ends, each link begins with copies up one of two trees.
+            rate = rate_of_all / len(trees) / (2 if from_ends else 1)
+            count = max(1, round(num_packs * rate * column_way / busy))
+            for tree in trees:
+                center, *ends = program.edges.roots(tree)
+                for root, way in ends if from_ends else [center]:
+                    window = fill and max(1, math.ceil(fill * rate * way / program.unit))
+                    pairs = [program.edges.pairs[edge] for edge in tree]
+                    streams.append(
+                        Stream(
+                            copy_tree.rooted(pairs, root),
+                            rate,
+                            count,
+                            window if window and window < count else None,
+                        )
                     )
-                    window = window if window and window < count else None
-                    streams.append(Stream(copy_tree.rooted(pairs, root), rate, count, window))
         return tuple(streams)
 
 
-def rings_of(topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """Finds Hamiltonian rings of direct links."""
+def rings_of(topology: Topology) -> list[tree_program.Tree]:
+    """Finds Hamiltonian rings of direct links; returns the numbers of their edges."""
     devices = topology.num_devices
-    joined = {(link.source, link.target) for link in topology.direct_links}
+    direct = {(link.source, link.target) for link in topology.direct_links}
     near = [
         [
             other
             for _, other in sorted(
                 (-topology.bandwidth(device, other), other)
                 for other in range(devices)
-                if {(device, other), (other, device)} <= joined
+                if {(device, other), (other, device)} <= direct
             )
         ]
         for device in range(devices)
     ]
+    number = tree_program.Edges(topology).number
+    rings: list[tree_program.Tree] = []
+    paths: list[tuple[int, ...]] = [(0,)]
     # A machine may have no ring or hide it well; no search of this kind is worth more steps.
-    steps = itertools.islice(itertools.count(), 50_000)
-
-    def extend(ring: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if len(ring) == devices:
-            # Each ring is found in both directions; one is enough.
-            if ring[0] in near[ring[-1]] and ring[1] < ring[-1]:
-                yield ring
-            return
-        for device in near[ring[-1]]:
-            if device not in ring and next(steps, None) is not None:
-                yield from extend((*ring, device))
-
-    return tuple(itertools.islice(extend((0,)), _MOST_RINGS)) if devices > 2 else ()
+    for _ in range(_STEPS_TO_RINGS):
+        if not paths or len(rings) == _MOST_RINGS:
+            break
+        path = paths.pop()
+        if len(path) < devices:
+            paths += [(*path, device) for device in reversed(near[path[-1]]) if device not in path]
+        # Each ring is found in both directions; one is enough.
+        elif path[0] in near[path[-1]] and path[1] < path[-1]:
+            edges = zip(path, (*path[1:], path[0]), strict=True)
+            rings.append(tuple(sorted(int(number[edge]) for edge in edges)))
+    return rings
 
 
-def simple_streams(topology: Topology, num_packs: int | None) -> Iterator[Streams]:
-    """Yields the trees of simple algorithms in turn, which are good for small data."""
-    devices = topology.num_devices
-    counts = {1, 2, 3, 4, 6, 8, devices, 2 * devices} if num_packs is None else {num_packs}
-    for count in sorted(counts):
-        for make in (copy_tree.star, copy_tree.chain, copy_tree.binomial, copy_tree.two_level):
-            of_root = [len(range(root, count, devices)) for root in range(devices)]
-            yield tuple(
-                Stream(make(devices, root), float(packs), packs)
-                for root, packs in enumerate(of_root)
-                if packs
-            )
+def num_packs(streams: Sequence[Stream]) -> int:
+    """Returns the number of packs of all streams."""
+    return sum(stream.num_packs for stream in streams)
 
 
 def deal(streams: Sequence[Stream], num_bytes: int) -> schedules.Schedule:

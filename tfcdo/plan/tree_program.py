@@ -66,6 +66,7 @@ class Edges:
         self._edge_of, self._resource_of = np.array(edges, np.int64), np.array(resources, np.int64)
         self._seconds_of = np.array(seconds)
         # The seconds per byte of each resource's slowest link.
+        self._roots: dict[Tree, tuple[tuple[int, float], ...]] = {}
         self.slowest = np.zeros(self.num_resources)
         np.maximum.at(self.slowest, self._resource_of, self._seconds_of)
 
@@ -108,6 +109,8 @@ class Edges:
         With each root comes the longest way of a byte from a leaf to the root and to a leaf, in
         seconds.
         """
+        if tree in self._roots:
+            return self._roots[tree]
         near: list[list[int]] = [[] for _ in range(self.num_devices)]
         for edge in tree:
             one, other = self.pairs[edge]
@@ -124,7 +127,9 @@ class Edges:
                     seen.append(other)
         longest = way.max(0) + way.max(1)
         ends = np.unravel_index(int((way + way.T).argmax()), way.shape)
-        return tuple((int(root), float(longest[root])) for root in (longest.argmin(), *ends))
+        roots = tuple((int(root), float(longest[root])) for root in (longest.argmin(), *ends))
+        self._roots[tree] = roots
+        return roots
 
 
 class TreeProgram:

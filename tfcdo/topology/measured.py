@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import hashlib
 import math
@@ -11,6 +10,7 @@ import pathlib
 import re
 
 import msgspec
+import numpy as np
 
 from tfcdo import log
 from tfcdo.cache_folder import cache_folder, write_whole
@@ -46,16 +46,9 @@ class Measured:
         """
         if not self.nccl:
             return None
-        sizes = [size for size, _ in self.nccl]
-        above = bisect.bisect_left(sizes, num_bytes)
-        if above == 0:
-            return self.nccl[0][1]
-        (low, fast) = self.nccl[above - 1]
-        if above == len(sizes):
-            return fast * num_bytes / low
-        high, slow = self.nccl[above]
-        part = math.log(num_bytes / low) / math.log(high / low)
-        return fast * math.pow(slow / fast, part)
+        sizes, seconds = np.array(self.nccl).T
+        between = np.interp(math.log(max(num_bytes, 1)), np.log(sizes), np.log(seconds))
+        return math.exp(float(between)) * max(1.0, num_bytes / float(sizes[-1]))
 
 
 def read(path: str | os.PathLike[str]) -> Measured:

@@ -8,13 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from tfcdo import checks
 from tfcdo.topology.links import LATENCY, Resource, link_name, ordered_pairs
-from tfcdo.topology.routes import (
-    NVLINK_V100,
-    Route,
-    crossbar_routes,
-    mesh_routes,
-    pcie_routes,
-)
+from tfcdo.topology.routes import NVLINK_V100, Route, crossbar_routes, mesh_routes, pcie_routes
 from tfcdo.topology.topology import Topology
 
 NVLINK_P100 = 20e9
@@ -32,8 +26,9 @@ _DGX1_P100_LINKS = {
 }  # fmt: skip
 
 
-def _dgx1(name: str, nvlinks: Mapping[tuple[int, int], float]) -> Topology:
-    return Topology.from_routes(name, 8, mesh_routes(8, nvlinks, sockets=[0] * 4 + [1] * 4))
+def _dgx1(name: str, nvlinks: Mapping[tuple[int, int], int], bandwidth: float) -> Topology:
+    speeds = {pair: count * bandwidth for pair, count in nvlinks.items()}
+    return Topology.from_routes(name, 8, mesh_routes(8, speeds, sockets=[0] * 4 + [1] * 4))
 
 
 def dgx1() -> Topology:
@@ -45,26 +40,22 @@ def dgx1() -> Topology:
     References:
       NVIDIA, "NVIDIA DGX-1 With Tesla V100 System Architecture", 2017.
     """
-    links = {pair: count * NVLINK_V100 for pair, count in _DGX1_LINKS.items()}
-    return _dgx1("dgx1", links)
+    return _dgx1("dgx1", _DGX1_LINKS, NVLINK_V100)
 
 
 def dgx1_p100() -> Topology:
     """Describes an NVIDIA DGX-1 with P100: 8 GPUs, 4 NVLinks of 20 GB/s each.
 
     Two fully joined groups of four, and one link between each device and its partner, four further.
-
-    References:
-      NVIDIA, "NVIDIA DGX-1 With Tesla V100 System Architecture", 2017.
     """
-    links = {pair: count * NVLINK_P100 for pair, count in _DGX1_P100_LINKS.items()}
-    return _dgx1("dgx1_p100", links)
+    return _dgx1("dgx1_p100", _DGX1_P100_LINKS, NVLINK_P100)
 
 
 def nvswitch(num_devices: int = 8) -> Topology:
     """Describes devices on a full crossbar: each has a port in and a port out, of 12 x 25 GB/s."""
-    routes = crossbar_routes(num_devices, 12 * NVLINK_V100)
-    return Topology.from_routes("nvswitch", num_devices, routes)
+    return Topology.from_routes(
+        "nvswitch", num_devices, crossbar_routes(num_devices, 12 * NVLINK_V100)
+    )
 
 
 def pcie(num_devices: int = 4) -> Topology:
@@ -74,8 +65,7 @@ def pcie(num_devices: int = 4) -> Topology:
     path up and the other's path down, 10 GB/s each.
     """
     switches = [device // 2 for device in range(num_devices)]
-    routes = pcie_routes(switches, {})
-    return Topology.from_routes("pcie", num_devices, routes)
+    return Topology.from_routes("pcie", num_devices, pcie_routes(switches, {}))
 
 
 def shared_memory(num_devices: int = 8) -> Topology:
@@ -108,10 +98,7 @@ def _separate_wires(
 
 _FIXED: Mapping[str, Callable[[], Topology]] = {"dgx1": dgx1, "dgx1_p100": dgx1_p100}
 _SCALABLE: Mapping[str, Callable[..., Topology]] = {
-    "nvswitch": nvswitch,
-    "pcie": pcie,
-    "shared_memory": shared_memory,
-    "fully_connected": fully_connected,
+    make.__name__: make for make in (nvswitch, pcie, shared_memory, fully_connected)
 }
 PRESETS: tuple[str, ...] = (*_FIXED, *_SCALABLE)
 # Every two devices have a link: more would be a mistake, and fill the memory.
@@ -147,12 +134,9 @@ def preset(name: str, num_devices: int | None = None) -> Topology:
 def _preset(name: str, num_devices: int | None) -> Topology:
     if name not in PRESETS:
         raise ValueError(f"unknown topology {name!r}; known are {', '.join(PRESETS)}")
-    machine = {**_FIXED, **_SCALABLE}[name]()
-    if num_devices is None:
-        return machine
-    most = _MAX_DEVICES if name in _SCALABLE else machine.num_devices
-    if num_devices > most:
+    most = _MAX_DEVICES if name in _SCALABLE else 8
+    if num_devices is not None and num_devices > most:
         raise ValueError(f"num_devices of {name!r} must be at most {most}; got {num_devices}")
-    if name in _SCALABLE:
-        return _SCALABLE[name](num_devices)
-    return machine.subset(range(num_devices))
+    if name in _FIXED:
+        return _FIXED[name]().subset(range(num_devices or most))
+    return _SCALABLE[name]() if num_devices is None else _SCALABLE[name](num_devices)

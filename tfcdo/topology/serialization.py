@@ -7,14 +7,12 @@ because JSON has no infinity.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from tfcdo.topology.links import LATENCY, Link, Resource
+from tfcdo.topology.links import LATENCY
 
 
 class ResourceDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,64 +80,6 @@ def decode(text: str) -> TopologyDocument:
         raise ValueError(f"not a topology: {_explain(str(error), content)}") from None
 
 
-def describe(fields: Mapping[str, Any]) -> TopologyDocument:
-    """Returns the document of a topology's fields."""
-    resources = fields["resources"]
-    return TopologyDocument(
-        name=fields["name"],
-        num_devices=fields["num_devices"],
-        addition_bandwidth=_none_if_unlimited(fields["addition_bandwidth"]),
-        serial_reduction=fields["serial_reduction"],
-        resources=tuple(
-            ResourceDocument(name=one.name, bandwidth=_none_if_unlimited(one.bandwidth))
-            for one in resources
-        ),
-        links=tuple(
-            LinkDocument(
-                source=link.source,
-                target=link.target,
-                latency=link.latency,
-                resources=tuple(resources[index].name for index in link.resources),
-                via_host=link.via_host,
-            )
-            for link in fields["links"]
-        ),
-    )
-
-
-def fields(document: TopologyDocument) -> dict[str, Any]:
-    """Returns the fields of the topology that a document describes."""
-    numbers = {resource.name: number for number, resource in enumerate(document.resources)}
-    links = []
-    for position, link in enumerate(document.links):
-        unknown = [name for name in link.resources if name not in numbers]
-        if unknown:
-            raise ValueError(
-                f'not a topology: links[{position}].resources must hold names that "resources" of '
-                f"the topology have; got {_abbreviate(unknown[0])}"
-            )
-        held = tuple(numbers[name] for name in link.resources)
-        links.append(Link(link.source, link.target, link.latency, held, link.via_host))
-    return {
-        "name": document.name,
-        "num_devices": document.num_devices,
-        "resources": tuple(
-            Resource(one.name, _infinite_if_none(one.bandwidth)) for one in document.resources
-        ),
-        "links": tuple(links),
-        "addition_bandwidth": _infinite_if_none(document.addition_bandwidth),
-        "serial_reduction": document.serial_reduction,
-    }
-
-
-def _none_if_unlimited(bandwidth: float) -> float | None:
-    return None if bandwidth == math.inf else bandwidth
-
-
-def _infinite_if_none(bandwidth: float | None) -> float:
-    return math.inf if bandwidth is None else bandwidth
-
-
 def _explain(message: str, content: Any) -> str:
     """Returns msgspec's message with the place in front and what was given there at the end."""
     wanted, _, path = message.partition(" - at `$")
@@ -152,9 +92,10 @@ def _explain(message: str, content: Any) -> str:
     of_object = re.fullmatch(r"(?:(\w+)\[\d+\])?", path)
     if of_object:
         wanted += f" (fields: {', '.join(_FIELDS[of_object[1] or ''].__struct_fields__)})"
-    return f"{place}{wanted[0].lower()}{wanted[1:]}; got {_abbreviate(given)}"
+    return f"{place}{wanted[0].lower()}{wanted[1:]}; got {abbreviate(given)}"
 
 
-def _abbreviate(value: Any) -> str:
+def abbreviate(value: Any) -> str:
+    """Returns a value as JSON, cut after 80 characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -236,7 +236,29 @@ class Topology:
 
     def to_document(self) -> serialization.TopologyDocument:
         """Returns the document that describes this topology in JSON."""
-        return serialization.describe(vars(self))
+        names = [resource.name for resource in self.resources]
+        return serialization.TopologyDocument(
+            name=self.name,
+            num_devices=self.num_devices,
+            addition_bandwidth=_none_if_unlimited(self.addition_bandwidth),
+            serial_reduction=self.serial_reduction,
+            resources=tuple(
+                serialization.ResourceDocument(
+                    name=one.name, bandwidth=_none_if_unlimited(one.bandwidth)
+                )
+                for one in self.resources
+            ),
+            links=tuple(
+                serialization.LinkDocument(
+                    source=link.source,
+                    target=link.target,
+                    latency=link.latency,
+                    resources=tuple(names[index] for index in link.resources),
+                    via_host=link.via_host,
+                )
+                for link in self.links
+            ),
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
@@ -264,7 +286,27 @@ class Topology:
     @classmethod
     def from_document(cls, document: serialization.TopologyDocument) -> Topology:
         """Returns the topology that a document describes."""
-        return cls(**serialization.fields(document))
+        numbers = {resource.name: number for number, resource in enumerate(document.resources)}
+        links = []
+        for position, link in enumerate(document.links):
+            unknown = [name for name in link.resources if name not in numbers]
+            if unknown:
+                raise ValueError(
+                    f"not a topology: links[{position}].resources must hold names that "
+                    f'"resources" of the topology have; got {serialization.abbreviate(unknown[0])}'
+                )
+            held = tuple(numbers[name] for name in link.resources)
+            links.append(Link(link.source, link.target, link.latency, held, link.via_host))
+        return cls(
+            document.name,
+            document.num_devices,
+            tuple(
+                Resource(one.name, _infinite_if_none(one.bandwidth)) for one in document.resources
+            ),
+            tuple(links),
+            _infinite_if_none(document.addition_bandwidth),
+            document.serial_reduction,
+        )
 
     @classmethod
     def from_nvidia_smi(cls, text: str) -> Topology:
@@ -281,3 +323,11 @@ class Topology:
         """
         num_devices, routes = nvidia_smi.read_routes(text)
         return cls.from_routes("nvidia-smi", num_devices, routes)
+
+
+def _none_if_unlimited(bandwidth: float) -> float | None:
+    return None if bandwidth == math.inf else bandwidth
+
+
+def _infinite_if_none(bandwidth: float | None) -> float:
+    return math.inf if bandwidth is None else bandwidth
