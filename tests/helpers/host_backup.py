@@ -3,7 +3,7 @@
     tfcdo launch --workers 2 host_backup.py FOLDER FAULT ...
 
 The first fault is the first run's, and so on: a signal to the last host. After "SIGKILL,0" host 0
-has lost its memory, as on a new machine. Snapshots are made after each batch, backups after an epoch.
+has lost its memory, as on a new machine. Each batch has a snapshot, each epoch a backup.
 """
 
 from __future__ import annotations

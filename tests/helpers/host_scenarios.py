@@ -17,23 +17,6 @@ import host_values
 import keras
 import numpy as np
 import tensorflow as tf
-from host_keras import (
-    in_sync,  # noqa: F401
-    jit,  # noqa: F401
-    mended_keras,  # noqa: F401
-    mixed_float16,  # noqa: F401
-    other_weights,  # noqa: F401
-    sharded_state,  # noqa: F401
-)
-from host_unlike import (
-    unlike_correct,  # noqa: F401
-    unlike_refused,  # noqa: F401
-)
-from host_wire import (
-    functions_end,  # noqa: F401
-    requires_nccl,  # noqa: F401
-    wire_between,  # noqa: F401
-)
 
 import tfcdo
 from tfcdo.keras import weight_by_examples
@@ -160,11 +143,6 @@ def end_of_data(strategy: Any) -> dict[str, np.ndarray]:
         )
     model.fit(data, epochs=2, verbose=0)
     return {**_weights(model, strategy), "steps": optimizer.iterations.numpy()}
-
-
-def values(strategy: Any) -> None:
-    """Reduces and gathers values of every kind; numpy says what comes out."""
-    host_values.check(strategy)
 
 
 def explained(strategy: Any) -> None:

@@ -21,7 +21,7 @@ COPIED = (*DTYPES, tf.bool)
 SHAPE = (3, 5)
 
 
-def check(strategy: Any) -> None:
+def values(strategy: Any) -> None:
     """Checks everything: eagerly, and in functions where hosts have several devices."""
     case = _Case(strategy)
     modes: list[Any] = [lambda body: body, lambda body: tf.function(body, autograph=False)]
