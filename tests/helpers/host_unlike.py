@@ -192,7 +192,7 @@ def unlike_correct(strategy: Any) -> None:
             assert name is not None
             machine = dataclasses.replace(assumed, name=name, **slow)
             measured.save(measured.Measured(machine, "2026-01-02"))
-        _check_sums(strategy)
+        _check_sums(strategy, {})
     with contextlib.ExitStack() as stack:
         if not is_chief:
             machine = dataclasses.replace(preset("pcie", count), **slow)
@@ -200,18 +200,18 @@ def unlike_correct(strategy: Any) -> None:
                 mock.patch.object(detection, "_choose", return_value=(machine, "for a test"))
             )
         detection._detect.cache_clear()
-        _check_sums(strategy)
+        _check_sums(
+            strategy,
+            {"wire_between": "bfloat16"},
+            {"cross_device_ops": tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")},
+            {"cross_device_ops": tfcdo.AllReduceCrossDeviceOps("packed_trees", 0)},
+        )
     detection._detect.cache_clear()
 
 
-def _check_sums(strategy: Any) -> None:
-    """Checks dense values and rows, with nothing cast and with each cast."""
-    for arguments in (
-        {},
-        {"wire_between": "bfloat16"},
-        {"cross_device_ops": tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")},
-        {"cross_device_ops": tfcdo.AllReduceCrossDeviceOps("packed_trees", 0)},
-    ):
+def _check_sums(strategy: Any, *settings: dict[str, Any]) -> None:
+    """Checks dense values and rows, with the arguments of some strategies."""
+    for arguments in settings:
         other = _strategy(strategy, **arguments)
         _dense(other)
         _rows(other)
