@@ -1,4 +1,4 @@
-"""The examples, against training on one device; two of them have their own files."""
+"""The examples, against training on one device; that of Ray has its own file."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import contextlib
 import functools
 import io
 import pathlib
+import re
 import runpy
+import tempfile
 import types
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
+import warm_python
 from absl.testing import parameterized
 
 import tfcdo
@@ -107,6 +110,24 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
         with contextlib.redirect_stdout(printed):
             example.main()
         self.assertIn("on each device: {2772.0}", printed.getvalue())
+
+    def test_two_workers_save_one_model(self):
+        """As docs/several-hosts.md says."""
+        folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        done = warm_python.run(
+            *("-m", "tfcdo.cli.main", "launch", "--workers", "2", "--devices-per-worker", "2"),
+            *(str(_EXAMPLES / "multi_worker.py"), "--epochs", "2", "--folder", str(folder)),
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        # One worker speaks for all, and nobody else has written to the folder.
+        self.assertEqual(set(re.findall(r"^worker \d", done.stdout, re.MULTILINE)), {"worker 0"})
+        self.assertIn("Training on 4 replicas", done.stdout)
+        self.assertIn("Epoch 2/2", done.stdout)
+        self.assertEqual([path.name for path in folder.iterdir()], ["model.keras"])
+        accuracy = float(re.findall(r"accuracy ([\d.]+)$", done.stdout, re.MULTILINE)[-1])
+        self.assertGreater(accuracy, 0.95)
+        model = tf.keras.models.load_model(folder / "model.keras")
+        self.assertEqual(model.count_params(), 16 * 64 + 64 + 64 * 10 + 10)
 
 
 if __name__ == "__main__":

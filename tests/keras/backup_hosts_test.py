@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import subprocess
-import sys
 import tempfile
 
 import host_backup
@@ -20,18 +18,11 @@ class BackupHostsTest(tf.test.TestCase):
     def launch(self, *faults: str) -> tuple[pathlib.Path, subprocess.CompletedProcess[str]]:
         """Trains with a number of faults; returns the folder with the results, and the output."""
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        command = [
-            *(warm_python.executable(), "-m", "tfcdo.cli.main", "launch", "--workers", "2"),
+        result = warm_python.run(
+            *("-m", "tfcdo.cli.main", "launch", "--workers", "2"),
             *("--max-restarts", str(sum(fault.startswith("SIGKILL") for fault in faults))),
             *(host_backup.__file__, str(folder), *faults),
-        ]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "CUDA_VISIBLE_DEVICES": "-1",
-        }
-        result = subprocess.run(
-            command, env=environment, text=True, capture_output=True, timeout=_TIMEOUT, check=False
+            seconds=_TIMEOUT,
         )
         self.assertEqual(result.returncode, 0, result.stderr)
         return folder, result
