@@ -55,10 +55,12 @@ class CheckpointTest(TrainingTestCase):
         train_eagerly(model, strategy, range(2, 4), DATA)
         self.assert_same_training(undisturbed(), model, 2e-5)
 
-    def test_load_model_on_two_devices(self):
+    @parameterized.parameters(2, 0)
+    def test_load_model_elsewhere(self, count):
         path = self._path("m.keras")
         half_trained().save(path)
-        strategy = strategy_of(2)
+        # Without a scope: on TensorFlow's default strategy.
+        strategy = strategy_of(count) if count else tf.distribute.get_strategy()
         with strategy.scope():
             model = keras.models.load_model(path)
         self.assertTrue(model.optimizer.shard_optimizer_state)

@@ -120,7 +120,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             return
         if not self.inner_optimizer.built:
             strategy = self._distribution_strategy
-            if self.shard_optimizer_state and len(strategy.extended.worker_devices) > 1:
+            # TensorFlow's default strategy, with one replica, has no list of devices.
+            several = strategy.num_replicas_in_sync > 1
+            if self.shard_optimizer_state and several and len(strategy.extended.worker_devices) > 1:
                 self._shards = sharding.deal(strategy, variables)
             with updates.accumulated_on_each_replica(self.inner_optimizer, self._shards):
                 self.inner_optimizer.build(variables)
