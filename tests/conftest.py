@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import warm_python
 
-_LONG = ("multi_worker_test.py", "faults_test.py", "hosts_test.py", "demo_test.py")
+_LONG = ("multi_worker", "faults", "hosts", "backup_hosts", "demo")  # Each is NAME_test.py.
 
 
 def pytest_configure(config: Any) -> None:
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     config.hook.pytest_deselected(items=left_out)
     kept = [item for item in items if item.name != "test_session"]
     # The others keep their order.
-    items[:] = sorted(kept, key=lambda item: item.path.name not in _LONG)
+    items[:] = sorted(kept, key=lambda item: item.path.stem.removesuffix("_test") not in _LONG)
 
 
 def pytest_collection_finish(session: Any) -> None:

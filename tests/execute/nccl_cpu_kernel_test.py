@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
-import nccl_cpu_kernel
 import nccl_on_cpu
 import numpy as np
 import tensorflow as tf
@@ -25,7 +24,7 @@ REDUCTIONS: dict[str, Any] = {"sum": np.sum, "max": np.max}
 
 
 def setUpModule() -> None:
-    nccl_cpu_kernel.load()
+    nccl_on_cpu.load()
 
 
 def all_reduce(

@@ -242,12 +242,7 @@ class ArgumentsTest(LaunchTestCase):
         (["--hosts", "", "--index", "0", "train.py"], "must be 'host:port'"),
     )  # fmt: skip
     def test_a_wrong_argument_gets_one_line(self, arguments: list[str], named: str):
-        result = self.launch(*arguments, script="mark('started')")
-        self.assertEqual((result.returncode, result.stdout), (2, ""))
-        (line,) = result.stderr.splitlines()
-        self.assertStartsWith(line, "tfcdo: ")
-        self.assertIn(named, line)
-        self.assertFalse((self.folder / "started").exists())
+        self.assert_refused(named, *arguments)
 
     def test_a_port_in_use_is_named_before_anything_starts(self):
         with socket.socket() as server:
