@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -168,19 +169,20 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         """Says how far each host was behind the others in the last steps.
 
         The host that enters a collective last waits least in it, so hosts compare how long they
-        waited in each step; their clocks may differ. The numbers are of the last 10 to 20 steps,
-        seconds old. The first host logs hosts that are late in 90 % of them, once a minute at most.
+        waited in each of the last 10 to 20 steps; their clocks may differ.
 
         Returns:
-          One for each host, in their order; empty on one host, before 10 steps, and a minute after
-          the last collective.
+          One for each host, in their order; empty on one host, before 10 steps, a minute after the
+          last collective, and after the first host has ended.
 
         Example:
           >>> tfcdo.MultiWorkerMirroredStrategy().host_delays()  # Without TF_CONFIG.
           ()
         """
         joined = session.current()
-        return () if joined is None else joined.watch.host_delays()
+        with contextlib.suppress(tf.errors.UnavailableError):  # The first host keeps the numbers.
+            return () if joined is None else joined.watch.host_delays()
+        return ()
 
 
 def is_chief() -> bool:
