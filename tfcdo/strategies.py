@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import collections
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -166,14 +166,13 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         return ops
 
     def host_delays(self) -> tuple[HostDelay, ...]:
-        """Says how far each host was behind the others in the last steps.
+        """Says how far each host was behind the others in the last 10 to 20 steps.
 
-        The host that enters a collective last waits least in it, so hosts compare how long they
-        waited in each of the last 10 to 20 steps; their clocks may differ.
+        The host that enters a collective last waits least in it, so hosts compare their waits.
 
         Returns:
-          One for each host, in their order; empty on one host, before 10 steps, a minute after the
-          last collective, and after the first host has ended.
+          One for each host, in their order; empty on one host, without 10 recent steps, and when
+          the first host has ended.
 
         Example:
           >>> tfcdo.MultiWorkerMirroredStrategy().host_delays()  # Without TF_CONFIG.
@@ -181,7 +180,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         """
         joined = session.current()
         with contextlib.suppress(tf.errors.UnavailableError):  # The first host keeps the numbers.
-            return () if joined is None else joined.watch.host_delays()
+            return joined.watch.host_delays() if joined else ()
         return ()
 
 
@@ -248,8 +247,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         }
         joined = session.current()
         if joined is not None:
-            # The rendezvous has compared the first strategy's. TensorFlow's constructor would wait
-            # without end for hosts that make another strategy.
+            # TensorFlow's constructor would wait without end for hosts with another strategy.
             joined.agree({"what": "strategy", **settings})
         if not tf_internals.tensorflow_has_started():
             _prepare(cluster, settings, devices_per_worker, timeout)
