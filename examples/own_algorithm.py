@@ -24,14 +24,14 @@ def ring_in_order(order: Sequence[int]) -> tuple[CopyTree, ...]:
 
 
 def milliseconds(algorithm: algorithms.Algorithm, num_bytes: int) -> float:
-    """Returns what an all-reduce takes on a DGX-1, simulated."""
+    """Returns the simulated time of an all-reduce on a DGX-1."""
     machine = preset("dgx1")
     schedule = algorithms.scheduler(algorithm, machine)(num_bytes, None)
     return 1e3 * simulator.robust_seconds(schedule, machine)
 
 
 def all_reduce(trees: Sequence[CopyTree], devices: Sequence[str]) -> list[tf.Tensor]:
-    """Executes it: sums what the replicas hold; returns the sum on each device."""
+    """Executes it: sums the replicas' values; returns the sum on each device."""
     strategy = tf.distribute.MirroredStrategy(
         devices, cross_device_ops=tfcdo.AllReduceCrossDeviceOps(trees)
     )
@@ -46,7 +46,7 @@ def all_reduce(trees: Sequence[CopyTree], devices: Sequence[str]) -> list[tf.Ten
 
 
 def main() -> None:
-    """Shows the first tree, and what the algorithm takes and gives."""
+    """Shows the first tree, the time and the sums of the algorithm."""
     trees = ring_in_order(ALONG_NVLINKS)
     print("the first tree's parents:", trees[0].parents)
     for name, algorithm in ("ring", "ring"), ("along NVLinks", trees):

@@ -1,4 +1,4 @@
-"""Finds the user's folder for what is found out once, and writes files there."""
+"""Finds the user's folder for measurements, and writes files there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks what callers pass, so that the same mistake gives the same message."""
+"""Checks arguments, so that the same mistake gives the same message."""
 
 from __future__ import annotations
 

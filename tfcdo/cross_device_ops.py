@@ -36,7 +36,7 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
         on that device; returns their sum or another combination. None for
         `tf.math.add_n`, in 32 bits for 16-bit floats. `tf.IndexedSlices` are always added by index.
       sparse_as_dense: how `tf.IndexedSlices` are sent; see `AllReduceCrossDeviceOps`.
-      wire_dtype: see `AllReduceCrossDeviceOps`. What is on the device already is not rounded, and
+      wire_dtype: see `AllReduceCrossDeviceOps`. Values already on the device are exact, and
         the result only if it is copied from there.
       error_feedback: see `AllReduceCrossDeviceOps`.
 
@@ -121,10 +121,10 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         `tf.IndexedSlices` always are. Only gradients are cast: batches of several values. Single
         numbers and values that a strategy reduces alone (losses, metrics, statistics of
         synchronized layers, variables) are exact. NCCL adds in `wire_dtype` itself.
-      error_feedback: add what the casts of a step lose to the gradients of the next step, so that
+      error_feedback: add the rounding errors of a step to the gradients of the next step, so that
         over many steps nothing is lost: with all-reduces in a `tf.function`, or eagerly in batches
         of the same shapes. It is kept in variables, saved by `tf.train.Checkpoint(ops=...)` and set
-        to 0 by `reset_error_feedback`. What NCCL loses in its additions is lost.
+        to 0 by `reset_error_feedback`. The errors of NCCL's additions are not kept.
 
     Raises:
       ValueError: if a number is negative, the algorithm is unknown, NCCL is required with another

@@ -1,4 +1,4 @@
-"""Tells what Keras is doing, from the functions that are being called."""
+"""Finds Keras's current call, from the functions that are being called."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _full_name(node: ast.AST, modules: dict[str, str]) -> str:
 
 
 def _exists(name: str) -> bool:
-    """Imports what a name starts with, and follows the rest."""
+    """Imports a name's module, and follows the rest."""
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
         return True

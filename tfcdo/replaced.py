@@ -12,7 +12,7 @@ _MISSING = object()
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replaces an attribute of one object for a while."""
-    # By way of `vars`, as Keras's optimizers track what is assigned to them.
+    # By way of `vars`, as Keras's optimizers track their attributes.
     attributes = vars(owner)
     before = attributes.get(name, _MISSING)
     attributes[name] = value

@@ -59,7 +59,7 @@ class ReducesStructures:
     def explain(
         self, shapes: Iterable[Any], dtype: Any = "float32", shard_optimizer_state: bool = False
     ) -> Explanation:
-        """Says what all-reducing such a batch in this strategy does, without doing it.
+        """Describes the all-reduce of such a batch in this strategy, without running it.
 
         Packs are in the order in which they are sent. On several hosts these are the devices, links
         and packs of this host; `bytes_between_hosts` is what it sends to the others.

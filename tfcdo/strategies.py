@@ -185,7 +185,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
 
 
 def is_chief() -> bool:
-    """Tells whether this process writes what only one may: checkpoints, models, logs.
+    """Tells whether this process is the one that writes checkpoints, models and logs.
 
     Returns:
       Whether this host is the first one of the current strategy, else of TF_CONFIG; True for a
@@ -218,7 +218,7 @@ class _MirroredExtended(ReplicaExtended, tf_internals.MirroredExtended):
 
 
 class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
-    """Does the strategy's work for TensorFlow: devices, variables, and who reduces what."""
+    """Does the strategy's work for TensorFlow: devices, variables, and reductions."""
 
     def __init__(
         self,
@@ -375,7 +375,7 @@ def _prepare(
     devices_per_worker: int | None,
     timeout: float,
 ) -> None:
-    """Does what can only be done before TensorFlow starts."""
+    """Prepares the process before TensorFlow starts."""
     has_gpus = bool(tf.config.get_visible_devices("GPU"))
     if devices_per_worker is not None and not has_gpus:
         virtual_devices.configure_virtual_cpus(devices_per_worker)

@@ -1,4 +1,4 @@
-"""The floor: one fused pass that reads what K devices hold and writes their sum, once."""
+"""The floor: one fused pass that reads the values of K devices and writes their sum, once."""
 
 from __future__ import annotations
 

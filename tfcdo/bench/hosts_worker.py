@@ -82,7 +82,7 @@ class _Training:
         return [tuple(variable.shape) for variable in self._model.trainable_variables]
 
     def count_wrong(self, tolerance: float) -> int:
-        """All-reduces known values as large as the gradients; counts what differs from numpy."""
+        """All-reduces known values as large as the gradients; counts differences from numpy."""
         addends = [
             [_draw_values(shape, replica) for replica in range(self.num_replicas)]
             for shape in self.gradient_shapes

@@ -1,6 +1,6 @@
 """Opens the link between the workers of a measurement: a loopback interface of their own.
 
-In a network namespace of its own, the interface carries only what the workers send, so that its
+In a network namespace of its own, the interface carries only the workers' data, so that its
 counter of bytes is exact, and its rate can be limited without touching the machine's network.
 """
 
@@ -25,7 +25,7 @@ _SECONDS = 20.0
 
 
 class LinkError(RuntimeError):
-    """Says why a link cannot be had here, and what would help."""
+    """Says why a link cannot be had here, with the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Measurement:
     """Measurement of one implementation or strategy; None for what its bench does not measure.
 
     Attributes:
-      name: what the tables call it.
+      name: its name in tables.
       kind: `OURS`, `TENSORFLOW`, or what else it is compared with.
       seconds: median time of a call or step; of an implementation, minus the baseline's.
       spread: distance between the quartiles of the same times, in seconds.

@@ -1,4 +1,4 @@
-"""Turns an implementation into a step that can be timed, and checks what it computes."""
+"""Turns an implementation into a step that can be timed, and checks its results."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def all_reduce(
 
 @dataclasses.dataclass(frozen=True)
 class TimedStep:
-    """A step that can be timed, and what was found out while it was built.
+    """A step that can be timed, and the facts that were found while it was built.
 
     Attributes:
       step: all-reduces once and waits for the end.
@@ -140,7 +140,7 @@ def build(data: Data, reduce: implementations.Reduce | None) -> TimedStep:
     step = _synchronous(function, data.devices)
     step()
     first_call = time.perf_counter() - start
-    # Traced once more, so that what is timed hands nothing to Python.
+    # Traced once more, so that nothing that is timed calls Python.
     wrong = 0 if reduce is None else data.num_wrong(_returning(data, reduce)())
     return TimedStep(step, first_call, count_nodes(function), wrong)
 

@@ -30,7 +30,7 @@ class WorkerError(RuntimeError):
 
 
 class WorkerLostError(WorkerError):
-    """Says that a worker has ended, and what it wrote last."""
+    """Says that a worker has ended, with its last output."""
 
 
 class WorkerTimeoutError(WorkerLostError):

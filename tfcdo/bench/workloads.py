@@ -1,4 +1,4 @@
-"""Describes what is all-reduced: one value of a given size, or the gradients of a model."""
+"""Describes the values to all-reduce: one value of a given size, or the gradients of a model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Workload:
     """Values that are all-reduced together.
 
     Attributes:
-      name: what the tables call it.
+      name: its name in tables.
       shapes: the shape of each value.
       dtype: the name of the dtype of all of them.
     """

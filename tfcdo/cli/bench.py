@@ -308,7 +308,7 @@ def _write_json(
 
 
 def _as_json(one: results.Measurement) -> dict[str, object]:
-    """Returns what was measured, and bandwidths; None for NaN, which JSON does not have."""
+    """Returns the measurements and bandwidths; None for NaN, which JSON does not have."""
     bandwidths = {"algbw": one.algbw, "busbw": one.busbw} if one.count else {}
     return dataclasses.asdict(one) | {
         name: None if math.isnan(value) else value for name, value in bandwidths.items()

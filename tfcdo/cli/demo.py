@@ -48,7 +48,7 @@ class Digits:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of a table: what was checked, the result, and the wanted result."""
+    """One line of a table: the name of a check, its result, and the wanted result."""
 
     subject: str
     result: str

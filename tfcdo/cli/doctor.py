@@ -97,7 +97,7 @@ def _print(report: examination.Report, found: Sequence[findings.Finding], consol
 
 
 def _facts(report: examination.Report) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yields what is known of the machine: headings, and the lines below them."""
+    """Yields the facts about the machine: headings, and the lines below them."""
     names = ("tfcdo", "tensorflow", "keras", "python", "numpy")
     versions = [f"{name} {getattr(report.versions, name, None) or 'none'}" for name in names]
     versions.append(f"built for cuda {getattr(report.versions, 'cuda', None) or 'none'}")

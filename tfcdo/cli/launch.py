@@ -248,7 +248,7 @@ def _workers(
     gpus: Sequence[str],
     elastic: pool.Pool | None,
 ) -> Iterator[Sequence[worker.WorkerSpec]]:
-    """Gives what each worker of one run is; on one host, with free ports of its own."""
+    """Gives the place of each worker of one run; on one host, with free ports of its own."""
     with contextlib.ExitStack() as stack:
         if hosts is None:
             assert count is not None

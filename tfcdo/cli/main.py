@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-# A module that may be missing: what pip calls it, and the extra that brings it.
+# A module that may be missing: its name for pip, and the extra that brings it.
 _EXTRAS = {
     "click": ("click", "cli"),
     "rich": ("rich", "cli"),

@@ -128,7 +128,7 @@ def progress(console: Console) -> Iterator[Callable[..., Iterable[Any]]]:
         rich_progress.TimeRemainingColumn(),
         rich_progress.TextColumn("{task.description}", markup=False),
     )
-    # Without refreshes by a thread, which would run in the middle of what is being timed.
+    # Without refreshes by a thread, which would run in the middle of a measurement.
     with rich_progress.Progress(
         *columns,
         console=console,
@@ -148,7 +148,7 @@ def progress(console: Console) -> Iterator[Callable[..., Iterable[Any]]]:
 
 @contextlib.contextmanager
 def quiet_start() -> Iterator[None]:
-    """Holds back what is written to standard error while TensorFlow is imported and started.
+    """Holds back the output to standard error while TensorFlow is imported and started.
 
     `TF_CPP_MIN_LOG_LEVEL` alone does not do it: the C++ half of recent versions also logs before
     it has read that variable, straight to file descriptor 2. If the block raises, what was held
@@ -186,7 +186,7 @@ def refuse(*cases: tuple[object, str]) -> None:
 
 
 def require_matplotlib() -> None:
-    """Raises before time is spent on what matplotlib would draw."""
+    """Raises if matplotlib is missing, before time is spent on data for it."""
     importlib.import_module("matplotlib")
 
 

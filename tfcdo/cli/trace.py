@@ -1,4 +1,4 @@
-"""`tfcdo trace`: runs a script and writes what its all-reduces really did."""
+"""`tfcdo trace`: runs a script and writes the timeline of its all-reduces."""
 
 from __future__ import annotations
 

@@ -68,11 +68,11 @@ class Agreement:
         self._store = store
         self._cluster = cluster
         self._timeout = timeout
-        self._lock = threading.Lock()  # Guards what follows; never held while waiting.
+        self._lock = threading.Lock()  # Guards the next three; never held while waiting.
         self._own: dict[str, Description] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = 0
-        self._reading = threading.Lock()  # One thread at a time reads what others announce.
+        self._reading = threading.Lock()  # One thread at a time reads the others' announcements.
         self._announced: dict[int, dict[str, Description]] = {h: {} for h in cluster.others}
 
     def number(self, description: Description, size: int) -> int:
@@ -222,7 +222,7 @@ class Agreement:
             next_line += LOG_AFTER
 
     def _heard(self, host: int, timeout: float) -> Mapping[str, Description]:
-        """Reads what a host has announced since this was last asked; returns all of it."""
+        """Reads a host's announcements since the last call; returns all that there are."""
         with self._reading:
             heard = self._announced[host]
             while True:
@@ -240,7 +240,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def brief(description: Description) -> str:
-    """Names a description in a message: what it is for, and a collective's first values."""
+    """Names a description in a message: its purpose, and a collective's first values."""
     if "values" not in description:
         return str(description.get("what", "collective"))
     values = description["values"]

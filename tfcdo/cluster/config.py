@@ -1,4 +1,4 @@
-"""Reading and checking what a process is told about its cluster, before any server starts."""
+"""Reading and checking a process's description of its cluster, before any server starts."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tfcdo.cluster.agreement import LATE, Agreement, Store, digest
 from tfcdo.cluster.errors import LateHostError
 
 # A key comes back after this many uses of its kind: long after the last one has ended, and
-# TensorFlow, which keeps what it learns of a key, keeps no more than this for each collective.
+# TensorFlow never forgets a key; this is all that it keeps for each collective.
 _ROUNDS = 64
 
 

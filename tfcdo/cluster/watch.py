@@ -1,4 +1,4 @@
-"""An eye on the collectives of this process: says who is waited for, ends what waits too long.
+"""An eye on the collectives of this process: says who is waited for, ends waits that are too long.
 
 TensorFlow's own time-out of a collective keeps a thread asleep for each one that has been started,
 for as long as the time-out is; and its error names neither the collective nor the host.
@@ -23,7 +23,7 @@ _INTERVAL = 1.0  # Seconds between two looks.
 # From then on, this looks whether another host has given up. TensorFlow, which does not say why,
 # counts a host as gone 10 s after its last heartbeat.
 _NEWS_AFTER = 4.0
-_SUSPECT_AFTER = 10.0  # From then on, other hosts can read what this one waits in.
+_SUSPECT_AFTER = 10.0  # From then on, other hosts can read where this one waits.
 _FORGET_AFTER = 60.0  # Until then, the waits in a kind that is no longer used are compared.
 _STATUS_TIMEOUT = 0.05
 
@@ -152,7 +152,7 @@ class Watch:
         self._abort(late, reason)
 
     def _publish(self, status: str | None) -> None:
-        """Lets the other hosts read what this one waits in."""
+        """Lets the other hosts read where this one waits."""
         if status == self._published:
             return
         key = f"waiting/{self._cluster.index}"

@@ -39,7 +39,7 @@ class Machine:
       description: of these, in words.
       on_cpu: whether they are virtual CPU devices.
       gpus_of_nvidia_smi: names of the driver's GPUs.
-      topology: JSON of what joins the examined devices.
+      topology: JSON of the examined devices' topology.
       topology_reason: how it was found.
       nccl_problem: why NCCL cannot run; empty if it can.
       nccl_remedy: how it could.

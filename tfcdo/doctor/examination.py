@@ -54,7 +54,7 @@ class Report:
 
     @property
     def topology(self) -> Topology | None:
-        """Returns what joins the devices."""
+        """Returns the topology of the devices."""
         return (
             Topology.from_json(self.machine.topology) if isinstance(self.machine, Machine) else None
         )

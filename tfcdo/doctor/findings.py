@@ -32,7 +32,7 @@ class Finding:
 
 
 def findings_of(report: Report) -> list[Finding]:
-    """Lists what a report says."""
+    """Lists the findings of a report."""
     parts = (_tf_config, _versions, _machine, _pairs, _slow_links, _sums)
     return [finding for part in parts for finding in part(report)]
 

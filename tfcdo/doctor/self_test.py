@@ -26,7 +26,7 @@ _SLOTS_OF_ADAM = 2
 
 
 class Patient:
-    """The devices of this process, and what can be asked about them."""
+    """The devices of this process, and the questions about them."""
 
     def __init__(self, count: int | None) -> None:
         tf.get_logger().setLevel("ERROR")

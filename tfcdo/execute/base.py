@@ -180,7 +180,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         devices: Sequence[str] | None = None,
         shard_optimizer_state: bool = False,
     ) -> Explanation:
-        """Says what all-reducing such a batch would do, without doing it.
+        """Describes the all-reduce of such a batch, without running it.
 
         Args:
           shapes: the shape of each value, fully known, in any form that `tf.TensorShape` takes.
@@ -256,7 +256,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
     def reduce_to_owners(
         self, values: Sequence[Any], owners: Sequence[int], devices: Sequence[str]
     ) -> Owned:
-        """Sums each value on its owner, one of the devices; `Owned.send` sends what comes of it."""
+        """Sums each value on its owner, one of the devices; `Owned.send` sends the new values."""
         found = self._plans_of("sum", request.check_owned(values, owners, devices))
         return Owned(tuple(self._run(found)), tuple(found))
 

@@ -147,7 +147,7 @@ class Exchange:
 
     Args:
       network: the connection to the other hosts.
-      description: what must be the same on all hosts; "collectives" is their number.
+      description: the facts that must be the same on all hosts; "collectives" is their number.
     """
 
     def __init__(self, network: Network, description: Mapping[str, Any]) -> None:

@@ -73,7 +73,7 @@ class PackCodec:
         return sent if scale is None else [*sent, scale]
 
     def decode(self, sent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Makes the tensors again, on the current device, of a copy of what `encode` returned."""
+        """Makes the tensors again, on the current device, of a copy of the result of `encode`."""
         if not self.codec.scale or not sent:
             return [decode(bits, self.dtype) for bits in sent]
         *encoded, scale = sent

@@ -50,7 +50,7 @@ class PackExplanation:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Describes what a class does with a batch of values of one dtype.
+    """Describes the all-reduce of a batch of values of one dtype.
 
     Attributes:
       ops: the `repr` of the object that was asked.

@@ -1,4 +1,4 @@
-"""Error feedback: what the casts of one step lose is added to what they cast in the next one.
+"""Error feedback: the rounding errors of one step are added to the values of the next one.
 
 The residuals are variables, one for each tensor that a device casts: they are kept where they were
 lost, and saved in checkpoints. Whose residuals they are is known by the structure of the batch, the
@@ -26,7 +26,7 @@ _lock = threading.RLock()
 
 
 class Residuals:
-    """What the casts of a batch have lost: one variable for each tensor that a device casts.
+    """The rounding errors of a batch: one variable for each tensor that a device casts.
 
     `track` is called with a name and each new variable, so that it is saved in checkpoints.
     """
@@ -124,7 +124,7 @@ class ErrorFeedback(tf_internals.Trackable):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ErrorFeedback:
-        """Makes one without residuals: what was lost is to be added once only."""
+        """Makes one without residuals: an error is to be added once only."""
         return ErrorFeedback()
 
     @property

@@ -33,7 +33,7 @@ class NcclStatus:
     Attributes:
       can_run: whether it can.
       reason: why, or why not.
-      remedy: what to do if it cannot; empty if it can.
+      remedy: the remedy if it cannot; empty if it can.
     """
 
     can_run: bool
@@ -77,7 +77,7 @@ def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
 
 
 def _problem_of_devices(devices: Sequence[str]) -> tuple[str, str] | None:
-    """Returns the reason why NCCL cannot run and what to do about it, or None if it can."""
+    """Returns the reason why NCCL cannot run and the remedy, or None if it can."""
     if not all(devices):
         return (
             "the devices of the values are not known while this function is traced",

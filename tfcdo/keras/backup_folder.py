@@ -242,7 +242,7 @@ def read(file: IO[bytes]) -> tuple[Header, Arrays]:
 
 
 def _with_path(error: OSError, name: str, path: pathlib.Path) -> OSError:
-    """Returns the same error, whose message says what could not be written."""
+    """Returns the same error, whose message names the file."""
     return type(error)(
         error.errno,
         f"{name} cannot be written, {str(path)!r}: {error.strerror or error}; the backups before "

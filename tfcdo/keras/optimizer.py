@@ -231,7 +231,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         return [name for name in super().__dir__() if name != "inner_optimizer"]
 
     def get_config(self) -> dict[str, Any]:
-        """Returns what `from_config` makes the same optimizer from."""
+        """Returns the config from which `from_config` makes the same optimizer."""
         return {
             "name": self.name,
             "optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
@@ -242,7 +242,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> DistributedOptimizer:
-        """Makes an optimizer, without variables, from what `get_config` returned."""
+        """Makes an optimizer, without variables, from a config of `get_config`."""
         optimizer = keras.saving.deserialize_keras_object(config["optimizer"], custom_objects)
         sharded = config.get("shard_optimizer_state", False)
         return cls(optimizer, name=config.get("name"), shard_optimizer_state=sharded)

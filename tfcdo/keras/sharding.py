@@ -42,7 +42,7 @@ class Shards:
 
     @property
     def ops(self) -> ConfiguredCrossDeviceOps:
-        """Returns what sums and sends."""
+        """Returns the cross-device ops."""
         cross_device_ops: ConfiguredCrossDeviceOps = self.strategy.extended._cross_device_ops
         return cross_device_ops
 
@@ -155,7 +155,7 @@ class _Owner(tf.distribute.ReplicaContext):
         local = shards.strategy.extended._get_replica_id_in_sync_group(index)
         super().__init__(shards.strategy, local)
         self._index = index
-        self.extended = self  # What `merge_call` hands over as a strategy.
+        self.extended = self  # `merge_call` passes it on as a strategy.
 
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function at once, with a strategy that has only this replica."""

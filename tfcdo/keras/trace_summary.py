@@ -12,7 +12,7 @@ from tfcdo.tracing.recording import Profiler
 
 
 class TraceSummary(Callback):
-    """Prints after an epoch how much of a step all-reduces took, and what of it was exposed.
+    """Prints after an epoch how much of a step all-reduces took, and how much of it was exposed.
 
     TensorFlow's profiler records a few steps of the epoch, which takes a little time; the first
     steps of an epoch are left out, as they also trace graphs and fill caches.

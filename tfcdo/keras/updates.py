@@ -67,7 +67,7 @@ def accumulated_on_each_replica(
 ) -> Iterator[None]:
     """Has an optimizer that is built within keep one gradient accumulator for each replica.
 
-    What Keras makes is one value that all replicas are supposed to share. Here each replica adds to
+    Keras makes one value that all replicas are supposed to share. Here each replica adds to
     its own, and what is saved in the midst of an accumulation is the sum of all, as it is on one
     device.
 
@@ -108,7 +108,7 @@ def of_one_kind(
     replica has a gradient; rows become a table if another replica has a table.
     """
     if len(gradients) != len(variables):
-        return list(gradients)  # Keras says what is wrong.
+        return list(gradients)  # Keras raises the error.
     devices = strategy.extended.worker_devices
     return [
         _of_one_kind(gradient, list(variable.shape), devices)
@@ -117,7 +117,7 @@ def of_one_kind(
 
 
 def _copied(gradient: Any, device: str) -> Any:
-    """Copies what all replicas share, which TensorFlow's classes would count once for all."""
+    """Copies tensors of all replicas, which TensorFlow's classes would count once for all."""
     with tf.device(device):
         return tf.identity(gradient)
 

@@ -1,4 +1,4 @@
-"""Packing: which ranges of which values form which pack, and what of it is sent as one tensor."""
+"""Packing: which ranges of which values form which pack, and which are sent as one tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfcdo.plan.plan import FusedTensor, PlannedPack, Slice
 from tfcdo.plan.schedule import Schedule, cut
 from tfcdo.topology.topology import Topology
 
-# What an op costs on top of its work, roughly, on a CPU: 64 KiB at 10 GB/s.
+# The rough cost of an op, besides its work, on a CPU: 64 KiB at 10 GB/s.
 _SECONDS_PER_OP = 6.5e-6
 
 

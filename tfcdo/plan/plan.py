@@ -78,7 +78,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What a caller asks for: values that are reduced together.
+    """A caller's question: values that are reduced together.
 
     Attributes:
       op: "sum", "mean" or "gather".
@@ -196,7 +196,7 @@ IDENTITY = Codec()
 
 @dataclasses.dataclass(frozen=True)
 class RootStep:
-    """What the root does with a sum, in this order, before the result is broadcast.
+    """The root's work on a sum, in this order, before the result is broadcast.
 
     Attributes:
       hosts: how the sums of other hosts are added: "" for one host, "sum" by one collective,

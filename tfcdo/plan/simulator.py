@@ -88,8 +88,8 @@ def simulate(
     once it holds the result of the pack that is waited for.
 
     Args:
-      schedule: what to run, in bytes.
-      topology: what to run it on.
+      schedule: the schedule, in bytes.
+      topology: the machine.
       jitter: each task takes `1 + jitter * u` times as long, `u` uniform between -1 and 1; from 0
         to 1, so that no task takes less than no time.
       seed: draws the jitter, and which of the copies that have waited equally long goes first. None
@@ -144,8 +144,8 @@ def robust_seconds(
     longest way allow without jitter, so no time is below `tfcdo.plan.lower_bound_seconds`.
 
     Args:
-      schedule: what to run, in bytes.
-      topology: what to run it on.
+      schedule: the schedule, in bytes.
+      topology: the machine.
       jitter: see `simulate`.
       num_seeds: how many runs to take the median of; by default 20, and fewer, down to 3, of
         schedules of thousands of copies.

@@ -1,4 +1,4 @@
-"""What a plan comes to: its schedule, bytes, collectives, and the name of its rounding errors."""
+"""Facts about a plan: its schedule, bytes, collectives, and the name of its rounding errors."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def solve(edges: Edges, known: Iterable[Tree] = (), gap: float = 1e-3) -> Solved
     """Finds trees whose rates are within a gap of the best; None if copies take no time.
 
     `known` are trees to begin with. Others come from prices that rise with each tree's load, which
-    soon gives all trees of a good solution; column generation adds what is missing.
+    soon gives all trees of a good solution; column generation adds the missing ones.
     """
     devices = edges.num_devices
     if devices == 1:

@@ -24,8 +24,8 @@ def draw_gantt(schedule: Schedule, topology: Topology, title: str = "") -> Figur
     """Draws the simulated transfers over time, with a lane for each link, port, bridge or adder.
 
     Args:
-      schedule: what is run, in bytes.
-      topology: what it is run on.
+      schedule: the schedule, in bytes.
+      topology: the machine.
       title: a line above the picture.
 
     Returns:
@@ -116,7 +116,7 @@ def _name_adder(device: int, topology: Topology) -> str:
 
 
 def _explain_bars(schedule: Schedule, colors: Sequence[Color]) -> list[Any]:
-    """Returns the entries of the legend that say what the colours mean."""
+    """Returns the legend's entries for the colours."""
     roots = sorted({pack.tree.root for pack in schedule.packs})
     pale = Patch(color=make_paler((0.3, 0.3, 0.3)), label="pale: the sum, on its way down")
     explained = roots[:_MAX_ROOTS_EXPLAINED]

@@ -40,7 +40,7 @@ def place_devices(topology: Topology) -> Positions:
 
 
 def draw_machine(axes: Axes, topology: Topology, positions: Positions) -> None:
-    """Draws the devices and the links between them, and what the kinds of links mean.
+    """Draws the devices, the links between them, and a legend of the kinds of links.
 
     A link is an arrow if the one in the other direction is not of the same kind.
     """
@@ -87,7 +87,7 @@ def set_limits(axes: Axes) -> None:
 
 
 class _LinkKind(NamedTuple):
-    """Holds what one line of the legend says of some links."""
+    """Holds one line of the legend, about some links."""
 
     bandwidth: float
     shared: bool  # With links of other devices.
@@ -125,7 +125,7 @@ def _pairs_by_kind(topology: Topology) -> dict[_LinkKind, list[tuple[int, int]]]
 
 
 def _describe_links_via_host(topology: Topology) -> str:
-    """Returns what the legend says of the pairs without a direct link; "" if there are none."""
+    """Returns the legend's line for the pairs without a direct link; "" if there are none."""
     direct = {(link.source, link.target) for link in topology.direct_links}
     via_host = [pair for pair in topology.link_by_pair if pair not in direct]
     if not via_host:

@@ -48,7 +48,7 @@ def trace(
     draw: str | os.PathLike[str] | None = None,
     topology: Topology | None = None,
 ) -> Iterator[Trace]:
-    """Writes what the all-reduces in a block really do, edge by edge, as a Chrome trace.
+    """Writes the all-reduces of a block, edge by edge, as a Chrome trace.
 
     Record few steps, after one or two that trace graphs and fill caches. Ops that run eagerly have
     no names, so only all-reduces in a `tf.function`, as in Keras's `fit`, are found.
@@ -87,7 +87,7 @@ def trace(
     try:
         yield traced
     finally:
-        # Also what ran before an error is worth a look.
+        # The time before an error is worth a look, too.
         traced.recording = profiler.stop()
         chrome.write(traced.recording, written)
         if drawn:
@@ -113,7 +113,7 @@ def save(recording: Recording, path: pathlib.Path) -> None:
 
 
 def draw_trace(recording: Recording) -> Figure:
-    """Draws the edges of a typical step over time, and below what was planned for them."""
+    """Draws the edges of a typical step over time, and below them the plan."""
     from tfcdo.plot import figures
 
     pictures: list[tuple[str, list[figures.Bar]]] = []

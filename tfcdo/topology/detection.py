@@ -19,7 +19,7 @@ _TIMEOUT_SECONDS = 10.0
 
 
 class _NvidiaSmiError(Exception):
-    """Says why nvidia-smi did not report what joins the GPUs."""
+    """Says why nvidia-smi did not report the GPUs' links."""
 
 
 def detect(devices: Sequence[str]) -> Topology:
@@ -210,7 +210,7 @@ def _number_by_uuid() -> Mapping[str, int]:
 
 @functools.lru_cache(maxsize=4)
 def _run_nvidia_smi(*arguments: str) -> str:
-    """Returns what nvidia-smi prints."""
+    """Returns the output of nvidia-smi."""
     command = " ".join(("nvidia-smi", *arguments))
     try:
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""Infers what the links of a machine share, from the times of copies alone and together."""
+"""Infers the shared resources of a machine's links, from the times of copies alone and together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines what a machine is made of: resources, and the links that transfers take."""
+"""Defines the parts of a machine: resources, and the links that transfers take."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tfcdo.cache_folder import cache_folder, write_whole
 from tfcdo.topology.serialization import TopologyDocument
 from tfcdo.topology.topology import Topology
 
-# What another version has measured may mean something else.
+# A measurement of another version may mean something else.
 _VERSION = 2
 
 
@@ -29,7 +29,7 @@ class _MeasuredDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A measured topology, whose name says what the devices are, and when it was measured.
+    """A measured topology, whose name names the devices, and says when it was measured.
 
     `nccl` holds bytes on each device, ascending, and the seconds of an all-reduce by NCCL; it is
     empty where NCCL does not run.

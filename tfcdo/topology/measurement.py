@@ -1,4 +1,4 @@
-"""Measures what joins the devices of this machine, and what they do themselves."""
+"""Measures the links between the devices of this machine, and the devices' additions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROUNDS = 15
 MOST_DEVICES = 16
 _NCCL_SIZES = (2**16, 2**20, 2**24, 2**27)
 
-# Called with the part that is done, from 0 to 1, and what is being measured.
+# Called with the part that is done, from 0 to 1, and the name of the measurement.
 Progress = Callable[[float, str], None]
 
 
@@ -51,7 +51,7 @@ def measure(
       progress: called with the part that is done and what is being measured.
 
     Returns:
-      The topology, whose name says what the devices are.
+      The topology, whose name names the devices.
 
     Raises:
       ValueError: if there are no devices, more than 16, one twice, or they are of several kinds.

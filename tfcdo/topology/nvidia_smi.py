@@ -1,4 +1,4 @@
-"""Reads what joins the GPUs of a machine in the table of `nvidia-smi topo -m`."""
+"""Reads the links of a machine's GPUs in the table of `nvidia-smi topo -m`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from tfcdo.topology.links import reached
 from tfcdo.topology.routes import NVLINK_V100, Route, crossbar_routes, mesh_routes, pcie_routes
 
-# What an NVLink carries each way from V100 to H200; the table does not say which GPUs these are.
+# Bandwidth of an NVLink each way, from V100 to H200; the table does not say which GPUs these are.
 _NVLINK = NVLINK_V100
 # No GPU has more NVLinks than this; where a row adds up to more, a switch hands them out.
 _MAX_NVLINKS = 18

@@ -1,4 +1,4 @@
-"""Defines topologies: what joins the devices of a machine, how fast, and what those links share."""
+"""Defines topologies: devices, the links between them, and the resources that links share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfcdo.topology import nvidia_smi, serialization
 from tfcdo.topology.links import Link, Resource, check_links, link_name, ordered_pairs, reached
 from tfcdo.topology.routes import Route
 
-# What the names of topologies begin with that were measured.
+# The names of measured topologies begin with this.
 MEASURED = "measured "
 
 
@@ -28,7 +28,7 @@ class Topology:
     Attributes:
       name: how reports call it.
       num_devices: how many devices there are.
-      resources: what the links are made of.
+      resources: the resources that the links hold.
       links: one link for each ordered pair of devices.
       addition_bandwidth: bytes of one operand that a device adds per second; `math.inf` if
         additions cost nothing next to the copies.
@@ -313,7 +313,7 @@ class Topology:
         """Reads the table of `nvidia-smi topo -m`; see `tfcdo.topology.nvidia_smi.read_routes`.
 
         Args:
-          text: what the command printed.
+          text: the output of the command.
 
         Returns:
           A topology over the GPUs of the table, in its order.

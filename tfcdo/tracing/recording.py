@@ -1,4 +1,4 @@
-"""Runs TensorFlow's profiler and keeps what it saw of all-reduces."""
+"""Runs TensorFlow's profiler and keeps its records of all-reduces."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Recording:
         return found
 
     def planned_tasks(self, runs: Sequence[EdgeRun]) -> tuple[simulator.Task, ...]:
-        """Simulates what was planned for the all-reduce that some edges are of."""
+        """Simulates the plan of the all-reduce that some edges are of."""
         plan = edges.plan_of(runs, self.planned)
         schedule = plan.schedule() if plan else None
         if plan is None or schedule is None:
@@ -96,7 +96,7 @@ class Profiler:
         self._folder = folder
 
     def stop(self) -> Recording:
-        """Stops the profiler and reads what it wrote."""
+        """Stops the profiler and reads its files."""
         if self._folder is None:
             raise RuntimeError("start the profiler before it is stopped")
         folder, self._folder = self._folder, None

@@ -127,7 +127,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Returns what is in both of two lists of intervals, each as `union` returns it."""
+    """Returns the intersection of two lists of intervals, each as `union` returns it."""
     common, i, j = [], 0, 0
     while i < len(one) and j < len(other):
         start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
