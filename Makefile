@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 4 --dist worksteal
 PYTEST := $(BIN)/python -m pytest $(WORKERS)
 
-.PHONY: help demo test test-fast test-versions lint wheel check-wheel coverage docs compat faults bench third-party clean
+.PHONY: help demo test test-fast test-versions lint wheel check-wheel coverage docs compat faults ray-test bench third-party clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -67,6 +67,12 @@ compat: $(VENV)/.installed-dev ## Run TensorFlow's classes and tfcdo's side by s
 faults: $(VENV)/.installed-dev ## Kill, stop, take away and add hosts of small trainings, half an hour: docs/faults.md
 	@PYTHONPATH=.:tests/helpers $(BIN)/python tools/faults.py docs/faults.md
 
+RAY := .venv-ray/bin
+ray-test: ## Kill, lose and add workers of a training on Ray Train
+	@[ -x $(RAY)/python ] || $(PYTHON) -m venv .venv-ray
+	@$(RAY)/pip install -q --disable-pip-version-check -e '.[ray,cli]'
+	@PYTHONPATH=.:tests/helpers $(RAY)/python tests/end_to_end/ray_test.py
+
 bench: $(VENV)/.installed-dev ## Measure everything on this machine, alone on it: docs/performance.md
 	@$(BIN)/python tools/performance.py docs/performance.md
 
@@ -78,7 +84,7 @@ third-party: ## Run programs of other libraries under both strategies: docs/thir
 	@$(THIRD_PARTY)/python tools/third_party.py docs/third-party.md $(PROGRAMS)
 
 clean: ## Remove .venv and all that the other targets made
-	rm -rf $(VENV) .venv-third-party build dist *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-third-party .venv-ray build dist *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find tfcdo tests tools pip_package -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment. A stamp names the extra that is installed and is as old as the pyproject.toml

@@ -1,4 +1,4 @@
-"""Which tests pytest runs, and what it says at the end of a run."""
+"""Which tests pytest runs, and in which processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import warm_python
 
-_LONG = ("multi_worker_test.py", "faults_test.py", "hosts_test.py", "demo_test.py")
+_LONG = ("multi_worker", "faults", "hosts", "backup_hosts", "demo")  # Each is NAME_test.py.
 
 
 def pytest_configure(config: Any) -> None:
@@ -40,22 +40,10 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     config.hook.pytest_deselected(items=left_out)
     kept = [item for item in items if item.name != "test_session"]
     # The others keep their order.
-    items[:] = sorted(kept, key=lambda item: item.path.name not in _LONG)
+    items[:] = sorted(kept, key=lambda item: item.path.stem.removesuffix("_test") not in _LONG)
 
 
 def pytest_collection_finish(session: Any) -> None:
     """Spares the garbage collector what has been imported: 5 % of the time that tests take."""
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Counts the NCCL tests: on a machine without a compiler they skip, which should be seen."""
-    counts = []
-    for outcome in ("passed", "failed", "error", "skipped"):
-        reports = terminalreporter.stats.get(outcome, [])
-        ours = [report for report in reports if "nccl" in report.nodeid.partition("::")[0]]
-        if ours:
-            counts.append(f"{len(ours)} {outcome}")
-    if counts:
-        terminalreporter.write_line(f"NCCL tests: {', '.join(counts)}")

@@ -12,18 +12,9 @@ VARIABLE = "TFCDO_CACHE_DIR"
 
 
 def cache_folder() -> pathlib.Path:
-    """Returns the folder in which measurements are kept; it may not exist yet.
+    """Returns the folder for measurements, which may not exist yet.
 
-    Returns:
-      What the environment variable `TFCDO_CACHE_DIR` names, or else the user's cache folder.
-
-    Raises:
-      RuntimeError: if the user has no home directory, as in a container whose user is a number.
-
-    Example:
-      >>> os.environ["TFCDO_CACHE_DIR"] = "/tmp/mine"
-      >>> str(cache_folder())
-      '/tmp/mine'
+    Raises a `RuntimeError` if the user has no home directory, as in a container.
     """
     given = os.environ.get(VARIABLE)
     try:
@@ -37,15 +28,7 @@ def cache_folder() -> pathlib.Path:
 
 
 def write_whole(file: pathlib.Path, content: bytes) -> None:
-    """Writes a file that others may be reading or writing: it appears whole or not at all.
-
-    Args:
-      file: the file; its folder is made if it is not there.
-      content: what it is to hold.
-
-    Raises:
-      OSError: if it cannot be written.
-    """
+    """Writes a file that others may be reading or writing: it appears whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as unfinished:
         new = pathlib.Path(unfinished) / file.name

@@ -159,8 +159,7 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
     ) -> None:
         common = class_options(wire_dtype, error_feedback, sparse_as_dense)
         algorithm = arguments.check_algorithm(all_reduce_alg)
-        read = arguments.read_topology(topology)
-        machine = read.topology if read else None
+        measured = arguments.read_topology(topology)
         arguments.check_require_nccl(require_nccl, algorithm)
         if num_packs is None and algorithm in ("nccl", "hierarchical_copy"):
             num_packs = 1
@@ -174,8 +173,7 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
             Options(
                 "hierarchical_copy" if nccl else algorithm,
                 packing,
-                machine,
-                read,
+                measured,
                 nccl="always" if nccl else "auto" if algorithm == "auto" else "never",
                 require_nccl=require_nccl,
                 **common,
@@ -186,7 +184,7 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
             num_packs=num_packs,
             agg_small_grads_max_bytes=agg_small_grads_max_bytes,
             agg_small_grads_max_group=agg_small_grads_max_group,
-            topology=machine,
+            topology=self._options.topology,
             require_nccl=require_nccl,
         )
 

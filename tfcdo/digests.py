@@ -41,12 +41,7 @@ class WeightComparison:
 
 
 def checked_at_first(train_function: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    """Returns a model's train function, whose first calls also compare all replicas.
-
-    Args:
-      train_function: makes the steps of one execution.
-      model: the model that it trains.
-    """
+    """Returns a model's train function, whose first calls also compare all replicas."""
     return functools.partial(_run_checked, train_function, model, [])
 
 
@@ -69,14 +64,9 @@ def _run_checked(
 
 
 def digest(tensor: tf.Tensor) -> tf.Tensor:
-    """Makes one number of all bits of a tensor, on its device.
+    """Makes one int64 of all bits of a tensor of numbers or bools, on its device.
 
-    Args:
-      tensor: numbers or bools, of any shape.
-
-    Returns:
-      An int64 scalar: equal for tensors of equal bits, and different, but for one chance in 2^64,
-      for others.
+    It is equal for tensors of equal bits and, but for one chance in 2^64, for no others.
     """
     if tensor.dtype.is_floating:
         tensor = tf.bitcast(tensor, _INTEGER_OF_SIZE[tensor.dtype.size])

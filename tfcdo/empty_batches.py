@@ -21,11 +21,7 @@ _LOCAL = threading.local()  # TensorFlow traces each replica in a thread of its 
 
 @contextlib.contextmanager
 def step_with(arguments: Sequence[tf.Tensor]) -> Iterator[None]:
-    """Notes whether a replica has examples, while its step is traced.
-
-    Args:
-      arguments: the tensors of the replica's batch. Only a batch of unknown size can be empty.
-    """
+    """Notes whether a replica has examples, while its step is traced with its batch's tensors."""
     before = vars(_LOCAL).copy()
     sizes = [tf.shape(one)[0] for one in arguments if one.shape.rank and one.shape[0] is None]
     _LOCAL.has_examples = tf.reduce_any(tf.stack(sizes) > 0) if sizes else None
@@ -46,9 +42,7 @@ def keep_statistic(variable: Any) -> None:
 def without_nan(values: Any) -> Any:
     """Returns values of a replica to sum; NaN counts as 0 on a replica without examples.
 
-    Args:
-      values: a structure of tensors, `tf.IndexedSlices` and None. It is returned as it is for a
-        step that assigns no moving statistic.
+    They are returned as they are for a step that assigns no moving statistic.
     """
     if not getattr(_LOCAL, "has_statistics", False):
         return values

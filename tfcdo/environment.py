@@ -22,20 +22,7 @@ CLUSTER_TOKEN = "TFCDO_CLUSTER_TOKEN"
 
 
 def devices_per_worker() -> int | None:
-    """Returns the number of devices that the launcher gave this worker.
-
-    Returns:
-      `TFCDO_DEVICES_PER_WORKER` as a number, or None if it is not set or empty: the worker then
-      uses the devices that TensorFlow shows.
-
-    Raises:
-      ValueError: If the variable is not a positive number.
-
-    Example:
-      >>> os.environ["TFCDO_DEVICES_PER_WORKER"] = "2"
-      >>> devices_per_worker()
-      2
-    """
+    """Returns the number of devices that the launcher gave this worker; None if it gave none."""
     text = os.environ.get(DEVICES_PER_WORKER, "").strip()
     if not text:
         return None

@@ -9,19 +9,11 @@ from absl import logging
 
 @functools.lru_cache(maxsize=256)
 def warn_once(message: str) -> None:
-    """Logs a warning the first time that this process calls it with this message.
-
-    Args:
-      message: the whole line: what happens instead of what was requested, why, and the remedy.
-    """
+    """Logs a warning the first time that this process calls it with this message."""
     logging.warning("tfcdo: %s", message)
 
 
 @functools.lru_cache(maxsize=256)
 def info_once(message: str) -> None:
-    """Logs a piece of information the first time that this process calls it with this message.
-
-    Args:
-      message: the whole line.
-    """
+    """Logs a piece of information the first time that this process calls it with this message."""
     logging.info("tfcdo: %s", message)

@@ -27,18 +27,8 @@ def averaged_when_read(options: Mapping[str, Any]) -> dict[str, Any]:
     """Chooses how a new variable is kept: a statistic by each replica, averaged when read.
 
     A statistic is a floating-point variable that is not trained, about whose replicas its creator
-    says nothing, and that belongs to no other variable, as an optimizer's do.
-
-    Args:
-      options: the arguments of `tf.Variable`.
-
-    Returns:
-      The arguments to use.
-
-    Example:
-      >>> options = averaged_when_read({"trainable": False, "dtype": "float32"})
-      >>> options["aggregation"].name
-      'MEAN'
+    says nothing, and that belongs to no other variable, as an optimizer's do. Takes and returns the
+    arguments of `tf.Variable`.
     """
     dtype = options.get("dtype")
     is_statistic = (
@@ -75,19 +65,10 @@ def is_averaged(value: Any) -> bool:
 
 
 def reduced(reduce: Callable[..., Any], reduce_op: Any, variable: Any, axis: Any) -> tf.Tensor:
-    """Reduces a variable over the replicas, in 64 bits.
+    """Reduces a variable that `is_averaged` over the replicas, in 64 bits, by a strategy's method.
 
     There the mean of equal numbers of fewer bits is that number: a variable that all replicas hold
     alike, such as the weights of a frozen layer, stays as it is.
-
-    Args:
-      reduce: a strategy's method.
-      reduce_op: SUM or MEAN, also as a string.
-      variable: one that `is_averaged`.
-      axis: as for the method.
-
-    Returns:
-      The result, in the variable's dtype.
     """
     own = [tf.cast(component.read_value(), tf.float64) for component in variable.values]
     result = reduce(reduce_op, tf_internals.per_replica(own), axis=axis)

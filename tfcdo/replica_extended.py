@@ -7,27 +7,54 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import checks, empty_batches, keras_steps, log, moving_statistics, tf_internals
+from tfcdo import (
+    checks,
+    empty_batches,
+    keras_calls,
+    keras_steps,
+    log,
+    moving_statistics,
+    tf_internals,
+)
 from tfcdo.cross_device_ops import AllReduceCrossDeviceOps, NcclAllReduce, ReductionToOneDevice
 from tfcdo.execute import nccl
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.explain import Explanation
-from tfcdo.structures import gather_structure, reduce_structure
 
 
 class ReducesStructures:
     """Has a strategy reduce and gather structures of values, as Keras 3 asks it to."""
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """Reduces a value, or each component of a structure of values; see `reduce_structure`."""
-        extended, reduce = self.extended, super().reduce  # type: ignore[attr-defined, misc]
-        several_hosts = extended._in_multi_worker_mode()
-        return reduce_structure(reduce, reduce_op, value, axis, several_hosts)
+        """Reduces a value, or each component of a structure of values.
+
+        Keras 3 asks for two things that TensorFlow's strategies do not do: it reduces scalars along
+        axis 0, where they have none, and whole batches, only to learn their shapes.
+        """
+        reduce = super().reduce  # type: ignore[misc]
+        if moving_statistics.is_averaged(value):
+            return moving_statistics.reduced(reduce, reduce_op, value, axis)
+        if axis is None and _is_symbolic_build(reduce_op):
+            several_hosts = self.extended._in_multi_worker_mode()  # type: ignore[attr-defined]
+            return tf.nest.map_structure(
+                lambda one: _for_its_shape(reduce, reduce_op, one, several_hosts), value
+            )
+        return tf.nest.map_structure(
+            lambda one: reduce(reduce_op, one, axis=None if _is_scalar(one) else axis), value
+        )
 
     def gather(self, value: Any, axis: Any) -> Any:
-        """Concatenates a value, or each of a structure of values; see `gather_structure`."""
-        gather = super().gather  # type: ignore[misc]
-        return gather_structure(self.extended, gather, value, axis)  # type: ignore[attr-defined]
+        """Concatenates a value, or each of a structure of values over the replicas, in one go."""
+        extended = self.extended  # type: ignore[attr-defined]
+        flat = tf.nest.flatten(value)
+        on_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+        if not tf.nest.is_nested(value) or not flat or on_replica:
+            # One value as TensorFlow has it; on a replica, its error. On several hosts what follows
+            # would take a replica's tensor for a component, and gather it.
+            return super().gather(value, axis)  # type: ignore[misc]
+        device = tf_internals.current_device() or extended._default_device or "/device:CPU:0"
+        gathered = extended._batch_gather_to([(one, device) for one in flat], axis)
+        return tf.nest.pack_sequence_as(value, [extended._local_results(g)[0] for g in gathered])
 
     def explain(
         self, shapes: Iterable[Any], dtype: Any = "float32", shard_optimizer_state: bool = False
@@ -63,6 +90,43 @@ class ReducesStructures:
         if not isinstance(ops, ConfiguredCrossDeviceOps):
             raise TypeError(f"cross_device_ops must be one of tfcdo's to be explained; got {ops!r}")
         return ops.explain(shapes, dtype, extended.worker_devices, shard_optimizer_state)
+
+
+def _components(value: Any) -> tuple[Any, ...]:
+    return value.values if isinstance(value, tf_internals.DistributedValues) else (value,)
+
+
+def _is_scalar(value: Any) -> bool:
+    component = _components(value)[0]
+    shape = getattr(component, "shape", None)
+    return isinstance(component, (int, float, complex)) or (
+        shape is not None and tf.TensorShape(shape).rank == 0
+    )
+
+
+def _is_symbolic_build(reduce_op: Any) -> bool:
+    """Tells whether Keras asks for a batch's shapes, by reducing it; nobody else may."""
+    is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+    return is_mean and keras_calls.is_in("symbolic_build")
+
+
+def _for_its_shape(reduce: Any, reduce_op: Any, value: Any, several_hosts: bool) -> Any:
+    """Returns the mean of a batch's component, or, where nobody can add it, a stand-in.
+
+    On several hosts it is always the stand-in: the value of this host's first replica. (Keras asks
+    outside of the strategy's scope, so the current strategy does not tell whether there are.)
+    """
+    if several_hosts or not _can_be_added(_components(value)):
+        return _components(value)[0]
+    return reduce(reduce_op, value, axis=None)
+
+
+def _can_be_added(components: Sequence[Any]) -> bool:
+    if not all(isinstance(component, tf.Tensor) for component in components):
+        return False
+    dtype, shape = components[0].dtype, components[0].shape
+    numeric = dtype.is_floating or dtype.is_integer or dtype.is_complex
+    return numeric and all(component.shape == shape for component in components)
 
 
 class ReplicaExtended:
@@ -134,12 +198,7 @@ class ReplicaExtended:
 def runs_flat(hint: str, ops: Any, devices: Sequence[str]) -> bool:
     """Returns whether NCCL all-reduces over all devices of all hosts at once, without copy trees.
 
-    Where it is asked for and cannot, this says why, once.
-
-    Args:
-      hint: the implementation that is to be used between hosts.
-      ops: how to reduce inside a host; None if the user leaves it open.
-      devices: this host's devices.
+    `hint` is the implementation asked for between hosts. Where NCCL cannot, this says why, once.
     """
     # One device a host: the collective between the hosts is over all devices already.
     if hint == "ring" or len(devices) == 1:

@@ -180,7 +180,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
           ()
         """
         joined = session.current()
-        return () if joined is None else joined.host_delays()
+        return () if joined is None else joined.watch.host_delays()
 
 
 def is_chief() -> bool:

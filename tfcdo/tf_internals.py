@@ -59,11 +59,7 @@ def mirrored(values: Sequence[Any]) -> Any:
 
 
 def canonical_device(device: str) -> str:
-    """Spells a device name in full, missing parts filled in from the current device scope.
-
-    Raises:
-      ValueError: if `device` is not a device name.
-    """
+    """Spells a device name in full, missing parts filled in from the current device scope."""
     name: str = _device_util.resolve(device)
     return name
 
@@ -79,14 +75,10 @@ def is_variable(value: Any) -> bool:
 
 
 def devices_of_values(value: Any) -> tuple[str, ...]:
-    """Returns the device of each component, in the order of the replicas.
+    """Returns the devices of a distributed value's components, in the order of the replicas.
 
-    Args:
-      value: a `PerReplica`, `Mirrored` or distributed variable.
-
-    Returns:
-      The device names; `""` for a component whose device is not known, as inside a `tf.function`
-      that takes the value as an argument, where TensorFlow's placer decides later.
+    `""` is a device that is not known, as inside a `tf.function` that takes the value as an
+    argument, where TensorFlow's placer decides later.
     """
     return tuple(_device_of(component) for component in value.values)
 
@@ -102,11 +94,7 @@ def replicas_of_plain_value() -> int:
     """Returns how many replicas a value stands for that is not distributed.
 
     In cross-replica context, MirroredStrategy passes one plain tensor if all replicas hold the same
-    object.
-
-    Returns:
-      The number of replicas of the strategy in whose cross-replica context this is; 1 elsewhere,
-      and where several hosts train together: there such a value is its host's.
+    object. Where several hosts train together, such a value is its host's.
     """
     if not tf.distribute.in_cross_replica_context():
         return 1
@@ -115,11 +103,7 @@ def replicas_of_plain_value() -> int:
 
 
 def devices_of_strategy() -> tuple[str, ...]:
-    """Returns the devices of this process that a strategy trains on.
-
-    Returns:
-      The devices of the strategy in whose cross-replica context this is; none elsewhere.
-    """
+    """Returns this process's devices of the strategy in whose cross-replica context this is."""
     if not tf.distribute.in_cross_replica_context():
         return ()
     return tuple(tf.distribute.get_strategy().extended.worker_devices)
@@ -153,7 +137,6 @@ def captured(tensor: tf.Tensor) -> tf.Tensor:
 
     TensorFlow does so by itself but in the gradient of a `tf.while_loop`, whose body knows only the
     tensors of the graph around it.
-
     """
     graph = tf.compat.v1.get_default_graph()
     if not getattr(graph, "is_control_flow_graph", False):
@@ -190,11 +173,7 @@ def last_restored(variable: tf.Variable) -> int:
 
 
 def graph_of_function() -> tf.Graph | None:
-    """Returns the graph of the function that is being traced, around loops and conditions in it.
-
-    Returns:
-      The graph; None if nothing is being traced.
-    """
+    """Returns the graph of the function that is being traced, around loops in it; None for none."""
     if tf.executing_eagerly():
         return None
     graph = tf.compat.v1.get_default_graph()
@@ -213,12 +192,10 @@ def tensors_of_graph(structure: Any) -> list[tf.Tensor]:
 
 
 def function_being_traced() -> Any:
-    """Returns the `tf.function` that is being traced: the same object for all its signatures.
+    """Returns the innermost `tf.function` that is being traced, the same for all its signatures.
 
-    TensorFlow keeps no way from a graph to it, but it is what calls the Python that is traced.
-
-    Returns:
-      The innermost one; the graph that is being built if that is none's.
+    TensorFlow keeps no way from a graph to it, but it is what calls the Python that is traced. A
+    graph that is none's stands for itself.
     """
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
@@ -244,9 +221,6 @@ def run_before_function_returns(op: tf.Operation) -> None:
 
     TensorFlow does so by itself for each op that writes, but in the functions that it makes to go
     backward through a `tf.function`.
-
-    Args:
-      op: the op.
     """
     graph: Any = op.graph
     if graph.experimental_acd_manager is None and hasattr(graph, "control_outputs"):
@@ -258,19 +232,12 @@ def value_at_call_time(
 ) -> tf.Tensor:
     """Returns a tensor that is made again each time that the function being traced is called.
 
-    Args:
-      make: makes the tensor; called eagerly, whenever the outermost function is called.
-      spec: the tensor's shape and dtype.
-      key: names the tensor in each graph around; None for a new one.
-
-    Returns:
-      The result of `make` if nothing is being traced; else a placeholder in the graph.
+    `make` is called eagerly, whenever the outermost function is called; the key names the tensor in
+    each graph around, None for a new one.
     """
-    if tf.executing_eagerly():
+    graph: Any = graph_of_function()
+    if graph is None:
         return make()
-    graph: Any = tf.compat.v1.get_default_graph()
-    while getattr(graph, "is_control_flow_graph", False):
-        graph = graph.outer_graph
     captures = graph._function_captures
     key = object() if key is None else key
     if key in captures.by_ref_internal:
@@ -297,15 +264,9 @@ def configure_coordination(
     """Sets up the coordination service as TensorFlow's strategy does, with a limit to its start.
 
     By default, TensorFlow waits for an hour, with Python's lock held, for a host that has ended
-    while the servers started.
-
-    Args:
-      leader: The device prefix of the host that runs the service.
-      jobs: How many tasks each job has.
-      start_seconds: How long the servers may take to start. After that, making the strategy raises
-        `tf.errors.DeadlineExceededError`, whose message names the hosts that are missing.
-      heartbeat_seconds: How long a host may be silent before it is taken for dead, which ends the
-        collectives of all others with `tf.errors.UnavailableError`.
+    while the servers started. After `start_seconds`, making the strategy raises a
+    `tf.errors.DeadlineExceededError` that names the missing hosts. A host that is silent for
+    `heartbeat_seconds` is taken for dead: all others get a `tf.errors.UnavailableError`.
     """
     make_job = _context.coordination_config_pb2.CoordinatedJob
     _context.context().configure_coordination_service(
@@ -355,26 +316,13 @@ def preemption_notice(timeout: float) -> str | None:
 
 
 def abort_collectives(late: bool, reason: str) -> None:
-    """Ends all collective ops of this process with an error, those to come as well.
-
-    Args:
-      late: whether they have taken too long: `tf.errors.DeadlineExceededError`; otherwise it is a
-        `tf.errors.FailedPreconditionError`.
-      reason: the error's message.
-    """
+    """Ends all collective ops of this process, those to come too, with an error and its message."""
     code = tf.errors.DEADLINE_EXCEEDED if late else tf.errors.FAILED_PRECONDITION
     _context.context().abort_collective_ops(code, reason)
 
 
 def read_profile(path: str) -> Any:
-    """Reads what TensorFlow's profiler has written.
-
-    Args:
-      path: a file whose name ends in `.xplane.pb`.
-
-    Returns:
-      An `XSpace`: planes (the host, each GPU) of lines (threads, streams) of events.
-    """
+    """Reads an `XSpace`, the planes of lines of events that TensorFlow's profiler has written."""
     # Only a trace needs it, and it takes a while to import.
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 

@@ -10,53 +10,19 @@ _TIME_UNITS: _Units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def format_bytes(size: int) -> str:
-    """Writes a number of bytes in powers of 1000.
-
-    Args:
-      size: how many bytes.
-
-    Returns:
-      Three digits or more, and the unit.
-
-    Example:
-      >>> format_bytes(4_166_667), format_bytes(999), format_bytes(10**8)
-      ('4.17 MB', '999 B', '100 MB')
-    """
+    """Writes a number of bytes in powers of 1000, with three digits or more."""
     if size < _BYTE_UNITS[-1][0]:
         return f"{size} B"
     return _with_unit(size, 3, _BYTE_UNITS)
 
 
 def format_seconds(seconds: float) -> str:
-    """Writes a time.
-
-    Args:
-      seconds: how long.
-
-    Returns:
-      Four digits, and the unit.
-
-    Example:
-      >>> format_seconds(0.0012604), format_seconds(8e-5), format_seconds(0)
-      ('1.260 ms', '80.00 µs', '0 s')
-    """
+    """Writes a time with four digits."""
     return _with_unit(seconds, 4, _TIME_UNITS) if seconds else "0 s"
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Chooses the unit of an axis.
-
-    Args:
-      seconds: the longest time on it.
-
-    Returns:
-      The largest unit of which that time holds one, or the smallest of all: its length in seconds
-      and its name.
-
-    Example:
-      >>> time_unit(0.0126)
-      (0.001, 'ms')
-    """
+    """Returns the largest unit that the longest time of an axis holds: its seconds and name."""
     return _largest_unit(seconds, _TIME_UNITS)
 
 

@@ -67,18 +67,8 @@ def configure_threads(num_devices: int) -> int:
     By default it has as many as there are cores, and on a machine with few of them no gradient is
     finished before the backward pass is: there would be nothing to hide the network behind. Call it
     before TensorFlow starts. A number that the user has chosen, by
-    `tf.config.threading.set_inter_op_parallelism_threads` or TF_NUM_INTEROP_THREADS, stays.
-
-    Args:
-      num_devices: How many CPU devices this process trains on, at least 1.
-
-    Returns:
-      The number of threads; 0 for TensorFlow's own choice, where it is large enough.
-
-    Raises:
-      TypeError: If `num_devices` is not an int (a bool is not one here).
-      ValueError: If `num_devices` is smaller than 1.
-      RuntimeError: If TensorFlow has already started.
+    `tf.config.threading.set_inter_op_parallelism_threads` or TF_NUM_INTEROP_THREADS, stays. Returns
+    the number of threads; 0 for TensorFlow's own choice, where it is large enough.
     """
     checks.check_int("num_devices", num_devices, at_least=1)
     chosen = int(tf.config.threading.get_inter_op_parallelism_threads())

@@ -77,11 +77,7 @@ def jit_compile(
 
 
 def weight_put_off(examples: tf.Tensor) -> bool:
-    """Returns whether the gradients of the current step are weighted by examples outside of XLA.
-
-    Args:
-      examples: the number of this replica's examples.
-    """
+    """Returns whether this step's gradients are weighted by its examples outside of XLA."""
     trace: _Trace | None = getattr(_LOCAL, "trace", None)
     if trace is None:
         return False

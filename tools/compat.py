@@ -33,8 +33,7 @@ metrics that `fit` and `evaluate` report, over all numbers of replicas. TensorFl
 `tf.distribute.MirroredStrategy` with `ReductionToOneDevice`, whose sums are correct, and Keras's
 optimizer; tfcdo's is `tfcdo.MirroredStrategy` with `tfcdo.keras.DistributedOptimizer` around the
 same optimizer and the callback `tfcdo.keras.SynchronizeStatistics`, and with `weight_by_examples`
-where a row says so. On 2 hosts both are `MultiWorkerMirroredStrategy`, of 6 replicas with tfcdo and
-2 with TensorFlow.
+where a row says so.
 ✓: equal but for rounding; ~: not, for the reason given; ✗: an error, or a silent difference.
 
 | Keras {keras} | TensorFlow {tensorflow} | tfcdo |

@@ -18,6 +18,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from matplotlib.figure import Figure
+
 AUTO, DEFAULT = "tfcdo.AutoAllReduce", "tf.CollectiveAllReduce"
 HOSTS, HOSTS_CAST = "tfcdo.MultiWorkerMirroredStrategy", "the same, wire_between='bfloat16'"
 BEGIN, END = "<!-- made by tools/performance.py: begin -->", "<!-- end -->"
@@ -48,7 +50,6 @@ CASES = (
     Case("--model resnet50 -g 8", (Target(0.55),)),
     Case("--model bert-base -g 4", (Target(0.75),)),
     Case("--model mobilenet -g 4", (Target(0.65),)),
-    Case("--model tiny -g 4 --eager", (Target(0.60),)),
     Case("--model tiny-matrices -g 8", (Target(0.75),)),
     Case("workers 2 -g 1 --rate 1gbit", (Target(0.85, HOSTS),)),
     Case(
@@ -135,6 +136,22 @@ def replace_table(page: str, lines: Sequence[str]) -> str:
     return "\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"])
 
 
+def draw(results: Sequence[Result]) -> Figure:
+    """Draws busbw over size, a line for each implementation, where a time is above its noise."""
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    axes = figure.subplots()
+    for kind, style in {"tfcdo": "-o", "tf": "--s", "floor": ":"}.items():
+        for name in dict.fromkeys(one["name"] for one in results if one["kind"] == kind):
+            line = [one for one in results if one["name"] == name and one["busbw"]]
+            speeds = [one["busbw"] / 1e9 for one in line]
+            axes.plot([one["size"] for one in line], speeds, style, label=name, markersize=4)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="bytes on each device", ylabel="busbw, GB/s")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    return figure
+
+
 def main(path: pathlib.Path, cases: Sequence[Case] = CASES, extra: Sequence[str] = ()) -> None:
     """Measures and changes the page; the picture goes next to it."""
     page = path.read_text(encoding="utf-8")
@@ -144,7 +161,7 @@ def main(path: pathlib.Path, cases: Sequence[Case] = CASES, extra: Sequence[str]
         runs[case] = bench([*case.arguments.split(), *extra])
         for target in case.targets:
             print(verdict(target, case, runs[case]["results"]), flush=True)
-    bench(["-g", "4", "--plot", str(path.with_suffix(".png")), *extra])
+    draw(bench(["-g", "4", *extra])["results"]).savefig(path.with_suffix(".png"), dpi=120)
     path.write_text(replace_table(page, table(runs)), encoding="utf-8")
 
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras import layers, optimizers
 
 EXAMPLES = 60
-BATCH = 30  # Divides by 2, 3, 5 and 6 replicas.
+BATCH = 30  # Divides by 2, 3 and 5 replicas.
 Data = tuple[np.ndarray, ...]
 
 
@@ -38,7 +38,6 @@ class Training:
         rather than the training with that on one device.
       reason: why it cannot be as on one device.
       counts: the numbers of replicas to compare with one device.
-      hosts: on how many hosts, each with three of the devices.
       wire_dtype: the dtype of gradients on their way, for tfcdo alone.
     """
 
@@ -55,7 +54,6 @@ class Training:
     saved_only: bool = False
     reason: str = ""
     counts: tuple[int, ...] = (2, 3, 5)
-    hosts: int = 1
     wire_dtype: str | None = None
 
 
@@ -281,13 +279,6 @@ TRAININGS = (
     Training("regularization losses", lambda: dense(kernel_regularizer="l2")),
     Training("`add_loss`", lambda: dense(Penalty())),
     Training("`steps_per_execution=2`", dense, compile={"steps_per_execution": 2}),
-    Training(
-        "`steps_per_execution=2` on 2 hosts",
-        dense,
-        compile={"steps_per_execution": 2},
-        counts=(6,),
-        hosts=2,
-    ),
     Training("`run_eagerly=True`", dense, compile={"run_eagerly": True}),
     Training(
         "`jit_compile=True`",

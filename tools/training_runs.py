@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 import pathlib
 import tempfile
 from collections.abc import Mapping
 
-import clusters
 import keras
 import numpy as np
 import tensorflow as tf
@@ -18,7 +16,6 @@ from training_cases import BATCH, Training
 import tfcdo
 from tfcdo.keras import DistributedOptimizer, SynchronizeStatistics, weight_by_examples
 
-_TIMEOUT = 120.0  # Seconds for the hosts of a training.
 # Weights and reported numbers of a training; or how much two trainings differ in each.
 Seen = tuple[list[np.ndarray], list[float]]
 Differences = tuple[float, float]
@@ -28,9 +25,6 @@ def differences(training: Training, library: str, count: int) -> Differences | s
     """Trains on several replicas and compares with one device."""
     try:
         with tempfile.TemporaryDirectory() as folder:
-            if training.hosts > 1:
-                seen = _on_hosts(training, library, count, folder)
-                return seen if isinstance(seen, str) else _largest(seen, _on_one_device(training))
             model, seen = train(training, library, _strategy(training, library, count))
             if training.saved_only:
                 path = pathlib.Path(folder) / "model.keras"
@@ -46,20 +40,6 @@ def differences(training: Training, library: str, count: int) -> Differences | s
 @functools.lru_cache(maxsize=1)
 def _on_one_device(training: Training) -> Seen:
     return train(training, "one device", tf.distribute.get_strategy())[1]
-
-
-def _on_hosts(training: Training, library: str, count: int, folder: str) -> Seen | str:
-    """Trains on several hosts, and returns the first one's weights and numbers, or an error."""
-    arguments = [library, str(count // training.hosts), training.name, folder]
-    outcomes = clusters.run(training.hosts, "training_hosts", arguments, _TIMEOUT)
-    file = pathlib.Path(folder, "seen.json")
-    if not file.exists():
-        codes = [outcome.returncode for outcome in outcomes]
-        return f"hangs (over {_TIMEOUT:.0f} s)" if None in codes else f"the hosts end ({codes})"
-    seen = json.loads(file.read_text(encoding="utf-8"))
-    if "error" in seen:
-        return str(seen["error"])
-    return [np.array(weight) for weight in seen["weights"]], seen["reported"]
 
 
 def train(

@@ -39,7 +39,13 @@ def strategy_with(wire: str) -> tf.distribute.Strategy:
 def digits_accuracy(wire: str, epochs: int = 8) -> float:
     """Trains the demo's model and returns its accuracy on the test images."""
     digits = demo.load_digits()
-    model = demo.train(digits, NUM_DEVICES, epochs, strategy_with(wire), verbose=0)
+    model = demo.train(
+        digits,
+        NUM_DEVICES,
+        epochs,
+        strategy_with(wire),
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    )
     logits = model(digits.test_images).numpy()
     return float(np.mean(np.argmax(logits, axis=1) == digits.test_labels))
 

@@ -4,7 +4,6 @@ import tensorflow as tf
 from absl.testing import parameterized
 from bench_testing import (
     NO_FUNCTION,
-    SMALL,
     implementation_of,
     names_of,
     setUpModule,  # noqa: F401
@@ -12,7 +11,7 @@ from bench_testing import (
 )
 
 import tfcdo
-from tfcdo.bench import implementations, steps
+from tfcdo.bench import implementations
 from tfcdo.bench.devices import choose_devices
 
 
@@ -77,22 +76,11 @@ class ImplementationTest(parameterized.TestCase):
         (NO_FUNCTION, "'int' object is not callable"),
     )
     def test_arguments_that_only_prove_wrong_when_they_are_used(self, name: str, message: str):
-        data = steps.place_values(SMALL, choose_devices(2))
-        one = implementation_of(name)
-        for build in (steps.build_graph, steps.build_eager):
-            with (
-                self.assertRaises(implementations.UnusableArgumentsError) as caught,
-                one.blaming_arguments(),
-            ):
-                build(data, one.reducer(data.devices.names))
-            self.assertStartsWith(str(caught.exception), f"{name}: ")
-            self.assertIn(message, str(caught.exception))
-            self.assertNotIn("\n", str(caught.exception))
-
-    def test_without_arguments_no_error_is_about_them(self):
-        one = implementation_of("tf.ReductionToOneDevice")
-        with self.assertRaisesRegex(TypeError, "^a bug$"), one.blaming_arguments():
-            raise TypeError("a bug")
+        with self.assertRaises(ValueError) as caught:
+            implementation_of(name).check_arguments(choose_devices(2).names)
+        self.assertStartsWith(str(caught.exception), f"{name}: ")
+        self.assertIn(message, str(caught.exception))
+        self.assertNotIn("\n", str(caught.exception))
 
 
 if __name__ == "__main__":

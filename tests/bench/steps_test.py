@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -25,15 +24,14 @@ from tfcdo.bench.devices import choose_devices
 
 
 class StepTest(parameterized.TestCase, tf.test.TestCase):
-    @parameterized.parameters(steps.build_graph, steps.build_eager)
-    def test_wrong_elements_are_counted(self, build: Any):
+    def test_wrong_elements_are_counted(self):
         data = steps.place_values(SMALL, choose_devices(3))
         last = [variable.numpy() for variable in data.variables[-1]]
         # What is left out is missed wherever it is not 0, on each of the three devices.
         expected = 3 * sum(np.count_nonzero(array) for array in last)
         self.assertGreater(expected, 0)
         ops = ForgetsTheLastDevice()
-        wrong = build(
+        wrong = steps.build(
             data, lambda values: ops.batch_reduce(None, [(v, v) for v in values])
         ).num_wrong
         self.assertEqual(wrong, expected)
@@ -50,7 +48,7 @@ class StepTest(parameterized.TestCase, tf.test.TestCase):
         if one.reason_not_to_run(devices.names, "float32"):
             self.assertIn("Nccl", name)
             return
-        built = steps.build_graph(steps.place_values(SMALL, devices), one.reducer(devices.names))
+        built = steps.build(steps.place_values(SMALL, devices), one.reducer(devices.names))
         self.assertEqual(built.num_wrong, 0)
         self.assertIsInstance(built.first_call, float)
 
@@ -107,7 +105,7 @@ def reduce(values):
     # Two temporary tensors that live at the same time, the product in the place of one.
     return [broadcast(tf.negative(first) * tf.exp(second), 2)]
 
-built = [steps.build_graph(data, one) for one in (reduce, None)]
+built = [steps.build(data, one) for one in (reduce, None)]
 print(json.dumps([measure.peak_of(one.step, pair) for one in built]))
 """
 

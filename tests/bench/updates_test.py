@@ -22,12 +22,12 @@ class _FakePool:
     def __init__(self, kind: str, steps: list[str], weights: dict[str, float]) -> None:
         self._kind, self._steps, self._weights = kind, steps, weights
 
-    def request(self, content: dict[str, Any], timeout: float) -> list[Any]:
-        """Answers one request."""
-        if content["do"] == "report":
+    def call(self, method: str, timeout: float) -> list[Any]:
+        """Answers one call."""
+        del timeout
+        if method == "report":
             weights = [[self._weights.get(self._kind, 1.0)]]
-            report = {"state_bytes": 8, "peak_memory": 10**9, "weights": weights, "alike": True}
-            return [report]
+            return [{"state_bytes": 8, "peak_memory": 10**9, "weights": weights, "unlike": 0}]
         self._steps.append(self._kind)
         # The first step traces.
         return [_SECONDS[self._kind] * (10 if self._steps.count(self._kind) == 1 else 1)]
@@ -50,12 +50,12 @@ class UpdatesTest(absltest.TestCase):
         results = updates.run("adam", 4, iterations=3, warmup=1)
         self.assertEqual(self.steps, ["tf", "tfcdo", "sharded"] * 5)
         self.assertEqual([one.seconds for one in results], [0.4, 0.3, 0.1])
-        self.assertEqual([one.first_step for one in results], [4.0, 3.0, 1.0])
+        self.assertEqual([one.first_call for one in results], [4.0, 3.0, 1.0])
         self.assertFalse(any(one.wrong for one in results))
 
     def test_weights_that_differ_are_wrong(self):
         self.weights["sharded"] = 1.1
-        self.assertEqual([one.wrong for one in updates.run("adam", 4, 1, 0)], [False, False, True])
+        self.assertEqual([one.wrong for one in updates.run("adam", 4, 1, 0)], [None, 0, 1])
 
     def test_command(self):
         outcome = CliRunner().invoke(bench_cli.bench, ["--optimizer", "adam", "-g", "2", "-n", "2"])
@@ -66,7 +66,7 @@ class UpdatesTest(absltest.TestCase):
     def test_command_with_a_size(self):
         outcome = CliRunner().invoke(bench_cli.bench, ["--optimizer", "adam", "-b", "8"])
         self.assertEqual(outcome.exit_code, 2)
-        self.assertIn("leave out --minbytes", outcome.output)
+        self.assertIn("--minbytes cannot be given with --optimizer", outcome.output)
 
 
 if __name__ == "__main__":

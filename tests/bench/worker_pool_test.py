@@ -13,15 +13,15 @@ _WORKER = """
 import os, sys, time
 from tfcdo.bench import worker_pool
 
-def handle(request):
-    if "sleep" in request:
-        time.sleep(request["sleep"])
-    if request.get("fail") == os.environ["NAME"]:
-        raise SystemExit("no more")
-    print("noise")
-    return {"name": os.environ["NAME"], "twice": 2 * request["number"], "pid": os.getpid()}
+class Served:
+    def twice(self, number, sleep=0, end=None):
+        time.sleep(sleep)
+        if end == os.environ["NAME"]:
+            raise SystemExit("no more")
+        print("noise")
+        return {"name": os.environ["NAME"], "twice": 2 * number, "pid": os.getpid()}
 
-worker_pool.serve(handle)
+worker_pool.serve(Served)
 """
 _COMMAND = (sys.executable, "-c", _WORKER)
 _VARIABLES = ({"NAME": "a"}, {"NAME": "b"})
@@ -31,7 +31,7 @@ class WorkerPoolTest(absltest.TestCase):
     def test_all_workers_answer_each_request(self):
         with worker_pool.start_workers(_COMMAND, _VARIABLES) as pool:
             for number in (1, 2):
-                answers = pool.request({"number": number}, 60)
+                answers = pool.call("twice", 60, number=number)
                 self.assertEqual([answer["name"] for answer in answers], ["a", "b"])
                 self.assertEqual([answer["twice"] for answer in answers], [2 * number] * 2)
         for answer in answers:
@@ -41,18 +41,21 @@ class WorkerPoolTest(absltest.TestCase):
     def test_a_worker_that_ends_is_named_with_its_last_words(self):
         with (
             self.assertRaisesRegex(
-                worker_pool.WorkerError, "worker 1 ended with status 1:\n(.*\n)*no more"
+                worker_pool.WorkerLostError, "worker 1 ended with status 1:\n(.*\n)*no more"
             ),
             worker_pool.start_workers(_COMMAND, _VARIABLES) as pool,
         ):
-            pool.request({"number": 1, "fail": "b"}, 60)
+            pool.call("twice", 60, number=1, end="b")
 
     def test_a_worker_that_does_not_answer_is_ended(self):
         with worker_pool.start_workers(_COMMAND, _VARIABLES[:1]) as pool:
-            (answer,) = pool.request({"number": 1}, 60)
+            # An error is an answer, too.
+            with self.assertRaisesRegex(worker_pool.WorkerError, "^AttributeError: .*'thrice'"):
+                pool.call("thrice", 60)
+            (answer,) = pool.call("twice", 60, number=1)
             start = time.monotonic()
             with self.assertRaisesRegex(worker_pool.WorkerError, "worker 0 did not answer in time"):
-                pool.request({"number": 1, "sleep": 600}, 0.2)
+                pool.call("twice", 0.2, number=1, sleep=600)
         self.assertLess(time.monotonic() - start, 60)
         with self.assertRaises(ProcessLookupError):
             os.kill(answer["pid"], 0)
@@ -62,7 +65,7 @@ class WorkerPoolTest(absltest.TestCase):
             "import os, signal, sys\n"
             "from tfcdo.bench import worker_pool\n"
             f"with worker_pool.start_workers({_COMMAND!r}, {_VARIABLES!r}) as pool:\n"
-            "    answers = pool.request({'number': 1}, 60)\n"
+            "    answers = pool.call('twice', 60, number=1)\n"
             "    print(*(answer['pid'] for answer in answers), flush=True)\n"
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
         )

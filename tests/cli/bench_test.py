@@ -25,7 +25,7 @@ from bench_testing import (
 from cli_testing import CommandTestCase, Finished, run_tfcdo
 
 import tfcdo
-from tfcdo.bench import fit, implementations, measure
+from tfcdo.bench import fit, implementations, results
 from tfcdo.cli import bench_tables
 
 
@@ -36,6 +36,17 @@ def _bench(*arguments: str) -> Finished:
 
 
 class ReportTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters((-1e-3, -1e-3), (1e-3, -1e-3))
+    def test_no_averages_where_each_size_has_noise(self, small: float, large: float):
+        found = [
+            measurement_of("tfcdo.X", "tfcdo", small),
+            dataclasses.replace(measurement_of("tf.X", "tf", small), size=8),
+            measurement_of("tf.X", "tf", large),
+        ]
+        output = io.StringIO()
+        bench_tables.show_averages(found, rich.console.Console(file=output, width=80))
+        self.assertEndsWith(output.getvalue(), "OK\n# Avg bus bandwidth    : below noise\n")
+
     def test_the_table_fits(self):
         results = [
             dataclasses.replace(measurement_of(name, "tf", 0.2), size=437928960)
@@ -58,17 +69,17 @@ class ReportTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(row.split()[-2:], [shown, "-"])
 
     def test_averages_end_with_the_best_of_ours(self):
-        results = [
+        found = [
             measurement_of("tfcdo.Slow", "tfcdo", 2e-3),
             measurement_of("tfcdo.Fast", "tfcdo", 1e-3),
             measurement_of("tfcdo.Lost", "tfcdo", -1e-3),
             measurement_of(TF_HIERARCHICAL, "tf", 0.1e-3, wrong=3),
             # At another size, only one of them has a time: it says nothing of who is faster.
             dataclasses.replace(measurement_of("tfcdo.Slow", "tfcdo", 1e-9), size=8),
-            measurement_of("copy", measure.FLOOR, 1e-6),
+            measurement_of("copy", results.FLOOR, 1e-6),
         ]
         output = io.StringIO()
-        bench_tables.show_averages(results, rich.console.Console(file=output, width=80))
+        bench_tables.show_averages(found, rich.console.Console(file=output, width=80))
         self.assertEqual(
             output.getvalue().splitlines(),
             [
@@ -76,6 +87,7 @@ class ReportTest(parameterized.TestCase, tf.test.TestCase):
                 "# Averages of 1 of 2 sizes; at the others, some time is below noise",
                 # 4000 bytes on 4 devices: 1.5 * 4000 / time.
                 f"# Avg bus bandwidth    : 0.06 ({TF_HIERARCHICAL})",
+                "# Avg bus bandwidth    : below noise (tfcdo.Lost)",
                 "# Avg bus bandwidth    : 0.003 (tfcdo.Slow)",
                 "# Avg bus bandwidth    : 0.006 (tfcdo.Fast)",
             ],
@@ -84,11 +96,11 @@ class ReportTest(parameterized.TestCase, tf.test.TestCase):
 
 class CommandTest(tf.test.TestCase, CommandTestCase):
     def test_a_sweep(self):
-        json_file, plot_file = self.folder / "out.json", self.folder / "out.png"
+        json_file = self.folder / "out.json"
         status, output, _ = _bench(
             *("-b", "64", "-e", "4K", "-f", "64", "-g", "2", "-d", "double"),
             *("--ops", "tfcdo.ReductionToOneDevice", "--ops", "tf.ReductionToOneDevice"),
-            *("--json", str(json_file), "--plot", str(plot_file)),
+            *("--json", str(json_file)),
         )
         self.assertEqual(status, 0, output)
         self.assertIn("2 virtual CPU devices", output)
@@ -107,18 +119,15 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
             if one["busbw"] is not None:
                 self.assertAllClose(one["size"] / one["seconds"], one["busbw"])
         self.assertEqual({one["wrong"] for one in written["results"]}, {0, None})
-        self.assertEqual(plot_file.read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
 
-    def test_models_eagerly(self):
-        plot_file = self.folder / "bars.png"
+    def test_models(self):
         status, output, _ = _bench(
-            *("--model", "tiny", "--model", "tiny-matrices", "-g", "2", "--eager"),
-            *("--ops", "tfcdo.ReductionToOneDevice", "--plot", str(plot_file)),
+            *("--model", "tiny", "--model", "tiny-matrices", "-g", "2"),
+            *("--ops", "tfcdo.ReductionToOneDevice"),
         )
         self.assertEqual(status, 0, output)
         self.assertIn("128000 bytes, 32000 elements of float32, sum of tiny's gradients", output)
         self.assertIn("sum of tiny-matrices's gradients", output)
-        self.assertGreater(plot_file.stat().st_size, 1000)
 
     @parameterized.parameters(
         (("-b", "1", "-e", "8", "-f", "2"), ["4", "8"]),
@@ -134,7 +143,7 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         status, output, _ = _bench("-b", "4K", "-e", "4K", "-g", "3", "--ops", TF_HIERARCHICAL)
         # Only tfcdo's errors fail.
         self.assertEqual(status, 0)
-        row, *_ = [line for line in output.splitlines() if "HierarchicalCopyAllReduce(1)" in line]
+        row, *_ = [line for line in output.splitlines() if "tf.HierarchicalCopy(1)" in line]
         self.assertGreater(int(row.split()[-3]), 0)
 
     def test_a_wrong_result_of_ours_fails(self):
@@ -150,7 +159,7 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         status, output, _ = _bench("-b", "64", "-e", "64", "-g", "2", "--ops", "tf")
         self.assertEqual(status, 0, output)
         self.assertIn("Without tf.NcclAllReduce: ", output)
-        self.assertIn("tf.CollectiveAllReduce", output)
+        self.assertIn("tf.Collective ", output)
 
     def test_square_brackets_in_names_are_printed(self):
         status, output, _ = _bench(
@@ -178,7 +187,7 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         (("--ops", "tfcdo.HierarchicalCopyAllReduce(num_packs=-1)"), "num_packs"),
         (("--ops", "tf.HierarchicalCopyAllReduce(packs=1)"), "packs"),
         (("--ops", "tf.CollectiveAllReduce(foo=1)"), "a strategy makes it without arguments"),
-        (("--ops", "tf.NcclAllReduce(num_packs=1, num_packs=2)"), "num_packs is given twice"),
+        (("--ops", "tf.NcclAllReduce(num_packs=1, num_packs=2)"), "repeated: num_packs"),
         (("--ops", NO_FUNCTION), "not callable"),
         (("--ops", "tf.NcclAllReduce"), "none of the implementations can run here"),
     )
@@ -191,10 +200,11 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         (("--json", "out.txt"), "does not end in .json"),
         (("--json", "folder.json"), "'folder.json' is a folder"),
         (("workers", "1"), "'NUMBER': 1 is not in the range 2<=x<=16"),
-        (("workers", "2", "--rate", "1g"), "--rate must be a number of kbit, mbit or gbit"),
-        (("--plot", "no-such-folder/out.png"), "there is no folder 'no-such-folder'"),
+        (("workers", "2", "--rate", "fast"), "'fast' is not a bandwidth"),
+        (("--json", "no-such-folder/out.json"), "there is no folder 'no-such-folder'"),
+        (("--workers", "2", "-g", "1", "--rate", "1gbit"), "workers is a subcommand"),
         (("fit", "--model", "tiny"), "tiny"),
-        (("fit", "--plot", "out.png"), "No such option"),
+        (("fit", "-w", "1"), "No such option"),
         (("fit", "-b", "8"), "No such option"),
         (("-g", "2", "fit"), "--devices and --iters and --warmup must follow the subcommand fit"),
         (("--model", "tiny", "-b", "8"), "--minbytes cannot be given with --model"),
@@ -272,7 +282,7 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         )
         for one in results:
             self.assertGreater(one["seconds"], 0.0)
-            self.assertGreater(one["first_step"], 0.0)
+            self.assertGreater(one["first_call"], 0.0)
 
     def test_fit_with_arguments_that_cannot_be_used(self):
         with mock.patch.dict(fit.MODELS, {"mobilenet": small_model}):

@@ -84,10 +84,8 @@ class CommandTest(parameterized.TestCase):
             result.stderr, f"tfcdo: {package} is not installed: pip install 'tfcdo[{extra}]'\n"
         )
 
-    @parameterized.parameters(
-        (("plan", "--topology", "dgx1", "--draw", "a.png"),), (("bench", "--plot", "a.png"),)
-    )
-    def test_matplotlib_is_missed_before_anything_is_computed(self, arguments: tuple[str, ...]):
+    def test_matplotlib_is_missed_before_anything_is_computed(self):
+        arguments = ("plan", "--topology", "dgx1", "--draw", "a.png")
         result = _tfcdo(*arguments, hidden="matplotlib")
         self.assertEqual((result.returncode, result.stdout), (1, ""))
         self.assertEqual(
@@ -143,17 +141,28 @@ class OptionsTest(parameterized.TestCase):
         ("9007199254740993", 2**53 + 1), ("9223372036854775807", 2**63 - 1),
     )  # fmt: skip
     def test_size(self, text: str, expected: int):
-        self.assertEqual(options.Size().convert(text, None, None), expected)
+        self.assertEqual(options.parse_size(text), expected)
 
-    @parameterized.parameters("", "0", "0.1", "-1", "8X", "8KK", "8IB", "8iB", ".5K", None)
-    def test_no_size(self, value: str | None):
-        with self.assertRaisesRegex(click.BadParameter, "is not a number of bytes such as"):
-            options.Size().convert(value, None, None)
+    @parameterized.parameters("", "0", "0.1", "-1", "8X", "8KK", "8IB", "8iB", ".5K")
+    def test_no_size(self, value: str):
+        with self.assertRaisesRegex(ValueError, "is not a number of bytes such as"):
+            options.parse_size(value)
+
+    @parameterized.parameters(
+        ("1gbit", 125e6), ("10Gbit", 1.25e9), ("2.5mbit", 312_500.0), ("12.5G", 12.5e9)
+    )
+    def test_bandwidth(self, text: str, expected: float):
+        self.assertEqual(options.parse_bandwidth(text), expected)
+
+    @parameterized.parameters("", "0gbit", "-1gbit", "1gbit; reboot", "9" * 400 + "gbit")
+    def test_no_bandwidth(self, text: str):
+        with self.assertRaisesRegex(ValueError, "is not a bandwidth such as"):
+            options.parse_bandwidth(text)
 
     @parameterized.parameters("9223372036854775808", "8589934592G", "1" * 400, "1" * 5000 + ".5K")
     def test_a_size_that_nothing_has(self, value: str):
-        with self.assertRaisesRegex(click.BadParameter, r"^there can be at most 2\^63 - 1 bytes$"):
-            options.Size().convert(value, None, None)
+        with self.assertRaisesRegex(ValueError, r"^there can be at most 2\^63 - 1 bytes$"):
+            options.parse_size(value)
 
     def test_a_letter_has_one_meaning_in_all_commands(self):
         meanings: dict[str, set[str]] = {}

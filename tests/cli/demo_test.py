@@ -39,12 +39,9 @@ class DemoTest(absltest.TestCase):
         accuracy, *judged = table["Accuracy on 360 test images"]
         self.assertGreater(float(accuracy.rstrip("%")), 95)
         self.assertEqual(judged, ["over 95%", "ok"])
-        for subject in (
-            "Largest weight difference from one-device training",
-            "Clipping and accumulating by tfcdo",
-        ):
-            self.assertLess(float(table[subject][0]), 1e-5)
-            self.assertEqual(table[subject][-1], "ok")
+        difference, *_, verdict = table["Largest weight difference from one-device training"]
+        self.assertLess(float(difference), 1e-5)
+        self.assertEqual(verdict, "ok")
         self.assertGreater(float(table["Clipping by Keras alone"][0]), 1e-3)
         self.assertEqual(table["1 + 2 + 3 by tfcdo's copies"], ["6 6 6", "6 6 6", "ok"])
         # What fails without tfcdo comes after the verdict, and is not one.
@@ -65,7 +62,7 @@ class CheckTest(absltest.TestCase):
             digits = demo.Digits(images, np.array(labels), images, np.array(labels))
             self.assertEqual(demo.check_accuracy(model, digits, 8).passed, passed)
         check = demo.check_accuracy(model, digits, demo.MIN_EPOCHS - 1)
-        self.assertEqual((check.wanted, check.passed), ("not judged before 8 epochs", None))
+        self.assertEqual((check.wanted, check.passed), ("needs 8 epochs", None))
 
     def test_a_failed_check_fails_the_demo(self):
         images, labels = datasets.load_digits(return_X_y=True)
@@ -77,7 +74,7 @@ class CheckTest(absltest.TestCase):
             status, output, _ = run_tfcdo("demo", "--devices", "2", "--epochs", "1")
         self.assertEqual(status, 1)
         subject = "Largest weight difference from one-device training"
-        self.assertIn(f"Not as wanted: {subject}; Clipping", output)
+        self.assertIn(f"Not as wanted: {subject}\n", output)
 
     def test_replicas_that_differ(self):
         strategy = tf.distribute.MirroredStrategy(_DEVICES)

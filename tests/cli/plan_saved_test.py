@@ -33,6 +33,7 @@ class SavedTest(CommandTestCase):
             found.schedule,
             algorithms.make_schedule(found.resolved, preset("dgx1"), 10**7, num_packs),
         )
+        self.assertGreaterEqual(found.seconds, found.bound)
         self.assertAlmostEqual(
             found.ordered_seconds, simulator.simulate(found.schedule, preset("dgx1")).seconds
         )

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import pathlib
 import re
@@ -15,8 +14,6 @@ from rich import console as rich_console
 
 from tfcdo.cli import options
 from tfcdo.plan import algorithms, simulator
-from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.schedule import Pack, Schedule
 from tfcdo.topology.links import Link, Resource
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
@@ -33,11 +30,6 @@ class PlanTest(CommandTestCase):
     def rows(self, *arguments: str) -> dict[str, list[str]]:
         """Returns the cells of the table by the algorithm."""
         return rows_of_table(self.output_of("plan", *arguments))
-
-    def json(self, *arguments: str) -> dict:
-        path = self.folder / "plan.json"
-        self.output_of("plan", *arguments, "--save", str(path))
-        return json.loads(path.read_text(encoding="utf-8"))
 
     def test_compares_all_algorithms(self):
         rows = self.rows("--topology", "dgx1", "--bytes", "100MB")
@@ -58,38 +50,10 @@ class PlanTest(CommandTestCase):
         self.assertIn("Bound: 332.2 µs", output)
 
     def test_one_device_needs_nothing(self):
-        rows = self.rows("--topology", "nvswitch:1")
-        self.assertEqual(rows["ring"], ["1", "none", "0 B", "0 s", "0 s", "-"])
-
-    def test_one_device_is_not_each_of_several(self):
         output = self.output_of("plan", "--topology", "nvswitch:1")
         self.assertIn("100 MB on the only device of nvswitch", output)
-
-    @parameterized.product(
-        algorithm=("one_device", "hierarchical_copy", "packed_trees", "auto"),
-        machine=(
-            ("dgx1", 8),
-            ("pcie", 4),
-            ("nvswitch:3", 3),
-        ),
-    )
-    def test_a_saved_plan_is_a_schedule(self, algorithm: str, machine: tuple[str, int]):
-        name, count = machine
-        found = self.json("-t", name, "-b", "1MB", "-a", algorithm)
-        packs = tuple(
-            Pack(one["start"], one["stop"], CopyTree(tuple(one["parents"])))
-            for one in found["packs"]
-        )
-        schedule = Schedule(found["num_devices"], found["size"], packs)  # Which checks itself.
-        self.assertEqual((found["num_devices"], found["size"]), (count, 10**6))
-        self.assertEqual(found["algorithm"], algorithm)
-        kind, _, number = name.partition(":")
-        topology = preset(kind, int(number) if number else None)
-        self.assertEqual(found["topology"]["name"], topology.name)
-        self.assertAlmostEqual(
-            found["seconds"], simulator.robust_seconds(schedule, topology), places=12
-        )
-        self.assertGreaterEqual(found["seconds"], found["bound"])
+        row = rows_of_table(output)["ring"]
+        self.assertEqual(row, ["1", "none", "0 B", "0 s", "0 s", "-"])
 
     def test_a_machine_from_a_file(self):
         saved = self.folder / "machine.json"
@@ -158,11 +122,8 @@ class PlanTest(CommandTestCase):
 
     @parameterized.parameters(80, 120)
     def test_the_table_fits(self, width: int):
-        def make_console(width_of_a_pipe: int) -> rich_console.Console:
-            del width_of_a_pipe
-            return rich_console.Console(width=width)
-
-        with mock.patch.object(options, "make_console", make_console):
+        console = rich_console.Console(width=width)
+        with mock.patch.object(options, "make_console", lambda: console):
             output = self.output_of("plan", "-t", "dgx1")
         self.assertNotIn("…", output)
         self.assertLessEqual(max(map(len, output.splitlines())), width)
@@ -195,14 +156,9 @@ class PlanTest(CommandTestCase):
         self.assertIn(algorithms.make_schedule("ring", machine, 10**6), simulated)
         self.assertLen(simulated, len(algorithms.ALGORITHMS) - 1)
 
-    def test_help_says_what_m_means(self):
-        self.assertIn(
-            "K, M and G are powers of 1024", " ".join(self.output_of("plan", "--help").split())
-        )
-
     def test_k_means_the_same_as_in_nccl_tests(self):
-        self.assertEqual(self.json("-t", "pcie", "-b", "1K", "-a", "ring")["size"], 1024)
-        self.assertEqual(self.json("-t", "pcie", "-b", "1KB", "-a", "ring")["size"], 1000)
+        self.assertIn("All-reduce of 1.02 kB ", self.output_of("plan", "-t", "pcie", "-b", "1K"))
+        self.assertIn("All-reduce of 1.00 kB ", self.output_of("plan", "-t", "pcie", "-b", "1KB"))
 
     def test_an_ascii_terminal_gets_ascii_letters(self):
         machine = Topology(

@@ -39,17 +39,13 @@ def steps_of(host_waits, step=0.5, first=1000.0):
 
 
 class MeasureTest(parameterized.TestCase):
-    def test_the_waits_of_the_last_steps(self):
-        waits = np.random.default_rng(1).uniform(0.0, 0.4, 50)
+    @parameterized.parameters(50, 2500)  # Of the many, the first times are overwritten.
+    def test_the_waits_of_the_last_steps(self, steps):
+        waits = np.random.default_rng(1).uniform(0.0, 0.4, steps)
         result = delays.measure([made_kind("k", steps_of(waits))])["k"]
-        self.assertEqual(49, result.last)
+        self.assertEqual(steps - 1, result.last)
         np.testing.assert_allclose(result.seconds, waits[-20:], atol=2e-6)
         self.assertAlmostEqual(0.5, result.step_seconds, places=6)
-
-    def test_the_times_that_were_overwritten_are_not_used(self):
-        waits = np.random.default_rng(2).uniform(0.0, 0.4, 2500)
-        result = delays.measure([made_kind("k", steps_of(waits))])["k"]
-        np.testing.assert_allclose(result.seconds, waits[-20:], atol=2e-6)
 
     def test_steps_of_which_collectives_are_forgotten_do_not_count(self):
         often = steps_of(np.full(2100, 0.1))
@@ -99,13 +95,13 @@ class CompareTest(parameterized.TestCase):
         self.assertEqual((20, 20), (result[1].late_steps, result[1].steps))
         self.assertAlmostEqual(0.36, result[1].share, delta=0.01)
 
-    def test_two_of_four(self):
-        result = self.compared(np.array([0.2, 0.0, 0.2, 0.0])[:, np.newaxis] * np.ones(30))
-        self.assertEqual([False, True, False, True], [one.is_slow for one in result])
-
-    def test_a_host_that_is_faster_than_all_others_makes_none_slow(self):
-        result = self.compared(np.array([0.2, 0.0, 0.001, 0.002])[:, np.newaxis] * np.ones(30))
-        self.assertFalse(any(one.is_slow for one in result))
+    @parameterized.parameters(
+        ([0.2, 0.0, 0.2, 0.0], [False, True, False, True]),
+        ([0.2, 0.0, 0.001, 0.002], [False] * 4),  # One that is faster makes none slow.
+    )
+    def test_several_of_four(self, waits, slow):
+        result = self.compared(np.array(waits)[:, np.newaxis] * np.ones(30))
+        self.assertEqual(slow, [one.is_slow for one in result])
 
     @parameterized.parameters(
         (0.009, 0.01),  # Too short.

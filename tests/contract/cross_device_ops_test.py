@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import re
 import subprocess
 from collections.abc import Callable
@@ -104,14 +103,10 @@ class SignatureTest(parameterized.TestCase):
 
 
 class ConstructorTest(parameterized.TestCase):
-    @parameterized.product(cls=ALL_REDUCES, value=(True, False, 1.0, "1", [1]))
-    def test_num_packs_must_be_an_int(self, cls, value):
-        with self.assertRaisesRegex(TypeError, f"num_packs.*{re.escape(repr(value))}"):
-            cls(num_packs=value)
-
-    @parameterized.product(cls=ALL_REDUCES, value=(-1, -100))
-    def test_num_packs_must_not_be_negative(self, cls, value):
-        with self.assertRaisesRegex(ValueError, f"num_packs.*{value}"):
+    @parameterized.product(cls=ALL_REDUCES, value=(True, 1.0, "1", [1], np.float64(3.0), -1))
+    def test_num_packs_must_be_a_whole_number(self, cls, value):
+        error = ValueError if value == -1 else TypeError
+        with self.assertRaisesRegex(error, f"num_packs.*{re.escape(repr(value))}"):
             cls(num_packs=value)
 
     @parameterized.parameters("agg_small_grads_max_bytes", "agg_small_grads_max_group")
@@ -214,11 +209,6 @@ class AccumulationTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
         )
         self.assertAllEqual([[5.0, 9.0]] * 3, result.values)
 
-    def test_mean_divides_what_was_accumulated(self):
-        value = tu.per_replica([1.0, 2.0, 6.0])
-        ops = tfcdo.ReductionToOneDevice(accumulation_fn=tf.math.add_n)
-        self.assertEqual(3.0, ops.reduce(MEAN, value, "/cpu:1").numpy())
-
     def test_what_is_divided_must_be_a_number(self):
         value = tu.per_replica([True, False])
         ops = tfcdo.ReductionToOneDevice(accumulation_fn=lambda values: values[0] | values[1])
@@ -256,21 +246,6 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class OptionsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(bytes_per_pack=(0, 1, 20, 10**9), make=ALL_REDUCES[1:])
-    def test_bytes_per_pack_does_not_change_values(self, bytes_per_pack, make):
-        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=bytes_per_pack)
-        arrays = [
-            [tu.numbers(shape, dtype, 10 * index + rank) for rank in range(3)]
-            for index, (shape, dtype) in enumerate(
-                itertools.product(((), (0,), (2, 3)), (tf.float32, tf.int64, tf.float16))
-            )
-        ]
-        values = [tu.per_replica(own) for own in arrays]
-        for result, own in zip(
-            tu.all_reduce(make(), SUM, values, options=options), arrays, strict=True
-        ):
-            self.assert_exact(result.value, tu.oracle(SUM, own), tf.as_dtype(own[0].dtype))
-
     def test_bytes_per_pack_is_checked(self):
         def options(most):
             return tf.distribute.experimental.CommunicationOptions(bytes_per_pack=most)
@@ -332,14 +307,6 @@ class NcclOnCpuTest(tf.test.TestCase):
         warning.assert_called_once()
         text = warning.call_args.args[0] % warning.call_args.args[1:]
         self.assertRegex(text, "(?s)NcclAllReduce.*CPU.*HierarchicalCopyAllReduce")
-
-    def test_other_algorithms_say_nothing(self):
-        log.warn_once.cache_clear()
-        value = tu.per_replica([1.0, 2.0, 3.0])
-        with mock.patch.object(logging, "warning") as warning:
-            for ops in tfcdo.HierarchicalCopyAllReduce(), tfcdo.ReductionToOneDevice():
-                ops.reduce(SUM, value, value)
-        warning.assert_not_called()
 
 
 class TopologyTest(tf.test.TestCase):

@@ -13,7 +13,6 @@ import block_tensorflow_reductions
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import absltest, parameterized
-from tensorflow.python.distribute import cross_device_ops
 
 import tfcdo
 
@@ -26,29 +25,6 @@ class SabotageTest(parameterized.TestCase):
         self.strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
         self.existing = tf.distribute.HierarchicalCopyAllReduce()
         self.replaced = self.enter_context(block_tensorflow_reductions.installed())
-
-    def test_much_is_replaced(self):
-        self.assertGreater(len(self.replaced), 50)
-        self.assertContainsSubset(
-            [
-                "aggregate_gradients_using_hierarchical_copy",
-                "aggregate_tensors_or_indexed_slices",
-                "copy_tensor_or_indexed_slices_to_device",
-                "simple_broadcast",
-                "ReductionToOneDevice.batch_reduce_implementation",
-                "AllReduceCrossDeviceOps.__init__",
-                "NcclAllReduce.__init__",
-                "HierarchicalCopyAllReduce.__init__",
-                "CollectiveAllReduce.__init__",
-                "CollectiveReplicaLauncher.all_reduce",
-            ],
-            self.replaced,
-        )
-
-    @parameterized.parameters(*block_tensorflow_reductions.CONCRETE_CLASSES)
-    def test_the_concrete_classes_cannot_be_made(self, name):
-        with self.assertRaises(block_tensorflow_reductions.SabotageError):
-            getattr(cross_device_ops, name)()
 
     def test_nor_do_those_work_that_were_there_before(self):
         value = tu.per_replica([1.0, 2.0])

@@ -16,6 +16,7 @@ from absl.testing import absltest, parameterized
 from tfcdo.doctor import answers, findings, tf_config
 from tfcdo.doctor.examination import Report
 from tfcdo.doctor.findings import NOTE, OK, WRONG
+from tfcdo.topology.presets import preset
 
 _GPUS = tuple(f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(4))
 
@@ -28,33 +29,32 @@ def _report(**changes: Any) -> Report:
     names = tuple(itertools.chain.from_iterable(findings.COMPARED))
     report = Report(
         versions=answers.Versions("0.1.0", "3.12.1", tensorflow="2.21.0"),
-        devices=answers.SeenDevices(
-            physical=tuple(f"/physical_device:GPU:{number}" for number in range(4)),
-            logical=_GPUS,
-            examined=_GPUS,
-            description="4 x Some GPU",
-            on_cpu=False,
-            gpus_of_nvidia_smi=("Some GPU",) * 4,
-        ),
-        all_reduces=(answers.AllReduce("NcclAllReduce", True, "", ""),),
-        topology=_topology(bandwidth=50e9),
+        machine=_MACHINE,
         pairs={pair: answers.Copies(0, 40e9) for pair in _PAIRS},
-        sums={name: answers.Sums(elements=8, wrong=0, seconds=1e-3) for name in names},
+        sums=dict.fromkeys(names, answers.Sums(elements=8)),
     )
     return dataclasses.replace(report, **changes)
 
 
-def _topology(bandwidth: float | None) -> answers.FoundTopology:
-    links = tuple(answers.LinkSpeed(*pair, bandwidth, via_host=False) for pair in _PAIRS)
-    return answers.FoundTopology("m", "as nvidia-smi reports", links)
+# Its links have 25 GB/s.
+_MACHINE = answers.Machine(
+    physical=tuple(f"/physical_device:GPU:{number}" for number in range(4)),
+    logical=_GPUS,
+    examined=_GPUS,
+    description="4 x Some GPU",
+    on_cpu=False,
+    gpus_of_nvidia_smi=("Some GPU",) * 4,
+    topology=preset("fully_connected", 4).to_json(),
+    topology_reason="as nvidia-smi reports",
+)
 
 
-def _with_pairs(changes: Mapping[tuple[int, int], answers.CopiesAnswer], **others: Any) -> Report:
+def _with_pairs(changes: Mapping[tuple[int, int], Any], **others: Any) -> Report:
     report = _report(**others)
     return dataclasses.replace(report, pairs={**report.pairs, **changes})
 
 
-def _with_sums(changes: Mapping[str, answers.SumsAnswer], **others: Any) -> Report:
+def _with_sums(changes: Mapping[str, Any], **others: Any) -> Report:
     report = _report(**others)
     return dataclasses.replace(report, sums={**report.sums, **changes})
 
@@ -75,7 +75,7 @@ class FindingsTest(parameterized.TestCase):
 
     def test_what_is_not_ok_has_a_remedy_on_one_line(self):
         report = _with_pairs(
-            {(0, 1): answers.Copies(3, 40e9), (1, 2): answers.NoAnswer("y", hangs=False)},
+            {(0, 1): answers.Copies(3, 40e9), (1, 2): answers.Failure("y")},
             versions=answers.Failure("x"),
         )
         for finding in findings.findings_of(report):
@@ -84,13 +84,17 @@ class FindingsTest(parameterized.TestCase):
                 self.assertNotIn("\n", finding.remedy)
 
     def test_pairs_that_hang_are_named_and_their_devices_left_out(self):
-        hangs = answers.NoAnswer("no end within 15 s", hangs=True)
-        report = _with_pairs({(0, 2): hangs, (2, 3): hangs, (1, 0): answers.Skipped("z")})
+        hangs = answers.Failure("no end within 15 s", hangs=True)
+        report = _with_pairs({(0, 2): hangs, (2, 3): hangs})
+        tried = {pair: copies for pair, copies in report.pairs.items() if pair != (1, 0)}
+        report = dataclasses.replace(report, pairs=tried)
         (text,) = _texts(report, WRONG)
         self.assertEqual(
             text, "copies from GPU:0 to GPU:2, GPU:2 to GPU:3 hang: no end within 15 s"
         )
-        self.assertEqual(_texts(report, NOTE), ["1 pairs of devices were not tried: z"])
+        self.assertEqual(
+            _texts(report, NOTE), ["1 pairs of devices were not tried, because others hang"]
+        )
         self.assertIn("['GPU:0', 'GPU:1', 'GPU:3']", findings.script_line(report))
 
     def test_copies_that_raise_an_error_fail(self):
@@ -113,21 +117,23 @@ class FindingsTest(parameterized.TestCase):
         self.assertIn("copies from GPU:3 to GPU:0 are slower", text)
         self.assertIn("down to 6.0 GB/s", text)
         # A link that the planner takes for free is not compared with anything.
-        free = dataclasses.replace(report, topology=_topology(bandwidth=None))
+        machine = dataclasses.replace(_MACHINE, topology=preset("shared_memory", 4).to_json())
+        free = dataclasses.replace(report, machine=machine)
         self.assertEmpty(_texts(free, NOTE))
 
     def test_classes_that_are_wrong_or_fail(self):
         report = _with_sums(
             {
-                "tfcdo.NcclAllReduce": answers.NoAnswer("no end within 60 s", hangs=True),
-                "tfcdo.AutoAllReduce": answers.Sums(elements=8, wrong=5, seconds=1e-3),
+                "tfcdo.NcclAllReduce": answers.Failure("no end within 60 s", hangs=True),
+                "tfcdo.AutoAllReduce": answers.Sums(elements=8, wrong=5),
                 "tf.ReductionToOneDevice": answers.Failure("ValueError: no"),
             }
         )
         self.assertEqual(
             _texts(report, WRONG),
             [
-                "tfcdo.AutoAllReduce sums are incorrect: 5 of 8 elements",
+                "tfcdo.AutoAllReduce sums are incorrect: 5 of 8 elements on 4 devices, without an "
+                "error",
                 "tfcdo.NcclAllReduce fails: no end within 60 s",
             ],
         )
@@ -136,12 +142,10 @@ class FindingsTest(parameterized.TestCase):
         self.assertIn("=tfcdo.HierarchicalCopyAllReduce()", findings.script_line(report))
 
     def test_gpus_that_tensorflow_does_not_see(self):
-        devices = _report().devices
-        assert isinstance(devices, answers.SeenDevices)
         physical = ("/physical_device:CPU:0",)
         report = _with_sums(
-            {"tfcdo.NcclAllReduce": answers.Skipped("no kernel")},
-            devices=dataclasses.replace(devices, physical=physical, on_cpu=True),
+            {"tfcdo.NcclAllReduce": answers.Sums()},
+            machine=dataclasses.replace(_MACHINE, physical=physical, on_cpu=True),
         )
         seen, examined = _texts(report, NOTE)
         self.assertEqual(seen, "nvidia-smi shows 4 GPUs, and TensorFlow none")
@@ -153,7 +157,7 @@ class FindingsTest(parameterized.TestCase):
 
     def test_an_assumed_topology(self):
         reason = "there is no nvidia-smi on the PATH; pass topology= to say what joins them"
-        report = _report(topology=answers.FoundTopology("fully_connected", reason, ()))
+        report = _report(machine=dataclasses.replace(_MACHINE, topology_reason=reason))
         (text,) = _texts(report, NOTE)
         self.assertStartsWith(text, "the topology is assumed to be 'fully_connected'")
 

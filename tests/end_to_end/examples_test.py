@@ -1,4 +1,4 @@
-"""The examples, against training on one device; two of them have their own files."""
+"""The examples, against training on one device; that of Ray has its own file."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import contextlib
 import functools
 import io
 import pathlib
-from types import ModuleType
+import re
+import runpy
+import tempfile
+import types
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
+import warm_python
 from absl.testing import parameterized
-from script_loading import load_script
 
 import tfcdo
 
@@ -30,8 +34,15 @@ def _three() -> tf.distribute.Strategy:
     return tfcdo.MirroredStrategy(["/cpu:0", "/cpu:1", "/cpu:2"])
 
 
-def _load(name: str) -> ModuleType:
-    return load_script(_EXAMPLES / f"{name}.py")
+@functools.cache
+def _load(name: str) -> Any:
+    return types.SimpleNamespace(**runpy.run_path(str(_EXAMPLES / f"{name}.py")))
+
+
+@functools.cache
+def _trained(name: str) -> tf.keras.Model:
+    """An example's model, trained on three devices."""
+    return _load(name).train(_three())
 
 
 class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
@@ -43,8 +54,8 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("keras_fit", "embeddings", "accumulate_and_clip")
     def test_keras_trains_as_on_one_device(self, name):
-        train = _load(name).train
-        for own, expected in zip(train(_three()).weights, train(_one()).weights, strict=True):
+        expected_weights = _load(name).train(_one()).weights
+        for own, expected in zip(_trained(name).weights, expected_weights, strict=True):
             self.assertAllClose(expected, own, rtol=1e-4, atol=1e-5, msg=own.path)
 
     def test_mixed_precision(self):
@@ -81,13 +92,13 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
         labels = np.concatenate([labels for _, labels in example.make_data()])
         share = labels.mean()
         constant = -share * np.log(share) - (1 - share) * np.log(1 - share)
-        loss = example.train(_three()).evaluate(example.make_data(), verbose=0)
+        loss = _trained("embeddings").evaluate(example.make_data(), verbose=0)
         self.assertLess(loss, constant / 2)
 
     def test_updates_are_counted(self):
         example = _load("accumulate_and_clip")
-        model = example.train(_three())
-        self.assertEqual(int(model.optimizer.iterations), 2 * 16 // example.STEPS_PER_UPDATE)
+        iterations = _trained("accumulate_and_clip").optimizer.iterations
+        self.assertEqual(int(iterations), 2 * 16 // example.STEPS_PER_UPDATE)
 
     def test_own_algorithm(self):
         example = _load("own_algorithm")
@@ -99,6 +110,24 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
         with contextlib.redirect_stdout(printed):
             example.main()
         self.assertIn("on each device: {2772.0}", printed.getvalue())
+
+    def test_two_workers_save_one_model(self):
+        """As docs/several-hosts.md says."""
+        folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        done = warm_python.run(
+            *("-m", "tfcdo.cli.main", "launch", "--workers", "2", "--devices-per-worker", "2"),
+            *(str(_EXAMPLES / "multi_worker.py"), "--epochs", "2", "--folder", str(folder)),
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        # One worker speaks for all, and nobody else has written to the folder.
+        self.assertEqual(set(re.findall(r"^worker \d", done.stdout, re.MULTILINE)), {"worker 0"})
+        self.assertIn("Training on 4 replicas", done.stdout)
+        self.assertIn("Epoch 2/2", done.stdout)
+        self.assertEqual([path.name for path in folder.iterdir()], ["model.keras"])
+        accuracy = float(re.findall(r"accuracy ([\d.]+)$", done.stdout, re.MULTILINE)[-1])
+        self.assertGreater(accuracy, 0.95)
+        model = tf.keras.models.load_model(folder / "model.keras")
+        self.assertEqual(model.count_params(), 16 * 64 + 64 + 64 * 10 + 10)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import tensorflow as tf
 import testing_utils as tu
 from absl import logging
 from absl.testing import parameterized
+from contract import DTYPES
 from testing_utils import EAGER, FUNCTION, MEAN, SUM
 
 import tfcdo
@@ -23,10 +24,6 @@ from tfcdo import log
 
 PARTS = 4
 MEGABYTES_PER_PART = 512
-DTYPES = (
-    tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64, tf.complex64,
-    tf.complex128, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.uint32, tf.uint64,
-)  # fmt: skip
 
 CARDS = tf.config.list_physical_devices("GPU")
 if CARDS:

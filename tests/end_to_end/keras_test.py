@@ -153,14 +153,8 @@ class KerasTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
 
 class FitTest(KerasTestCase):
-    # All classes; the one that TensorFlow gets wrong at odd numbers with all of them.
-    @parameterized.parameters(
-        ("hierarchical", 3),
-        ("hierarchical", 5),
-        ("one_device", 3),
-        ("all_reduce", 3),
-        ("nccl", 3),
-    )
+    # The class that TensorFlow gets wrong at odd numbers, and another; the others train below.
+    @parameterized.parameters(("hierarchical", 3), ("one_device", 5))
     def test_odd_numbers_of_devices(self, name, count):
         data = regression(6 * count)
         expected, losses = fitted_alone(count)

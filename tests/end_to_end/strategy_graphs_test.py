@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
@@ -127,9 +125,7 @@ class SessionTest(StrategyTestCase):
 
     def test_with_version_1_behavior(self):
         # It cannot be switched off again, so it gets a process of its own.
-        result = subprocess.run(
-            [warm_python.executable(), "-c", _SESSION], capture_output=True, text=True
-        )
+        result = warm_python.run("-c", _SESSION)
         self.assertEqual(0, result.returncode, result.stderr)
         self.assertEqual([f"ok {name}" for name, _ in BASES], result.stdout.split("\n")[:-1])
 

@@ -2,17 +2,18 @@ from __future__ import annotations
 
 import compileall
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
+import types
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import warm_python
 from absl.testing import absltest
-from script_loading import load_script
 
 # Not resolve(): Bazel lays out links, and pip_package lies beside tests only in its layout.
 _PIP_PACKAGE = Path(__file__).absolute().parents[2] / "pip_package"
@@ -25,8 +26,8 @@ for name in [name for name in sys.modules if name.split(".")[0] == "tfcdo"]:
 """
 
 
-def _load(name: str) -> ModuleType:
-    return load_script(_PIP_PACKAGE / f"{name}.py")
+def _load(name: str) -> Any:
+    return types.SimpleNamespace(**runpy.run_path(str(_PIP_PACKAGE / f"{name}.py")))
 
 
 class WheelTest(absltest.TestCase):

@@ -139,8 +139,8 @@ class TreesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             names.append(name)
             return "(" + "+".join(parts) + ")"
 
-        total = copy_trees.reduce_up(tree, list("abcd"), tu.device_names(4), combine)
-        self.assertEqual("((a+b+c)+d)", total)
+        total = copy_trees.reduce_up(tree, [[x] for x in "abcd"], tu.device_names(4), combine)
+        self.assertEqual(["((a+b+c)+d)"], total)
         self.assertEqual([tu.device_name(1), tu.device_name(3)], scopes)
         self.assertEqual(["reduce/0and2to1", "reduce/1to3"], names)
 

@@ -7,7 +7,6 @@ What would hang on GPUs is an error here: see `nccl_on_cpu`. What is reduced to 
 from __future__ import annotations
 
 import gc
-import random
 import weakref
 from collections.abc import Sequence
 from concurrent import futures
@@ -24,8 +23,8 @@ from nccl_on_cpu import (
     setUpModule,  # noqa: F401
     tearDownModule,  # noqa: F401
 )
-from nccl_testing import DTYPES, K, all_reduce, delayed, function, nccl, one, packs_of, ranks
-from testing_utils import EAGER, FUNCTION, SUM
+from nccl_testing import K, all_reduce, delayed, function, nccl, one, packs_of, ranks
+from testing_utils import EAGER, FUNCTION
 
 import tfcdo
 from tfcdo import log
@@ -53,14 +52,6 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
         packs = self.trace(nccl(num_packs), *[[tf.ones([size])] * count for size in sizes])
         self.assertLen(packs, expected)
         self.check_packs(packs, count)
-
-    def test_packs_of_one_dtype(self):
-        packs = self.trace(nccl(), *[[tf.ones([3], dtype)] * 3 for dtype in [*DTYPES, *DTYPES]])
-        self.check_packs(packs, 3)
-        types = [tf.as_dtype(nodes[0].attr["T"].type) for nodes in packs.values()]
-        # 16-bit floats are summed as 32-bit ones.
-        expected = [tf.float32, tf.float32, tf.float64, tf.int32, tf.int64]
-        self.assertCountEqual(expected, types)
 
     def test_no_name_is_used_twice(self):
         """By instances and threads, retraces and repeated calls, and gradients of gradients."""
@@ -195,41 +186,6 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
         outer = function(lambda: one(*[double(x) for x in own]))
         self.assertAllEqual([[20.0]] * K, outer())
 
-    @parameterized.parameters(False, True)
-    def test_outputs_that_nobody_uses(self, noinline):
-        inner = function(one, experimental_attributes={"_noinline": noinline})
-
-        def first_and_last() -> Any:
-            inner(*ranks())
-            one(*ranks())
-            return inner(*ranks())[0], one(*ranks(3.0))[3]
-
-        step = function(first_and_last)
-        for _ in range(5):
-            self.assertAllEqual([[10.0], [30.0]], step())
-
-    @parameterized.parameters(0, 1)
-    def test_devices_come_to_the_packs_in_different_orders(self, seed):
-        generator = random.Random(seed)
-        packs = 5
-
-        def step() -> Any:
-            values: list[list[Any]] = [[None] * K for _ in range(packs)]
-            for rank in range(K):
-                previous: list[tf.Tensor] = []
-                for pack in generator.sample(range(packs), packs):
-                    # The device comes to this pack when it has come to the one before.
-                    with tf.device(tu.device_name(rank)), tf.control_dependencies(previous):
-                        pause = 0.001 * generator.randrange(4)
-                        previous = [delayed(tf.constant([10.0 * pack + rank]), pause)]
-                    values[pack][rank] = previous[0]
-            return all_reduce(nccl(0), *values)
-
-        traced = function(step)
-        expected = [[[K * 10.0 * pack + 6]] * K for pack in range(packs)]
-        for _ in range(5):
-            self.assertAllEqual(expected, traced())
-
     @parameterized.parameters(EAGER, FUNCTION)
     def test_six_threads(self, mode):
         shared = function(one)
@@ -247,12 +203,6 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
 
         tu.call_in_six_threads(work)
 
-    def test_an_error_and_the_step_after_it(self):
-        step = function(lambda *own: one(*own), input_signature=[tf.TensorSpec([None])] * 3)
-        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "NcclAllReduce"):
-            step(tf.ones([2]), tf.ones([3]), tf.ones([2]))
-        self.assertAllEqual([[3.0, 3.0]] * 3, step(*[tf.ones([2])] * 3))
-
 
 class MemoryTest(tf.test.TestCase):
     def test_graphs_end_with_their_functions(self):
@@ -269,23 +219,6 @@ class MemoryTest(tf.test.TestCase):
         del traced
         gc.collect()
         self.assertIsNone(graph())
-
-
-class OtherDtypesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(tf.bfloat16, tf.complex64, tf.int8, tf.uint16)
-    def test_go_by_copy_trees(self, dtype):
-        own = [tu.numbers((5,), dtype, rank, limit=7) for rank in range(3)]
-        values = [tu.per_replica(own), tu.per_replica([tf.ones([2])] * 3)]
-        log.warn_once.cache_clear()
-        with mock.patch.object(logging, "warning") as warning:
-            for _ in range(3):
-                results = tu.all_reduce(tfcdo.NcclAllReduce(), SUM, values)
-        self.assert_exact(results[0].value, tu.oracle(SUM, own), dtype)
-        self.assertAllEqual([3.0, 3.0], results[1].value)
-        warning.assert_called_once()
-        self.assertRegex(warning.call_args.args[0] % warning.call_args.args[1:], dtype.name)
-        with self.assertRaisesRegex(RuntimeError, f"(?s)require_nccl.*{dtype.name}.*float32"):
-            tu.all_reduce(nccl(), SUM, values)
 
 
 class StrategyTest(tf.test.TestCase, parameterized.TestCase):

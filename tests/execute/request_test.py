@@ -9,7 +9,7 @@ from absl.testing import parameterized
 
 import tfcdo
 from tfcdo import tf_internals
-from tfcdo.execute.devices import check_device, devices_of
+from tfcdo.execute.devices import devices_of
 from tfcdo.execute.request import (
     check_broadcast,
     check_count,
@@ -22,20 +22,6 @@ from tfcdo.execute.request import (
 
 
 class ArgumentsTest(parameterized.TestCase):
-    @parameterized.parameters(
-        (True, TypeError),
-        (np.bool_(True), TypeError),
-        (np.float64(3.0), TypeError),
-        (np.int64(-3), ValueError),
-        (2.0, TypeError),
-        ("2", TypeError),
-        (None, TypeError),
-        (-1, ValueError),
-    )
-    def test_no_count(self, value, error):
-        with self.assertRaisesRegex(error, "^n must be .*; got "):
-            check_count("n", value)
-
     @parameterized.parameters(0, 1, 10**9, np.int64(3), np.uint8(7))
     def test_count(self, value):
         count = check_count("n", value)
@@ -48,15 +34,6 @@ class ArgumentsTest(parameterized.TestCase):
         for bad in "auto", 3, tfcdo.AutoAllReduce, tf.distribute.NcclAllReduce:
             with self.assertRaisesRegex(TypeError, "cross_device_ops must be an object .*; got "):
                 check_cross_device_ops(bad)
-
-    @parameterized.parameters("/cpu:0", "GPU:1", "/job:a/replica:0/task:2/device:CPU:0", "/gpu:17")
-    def test_device(self, name):
-        check_device("where", name)
-
-    @parameterized.parameters("", None, 0, "nonsense", "/cpu:x", b"/cpu:0")
-    def test_no_device(self, name):
-        with self.assertRaisesRegex(ValueError, "where must .*device.*got "):
-            check_device("where", name)
 
 
 class DestinationsTest(tf.test.TestCase, parameterized.TestCase):
@@ -115,17 +92,6 @@ class DestinationsTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class PairsTest(tf.test.TestCase, parameterized.TestCase):
-    def test_a_pair(self):
-        value = tu.per_replica([1.0, 2.0, 3.0])
-        reduction = check_pair(value, "/cpu:5")
-        self.assertEqual(tu.device_names(3), reduction.devices)
-        self.assertEqual((tu.device_name(5),), reduction.destinations)
-        self.assertLen(reduction.values, 3)
-        for given, kept in zip(value.values, reduction.values, strict=True):
-            self.assertIs(given, kept)
-        self.assertFalse(reduction.is_sparse)
-        self.assertFalse(reduction.is_all_reduce)
-
     @parameterized.parameters(
         ([0, 1, 2], [0, 1, 2], True),
         ([0, 1, 2], [2, 0, 1], True),
@@ -160,14 +126,6 @@ class PairsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(("", ""), seen[0].devices)
         self.assertTrue(seen[0].is_all_reduce)
 
-    def test_what_is_converted(self):
-        self.assertEqual([3.0], check_pair([3.0], "/cpu:1").values[0].numpy())
-        with tf.device("/cpu:2"):
-            variable = tf.Variable([7.0])
-        reduction = check_pair(tf_internals.per_replica([variable]), "/cpu:1")
-        self.assertIsInstance(reduction.values[0], tf.Tensor)
-        self.assertEqual(tu.device_name(2), reduction.values[0].device)
-
     def test_static_shapes_that_differ_on_two_later_replicas(self):
         # Both are compatible with the first replica's, but not with each other.
         @tf.function(
@@ -187,13 +145,12 @@ class PairsTest(tf.test.TestCase, parameterized.TestCase):
             check_pairs([list(range(10_000))])
         self.assertLess(len(str(caught.exception)), 300)
 
-    def test_empty_destinations(self):
+    def test_what_is_empty(self):
+        empty = tf_internals.per_replica([])
         with self.assertRaisesRegex(ValueError, "destinations must name at least one device"):
-            check_pair(tu.per_replica([1.0]), tf_internals.per_replica([]))
-
-    def test_an_empty_value(self):
-        with self.assertRaisesRegex(ValueError, "empty"):
-            check_pair(tf_internals.per_replica([]), "/cpu:0")
+            check_pair(tu.per_replica([1.0]), empty)
+        with self.assertRaisesRegex(ValueError, "value must hold at least one .* it is empty"):
+            check_pair(empty, "/cpu:0")
 
     @parameterized.parameters(tf.bool, tf.string, tf.dtypes.experimental.float8_e5m2)
     def test_numeric(self, dtype):
@@ -208,10 +165,6 @@ class PairsTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class GatherAndBroadcastTest(tf.test.TestCase, parameterized.TestCase):
-    def test_shapes_may_differ_when_gathered(self):
-        value = tu.per_replica([tf.ones([2, 1]), tf.ones([3, 1])])
-        self.assertLen(check_gather(value, "/cpu:0", 0).values, 2)
-
     def test_other_axes_may_not(self):
         value = tu.per_replica([tf.ones([2, 1]), tf.ones([3, 1])])
         for axis in (1, -1):
@@ -244,12 +197,6 @@ class GatherAndBroadcastTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(TypeError, "axis must be an int, or a 0-D tensor of ints; got"):
             check_gather(tu.per_replica([[1.0], [2.0]]), "/cpu:0", axis)
 
-    @parameterized.parameters(np.int64(1), lambda: tf.constant(1))
-    def test_an_axis_of_another_type(self, axis):
-        axis = axis() if callable(axis) else axis
-        with self.assertRaisesRegex(ValueError, "axis must .* got 1 for the shape"):
-            check_gather(tu.per_replica([[1.0], [2.0]]), "/cpu:0", axis)
-
     def test_an_axis_that_is_known_later(self):
         @tf.function(autograph=False)
         def gather(axis):
@@ -258,13 +205,11 @@ class GatherAndBroadcastTest(tf.test.TestCase, parameterized.TestCase):
 
         gather.get_concrete_function(tf.TensorSpec([], tf.int32))
 
-    def test_there_must_be_such_an_axis(self):
-        value = tu.per_replica([tf.ones([2, 1]), tf.ones([3, 1])])
-        for axis in (2, -3):
-            with self.assertRaisesRegex(ValueError, f"axis must .* got {axis} for the shape"):
-                check_gather(value, "/cpu:0", axis)
-        with self.assertRaisesRegex(ValueError, "axis must .* got 0 for the shape"):
-            check_gather(tu.per_replica([1.0, 2.0]), "/cpu:0", 0)
+    @parameterized.parameters(1, -2, np.int64(1), lambda: tf.constant(1))
+    def test_there_must_be_such_an_axis(self, axis):
+        axis = axis() if callable(axis) else axis
+        with self.assertRaisesRegex(ValueError, f"axis must .* got {int(axis)} for the shape"):
+            check_gather(tu.per_replica([[1.0], [2.0]]), "/cpu:0", axis)
 
     def test_none_is_no_value(self):
         for value in None, tf_internals.per_replica([None, None]):

@@ -88,8 +88,10 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
             Training(ops).lost(2, 1 + TINY["bfloat16"])
             gc.collect()
         self.assertLen(residuals(ops), 3)
-        # Who comes next begins with nothing.
+        # Who comes next begins with nothing, and 1 is not rounded.
         self.assertAllEqual([3.0] * 4, Training(ops).step(1.0))
+        for kept in residuals(ops):
+            self.assertAllEqual(np.zeros(4), kept)
 
     @parameterized.parameters("concrete", "called by another", "in a strategy")
     def test_a_concrete_function_keeps_itsresiduals(self, kind):

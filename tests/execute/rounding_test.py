@@ -88,26 +88,6 @@ class GradientsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(np.full(2000, 1.2345678), mean, rtol=1e-6)
         self.assertAllClose(np.full(2000, 1.2345678) * 3, total, rtol=1e-6)
 
-    def test_an_optimizer_of_keras_2_casts(self):
-        """It hands over the variables as destinations, in one batch."""
-        strategy = self.strategy(tf.distribute.MirroredStrategy)
-        with strategy.scope():
-            variables = [tf.Variable([0.0, 0.0]) for _ in range(2)]
-
-        def replica() -> None:
-            tf.distribute.get_replica_context().merge_call(merge)
-
-        def merge(strategy: Any) -> None:
-            value = tu.per_replica([[0.1, 0.2]] * 3)
-            totals = strategy.extended.batch_reduce_to("SUM", [(value, one) for one in variables])
-            for variable, total in zip(variables, totals, strict=True):
-                strategy.extended.update(variable, lambda own, t: own.assign(t), (total,))
-
-        strategy.run(replica)
-        for variable in variables:
-            self.assertAllClose([0.3, 0.6], variable, rtol=0.02)
-            self.assertNotAllClose([0.3, 0.6], variable, rtol=1e-4)
-
 
 class MeanTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(

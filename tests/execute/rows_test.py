@@ -143,20 +143,6 @@ class GraphsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual([1, 3], indices)
         self.assertAllEqual([[6.0], [6.0]], values)
 
-    @parameterized.product(make=OPS, function=(False, True))
-    def test_without_tensor_equality(self, make, function):
-        def reduce() -> Any:
-            total = self.total(make, None)
-            return total.indices, total.values
-
-        tf.compat.v1.disable_tensor_equality()
-        try:
-            indices, values = tf.function(reduce)() if function else reduce()
-        finally:
-            tf.compat.v1.enable_tensor_equality()
-        self.assertAllEqual([1, 3], indices)
-        self.assertAllEqual([[6.0], [6.0]], values)
-
 
 class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(tree=TREES[::2], as_tables=(False, True))

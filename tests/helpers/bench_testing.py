@@ -14,12 +14,11 @@ import tensorflow as tf
 import testing_utils as tu
 
 from tfcdo import tf_internals, virtual_devices
-from tfcdo.bench import implementations, measure, workloads
+from tfcdo.bench import implementations, results, workloads
 
 virtual_devices.configure_virtual_cpus(8)
 
 SMALL = workloads.Workload("small", ((3, 2), (5,), ()))
-QUICK = measure.Settings(iterations=2, warmup=1)
 NO_FUNCTION = "tf.ReductionToOneDevice(accumulation_fn=5)"
 TF_HIERARCHICAL = "tf.HierarchicalCopyAllReduce(num_packs=1)"
 
@@ -44,8 +43,10 @@ def names_of(found: Sequence[implementations.Implementation]) -> list[str]:
     return [implementation.name for implementation in found]
 
 
-def measurement_of(name: str, kind: str, seconds: float, wrong: int = 0) -> measure.Measurement:
-    return measure.Measurement("w", 4000, 1000, "float32", 4, name, kind, seconds, 0.0, 0.0, wrong)
+def measurement_of(name: str, kind: str, seconds: float, wrong: int = 0) -> results.Measurement:
+    return results.Measurement(
+        name, kind, 4, seconds, 0.0, "w", 4000, 1000, wrong=wrong, first_call=1.0
+    )
 
 
 def small_model(weights: None, input_shape: tuple[int, ...], classes: int) -> Any:

@@ -1,4 +1,4 @@
-"""One host of a cluster: runs scenarios of `host_scenarios`, and saves what they return."""
+"""One host of a cluster: runs scenarios by their names, and saves what they return."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import pathlib
 import time
 from unittest import mock
 
+import host_keras
 import host_scenarios
+import host_unlike
+import host_values
+import host_wire
 import numpy as np
 import tensorflow as tf
 
 import tfcdo
 from tfcdo import strategies
+
+_SCENARIOS = {
+    name: scenario
+    for module in (host_wire, host_unlike, host_values, host_scenarios, host_keras)
+    for name, scenario in vars(module).items()
+}
 
 
 def main(devices: str, folder: str, *names: str) -> None:
@@ -24,7 +34,7 @@ def main(devices: str, folder: str, *names: str) -> None:
     host = strategy.cluster_resolver.task_id
     for name in names:
         start = time.monotonic()
-        results = getattr(host_scenarios, name)(strategy)
+        results = _SCENARIOS[name](strategy)
         print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
         if results:
             np.savez(pathlib.Path(folder, f"{name}-{host}.npz"), **results)

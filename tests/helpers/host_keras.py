@@ -1,30 +1,19 @@
-"""Scenarios of `host_scenarios` for what tfcdo.keras adds to Keras."""
+"""Scenarios of `host` for what tfcdo.keras adds to Keras."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import host_wire
 import keras
 import numpy as np
+from host_scenarios import copies, scope, weights
 from keras import optimizers as ko
 from keras_training import BATCH, dense_data, dense_layers, model_of, word_data, word_layers
 
 from tfcdo.keras import CheckInSync, DistributedOptimizer, SynchronizeStatistics, weight_by_examples
 
 _EXAMPLES = 3 * BATCH + 7  # The last batch does not divide by four replicas.
-
-
-def _optimizers() -> list[Any]:
-    return [
-        ko.Adam(0.05, global_clipnorm=0.05, gradient_accumulation_steps=2),
-        ko.LossScaleOptimizer(
-            ko.SGD(0.2, clipnorm=0.05, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=2),
-            16.0,
-            dynamic_growth_steps=2,
-        ),
-    ]
 
 
 def _fit(
@@ -38,40 +27,27 @@ def _fit(
     ).history["loss"]
 
 
-def _copies(strategy: Any, variable: Any) -> np.ndarray:
-    parts = strategy.experimental_local_results(variable.value) if strategy else (variable.value,)
-    return np.stack([part.numpy() for part in parts])
-
-
 def mended_keras(strategy: Any) -> dict[str, np.ndarray]:
     """Clips, accumulates, averages and scales losses; the last batch does not divide."""
-    arrays: dict[str, np.ndarray] = {}
-    for row in range(2):
-        with strategy.scope() if strategy else contextlib.nullcontext():
-            optimizer = _optimizers()[row]
-            model = model_of(
-                dense_layers, DistributedOptimizer(optimizer) if strategy else optimizer
-            )
-        arrays[f"loss_{row}"] = np.array(_fit(strategy, weight_by_examples(model)))
-        for index, weight in enumerate(model.weights):
-            arrays[f"replica_{row}_{index}"] = _copies(strategy, weight)
-    return arrays
+    averaging = {"use_ema": True, "ema_momentum": 0.7, "ema_overwrite_frequency": 2}
+    with scope(strategy):
+        sgd = ko.SGD(0.2, clipnorm=0.05, gradient_accumulation_steps=2, **averaging)
+        optimizer = ko.LossScaleOptimizer(sgd, 16.0, dynamic_growth_steps=2)
+        model = model_of(dense_layers, DistributedOptimizer(optimizer) if strategy else optimizer)
+    loss = _fit(strategy, weight_by_examples(model))
+    return {"loss": np.array(loss), **weights(strategy, model.weights)}
 
 
 def sharded_state(strategy: Any) -> dict[str, np.ndarray]:
     """Trains with the state on one device of each host, in sync over all devices of all hosts."""
-    arrays: dict[str, np.ndarray] = {}
-    with strategy.scope() if strategy else contextlib.nullcontext():
+    with scope(strategy):
         optimizer = ko.Adam(0.05, global_clipnorm=0.5, weight_decay=0.1)
         if strategy:
             optimizer = DistributedOptimizer(optimizer, shard_optimizer_state=True)
         model = weight_by_examples(model_of(dense_layers, optimizer, run_eagerly=False))
-    arrays["loss"] = np.array(_fit(strategy, model, *[CheckInSync(every=1)] * bool(strategy)))
-    for index, weight in enumerate(model.weights):
-        arrays[f"replica_{index}"] = _copies(strategy, weight)
-    for index, slot in enumerate(model.optimizer.variables):
-        arrays[f"slot_{index}"] = slot.numpy()
-    return arrays
+    loss = _fit(strategy, model, *[CheckInSync(every=1)] * bool(strategy))
+    slots = {f"slot_{i}": slot.numpy() for i, slot in enumerate(model.optimizer.variables)}
+    return {"loss": np.array(loss), **slots, **weights(strategy, model.weights)}
 
 
 def mixed_float16(strategy: Any) -> dict[str, np.ndarray]:
@@ -79,23 +55,20 @@ def mixed_float16(strategy: Any) -> dict[str, np.ndarray]:
 
     In one step of each epoch one replica's gradients are infinite: all hosts have to leave it out.
     """
-    casting = host_wire.casting(strategy, "float16") if strategy else None
-    with casting.scope() if casting else contextlib.nullcontext():
+    casting = host_wire.other_strategy(strategy, wire_between="float16") if strategy else None
+    with scope(casting):
         optimizer = ko.LossScaleOptimizer(ko.SGD(0.1), 16.0, dynamic_growth_steps=2)
         outer = DistributedOptimizer(optimizer) if casting else optimizer
         model = model_of(_half_layers, outer, run_eagerly=False)
     for _ in range(2):
         _fit(casting, weight_by_examples(model), outlier=BATCH + 3)
-    arrays = {"scale": optimizer.dynamic_scale.numpy()}
-    for index, weight in enumerate(model.trainable_weights):
-        arrays[f"replica_{index}"] = _copies(casting, weight)
-    return arrays
+    scale = optimizer.dynamic_scale.numpy()
+    return {"scale": scale, **weights(casting, model.trainable_weights)}
 
 
 def jit(strategy: Any) -> dict[str, np.ndarray]:
     """Trains with XLA on several replicas, and without on one device."""
-    arrays: dict[str, np.ndarray] = {}
-    with strategy.scope() if strategy else contextlib.nullcontext():
+    with scope(strategy):
         keras.utils.set_random_seed(1)
         model = keras.Sequential(word_layers())
         optimizer = ko.SGD(0.05, momentum=0.9)
@@ -109,10 +82,8 @@ def jit(strategy: Any) -> dict[str, np.ndarray]:
     history = weight_by_examples(model).fit(
         *data, BATCH, validation_data=data, shuffle=False, verbose=0
     )
-    arrays.update({name: np.array(values) for name, values in history.history.items()})
-    for index, weight in enumerate(model.weights):
-        arrays[f"replica_{index}"] = _copies(strategy, weight)
-    return arrays
+    logs = {name: np.array(values) for name, values in history.history.items()}
+    return {**logs, **weights(strategy, model.weights)}
 
 
 def other_weights(strategy: Any) -> dict[str, np.ndarray]:
@@ -158,10 +129,10 @@ def in_sync(strategy: Any) -> dict[str, np.ndarray]:
         )
     _fit(strategy, model, CheckInSync(every=1))
     moving = model.layers[-1].non_trainable_variables[0]
-    before = _copies(strategy, moving)
+    before = copies(strategy, moving)
     mean = moving.numpy()
     _fit(strategy, model, SynchronizeStatistics())
-    synchronized = _copies(strategy, moving)
+    synchronized = copies(strategy, moving)
     try:
         _fit(strategy, model, _Break(), CheckInSync(every=2))
         message = "nothing was found"

@@ -14,26 +14,10 @@ from typing import Any
 from unittest import mock
 
 import host_values
+import host_wire
 import keras
 import numpy as np
 import tensorflow as tf
-from host_keras import (
-    in_sync,  # noqa: F401
-    jit,  # noqa: F401
-    mended_keras,  # noqa: F401
-    mixed_float16,  # noqa: F401
-    other_weights,  # noqa: F401
-    sharded_state,  # noqa: F401
-)
-from host_unlike import (
-    unlike_correct,  # noqa: F401
-    unlike_refused,  # noqa: F401
-)
-from host_wire import (
-    functions_end,  # noqa: F401
-    requires_nccl,  # noqa: F401
-    wire_between,  # noqa: F401
-)
 
 import tfcdo
 from tfcdo.keras import weight_by_examples
@@ -43,7 +27,7 @@ NUM_EXAMPLES = 4 * GLOBAL_BATCH
 WORDS, CLASSES, LENGTH = 50, 5, 6
 
 
-def _scope(strategy: Any) -> Any:
+def scope(strategy: Any) -> Any:
     return strategy.scope() if strategy else contextlib.nullcontext()
 
 
@@ -53,20 +37,21 @@ def _examples() -> tuple[np.ndarray, np.ndarray]:
     return words, (words.sum(axis=1) % CLASSES).astype(np.int64)
 
 
-def _weights(model: Any, strategy: Any) -> dict[str, np.ndarray]:
-    arrays = {}
-    for index, weight in enumerate(model.weights):
-        variable = weight.value
-        parts = strategy.experimental_local_results(variable) if strategy else (variable,)
-        arrays[f"replica_weight_{index}"] = np.stack([part.numpy() for part in parts])
-    return arrays
+def copies(strategy: Any, variable: Any) -> np.ndarray:
+    """What each replica of this host holds of a Keras variable."""
+    parts = strategy.experimental_local_results(variable.value) if strategy else (variable.value,)
+    return np.stack([part.numpy() for part in parts])
+
+
+def weights(strategy: Any, variables: Any) -> dict[str, np.ndarray]:
+    return {f"replica_{i}": copies(strategy, variable) for i, variable in enumerate(variables)}
 
 
 def fit(strategy: Any) -> dict[str, np.ndarray]:
     """Keras fit, evaluate and predict, of a model with an embedding: its gradient has rows."""
     keras.utils.set_random_seed(7)
     words, labels = _examples()
-    with _scope(strategy):
+    with scope(strategy):
         model = keras.Sequential(
             [
                 keras.layers.Input((LENGTH,), dtype="int32"),
@@ -85,7 +70,7 @@ def fit(strategy: Any) -> dict[str, np.ndarray]:
     history = model.fit(data, epochs=2, verbose=0, shuffle=False)
     inputs = tf.data.Dataset.from_tensor_slices(words).batch(GLOBAL_BATCH)
     return {
-        **_weights(model, strategy),
+        **weights(strategy, model.weights),
         "history": np.array([history.history["loss"], history.history["accuracy"]]),
         "evaluate": np.array(model.evaluate(data, verbose=0)),
         "predict": model.predict(inputs, verbose=0),
@@ -96,7 +81,7 @@ def own_loop(strategy: Any) -> dict[str, np.ndarray]:
     """A training loop of one's own in mixed precision, which reduces a structure each step."""
     keras.utils.set_random_seed(8)
     words, labels = _examples()
-    with _scope(strategy):
+    with scope(strategy):
         layers = [
             keras.layers.Input((LENGTH,)),
             keras.layers.Dense(16, activation="tanh", dtype="mixed_bfloat16"),
@@ -126,7 +111,7 @@ def own_loop(strategy: Any) -> dict[str, np.ndarray]:
     if strategy:
         data = strategy.experimental_distribute_dataset(data)
     sums = [[float(part) for part in train(*batch)] for _ in range(2) for batch in data]
-    return {**_weights(model, strategy), "sums": np.array(sums)}
+    return {**weights(strategy, model.weights), "sums": np.array(sums)}
 
 
 def end_of_data(strategy: Any) -> dict[str, np.ndarray]:
@@ -138,7 +123,7 @@ def end_of_data(strategy: Any) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(2)
     # Eleven examples on one host and five on the other, in batches of two for each replica.
     parts = [generator.normal(size=(rows, 3)).astype(np.float32) for rows in (11, 5)]
-    with _scope(strategy):
+    with scope(strategy):
         model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
         optimizer = keras.optimizers.AdamW(0.05, weight_decay=0.3)
         model.compile(optimizer, "mse", steps_per_execution=2)
@@ -159,12 +144,7 @@ def end_of_data(strategy: Any) -> dict[str, np.ndarray]:
             [np.concatenate([part[s : s + 4] for part in parts]) for s in range(0, 12, 4)]
         )
     model.fit(data, epochs=2, verbose=0)
-    return {**_weights(model, strategy), "steps": optimizer.iterations.numpy()}
-
-
-def values(strategy: Any) -> None:
-    """Reduces and gathers values of every kind; numpy says what comes out."""
-    host_values.check(strategy)
+    return {**weights(strategy, model.weights), "steps": optimizer.iterations.numpy()}
 
 
 def explained(strategy: Any) -> None:
@@ -172,12 +152,7 @@ def explained(strategy: Any) -> None:
     options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=40_000)
     shapes, hosts = [(100,), (120, 100), (7, 30), (3_500,), (9_000,)], 2
     for ops in (None, tfcdo.HierarchicalCopyAllReduce(num_packs=0), tfcdo.ReductionToOneDevice()):
-        other = tfcdo.MultiWorkerMirroredStrategy(
-            None,
-            options,
-            cross_device_ops=ops,
-            devices_per_worker=len(strategy.extended.worker_devices),
-        )
+        other = host_wire.other_strategy(strategy, options, cross_device_ops=ops)
 
         @tf.function(autograph=False)
         def step(other: Any = other) -> Any:

@@ -18,6 +18,7 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
+from host_wire import other_strategy
 
 import tfcdo
 from tfcdo import tf_internals
@@ -104,18 +105,6 @@ SETTINGS: Sequence[tuple[Any, ...]] = (
 )
 
 
-def _strategy(
-    strategy: Any, options: Any = None, devices_per_worker: int | None = None, **arguments: Any
-) -> Any:
-    """Returns another strategy of the same hosts, and devices unless others are asked for."""
-    return tfcdo.MultiWorkerMirroredStrategy(
-        None,
-        options or tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0),
-        devices_per_worker=devices_per_worker or len(strategy.extended.worker_devices),
-        **arguments,
-    )
-
-
 @contextlib.contextmanager
 def _disagreeing(case: str, pattern: str) -> Iterator[None]:
     """Asserts that a block ends in an error that matches, in a session of its own."""
@@ -152,7 +141,7 @@ def unlike_refused(strategy: Any) -> None:
         first_shown, other_shown = f"[^:]*{left}[^:]* on host 0", f"[^:]*{right}[^:]* on host 1"
         either = f"{first_shown}, {other_shown}|{other_shown}, {first_shown}"
         with _disagreeing(f"{number} {key}", f"differ: .*{key}: ({either})"):
-            _strategy(strategy, **(first() if is_chief else other()))
+            other_strategy(strategy, **(first() if is_chief else other()))
     _refused_steps(strategy, is_chief)
 
 
@@ -174,7 +163,7 @@ def _refused_steps(strategy: Any, is_chief: bool) -> None:
     }
     for case, (run, pattern) in cases.items():
         with _disagreeing(case, f"differ: .*{pattern}"):
-            run(_strategy(strategy))
+            run(other_strategy(strategy))
 
 
 def unlike_correct(strategy: Any) -> None:
@@ -192,7 +181,7 @@ def unlike_correct(strategy: Any) -> None:
             assert name is not None
             machine = dataclasses.replace(assumed, name=name, **slow)
             measured.save(measured.Measured(machine, "2026-01-02"))
-        _check_sums(strategy)
+        _check_sums(strategy, {})
     with contextlib.ExitStack() as stack:
         if not is_chief:
             machine = dataclasses.replace(preset("pcie", count), **slow)
@@ -200,19 +189,19 @@ def unlike_correct(strategy: Any) -> None:
                 mock.patch.object(detection, "_choose", return_value=(machine, "for a test"))
             )
         detection._detect.cache_clear()
-        _check_sums(strategy)
+        _check_sums(
+            strategy,
+            {"wire_between": "bfloat16"},
+            {"cross_device_ops": tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")},
+            {"cross_device_ops": tfcdo.AllReduceCrossDeviceOps("packed_trees", 0)},
+        )
     detection._detect.cache_clear()
 
 
-def _check_sums(strategy: Any) -> None:
-    """Checks dense values and rows, with nothing cast and with each cast."""
-    for arguments in (
-        {},
-        {"wire_between": "bfloat16"},
-        {"cross_device_ops": tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")},
-        {"cross_device_ops": tfcdo.AllReduceCrossDeviceOps("packed_trees", 0)},
-    ):
-        other = _strategy(strategy, **arguments)
+def _check_sums(strategy: Any, *settings: dict[str, Any]) -> None:
+    """Checks dense values and rows, with the arguments of some strategies."""
+    for arguments in settings:
+        other = other_strategy(strategy, **arguments)
         _dense(other)
         _rows(other)
 

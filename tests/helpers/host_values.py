@@ -9,19 +9,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
+from contract import DTYPES
 from testing_utils import MEAN, SUM
 
 from tfcdo.cluster import session
 
-DTYPES = (
-    tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.int16, tf.int32, tf.int64,
-    tf.uint8, tf.uint16, tf.uint32, tf.uint64, tf.complex64, tf.complex128,
-)  # fmt: skip
 COPIED = (*DTYPES, tf.bool)
 SHAPE = (3, 5)
 
 
-def check(strategy: Any) -> None:
+def values(strategy: Any) -> None:
     """Checks everything: eagerly, and in functions where hosts have several devices."""
     case = _Case(strategy)
     modes: list[Any] = [lambda body: body, lambda body: tf.function(body, autograph=False)]
@@ -54,7 +51,7 @@ def _events_counted() -> int:
     """Counts how often collectives have been entered or left on this host."""
     shared = session.current()
     assert shared is not None
-    return sum(one.marks.count() for one in shared._watch._watched.values())
+    return sum(one.marks.count() for one in shared.watch._watched.values())
 
 
 def check_all_reduces(strategy: Any) -> None:

@@ -51,13 +51,14 @@ CASES = (
 )
 
 
-def casting(strategy: Any, name: str, **arguments: Any) -> Any:
-    """Returns a strategy of the same hosts and devices that casts between hosts."""
+def other_strategy(
+    strategy: Any, options: Any = None, devices_per_worker: int | None = None, **arguments: Any
+) -> Any:
+    """Returns another strategy of the same hosts, and devices unless others are asked for."""
     return tfcdo.MultiWorkerMirroredStrategy(
         None,
-        tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0),
-        devices_per_worker=len(strategy.extended.worker_devices),
-        wire_between=name,
+        options or tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0),
+        devices_per_worker=devices_per_worker or len(strategy.extended.worker_devices),
         **arguments,
     )
 
@@ -66,12 +67,13 @@ def wire_between(strategy: Any) -> dict[str, np.ndarray]:
     """Sums each case with nothing cast and with each wire dtype, and takes means of integers."""
     results = _sums("uncast", strategy)
     for name in WIRE_DTYPES:
-        cast = casting(strategy, name)
+        cast = other_strategy(strategy, wire_between=name)
         results |= _sums(name, cast)
         results |= _gradient(name, cast)
         results |= _explained(name, cast)
         _state(cast)
-        results |= _feedback(name, casting(strategy, name, error_feedback=True))
+        keeping = other_strategy(strategy, wire_between=name, error_feedback=True)
+        results |= _feedback(name, keeping)
     return results
 
 
@@ -189,12 +191,7 @@ def _state(strategy: Any) -> None:
 def functions_end(strategy: Any) -> None:
     """Asserts that graphs of sums between hosts and of their gradients end with their functions."""
     for wire in (None, "int8"):
-        other = tfcdo.MultiWorkerMirroredStrategy(
-            None,
-            tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0),
-            devices_per_worker=len(strategy.extended.worker_devices),
-            wire_between=wire,
-        )
+        other = other_strategy(strategy, wire_between=wire)
         ops = other.cross_device_ops
 
         def step(ops: Any = ops, devices: Any = other.extended.worker_devices) -> Any:
@@ -234,10 +231,8 @@ def _explained(name: str, strategy: Any) -> dict[str, np.ndarray]:
 
 def requires_nccl(strategy: Any) -> None:
     """Asserts that NCCL is not replaced where it is required."""
-    required = tfcdo.MultiWorkerMirroredStrategy(
-        cross_device_ops=tfcdo.NcclAllReduce(require_nccl=True),
-        devices_per_worker=len(strategy.extended.worker_devices),
-    )
+    ops = tfcdo.NcclAllReduce(require_nccl=True)
+    required = other_strategy(strategy, cross_device_ops=ops)
 
     def step() -> tf.Tensor:
         return tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([3]))

@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable
 
+import cli_testing
 import psutil
 from absl.testing import parameterized
 
@@ -56,6 +57,16 @@ class LaunchTestCase(parameterized.TestCase):
     def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
         out, error = process.communicate(timeout=SECONDS)
         return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+    def assert_refused(self, named: str, *arguments: str) -> None:
+        """Asserts that wrong arguments get one line and status 2, in this process."""
+        self.script.touch()
+        given = [str(self.script) if word == "train.py" else word for word in arguments]
+        status, printed, errors = cli_testing.run_tfcdo("launch", *given)
+        self.assertEqual((status, printed), (2, ""), errors)
+        (line,) = errors.splitlines()
+        self.assertStartsWith(line, "tfcdo: ")
+        self.assertIn(named, line)
 
     def read_pid(self, name: str) -> int:
         """Returns the process that has marked itself, as soon as it has."""

@@ -1,37 +1,55 @@
 """Runs the ops that GPUs would run for NCCL on virtual CPU devices.
 
-A kernel that misses a participant waits; here it gives up after a few seconds, so that what would
-hang on GPUs is an error. A test file whose tests all need it imports `setUpModule` and
-`tearDownModule` by these names, for unittest to find them.
+TensorFlow has a kernel for `NcclAllReduce` on GPUs alone. The C++ file beside this one has one for
+CPUs, which is compiled when it is first needed, and kept in the user's cache folder. It waits for
+all devices; here it gives up after a few seconds, so that what would hang on GPUs is an error. A
+test file whose tests all need it imports `setUpModule` and `tearDownModule` by these names, for
+unittest to find them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import tempfile
+import unittest
 from collections.abc import Iterator
 from unittest import mock
 
-import nccl_cpu_kernel
+import tensorflow as tf
+
+from tfcdo import tf_internals
 
 _PATIENCE_SECONDS = 10
+_SOURCE = pathlib.Path(__file__).with_name("nccl_cpu_kernel.cc")
+# -fwrapv: integers wrap around, as they do on a GPU, instead of being undefined behaviour.
+_OWN_FLAGS = ("-shared", "-fPIC", "-O2", "-fwrapv", "-Wall", "-Wno-sign-compare")
 _environment = contextlib.ExitStack()
+_asked_tensorflow = tf_internals.device_types_with_kernel
 
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
     """While this lasts, `NcclAllReduce` runs on CPU devices and fails rather than hangs.
 
-    The kernel stays for the rest of the process, but tfcdo is not told of it.
+    TensorFlow cannot unload the kernel. But tfcdo is not told of it any longer: it would take NCCL
+    in later tests of the process.
     """
-    nccl_cpu_kernel.load()
-    with patience(_PATIENCE_SECONDS), nccl_cpu_kernel.seen():
+    load()
+    seen = mock.patch.object(tf_internals, "device_types_with_kernel", _asked_tensorflow)
+    with patience(_PATIENCE_SECONDS), seen:
         yield
 
 
 def patience(seconds: float) -> contextlib.AbstractContextManager[object]:
     """While this lasts, a kernel waits so long for the others."""
-    return mock.patch.dict(os.environ, {nccl_cpu_kernel.TIMEOUT_VARIABLE: str(seconds)})
+    return mock.patch.dict(os.environ, TFCDO_NCCL_CPU_TIMEOUT_S=str(seconds))
 
 
 def setUpModule() -> None:
@@ -40,3 +58,57 @@ def setUpModule() -> None:
 
 def tearDownModule() -> None:
     _environment.close()
+
+
+@functools.cache
+def load() -> None:
+    """Makes `NcclAllReduce` run on CPU devices in this process, and hides that from tfcdo."""
+    tf.load_op_library(str(_built()))
+    # Not by a mock, which `mock.patch.stopall` of any test undoes.
+    vars(tf_internals)["device_types_with_kernel"] = _real_device_types
+
+
+def _real_device_types(op_name: str) -> frozenset[str]:
+    registered = _asked_tensorflow(op_name)
+    return registered - {"CPU"} if op_name == "NcclAllReduce" else registered
+
+
+def _built() -> pathlib.Path:
+    """Returns the shared library, which gets its name only when it is complete."""
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    if compiler is None:
+        raise unittest.SkipTest(
+            "The CPU kernel for NcclAllReduce needs a C++17 compiler: install g++ or set the "
+            "environment variable CXX to one."
+        )
+    flags, libraries = tf.sysconfig.get_compile_flags(), tf.sysconfig.get_link_flags()
+    known = (_SOURCE.read_bytes(), tf.version.GIT_VERSION, platform.machine(), compiler, flags)
+    digest = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+    library = _folder() / f"nccl_cpu_kernel-{digest}.so"
+    if not library.exists():
+        # Several processes may do so at once. The libraries come after the source: the linker looks
+        # up what was named before.
+        unfinished = pathlib.Path(tempfile.mkdtemp(dir=library.parent), library.name)
+        command = [compiler, *_OWN_FLAGS, *flags, str(_SOURCE), *libraries, "-o", str(unfinished)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            unfinished.replace(library)
+        shutil.rmtree(unfinished.parent)
+        if done.returncode:
+            raise RuntimeError(
+                "The CPU kernel for NcclAllReduce did not compile (exit status "
+                f"{done.returncode}):\n{' '.join(command)}\n{done.stderr}"
+            )
+    return library
+
+
+def _folder() -> pathlib.Path:
+    """Returns the cache, or a folder of this process alone where it cannot be written."""
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path("~/.cache").expanduser()
+    folder = pathlib.Path(cache, "tfcdo")
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    # What Bazel's sandbox lets a test write to is TEST_TMPDIR.
+    return pathlib.Path(tempfile.mkdtemp(prefix="tfcdo-", dir=os.environ.get("TEST_TMPDIR")))

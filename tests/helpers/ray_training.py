@@ -1,22 +1,38 @@
-"""Runs examples/ray_train.py slowly, on a small cluster of this machine: two nodes of one CPU.
+"""Runs examples/ray_train.py, longer, on a small cluster of this machine: nodes of one CPU.
 
     python ray_training.py FOLDER
 
-Each worker writes a line to FOLDER/events for its first steps: its rank, process and replicas.
+Each worker writes a line to FOLDER/events in each run: its process and the number of replicas.
+FOLDER/faults gets a line for each fault.
 """
 
 from __future__ import annotations
 
 import os
 import pathlib
+import random
 import runpy
+import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 from unittest import mock
 
-EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "ray_train.py"
+_EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "ray_train.py"
+_EPOCHS = 16
+_PAUSE_SECONDS = 0.2  # After each step, until there is no more fault to come.
+# A worker is killed, a node is lost with its worker, or a node joins; each once all workers have
+# trained for a while. There is one worker at first.
+FAULTS = ("join", "kill", "kill", "lose", "kill", "join", "kill", "kill")
+
+
+def _example() -> dict[str, Any]:
+    """Returns the names of the example, which trains longer."""
+    names = runpy.run_path(str(_EXAMPLE))
+    names["train_one_worker"].__globals__["EPOCHS"] = _EPOCHS
+    return names
 
 
 def train_one_worker(config: dict[str, Any]) -> None:
@@ -25,6 +41,7 @@ def train_one_worker(config: dict[str, Any]) -> None:
     import keras
 
     fit = keras.Model.fit
+    folder = pathlib.Path(config["folder"])
 
     class Slow(keras.callbacks.Callback):
         steps = 0
@@ -33,16 +50,16 @@ def train_one_worker(config: dict[str, Any]) -> None:
             self.steps += 1
             if self.steps == 12:
                 replicas = self.model.distribute_strategy.num_replicas_in_sync
-                with pathlib.Path(config["folder"], "events").open("a") as file:
+                with (folder / "events").open("a") as file:
                     file.write(f"{os.getpid()} {replicas}\n")
-            time.sleep(config["pause"])
+            if not (folder / "no more faults").exists():
+                time.sleep(_PAUSE_SECONDS)
 
     def slow_fit(model: Any, data: Any, *, callbacks: list[Any], **arguments: Any) -> Any:
         return fit(model, data, callbacks=[*callbacks, Slow()], **arguments)
 
-    example = runpy.run_path(str(EXAMPLE))
     with mock.patch.object(keras.Model, "fit", slow_fit):
-        example["train_one_worker"](config)
+        _example()["train_one_worker"](config)
 
 
 def train_on_one_device(folder: pathlib.Path) -> None:
@@ -51,7 +68,7 @@ def train_on_one_device(folder: pathlib.Path) -> None:
 
     import tfcdo
 
-    example = runpy.run_path(str(EXAMPLE))
+    example = _example()
     default = tf.distribute.get_strategy
     with (
         mock.patch.object(tfcdo, "MultiWorkerMirroredStrategy", default),
@@ -72,43 +89,50 @@ def start_node(address: str) -> subprocess.Popen[bytes]:
     )
 
 
-def main(folder: str) -> None:
-    """Trains with two workers; the second node is killed with its worker, and comes back."""
-    import signal
-    import threading
+def disturb(folder: pathlib.Path, address: str, nodes: list[subprocess.Popen[bytes]]) -> None:
+    """Makes all faults, one in each run."""
+    drawn = random.Random(7)
+    events, seen, size = folder / "events", 0, 1
+    for fault in FAULTS:
+        while len(started := _lines(events)[seen:]) < size:
+            time.sleep(0.1)
+        seen += size
+        time.sleep(drawn.random())  # Inside a step, or between two.
+        if fault == "join":
+            nodes.append(start_node(address))
+        elif fault == "lose":
+            os.killpg(nodes[-1].pid, signal.SIGKILL)
+        else:
+            os.kill(int(drawn.choice(started).split()[0]), signal.SIGKILL)
+        size += {"join": 1, "lose": -1, "kill": 0}[fault]
+        with (folder / "faults").open("a") as file:
+            file.write(f"{time.time():.0f} {fault}\n")
+    (folder / "no more faults").touch()
 
+
+def _lines(path: pathlib.Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def main(name: str) -> None:
+    """Trains on a cluster of one node at first, and disturbs the training."""
     import ray
     from ray.cluster_utils import Cluster
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.tensorflow import TensorflowTrainer
 
+    folder = pathlib.Path(name)
     os.environ["RAY_health_check_initial_delay_ms"] = "1000"  # noqa: SIM112 - Ray's name
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
     )
-    nodes = [start_node(cluster.address)]
-    events = pathlib.Path(folder, "events")
-
-    def wait_for(replicas: list[str]) -> None:
-        while not events.exists() or replicas != [
-            line.split()[1] for line in events.read_text().splitlines()
-        ]:
-            time.sleep(0.1)
-
-    def disturb() -> None:
-        wait_for(["2", "2"])
-        os.killpg(nodes[0].pid, signal.SIGKILL)
-        wait_for(["2", "2", "1"])
-        nodes.append(start_node(cluster.address))
-
+    nodes: list[subprocess.Popen[bytes]] = []
     try:
         ray.init(address=cluster.address, log_to_driver=False)
-        while ray.cluster_resources().get("CPU", 0) < 2:
-            time.sleep(0.1)
-        threading.Thread(target=disturb, daemon=True).start()
+        threading.Thread(target=disturb, args=(folder, cluster.address, nodes), daemon=True).start()
         trainer = TensorflowTrainer(
             train_one_worker,
-            train_loop_config={"folder": folder, "pause": 0.3},
+            train_loop_config={"folder": str(folder)},
             scaling_config=ScalingConfig(num_workers=(1, 2), elastic_resize_monitor_interval_s=3),
             run_config=RunConfig(
                 storage_path=f"{folder}/ray", failure_config=FailureConfig(max_failures=-1)

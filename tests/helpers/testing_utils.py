@@ -35,7 +35,6 @@ MEAN = tf.distribute.ReduceOp.MEAN
 # How a test calls: directly, in a `tf.function` that sees the values' devices, or in one that gets
 # the values as arguments, where TensorFlow does not tell their devices.
 EAGER, FUNCTION, ARGUMENTS = "eager", "function", "arguments"
-MODES = (EAGER, FUNCTION, ARGUMENTS)
 
 _UNIT = 0.25  # Values are small multiples of this, so that sums of them are exact in float32.
 

@@ -6,7 +6,7 @@ arguments, environment, folder, streams, exit status and devices. Pytest's worke
 process (conftest.py). A test of Python's start, or of what an import does, takes `sys.executable`
 instead.
 
-    subprocess.run([warm_python.executable(), "-c", "print(1)"], check=True)
+    warm_python.run("-c", "print(1)")
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import select
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -43,6 +44,21 @@ _FORKING.set_forkserver_preload(["tensorflow", "keras", "tfcdo.strategies", "tfc
 
 
 _lock = threading.Lock()
+
+
+def run(*arguments: str, seconds: float = 300.0) -> subprocess.CompletedProcess[str]:
+    """Runs Python with this process's path and without GPUs until it ends, and keeps its output."""
+    variables = {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "CUDA_VISIBLE_DEVICES": "-1",
+    }
+    return subprocess.run(
+        [executable(), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env={**os.environ, **variables},
+    )
 
 
 def executable() -> str:

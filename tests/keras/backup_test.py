@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
 import os
 import pathlib
@@ -128,6 +129,11 @@ class _Training:
         ]
 
 
+@functools.cache
+def _undisturbed(**options: Any) -> _Training:
+    return _Training(**options)
+
+
 class BackupTestCase(tf.test.TestCase, parameterized.TestCase):
     def setUp(self):
         super().setUp()
@@ -164,11 +170,9 @@ class _Signal(keras.callbacks.Callback):
 
 
 class ExactTest(BackupTestCase):
-    @parameterized.parameters(
-        (3, 2, "resumable"), (7, 1, "finite"), (11, 1, "resumable"), (20, 2, "endless")
-    )
+    @parameterized.parameters((3, 2, "resumable"), (7, 1, "finite"), (20, 1, "endless"))
     def test_ends_as_undisturbed(self, after: int, replicas: int, data: str):
-        undisturbed = _Training(replicas=replicas, data=data)
+        undisturbed = _undisturbed(replicas=replicas, data=data)
         self.interrupted(after, self.backup(save_freq=1), replicas=replicas, data=data)
         training = _Training(self.backup(save_freq=1), replicas=replicas, data=data)
         self.assert_bitwise_equal(undisturbed, training)
@@ -181,18 +185,18 @@ class ExactTest(BackupTestCase):
         self.assert_bitwise_equal(undisturbed, training)
 
     def test_several_faults_and_steps_at_once(self):
-        undisturbed = _Training(at_once=2)
-        for after in 4, 5, 16:
+        undisturbed = _undisturbed(at_once=2)
+        for after in 5, 16:
             self.interrupted(after, self.backup(save_freq=3), at_once=2)
         training = _Training(self.backup(save_freq=3), at_once=2)
         self.assert_bitwise_equal(undisturbed, training)
         self.assertNotIn(0, training.record.logs)
 
     def test_on_other_numbers_of_replicas(self):
-        undisturbed = _Training(exact=False)
-        for after, replicas in (3, 2), (9, 3), (12, 1):
+        undisturbed = _undisturbed(exact=False)
+        for after, replicas in (3, 2), (9, 1):
             self.interrupted(after, self.backup(save_freq=1), replicas=replicas, exact=False)
-        training = _Training(self.backup(save_freq=1), replicas=2, exact=False)
+        training = _Training(self.backup(save_freq=1), replicas=3, exact=False)
         for one, other in zip(
             undisturbed.model.get_weights(), training.model.get_weights(), strict=True
         ):
@@ -210,7 +214,7 @@ class ExactTest(BackupTestCase):
         self.assert_bitwise_equal(undisturbed, train(self.backup()))
 
     def test_sigterm_makes_a_backup_and_asks_for_a_restart(self):
-        undisturbed = _Training()
+        undisturbed = _undisturbed()
         with self.assertRaisesRegex(SystemExit, f"^{environment.RESTART_STATUS}$"):
             self.addCleanup(preemption._signalled.clear)
             _Training(self.backup(), _Signal(4))
@@ -225,7 +229,7 @@ class SnapshotTest(BackupTestCase):
         memory = self.enter_context(tempfile.TemporaryDirectory())
         self.enter_context(mock.patch.object(backup_folder, "_MEMORY", pathlib.Path(memory)))
         options = {"save_freq": 6, "snapshot_every": 1}
-        undisturbed = _Training()
+        undisturbed = _undisturbed()
         self.interrupted(11, self.backup(**options))
         self.assertLen(list(pathlib.Path(memory).iterdir()), 1)
         self.assertEqual(self.names(), ["epoch-00000-batch-00000006.npz", "training.json"])
@@ -323,12 +327,11 @@ class BadInputTest(BackupTestCase):
     def test_backups_of_other_classes_and_versions(self):
         self.folder.mkdir()
         (self.folder / "latest.weights.h5").touch()
-        (self.folder / "epoch-2").mkdir()
         with self.assertLogs(level="WARNING") as logs:
             self.interrupted(1, self.backup(save_freq=1), _First(self, 0), exact=False)
         self.assertRegex(
             "".join(logs.output),
-            "at the beginning: .* another class, .* read: epoch-2, latest.weights.h5; load",
+            "at the beginning: .* another class, .* read: latest.weights.h5; load",
         )
         with (
             mock.patch.object(training_state, "FORMAT", 2),
@@ -336,7 +339,7 @@ class BadInputTest(BackupTestCase):
         ):
             _Training(self.backup(), exact=False)
         _Training(self.backup(), exact=False)
-        self.assertEqual(self.names(), ["epoch-2", "latest.weights.h5"])
+        self.assertEqual(self.names(), ["latest.weights.h5"])
 
     def test_fit_after_a_failed_fit_begins_where_it_says(self):
         model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
@@ -366,7 +369,7 @@ class BadInputTest(BackupTestCase):
         ):
             training = pool.submit(lambda: _Training(self.backup(), exact=False)).result()
         self.assertRegex(info.call_args.args[0], "SIGTERM makes no backup, because fit was not")
-        self.assert_bitwise_equal(_Training(exact=False), training)
+        self.assert_bitwise_equal(_undisturbed(exact=False), training)
 
     @parameterized.parameters(
         ({"backup_dir": ""}, ValueError, "backup_dir must be the path of a folder; got ''"),

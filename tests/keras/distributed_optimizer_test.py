@@ -1,9 +1,7 @@
-"""`tfcdo.keras.DistributedOptimizer`: the oracle is Keras's own optimizer on one device."""
+"""`tfcdo.keras.DistributedOptimizer` is what Keras, callbacks and checkpoints take it for."""
 
 from __future__ import annotations
 
-import functools
-import itertools
 import pathlib
 from typing import Any
 from unittest import mock
@@ -13,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import optimizers as ko
-from keras_optimizers import MENDED, OPTIMIZERS
 from keras_training import (
     BATCH,
     Make,
@@ -24,9 +21,6 @@ from keras_training import (
     model_of,
     strategy_of,
     trained_eagerly,
-    with_tables,
-    word_data,
-    word_layers,
 )
 
 import tfcdo
@@ -37,55 +31,7 @@ def wrapped(make: Make) -> Make:
     return lambda: DistributedOptimizer(make())
 
 
-@functools.cache
-def _on_one_device(row: str) -> keras.Model:
-    return trained_eagerly(1, MENDED[row], _steps(row))
-
-
-def _steps(row: str) -> int:
-    # Overwriting at every other step, rather than update, makes a difference from the sixth on.
-    return 8 if row == "ema_accumulation" else 4
-
-
-class MendedTest(TrainingTestCase):
-    @parameterized.parameters(
-        *itertools.product(MENDED, (3,)),
-        # One replica takes another way through what rows share, two and five the same as three.
-        *itertools.product(("accumulation", "ema_accumulation", "loss_scale", "several"), (1, 2)),
-        ("global_clipnorm", 5),
-    )
-    def test_as_on_one_device(self, row, count):
-        expected = _on_one_device(row)
-        model = trained_eagerly(count, wrapped(MENDED[row]), _steps(row))
-        self.assert_same_training(expected, model)
-        self.assert_moved(expected)
-
-    def test_keras_alone_clips_before_the_sum(self):
-        expected = _on_one_device("global_clipnorm")
-        alone = trained_eagerly(3, MENDED["global_clipnorm"])
-        differences = [
-            np.abs(a - b).max()
-            for a, b in zip(expected.get_weights(), alone.get_weights(), strict=True)
-        ]
-        self.assertGreater(max(differences), 1e-3)
-
-    @parameterized.parameters("ema_accumulation", "loss_scale")
-    def test_fit(self, row):
-        # `fit` ends by giving the variables their moving average.
-        expected = fitted(1, MENDED[row], run_eagerly=False)
-        model = fitted(3, wrapped(MENDED[row]), run_eagerly=False)
-        self.assert_same_training(expected, model)
-        self.assert_moved(expected)
-
-    @parameterized.parameters("global_clipnorm", "accumulation")
-    def test_rows_of_embeddings(self, row):
-        """The norm is that of the sum; Keras alone takes it of rows before they are added."""
-        on_tables = functools.partial(with_tables, MENDED[row])
-        expected = trained_eagerly(1, on_tables, layers=word_layers, data=word_data)
-        model = trained_eagerly(3, wrapped(MENDED[row]), layers=word_layers, data=word_data)
-        self.assert_same_training(expected, model)
-        self.assert_moved(expected, word_layers)
-
+class TrafficTest(TrainingTestCase):
     def test_steps_of_accumulation_given_to_the_wrapper(self):
         expected = trained_eagerly(1, lambda: ko.Adam(0.05, gradient_accumulation_steps=2))
         model = trained_eagerly(
@@ -93,32 +39,6 @@ class MendedTest(TrainingTestCase):
         )
         self.assert_same_training(expected, model)
 
-
-class OneReplicaTest(TrainingTestCase):
-    """Even a single replica of a strategy cannot meet the others within a `tf.cond`."""
-
-    @parameterized.product(
-        strategy=[tf.distribute.MirroredStrategy, tfcdo.MirroredStrategy],
-        row=["ema_accumulation", "loss_scale"],
-    )
-    def test_fit(self, strategy, row):
-        expected = fitted(1, MENDED[row])
-        own = strategy(["CPU:0"], tfcdo.AutoAllReduce())
-        model = fitted(1, wrapped(MENDED[row]), run_eagerly=False, strategy=own)
-        self.assert_same_training(expected, model)
-
-
-class EveryOptimizerTest(TrainingTestCase):
-    @parameterized.parameters(*OPTIMIZERS)
-    def test_clipped_and_accumulated(self, name):
-        def make():
-            return getattr(ko, name)(0.1, global_clipnorm=0.1, gradient_accumulation_steps=2)
-
-        expected = trained_eagerly(1, make)
-        self.assert_same_training(expected, trained_eagerly(2, wrapped(make)), 2e-5)
-
-
-class TrafficTest(TrainingTestCase):
     def test_nothing_travels_while_gradients_accumulate(self):
         ops = tfcdo.ReductionToOneDevice()
         sums: list[list[int]] = []
@@ -222,8 +142,8 @@ class KerasTest(TrainingTestCase):
 
     @parameterized.parameters(
         lambda: ko.SGD(0.1, global_clipnorm=0.5, name="mine"),
-        MENDED["loss_scale"],
-        MENDED["several"],
+        lambda: ko.LossScaleOptimizer(ko.SGD(0.2, gradient_accumulation_steps=2), 16.0),
+        lambda: ko.MultiOptimizer(ko.OptimizerMap(ko.SGD(0.2), {".*bias": ko.Adam(0.1)})),
     )
     def test_config(self, make):
         optimizer = DistributedOptimizer(make(), name="outer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from keras_training import (
     trained_eagerly,
 )
 
+import tfcdo.keras
 from tfcdo.digests import digest
 from tfcdo.keras import CheckInSync
 
@@ -105,6 +107,20 @@ class CheckInSyncTest(TrainingTestCase):
     def test_bad_arguments(self, name, value):
         with self.assertRaisesRegex((TypeError, ValueError), f"^{name} must be"):
             CheckInSync(**{name: value})
+
+
+class CallbackTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        lambda: tfcdo.keras.BackupAndRestore(tempfile.gettempdir()),
+        CheckInSync,
+        tfcdo.keras.SynchronizeStatistics,
+        tfcdo.keras.TraceSummary,
+    )
+    def test_needs_keras_3(self, make):
+        callback = make()
+        name = type(callback).__name__
+        with self.assertRaisesRegex(TypeError, f"^tfcdo.keras.{name} needs Keras 3.*; got <object"):
+            callback.set_model(object())
 
 
 class DigestTest(tf.test.TestCase, parameterized.TestCase):

@@ -120,19 +120,6 @@ class CheckpointTest(TrainingTestCase):
             restore.assert_existing_objects_matched()
         self._assert_goes_on(model, strategy)
 
-    def test_files_of_before_are_loaded(self):
-        """Development versions saved the state under the name of the optimizer inside."""
-        path = self._path("m.weights.h5")
-        half_trained().save_weights(path)
-        with h5py.File(path, "a") as file:
-            file.move("optimizer/vars", "optimizer/inner_optimizer/vars")
-        strategy = strategy_of(2)
-        with strategy.scope():
-            model = model_of(dense_layers, sharded())
-            model.optimizer.build(model.trainable_variables)
-            model.load_weights(path)
-        self._assert_goes_on(model, strategy)
-
     def test_tensorflow_checkpoint_with_keras_alone(self):
         source = half_trained()
         optimizer = source.optimizer.inner_optimizer

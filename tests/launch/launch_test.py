@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -154,6 +155,22 @@ class OutputTest(LaunchTestCase):
                 expected = [f"{prefix}{word} {number}" for number in range(300)]
                 self.assertEqual(own, expected + [f"{prefix}no end"] * (word == "out"))
 
+    @parameterized.parameters((None, ["E"]), ("0", ["WARNING", "I", "E"]))
+    def test_tensorflow_shows_errors_only_unless_the_user_wants_more(self, level, expected):
+        self.enter_context(_variable("TF_CPP_MIN_LOG_LEVEL", level))
+        result = self.launch(
+            *("--workers", "1", "train.py"),
+            script="""
+            print("WARNING: All log messages before absl::InitializeLog() ...", file=sys.stderr)
+            for level in "IE":
+                print(level + "0000 00:00:17.5   29 x.cc:3] text", file=sys.stderr)
+            print(os.environ["TF_CPP_MIN_LOG_LEVEL"])
+            """,
+        )
+        self.assertEqual(result.stdout, f"worker 0 | {level or 2}\n")
+        lines = [line.split(" | ")[1] for line in result.stderr.splitlines()]
+        self.assertEqual([re.split("[0:]", line)[0] for line in lines], expected)
+
     def test_letters_of_any_encoding_reach_a_terminal_that_is_told_to_be_ascii(self):
         self.enter_context(_variable("PYTHONIOENCODING", "ascii"))
         result = self.launch(
@@ -225,12 +242,7 @@ class ArgumentsTest(LaunchTestCase):
         (["--hosts", "", "--index", "0", "train.py"], "must be 'host:port'"),
     )  # fmt: skip
     def test_a_wrong_argument_gets_one_line(self, arguments: list[str], named: str):
-        result = self.launch(*arguments, script="mark('started')")
-        self.assertEqual((result.returncode, result.stdout), (2, ""))
-        (line,) = result.stderr.splitlines()
-        self.assertStartsWith(line, "tfcdo: ")
-        self.assertIn(named, line)
-        self.assertFalse((self.folder / "started").exists())
+        self.assert_refused(named, *arguments)
 
     def test_a_port_in_use_is_named_before_anything_starts(self):
         with socket.socket() as server:

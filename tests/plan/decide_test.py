@@ -16,6 +16,7 @@ from tfcdo.plan.decide import MIN_ENCODED_BYTES, decide, nccl_dtypes
 from tfcdo.plan.options import BetweenHosts, Machine, Options
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import IDENTITY, Batch, Codec, Plan, PlannedPack, Request, RootStep, ValueSpec
+from tfcdo.topology.measured import Measured
 from tfcdo.topology.presets import preset
 
 K = 3
@@ -204,7 +205,7 @@ class OneHostTest(parameterized.TestCase):
     def test_a_topology_of_another_number_of_devices(self):
         machine = preset("nvswitch", 4)
         with self.assertRaisesRegex(ValueError, "topology must have .*3; 'nvswitch' has 4"):
-            decide(batch(f32(4)), Options(topology=machine), Machine(machine))
+            decide(batch(f32(4)), Options(measured=Measured(machine, "")), Machine(machine))
 
     def test_the_same_question_has_the_same_answer(self):
         asked = batch(f32(4, 2), f32(3))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 from absl.testing import absltest, parameterized
@@ -40,16 +39,6 @@ PACKS = (pack((0, 0, 5)), pack((0, 5, 10)), pack((1, 0, 5)))
 
 class CheckedTest(parameterized.TestCase):
     """A plan that would leave an element out, or add it twice, cannot be built."""
-
-    def test_plans_cannot_be_changed(self):
-        made: Any = plan(*PACKS)
-        for holder, name in (
-            (made, "packs"),
-            (made.packs[0], "tree"),
-            (made.packs[0].tensors[0].slices[0], "start"),
-        ):
-            with self.assertRaises(dataclasses.FrozenInstanceError):
-                setattr(holder, name, None)
 
     def test_slices_of_each_value_in_the_order_of_its_elements(self):
         made = plan(*PACKS[::-1])
@@ -104,11 +93,6 @@ class FingerprintTest(parameterized.TestCase):
         others = [plan(*PACKS), plan(pack((0, 0, 10), (1, 0, 5)), hosts=2)]
         for other in others:
             self.assertNotEqual(other.fingerprint, plan(*packs).fingerprint)
-
-    def test_json_has_a_version(self):
-        document = json.loads(plan(*PACKS).to_json())
-        self.assertEqual(document["version"], 1)
-        self.assertLen(document["plan"]["packs"], 3)
 
 
 class SummaryTest(parameterized.TestCase):
@@ -211,18 +195,6 @@ class SummaryTest(parameterized.TestCase):
             pack((0, 0, size), root=root), values=(ValueSpec("float32", (size,)),), hosts=hosts
         )
         self.assertEqual(summary.bytes_between_hosts(made), 2 * (hosts - 1) * num_bytes)
-
-    def test_blocks_are_part_of_the_fingerprint(self):
-        made = [
-            plan(
-                pack(
-                    (0, 0, 10), (1, 0, 5), root=RootStep("shares", Codec("int8", True, block=block))
-                ),
-                hosts=2,
-            )
-            for block in (128, 256)
-        ]
-        self.assertNotEqual(made[0].fingerprint, made[1].fingerprint)
 
     def test_collectives_of_gathers(self):
         specs = (ValueSpec("int32", (None,)), ValueSpec("float32", (None,)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcdo.bench import implementations, measure, workloads
+from tfcdo.bench import implementations, results, workloads
 from tfcdo.bench.devices import ChosenDevices
 
 _SEED = 7
@@ -24,19 +24,6 @@ MODELS: Mapping[str, Callable[..., Any]] = {
     name: getattr(keras.applications, keras_name)
     for name, keras_name in workloads.KERAS_MODELS.items()
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class FitMeasurement:
-    """Seconds of training a model: median step, distance of its quartiles, first step."""
-
-    model: str
-    num_devices: int
-    name: str
-    kind: str
-    seconds: float
-    spread: float
-    first_step: float
 
 
 class _StepTimes(keras.callbacks.Callback):
@@ -61,29 +48,28 @@ def run(
     devices: ChosenDevices,
     compared: Sequence[implementations.Implementation],
     rounds: int,
-    track: measure.Track = measure.silently,
-) -> list[FitMeasurement]:
+    track: results.Track = results.silently,
+) -> list[results.Measurement]:
     """Trains one copy of a model under each implementation, a step of each in turn."""
-    copies, first_steps = {}, {}
+    steps, first_steps = {}, {}
     for one in track(compared, description=f"building {model}"):
-        with one.blaming_arguments():
-            copies[one] = _compiled(model, one.strategy(devices.names))
-            first_steps[one] = _train(copies[one], devices, 1)[0]
-        # Keras traces once more when it is called the second time.
-        _train(copies[one], devices, 1)
-    times: dict[implementations.Implementation, list[float]] = {one: [] for one in copies}
-    for _ in track(range(rounds), description=f"steps of {model}"):
-        for one, copy in copies.items():
-            # Keras starts again at each call: the second step is one in the middle of training.
-            times[one].append(_train(copy, devices, 2)[-1])
-    found = []
-    for one in compared:
-        lower, median, upper = np.quantile(times[one], (0.25, 0.5, 0.75)).tolist()
-        times_of_one = (median, upper - lower, first_steps[one])
-        found.append(
-            FitMeasurement(model, len(devices.names), one.name, one.package, *times_of_one)
+        copy = _compiled(model, one.strategy(devices.names))
+        first_steps[one.name] = _train(copy, devices, 1)[0]
+        # Keras starts again at each call: the second step is one in the middle of training. It
+        # traces once more when it is called the second time, which is the warm-up.
+        steps[one.name] = functools.partial(_train, copy, devices, 2)
+    taken = results.take_turns(steps, rounds, 1, track)
+    return [
+        results.Measurement(
+            one.name,
+            one.package,
+            len(devices.names),
+            *results.median_and_spread([seconds[-1] for seconds in taken[one.name]]),
+            workload=model,
+            first_call=first_steps[one.name],
         )
-    return found
+        for one in compared
+    ]
 
 
 def _compiled(model: str, strategy: tf.distribute.Strategy) -> Any:

@@ -1,18 +1,14 @@
 """Trains under TensorFlow's and tfcdo's multi-worker strategies, in one worker process.
 
 Runs as `python -m tfcdo.bench.hosts_worker NUM_DEVICES NUM_BLOCKS WIRE_BETWEEN` with TF_CONFIG set,
-and answers requests of `tfcdo.bench.hosts`.
+for `tfcdo.bench.hosts`.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import math
-import os
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -21,7 +17,7 @@ import tensorflow as tf
 
 import tfcdo
 from tfcdo import tf_internals
-from tfcdo.bench import worker_pool
+from tfcdo.bench import hosts, worker_pool
 from tfcdo.execute import codec
 
 _SEED = 7
@@ -66,57 +62,48 @@ class _TensorFlowStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 class _Training:
     """A model in training under one strategy."""
 
-    def __init__(
-        self, strategy: tf.distribute.Strategy, worker: int, num_devices: int, num_blocks: int
-    ) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, num_devices: int, num_blocks: int) -> None:
         self._strategy = strategy
         self.num_replicas = strategy.num_replicas_in_sync
-        self._first_replica = worker * num_devices
         keras.utils.set_random_seed(_SEED)
         with strategy.scope():
             self._model = _build_model(num_blocks)
-        self._variables = [variable.value for variable in self._model.trainable_variables]
+            self._optimizer = keras.optimizers.SGD(_LEARNING_RATE)
+            self._optimizer.build(self._model.trainable_variables)
         images, labels = _draw_batch(self.num_replicas, max(1, _IMAGES_PER_WORKER // num_devices))
-        self._images, self._labels = self._distribute(images), self._distribute(labels)
-        self.train = self._make_step(self._replica_step)
+        self._batch = [self._distribute(images), self._distribute(labels)]
+        self.train = self._make_step(self._update)
         # The gradients are returned: TensorFlow leaves out ops that nothing depends on.
         self.compute = self._make_step(self._gradients)
 
     @property
     def gradient_shapes(self) -> list[tuple[int, ...]]:
         """Returns the shapes of the gradients, in the order of the variables."""
-        return [tuple(variable.shape) for variable in self._variables]
+        return [tuple(variable.shape) for variable in self._model.trainable_variables]
 
     def count_wrong(self, tolerance: float) -> int:
         """All-reduces known values as large as the gradients; counts what differs from numpy."""
         addends = [
-            [_draw_values(shape, replica) for shape in self.gradient_shapes]
-            for replica in range(self.num_replicas)
-        ]
-        sums = [np.sum(values, axis=0) for values in zip(*addends, strict=True)]
-        values = [
-            self._distribute([addend[index] for addend in addends]) for index in range(len(sums))
+            [_draw_values(shape, replica) for replica in range(self.num_replicas)]
+            for shape in self.gradient_shapes
         ]
 
         @tf.function(autograph=False)
         def all_reduce(*values: Any) -> Any:
-            return self._strategy.run(_sum_copies_over_replicas, args=(list(values),))
+            return self._strategy.run(_sum_over_replicas, args=(list(values),))
 
-        results = [self._strategy.experimental_local_results(one) for one in all_reduce(*values)]
+        sums = all_reduce(*map(self._distribute, addends))
         return sum(
-            int(np.count_nonzero(~(np.abs(component.numpy() - total) <= tolerance)))
-            for components, total in zip(results, sums, strict=True)
-            for component in components
+            int(np.count_nonzero(~(np.abs(component.numpy() - np.sum(own, axis=0)) <= tolerance)))
+            for total, own in zip(sums, addends, strict=True)
+            for component in self._strategy.experimental_local_results(total)
         )
 
     def _distribute(self, by_replica: Sequence[np.ndarray]) -> Any:
-        """Puts on each device of this worker what its replica gets."""
-        devices = self._strategy.extended.worker_devices
-        components = []
-        for index, device in enumerate(devices):
-            with tf.device(device):
-                components.append(tf.constant(by_replica[self._first_replica + index]))
-        return tf_internals.per_replica(components)
+        """Gives each replica of this worker its own value."""
+        return self._strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(by_replica[context.replica_id_in_sync_group])
+        )
 
     def _make_step(self, replica_step: Callable[..., Any]) -> Callable[[], None]:
         @tf.function(autograph=False)
@@ -127,7 +114,7 @@ class _Training:
             ]
 
         def step_and_wait() -> None:
-            (losses, *_) = step(self._images, self._labels)
+            (losses, *_) = step(*self._batch)
             for loss in losses:
                 loss.numpy()
 
@@ -138,30 +125,19 @@ class _Training:
             logits = self._model(images, training=True)
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
             loss = tf.reduce_mean(losses) / self.num_replicas
-        return loss, tape.gradient(loss, self._variables)
+        variables = [variable.value for variable in self._model.trainable_variables]
+        return loss, tape.gradient(loss, variables)
 
-    def _replica_step(self, images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    def _update(self, images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         loss, gradients = self._gradients(images, labels)
-        sums = _sum_over_replicas(gradients)
-        tf.distribute.get_replica_context().merge_call(self._update, args=(sums,))
+        self._optimizer.apply(gradients, self._model.trainable_variables)
         return loss
-
-    def _update(self, strategy: tf.distribute.Strategy, sums: Sequence[Any]) -> None:
-        for variable, total in zip(self._variables, sums, strict=True):
-            strategy.extended.update(variable, _descend, args=(total,), group=False)
 
 
 def _sum_over_replicas(values: Sequence[tf.Tensor]) -> Any:
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, values)
-
-
-def _sum_copies_over_replicas(values: Sequence[tf.Tensor]) -> Any:
     # Unlike the results of ops, arguments of a function do not tell on which device they are.
-    return _sum_over_replicas([tf.identity(value) for value in values])
-
-
-def _descend(variable: tf.Variable, gradient: tf.Tensor) -> None:
-    variable.assign_sub(_LEARNING_RATE * gradient)
+    copies = [tf.identity(value) for value in values]
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, copies)
 
 
 def _build_model(num_blocks: int) -> keras.Model:
@@ -194,11 +170,10 @@ def _draw_values(shape: tuple[int, ...], replica: int) -> np.ndarray:
 
 
 class _Trainings:
-    """Answers the requests of `tfcdo.bench.hosts`."""
+    """The trainings of `tfcdo.bench.hosts`, by name."""
 
     def __init__(self, num_devices: str, num_blocks: str, wire_between: str) -> None:
         devices = int(num_devices)
-        worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
         # tfcdo's comes first, because it starts the server of this process.
         strategies = {
             "tfcdo": tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=devices),
@@ -208,33 +183,30 @@ class _Trainings:
             "tf": _TensorFlowStrategy(devices),
         }
         self._trainings = {
-            name: _Training(strategy, worker, devices, int(num_blocks))
+            name: _Training(strategy, devices, int(num_blocks))
             for name, strategy in strategies.items()
         }
         self._steps = {name: training.train for name, training in self._trainings.items()}
-        self._steps["computing alone"] = self._trainings["tf"].compute
+        self._steps[hosts.ALONE] = self._trainings["tf"].compute
 
-    def answer(self, request: Mapping[str, Any]) -> Any:
-        """Answers one request."""
-        if request["do"] == "count bytes":
-            return 4 * sum(math.prod(shape) for shape in self._trainings["tf"].gradient_shapes)
-        if request["do"] == "count wrong":
-            tolerance = 0.0
-            if request["name"] == "tfcdo int8":  # The bound of the error; 16 bits are exact here.
-                most = _LARGEST * self._trainings["tf"].num_replicas
-                tolerance = 2.01 * codec.ROUNDOFF["int8"] * most
-            return self._trainings[request["name"]].count_wrong(tolerance)
+    def gradient_bytes(self) -> int:
+        """Returns the bytes of a replica's gradients."""
+        return 4 * sum(map(math.prod, self._trainings["tf"].gradient_shapes))
+
+    def num_wrong(self, name: str) -> int:
+        """Counts the elements of an all-reduce that differ from numpy's."""
+        tolerance = 0.0
+        if name == "tfcdo int8":  # The bound of the error; 16 bits are exact here.
+            most = _LARGEST * self._trainings["tf"].num_replicas
+            tolerance = 2.01 * codec.ROUNDOFF["int8"] * most
+        return self._trainings[name].count_wrong(tolerance)
+
+    def step(self, name: str) -> float:
+        """Takes a step; returns its seconds."""
         start = time.perf_counter()
-        self._steps[request["name"]]()
+        self._steps[name]()
         return time.perf_counter() - start
 
 
-def main() -> None:
-    """Builds the trainings and answers requests until standard input ends."""
-    # With the first request, as its answer may take long.
-    trainings = functools.cache(lambda: _Trainings(*sys.argv[1:]))
-    worker_pool.serve(lambda request: trainings().answer(request))
-
-
 if __name__ == "__main__":
-    main()
+    worker_pool.serve(_Trainings)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 import tfcdo
-
-# The errors of TensorFlow's classes where they use an argument that they did not check.
-_WRONG_ARGUMENTS = (AttributeError, TypeError, ValueError, tf.errors.OpError)
+from tfcdo import tf_internals
+from tfcdo.bench.results import OURS, TENSORFLOW
 
 # From one `PerReplica` per value to one `Mirrored` per value.
 Reduce = Callable[[Sequence[Any]], Sequence[Any]]
-
-OURS, TENSORFLOW = "tfcdo", "tf"
 
 _STRATEGY_DEFAULT = "CollectiveAllReduce"
 _TENSORFLOW_CALLS = (
@@ -32,10 +28,6 @@ _TENSORFLOW_CALLS = (
 )
 # The other classes are ways to configure this one.
 _GENERAL = "AllReduceCrossDeviceOps"
-
-
-class UnusableArgumentsError(ValueError):
-    """Says that an implementation cannot use the arguments that a user wrote."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +79,19 @@ class Implementation:
         status = tfcdo.nccl_status(devices, cast or dtype)
         return None if status.can_run else str(status)
 
-    @contextlib.contextmanager
-    def blaming_arguments(self) -> Iterator[None]:
-        """Names the implementation in an error of the block, if it has arguments of the user's."""
+    def check_arguments(self, devices: Sequence[str]) -> None:
+        """Sums a number on each device; `ValueError` if arguments only prove wrong there."""
+        if not self.arguments:
+            return
+        numbers = []
+        for device in devices:
+            with tf.device(device):
+                numbers.append(tf.ones([]))
         try:
-            yield
-        except _WRONG_ARGUMENTS as error:
-            if not self.arguments:
-                raise
+            self.reducer(devices)([tf_internals.per_replica(numbers)])
+        except Exception as error:
             message = str(error).partition("\n")[0]
-            raise UnusableArgumentsError(f"{self.name}: {message}") from error
+            raise ValueError(f"{self.name}: {message}") from error
 
     def _wants_nccl(self) -> bool:
         if self.class_name == _GENERAL:
@@ -162,14 +157,17 @@ def _classes(package: str) -> dict[str, Any]:
 
 def _read_call(text: str) -> tuple[str, str, tuple[tuple[str, Any], ...]]:
     """Splits `package.Class(argument=literal)` into its parts."""
+    arguments: dict[str, Any] = {}
     try:
+        compile(text, "--ops", "eval")  # It also finds an argument that is given twice.
         node = ast.parse(text, mode="eval").body
-    except SyntaxError as error:
-        raise ValueError(f"cannot read {text!r}: {error.msg}") from error
-    arguments: tuple[tuple[str, Any], ...] = ()
-    if isinstance(node, ast.Call):
-        arguments = _read_arguments(node)
-        node = node.func
+        if isinstance(node, ast.Call):
+            if node.args:
+                raise ValueError("arguments are written as in num_packs=8")
+            arguments = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords}
+            node = node.func
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"cannot read {text!r}: {error.args[0]}") from error
     package, _, class_name = ast.unparse(node).rpartition(".")
     package = {"tf.distribute": TENSORFLOW}.get(package, package)
     if package not in (OURS, TENSORFLOW):
@@ -177,21 +175,4 @@ def _read_call(text: str) -> tuple[str, str, tuple[tuple[str, Any], ...]]:
             f"{text!r} is not the name of an implementation: write all, tfcdo, tf, tfcdo.CLASS or "
             "tf.CLASS"
         )
-    return package, class_name, arguments
-
-
-def _read_arguments(call: ast.Call) -> tuple[tuple[str, Any], ...]:
-    """Returns the arguments of a call, which must have names and literal values."""
-    found: list[tuple[str, Any]] = []
-    for argument in (*call.args, *call.keywords):
-        name = argument.arg if isinstance(argument, ast.keyword) else None
-        value = argument.value if isinstance(argument, ast.keyword) else argument
-        if name is None or not isinstance(value, ast.Constant):
-            raise ValueError(
-                f"cannot read {ast.unparse(argument)!r} in {ast.unparse(call)!r}: arguments are "
-                "written as in num_packs=8"
-            )
-        if name in dict(found):
-            raise ValueError(f"{name} is given twice in {ast.unparse(call)!r}")
-        found.append((name, value.value))
-    return tuple(found)
+    return package, class_name, tuple(arguments.items())

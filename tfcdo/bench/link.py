@@ -10,15 +10,11 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 
 _LOOPBACK = "lo"
-# Rates as tc writes them: bits per second in powers of 1000.
-_RATE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)(k|m|g)bit", re.ASCII | re.IGNORECASE)
-_PREFIXES = {"k": 10**3, "m": 10**6, "g": 10**9}
 # How long a packet may wait at the limit: long enough that TCP keeps the link full.
 _QUEUE_SECONDS = 0.4
 # The kernel lets packets of up to 64 KiB through a loopback interface, and gives them their turn
@@ -30,14 +26,6 @@ _SECONDS = 20.0
 
 class LinkError(RuntimeError):
     """Says why a link cannot be had here, and what would help."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rate:
-    """The rate of a link, as the user wrote it in tc's units, such as "1gbit", and as a number."""
-
-    text: str
-    bytes_per_second: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +41,6 @@ class Loopback:
     command: tuple[str, ...]
     counters: pathlib.Path
     is_own: bool
-    rate: Rate | None
 
     def count_bytes(self) -> int:
         """Returns how many bytes have crossed the link, in both directions, with all headers."""
@@ -65,20 +52,9 @@ class Loopback:
         raise LinkError(f"{self.counters} does not list the interface {_LOOPBACK}")
 
 
-def parse_rate(text: str) -> Rate:
-    """Reads a rate as tc writes it."""
-    found = _RATE.fullmatch(text)
-    bits = float(found[1]) * _PREFIXES[found[2].lower()] if found else 0.0
-    if not bits:
-        raise ValueError(
-            f"rate must be a number of kbit, mbit or gbit, such as 1gbit; got {text!r}"
-        )
-    return Rate(text.lower(), bits / 8)
-
-
 @contextlib.contextmanager
-def open_link(rate: Rate | None) -> Iterator[Loopback]:
-    """Opens a loopback interface in a network namespace of its own."""
+def open_link(rate: float | None) -> Iterator[Loopback]:
+    """Opens a loopback interface of its own, with at most `rate` bytes per second."""
     for program in ("unshare", "nsenter", "ip", *(["tc"] if rate else [])):
         if shutil.which(program) is None:
             raise LinkError(f"{program} is not installed: it comes with util-linux or iproute2")
@@ -102,7 +78,7 @@ def open_link(rate: Rate | None) -> Iterator[Loopback]:
                     "where users may make namespaces and shape their interfaces"
                 )
             counters = pathlib.Path(f"/proc/{holder.pid}/net/dev")
-            yield Loopback((*enter, "--target", str(holder.pid)), counters, True, rate)
+            yield Loopback((*enter, "--target", str(holder.pid)), counters, is_own=True)
         finally:
             holder.stdin.close()
             try:
@@ -113,14 +89,14 @@ def open_link(rate: Rate | None) -> Iterator[Loopback]:
 
 def shared_link() -> Loopback:
     """Returns the machine's own loopback interface, which other programs use as well."""
-    return Loopback((), pathlib.Path("/proc/net/dev"), is_own=False, rate=None)
+    return Loopback((), pathlib.Path("/proc/net/dev"), is_own=False)
 
 
-def _shaping(rate: Rate | None) -> str:
+def _shaping(rate: float | None) -> str:
     if rate is None:
         return "true"
-    burst = max(_MIN_BURST, round(rate.bytes_per_second * _TICK))
+    # To tc, bps are bytes per second.
     return (
-        f"tc qdisc add dev {_LOOPBACK} root tbf rate {rate.text} burst {burst} "
-        f"latency {round(_QUEUE_SECONDS * 1000)}ms"
+        f"tc qdisc add dev {_LOOPBACK} root tbf rate {round(rate)}bps "
+        f"burst {max(_MIN_BURST, round(rate * _TICK))} latency {round(_QUEUE_SECONDS * 1000)}ms"
     )

@@ -1,161 +1,91 @@
-"""Times steps side by side."""
+"""Measures implementations on one workload, with their floor and their baseline."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import gc
-import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from tfcdo.bench import floor, implementations, steps, workloads
+from tfcdo.bench import floor, implementations, results, steps, workloads
 from tfcdo.bench.devices import ChosenDevices
+from tfcdo.bench.results import BASELINE, FLOOR
 
-BASELINE, FLOOR = "baseline", "floor"
 _BASELINE_OF_FLOOR = "baseline of the floor"
 
 # Seconds. A shorter sample would measure the clock and the switch from one graph to the next.
 _SHORTEST_SAMPLE = 0.005
 
-_Item = TypeVar("_Item")
 
+class Sampler:
+    """Times a step on the clock and of all threads, with as many calls as fill a sample."""
 
-class Track(Protocol):
-    """Goes through a sequence and shows the progress, as `rich.progress.track` does."""
+    def __init__(self, step: steps.Step) -> None:
+        self._step = step
+        self._fastest = math.inf
 
-    def __call__(self, sequence: Sequence[_Item], *, description: str) -> Iterable[_Item]:
-        """Yields the items of a sequence."""
-        ...
-
-
-def silently(sequence: Sequence[_Item], *, description: str) -> Iterable[_Item]:
-    """Yields the items of a sequence and shows nothing."""
-    del description
-    return sequence
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Number of samples that count and of those before them, and whether ops run eagerly."""
-
-    iterations: int = 20
-    warmup: int = 5
-    eager: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """Measurement of one implementation on one workload.
-
-    Attributes:
-      workload: its name.
-      size: bytes that each device holds.
-      count: elements that each device holds.
-      kind: `"tfcdo"`, `"tf"`, `FLOOR` or `BASELINE`.
-      seconds: median time of a call minus the baseline's in the same round; the baseline's own.
-      spread: distance between the quartiles of the same times, in seconds.
-      cpu_seconds: as `seconds`, of the CPU time of all threads.
-      wrong: number of elements that differ from numpy's; None if nothing was summed.
-      first_call: seconds of tracing and of the first call; None if nothing is traced.
-      nodes: number of ops that are added to the baseline's graph; None likewise.
-      peak_memory: bytes in use at most, beyond the input; None if not known.
-      sent_size: bytes of each device's values as they are sent; None for `size`.
-    """
-
-    workload: str
-    size: int
-    count: int
-    dtype: str
-    num_devices: int
-    name: str
-    kind: str
-    seconds: float
-    spread: float
-    cpu_seconds: float
-    wrong: int | None = None
-    first_call: float | None = None
-    nodes: int | None = None
-    peak_memory: int | None = None
-    sent_size: int | None = None
-
-    @property
-    def is_noise(self) -> bool:
-        """Returns whether the time is not larger than its own spread."""
-        return self.seconds <= self.spread
-
-    @property
-    def algbw(self) -> float:
-        """Returns the bytes per second that the caller sees; NaN if the time is noise."""
-        return math.nan if self.is_noise else self.size / self.seconds
-
-    @property
-    def busbw(self) -> float:
-        """Returns the bytes per second over each link of a ring that takes the same time."""
-        sent = 1.0 if self.sent_size is None else self.sent_size / self.size
-        return self.algbw * sent * 2 * (self.num_devices - 1) / self.num_devices
-
-
-class Times(NamedTuple):
-    """Seconds of a step on the clock, and of CPU time of all threads; of one sample, or several."""
-
-    wall: Any
-    cpu: Any
+    def __call__(self) -> tuple[float, float]:
+        """Returns the seconds of a call on the clock, and of CPU time."""
+        num_calls = max(1, math.ceil(_SHORTEST_SAMPLE / self._fastest))
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(num_calls):
+            self._step()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        self._fastest = min(self._fastest, wall / num_calls)
+        return wall / num_calls, cpu / num_calls
 
 
 def run(
     workload: workloads.Workload,
     devices: ChosenDevices,
     compared: Sequence[implementations.Implementation],
-    settings: Settings,
-    track: Track = silently,
-) -> list[Measurement]:
+    iterations: int,
+    warmup: int,
+    track: results.Track = results.silently,
+) -> list[results.Measurement]:
     """Measures implementations, the floors and the baseline."""
-    build = steps.build_eager if settings.eager else steps.build_graph
     # The baseline comes first: the first step also pays for what TensorFlow does only once.
     data = steps.place_values(workload, devices)
-    built = {BASELINE: build(data, None)}
+    built = {BASELINE: steps.build(data, None)}
     kinds: dict[str, str] = {}
     for one in track(compared, description="building and checking"):
         kinds[one.name] = one.package
-        with one.blaming_arguments():
-            built[one.name] = build(data, one.reducer(devices.names))
+        built[one.name] = steps.build(data, one.reducer(devices.names))
     floor_data = floor.place_values(workload, devices)
-    built[_BASELINE_OF_FLOOR] = steps.build_graph(floor_data, None)
+    built[_BASELINE_OF_FLOOR] = steps.build(floor_data, None)
     for name, reduce in floor.single_passes(devices.names[0]).items():
         kinds[name] = FLOOR
-        built[name] = steps.build_graph(floor_data, reduce)
+        built[name] = steps.build(floor_data, reduce)
     kinds[BASELINE] = BASELINE
 
-    times = interleave({name: one.step for name, one in built.items()}, settings, track)
+    gc.collect()
+    # Else the garbage collector may look at all objects of the graphs in the middle of a sample.
+    gc.freeze()
+    samplers = {name: Sampler(one.step) for name, one in built.items()}
+    taken = results.take_turns(samplers, iterations, warmup, track)
+    times = {name: np.array(samples).T for name, samples in taken.items()}
     sent_sizes = {one.name: 2 * workload.count for one in compared if one.wire}
     found = []
     for name, kind in kinds.items():
-        wall, cpu = times[name]
-        nodes = built[name].num_nodes
+        (wall, cpu), nodes = times[name], built[name].num_nodes
         if kind != BASELINE:
             baseline = _BASELINE_OF_FLOOR if kind == FLOOR else BASELINE
-            wall, cpu = wall - times[baseline].wall, cpu - times[baseline].cpu
-            nodes = None if nodes is None else nodes - (built[baseline].num_nodes or 0)
-        lower, median, upper = np.quantile(wall, (0.25, 0.5, 0.75)).tolist()
+            (wall, cpu), nodes = times[name] - times[baseline], nodes - built[baseline].num_nodes
         found.append(
-            Measurement(
+            results.Measurement(
+                name,
+                kind,
+                len(devices.names),
+                *results.median_and_spread(wall),
                 workload=workload.name,
                 size=workload.size,
                 count=workload.count,
                 dtype=workload.dtype,
-                num_devices=len(devices.names),
-                name=name,
-                kind=kind,
-                seconds=median,
-                spread=upper - lower,
-                cpu_seconds=float(np.median(cpu)),
                 wrong=None if kind == BASELINE else built[name].num_wrong,
+                cpu_seconds=float(np.median(cpu)),
                 first_call=built[name].first_call,
                 nodes=nodes,
                 peak_memory=peak_of(built[name].step, devices),
@@ -163,33 +93,6 @@ def run(
             )
         )
     return found
-
-
-def interleave(
-    steps_by_name: Mapping[str, steps.Step], settings: Settings, track: Track = silently
-) -> dict[str, Times]:
-    """Times steps A B C A B C ..., so that a change of the machine's load affects all of them."""
-    samples: dict[str, list[Times]] = {name: [] for name in steps_by_name}
-    num_calls = dict.fromkeys(steps_by_name, 1)
-    with _no_garbage_collection():
-        for number in track(range(settings.warmup + settings.iterations), description="rounds"):
-            for name, step in steps_by_name.items():
-                samples[name].append(_sample(step, num_calls[name]))
-                if number < settings.warmup:
-                    fastest = min(sample.wall for sample in samples[name])
-                    num_calls[name] = max(1, math.ceil(_SHORTEST_SAMPLE / fastest))
-    return {
-        name: Times(*np.array(collected[settings.warmup :]).T)
-        for name, collected in samples.items()
-    }
-
-
-def _sample(step: steps.Step, num_calls: int) -> Times:
-    wall, cpu = time.perf_counter(), time.process_time()
-    for _ in range(num_calls):
-        step()
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return Times(wall / num_calls, cpu / num_calls)
 
 
 def peak_of(step: steps.Step, devices: ChosenDevices) -> int | None:
@@ -209,28 +112,3 @@ def peak_of(step: steps.Step, devices: ChosenDevices) -> int | None:
     except ValueError:
         return None
     return int(sum(after) - sum(before))
-
-
-def by_workload(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
-    """Splits measurements, sorted by workload, into one list for each workload."""
-    groups = itertools.groupby(measurements, lambda one: (one.workload, one.size))
-    return [list(group) for _, group in groups]
-
-
-def fastest(measurements: Sequence[Measurement], kind: str) -> Measurement | None:
-    """Returns the fastest measurement of one kind among those without wrong results."""
-    correct = [one for one in measurements if one.kind == kind and not one.wrong]
-    return min(correct, key=lambda one: one.seconds, default=None)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keeps the garbage collector out of the samples: a graph has many objects."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

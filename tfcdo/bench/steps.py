@@ -122,22 +122,22 @@ class TimedStep:
 
     Attributes:
       step: all-reduces once and waits for the end.
-      first_call: seconds for tracing it and for its first call; None if nothing is traced.
-      num_nodes: how many ops its graph has; None if it has none.
+      first_call: seconds for tracing it and for its first call.
+      num_nodes: how many ops its graph has.
       num_wrong: how many elements of its results are wrong.
     """
 
     step: Step
-    first_call: float | None
-    num_nodes: int | None
+    first_call: float
+    num_nodes: int
     num_wrong: int
 
 
-def build_graph(data: Data, reduce: implementations.Reduce | None) -> TimedStep:
+def build(data: Data, reduce: implementations.Reduce | None) -> TimedStep:
     """Builds a graph that reads the values from variables, all-reduces, and uses every result."""
     start = time.perf_counter()
     function = trace(data, reduce)
-    step = synchronous(function, data.devices)
+    step = _synchronous(function, data.devices)
     step()
     first_call = time.perf_counter() - start
     # Traced once more, so that what is timed hands nothing to Python.
@@ -146,7 +146,7 @@ def build_graph(data: Data, reduce: implementations.Reduce | None) -> TimedStep:
 
 
 def trace(data: Data, reduce: implementations.Reduce | None) -> Any:
-    """Traces the graph of `build_graph` without running it."""
+    """Traces the graph of `build` without running it."""
     if not data.devices.on_cpu:
         return _returning(data, reduce).get_concrete_function()
 
@@ -173,14 +173,6 @@ def _returning(data: Data, reduce: implementations.Reduce | None) -> Any:
     return step
 
 
-def build_eager(data: Data, reduce: implementations.Reduce | None) -> TimedStep:
-    """Builds a step without a graph: the values are tensors, and each call runs op by op."""
-    values = data.read()
-    wrong = 0 if reduce is None else data.num_wrong(all_reduce(reduce, values))
-    step = synchronous(lambda: all_reduce(reduce, values), data.devices)
-    return TimedStep(step, None, None, wrong)
-
-
 def _consume(data: Data, results: ValuesByDevice) -> None:
     """Uses each result on its device at almost no cost.
 
@@ -194,7 +186,7 @@ def _consume(data: Data, results: ValuesByDevice) -> None:
             tf.raw_ops.Assert(condition=always_true.read_value(), data=device_results, summarize=1)
 
 
-def synchronous(call: Callable[[], Any], devices: ChosenDevices) -> Step:
+def _synchronous(call: Callable[[], Any], devices: ChosenDevices) -> Step:
     """Returns a function that calls another one and waits until the devices have done the work."""
     if devices.on_cpu:
         return call

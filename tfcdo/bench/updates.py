@@ -6,14 +6,15 @@ Each runs in a process of its own, so that its peak memory can be told, and take
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from tfcdo.bench import measure, worker_pool
+from tfcdo.bench import results, worker_pool
 
 NAMES: Mapping[str, str] = {
     "tf": "tf.distribute.MirroredStrategy",
@@ -28,42 +29,7 @@ SHAPES = (
     *[(256,)] * 40,
 )
 _TIMEOUT = 600.0
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdateMeasurement:
-    """Steps of all-reduce plus update under one strategy.
-
-    Attributes:
-      optimizer: the optimizer's name.
-      num_devices: the number of devices.
-      name: what the tables call it.
-      kind: "tf", "tfcdo" or "sharded".
-      seconds: the median time of a step.
-      spread: the distance between the quartiles, in seconds.
-      first_step: the time of the first step, with tracing, in seconds.
-      state_bytes: the bytes of the optimizer's state on all devices.
-      peak_memory: the most bytes that the process has held; on GPUs, that the fullest GPU has held.
-      difference: the largest difference from the weights of tfcdo without sharding.
-      alike: whether all devices hold the same bits.
-    """
-
-    optimizer: str
-    num_devices: int
-    name: str
-    kind: str
-    seconds: float
-    spread: float
-    first_step: float
-    state_bytes: int
-    peak_memory: int
-    difference: float
-    alike: bool
-
-    @property
-    def wrong(self) -> bool:
-        """Returns whether weights are not what they should be."""
-        return self.kind != "tf" and (not self.alike or self.difference > 1e-6)
+_LARGEST_DIFFERENCE = 1e-6
 
 
 def run(
@@ -71,46 +37,44 @@ def run(
     num_devices: int,
     iterations: int,
     warmup: int,
-    track: measure.Track = measure.silently,
-) -> list[UpdateMeasurement]:
+    track: results.Track = results.silently,
+) -> list[results.Measurement]:
     """Takes steps under each strategy, in turn."""
     variables = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
-    times: dict[str, list[float]] = {kind: [] for kind in NAMES}
     with contextlib.ExitStack() as stack:
         pools: dict[str, worker_pool.WorkerPool] = {}
 
-        def ask(kind: str, do: str) -> Any:
-            return pools[kind].request({"do": do}, _TIMEOUT)[0]
+        def ask(kind: str, method: str) -> Any:
+            return pools[kind].call(method, _TIMEOUT)[0]
 
         for kind in NAMES:
             command = [sys.executable, "-m", "tfcdo.bench.updates_worker", kind]
             command += [str(num_devices), optimizer]
             pools[kind] = stack.enter_context(worker_pool.start_workers(command, [variables]))
         first = {kind: ask(kind, "step") for kind in track(list(NAMES), description="first steps")}
-        for number in track(range(warmup + iterations), description="steps"):
-            for kind in NAMES:
-                seconds = ask(kind, "step")
-                if number >= warmup:
-                    times[kind].append(seconds)
+        steps = {kind: functools.partial(ask, kind, "step") for kind in NAMES}
+        taken = results.take_turns(steps, iterations, warmup, track)
         reports = {kind: ask(kind, "report") for kind in NAMES}
     found = []
     for kind, name in NAMES.items():
-        lower, median, upper = np.quantile(times[kind], (0.25, 0.5, 0.75)).tolist()
         report = reports[kind]
-        difference = np.abs(np.subtract(report["weights"], reports["tfcdo"]["weights"])).max()
+        difference = float(
+            np.abs(np.subtract(report["weights"], reports["tfcdo"]["weights"])).max()
+        )
+        differs = report["unlike"] + (difference > _LARGEST_DIFFERENCE)
         found.append(
-            UpdateMeasurement(
-                optimizer,
-                num_devices,
+            results.Measurement(
                 name,
                 kind,
-                median,
-                upper - lower,
-                first[kind],
-                report["state_bytes"],
-                report["peak_memory"],
-                float(difference),
-                report["alike"],
+                num_devices,
+                *results.median_and_spread(taken[kind]),
+                workload=optimizer,
+                size=4 * sum(map(math.prod, SHAPES)),
+                wrong=differs if kind != "tf" else None,
+                first_call=first[kind],
+                peak_memory=report["peak_memory"],
+                state_bytes=report["state_bytes"],
+                difference=difference,
             )
         )
     return found

@@ -1,16 +1,12 @@
 """Takes steps of all-reduce plus update under one strategy, in a process of its own.
 
-Runs as `python -m tfcdo.bench.updates_worker KIND NUM_DEVICES OPTIMIZER`, and answers requests of
-`tfcdo.bench.updates`.
+Runs as `python -m tfcdo.bench.updates_worker KIND NUM_DEVICES OPTIMIZER` for `tfcdo.bench.updates`.
 """
 
 from __future__ import annotations
 
-import functools
 import resource
-import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -29,8 +25,8 @@ _SHOWN_WEIGHTS = 8  # Number of weights shown of each variable.
 class _Updates:
     """Variables, an optimizer, and the step that reduces gradients and updates."""
 
-    def __init__(self, kind: str, num_devices: int, name: str) -> None:
-        self._devices = bench_devices.choose_devices(num_devices)
+    def __init__(self, kind: str, num_devices: str, name: str) -> None:
+        self._devices = bench_devices.choose_devices(int(num_devices))
         names = list(self._devices.names)
         make = tf.distribute.MirroredStrategy if kind == "tf" else tfcdo.MirroredStrategy
         self._strategy = make(names)
@@ -54,17 +50,16 @@ class _Updates:
         gradients = [one.value * 0.001 * (1.0 + rank) + 0.01 for one in self._variables]
         self._optimizer.apply(gradients, self._variables)
 
-    def answer(self, request: Mapping[str, Any]) -> Any:
-        """Answers one request."""
-        if request["do"] == "report":
-            return self._report()
+    def step(self) -> float:
+        """Reduces and updates; returns the seconds."""
         start = time.perf_counter()
         self._function()
         if not self._devices.on_cpu:
             tf.test.experimental.sync_devices()
         return time.perf_counter() - start
 
-    def _report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
+        """Returns the memory, some weights, and the number of variables whose copies differ."""
         parts = [[part.numpy() for part in one.value.values] for one in self._variables]
         state = [
             component.shape.num_elements() * component.dtype.size
@@ -74,10 +69,8 @@ class _Updates:
         return {
             "state_bytes": sum(state),
             "peak_memory": self._peak_memory(),
-            "weights": [part[0].ravel()[:_SHOWN_WEIGHTS].tolist() for part in parts],
-            "alike": all(
-                other.tobytes() == first.tobytes() for first, *others in parts for other in others
-            ),
+            "weights": [copies[0].ravel()[:_SHOWN_WEIGHTS].tolist() for copies in parts],
+            "unlike": sum(len({part.tobytes() for part in copies}) > 1 for copies in parts),
         }
 
     def _peak_memory(self) -> int:
@@ -87,13 +80,5 @@ class _Updates:
         return max(int(info["peak"]) for info in infos)
 
 
-def main() -> None:
-    """Answers requests until standard input ends."""
-    kind, num_devices, name = sys.argv[1:]
-    # With the first request, as its answer may take long.
-    made = functools.cache(lambda: _Updates(kind, int(num_devices), name))
-    worker_pool.serve(lambda request: made().answer(request))
-
-
 if __name__ == "__main__":
-    main()
+    worker_pool.serve(_Updates)

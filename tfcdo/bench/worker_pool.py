@@ -1,8 +1,13 @@
-"""Starts worker processes and sends them requests, each a line of JSON that all of them get."""
+"""Starts worker processes, and calls methods of the object that each of them serves.
+
+A call is a line of JSON, `[method, arguments]`, and so is its answer, `{"result": ...}` or
+`{"error": ...}`. Dataclasses arrive as objects of JSON.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -11,23 +16,24 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
-
-from tfcdo.launch import cluster
 
 # Number of lines shown of a failed worker's output.
 _SHOWN_LINES = 8
 _END_SECONDS = 10.0
 
-Handler = Callable[[Mapping[str, Any]], Any]
-
 
 class WorkerError(RuntimeError):
-    """Says which worker failed or did not answer, and what it wrote last."""
+    """Says which worker failed, and with which error."""
 
 
-class WorkerTimeoutError(WorkerError):
+class WorkerLostError(WorkerError):
+    """Says that a worker has ended, and what it wrote last."""
+
+
+class WorkerTimeoutError(WorkerLostError):
     """Says that a worker did not answer in time: it may hang."""
 
 
@@ -48,11 +54,11 @@ class _Worker:
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def send(self, request: Mapping[str, Any]) -> None:
-        """Sends a request; a worker that has ended is found out when its answer is awaited."""
+    def send(self, line: str) -> None:
+        """Sends a line; a worker that has ended is found out when its answer is awaited."""
         assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.write(line)
             self.process.stdin.flush()
 
     def receive(self, seconds: float) -> Any:
@@ -65,8 +71,11 @@ class _Worker:
             ) from None
         if answer is None:
             status = self.process.wait()
-            raise WorkerError(f"{self.name} ended with status {status}{self._last_lines()}")
-        return json.loads(answer)
+            raise WorkerLostError(f"{self.name} ended with status {status}{self._last_lines()}")
+        found = json.loads(answer)
+        if "error" in found:
+            raise WorkerError(found["error"])
+        return found["result"]
 
     def close_input(self) -> None:
         """Asks the worker to end."""
@@ -96,29 +105,17 @@ class _Worker:
 
 
 class WorkerPool:
-    """Workers that all get the same requests."""
+    """Workers that all get the same calls."""
 
     def __init__(self, workers: Sequence[_Worker]) -> None:
         self._workers = workers
 
-    def request(self, content: Mapping[str, Any], timeout: float) -> list[Any]:
-        """Sends a request to all workers at once and waits for all answers."""
+    def call(self, method: str, timeout: float, **arguments: Any) -> list[Any]:
+        """Calls a method of all workers' objects at once and waits for all results."""
         deadline = time.monotonic() + timeout
         for worker in self._workers:
-            worker.send(content)
+            worker.send(json.dumps([method, arguments]) + "\n")
         return [worker.receive(deadline - time.monotonic()) for worker in self._workers]
-
-
-def variables_of(addresses: Sequence[str]) -> list[dict[str, str]]:
-    """Returns the environment variables of workers that train together on processors."""
-    return [
-        {
-            "TF_CONFIG": cluster.tf_config(addresses, index),
-            "TF_CPP_MIN_LOG_LEVEL": "2",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        for index in range(len(addresses))
-    ]
 
 
 @contextlib.contextmanager
@@ -139,22 +136,30 @@ def start_workers(
             worker.end()
 
 
-def serve(handler: Handler) -> None:
-    """Answers requests in a worker until its standard input ends.
+def serve(make: Callable[..., Any]) -> None:
+    """Serves an object until standard input ends; the command line has its arguments.
 
-    What the handler prints goes to standard error.
+    It is made with the first call, as that may take long. Its output goes to standard error.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    requests: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(sys.stdin, requests), daemon=True).start()
+    calls: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(sys.stdin, calls), daemon=True).start()
+    served = None
     while True:
-        answer = handler(json.loads(requests.get()))
-        print(json.dumps(answer), file=answers, flush=True)
+        method, arguments = json.loads(calls.get())
+        try:
+            served = served or make(*sys.argv[1:])
+            answer = {"result": getattr(served, method)(**arguments)}
+        except Exception as error:
+            traceback.print_exc()
+            message = (str(error) or repr(error)).strip().partition("\n")[0]
+            answer = {"error": f"{type(error).__name__}: {message}"}
+        print(json.dumps(answer, default=dataclasses.asdict), file=answers, flush=True)
 
 
-def _receive(stream: IO[str], requests: queue.SimpleQueue[str]) -> None:
+def _receive(stream: IO[str], calls: queue.SimpleQueue[str]) -> None:
     for line in stream:
-        requests.put(line)
+        calls.put(line)
     # The main thread may wait for another host, and would not learn that nobody waits for it.
     os._exit(0)

@@ -3,181 +3,207 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tfcdo.bench import fit, hosts, implementations, link, measure
+from tfcdo.bench import hosts, results
+from tfcdo.bench.results import BASELINE, FLOOR, OURS, TENSORFLOW, Measurement
 from tfcdo.cli import options
 from tfcdo.units import format_bytes, format_seconds
 
-_IMPLEMENTATIONS = (implementations.OURS, implementations.TENSORFLOW)
-_STYLES = {implementations.OURS: "bold", implementations.TENSORFLOW: ""}
+# A heading, and the cell below it for a measurement.
+_Column = tuple[str, Callable[[Measurement], str | Text]]
+_STYLES = {TENSORFLOW: "", FLOOR: "dim", BASELINE: "dim", hosts.ALONE: "dim"}
+_COMPARED = (OURS, TENSORFLOW)
 
 
-def show(results: Sequence[measure.Measurement], console: Console) -> None:
+def show(measured: Sequence[Measurement], console: Console) -> None:
     """Prints a table of times for each workload, and one of other costs for the last."""
-    groups = measure.by_workload(results)
+    groups = results.by_workload(measured)
     for group in groups:
-        console.print(_table_of_times(group, console))
+        _print_times(group, console)
     text = (
-        "Times are medians minus the baseline, ± is the distance between the quartiles. "
+        "Times are medians minus the baseline (< noise: below it), ± is the distance between the "
+        "quartiles. "
         "of TF, of floor: time relative to the fastest correct TensorFlow class and to the "
         "fastest single pass over the same memory; - where a time is smaller than its spread."
     )
     console.print(options.printable(text, console))
     console.print()
-    console.print(_table_of_costs(groups[-1], console))
+    columns: list[_Column] = [
+        ("implementation\n", _short_name),
+        ("CPU time\n(us)", lambda one: _microseconds(one.cpu_seconds or 0.0)),
+        ("first call\n(s)", lambda one: f"{one.first_call:.2f}"),
+        ("graph nodes\n(added)", lambda one: str(one.nodes)),
+        ("peak memory\n(MB)", lambda one: _megabytes(one.peak_memory, 1)),
+    ]
+    _print(f"Other costs, for {groups[-1][0].size} bytes", columns, groups[-1], console)
 
 
-def _table(title: str, headings: Sequence[str], console: Console) -> Table:
-    """Makes a table whose first column is names, and whose others are numbers."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
-    table.title = title
-    table.add_column(headings[0], overflow="fold")
-    for heading in headings[1:]:
-        table.add_column(options.printable(heading, console), justify="right", no_wrap=True)
-    return table
-
-
-def _table_of_times(group: Sequence[measure.Measurement], console: Console) -> Table:
-    first = group[0]
-    work = "sum" if first.workload == "sweep" else f"sum of {first.workload}'s gradients"
-    headings = (
-        *("implementation\n", "time\n(us)", "±\n(us)", "algbw\n(GB/s)", "busbw\n(GB/s)"),
-        *("#wrong\n", "of\nTF", "of\nfloor"),
-    )
-    title = f"{first.size} bytes, {first.count} elements of {first.dtype}, {work}"
-    table = _table(title, headings, console)
-    tensorflow = measure.fastest(group, implementations.TENSORFLOW)
-    floor = measure.fastest(group, measure.FLOOR)
-    for one in group:
-        is_implementation = one.kind in _IMPLEMENTATIONS
-        has_bandwidth = one.kind != measure.BASELINE
-        table.add_row(
-            _short_name(one.name),
-            _microseconds(one.seconds),
-            _microseconds(one.spread),
-            _number(one.algbw / 1e9) if has_bandwidth else "",
-            _number(one.busbw / 1e9) if has_bandwidth else "",
-            "" if one.wrong is None else Text(str(one.wrong), "bold red" if one.wrong else ""),
-            _ratio(one, tensorflow) if is_implementation else "",
-            _ratio(one, floor) if is_implementation else "",
-            style=_STYLES.get(one.kind, "dim"),
-        )
-    return table
-
-
-def _table_of_costs(group: Sequence[measure.Measurement], console: Console) -> Table:
-    title = f"Other costs, for {group[0].size} bytes"
-    headings = ("CPU time\n(us)", "first call\n(s)", "graph nodes\n(added)", "peak memory\n(MB)")
-    table = _table(title, ("implementation\n", *headings), console)
-    for one in group:
-        table.add_row(
-            _short_name(one.name),
-            _microseconds(one.cpu_seconds),
-            "-" if one.first_call is None else f"{one.first_call:.2f}",
-            "-" if one.nodes is None else str(one.nodes),
-            "-" if one.peak_memory is None else f"{one.peak_memory / 1e6:.1f}",
-            style=_STYLES.get(one.kind, "dim"),
-        )
-    return table
-
-
-def show_fit(results: Sequence[fit.FitMeasurement], console: Console) -> None:
+def show_fit(measured: Sequence[Measurement], console: Console) -> None:
     """Prints a table of training steps for each model."""
-    for model in dict.fromkeys(one.model for one in results):
-        headings = ("implementation\n", "step\n(ms)", "±\n(ms)", "of\nTF", "first step\n(s)")
-        table = _table(f"Training steps of {model}", headings, console)
-        group = [one for one in results if one.model == model]
-        tensorflow = min(
-            (one.seconds for one in group if one.kind == implementations.TENSORFLOW),
-            default=math.nan,
-        )
-        for one in group:
-            table.add_row(
-                _short_name(one.name),
-                f"{one.seconds * 1e3:.1f}",
-                f"{one.spread * 1e3:.1f}",
-                _number(one.seconds / tensorflow),
-                f"{one.first_step:.1f}",
-                style=_STYLES.get(one.kind, "dim"),
-            )
-        console.print(table)
+    for group in results.by_workload(measured):
+        columns: list[_Column] = [
+            ("implementation\n", _short_name),
+            *_step_columns(group, digits=1),
+            ("first step\n(s)", lambda one: f"{one.first_call:.1f}"),
+        ]
+        _print(f"Training steps of {group[0].workload}", columns, group, console)
+
+
+def show_updates(measured: Sequence[Measurement], console: Console) -> None:
+    """Prints times, state and peak memory of each strategy's all-reduces and updates."""
+    first = measured[0]
+    ours = results.fastest(measured, OURS)
+    columns: list[_Column] = [
+        ("strategy\n", lambda one: one.name),
+        *_step_columns(measured),
+        ("of\ntfcdo", lambda one: _ratio(one, ours)),
+        ("first\n(s)", lambda one: f"{one.first_call:.1f}"),
+        ("state\n(MB)", lambda one: _megabytes(one.state_bytes)),
+        ("peak\n(MB)", lambda one: _megabytes(one.peak_memory)),
+        ("#wrong\n", _wrong),
+    ]
+    title = (
+        f"{first.num_devices} devices, all-reduce and {first.workload} update of "
+        f"{format_bytes(first.size)}"
+    )
+    _print(title, columns, measured, console)
+    console.print("State: the optimizer's, on all devices together. Peak: of the process's memory.")
 
 
 def show_hosts(
-    results: Sequence[hosts.HostsMeasurement], rate: link.Rate | None, console: Console
+    measured: Sequence[Measurement], num_workers: int, rate: float | None, console: Console
 ) -> None:
     """Prints the table of training steps on several workers."""
-    theirs = next(one for one in results if one.kind == implementations.TENSORFLOW)
-    table = _table(
-        f"{theirs.num_workers} workers with {theirs.num_devices} virtual CPU devices each, "
-        f"{format_bytes(theirs.gradient_bytes)} of gradients",
-        ("strategy\n", "step\n(ms)", "±\n(ms)", "of\nTF", "sent\n(MB)", "of\nTF", "#wrong\n"),
-        console,
+    theirs = next(one for one in measured if one.kind == TENSORFLOW)
+
+    def sent_of_theirs(one: Measurement) -> str:
+        return "" if one.wrong is None else f"{_sent(one) / _sent(theirs):.3f}"
+
+    columns: list[_Column] = [
+        ("strategy\n", lambda one: one.name),
+        *_step_columns(measured),
+        ("sent\n(MB)", lambda one: f"{_sent(one) / 1e6:.1f}"),
+        ("of\nTF", sent_of_theirs),
+        ("#wrong\n", _wrong),
+    ]
+    title = (
+        f"{num_workers} workers with {theirs.num_devices} virtual CPU devices each, "
+        f"{format_bytes(theirs.size)} of gradients"
     )
-    for one in results:
-        is_strategy = one.wrong is not None
-        table.add_row(
-            one.name,
-            f"{one.seconds * 1e3:.0f}",
-            f"{one.spread * 1e3:.0f}",
-            f"{one.seconds / theirs.seconds:.2f}",
-            f"{one.bytes_sent / 1e6:.1f}",
-            f"{one.bytes_sent / theirs.bytes_sent:.3f}" if is_strategy else "",
-            str(one.wrong) if is_strategy else "",
-        )
-    console.print(table)
+    _print(title, columns, measured, console)
     if rate:
-        least = hosts.least_bytes(theirs.num_workers, theirs.gradient_bytes)
-        seconds = least / rate.bytes_per_second
-        text = f"Sending float32 takes at least {format_seconds(seconds)} at {rate.text}"
-        console.print(options.printable(f"{text}, for both directions together.", console))
+        seconds = format_seconds(hosts.least_bytes(num_workers, theirs.size) / rate)
+        console.print(
+            f"Sending float32 takes at least {options.printable(seconds, console)} at "
+            f"{format_bytes(round(rate))}/s, for both directions together."
+        )
 
 
-def show_averages(results: Sequence[measure.Measurement], console: Console) -> None:
+def show_averages(measured: Sequence[Measurement], console: Console) -> None:
     """Prints average bus bandwidths as nccl-tests does, tfcdo's best in the last line.
 
     They are averages over the sizes at which all implementations have a time above the noise.
     """
-    ours = {one.name for one in results if one.kind == implementations.OURS}
+    compared = [one for one in measured if one.kind in _COMPARED]
+    ours = {one.name for one in compared if one.kind == OURS}
+    # As for the exit status, TensorFlow's wrong results count only if nothing else ran.
+    wrong = sum(one.wrong or 0 for one in compared if one.name in ours or not ours)
+    console.print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
     busbw = {
-        (one.name, one.workload, one.size): one.busbw / 1e9
-        for one in results
-        if one.kind in _IMPLEMENTATIONS and not one.is_noise
+        (one.name, one.workload, one.size): one.busbw / 1e9 for one in compared if not one.is_noise
     }
     names = {name for name, *_ in busbw}
-    workloads = {(one.workload, one.size) for one in results}
-    common = [work for work in workloads if all((name, *work) in busbw for name in names)]
-    averages = {
-        name: sum(busbw[(name, *work)] for work in common) / len(common)
-        for name in (names if common else ())
-    }
-    # As for the exit status, TensorFlow's wrong results count only if nothing else ran.
-    judged = [one for one in results if one.name in (ours or names)]
-    wrong = sum(one.wrong or 0 for one in judged)
-    console.print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
-    if len(common) < len(workloads):
+    works = {(one.workload, one.size) for one in compared}
+    common = [work for work in works if all((name, *work) in busbw for name in names)]
+    if not names or not common:
+        console.print("# Avg bus bandwidth    : below noise", soft_wrap=True)
+        return
+    if len(common) < len(works):
         console.print(
-            f"# Averages of {len(common)} of {len(workloads)} sizes; at the others, some time is "
+            f"# Averages of {len(common)} of {len(works)} sizes; at the others, some time is "
             "below noise",
             soft_wrap=True,
         )
-    for name in sorted(averages, key=lambda name: (name in ours, averages[name])):
-        console.print(f"# Avg bus bandwidth    : {averages[name]:g} ({name})", soft_wrap=True)
+    averages = {name: sum(busbw[(name, *work)] for work in common) / len(common) for name in names}
+    lost = {one.name: -math.inf for one in compared if one.name not in names}
+    for name, average in sorted(
+        {**averages, **lost}.items(), key=lambda item: (item[0] in ours, item[1])
+    ):
+        shown = "below noise" if name in lost else f"{average:g}"
+        console.print(f"# Avg bus bandwidth    : {shown} ({name})", soft_wrap=True)
 
 
-def _short_name(name: str) -> str:
-    return name.replace("num_packs=", "")
+def _print(
+    title: str, columns: Sequence[_Column], rows: Sequence[Measurement], console: Console
+) -> None:
+    """Prints a table whose first column is names, and whose others are numbers."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
+    table.title = title
+    table.add_column(columns[0][0], overflow="fold")
+    for heading, _ in columns[1:]:
+        table.add_column(options.printable(heading, console), justify="right", no_wrap=True)
+    for one in rows:
+        style = _STYLES.get(one.kind, "bold")
+        table.add_row(*(cell(one) for _, cell in columns), style=style)
+    console.print(table)
+
+
+def _print_times(group: Sequence[Measurement], console: Console) -> None:
+    first = group[0]
+    work = "sum" if first.workload == "sweep" else f"sum of {first.workload}'s gradients"
+    theirs, floor = results.fastest(group, TENSORFLOW), results.fastest(group, FLOOR)
+    columns: list[_Column] = [
+        ("implementation\n", _short_name),
+        ("time\n(us)", lambda one: _microseconds(one.seconds)),
+        ("±\n(us)", lambda one: _microseconds(one.spread)),
+        ("algbw\n(GB/s)", lambda one: "" if one.wrong is None else _number(one.algbw / 1e9)),
+        ("busbw\n(GB/s)", lambda one: "" if one.wrong is None else _number(one.busbw / 1e9)),
+        ("#wrong\n", _wrong),
+        ("of\nTF", lambda one: _ratio(one, theirs) if one.kind in _COMPARED else ""),
+        ("of\nfloor", lambda one: _ratio(one, floor) if one.kind in _COMPARED else ""),
+    ]
+    title = f"{first.size} bytes, {first.count} elements of {first.dtype}, {work}"
+    _print(title, columns, group, console)
+
+
+def _step_columns(measured: Sequence[Measurement], digits: int = 0) -> list[_Column]:
+    """Makes the columns of training steps."""
+    theirs = results.fastest(measured, TENSORFLOW)
+    return [
+        ("step\n(ms)", lambda one: f"{one.seconds * 1e3:.{digits}f}"),
+        ("±\n(ms)", lambda one: f"{one.spread * 1e3:.{digits}f}"),
+        ("of\nTF", lambda one: _ratio(one, theirs)),
+    ]
+
+
+def _short_name(one: Measurement) -> str:
+    # In 80 columns there is no room for more.
+    return one.name.replace("num_packs=", "").replace("AllReduce", "")
+
+
+def _wrong(one: Measurement) -> str | Text:
+    if one.wrong is None:
+        return ""
+    return Text(str(one.wrong), "bold red" if one.wrong else "")
+
+
+def _sent(one: Measurement) -> float:
+    return one.bytes_sent or 0.0
+
+
+def _megabytes(size: int | None, digits: int = 0) -> str:
+    return "-" if size is None else f"{size / 1e6:.{digits}f}"
 
 
 def _microseconds(seconds: float) -> str:
     if seconds < 0:
-        return "below noise"
+        return "< noise"
     value = seconds * 1e6
     return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
@@ -186,7 +212,7 @@ def _number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.2f}"
 
 
-def _ratio(one: measure.Measurement, other: measure.Measurement | None) -> str:
+def _ratio(one: Measurement, other: Measurement | None) -> str:
     """Formats one time as a multiple of another; "-" where either is lost in the noise."""
     if other is None or one.seconds <= 0 or other.is_noise:
         return "-"

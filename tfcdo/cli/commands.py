@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
         status = tfcdo.main(list(arguments), prog_name="tfcdo", standalone_mode=False) or 0
         sys.stdout.flush()
     except click.ClickException as error:
-        return _complain(error.format_message(), error.exit_code)
+        return _complain(_message(error), error.exit_code)
     except click.Abort:
         return _complain("interrupted", 130)
     except OSError as error:
@@ -72,6 +72,15 @@ def run(arguments: Sequence[str]) -> int:
             sys.stdout = io.StringIO()
         return _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
     return status
+
+
+def _message(error: click.ClickException) -> str:
+    """Returns the message of an error; for `tfcdo bench --workers`, with the subcommand's name."""
+    if isinstance(error, click.NoSuchOption) and error.ctx:
+        name, command = error.option_name.lstrip("-"), error.ctx.command
+        if isinstance(command, click.Group) and name in command.commands:
+            return f"{error.message} {name} is a subcommand: {error.ctx.command_path} {name} --help"
+    return error.format_message()
 
 
 def _complain(message: str, status: int = 1) -> int:

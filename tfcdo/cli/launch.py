@@ -9,7 +9,7 @@ import pathlib
 import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 import click
 from rich.console import Console
@@ -24,40 +24,21 @@ _MOST_WORKERS = 256
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
-class HostList(options.ParamType):
-    """Addresses of workers, separated by commas."""
-
-    name = "hosts"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        """Reads them."""
-        try:
-            return cluster.parse_hosts(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def _parse_workers(text: str) -> tuple[int, int]:
+    """Reads "4" as (4, 4) and "1:4" as (1, 4)."""
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
+    least, most = numbers[0], numbers[-1]
+    if len(numbers) > 2 or not 1 <= least <= most <= _MOST_WORKERS:
+        raise ValueError(
+            f"expected N or MIN:MAX with 1 <= MIN <= MAX <= {_MOST_WORKERS}, such as 4 or 1:4; "
+            f"got {text!r}"
+        )
+    return least, most
 
 
-class WorkerCount(options.ParamType):
-    """A number of workers, or the least and the greatest."""
-
-    name = "workers"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        """Reads "4" as (4, 4) and "1:4" as (1, 4)."""
-        numbers = [int(part) if part.isdecimal() else 0 for part in value.split(":")]
-        least, most = numbers[0], numbers[-1]
-        if len(numbers) > 2 or not 1 <= least <= most <= _MOST_WORKERS:
-            self.fail(
-                f"expected N or MIN:MAX with 1 <= MIN <= MAX <= {_MOST_WORKERS}, such as 4 or 1:4; "
-                f"got {value!r}",
-                param,
-                ctx,
-            )
-        return least, most
+_HOSTS = options.Parsed("hosts", cluster.parse_hosts)
+# A day is the longest of all times.
+_SECONDS = click.FloatRange(0, 86_400)
 
 
 @click.command(
@@ -66,13 +47,13 @@ class WorkerCount(options.ParamType):
 )
 @click.option(
     *("--workers", "--nproc-per-node", "--nproc_per_node"),
-    type=WorkerCount(),
+    type=options.Parsed("workers", _parse_workers),
     metavar="N|MIN:MAX",
     help="Number of workers, all on this host unless --meet is given.",
 )
 @click.option(
     "--hosts",
-    type=HostList(),
+    type=_HOSTS,
     metavar="A:PORT,...",
     help="Addresses of the workers, one a host.",
 )
@@ -86,13 +67,13 @@ class WorkerCount(options.ParamType):
 )
 @click.option(
     "--meet",
-    type=HostList(),
+    type=_HOSTS,
     metavar="A:PORT",
     help="Address of the first host's launcher, for --workers MIN:MAX with --hosts.",
 )
 @click.option(
     "--join-timeout",
-    type=click.FloatRange(0, 86_400),
+    type=_SECONDS,
     default=600.0,
     show_default=True,
     metavar="SECONDS",
@@ -100,7 +81,7 @@ class WorkerCount(options.ParamType):
 )
 @click.option(
     "--rejoin-after",
-    type=click.FloatRange(0, 86_400),
+    type=_SECONDS,
     default=60.0,
     show_default=True,
     metavar="SECONDS",
@@ -128,7 +109,7 @@ class WorkerCount(options.ParamType):
 )
 @click.option(
     "--grace",
-    type=click.FloatRange(0, 86_400),
+    type=_SECONDS,
     default=10.0,
     show_default=True,
     metavar="SECONDS",
@@ -181,6 +162,8 @@ def launch(
     gpus = _gpus(gpus_per_worker, workers[1] if workers and not hosts else 1)
     if not module and not pathlib.Path(script).exists():
         raise click.UsageError(f"{script!r}: there is no such script (-m runs a module)")
+    # Of the workers' TensorFlow, errors are enough, unless the user wants more.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     command = (sys.executable, *(["-m"] if module else []), script, *arguments)
     variables = {}
     if devices_per_worker:
@@ -220,39 +203,40 @@ def _check_where(
     meet: tuple[str, ...] | None,
 ) -> None:
     """Raises a UsageError unless it is said on which hosts the workers are."""
-    if nnodes is not None and nnodes != len(hosts or [1]):
-        raise click.UsageError(
-            f"--nnodes must be the number of --hosts, {len(hosts or [1])}; got {nnodes}"
-        )
-    if workers is None and hosts is None:
-        raise click.UsageError(
+    count = len(hosts or [1])
+    options.refuse(
+        (
+            nnodes not in (None, count),
+            f"--nnodes must be the number of --hosts, {count}; got {nnodes}",
+        ),
+        (
+            workers is None and hosts is None,
             "give either --workers N, to start all workers on this host, or --hosts A:PORT,B:PORT "
-            "--index I, to start worker I of several hosts"
-        )
-    if hosts is None:
-        if index is not None:
-            raise click.UsageError("--index needs --hosts: --workers starts all workers")
-        if meet is not None:
-            raise click.UsageError("--meet needs --hosts: --workers starts all workers")
-        return
-    if (workers is None) != (meet is None):
-        raise click.UsageError(
-            "give --hosts either alone, or with both --workers MIN:MAX and --meet A:PORT"
-        )
-    if index is None:
-        raise click.UsageError(
-            f"--hosts needs --index: which of the {len(hosts)} this host is, from 0"
-        )
-    if index >= len(hosts):
-        raise click.UsageError(
-            f"--index must be less than the number of hosts, {len(hosts)}; got {index}"
-        )
-    if meet is not None and len(meet) != 1:
-        raise click.UsageError(f"--meet must be one address; got {','.join(meet)}")
-    if workers is not None and workers[1] != len(hosts):
-        raise click.UsageError(
-            f"MAX of --workers must be the number of hosts, {len(hosts)}; got {workers[1]}"
-        )
+            "--index I, to start worker I of several hosts",
+        ),
+        (
+            hosts is None and index is not None,
+            "--index needs --hosts: --workers starts all workers",
+        ),
+        (hosts is None and meet, "--meet needs --hosts: --workers starts all workers"),
+        (
+            hosts and (workers is None) != (meet is None),
+            "give --hosts either alone, or with both --workers MIN:MAX and --meet A:PORT",
+        ),
+        (
+            hosts and index is None,
+            f"--hosts needs --index: which of the {count} this host is, from 0",
+        ),
+        (
+            (index or 0) >= count,
+            f"--index must be less than the number of hosts, {count}; got {index}",
+        ),
+        (meet and len(meet) != 1, f"--meet must be one address; got {','.join(meet or ())}"),
+        (
+            hosts and workers and workers[1] != count,
+            f"MAX of --workers must be the number of hosts, {count}; got {workers and workers[1]}",
+        ),
+    )
 
 
 @contextlib.contextmanager

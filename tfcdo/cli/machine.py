@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from typing import Any
 
 import click
 from rich import progress as rich_progress
@@ -27,55 +26,41 @@ class Here:
     count: int | None
 
 
-class MachineType(options.ParamType):
-    """A preset, a file that describes a machine, or this one."""
+def parse(text: str) -> Topology | Here:
+    """Looks a preset up, reads a file, or names this machine."""
+    name, _, count = text.partition(":")
+    if name == "here" and re.fullmatch(r"([1-9]\d?)?", count):
+        if count and int(count) > MOST_DEVICES:
+            raise ValueError(f"{text!r}: at most {MOST_DEVICES} devices can be measured")
+        return Here(int(count) if count else None)
+    # Limited to 9 digits: int() refuses huge strings.
+    if name in PRESETS and re.fullmatch(r"(\d{1,9})?", count):
+        # Checked first, as making the links of many devices takes seconds.
+        check_num_devices(name, int(count or 1))
+        return preset(name, int(count) if count else None)
+    content = _read(text)
+    is_json = content.lstrip().startswith(("{", "["))
+    read = Topology.from_json if is_json else Topology.from_nvidia_smi
+    try:
+        return read(content)
+    except ValueError as error:
+        raise ValueError(f"{text}: {error}") from error
 
-    name = "topology"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Topology | Here:
-        """Looks the preset up, or reads the file."""
-        name, _, count = str(value).partition(":")
-        if name == "here" and re.fullmatch(r"([1-9]\d?)?", count):
-            if count and int(count) > MOST_DEVICES:
-                self.fail(f"{value!r}: at most {MOST_DEVICES} devices can be measured", param, ctx)
-            return Here(int(count) if count else None)
-        try:
-            # Limited to 9 digits: int() refuses huge strings.
-            if name in PRESETS and re.fullmatch(r"(\d{1,9})?", count):
-                # Checked first, as making the links of many devices takes seconds.
-                check_num_devices(name, int(count or 1))
-                return preset(name, int(count) if count else None)
-        except ValueError as error:
-            self.fail(str(error))
-        text = self._read(value)
-        is_json = text.lstrip().startswith(("{", "["))
-        read = Topology.from_json if is_json else Topology.from_nvidia_smi
-        try:
-            return read(text)
-        except ValueError as error:
-            self.fail(f"{value}: {error}")
-
-    def _read(self, value: str) -> str:
-        try:
-            if value == "-":
-                if sys.stdin is None:
-                    self.fail("-: standard input is closed")
-                text = sys.stdin.read()
-            else:
-                # Not a Path: it takes an empty name for the current folder.
-                with open(value, encoding="utf-8") as file:  # noqa: PTH123
-                    text = file.read()
-        except FileNotFoundError:
-            self.fail(
-                f"{value!r} is neither a file nor a known machine: {', '.join((*PRESETS, 'here'))}"
-            )
-        except UnicodeDecodeError:
-            self.fail(f"{value}: expected text; the file holds something else")
-        except OSError as error:
-            self.fail(f"{value}: {error.strerror}")
-        return text.removeprefix("\ufeff")
+def _read(name: str) -> str:
+    if name == "-" and sys.stdin is None:
+        raise ValueError("-: standard input is closed")
+    try:
+        with click.open_file(name, encoding="utf-8") as file:
+            return str(file.read()).removeprefix("\ufeff")
+    except FileNotFoundError:
+        raise ValueError(
+            f"{name!r} is neither a file nor a known machine: {', '.join((*PRESETS, 'here'))}"
+        ) from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{name}: expected text; the file holds something else") from None
+    except OSError as error:
+        raise ValueError(f"{name}: {error.strerror}") from error
 
 
 def measure(here: Here, measure_again: bool) -> Topology:

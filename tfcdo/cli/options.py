@@ -18,7 +18,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich import progress as rich_progress
@@ -40,55 +40,50 @@ _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3}
 _KILO = {"": 1024, "IB": 1024, "B": 1000}
 # The values of `wire_between`, for commands that do not import TensorFlow.
 BETWEEN_DTYPES = click.Choice(["bfloat16", "float16", "int8"])
+_WIDTH_OF_A_PIPE = 120
 # Arrows and signs for output whose encoding has none of them.
 _ASCII = str.maketrans({"→": "->", "µ": "u", "±": "+-"})
 
 
-class Size(ParamType):
-    """A number of bytes such as 4096, 64K (65536) or 100MB (100000000)."""
+class Parsed(ParamType):
+    """A value that a function reads from text; its ValueError is the message of a refusal."""
 
-    name = "size"
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Reads a number with a unit."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(|B|(?<=[KMG])IB)", str(value).upper())
-        if not found:
-            self._fail(value, param, ctx)
-        # A Decimal takes any number of digits, and a Fraction does not round what it multiplies.
-        number = fractions.Fraction(decimal.Decimal(found[1]))
-        size: int = round(number * _KILO[found[3]] ** _EXPONENTS[found[2]])
-        if size > _LARGEST_SIZE:
-            self.fail("there can be at most 2^63 - 1 bytes", param, ctx)
-        if not size:
-            self._fail(value, param, ctx)
-        return size
-
-    def _fail(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> NoReturn:
-        self.fail(
-            f"{value!r} is not a number of bytes such as 4096, 64K, 1.5G or 100MB", param, ctx
-        )
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Reads it."""
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
-class Bandwidth(ParamType):
-    """Bytes per second as vendors count them, such as 12.5G (10^9), or bits, such as 100gbit."""
+def parse_size(text: str) -> int:
+    """Reads a number of bytes such as 4096, 64K (65536) or 100MB (100000000)."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(|B|(?<=[KMG])IB)", text.upper())
+    # A Decimal takes any number of digits, and a Fraction does not round what it multiplies.
+    number = fractions.Fraction(decimal.Decimal(found[1])) if found else 0
+    size = round(number * _KILO[found[3]] ** _EXPONENTS[found[2]]) if found else 0
+    if size > _LARGEST_SIZE:
+        raise ValueError("there can be at most 2^63 - 1 bytes")
+    if not size:
+        raise ValueError(f"{text!r} is not a number of bytes such as 4096, 64K, 1.5G or 100MB")
+    return size
 
-    name = "bandwidth"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """Reads a number with a unit."""
-        found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([KMG]?)(BIT|B|B/S)?", str(value).upper())
-        number = float(found[1]) * 1000 ** _EXPONENTS[found[2]] if found else 0.0
-        if not found or not number:
-            self.fail(
-                f"{value!r} is not a bandwidth such as 12.5G (bytes per second) or 100gbit",
-                param,
-                ctx,
-            )
-        return number / 8 if found[3] == "BIT" else number
+def parse_bandwidth(text: str) -> float:
+    """Reads bytes per second, such as 12.5G (10^9), or bits, such as 100gbit."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([KMG]?)(BIT|B|B/S)?", text.upper())
+    number = float(found[1]) * 1000 ** _EXPONENTS[found[2]] if found else 0.0
+    if not found or not number:
+        raise ValueError(f"{text!r} is not a bandwidth such as 12.5G (bytes per second) or 100gbit")
+    return number / 8 if found[3] == "BIT" else number
+
+
+SIZE = Parsed("size", parse_size)
+BANDWIDTH = Parsed("bandwidth", parse_bandwidth)
 
 
 class NewFile(ParamType):
@@ -113,9 +108,9 @@ class NewFile(ParamType):
         return path
 
 
-def make_console(width_of_a_pipe: int) -> Console:
+def make_console() -> Console:
     """Makes the console that a sub-command prints on."""
-    width = None if sys.stdout.isatty() else width_of_a_pipe
+    width = None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE
     return Console(highlight=False, emoji=False, markup=False, width=width)
 
 
@@ -181,6 +176,13 @@ def quiet_start() -> Iterator[None]:
 def printable(text: str, console: Console) -> str:
     """Spells a text with the letters that a console has."""
     return text.translate(_ASCII) if console.options.ascii_only else text
+
+
+def refuse(*cases: tuple[object, str]) -> None:
+    """Raises a UsageError with the reason of the first case that is true."""
+    for is_refused, reason in cases:
+        if is_refused:
+            raise click.UsageError(reason)
 
 
 def require_matplotlib() -> None:

@@ -18,7 +18,6 @@ from tfcdo.plan.evaluation import Evaluation, evaluate_all
 from tfcdo.plan.plan import IDENTITY
 from tfcdo.plan.simulator import bottleneck
 from tfcdo.plan.task_graph import Hosts
-from tfcdo.topology.presets import PRESETS
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_bytes, format_seconds
 
@@ -32,15 +31,14 @@ _MAX_PACKS = 4096
     "-t",
     "--topology",
     "wanted",
-    type=machine.MachineType(),
+    type=options.Parsed("topology", machine.parse),
     required=True,
     metavar="NAME|FILE|-",
-    help=f"Machine: {', '.join(PRESETS)}, with a size as in nvswitch:16; here or here:8, this "
-    "machine measured; a file of Topology.to_json or `nvidia-smi topo -m`.",
+    help="Preset such as dgx1 or nvswitch:16, here, or a file.",
 )
 @click.option(
-    *("-b", "--bytes", "num_bytes"), type=options.Size(), default="100MB", show_default=True,
-    help="Size on each device; K, M and G are powers of 1024; KB, MB, GB of 1000.",
+    *("-b", "--bytes", "num_bytes"), type=options.SIZE, default="100MB", show_default=True,
+    help="Size on each device; M is 1024^2, MB is 1000^2.",
 )  # fmt: skip
 @click.option(
     *("-a", "--algorithm"), type=click.Choice(algorithms.ALGORITHMS), default="auto",
@@ -61,13 +59,13 @@ _MAX_PACKS = 4096
     "--draw",
     "trees_file",
     type=options.NewFile(".png", ".svg"),
-    help="Picture of the machine and the copy trees: .png or .svg",
+    help="Picture of the machine and the copy trees: .png or .svg.",
 )
 @click.option(
     "--gantt",
     "gantt_file",
     type=options.NewFile(".png", ".svg"),
-    help="Picture of the transfers over time: .png or .svg",
+    help="Picture of the transfers over time: .png or .svg.",
 )
 @click.option(
     "--hosts",
@@ -77,7 +75,7 @@ _MAX_PACKS = 4096
 )
 @click.option(
     "--network",
-    type=options.Bandwidth(),
+    type=options.BANDWIDTH,
     default="12.5G",
     show_default=True,
     help="Bandwidth of each host: bytes per second, or as in 100gbit.",
@@ -109,22 +107,24 @@ def plan(
     the link's latency. The time is the median of runs in which each copy takes up to 5 % more or
     less, since nothing enforces their order. The last column compares it with a bound that no copy
     trees beat.
+
+    Machines are dgx1, dgx1_p100, nvswitch, pcie, shared_memory and fully_connected, with a size as
+    in nvswitch:16; here, or here:8, is this machine, measured; a file has the output of
+    `nvidia-smi topo -m` or of Topology.to_json.
     """
     drawn = [path.resolve() for path in (trees_file, gantt_file) if path]
     is_network_given = context.get_parameter_source("network") is ParameterSource.COMMANDLINE
-    for is_refused, reason in (
+    options.refuse(
         (len(set(drawn)) < len(drawn), f"--draw and --gantt are one file: {gantt_file}"),
         (measures and isinstance(wanted, Topology), "--measure measures this machine: -t here"),
         (is_network_given and not num_hosts, "--network is between hosts: it needs --hosts"),
         (wire_between and not num_hosts, "--wire-between needs --hosts"),
         (drawn and num_hosts, "--draw and --gantt draw one host: leave --hosts out"),
         ((num_packs or saved_file) and num_hosts, "--num-packs and --save are for one host"),
-    ):
-        if is_refused:
-            raise click.UsageError(reason)
+    )
     if drawn:
         options.require_matplotlib()
-    console = options.make_console(width_of_a_pipe=120)
+    console = options.make_console()
     if isinstance(wanted, machine.Here):
         try:
             topology = machine.measure(wanted, measures)

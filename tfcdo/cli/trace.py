@@ -7,6 +7,7 @@ import runpy
 import sys
 import threading
 import types
+from concurrent import futures
 from typing import TYPE_CHECKING
 
 import click
@@ -14,7 +15,7 @@ import click
 from tfcdo.cli import options
 
 if TYPE_CHECKING:
-    from tfcdo.tracing.recording import Recording
+    from tfcdo.tracing import recording
 
 
 @click.command(
@@ -68,65 +69,45 @@ def trace(
     """
     if picture:
         options.require_matplotlib()
-    recorder = _Recorder(seconds)
-    begin = threading.Timer(after, recorder.start)
-    begin.daemon = True
-    if after:
-        begin.start()
-    else:
-        recorder.start()
+    with options.quiet_start():
+        from tfcdo.tracing import recording
+    began, ended = threading.Event(), threading.Event()
+
+    def record() -> recording.Recording | None:
+        try:
+            if ended.wait(after):
+                return None
+            profiler = recording.Profiler()
+            profiler.start()
+        finally:
+            began.set()
+        ended.wait(seconds)
+        return profiler.stop()
+
+    recorded = futures.ThreadPoolExecutor(1).submit(record)
+    if not after:
+        began.wait()
     try:
-        status = _run(script, arguments)
+        return _run(script, arguments)
     finally:
-        begin.cancel()
-        recording = recorder.finish()
-        if recording is None:
-            click.echo(f"tfcdo: the script ended before --after {after:g} s", err=True)
+        # Also where the user has interrupted the script.
+        ended.set()
+        found = recorded.result()
+        if found:
+            _write(found, output, picture)
         else:
-            from tfcdo.plot import trace as trace_plot
-            from tfcdo.tracing import chrome
-
-            chrome.write(recording, output)
-            if picture:
-                trace_plot.save(recording, picture)
-            click.echo(f"tfcdo: {recording.summary}")
-            written = f"{output} and {picture}" if picture else str(output)
-            click.echo(f"tfcdo: wrote {written}")
-    return status
+            click.echo(f"tfcdo: the script ended before --after {after:g} s", err=True)
 
 
-class _Recorder:
-    """Records for a limited time, whichever thread begins and ends it."""
+def _write(found: recording.Recording, output: pathlib.Path, picture: pathlib.Path | None) -> None:
+    from tfcdo.plot import trace as trace_plot
+    from tfcdo.tracing import chrome
 
-    def __init__(self, seconds: float) -> None:
-        with options.quiet_start():
-            from tfcdo.tracing.recording import Profiler
-
-        self._profiler = Profiler()
-        self._recording: Recording | None = None
-        self._lock = threading.Lock()
-        self._is_running = False
-        self._end = threading.Timer(seconds, self._stop)
-        self._end.daemon = True
-
-    def start(self) -> None:
-        """Begins to record."""
-        with self._lock:
-            self._profiler.start()
-            self._is_running = True
-        self._end.start()
-
-    def _stop(self) -> None:
-        with self._lock:
-            if self._is_running:
-                self._is_running = False
-                self._recording = self._profiler.stop()
-
-    def finish(self) -> Recording | None:
-        """Ends, if it has begun and not ended yet; returns the recording, or None."""
-        self._end.cancel()
-        self._stop()
-        return self._recording
+    chrome.write(found, output)
+    if picture:
+        trace_plot.save(found, picture)
+    click.echo(f"tfcdo: {found.summary}")
+    click.echo(f"tfcdo: wrote {output} and {picture}" if picture else f"tfcdo: wrote {output}")
 
 
 def _run(script: pathlib.Path, arguments: tuple[str, ...]) -> int:

@@ -69,7 +69,7 @@ class Agreement:
         self._cluster = cluster
         self._timeout = timeout
         self._lock = threading.Lock()  # Guards what follows; never held while waiting.
-        self._own: list[Description] = []
+        self._own: dict[str, Description] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = 0
         self._reading = threading.Lock()  # One thread at a time reads what others announce.
@@ -85,11 +85,9 @@ class Agreement:
         with self._lock:
             if name in self._numbers:
                 return self._numbers[name]
-            known = any(digest(own) == name for own in self._own)
-            if not known:
-                place = len(self._own)
-                self._own.append(description)
-        if not known:
+            place = None if name in self._own else len(self._own)
+            self._own.setdefault(name, description)
+        if place is not None:
             self._store.set(f"announced/{self._cluster.index}/{place}", json.dumps(description))
         number = self._lead(name, description, size) if self._cluster.is_chief else None
         if number is None:
@@ -101,7 +99,7 @@ class Agreement:
     def find_mismatch(self) -> str | None:
         """Says how programs differ if a host has come to a collective that is unknown here."""
         with self._lock:
-            own = {digest(description): description for description in self._own}
+            own = dict(self._own)
             waiting = [d for name, d in own.items() if name not in self._numbers]
         # The chief hears all; any other host only the chief, which speaks up if a third differs.
         for host in self._cluster.others if self._cluster.is_chief else (0,):

@@ -15,13 +15,7 @@ _TRAINING_JOBS = ("chief", "worker")
 
 @dataclasses.dataclass(frozen=True)
 class ClusterTask:
-    """One host of a cluster, numbered as TensorFlow does: the chief first, then the workers.
-
-    Attributes:
-      job: "chief" or "worker".
-      index: its number in its job.
-      address: where its server listens, as `host:port`.
-    """
+    """One host: its job, its number in that job, and where its server listens, as `host:port`."""
 
     job: str
     index: int
@@ -35,17 +29,7 @@ class ClusterTask:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The hosts that train together, and which of them this process is.
-
-    Attributes:
-      tasks: the hosts.
-      index: this process's place in `tasks`.
-
-    Example:
-      >>> cluster = from_spec({"worker": ["a:2222", "b:2222"]}, "worker", 1)
-      >>> cluster.is_chief, cluster.name(0)
-      (False, 'host 0 (/job:worker/task:0 at a:2222)')
-    """
+    """The hosts that train together, and the place of this process among them."""
 
     tasks: tuple[ClusterTask, ...]
     index: int
@@ -78,16 +62,7 @@ def from_resolver(resolver: Any) -> Cluster | None:
 
 
 def from_spec(spec: Mapping[str, Sequence[str]], job: Any, index: Any) -> Cluster | None:
-    """Returns the hosts that train together; None if this process is on its own or evaluates.
-
-    Args:
-      spec: the addresses of each job's tasks; empty for a process on its own.
-      job: the job that this process belongs to.
-      index: its number in that job.
-
-    Raises:
-      ValueError: if the description contradicts itself; the message says where.
-    """
+    """Returns the hosts that train together; None for an evaluator or a process on its own."""
     if not spec:
         return None
     if job is None or index is None:

@@ -15,10 +15,6 @@ def between(
 
     Lists are compared element by element. A name that only one of them has counts if they agree in
     all others.
-
-    Example:
-      >>> between({"values": ["int32[2]", "bool[]"]}, "a", {"values": ["int32[2]", "int8[]"]}, "b")
-      'values, element 1 of 2: bool[] on a, int8[] on b'
     """
     found = [
         _one(key, left[key], left_name, right[key], right_name)

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from multiprocessing import connection
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 from absl import logging
@@ -57,12 +57,6 @@ class _Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nonce: str
 
 
-class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Says why the hosts cannot go on; nothing if they can."""
-
-    error: str
-
-
 @dataclasses.dataclass(frozen=True)
 class _Arrival:
     """A host that has come to the chief."""
@@ -79,9 +73,6 @@ class _Job:
     settings: Settings
     token: str
     deadline: float
-
-
-_Message = TypeVar("_Message", _Greeting, _Answer)
 
 
 class _ProofError(ValueError):
@@ -123,18 +114,19 @@ def _listening(cluster: config.Cluster) -> Iterator[socket.socket]:
 
 
 def _lead(job: _Job, listener: socket.socket) -> None:
-    """Waits for all others, compares, and tells them to go on or why not: the chief's part."""
+    """Waits for all others, compares, and tells them why not to go on, or "": the chief's part."""
     arrived: dict[int, _Arrival] = {}
+    problem = ""
     try:
         _await_all(job, listener, arrived)
         for host in job.cluster.others:
             _check_reachable(job.cluster, host)
     except RendezvousError as error:
-        for arrival in arrived.values():
-            _answer(arrival, str(error), job.token)
-        raise
+        problem = str(error)
     for arrival in arrived.values():
-        _answer(arrival, "", job.token)
+        _answer(arrival, problem, job.token)
+    if problem:
+        raise RendezvousError(problem)
 
 
 def _await_all(job: _Job, listener: socket.socket, arrived: dict[int, _Arrival]) -> None:
@@ -194,14 +186,16 @@ def _hear(peer: socket.socket, token: str, arrivals: queue.SimpleQueue[_Arrival 
     except _ProofError:
         arrivals.put(None)
         with contextlib.suppress(OSError), peer:
-            peer.sendall(_seal(_Answer(""), "", token))  # It does not know the token of this, too.
+            peer.sendall(
+                _seal({"error": ""}, "", token)
+            )  # It does not know the token of this, too.
     except (OSError, ValueError, RecursionError):
         peer.close()  # A port scan, or a probe of another host.
 
 
 def _answer(arrival: _Arrival, error: str, token: str) -> None:
     with contextlib.suppress(OSError), arrival.peer:
-        arrival.peer.sendall(_seal(_Answer(error), arrival.greeting.nonce, token))
+        arrival.peer.sendall(_seal({"error": error}, arrival.greeting.nonce, token))
 
 
 def _check_reachable(cluster: config.Cluster, host: int) -> None:
@@ -249,16 +243,16 @@ def _ask_chief(job: _Job, lines: _Lines) -> str:
             lines.log(f"{chief} is there and waits for other hosts")
             if time.monotonic() > job.deadline + _PATIENCE:
                 return f"timed out: {chief} is there, but not all other hosts are"
-        return _open(_receive_line(peer), nonce, job.token, _Answer).error
+        return str(_open(_receive_line(peer), nonce, job.token, dict[str, str])["error"])
 
 
-def _seal(message: _Message, nonce: str, token: str) -> bytes:
+def _seal(message: _Greeting | dict[str, str], nonce: str, token: str) -> bytes:
     """Returns a line with a message and the proof that its sender knows the token."""
     content = msgspec.json.encode(message)
     return b"%s %s\n" % (_prove(content, nonce, token), content)
 
 
-def _open(line: bytes, nonce: str, token: str, kind: type[_Message]) -> _Message:
+def _open(line: bytes, nonce: str, token: str, kind: type[Any]) -> Any:
     """Returns the message in a line; nothing is read from it before the proof is verified."""
     proof, _, content = line.rstrip(b"\n").partition(b" ")
     if len(proof) != 64:

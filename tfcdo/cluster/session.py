@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tfcdo.cluster import agreement, blackbox, config, delays, progress, watch
+from tfcdo.cluster import agreement, blackbox, config, watch
 from tfcdo.cluster.agreement import LATE, Agreement, Store, digest
 from tfcdo.cluster.errors import LateHostError
 
@@ -25,18 +25,13 @@ class Session:
         self, cluster: config.Cluster, store: Store, abort: watch.Abort, timeout: float
     ) -> None:
         self.cluster = cluster
-        self._store = store
+        self.store = store
         self._timeout = timeout
         self._agreement = Agreement(store, cluster, timeout)
-        self._watch = watch.Watch(cluster, store, self._agreement, abort, timeout)
+        self.watch = watch.Watch(cluster, store, self._agreement, abort, timeout)
         self._lock = threading.Lock()
         self._rounds: dict[str, Iterator[int]] = {}
         self._texts: dict[str, str] = {}
-
-    @property
-    def store(self) -> Store:
-        """Returns the key-value store that the hosts share."""
-        return self._store
 
     def agree(self, description: Mapping[str, Any]) -> None:
         """Waits until all hosts have come to the same; see `Agreement.number`."""
@@ -50,10 +45,10 @@ class Session:
                 if name not in self._texts:
                     # Before the hosts agree, so that no other one has to wait for it.
                     text = make()
-                    self._store.set(name, text)
+                    self.store.set(name, text)
                     self._texts[name] = text
         self.agree(description)
-        agreed = self._texts.get(name) or self._store.get(name, self._timeout)
+        agreed = self._texts.get(name) or self.store.get(name, self._timeout)
         if agreed is None:
             raise LateHostError(f"{LATE}: {self.cluster.name(0)} does not answer")
         self._texts[name] = agreed
@@ -67,19 +62,11 @@ class Session:
             turn = next(rounds)
         return [(number + index) * _ROUNDS + turn for index in range(count)]
 
-    def watch(self, description: Mapping[str, Any], marks: progress.EventCounter) -> None:
-        """Starts to watch one kind of collectives; see `Watch.add`."""
-        self._watch.add(description, marks)
-
-    def host_delays(self) -> tuple[delays.HostDelay, ...]:
-        """Returns how far each host was behind the others in the last steps."""
-        return self._watch.host_delays()
-
     def leave(self) -> None:
         """Tells the other hosts that this program ends."""
         error = getattr(sys, "last_value", None)  # Python has printed it and ends.
         if error is not None:
-            self._watch.write_box(agreement.describe_error(error))
+            self.watch.write_box(agreement.describe_error(error))
         self._agreement.leave(error)
 
 

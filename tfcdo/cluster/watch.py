@@ -56,10 +56,10 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def add(self, description: agreement.Description, marks: progress.EventCounter) -> None:
-        """Starts to watch a kind of collectives."""
-        kind = progress.Kind(agreement.digest(description), description, marks)
+        """Starts to watch a kind of collectives, unless it does already."""
+        name = agreement.digest(description)
         with self._lock:
-            self._watched[kind.name] = kind
+            self._watched.setdefault(name, progress.Kind(name, description, marks))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="tfcdo watch", daemon=True)
                 self._thread.start()

@@ -1,34 +1,17 @@
-"""The values that the doctor's questions are answered with; the keys of `tfcdo doctor --json`."""
+"""The values that the doctor's questions are answered with."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """An error instead of an answer."""
+    """An error instead of an answer; the probe may hang instead."""
 
     error: str
-
-
-@dataclasses.dataclass(frozen=True)
-class NoAnswer(Failure):
-    """No answer at all: the probe hangs, or has ended."""
-
-    hangs: bool
-
-
-def hangs(answer: object) -> bool:
-    """Returns whether the probe hangs instead of an answer."""
-    return isinstance(answer, NoAnswer) and answer.hangs
-
-
-@dataclasses.dataclass(frozen=True)
-class Skipped:
-    """The reason why something was not tried."""
-
-    skipped: str
+    hangs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,58 +29,34 @@ class Versions:
 
 
 @dataclasses.dataclass(frozen=True)
-class SeenDevices:
-    """Names of the devices that TensorFlow sees, of those examined, and of the driver's GPUs."""
+class Machine:
+    """The devices of a machine, and tfcdo's choices for them.
 
-    physical: tuple[str, ...]
-    logical: tuple[str, ...]
-    examined: tuple[str, ...]
+    Attributes:
+      physical: names of the devices that TensorFlow sees.
+      logical: names of the devices that they are used as.
+      examined: full names of the devices that are examined.
+      description: of these, in words.
+      on_cpu: whether they are virtual CPU devices.
+      gpus_of_nvidia_smi: names of the driver's GPUs.
+      topology: JSON of what joins the examined devices.
+      topology_reason: how it was found.
+      nccl_problem: why NCCL cannot run; empty if it can.
+      nccl_remedy: how it could.
+      models: a line for each of two models: the plan for its gradients, and memory.
+    """
+
+    physical: Sequence[str]
+    logical: Sequence[str]
+    examined: Sequence[str]
     description: str
     on_cpu: bool
-    gpus_of_nvidia_smi: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class AllReduce:
-    """Whether a class of tfcdo's can run on the devices, why or why not, and the remedy."""
-
-    name: str
-    can_run: bool
-    reason: str
-    remedy: str
-
-
-@dataclasses.dataclass(frozen=True)
-class LinkSpeed:
-    """Bytes per second from one device to another, None for no limit, and whether via the host."""
-
-    source: int
-    target: int
-    bandwidth: float | None
-    via_host: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class FoundTopology:
-    """The topology that joins the devices, and how it was found."""
-
-    name: str
-    reason: str
-    links: tuple[LinkSpeed, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelPlan:
-    """The plan for a model's gradients, and the largest Adam state that a device holds."""
-
-    bytes: int
-    values: int
-    algorithm: str
-    reason: str
-    packs: int
-    graph_ops: int
-    state_bytes: int = 0
-    sharded_state_bytes: int = 0
+    gpus_of_nvidia_smi: Sequence[str]
+    topology: str
+    topology_reason: str
+    nccl_problem: str = ""
+    nccl_remedy: str = ""
+    models: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +69,7 @@ class Copies:
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """All-reduces by one implementation: elements on all devices, wrong ones, seconds of a call."""
+    """An all-reduce by one implementation: elements on all devices, 0 if it cannot run; wrong."""
 
-    skipped: str = dataclasses.field(default="", kw_only=True)  # Always empty.
-    elements: int
-    wrong: int
-    seconds: float
-
-
-CopiesAnswer = Copies | Failure | Skipped
-SumsAnswer = Sums | Failure | Skipped
+    elements: int = 0
+    wrong: int = 0

@@ -7,20 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from tfcdo import keras_calls
-from tfcdo.doctor.answers import (
-    Copies,
-    CopiesAnswer,
-    Failure,
-    FoundTopology,
-    Skipped,
-    Sums,
-    SumsAnswer,
-    Versions,
-    hangs,
-)
+from tfcdo.doctor.answers import Copies, Failure, Sums, Versions
 from tfcdo.doctor.examination import COMPARED, Pair, Report
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
@@ -28,7 +19,7 @@ OK, NOTE, WRONG = "ok", "note", "wrong"
 _SLOW = 0.5
 # Number of pairs named in one finding.
 _MOST_NAMED = 12
-_NONE_NEEDED = "nothing to do"
+_REPORT = "please report this, with the output of `tfcdo doctor`"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +28,12 @@ class Finding:
 
     severity: str
     text: str
-    remedy: str = _NONE_NEEDED
+    remedy: str = ""
 
 
 def findings_of(report: Report) -> list[Finding]:
     """Lists what a report says."""
-    parts = (_tf_config, _versions, _devices, _all_reduces, _topology, _models, _pairs, _sums)
+    parts = (_tf_config, _versions, _machine, _pairs, _slow_links, _sums)
     return [finding for part in parts for finding in part(report)]
 
 
@@ -80,58 +71,38 @@ def _versions(report: Report) -> Iterator[Finding]:
             yield Finding(NOTE, text, "use tfcdo.MirroredStrategy, or pip install 'keras>=3.10'")
 
 
-def _devices(report: Report) -> Iterator[Finding]:
-    devices = report.devices
-    if devices is None:
+def _machine(report: Report) -> Iterator[Finding]:
+    machine = report.machine
+    if machine is None:
         return
-    if isinstance(devices, Failure):
+    if isinstance(machine, Failure):
         remedy = "choose fewer with -g, or see what TensorFlow says of its devices"
-        yield Finding(WRONG, f"the devices cannot be used: {devices.error}", remedy)
+        yield Finding(WRONG, f"the devices cannot be used: {machine.error}", remedy)
         return
-    gpus = [name for name in devices.physical if "GPU" in name]
-    num_driver_gpus = len(devices.gpus_of_nvidia_smi)
-    if num_driver_gpus > len(gpus):
+    num_gpus = sum("GPU" in name for name in machine.physical)
+    num_driver_gpus = len(machine.gpus_of_nvidia_smi)
+    if num_driver_gpus > num_gpus:
         remedy = "pip install 'tensorflow[and-cuda]', and see whether CUDA_VISIBLE_DEVICES is set"
-        seen = f"nvidia-smi shows {num_driver_gpus} GPUs, and TensorFlow {len(gpus) or 'none'}"
+        seen = f"nvidia-smi shows {num_driver_gpus} GPUs, and TensorFlow {num_gpus or 'none'}"
         yield Finding(NOTE, seen, remedy)
-    if devices.on_cpu:
-        text = {0: "no GPU", 1: "one GPU, which has nothing to all-reduce with"}
+    if machine.on_cpu:
+        few = {0: "no GPU", 1: "one GPU, which has nothing to all-reduce with"}
         yield Finding(
             NOTE,
-            f"TensorFlow sees {text.get(len(gpus), f'{len(gpus)} GPUs')}: what follows is about "
-            f"{devices.description}",
+            f"TensorFlow sees {few.get(num_gpus, f'{num_gpus} GPUs')}: what follows is about "
+            f"{machine.description}",
             "none needed to try things; to train on several GPUs, run this where they are",
         )
     else:
-        yield Finding(OK, f"{devices.description} are examined")
-
-
-def _all_reduces(report: Report) -> Iterator[Finding]:
-    for found in report.all_reduces:
-        if isinstance(found, Failure):
-            yield Finding(WRONG, f"asking for all-reduces: {found.error}", _REPORT)
-        elif not found.can_run:
-            text = f"tfcdo.{found.name} cannot run here: {found.reason}"
-            yield Finding(NOTE, text, found.remedy)
-
-
-_REPORT = "please report this, with the output of `tfcdo doctor --json`"
-
-
-def _topology(report: Report) -> Iterator[Finding]:
-    topology = report.topology
-    if isinstance(topology, Failure):
-        yield Finding(WRONG, f"finding out the topology: {topology.error}", _REPORT)
-    elif topology and "pass topology=" in topology.reason:
-        text = f"the topology is assumed to be {topology.name!r}: {topology.reason}"
+        yield Finding(OK, f"{machine.description} are examined")
+    if machine.nccl_problem:
+        text = f"tfcdo.NcclAllReduce cannot run here: {machine.nccl_problem}"
+        yield Finding(NOTE, text, machine.nccl_remedy)
+    if "pass topology=" in machine.topology_reason:
+        assert report.topology
+        text = f"the topology is assumed to be {report.topology.name!r}: {machine.topology_reason}"
         remedy = "tfcdo.AutoAllReduce(topology=tfcdo.topology.Topology.from_nvidia_smi(text))"
         yield Finding(NOTE, text, remedy)
-
-
-def _models(report: Report) -> Iterator[Finding]:
-    for name, plan in report.models.items():
-        if isinstance(plan, Failure):
-            yield Finding(WRONG, f"planning for {name}: {plan.error}", _REPORT)
 
 
 # Symptoms of failed copies, and remedies.
@@ -143,11 +114,11 @@ _TROUBLES = {
 }
 
 
-def _trouble(copies: CopiesAnswer) -> str:
-    """Returns one of `_TROUBLES`; "" for copies that are right or were not tried."""
+def _trouble(copies: Copies | Failure) -> str:
+    """Returns one of `_TROUBLES`; "" for copies that are correct."""
     if isinstance(copies, Failure):
-        return _HANG if hangs(copies) else _FAIL
-    return _LIE if isinstance(copies, Copies) and copies.wrong else ""
+        return _HANG if copies.hangs else _FAIL
+    return _LIE if copies.wrong else ""
 
 
 def _pairs(report: Report) -> Iterator[Finding]:
@@ -166,24 +137,28 @@ def _pairs(report: Report) -> Iterator[Finding]:
             yield Finding(
                 WRONG, text + (f": {'; '.join(errors)}" if errors else ""), _TROUBLES[trouble]
             )
-    reasons = [one.skipped for one in pairs.values() if isinstance(one, Skipped)]
-    if reasons:
-        text = f"{len(reasons)} pairs of devices were not tried: {reasons[0]}"
+    num_devices = len(report.examined)
+    missed = num_devices * (num_devices - 1) - len(pairs)
+    if missed:
+        text = f"{missed} pairs of devices were not tried, because others hang"
         yield Finding(NOTE, text, "mend those first and run this again")
-    yield from _slow_links(report)
 
 
 def _slow_links(report: Report) -> Iterator[Finding]:
-    slow = {}
-    for pair, copies in report.pairs.items():
-        planned = report.planned_bandwidth(pair)
-        if planned and isinstance(copies, Copies) and copies.bandwidth < _SLOW * planned:
-            slow[pair] = copies.bandwidth
-    if slow and isinstance(report.topology, FoundTopology):
+    topology = report.topology
+    if not topology:
+        return
+    slow = {
+        pair: copies.bandwidth
+        for pair, copies in report.pairs.items()
+        if isinstance(copies, Copies)
+        and copies.bandwidth < _SLOW * topology.bandwidth(*pair) < math.inf
+    }
+    if slow:
         yield Finding(
             NOTE,
             f"copies from {_named(list(slow), report)} are slower than half of what the topology "
-            f"{report.topology.name!r} says (down to {min(slow.values()) / 1e9:.1f} GB/s)",
+            f"{topology.name!r} says (down to {min(slow.values()) / 1e9:.1f} GB/s)",
             "see `nvidia-smi nvlink -s` and `lspci -vv`; or describe the machine with topology=",
         )
 
@@ -198,43 +173,33 @@ def _named(pairs: Sequence[Pair], report: Report) -> str:
 
 
 def _sums(report: Report) -> Iterator[Finding]:
-    for ours, tensorflow in COMPARED:
-        if ours in report.sums:
-            yield from _own_sum(ours, report.sums[ours])
-            yield from _sum_of_tensorflow(tensorflow, report.sums[tensorflow], ours, report)
-
-
-def _own_sum(name: str, found: SumsAnswer) -> Iterator[Finding]:
-    if isinstance(found, Failure):
-        yield Finding(WRONG, f"{name} fails: {found.error}", f"use another class; {_REPORT}")
-    elif isinstance(found, Sums) and found.wrong:
-        text = f"{name} sums are incorrect: {found.wrong} of {found.elements} elements"
-        yield Finding(WRONG, text, "see the pairs above; if all of them are correct, report this")
-    elif isinstance(found, Sums):
-        yield Finding(OK, f"{name} sums are correct")
-
-
-def _sum_of_tensorflow(
-    name: str, found: SumsAnswer, ours: str, report: Report
-) -> Iterator[Finding]:
-    """Finds a fault of TensorFlow's class, which is worth knowing but no fault of this machine."""
-    if isinstance(found, Failure):
-        yield Finding(NOTE, f"{name} fails: {found.error}", f"use {ours}")
-    elif isinstance(found, Sums) and found.wrong:
-        text = f"{name} sums are incorrect: {found.wrong} of {found.elements} elements"
-        text += f" on {len(report.examined)} devices, without an error"
-        yield Finding(NOTE, text, f"use {ours}")
+    for pair in COMPARED:
+        for name, found in ((name, report.sums.get(name, Sums())) for name in pair):
+            # A fault of TensorFlow's class is worth knowing but no fault of this machine.
+            is_ours = name == pair[0]
+            severity = WRONG if is_ours else NOTE
+            remedy = f"use {pair[0]}"
+            if isinstance(found, Failure):
+                remedy = f"use another class; {_REPORT}" if is_ours else remedy
+                yield Finding(severity, f"{name} fails: {found.error}", remedy)
+            elif found.wrong:
+                text = f"{name} sums are incorrect: {found.wrong} of {found.elements} elements"
+                text += f" on {len(report.examined)} devices, without an error"
+                mend = "see the pairs above; if all of them are correct, report this"
+                yield Finding(severity, text, mend if is_ours else remedy)
+            elif found.elements:
+                yield Finding(OK, f"{name} sums are correct")
 
 
 def script_line(report: Report) -> str:
     """Returns the line to paste into a training script."""
-    if report.devices is None:
+    if report.machine is None:
         remedy = report.versions.remedy if isinstance(report.versions, Versions) else ""
         return remedy or "pip install --force-reinstall tensorflow"
-    if isinstance(report.devices, Failure):
+    if isinstance(report.machine, Failure):
         return "import tfcdo; strategy = tfcdo.MirroredStrategy()"
     ops = f"cross_device_ops={_best_class(report)}()"
-    names, on_cpu = report.examined, report.devices.on_cpu
+    names, on_cpu = report.examined, report.machine.on_cpu
     usable = _usable_devices(report)
     if report.tf_config.hosts:
         each = f", devices_per_worker={len(names)}" if on_cpu else ""
@@ -252,7 +217,7 @@ def _best_class(report: Report) -> str:
     """Returns the first class with correct sums, NCCL before all others."""
     for name, _ in (COMPARED[-1], *COMPARED[:-1]):
         found = report.sums.get(name)
-        if isinstance(found, Sums) and not found.wrong:
+        if isinstance(found, Sums) and found.elements and not found.wrong:
             return name
     return COMPARED[0][0]
 

@@ -1,7 +1,6 @@
 """Answers the doctor's questions in a process that may hang or crash.
 
-Run as `python -m tfcdo.doctor.probe`, it reads a question a line and answers each with a line.
-Nothing here imports TensorFlow before it is asked to.
+Runs as `python -m tfcdo.doctor.probe`. Nothing here imports TensorFlow before it is asked to.
 """
 
 from __future__ import annotations
@@ -11,42 +10,50 @@ import importlib.metadata
 import platform
 import re
 from collections.abc import Mapping
-from typing import Any
-
-import msgspec
 
 from tfcdo.bench import worker_pool
-from tfcdo.doctor.answers import Failure, Versions
+from tfcdo.doctor.answers import Machine, Versions
 from tfcdo.version import __version__
 
 # That of pyproject.toml, which is not there where tfcdo is installed: a test compares them.
 OLDEST_TENSORFLOW = (2, 16)
 
 
-def versions() -> Versions:
-    """Imports TensorFlow and says which versions there are, and whether TensorFlow can be used."""
-    found: dict[str, str | None] = {}
-    try:
-        for name in ("numpy", "tensorflow"):
-            found[name] = importlib.import_module(name).__version__
-        found["cuda"] = _cuda_of_tensorflow()
-        problem, remedy = _problem_of_tensorflow(str(found["tensorflow"]))
-        # Keras is needed by Keras users only.
-        found["keras"] = _version_of("keras")
-    except Exception as error:
-        # Whatever a broken installation raises: a missing library, a numpy of the wrong age.
-        problem = f"TensorFlow cannot be imported: {_first_line(error)}"
-        remedy = f"pip install 'tensorflow>={'.'.join(map(str, OLDEST_TENSORFLOW))}'"
-    return Versions(__version__, platform.python_version(), **found, problem=problem, remedy=remedy)
+class Probe:
+    """The questions: `versions`, `machine`, and after that `pair` and `sum`."""
+
+    def versions(self) -> Versions:
+        """Imports TensorFlow and says which versions there are, and whether it can be used."""
+        found: dict[str, str | None] = {}
+        try:
+            for name in ("numpy", "tensorflow"):
+                found[name] = importlib.import_module(name).__version__
+            found["cuda"] = _cuda_of_tensorflow()
+            problem, remedy = _problem_of_tensorflow(str(found["tensorflow"]))
+            # Keras is needed by Keras users only.
+            found["keras"] = _version_of("keras")
+        except Exception as error:
+            # Whatever a broken installation raises: a missing library, a numpy of the wrong age.
+            problem = f"TensorFlow cannot be imported: {_first_line(error)}"
+            remedy = f"pip install 'tensorflow>={_oldest()}'"
+        python = platform.python_version()
+        return Versions(__version__, python, **found, problem=problem, remedy=remedy)
+
+    def machine(self, count: int | None) -> Machine:
+        """Looks at the devices, and chooses those to examine."""
+        from tfcdo.doctor import self_test
+
+        patient = self_test.Patient(count)
+        self.pair, self.sum = patient.pair, patient.sum
+        return patient.machine()
 
 
 def _problem_of_tensorflow(version: str) -> tuple[str, str]:
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if numbers < OLDEST_TENSORFLOW:
-        oldest = ".".join(map(str, OLDEST_TENSORFLOW))
         return (
-            f"TensorFlow {version} is older than {oldest}, the oldest that tfcdo runs on",
-            f"pip install --upgrade 'tensorflow>={oldest}'",
+            f"TensorFlow {version} is older than {_oldest()}, the oldest that tfcdo runs on",
+            f"pip install --upgrade 'tensorflow>={_oldest()}'",
         )
     try:
         importlib.import_module("tfcdo.tf_internals")
@@ -56,6 +63,10 @@ def _problem_of_tensorflow(version: str) -> tuple[str, str]:
             "install a TensorFlow that tfcdo's README lists, or a newer tfcdo",
         )
     return "", ""
+
+
+def _oldest() -> str:
+    return ".".join(map(str, OLDEST_TENSORFLOW))
 
 
 def _cuda_of_tensorflow() -> str | None:
@@ -70,39 +81,9 @@ def _version_of(package: str) -> str | None:
         return None
 
 
-class Probe:
-    """Answers questions, the one about devices before those that need them.
-
-    A question is an object with `question`, the name of a function of `self_test` or `versions`,
-    and that function's arguments. An answer is a value of `answers`, as JSON holds it.
-    """
-
-    def __init__(self) -> None:
-        self._patient: Any = None
-
-    def answer(self, request: Mapping[str, Any]) -> Any:
-        """Answers one question."""
-        arguments = dict(request)
-        question = arguments.pop("question")
-        try:
-            return msgspec.to_builtins(self._ask(question, arguments))
-        except Exception as error:
-            return msgspec.to_builtins(Failure(f"{type(error).__name__}: {_first_line(error)}"))
-
-    def _ask(self, question: str, arguments: Mapping[str, Any]) -> Any:
-        if question == "versions":
-            return versions()
-        if question == "devices":
-            from tfcdo.doctor import self_test
-
-            self._patient = self_test.Patient(**arguments)
-            return self._patient.devices()
-        return getattr(self._patient, question)(**arguments)
-
-
 def _first_line(error: Exception) -> str:
     return (str(error) or repr(error)).strip().partition("\n")[0]
 
 
 if __name__ == "__main__":
-    worker_pool.serve(Probe().answer)
+    worker_pool.serve(Probe)

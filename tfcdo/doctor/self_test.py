@@ -12,16 +12,17 @@ import tensorflow as tf
 import tfcdo
 from tfcdo.bench import devices as bench_devices
 from tfcdo.bench import implementations, steps, workloads
-from tfcdo.doctor import answers
+from tfcdo.doctor.answers import Copies, Machine, Sums
 from tfcdo.execute import copy_trees
 from tfcdo.plan import owners
 from tfcdo.topology import detection
+from tfcdo.units import format_bytes
 
+_MODELS = ("mobilenet", "bert-base")
 # Bytes that are copied between two devices. Between GPUs many, as the call itself takes a while.
 _PATTERN_BYTES = {True: 2**22, False: 2**26}
 _SUM_BYTES = 2**20
 _SLOTS_OF_ADAM = 2
-_SAMPLES = 3
 
 
 class Patient:
@@ -31,60 +32,41 @@ class Patient:
         tf.get_logger().setLevel("ERROR")
         self._devices = bench_devices.choose_devices(count)
 
-    def devices(self) -> answers.SeenDevices:
-        """Says what TensorFlow sees and which devices are examined."""
-        return answers.SeenDevices(
-            physical=tuple(device.name for device in tf.config.list_physical_devices()),
-            logical=tuple(device.name for device in tf.config.list_logical_devices()),
-            examined=tuple(self._devices.names),
+    def machine(self) -> Machine:
+        """Says what TensorFlow sees, which devices are examined, and how tfcdo would use them."""
+        names = self._devices.names
+        topology, reason = detection.detect_with_reason(names)
+        nccl = tfcdo.nccl_status(names)
+        return Machine(
+            physical=[device.name for device in tf.config.list_physical_devices()],
+            logical=[device.name for device in tf.config.list_logical_devices()],
+            examined=names,
             description=self._devices.description,
             on_cpu=self._devices.on_cpu,
-            gpus_of_nvidia_smi=tuple(detection.gpus_of_nvidia_smi()),
+            gpus_of_nvidia_smi=list(detection.gpus_of_nvidia_smi()),
+            topology=topology.to_json(),
+            topology_reason=reason,
+            nccl_problem="" if nccl.can_run else nccl.reason,
+            nccl_remedy=nccl.remedy,
+            models=list(map(self._choices_for, _MODELS)),
         )
 
-    def all_reduces(self) -> tuple[answers.AllReduce, ...]:
-        """Says of each of tfcdo's all-reduces whether it can run on these devices."""
-        names = ("AutoAllReduce", "HierarchicalCopyAllReduce", "ReductionToOneDevice")
-        copying = (
-            answers.AllReduce(name, True, "copies between any devices", "") for name in names
-        )
-        nccl = tfcdo.nccl_status(self._devices.names)
-        return (
-            *copying,
-            answers.AllReduce("NcclAllReduce", nccl.can_run, nccl.reason, nccl.remedy),
-        )
-
-    def topology(self) -> answers.FoundTopology:
-        """Says what joins the devices, and how that was found."""
-        topology, reason = detection.detect_with_reason(self._devices.names)
-        links = (
-            answers.LinkSpeed(
-                *pair, float(bandwidth) if np.isfinite(bandwidth) else None, link.via_host
-            )
-            for pair, link in sorted(topology.link_by_pair.items())
-            for bandwidth in [topology.bandwidth(*pair)]
-        )
-        return answers.FoundTopology(topology.name, reason, tuple(links))
-
-    def auto(self, model: str) -> answers.ModelPlan:
-        """Says what `AutoAllReduce` would do with a model's gradients."""
+    def _choices_for(self, model: str) -> str:
+        """Says what `AutoAllReduce` would do with a model's gradients, and the memory of Adam."""
         workload = workloads.gradients_of(model)
-        explained = tfcdo.AutoAllReduce().explain(workload.shapes, devices=self._devices.names)
+        plan = tfcdo.AutoAllReduce().explain(workload.shapes, devices=self._devices.names)
         sizes = [math.prod(shape) * workload.itemsize for shape in workload.shapes]
         count = len(self._devices.names)
-        shares = owners.loads(sizes, owners.deal(sizes, count), count)
-        return answers.ModelPlan(
-            bytes=workload.size,
-            values=len(workload.shapes),
-            algorithm=explained.algorithm,
-            reason=explained.reason,
-            packs=explained.num_packs,
-            graph_ops=explained.num_graph_ops,
-            state_bytes=_SLOTS_OF_ADAM * workload.size,
-            sharded_state_bytes=_SLOTS_OF_ADAM * max(shares),
+        share = max(owners.loads(sizes, owners.deal(sizes, count), count))
+        return (
+            f"{model} ({format_bytes(workload.size)} in {len(sizes)} gradients): "
+            f"{plan.algorithm} in {plan.num_packs} pack{'' if plan.num_packs == 1 else 's'}, "
+            f"{plan.num_graph_ops} graph ops; Adam's state "
+            f"{format_bytes(_SLOTS_OF_ADAM * workload.size)} a device, "
+            f"{format_bytes(_SLOTS_OF_ADAM * share)} with shard_optimizer_state"
         )
 
-    def pair(self, source: int, target: int, seconds: float) -> answers.Copies:
+    def pair(self, source: int, target: int, seconds: float) -> Copies:
         """Copies a known pattern from one device to another and compares every byte."""
         pattern, sent = self._pattern_on(source)
         receiver = self._devices.names[target]
@@ -103,23 +85,16 @@ class Patient:
             if not self._devices.on_cpu:
                 tf.test.experimental.sync_devices()
             fastest = min(fastest, time.perf_counter() - start)
-        return answers.Copies(wrong, pattern.size / fastest)
+        return Copies(wrong, pattern.size / fastest)
 
-    def sum(self, name: str) -> answers.Sums | answers.Skipped:
+    def sum(self, name: str) -> Sums:
         """All-reduces over all devices and compares every element with numpy's sum."""
         (implementation,) = implementations.parse(name)
         data = self._values
-        reason = implementation.reason_not_to_run(self._devices.names, data.workload.dtype)
-        if reason:
-            return answers.Skipped(reason)
-        built = steps.build_graph(data, implementation.reducer(self._devices.names))
-        times = []
-        for _ in range(_SAMPLES):
-            start = time.perf_counter()
-            built.step()
-            times.append(time.perf_counter() - start)
-        elements = data.workload.count * len(self._devices.names)
-        return answers.Sums(elements, built.num_wrong, min(times))
+        if implementation.reason_not_to_run(self._devices.names, data.workload.dtype):
+            return Sums()
+        built = steps.build(data, implementation.reducer(self._devices.names))
+        return Sums(data.workload.count * len(self._devices.names), built.num_wrong)
 
     @functools.cached_property
     def _values(self) -> steps.Data:

@@ -14,12 +14,7 @@ from tfcdo.topology.topology import Topology
 
 
 def read_topology(given: Any) -> Measured | None:
-    """Returns the argument `topology` as a measurement: a topology, or the path of a file with one.
-
-    Raises:
-      TypeError: if it is neither.
-      ValueError: if the file does not hold one.
-    """
+    """Returns the argument `topology`, or the file that it names, as a measurement."""
     if given is None:
         return None
     if isinstance(given, Topology):

@@ -5,20 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.execute import explain, nccl, owned, request, running, tensors
-from tfcdo.execute import question as questioning
+from tfcdo.execute import explain, nccl, numerics, request
 from tfcdo.execute.between import Network
 from tfcdo.execute.codec import check_wire_dtype
 from tfcdo.execute.devices import devices_of, existing_device
 from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback, Residuals
-from tfcdo.execute.owned import Owned
-from tfcdo.execute.question import Question
+from tfcdo.execute.question import Owned, Question, questions
 from tfcdo.execute.request import Reduction
 from tfcdo.plan import decide as deciding
 from tfcdo.plan import summary
@@ -149,12 +147,12 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         options: Any,
     ) -> Any:
         """Reduces one value; see `reduce`."""
-        request.check_reduce_op(reduce_op)
+        op = request.check_reduce_op(reduce_op)
         request.check_options(options)
         reduction = request.check_lone_pair(
             per_replica_value, destinations, by_strategy=options is not None
         )
-        return self._reduce(reduce_op, [reduction], options)[0]
+        return self._run(self._plans_of(op, [reduction], options))[0]
 
     def batch_reduce_implementation(
         self,
@@ -163,17 +161,17 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         options: Any,
     ) -> list[Any]:
         """Reduces several values together; see `batch_reduce`."""
-        request.check_reduce_op(reduce_op)
+        op = request.check_reduce_op(reduce_op)
         request.check_options(options)
         # A strategy always passes options.
         pairs = request.check_pairs(value_destination_pairs, by_strategy=options is not None)
-        return self._reduce(reduce_op, pairs, options)
+        return self._run(self._plans_of(op, pairs, options))
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to each destination; see `broadcast`."""
         devices = devices_of(destinations)
         value = request.check_broadcast(tensor)
-        return tf_internals.mirrored([tensors.copied(value, device) for device in devices])
+        return tf_internals.mirrored([numerics.copied(value, device) for device in devices])
 
     def explain(
         self,
@@ -208,13 +206,14 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
           2
         """
 
-        def emit(question: Question, plan: Plan) -> None:
-            running.emit(question, plan, self._network, self._combine)
+        def emit(reductions: Sequence[Reduction]) -> list[tuple[Question, Plan]]:
+            found = self._plans_of("sum", reductions)
+            for question, plan in found:
+                question.emit(plan, self._network, self._accumulate)
+            return found
 
         known = devices if devices is not None or self._network is None else self._network.devices
-        return explain.explain(
-            repr(self), shapes, dtype, known, self._plans_of, emit, shard_optimizer_state
-        )
+        return explain.explain(repr(self), shapes, dtype, known, emit, shard_optimizer_state)
 
     def reset_error_feedback(self) -> None:
         """Sets the rounding errors that are kept for the next step to 0.
@@ -244,32 +243,22 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
             request.check_gather(value, destinations, axis)
             for value, destinations in value_destination_pairs
         ]
-        return self._answer("gather", reductions, options, axis)
+        return self._run(self._plans_of("gather", reductions, options, axis), axis)
 
-    def _reduce(
-        self, reduce_op: tf.distribute.ReduceOp, reductions: Sequence[Reduction], options: Any
-    ) -> list[Any]:
-        op: Literal["sum", "mean"] = "mean" if reduce_op == tf.distribute.ReduceOp.MEAN else "sum"
-        return self._answer(op, reductions, options)
-
-    def _answer(
-        self, op: str, reductions: Sequence[Reduction], options: Any, axis: Any = None
-    ) -> list[Any]:
-        """Plans all questions before the first op is created, then runs the plans."""
+    def _run(self, found: Sequence[tuple[Question, Plan]], axis: Any = None) -> list[Any]:
         results: dict[int, Any] = {}
-        for question, plan in self._plans_of(op, reductions, options, axis):
-            residuals = self._residuals(plan, question)
-            results.update(
-                running.run(question, plan, self._network, residuals, self._combine, axis)
-            )
-        return [results[position] for position in range(len(reductions))]
+        # They may be refused, before the first op is created.
+        kept = [self._residuals(plan, question) for question, plan in found]
+        for (question, plan), residuals in zip(found, kept, strict=True):
+            results.update(question.run(plan, self._network, residuals, self._accumulate, axis))
+        return [results[position] for position in range(len(results))]
 
     def reduce_to_owners(
         self, values: Sequence[Any], owners: Sequence[int], devices: Sequence[str]
     ) -> Owned:
         """Sums each value on its owner, one of the devices; `Owned.send` sends what comes of it."""
-        found = self._plans_of("sum", owned.check_owned(values, owners, devices))
-        return owned.reduce(found, self._network, [self._residuals(p, q) for q, p in found])
+        found = self._plans_of("sum", request.check_owned(values, owners, devices))
+        return Owned(tuple(self._run(found)), tuple(found))
 
     def _plans_of(
         self, op: str, reductions: Sequence[Reduction], options: Any = None, axis: Any = None
@@ -277,33 +266,16 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         # An accumulation_fn may take other dtypes, until the result is divided.
         if op == "mean" or (op == "sum" and self.accumulation_fn is None):
             request.check_numeric(reductions)
-        if self._network is not None:
-            known = self._network.with_known_devices
-            reductions = [questioning.placed(reduction, known) for reduction in reductions]
-        questions = questioning.questions(
-            op,
-            reductions,
-            num_hosts=self._network.num_hosts if self._network else 1,
-            root=self._root,
-            one_device=self._options.one_device,
-            user=self.accumulation_fn is not None,
-            tables=self._options.sparse_as_dense is True,
-            axis=axis,
-        )
+        root, user = self.reduce_to_device, self.accumulation_fn is not None
+        root = None if root is None else existing_device("reduce_to_device", root)
         chosen = self._options_of(options)
-        return [(question, self._plan(question, chosen)) for question in questions]
+        found = questions(op, reductions, chosen, self._network, root, user, axis)
+        return [(question, self._plan(question, chosen)) for question in found]
 
     @property
     def is_one_device(self) -> bool:
         """Returns whether everything is reduced on one device."""
         return self._options.one_device
-
-    @property
-    def _root(self) -> str | None:
-        """Returns the full name of the device that everything is reduced on, if one was given."""
-        if self.reduce_to_device is None:
-            return None
-        return existing_device("reduce_to_device", self.reduce_to_device)
 
     def _options_of(self, options: Any) -> Options:
         """Returns the choices for one call, with the caller's `bytes_per_pack`."""
@@ -341,18 +313,13 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
     def _residuals(self, plan: Plan, question: Question) -> Residuals | None:
         if self._feedback is None or not plan.has_feedback:
             return None
-        questioning.check_known_shapes(question)
+        question.check_known_shapes()
         return self._feedback.residuals(summary.residual_key(plan), question.devices)
 
-    @property
-    def _combine(self) -> Callable[[list[tf.Tensor]], tf.Tensor] | None:
-        """Returns the checked accumulation_fn, or None."""
-        return self._accumulate if self.accumulation_fn is not None else None
-
-    def _accumulate(self, values: list[tf.Tensor]) -> tf.Tensor:
-        """Calls the caller's function and checks its result."""
+    def _accumulate(self, values: Sequence[tf.Tensor], name: str) -> tf.Tensor:
+        """Calls the accumulation_fn and checks its result."""
         assert self.accumulation_fn is not None
-        total = self.accumulation_fn(values)
+        total = self.accumulation_fn(list(values))
         if not isinstance(total, tf.Tensor):
             raise TypeError(f"accumulation_fn must return a tensor; it returned {total!r}")
         return total

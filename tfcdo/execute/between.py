@@ -18,12 +18,11 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.cluster.session import Session
-from tfcdo.execute import collective_dtypes, gradients, handles, marks, numerics, shares
-from tfcdo.execute import tensors as shapes
+from tfcdo.execute import collective_dtypes, gradients, handles, numerics, shares
 from tfcdo.execute.codec import PackCodec
+from tfcdo.execute.marks import Marks
 from tfcdo.plan import plan as plans
 from tfcdo.plan import summary
-from tfcdo.plan.copy_tree import star
 from tfcdo.plan.plan import Plan
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
@@ -72,14 +71,17 @@ class Network:
             usual = (self.host_device,) * len(known)
         return tuple(device or default for device, default in zip(known, usual, strict=True))
 
-    def exchange(self, plan: Plan) -> Exchange:
-        """Begins the exchange of a plan's packs."""
-        _check_gathered(plan)
-        count = summary.num_collectives(plan, _num_copied)
-        return Exchange(self, {**describe(plan), "collectives": count})
+
+def begin_exchange(network: Network | None, plan: Plan) -> Exchange | None:
+    """Begins the exchange of a plan's packs; None if nothing is sent to other hosts."""
+    if network is None or not any(pack.root.hosts for pack in plan.packs):
+        return None
+    _check_gathered(plan)
+    count = summary.num_collectives(plan, _num_copied)
+    return Exchange(network, {**describe(plan), "collectives": count})
 
 
-_WHAT = {"copy": "initialization", "concat": "gathering", "rows": "all-reduce of slices"}
+_WHAT = {"concat": "gathering", "rows": "all-reduce of slices"}
 
 
 def describe(plan: Plan) -> dict[str, Any]:
@@ -106,18 +108,23 @@ def describe(plan: Plan) -> dict[str, Any]:
 
 def copy_from_chief(network: Network, value: tf.Tensor, device: str) -> tf.Tensor:
     """Returns the chief's value on every host, on this device, bit for bit."""
-    sizes = None if value.shape.rank is None else tuple(value.shape.as_list())
-    spec = plans.ValueSpec(value.dtype.name, sizes)
-    pack = plans.PlannedPack(
-        "copy",
-        (plans.FusedTensor((plans.Slice(0, 0, spec.size),)),),
-        spec.dtype,
-        star(1),
-        root=plans.RootStep("copy"),
-    )
-    node = handles.device_number(device)
-    plan = Plan((node,), 1, network.num_hosts, (spec,), (pack,))
-    return network.exchange(plan).broadcast(value, device)
+    description = _describe_one_collective("initialization", [value], [device])
+    return Exchange(network, description).broadcast(value, device)
+
+
+def _describe_one_collective(
+    what: str, tensors: Sequence[tf.Tensor], devices: Sequence[str]
+) -> dict[str, Any]:
+    shapes_of = [None if one.shape.rank is None else tuple(one.shape) for one in tensors]
+    return {
+        "what": what,
+        "values": [
+            str(plans.ValueSpec(one.dtype.name, shape))
+            for one, shape in zip(tensors, shapes_of, strict=True)
+        ],
+        "device": ", ".join(map(handles.device_number, devices)),
+        "collectives": 1,
+    }
 
 
 def _num_copied(names: set[str]) -> int:
@@ -146,7 +153,8 @@ class Exchange:
     def __init__(self, network: Network, description: Mapping[str, Any]) -> None:
         self._network = network
         self._count: int = description["collectives"]
-        self._marks = marks.marks(network.session, network.host_device, description)
+        self._marks = Marks(network.host_device, description)
+        network.session.watch.add(description, self._marks)
         with tf.device(network.host_device):
             keys = tf_internals.value_at_call_time(
                 lambda: self._next_keys(description), tf.TensorSpec([self._count], tf.int32)
@@ -154,7 +162,7 @@ class Exchange:
             self._keys = iter(tf.unstack(keys, self._count))
 
     def all_reduce(
-        self, tensors: Sequence[tf.Tensor], device: str, codec: PackCodec, node: int
+        self, tensors: Sequence[tf.Tensor], device: str, codec: PackCodec | None, node: int
     ) -> list[tf.Tensor]:
         """Adds up tensors of one device of each host, with one collective, or two if encoded.
 
@@ -164,12 +172,12 @@ class Exchange:
         with tf.device(device):
             flat = tensors[0]
             if len(tensors) > 1:
-                flat = tf.concat([shapes.flatten(tensor) for tensor in tensors], 0)
-            if codec.codec.dtype is not None:
+                flat = tf.concat([numerics.flatten(tensor) for tensor in tensors], 0)
+            if codec is not None:
                 total = self._sum_of_shares(flat, device, codec, node)
             else:
                 [total] = self.all_reduce_flat([flat], [device])
-            return [total] if len(tensors) == 1 else shapes.cut_like(total, tensors)
+            return [total] if len(tensors) == 1 else numerics.cut_like(total, tensors)
 
     def all_reduce_flat(
         self, tensors: Sequence[tf.Tensor], devices: Sequence[str]
@@ -188,12 +196,7 @@ class Exchange:
         for tensor, total, device in zip(tensors, totals, devices, strict=True):
             with tf.device(device):
                 wide.append(tf.cast(tensor, total.dtype))
-        results = []
-        passed = _gradient_of_sum(self._network, tuple(devices)).passed(wide)
-        for total, tensor, device in zip(totals, passed, devices, strict=True):
-            with tf.device(device):
-                results.append(gradients.with_gradient_of(total, tensor))
-        return results
+        return _gradient_of_sum(self._network, tuple(devices)).of(totals, wide, devices)
 
     def all_gather(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
         """Concatenates the rows of all hosts, of several tensors together, in the hosts' order.
@@ -210,7 +213,7 @@ class Exchange:
                 groups.setdefault(tensor.dtype, []).append(index)
             results: dict[int, tf.Tensor] = {}
             for members in groups.values():
-                own = tf.gather(counts, shapes.int64(members), axis=1)
+                own = tf.gather(counts, numerics.int64(members), axis=1)
                 gathered = self._gather_flat([sent[index] for index in members], own, device)
                 results.update(zip(members, gathered, strict=True))
             return [
@@ -223,12 +226,12 @@ class Exchange:
     ) -> list[tf.Tensor]:
         """Gathers tensors of one dtype, laid end to end; `counts[host, tensor]` are their rows."""
         num_hosts = self._network.num_hosts
-        row_shapes = [shapes.shape(tensor)[1:] for tensor in tensors]
+        row_shapes = [numerics.shape(tensor)[1:] for tensor in tensors]
         sizes = counts * tf.stack([tf.reduce_prod(shape) for shape in row_shapes])
         totals = tf.reduce_sum(sizes, 1)
         # The collective takes as much from each host, and at least one element.
         most = tf.maximum(tf.reduce_max(totals), 1)
-        flat = tf.concat([shapes.flatten(tensor) for tensor in tensors], 0)
+        flat = tf.concat([numerics.flatten(tensor) for tensor in tensors], 0)
         padding = tf.zeros([most - tf.size(flat, tf.int64)], flat.dtype)
         gathered = self._gather(tf.concat([flat, padding], 0), device)
         cuts = tf.reshape(tf.concat([sizes, (most - totals)[:, tf.newaxis]], 1), [-1])
@@ -247,7 +250,7 @@ class Exchange:
         if tf.get_static_value(axis) == 0:
             return self.all_gather(tensors, device)
         with tf.device(device):
-            turns = [shapes.axis_first(tf.rank(tensor), axis) for tensor in tensors]
+            turns = [numerics.axis_first(tf.rank(tensor), axis) for tensor in tensors]
             first = [tf.transpose(t, turn) for t, (turn, _) in zip(tensors, turns, strict=True)]
         gathered = self.all_gather(first, device)
         with tf.device(device):
@@ -290,7 +293,7 @@ class Exchange:
             self._network.num_hosts,
             # In two lines: while the sums of one pack come, the shares of the next one leave.
             lambda rows: self._copy(tf.raw_ops.CollectiveAllToAllV2, rows, device, "shares"),
-            lambda rows: self._copy(tf.raw_ops.CollectiveGatherV2, rows, device, "sums"),
+            lambda rows: self._gather(rows, device, "sums"),
         )
         return self._differentiable([total], [tensor], [device])[0]
 
@@ -322,11 +325,11 @@ class Exchange:
                 results.append(numerics.upcast(back))
         return results
 
-    def _gather(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
-        return self._copy(tf.raw_ops.CollectiveGatherV2, tensor, device)
+    def _gather(self, tensor: tf.Tensor, device: str, line: str = "") -> tf.Tensor:
+        return self._copy(tf.raw_ops.CollectiveGatherV2, tensor, device, line)
 
     def _copy(
-        self, collective: Callable[..., tf.Tensor], tensor: tf.Tensor, device: str, line: str = ""
+        self, collective: Callable[..., tf.Tensor], tensor: tf.Tensor, device: str, line: str
     ) -> tf.Tensor:
         entered = self._marks.mark([tensor])
         copied = collective(
@@ -351,18 +354,7 @@ def _gradient_of_sum(network: Network, devices: tuple[str, ...]) -> gradients.Jo
     """Returns the gradient of a sum over all hosts: the sum of all gradients, by one collective."""
 
     def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-        values = [
-            plans.ValueSpec(
-                one.dtype.name, tuple(one.shape) if one.shape.rank is not None else None
-            )
-            for one in upstream
-        ]
-        description = {
-            "what": "gradient of an all-reduce",
-            "values": [str(value) for value in values],
-            "device": ", ".join(handles.device_number(device) for device in devices),
-            "collectives": 1,
-        }
+        description = _describe_one_collective("gradient of an all-reduce", upstream, devices)
         return Exchange(network, description).all_reduce_flat(upstream, devices)
 
     return gradients.JointGradient(gradient)

@@ -13,8 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo.execute import gradients
-from tfcdo.execute import tensors as shapes
+from tfcdo.execute import gradients, numerics
 from tfcdo.execute.feedback import Residuals
 from tfcdo.plan import dtypes
 from tfcdo.plan.plan import Codec
@@ -33,12 +32,7 @@ _EXPONENT_BITS = {
 
 
 def check_wire_dtype(name: str, value: Any, allowed: Sequence[str] = WIRE_DTYPES) -> str | None:
-    """Returns the argument `name` as the name of one of the allowed dtypes, or None.
-
-    Raises:
-      TypeError: if it is something else than a string, a dtype or None.
-      ValueError: if it is another dtype.
-    """
+    """Returns the argument `name` as the name of one of the allowed dtypes, or None."""
     names = ", ".join(map(repr, allowed))
     accepted = f"{name} must be {names}, the tf.DType of one of them, or None"
     if value is None:
@@ -71,8 +65,8 @@ class PackCodec:
 
     def encode(self, tensors: Sequence[tf.Tensor], node: int) -> list[tf.Tensor]:
         """Encodes tensors on the current device, a node's; a scale, if any, comes last."""
-        if self.codec.dtype is None or not tensors:
-            return list(tensors)
+        if not tensors:
+            return []
         carried = self.carry(tensors, node)
         scale = scale_for(carried, self.codec)
         sent = self.round(carried, node, scale)
@@ -80,9 +74,7 @@ class PackCodec:
 
     def decode(self, sent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Makes the tensors again, on the current device, of a copy of what `encode` returned."""
-        if self.codec.dtype is None or not sent:
-            return list(sent)
-        if not self.codec.scale:
+        if not self.codec.scale or not sent:
             return [decode(bits, self.dtype) for bits in sent]
         *encoded, scale = sent
         return [decode(bits, self.dtype, scale) for bits in encoded]
@@ -103,7 +95,7 @@ class PackCodec:
         wire = tf.as_dtype(self.codec.dtype)
         if not self.codec.scale:
             return decode(_from_halves(sent, wire, blocks, block), self.dtype)
-        bits, scales = tf.split(sent, shapes.stack([blocks * block * wire.size // 2, -1]), 1)
+        bits, scales = tf.split(sent, numerics.stack([blocks * block * wire.size // 2, -1]), 1)
         encoded = _from_halves(bits, wire, blocks, block)
         return decode(encoded, self.dtype, _from_halves(scales, self.dtype, blocks, 1))
 
@@ -132,15 +124,15 @@ class PackCodec:
 def _as_halves(tensor: tf.Tensor, rows: int) -> tf.Tensor:
     """Returns the bits of a tensor's rows as rows of float16."""
     if tensor.dtype.size == 1:
-        tensor = tf.reshape(tensor, shapes.int64([-1, 2]))
-    return tf.reshape(tf.bitcast(tensor, tf.float16), shapes.int64([rows, -1]))
+        tensor = tf.reshape(tensor, numerics.int64([-1, 2]))
+    return tf.reshape(tf.bitcast(tensor, tf.float16), numerics.int64([rows, -1]))
 
 
 def _from_halves(halves: tf.Tensor, dtype: tf.DType, blocks: Any, block: Any) -> tf.Tensor:
     """Returns the tensor `[rows, blocks, block]` of a dtype that `_as_halves` has returned."""
     if dtype.size > 2:
-        halves = tf.reshape(halves, shapes.int64([-1, dtype.size // 2]))
-    return tf.reshape(tf.bitcast(halves, dtype), shapes.stack([-1, blocks, block]))
+        halves = tf.reshape(halves, numerics.int64([-1, dtype.size // 2]))
+    return tf.reshape(tf.bitcast(halves, dtype), numerics.stack([-1, blocks, block]))
 
 
 def block_scales(rows: tf.Tensor, codec: Codec) -> tf.Tensor:
@@ -149,12 +141,12 @@ def block_scales(rows: tf.Tensor, codec: Codec) -> tf.Tensor:
     For int8 it brings the largest magnitude to 127. It is NaN where a number is not finite, for
     which int8 has no code: then all numbers of the block arrive as NaN.
     """
-    magnitudes = tf.abs(rows)
-    if codec.dtype != "int8":
-        zero = tf.constant(0, rows.dtype)
-        finite = tf.where(tf.math.is_finite(rows), magnitudes, zero)
-        return scale_for_largest(tf.reduce_max(finite, -1, keepdims=True), codec)
+    # Not every device's `reduce_max` passes NaN on; infinity is the largest number on all.
+    other = tf.constant(math.inf if codec.dtype == "int8" else 0, rows.dtype)
+    magnitudes = tf.where(tf.math.is_finite(rows), tf.abs(rows), other)
     largest = tf.reduce_max(magnitudes, -1, keepdims=True)
+    if codec.dtype != "int8":
+        return scale_for_largest(largest, codec)
     # Limited so that the scale for tiny numbers, or zeros, does not overflow.
     least = 2.0 ** (8 - dtypes.LARGEST_EXPONENT[rows.dtype.name])
     scales = 127 / tf.maximum(largest, tf.constant(least, rows.dtype))

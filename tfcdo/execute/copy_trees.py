@@ -13,46 +13,36 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfcdo.execute.codec import PackCodec
 from tfcdo.plan.copy_tree import CopyTree
-
-
-def _unchanged(value: Any, node: int) -> Any:
-    del node
-    return value
 
 
 def reduce_up(
     tree: CopyTree,
     held: Sequence[Any],
     devices: Sequence[str],
-    combine: Callable[[list[Any], str], Any],
-    encode: Callable[[Any, int], Any] = _unchanged,
-    decode: Callable[[Any], Any] | None = None,
-) -> Any:
-    """Combines the nodes' values from the leaves of a tree to its root; returns it, on the root.
+    combine: Callable[[Sequence[Any], str], Any],
+    codec: PackCodec | None = None,
+) -> list[Any]:
+    """Combines the nodes' tensors from the leaves of a tree to its root; returns them, on the root.
 
-    Args:
-      tree: the copy tree.
-      held: one value for each node; None for a node without one.
-      devices: the device of each node.
-      combine: called on each node that gets values, with all of them and its own, in the order of
-        the nodes, and the name of the edges that they come along.
-      encode: makes the copy that a node sends, given the node.
-      decode: makes the value again where a copy arrives; None if there is nothing to do.
+    `held` has the tensors of each node, None for none. `combine` gets the tensors that meet on a
+    node, in the order of the nodes, and a name for its op; `codec` encodes the copies.
     """
     partial = list(held)
     for node in tree.bottom_up:
         with tf.device(devices[node]):
             children = [child for child in tree.children[node] if partial[child] is not None]
-            for child in children if decode else ():
+            for child in children if codec else ():
                 with tf.name_scope(f"receive/{child}to{node}"):
-                    partial[child] = decode(partial[child])  # type: ignore[misc]
+                    partial[child] = codec.decode(partial[child])  # type: ignore[union-attr]
             if children or node == tree.root:
                 parts = [partial[n] for n in sorted([node, *children]) if partial[n] is not None]
-                partial[node] = combine(parts, f"reduce/{'and'.join(map(str, children))}to{node}")
-            if node != tree.root and partial[node] is not None:
-                partial[node] = encode(partial[node], node)
-    return partial[tree.root]
+                name = f"reduce/{'and'.join(map(str, children))}to{node}"
+                partial[node] = [combine(meeting, name) for meeting in zip(*parts, strict=True)]
+            if codec and node != tree.root and partial[node] is not None:
+                partial[node] = codec.encode(partial[node], node)
+    return list(partial[tree.root])
 
 
 def collect(

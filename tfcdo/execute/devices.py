@@ -20,20 +20,11 @@ def check_device(name: str, value: Any) -> None:
 
 
 def devices_of(destinations: Any) -> tuple[str, ...]:
-    """Returns the devices that an argument `destinations` names.
+    """Returns the full names of the devices that an argument `destinations` names, at least one.
 
-    Args:
-      destinations: a `tf.distribute.DistributedValues` (also a distributed variable), a
-        `tf.Variable` or Keras variable, a tensor or `tf.IndexedSlices` with a device, or a device
-        name.
-
-    Returns:
-      Full device names, at least one; `""` for a component of a `DistributedValues` whose device is
-      not known while a function is traced. For a tensor whose device is not known, or for `""`, the
-      devices of the strategy in whose cross-replica context this is.
-
-    Raises:
-      ValueError: if it is anything else, is empty, or names a device that TensorFlow cannot use.
+    A component of a `DistributedValues` whose device is not known while a function is traced has
+    `""`. A tensor whose device is not known, and `""`, name the devices of the strategy in whose
+    cross-replica context this is.
     """
     if isinstance(destinations, tf_internals.DistributedValues):
         if not destinations.values:
@@ -63,18 +54,7 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
 
 
 def existing_device(name: str, device: str) -> str:
-    """Returns the full name of a device.
-
-    Args:
-      name: the argument that it was given as.
-      device: the device, as it was given.
-
-    Returns:
-      The full name.
-
-    Raises:
-      ValueError: if it is not a device, or TensorFlow does not have it.
-    """
+    """Returns the full name of a device, which the argument `name` gave."""
     try:
         found = tf_internals.canonical_device(device)
     except (ValueError, AssertionError) as error:

@@ -10,10 +10,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import checks, tf_internals
-from tfcdo.execute import owned
 from tfcdo.execute.devices import check_device
 from tfcdo.execute.question import Question
-from tfcdo.execute.request import Reduction, check_pairs
+from tfcdo.execute.request import Reduction, check_owned, check_pairs
 from tfcdo.plan import owners, summary
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Plan, PlannedPack
@@ -125,20 +124,12 @@ def explain(
     shapes: Iterable[Any],
     dtype: Any,
     devices: Sequence[str] | None,
-    plans_of: Callable[[str, Sequence[Reduction]], list[tuple[Question, Plan]]],
-    emit: Callable[[Question, Plan], Any],
+    emit: Callable[[Sequence[Reduction]], list[tuple[Question, Plan]]],
     shard_optimizer_state: bool = False,
 ) -> Explanation:
     """Explains how a class sums a batch of values; see `ConfiguredCrossDeviceOps.explain`.
 
-    Args:
-      ops: the `repr` of the object that is asked.
-      shapes: the shape of each value.
-      dtype: the dtype of all values.
-      devices: the replicas' devices; None for the usual ones.
-      plans_of: makes the object's plans.
-      emit: creates the ops of a plan.
-      shard_optimizer_state: whether each value's variable is updated on one device.
+    `emit` creates the ops of the object whose `repr` is `ops`, and returns their plans.
     """
     dtype = tf.as_dtype(dtype)
     names = _device_names(devices)
@@ -153,13 +144,11 @@ def explain(
     def all_reduce() -> None:
         values = [_placeholders(shape, dtype, names) for shape in known]
         pairs = (
-            owned.check_owned(values, owner, names)
+            check_owned(values, owner, names)
             if sharded
             else check_pairs([(value, value) for value in values])
         )
-        for question, plan in plans_of("sum", pairs):
-            found.append((question, plan))
-            emit(question, plan)
+        found.extend(emit(pairs))
 
     graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
     # A counter marks the progress of collectives for the watch between hosts.

@@ -8,10 +8,10 @@ lost, and saved in checkpoints. Whose residuals they are is known by the structu
 from __future__ import annotations
 
 import collections
-import dataclasses
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -26,11 +26,9 @@ _lock = threading.RLock()
 
 
 class Residuals:
-    """Keeps what the casts of a batch have lost: one variable for each tensor that a device casts.
+    """What the casts of a batch have lost: one variable for each tensor that a device casts.
 
-    Args:
-      devices: the names of the devices.
-      track: called with a name and a new variable, so that it is saved in checkpoints.
+    `track` is called with a name and each new variable, so that it is saved in checkpoints.
     """
 
     def __init__(self, devices: Sequence[str], track: Callable[[str, tf.Variable], None]) -> None:
@@ -39,27 +37,24 @@ class Residuals:
         self._variables: dict[tuple[int, int, str, int], tf.Variable] = {}
         # Functions that run eagerly with these residuals: they live as long as these.
         self.functions: dict[Any, Any] = {}
+        # Who uses them: a `tf.function`, or a graph that is none's; None for eager use.
+        self._owner: weakref.ref[Any] | None = None
+        self._turn = 0  # Of several such batches in one function, which one this is.
+        # The graphs that use them; their functions may outlive the `tf.function`.
+        self.graphs: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
+        self._restored = -1  # The value of `_last_restored` when the owner went.
 
     @property
     def variables(self) -> list[tf.Variable]:
         """Returns all variables that have been made."""
         return list(self._variables.values())
 
-    @property
-    def last_restored(self) -> int:
-        """Returns which restoring of a checkpoint was the last one that they were part of."""
-        return max(map(tf_internals.last_restored, self.variables), default=-1)
-
     def on(
         self, device: int, pack: int, tensors: Sequence[tf.Tensor], cast: str = ""
     ) -> list[tf.Variable]:
         """Returns the variables of the tensors of a pack on a device; new ones are 0.
 
-        Args:
-          device: the number of the device.
-          pack: the number of the pack.
-          tensors: the tensors, for their dtypes and shapes.
-          cast: the name of the cast among the pack's casts on the device.
+        `cast` is the name of the cast among the pack's casts on the device.
         """
         with _lock:
             return [
@@ -73,6 +68,36 @@ class Residuals:
             with tf.device(variable.device):
                 variable.assign(tf.zeros_like(variable))
 
+    def give_to(self, owner: Any, turn: int) -> None:
+        """Makes a function, or None for eager use, the owner."""
+        self._owner, self._turn = None, turn
+        self.graphs.clear()
+        if owner is not None:
+            self._owner = weakref.ref(owner, self._remember_restored)
+
+    def belong_to(self, owner: Any, turn: int | None = None) -> bool:
+        """Returns whether a function, or None for eager use, is the owner."""
+        own = None if self._owner is None else self._owner()
+        same = owner is own and (owner is None) == (self._owner is None)
+        return same and turn in (None, self._turn)
+
+    def are_free(self) -> bool:
+        """Returns whether the function that used them is gone, with all its graphs."""
+        if self._owner is None or self._owner() is not None:
+            return False
+        return not any(map(tf_internals.can_be_called, self.graphs))
+
+    def are_stale(self) -> bool:
+        """Returns whether no checkpoint has restored them since their owner went."""
+        return self._restored == self._last_restored
+
+    @property
+    def _last_restored(self) -> int:
+        return max(map(tf_internals.last_restored, self.variables), default=-1)
+
+    def _remember_restored(self, _: Any) -> None:
+        self._restored = self._last_restored
+
     def _variable(self, key: tuple[int, int, str, int], tensor: tf.Tensor) -> tf.Variable:
         if key not in self._variables:
             shape, dtype = tensor.shape, tensor.dtype
@@ -85,53 +110,11 @@ class Residuals:
         return self._variables[key]
 
 
-@dataclasses.dataclass
-class _Slot:
-    """Holds the residuals of one use of a structure.
-
-    Attributes:
-      residuals: the residuals.
-      owner: who uses them, weakly: a `tf.function`, or a graph that is none's; None for eager use.
-      turn: of several such batches in one function, which one this is.
-      graphs: the graphs that use them; their functions may outlive the `tf.function`.
-      restored: which restoring of a checkpoint the residuals were last part of when their owner
-        went.
-    """
-
-    residuals: Residuals
-    owner: weakref.ref[Any] | None
-    turn: int
-    graphs: weakref.WeakSet[tf.Graph] = dataclasses.field(default_factory=weakref.WeakSet)
-    restored: int = -1
-
-    def give_to(self, owner: Any, turn: int) -> None:
-        """Makes a function, or None for eager use, the owner."""
-        self.owner, self.turn = None, turn
-        self.graphs.clear()
-        if owner is not None:
-            self.owner = weakref.ref(owner, self._remember_restored)
-
-    def belongs_to(self, owner: Any) -> bool:
-        """Returns whether a function, or None for eager use, is the owner."""
-        if owner is None or self.owner is None:
-            return self.owner is owner
-        return self.owner() is owner
-
-    def is_free(self) -> bool:
-        """Returns whether the function that used the residuals is gone, with all its graphs."""
-        if self.owner is None or self.owner() is not None:
-            return False
-        return not any(map(tf_internals.can_be_called, self.graphs))
-
-    def _remember_restored(self, _: Any) -> None:
-        self.restored = self.residuals.last_restored
-
-
 class ErrorFeedback(tf_internals.Trackable):
     """Keeps the residuals of all batches that an object reduces."""
 
     def __init__(self) -> None:
-        self._slots: dict[str, list[_Slot]] = {}
+        self._kept: dict[str, list[Residuals]] = {}  # By structure.
         # Values from a backup, for variables that are not there yet.
         self._restored: dict[str, Any] = {}
         self._by_name: dict[str, tf.Variable] = {}
@@ -147,12 +130,7 @@ class ErrorFeedback(tf_internals.Trackable):
     @property
     def variables(self) -> list[tf.Variable]:
         """Returns all residuals."""
-        return [
-            variable
-            for slots in self._slots.values()
-            for slot in slots
-            for variable in slot.residuals.variables
-        ]
+        return [variable for residuals in self._all() for variable in residuals.variables]
 
     @property
     def by_name(self) -> Mapping[str, tf.Variable]:
@@ -164,27 +142,23 @@ class ErrorFeedback(tf_internals.Trackable):
         with _lock:
             self.reset()
             self._restored = dict(values)
-            for slots in self._slots.values():
-                for slot in slots:
-                    # The function that takes a free slot gets its values.
-                    if not slot.is_free():
-                        self._give_restored(slot.residuals.variables)
+            for residuals in self._all():
+                # The function that takes free ones gets their values.
+                if not residuals.are_free():
+                    self._give_restored(residuals.variables)
 
     def reset(self) -> None:
         """Sets all residuals to 0."""
-        for slots in self._slots.values():
-            for slot in slots:
-                slot.residuals.reset()
+        for residuals in self._all():
+            residuals.reset()
+
+    def _all(self) -> Iterator[Residuals]:
+        return itertools.chain.from_iterable(self._kept.values())
 
     def residuals(self, key: str, devices: Sequence[str]) -> Residuals:
-        """Returns the rounding errors of the batch that is being reduced.
+        """Returns the rounding errors of the batch that is being reduced on some devices.
 
-        Args:
-          key: a text that is the same for the same batch in different steps and processes.
-          devices: the devices that round.
-
-        Raises:
-          ValueError: if a device is not known, or too many structures are reduced.
+        The key is the same for the same batch in different steps and processes.
         """
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise ValueError("error_feedback needs TensorFlow 2; got a graph of TensorFlow 1")
@@ -196,10 +170,10 @@ class ErrorFeedback(tf_internals.Trackable):
         with _lock:
             owner = None if tf.executing_eagerly() else tf_internals.function_being_traced()
             graph = tf_internals.graph_of_function()
-            slot = self._slot(key, owner, self._turn(key, graph), devices)
+            residuals = self._of(key, owner, self._turn(key, graph), devices)
             if graph is not None:
-                slot.graphs.add(graph)
-            return slot.residuals
+                residuals.graphs.add(graph)
+            return residuals
 
     def _turn(self, key: str, graph: tf.Graph | None) -> int:
         """Counts the batches of a structure in the function that is being traced."""
@@ -209,33 +183,24 @@ class ErrorFeedback(tf_internals.Trackable):
         counter[key] += 1
         return counter[key] - 1
 
-    def _slot(self, key: str, owner: Any, turn: int, devices: Sequence[str]) -> _Slot:
-        slots = self._slots.setdefault(key, [])
-        for slot in slots:
-            if slot.turn == turn and slot.belongs_to(owner):
-                return slot
+    def _of(self, key: str, owner: Any, turn: int, devices: Sequence[str]) -> Residuals:
+        kept = self._kept.setdefault(key, [])
+        for residuals in kept:
+            if residuals.belong_to(owner, turn):
+                return residuals
         self._check_number(owner)
-        return self._new(key, slots, owner, turn, devices)
-
-    def _new(
-        self, key: str, slots: list[_Slot], owner: Any, turn: int, devices: Sequence[str]
-    ) -> _Slot:
-        slot = next(filter(_Slot.is_free, slots), None)
-        if slot is None:
-            number = len(slots)
-            residuals = Residuals(
-                devices,
-                lambda name, one: self._add(f"batch_{key}_{number}_{name}", one),
-            )
-            slot = _Slot(residuals, None, turn)
-            slots.append(slot)
-        elif slot.residuals.last_restored == slot.restored:
+        free = next(filter(Residuals.are_free, kept), None)
+        if free is None:
+            prefix = f"batch_{key}_{len(kept)}"
+            free = Residuals(devices, lambda name, one: self._add(f"{prefix}_{name}", one))
+            kept.append(free)
+        elif free.are_stale():
             # Residuals restored from a checkpoint are kept for the next function.
             with tf.init_scope():
-                slot.residuals.reset()
-                self._give_restored(slot.residuals.variables)
-        slot.give_to(owner, turn)
-        return slot
+                free.reset()
+                self._give_restored(free.variables)
+        free.give_to(owner, turn)
+        return free
 
     def _add(self, name: str, variable: tf.Variable) -> None:
         self._track_trackable(variable, name)
@@ -251,7 +216,7 @@ class ErrorFeedback(tf_internals.Trackable):
                     variable.assign(value.view(variable.dtype.as_numpy_dtype))
 
     def _check_number(self, owner: Any) -> None:
-        used = sum(any(slot.belongs_to(owner) for slot in slots) for slots in self._slots.values())
+        used = sum(any(one.belong_to(owner) for one in kept) for kept in self._kept.values())
         if used >= MAX_STRUCTURES:
             who = "one tf.function" if owner is not None else "eager calls"
             raise ValueError(

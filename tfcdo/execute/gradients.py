@@ -49,8 +49,21 @@ class JointGradient:
         self._name = f"TfcdoJointGradient{next(self._numbers)}"
         tf.RegisterGradient(self._name)(self._of_op)
 
-    def passed(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the tensors as they are, for results to hand their gradients on to."""
+    def of(
+        self, results: Sequence[tf.Tensor], tensors: Sequence[tf.Tensor], devices: Sequence[str]
+    ) -> list[tf.Tensor]:
+        """Returns results, one on each device, whose gradients go on to the tensors together."""
+        # A gradient of all tensors together needs an op that all pass through, and TensorFlow's is
+        # on one device. So the tensors go there, not the results: a gradient sees that op, but it
+        # is pruned before the step runs, as nothing uses its values.
+        passed = self._passed(tensors)
+        found = []
+        for result, tensor, device in zip(results, passed, devices, strict=True):
+            with tf.device(device):
+                found.append(with_gradient_of(result, tensor))
+        return found
+
+    def _passed(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if tf.executing_eagerly():
             passed = [tf.identity(tensor) for tensor in tensors]
         else:

@@ -1,9 +1,10 @@
-"""Group keys and order of collectives, by which TensorFlow matches them."""
+"""Handles that the parts of an all-reduce share: group keys, order of collectives, counters."""
 
 from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -35,22 +36,22 @@ def group_key(*devices: str) -> int:
 def ordering_token(device: str, line: str = "") -> tf.Tensor:
     """Returns the resource by which TensorFlow runs the collectives of a device one by one.
 
-    Args:
-      device: the device.
-      line: the name of a line of their own for some of the collectives of a CPU device, which need
-        not wait for the others. NCCL needs one order for all.
+    On a CPU, those of one `line` need not wait for the others. NCCL needs one order for all.
     """
-    with _lock:
-        is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
-        return tf_internals.captured(_make_token(device, line if is_cpu else ""))
+    is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
+    name = f"order_{device_number(device)}_{line if is_cpu else ''}"
+    return tf_internals.captured(bare_variable(name, device, tf.float32))
+
+
+def bare_variable(name: str, device: str, dtype: tf.DType, shape: Sequence[int] = ()) -> tf.Tensor:
+    """Returns the handle of a variable that is made once, of zeros; a strategy would mirror one."""
+    with _lock:  # All threads must get the same tensor.
+        return _make_variable(name, device, dtype, tuple(shape))
 
 
 @functools.cache
-def _make_token(device: str, line: str) -> tf.Tensor:
-    # A bare handle, because a strategy would mirror a variable.
+def _make_variable(name: str, device: str, dtype: tf.DType, shape: tuple[int, ...]) -> tf.Tensor:
     with tf.init_scope(), tf.device(device):
-        handle = tf.raw_ops.VarHandleOp(
-            dtype=tf.float32, shape=[], shared_name=f"tfcdo_order_{device_number(device)}_{line}"
-        )
-        tf.raw_ops.AssignVariableOp(resource=handle, value=0.0)
+        handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=f"tfcdo_{name}")
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros(shape, dtype))
         return handle

@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo.execute import copy_trees, nccl, numerics, planned, rows
-from tfcdo.execute import tensors as shapes
 from tfcdo.execute.between import Exchange
 from tfcdo.execute.codec import PackCodec
 from tfcdo.execute.feedback import Residuals
@@ -30,14 +29,14 @@ class Runtime:
     Attributes:
       exchange: the collectives between hosts; None for one host.
       residuals: the rounding errors of the step before; None without error feedback.
-      accumulate: the accumulation_fn of "user" packs.
+      accumulate: the accumulation_fn of "user" packs; gets tensors, and a name for its op.
       axis: the axis to gather along.
       remembered: whether a trace may show this run; False for ops that never run.
     """
 
     exchange: Exchange | None = None
     residuals: Residuals | None = None
-    accumulate: Callable[[list[tf.Tensor]], tf.Tensor] | None = None
+    accumulate: Callable[[Sequence[tf.Tensor], str], tf.Tensor] | None = None
     axis: Any = 0
     remembered: bool = True
 
@@ -45,16 +44,9 @@ class Runtime:
 def run(
     plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str], runtime: Runtime
 ) -> list[list[Any]]:
-    """Runs a plan.
+    """Runs a plan for values `[v][replica]`, on the device of each node.
 
-    Args:
-      plan: the plan.
-      values: `values[v][r]` is value `v` of replica `r`.
-      devices: the device of each node.
-      runtime: the state and callables of this run.
-
-    Returns:
-      `[v][node]`: the result for value `v` on each node; None on a node that gets none.
+    Returns the result for each value on each node, `[v][node]`; None on a node that gets none.
     """
     with tf.name_scope("tfcdo"):
         if runtime.remembered:
@@ -71,16 +63,10 @@ def run(
 
 
 def broadcast(plan: Plan, values: Sequence[Any], devices: Sequence[str]) -> list[list[Any]]:
-    """Sends the variables that the roots of a plan have updated down its trees.
+    """Sends the variables that the roots of a plan have updated down its trees: `[v][node]`.
 
-    Args:
-      plan: the plan, whose sums the roots have got from `run`.
-      values: a tensor for each value of the plan, on the root of its packs; or `tf.IndexedSlices`
-        where only some rows are to be sent.
-      devices: the device of each node.
-
-    Returns:
-      `[v][node]`: what each node gets.
+    Each value is on the root of its packs: a tensor, or `tf.IndexedSlices` where only some rows are
+    to be sent.
     """
     roots = {part.value: pack.tree.root for pack in plan.packs if pack.tree for part in pack.slices}
     parts: dict[Slice, Any] = {}
@@ -116,7 +102,6 @@ def _reduce_pack(
     if after is not None:
         held = _after(pack, held, after, devices)
     codec = _codec(pack, index, pack.codec, runtime)
-    encode, decode = (codec.encode, codec.decode) if pack.codec.dtype else (_unchanged, None)
     root = devices[tree.root]
     match pack.kind:
         case "rows":
@@ -126,17 +111,10 @@ def _reduce_pack(
             collected = copy_trees.collect(tree, held, devices)
             with tf.device(root):
                 total = [tf.concat(parts, runtime.axis) for parts in zip(*collected, strict=True)]
-        case "user":
-            assert runtime.accumulate is not None
-            accumulate = runtime.accumulate
-
-            def combine(parts: list[Any], name: str) -> list[tf.Tensor]:
-                del name
-                return [accumulate(list(operands)) for operands in zip(*parts, strict=True)]
-
-            total = copy_trees.reduce_up(tree, held, devices, combine, encode, decode)
         case _:
-            total = copy_trees.reduce_up(tree, held, devices, _add, encode, decode)
+            combine = runtime.accumulate if pack.kind == "user" else numerics.add
+            assert combine is not None
+            total = copy_trees.reduce_up(tree, held, devices, combine, codec)
     result = _root_step(plan, index, total, root, runtime)
     if pack.root.update:  # The rest is `broadcast`.
         return [result if node == tree.root else None for node in range(tree.num_devices)]
@@ -144,23 +122,16 @@ def _reduce_pack(
         return _rows_down(pack, result, held, devices)
     if pack.to is not None:  # Where there was nothing to add, the result may be on another device.
         result = copy_trees.copy(result, root)
-    if pack.codec.dtype is None:
+    if codec is None:
         return copy_trees.broadcast_down(tree, result, devices, pack.to)
     return _encoded_down(pack, codec, result, devices)
 
 
-def _unchanged(value: Any, node: int) -> Any:
-    del node
-    return value
-
-
-def _add(parts: list[Any], name: str) -> list[tf.Tensor]:
-    return [numerics.add(operands, name) for operands in zip(*parts, strict=True)]
-
-
-def _codec(pack: PlannedPack, index: int, codec: Codec, runtime: Runtime) -> PackCodec:
+def _codec(pack: PlannedPack, index: int, codec: Codec, runtime: Runtime) -> PackCodec | None:
+    if codec.dtype is None:
+        return None
     residuals = runtime.residuals if codec.feedback else None
-    return PackCodec(codec, tf.as_dtype(pack.dtype or "float32"), residuals, index)
+    return PackCodec(codec, tf.as_dtype(pack.dtype), residuals, index)
 
 
 def _after(pack: PlannedPack, held: Held, after: Held, devices: Sequence[str]) -> Held:
@@ -186,13 +157,11 @@ def _root_step(plan: Plan, index: int, total: list[Any], root: str, runtime: Run
                     total = rows.add_other_hosts(total, runtime.exchange, root)
                 case "concat":
                     total = runtime.exchange.concat(total, runtime.axis, root)
-                case "copy":
-                    total = [runtime.exchange.broadcast(tensor, root) for tensor in total]
                 case _:
                     assert pack.tree is not None
                     codec = _codec(pack, index, step.codec, runtime)
                     total = runtime.exchange.all_reduce(total, root, codec, pack.tree.root)
-    if pack.kind in ("concat", "copy"):
+    if pack.kind == "concat":
         return total
     dtype = tf.as_dtype(pack.dtype)
     with tf.device(root):
@@ -299,7 +268,7 @@ def _pack(plan: Plan, values: list[Any], device: str) -> list[list[Any]]:
 def _cut(value: Any, slices: Sequence[Slice]) -> list[Any]:
     if len(slices) == 1:
         return [value]
-    return list(tf.split(shapes.flatten(value), shapes.int64(part.size for part in slices)))
+    return list(tf.split(numerics.flatten(value), numerics.int64(part.size for part in slices)))
 
 
 def _fuse(fused: FusedTensor, parts: Sequence[Any]) -> Any:
@@ -307,7 +276,7 @@ def _fuse(fused: FusedTensor, parts: Sequence[Any]) -> Any:
         return parts[0]
     if fused.stacked:
         return tf.stack(parts)
-    return tf.concat([shapes.flatten(part) for part in parts], axis=0)
+    return tf.concat([numerics.flatten(part) for part in parts], axis=0)
 
 
 def _unpack_all(plan: Plan, results: list[Held], devices: Sequence[str]) -> list[list[Any]]:
@@ -341,11 +310,11 @@ def _unfuse(fused: FusedTensor, tensor: Any) -> list[Any]:
         return [tensor]
     if fused.stacked:
         return list(tf.unstack(tensor, len(fused.slices)))
-    return list(tf.split(tensor, shapes.int64(part.size for part in fused.slices)))
+    return list(tf.split(tensor, numerics.int64(part.size for part in fused.slices)))
 
 
 def _join(parts: Sequence[tf.Tensor], shape: Sequence[int | None] | None) -> tf.Tensor:
     """Gives flat parts of a value its shape again; only values of known size are flattened."""
     assert shape is not None
     joined = parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)
-    return joined if len(shape) == 1 else tf.reshape(joined, shapes.int64(shape))
+    return joined if len(shape) == 1 else tf.reshape(joined, numerics.int64(shape))

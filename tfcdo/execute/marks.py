@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +11,7 @@ import tensorflow as tf
 from tfcdo import tf_internals
 from tfcdo.cluster import progress
 from tfcdo.cluster.agreement import digest
-from tfcdo.cluster.session import Session
-
-_lock = threading.Lock()
+from tfcdo.execute import handles
 
 
 class Marks:
@@ -26,11 +21,9 @@ class Marks:
         self._device = device
         self._shape = progress.shape_of_times(description["collectives"])
         self._length: int = np.prod(self._shape).item()
-        with tf.init_scope(), tf.device(device):
-            name = digest(description)
-            self._count = _bare_variable(f"tfcdo_progress_{name}", tf.constant(0, tf.int64))
-            times = tf.zeros([self._length], tf.float64)
-            self._times = _bare_variable(f"tfcdo_times_{name}", times)
+        name = digest(description)
+        self._count = handles.bare_variable(f"progress_{name}", device, tf.int64)
+        self._times = handles.bare_variable(f"times_{name}", device, tf.float64, [self._length])
 
     def mark(self, tensors: Sequence[tf.Tensor], after: tf.Operation | None = None) -> tf.Operation:
         """Counts one more event as soon as these tensors, and an earlier mark, are there."""
@@ -59,30 +52,3 @@ class Marks:
         times = tf.raw_ops.ReadVariableOp(resource=self._times, dtype=tf.float64)
         array: np.ndarray = times.numpy()
         return array.reshape(self._shape)
-
-
-def marks(session: Session, device: str, description: Mapping[str, Any]) -> Marks:
-    """Returns the marks of a kind of collectives.
-
-    Args:
-      session: watches them.
-      device: where they are: this host's own CPU.
-      description: the kind of collectives, as the hosts have agreed on it.
-    """
-    with _lock:
-        return _made(session, device, json.dumps(description))
-
-
-@functools.cache
-def _made(session: Session, device: str, description: str) -> Marks:
-    known = json.loads(description)
-    made = Marks(device, known)
-    session.watch(known, made)
-    return made
-
-
-def _bare_variable(name: str, value: tf.Tensor) -> tf.Tensor:
-    """Makes a bare handle, because a strategy would mirror a variable."""
-    handle = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
-    tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-    return handle

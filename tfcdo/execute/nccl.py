@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import threading
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import tensorflow as tf
 
 from tfcdo import checks, tf_internals
 from tfcdo.execute import codec as codecs
-from tfcdo.execute import gradients, numerics
+from tfcdo.execute import gradients, handles, numerics
 from tfcdo.execute.codec import PackCodec
 from tfcdo.execute.devices import check_device
 
@@ -25,7 +24,6 @@ OP = "NcclAllReduce"
 _numbers = itertools.count()
 _PROCESS = uuid.uuid4().hex[:12]
 _HOST = "/cpu:0"
-_counter_lock = threading.Lock()  # All who trace must get the same tensor.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,14 +160,14 @@ def _physical_devices(device_type: str) -> list[str]:
 def reduce_pack(
     held: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str],
-    codec: PackCodec,
+    codec: PackCodec | None,
     divide: int | None,
 ) -> list[list[tf.Tensor]]:
     """All-reduces one pack: `held[d]` are the tensors of device `d`; the results likewise.
 
     Encoded values are added in 16 bits, with one scale for all devices.
     """
-    if codec.codec.dtype is not None:
+    if codec is not None:
         return _reduce_encoded(held, devices, codec, divide)
     wide = _on_each(devices, lambda own: [numerics.upcast(tensor) for tensor in own], held)
     totals = _sum_each(wide, devices)
@@ -235,15 +233,7 @@ def differentiable_sum(tensors: Sequence[tf.Tensor], devices: tuple[str, ...]) -
     Each result is the sum of all inputs, so the gradient of each input is the sum of the gradients
     of all results: an all-reduce again, of any order.
     """
-    # A gradient of all tensors together needs an op that all pass through, and TensorFlow's is on
-    # one device. So the inputs go there, not the sums: a gradient sees that op, but it is pruned
-    # before the step runs, as nothing uses its values.
-    passed = _gradient_of_sum(devices).passed(tensors)
-    results = []
-    for total, tensor, device in zip(_emit(tensors, devices), passed, devices, strict=True):
-        with tf.device(device):
-            results.append(gradients.with_gradient_of(total, tensor))
-    return results
+    return _gradient_of_sum(devices).of(_emit(tensors, devices), tensors, devices)
 
 
 @functools.cache
@@ -260,7 +250,7 @@ def _emit(
         with tf.device(device):
             sums.append(
                 tf.raw_ops.NcclAllReduce(
-                    input=tf.stop_gradient(tensor),  # See `differentiable_sum`.
+                    input=tf.stop_gradient(tensor),  # See `JointGradient.of`.
                     reduction=reduction,
                     num_devices=len(devices),
                     shared_name=shared_name,
@@ -286,23 +276,10 @@ def _serialize_calls(sums: Sequence[tf.Tensor]) -> None:
     they write to the same resource and the function waits for the write; nothing else tells it that
     they must. A graph of TensorFlow 1 does not order calls: there, call such a function once in a
     step.
-
-    Args:
-      sums: the results of the kernels of a pack.
     """
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return
-    with _counter_lock:
-        counter = _sequencing_counter()
+    counter = handles.bare_variable(_PROCESS, _HOST, tf.int32)
     with tf.control_dependencies(sums), tf.device(_HOST):
         write = tf.raw_ops.AssignAddVariableOp(resource=tf_internals.captured(counter), value=1)
     tf_internals.run_before_function_returns(write)
-
-
-@functools.lru_cache(maxsize=1)
-def _sequencing_counter() -> tf.Tensor:
-    """Makes a counter that nobody reads: a bare handle, as a strategy would mirror a variable."""
-    with tf.init_scope(), tf.device(_HOST):
-        handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"tfcdo_{_PROCESS}")
-        tf.raw_ops.AssignVariableOp(resource=handle, value=0)
-        return handle

@@ -1,8 +1,8 @@
-"""Numerics: additions, casts, and the last op on the sum at the root."""
+"""Numerics: additions, casts, sizes, shapes and cuts of tensors, as ops take them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -35,10 +35,7 @@ def cast(value: Any, dtype: tf.DType, device: str) -> Any:
 
 
 def add(values: Sequence[tf.Tensor], name: str | None = None) -> tf.Tensor:
-    """Adds tensors of one shape on the current device, 16-bit floats in 32 bits.
-
-    Each is of the values' dtype or already a partial sum; `name` is the op's name in a graph.
-    """
+    """Adds tensors of one shape, or partial sums of them, on the current device; see `upcast`."""
     if len(values) == 1:
         return values[0]
     # All are tensors already, so there is nothing that tf.add_n has to convert or check.
@@ -50,3 +47,56 @@ def finish(total: tf.Tensor, divide: int | None, dtype: tf.DType) -> tf.Tensor:
     if divide is not None:
         total = total / tf.cast(divide, total.dtype)
     return tf.cast(total, dtype) if dtype in _WIDER else total
+
+
+def int64(numbers: Iterable[int | None]) -> tf.Tensor:
+    """Returns sizes or a shape as an op takes them."""
+    # TensorFlow 2.21 mixes up 32-bit ones: of eager ops that several threads run on a virtual CPU
+    # device, one may get the sizes that were meant for another.
+    return tf.constant(list(numbers), tf.int64)
+
+
+def stack(numbers: Sequence[Any]) -> tf.Tensor:
+    """Returns sizes or a shape of numbers some of which may be tensors."""
+    if all(isinstance(number, int) for number in numbers):
+        return int64(numbers)
+    return tf.stack([tf.cast(number, tf.int64) for number in numbers])
+
+
+def flatten(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor with one axis, as it is if it has one already."""
+    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, int64([-1]))
+
+
+def size(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the number of a tensor's elements: a constant where it is known."""
+    known = tensor.shape.num_elements()
+    return tf.size(tensor, tf.int64) if known is None else tf.constant(known, tf.int64)
+
+
+def shape(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor's shape as an op takes it: a constant where it is known."""
+    known = tensor.shape.is_fully_defined()
+    return int64(tensor.shape.as_list()) if known else tf.shape(tensor, tf.int64)
+
+
+def cut_like(flat: tf.Tensor, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Cuts a tensor with one axis into parts of the shapes of others that it holds end to end."""
+    parts = tf.split(flat, tf.stack([size(tensor) for tensor in tensors]), num=len(tensors))
+    return [tf.reshape(part, shape(tensor)) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def axis_first(rank: tf.Tensor, axis: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the permutation of axes that puts one first, and the one that puts it back."""
+    axis = tf.cast(axis, tf.int32) % rank
+    before, after = tf.range(axis), tf.range(axis + 1, rank)
+    return tf.concat([[axis], before, after], 0), tf.concat([before + 1, [0], after], 0)
+
+
+def copied(value: Any, device: str) -> Any:
+    """Copies a tensor or `tf.IndexedSlices` to a device."""
+    with tf.device(device):
+        if not isinstance(value, tf.IndexedSlices):
+            return tf.identity(value)
+        shape = None if value.dense_shape is None else tf.identity(value.dense_shape)
+        return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), shape)

@@ -1,17 +1,26 @@
-"""Questions: checked reductions, grouped and described so that one plan answers each."""
+"""Questions: checked reductions, grouped so that one plan answers each, and its run."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import log
-from tfcdo.execute import handles
+from tfcdo import log, tf_internals
+from tfcdo.execute import copy_trees, handles, interpreter
+from tfcdo.execute.between import Network, begin_exchange
+from tfcdo.execute.feedback import Residuals
+from tfcdo.execute.interpreter import Runtime
 from tfcdo.execute.request import Reduction
-from tfcdo.plan.plan import Batch, Request, ValueSpec
+from tfcdo.plan.options import Options
+from tfcdo.plan.plan import Batch, Plan, Request, ValueSpec
+
+Accumulate = Callable[[Sequence[tf.Tensor], str], tf.Tensor]
+_lock = threading.Lock()  # All threads must get the same function for the same residuals.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,42 +39,103 @@ class Question:
     devices: tuple[str, ...]
     positions: tuple[int, ...]
 
+    def run(
+        self,
+        plan: Plan,
+        network: Network | None,
+        residuals: Residuals | None,
+        accumulate: Accumulate,
+        axis: Any = None,
+        remembered: bool = True,
+    ) -> list[tuple[int, Any]]:
+        """Runs a plan; returns results, or sums on owners, with positions in the caller's batch.
 
-def placed(reduction: Reduction, known: Callable[[Sequence[str]], tuple[str, ...]]) -> Reduction:
-    """Returns a reduction with the devices filled in that are not known while tracing."""
-    if all(reduction.devices) and all(reduction.destinations):
-        return reduction
-    return dataclasses.replace(
-        reduction,
-        devices=known(reduction.devices),
-        destinations=known(reduction.destinations),
-    )
+        For the other arguments see `Runtime`.
+        """
+        devices = self.devices
+        if network is not None and any(pack.over_hosts for pack in plan.packs):
+            # The members of a collective are known by their devices, so each replica takes part
+            # with its own, even where several values lie on one: TensorFlow would wait for ever.
+            devices = network.devices
+        if plan.one_function and tf.executing_eagerly():
+            # The ops wait for each other, so they must run at the same time, not one by one. A
+            # concrete function is one even where tf.config.run_functions_eagerly(True) rules.
+            values = [list(value) for value in self.values]
+            function = _eager_function(plan, devices, network, residuals)
+            results = function.get_concrete_function(values)(values)
+            # A function's result is on the device of its last op; TensorFlow may name another.
+            results = [
+                [copy_trees.copy([own], to)[0] for own, to in zip(value, self.devices, strict=True)]
+                for value in results
+            ]
+        else:
+            exchange = begin_exchange(network, plan)
+            runtime = Runtime(exchange, residuals, accumulate, axis, remembered)
+            results = interpreter.run(plan, self.values, devices, runtime)
+        found = []
+        for position, result, asked in zip(
+            self.positions, results, self.batch.requests, strict=True
+        ):
+            nodes = asked.to if asked.owner is None else (asked.owner,)
+            found.append((position, tf_internals.mirrored([result[node] for node in nodes])))
+        return found
+
+    def emit(self, plan: Plan, network: Network | None, accumulate: Accumulate) -> None:
+        """Creates the ops of a plan in the current graph, without residuals: nothing is reduced."""
+        results = self.run(plan, network, None, accumulate, remembered=False)
+        if self.batch.has_owners:
+            interpreter.broadcast(plan, [result for _, result in results], self.devices)
+
+    def check_known_shapes(self) -> None:
+        """Raises `ValueError` unless all shapes are known while a function is traced."""
+        for value, asked in zip(self.values, self.batch.requests, strict=True):
+            if asked.value.size is None:
+                raise ValueError(
+                    "error_feedback needs values whose shapes are known while a function is "
+                    f"traced; got {value[0].dtype.name} of shape {value[0].shape}"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Owned:
+    """Values that were summed on their owners: the first half of plans.
+
+    Attributes:
+      sums: each sum, on its owner, which updates a variable with it.
+      halves: the plans, whose trees the variables are sent down, with their questions.
+    """
+
+    sums: tuple[Any, ...]
+    halves: tuple[tuple[Question, Plan], ...]
+
+    def send(self, values: Sequence[Any]) -> list[list[Any]]:
+        """Sends a tensor, or some rows of it, for each value from its owner: `[value][device]`."""
+        results: dict[int, list[Any]] = {}
+        for question, plan in self.halves:
+            here = [values[position] for position in question.positions]
+            arrived = interpreter.broadcast(plan, here, question.devices)
+            results.update(zip(question.positions, arrived, strict=True))
+        return [results[position] for position in range(len(values))]
 
 
 def questions(
     op: Any,
     reductions: Sequence[Reduction],
-    *,
-    num_hosts: int,
+    options: Options,
+    network: Network | None,
     root: str | None,
-    one_device: bool,
     user: bool,
-    tables: bool,
     axis: Any = None,
 ) -> list[Question]:
     """Divides a batch into questions: one for each set of devices, and for rows.
 
-    Args:
-      op: see `tfcdo.plan.plan.Batch`.
-      reductions: the checked pairs.
-      num_hosts: the number of hosts.
-      root: the device that everything is reduced on; None for none.
-      one_device: whether everything is reduced on one device.
-      user: whether an accumulation_fn combines the values.
-      tables: whether `tf.IndexedSlices` become tables first.
-      axis: the axis to gather along.
+    With an `axis`, values are gathered along it. For `op` and `user` see `tfcdo.plan.plan.Batch`;
+    `root` is the device that `Options.one_device` reduces on, None for the first destination.
     """
+    one_device, tables = options.one_device, options.sparse_as_dense is True
     groups: dict[Any, list[int]] = {}
+    if network is not None:
+        reductions = [_placed(reduction, network) for reduction in reductions]
     for position, reduction in enumerate(reductions):
         everywhere = reduction.is_all_reduce and not one_device
         to = None if everywhere else reduction.destinations
@@ -92,7 +162,7 @@ def questions(
         batch = Batch(
             op,
             len(devices),
-            num_hosts,
+            network.num_hosts if network else 1,
             tuple(map(handles.device_number, nodes)),
             requests,
             chosen,
@@ -102,6 +172,15 @@ def questions(
         values = tuple(reduction.values for reduction in members)
         found.append(Question(batch, values, tuple(nodes), tuple(positions)))
     return found
+
+
+def _placed(reduction: Reduction, network: Network) -> Reduction:
+    """Returns a reduction with the devices filled in that are not known while tracing."""
+    if all(reduction.devices) and all(reduction.destinations):
+        return reduction
+    known = map(network.with_known_devices, (reduction.devices, reduction.destinations))
+    devices, destinations = known
+    return dataclasses.replace(reduction, devices=devices, destinations=destinations)
 
 
 def _stays_rows(reduction: Reduction, tables: bool) -> bool:
@@ -143,11 +222,30 @@ def _nodes_of(reduction: Reduction, nodes: Sequence[str]) -> tuple[int, ...]:
     return tuple(nodes.index(device) for device in reduction.destinations)
 
 
-def check_known_shapes(question: Question) -> None:
-    """Raises `ValueError` unless all shapes are known while a function is traced."""
-    for value, asked in zip(question.values, question.batch.requests, strict=True):
-        if asked.value.size is None:
-            raise ValueError(
-                "error_feedback needs values whose shapes are known while a function is traced; "
-                f"got {value[0].dtype.name} of shape {value[0].shape}"
-            )
+def _eager_function(
+    plan: Plan, devices: tuple[str, ...], network: Network | None, residuals: Residuals | None
+) -> Any:
+    """Returns the function that runs a plan eagerly; it lives as long as its residuals."""
+    if residuals is None:
+        return _function(plan, devices, network)
+    with _lock:
+        if (plan, devices) not in residuals.functions:
+            residuals.functions[plan, devices] = _make_function(plan, devices, network, residuals)
+        return residuals.functions[plan, devices]
+
+
+def _make_function(
+    plan: Plan,
+    devices: tuple[str, ...],
+    network: Network | None,
+    residuals: Residuals | None = None,
+) -> Any:
+    def reduce(values: Any) -> list[list[Any]]:
+        runtime = Runtime(begin_exchange(network, plan), residuals)
+        return interpreter.run(plan, values, devices, runtime)
+
+    return tf.function(reduce, autograph=False)
+
+
+# Tracing costs much more than running; the bound keeps a process that draws ever new shapes small.
+_function = functools.lru_cache(maxsize=64)(_make_function)

@@ -45,22 +45,18 @@ class Reduction:
         return distinct and sorted(self.devices) == sorted(self.destinations)
 
 
-def check_reduce_op(reduce_op: Any) -> None:
-    """Raises `ValueError` unless `reduce_op` is `tf.distribute.ReduceOp.SUM` or `MEAN`."""
+def check_reduce_op(reduce_op: Any) -> str:
+    """Returns "sum" or "mean" for `tf.distribute.ReduceOp.SUM` or `MEAN`."""
     if not isinstance(reduce_op, tf.distribute.ReduceOp):
         raise ValueError(
             "reduce_op must be tf.distribute.ReduceOp.SUM or tf.distribute.ReduceOp.MEAN; "
             f"got {reduce_op!r}"
         )
+    return "mean" if reduce_op == tf.distribute.ReduceOp.MEAN else "sum"
 
 
 def check_count(name: str, value: Any) -> int:
-    """Returns the argument `name` as an int if it is a whole number of at least 0.
-
-    Raises:
-      TypeError: if it is not an int of Python's or numpy's; a bool is not one here.
-      ValueError: if it is negative.
-    """
+    """Returns the argument `name` as an int; it must be a whole number of at least 0."""
     count = int(value) if isinstance(value, np.integer) else value
     checks.check_int(name, count, at_least=0)
     return count
@@ -106,12 +102,7 @@ def check_numeric(reductions: Sequence[Reduction]) -> None:
 
 
 def check_error_feedback(value: Any, wire: str | None, argument: str = "wire_dtype") -> None:
-    """Raises unless `error_feedback` is a bool, and False where the other argument casts nothing.
-
-    Raises:
-      TypeError: if it is not a bool.
-      ValueError: if it is True and nothing is cast.
-    """
+    """Raises unless `error_feedback` is a bool, and False if the other argument casts nothing."""
     if not isinstance(value, bool):
         raise TypeError(f"error_feedback must be True or False; got {value!r}")
     if value and wire is None:
@@ -122,21 +113,10 @@ def check_error_feedback(value: Any, wire: str | None, argument: str = "wire_dty
 
 
 def check_pairs(value_destination_pairs: Any, by_strategy: bool = False) -> list[Reduction]:
-    """Checks the pairs that a `batch_reduce` is called with.
+    """Checks the pairs that a `batch_reduce` is called with, by a strategy or a direct caller.
 
     An optimizer reduces all gradients in one batch. A synchronized layer reduces each statistic
     alone, and nothing else distinguishes the two: a value that a strategy reduces alone is exact.
-
-    Args:
-      value_destination_pairs: an iterable of `(value, destinations)` tuples.
-      by_strategy: whether a strategy reduces them, rather than a direct caller.
-
-    Returns:
-      One `Reduction` per pair, in order.
-
-    Raises:
-      ValueError: if it is not an iterable of 2-tuples, a destination is not a device, or the
-        replicas of a value differ in dtype, static shape or kind.
     """
     expected = "value_destination_pairs must be a list of (value, destinations) tuples"
     if not isinstance(value_destination_pairs, Iterable) or tf.is_tensor(value_destination_pairs):
@@ -154,20 +134,19 @@ def check_pairs(value_destination_pairs: Any, by_strategy: bool = False) -> list
     return reductions
 
 
+def check_owned(
+    values: Sequence[Any], owners: Sequence[int], devices: Sequence[str]
+) -> list[Reduction]:
+    """Checks values, one component a device, of which each is to be summed on one device."""
+    pairs = check_pairs([(value, value) for value in values])
+    return [
+        dataclasses.replace(pair, devices=tuple(devices), destinations=tuple(devices), owner=owner)
+        for pair, owner in zip(pairs, owners, strict=True)
+    ]
+
+
 def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
-    """Checks one value and its destinations.
-
-    Args:
-      value: a `tf.distribute.DistributedValues`, or anything `tf.convert_to_tensor` takes.
-      destinations: see `devices_of`.
-      name: put before an error message, to say which pair it is about.
-
-    Returns:
-      The checked pair.
-
-    Raises:
-      ValueError: as for `check_pairs`.
-    """
+    """Checks one value and its destinations; `name` begins error messages."""
     try:
         reduction = _reduction(value, destinations)
         _check_replicas_agree(reduction)
@@ -194,21 +173,7 @@ def _is_variable(value: Any) -> bool:
 
 
 def check_gather(value: Any, destinations: Any, axis: Any) -> Reduction:
-    """Checks a value whose replicas are to be concatenated along an axis.
-
-    Args:
-      value: as for `check_pair`.
-      destinations: see `devices_of`.
-      axis: the axis, an int or a 0-D tensor of ints; from the end if it is negative.
-
-    Returns:
-      The checked pair.
-
-    Raises:
-      TypeError: if `axis` is not an integer.
-      ValueError: if the replicas differ in dtype, or in shape other than along `axis`, or are
-        slices, or have no such axis, or a destination is not a device.
-    """
+    """Checks a value whose replicas are to be concatenated along an axis, also a tensor."""
     known_axis = _static_axis(axis)
     reduction = _reduction(value, destinations)
     if any(isinstance(component, tf.IndexedSlices) for component in reduction.values):
@@ -242,11 +207,7 @@ def _without_axis(shape: tf.TensorShape, axis: int) -> tf.TensorShape:
 
 
 def check_broadcast(tensor: Any) -> Any:
-    """Returns the tensor or `tf.IndexedSlices` to broadcast.
-
-    Raises:
-      ValueError: if it is neither, and cannot be converted to a tensor.
-    """
+    """Returns the argument `tensor` of `broadcast` as a tensor or `tf.IndexedSlices`."""
     if isinstance(tensor, tf_internals.DistributedValues):
         raise ValueError(f"tensor must be one tensor to broadcast; got {brief(tensor)}")
     return _as_tensor(tensor, "", "tensor")

@@ -79,7 +79,7 @@ def _add_tables(tree: CopyTree, parts: Parts, devices: Sequence[str]) -> tf.Inde
                 tf.ones_like(part.indices, tf.int32), part.indices, part.dense_shape
             )
         tables.append((to_table(part, device), to_table(ones, device)))
-    total, touched = copy_trees.reduce_up(tree, tables, devices, _add_pairs)
+    total, touched = copy_trees.reduce_up(tree, tables, devices, numerics.add)
     with tf.device(devices[tree.root]):
         there = tf.reshape(tf.where(touched > 0), [-1])
         return tf.IndexedSlices(
@@ -87,10 +87,6 @@ def _add_tables(tree: CopyTree, parts: Parts, devices: Sequence[str]) -> tf.Inde
             tf.cast(there, _index_dtype(_present(parts))),
             _present(parts)[0].dense_shape,
         )
-
-
-def _add_pairs(pairs: Sequence[tuple[tf.Tensor, tf.Tensor]], name: str) -> Any:
-    return tuple(numerics.add(operands, name) for operands in zip(*pairs, strict=True))
 
 
 def add(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfcdo.execute import numerics
-from tfcdo.execute import tensors as shapes
 from tfcdo.execute.codec import PackCodec
 
 # Exchanges rows of one dtype that TensorFlow's collective ops copy, with a row for each host.
@@ -28,18 +27,11 @@ def all_reduce(
     all_to_all: Collective,
     gather: Collective,
 ) -> tf.Tensor:
-    """Adds up the tensors of all hosts, on the current device.
+    """Adds up the tensors of all hosts, of one shape, on the current device: a node.
 
     Each value is rounded once on its host and the sum of all once more. All hosts, also the one
-    that forms a sum, take it as it is sent, so they get bitwise the same.
-
-    Args:
-      tensor: the values of a pack, float32 or float64; of the same shape on all hosts.
-      codec: how they are encoded.
-      node: the device, whose rounding errors are kept.
-      num_hosts: the number of hosts.
-      all_to_all: sends row `h` to host `h`, and returns the rows that arrive, in their order.
-      gather: concatenates the one row that each host gives.
+    that forms a sum, take it as it is sent, so they get bitwise the same. `all_to_all` sends row
+    `h` to host `h` and returns the rows that arrive; `gather` concatenates the hosts' rows.
     """
     # An int if it is known. Without values zeros are sent, as a collective needs data.
     known = tensor.shape.num_elements()
@@ -51,13 +43,13 @@ def all_reduce(
         own = dataclasses.replace(codec, cast=cast)
         return own.decode_rows(collective(own.encode_rows(rows, node)), blocks, block)
 
-    flat, missing = shapes.flatten(tensor), num_hosts * blocks * block - size
+    flat, missing = numerics.flatten(tensor), num_hosts * blocks * block - size
     if known is None or missing:
-        flat = tf.concat([flat, tf.zeros(shapes.stack([missing]), flat.dtype)], 0)
-    rows = tf.reshape(flat, shapes.stack([num_hosts, blocks, block]))
+        flat = tf.concat([flat, tf.zeros(numerics.stack([missing]), flat.dtype)], 0)
+    rows = tf.reshape(flat, numerics.stack([num_hosts, blocks, block]))
     arrived = copied(rows, "_shares", all_to_all)
     total = numerics.add(tf.unstack(arrived, num_hosts))
-    sums = shapes.flatten(copied(total[tf.newaxis], "_sums", gather))
+    sums = numerics.flatten(copied(total[tf.newaxis], "_sums", gather))
     if known is None or missing:
-        sums = tf.slice(sums, shapes.stack([0]), shapes.stack([size]))
-    return tf.reshape(sums, shapes.shape(tensor))
+        sums = tf.slice(sums, numerics.stack([0]), numerics.stack([size]))
+    return tf.reshape(sums, numerics.shape(tensor))

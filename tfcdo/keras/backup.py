@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import io
 import math
 import os
 import pathlib
@@ -226,17 +227,17 @@ class BackupAndRestore(Callback):
     def _save(self, to_disk: bool = True) -> None:
         """Copies the state between two steps, and has it written; all hosts must call it."""
         position = self._progress.position
-        header = {"training": self._training, "progress": dataclasses.asdict(self._progress)}
-        copy = training_state.copy(self.model, header, with_metrics=position[1] > 0)
+        header, values = training_state.copy(self.model, with_metrics=position[1] > 0)
+        header |= {"training": self._training, "progress": dataclasses.asdict(self._progress)}
         if to_disk:
             self._saved_position = position
         self._finish_writing()
         folders = self._folders(to_disk)
 
         def write() -> None:
-            arrays = copy.fetch()
+            arrays = training_state.fetch(values)
             for folder in folders:
-                folder.write(position, copy.header, arrays)
+                folder.write(position, header, arrays)
 
         if folders:
             self._writing = _writer.submit(write)
@@ -281,9 +282,9 @@ class BackupAndRestore(Callback):
         if any(position != newest for position in positions):
             # A host on a new machine, or whose file system is not up to date.
             data = own.path.read_bytes() if own is not None and host == source else b""
-            data = host_exchange.copy_from(strategy, data, source)
+            data = host_exchange.gather(strategy, data)[source]
             if own is None or own.position != newest:
-                return backup_folder.read_bytes(data)
+                return backup_folder.read(io.BytesIO(data))
         assert own is not None
         return own.header, own.arrays
 

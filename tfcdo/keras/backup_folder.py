@@ -33,8 +33,6 @@ _KEPT = 2
 _MEMORY = pathlib.Path("/dev/shm")
 # Snapshots of a job that has ended are kept so long for its next start.
 _ABANDONED_SECONDS = 24 * 3600.0
-# In folders of other classes: Keras's, and tfcdo's own before it continued inside an epoch.
-_OTHER_BACKUPS = ("*.weights.h5", "epoch-[0-9]*/")
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 
 
@@ -102,9 +100,8 @@ class BackupFolder:
         return []
 
     def backups_of_others(self) -> list[str]:
-        """Returns the names of backups that other classes have written, which are not read."""
-        found = {path.name for form in _OTHER_BACKUPS for path in self.path.glob(form)}
-        return sorted(found)
+        """Returns the names of backups that Keras's class has written, which are not read."""
+        return sorted(path.name for path in self.path.glob("*.weights.h5"))
 
     def file(self, position: Position) -> pathlib.Path:
         """Returns the path of a backup."""
@@ -120,7 +117,8 @@ class BackupFolder:
         for position in self.positions():
             path = self.file(position)
             try:
-                header, arrays = read(path)
+                with path.open("rb") as file:
+                    header, arrays = read(file)
             except _UNREADABLE as error:
                 damaged.append(f"{path.name} ({type(error).__name__}: {error})")
                 log.warn_once(f"the backup {path} cannot be read, so an older one is used: {error}")
@@ -236,18 +234,10 @@ def _memory_name(backup_dir: pathlib.Path) -> str:
     return f"tfcdo-{os.getuid()}-{name}"
 
 
-def read(path: pathlib.Path) -> tuple[Header, Arrays]:
+def read(file: IO[bytes]) -> tuple[Header, Arrays]:
     """Returns the header and the arrays of a backup; an error if a bit is not as it was."""
-    with path.open("rb") as file, np.load(file) as archive:
-        return _parts(dict(archive))
-
-
-def read_bytes(data: bytes) -> tuple[Header, Arrays]:
-    """Returns the header and the arrays of a backup that another host has read."""
-    return _parts(host_exchange.unpack(data))
-
-
-def _parts(arrays: dict[str, np.ndarray]) -> tuple[Header, Arrays]:
+    with np.load(file) as archive:
+        arrays = dict(archive)
     return json.loads(arrays.pop(_HEADER).tobytes()), arrays
 
 

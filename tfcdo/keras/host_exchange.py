@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Mapping
 from typing import IO, Any
@@ -10,7 +11,7 @@ from typing import IO, Any
 import numpy as np
 import tensorflow as tf
 
-_CHUNK = 64 << 20  # Bytes that are sent at once from one host to all.
+_CHUNK = 64 << 20  # Bytes that hosts exchange at once; 4 divides it.
 
 
 def host_of(strategy: tf.distribute.Strategy) -> tuple[int, int]:
@@ -42,15 +43,20 @@ def unpack(data: bytes) -> dict[str, np.ndarray]:
 
 def gather(strategy: tf.distribute.Strategy, data: bytes) -> list[bytes]:
     """Returns the bytes of each host, in order, on every host; all must call it."""
-    _, hosts = host_of(strategy)
+    host, hosts = host_of(strategy)
     if hosts == 1:
         return [data]
-    sizes = _gathered(strategy, np.frombuffer(np.int64(len(data)).tobytes(), np.uint8), hosts)
-    lengths = [int(np.frombuffer(size.tobytes()[:8], np.int64)[0]) for size in sizes]
-    padded = np.zeros(max(max(lengths), 1), np.uint8)
-    padded[: len(data)] = np.frombuffer(data, np.uint8)
-    rows = _gathered(strategy, padded, hosts)
-    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+    lengths = np.zeros(hosts, np.int64)
+    lengths[host] = len(data)
+    ends = np.cumsum(np.frombuffer(_joined(strategy, lengths.view(np.uint8)), np.int64)).tolist()
+    start = ends[host] - len(data)
+    whole = bytearray()
+    for begin in range(0, ends[-1], _CHUNK):
+        chunk = np.zeros(min(_CHUNK, ends[-1] - begin), np.uint8)
+        own = data[max(0, begin - start) : max(0, begin + _CHUNK - start)]
+        chunk[max(0, start - begin) :][: len(own)] = np.frombuffer(own, np.uint8)
+        whole += _joined(strategy, chunk)
+    return [bytes(whole[begin:end]) for begin, end in itertools.pairwise([0, *ends])]
 
 
 def gather_json(strategy: tf.distribute.Strategy, value: Any) -> list[Any]:
@@ -58,43 +64,18 @@ def gather_json(strategy: tf.distribute.Strategy, value: Any) -> list[Any]:
     return [json.loads(data) for data in gather(strategy, json.dumps(value).encode())]
 
 
-def copy_from(strategy: tf.distribute.Strategy, data: bytes, source: int) -> bytes:
-    """Returns the bytes of one host on every host; all must call it."""
-    host, hosts = host_of(strategy)
-    if hosts == 1:
-        return data
-    length = gather_json(strategy, len(data))[source]
-    parts = []
-    for start in range(0, length, _CHUNK):
-        end = min(length, start + _CHUNK)
-        # Sums of integers are exact, and all other hosts add zeros.
-        part = np.zeros(-(-(end - start) // 4), np.int32)
-        if host == source:
-            part.view(np.uint8)[: end - start] = np.frombuffer(data[start:end], np.uint8)
-        whole = strategy.reduce("SUM", _on_first_replica(strategy, part), axis=None).numpy()
-        parts.append(whole.tobytes()[: end - start])
-    return b"".join(parts)
-
-
-def _gathered(strategy: tf.distribute.Strategy, row: np.ndarray, hosts: int) -> np.ndarray:
-    """Gathers one row of bytes a host, each of which is split among the host's replicas."""
-    devices = strategy.num_replicas_in_sync // hosts
-    row = np.concatenate([row, np.zeros(-len(row) % devices, np.uint8)])
-    parts = np.split(row, devices)
-    values = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(parts[context.replica_id_in_sync_group % devices][None])
-    )
-    gathered: np.ndarray = strategy.gather(values, axis=0).numpy()
-    return gathered.reshape(hosts, -1)
-
-
-def _on_first_replica(strategy: tf.distribute.Strategy, value: np.ndarray) -> Any:
+def _joined(strategy: tf.distribute.Strategy, own: np.ndarray) -> bytes:
+    """Returns bytes of which each host gives its own, and zeros elsewhere."""
+    # Sums of integers are exact.
+    own = np.concatenate([own, np.zeros(-len(own) % 4, np.uint8)]).view(np.int32)
     devices = len(strategy.extended.worker_devices)
-    return strategy.experimental_distribute_values_from_function(
+    values = strategy.experimental_distribute_values_from_function(
         lambda context: tf.constant(
-            value if context.replica_id_in_sync_group % devices == 0 else np.zeros_like(value)
+            own if context.replica_id_in_sync_group % devices == 0 else np.zeros_like(own)
         )
     )
+    joined: bytes = strategy.reduce("SUM", values, axis=None).numpy().tobytes()
+    return joined
 
 
 def _plain(array: np.ndarray) -> np.ndarray:

@@ -111,11 +111,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         super().__setattr__(name, value)
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes the variables of the optimizer inside.
-
-        Args:
-          variables: the trainable variables.
-        """
+        """Makes the variables of the optimizer inside, for the trainable variables."""
         if self.built:
             return
         if not self.inner_optimizer.built:
@@ -130,16 +126,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Sums gradients over replicas and updates the variables.
-
-        Args:
-          grads: one gradient per variable; None for a variable without one.
-          trainable_variables: the variables; None for those that the optimizer was built with.
-
-        Raises:
-          ValueError: if called where replicas meet rather than on each, or if the optimizer was not
-            made in the scope of the strategy that runs.
-        """
+        """Sums gradients over replicas and updates the variables; call it on each replica."""
         strategy = tf.distribute.get_strategy()
         if not tf.distribute.has_strategy():
             self.inner_optimizer.apply(grads, trainable_variables)
@@ -179,11 +166,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         return list(self.inner_optimizer.variables)
 
     def state_bytes(self) -> dict[str, int]:
-        """Returns the bytes of the optimizer's variables on each device of this host.
-
-        Returns:
-          The number of bytes by device; empty before the optimizer is built.
-        """
+        """Returns the bytes of the optimizer's variables on each device of this host."""
         held: dict[str, int] = {}
         for variable in self.variables if self.built else ():
             for component in getattr(variable.value, "values", (variable.value,)):
@@ -211,64 +194,29 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         return list(self.inner_optimizer.optimizers)
 
     def scale_loss(self, loss: Any) -> Any:
-        """Scales a loss as the optimizer inside does.
-
-        Args:
-          loss: the loss.
-
-        Returns:
-          The scaled loss.
-        """
+        """Scales a loss as the optimizer inside does."""
         return self.inner_optimizer.scale_loss(loss)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Gives variables their values at the end of training, such as their moving average.
-
-        Args:
-          var_list: the variables.
-        """
+        """Gives variables their values at the end of training, such as their moving average."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
     ) -> None:
-        """Excludes variables from weight decay; call it before the optimizer is built.
-
-        Args:
-          var_list: the variables.
-          var_names: parts of the names of variables.
-        """
+        """Excludes variables, or parts of names, from weight decay; call it before `build`."""
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets the variables of the optimizer inside.
-
-        Args:
-          weights: one array per variable.
-        """
+        """Sets the variables of the optimizer inside."""
         self.inner_optimizer.set_weights(weights)
 
     def save_own_variables(self, store: Any) -> None:
-        """Saves the variables of the optimizer inside where it would save them alone.
-
-        Args:
-          store: where an optimizer's variables go.
-        """
+        """Saves the variables of the optimizer inside where it would save them alone."""
         self.inner_optimizer.save_own_variables(store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Loads the variables of the optimizer inside.
-
-        Args:
-          store: where an optimizer's variables come from.
-
-        Raises:
-          ValueError: if the variables belong to another optimizer.
-        """
-        # Files of tfcdo's development versions have the state one level deeper.
-        nested = getattr(store, "h5_file", {}).get("optimizer/inner_optimizer/vars")
-        if not store.keys() and nested is not None:
-            store = {key: nested[key][()] for key in nested}
+        """Loads the variables of the optimizer inside; a ValueError if they are of another one."""
         saved, here = len(store.keys()), len(self.inner_optimizer.variables)
         if saved and self.inner_optimizer.built and saved != here:
             raise ValueError(
@@ -294,15 +242,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> DistributedOptimizer:
-        """Makes an optimizer from a configuration.
-
-        Args:
-          config: what `get_config` returned.
-          custom_objects: classes that Keras does not know, by name.
-
-        Returns:
-          The optimizer, without variables.
-        """
+        """Makes an optimizer, without variables, from what `get_config` returned."""
         optimizer = keras.saving.deserialize_keras_object(config["optimizer"], custom_objects)
         sharded = config.get("shard_optimizer_state", False)
         return cls(optimizer, name=config.get("name"), shard_optimizer_state=sharded)

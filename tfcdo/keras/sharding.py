@@ -183,13 +183,7 @@ def _at_owner(leaf: Any, shards: Shards, index: int) -> Iterator[None]:
 def update(leaf: Any, shards: Shards, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     """Sums gradients on the owners of their variables, updates these there, and sends them.
 
-    Call it where the replicas meet.
-
-    Args:
-      leaf: the optimizer.
-      shards: who owns which variable.
-      gradients: one per variable, each with a component per replica.
-      variables: the variables.
+    Call it where the replicas meet; each gradient has a component per replica.
     """
     owner = [shards.owner_of(variable) for variable in variables]
     gradients = list(map(_in_dtype, gradients, variables))

@@ -64,12 +64,7 @@ class SkipBatches:
 
 
 def batches_before(epoch_iterator: Any, epochs: int) -> int:
-    """Returns how many batches of earlier epochs the iterator of the next epoch has given.
-
-    Args:
-      epoch_iterator: by which `fit` takes its batches.
-      epochs: how many epochs are done.
-    """
+    """Returns how many batches of earlier epochs `fit`'s iterator of the next epoch has given."""
     size: int | None = epoch_iterator.data_adapter.num_batches
     if not epoch_iterator.steps_per_epoch:
         return 0  # Each epoch has an iterator of its own.

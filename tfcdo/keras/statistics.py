@@ -37,16 +37,10 @@ class SynchronizeStatistics(Callback):
         self._synchronize()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Synchronizes the statistics; Keras calls it."""
+        """Synchronizes the statistics; Keras calls it, also before `evaluate` and `predict`."""
         self._synchronize()
 
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Synchronizes the statistics; Keras calls it."""
-        self._synchronize()
-
-    def on_predict_begin(self, logs: Any = None) -> None:
-        """Synchronizes the statistics; Keras calls it."""
-        self._synchronize()
+    on_test_begin = on_predict_begin = on_train_end
 
     def set_model(self, model: keras.Model) -> None:
         """Takes the model whose statistics to synchronize; Keras calls it."""
@@ -67,14 +61,7 @@ class SynchronizeStatistics(Callback):
 
 
 def statistics_of(model: keras.Model) -> list[keras.Variable]:
-    """Returns the variables of a model that are neither trained nor meant to be: its statistics.
-
-    Args:
-      model: the model.
-
-    Returns:
-      Floating-point variables, without the variables of frozen layers.
-    """
+    """Returns the floating-point variables of a model that are not meant to be trained."""
     return [
         variable
         for variable in model.non_trainable_variables

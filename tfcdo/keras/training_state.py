@@ -19,6 +19,7 @@ from tfcdo import log, tf_internals
 from tfcdo.keras import host_exchange, updates
 
 Arrays = dict[str, np.ndarray]
+Values = Mapping[str, tf.Tensor | np.ndarray]
 FORMAT = 1
 
 # How values of replicas become values of another number of replicas.
@@ -42,26 +43,15 @@ class _StateEntry:
         return [self.name, component.shape.as_list(), component.dtype.name]
 
 
-@dataclasses.dataclass(frozen=True)
-class Copy:
-    """Values of one moment: tensors that have not been fetched yet, and arrays of all hosts."""
-
-    header: Mapping[str, Any]
-    tensors: Mapping[str, tf.Tensor]
-    arrays: Mapping[str, np.ndarray]
-
-    def fetch(self) -> Arrays:
-        """Returns all values by name; this takes the time of copying them."""
-        return _without_copies({**_as_arrays(self.tensors), **self.arrays})
-
-
-def copy(model: keras.Model, header: Mapping[str, Any], with_metrics: bool) -> Copy:
+def copy(model: keras.Model, with_metrics: bool) -> tuple[dict[str, Any], Values]:
     """Takes a copy of all state of a training; all hosts must call it between the same steps.
 
     Args:
       model: the model.
-      header: JSON values to save with the state.
       with_metrics: whether an epoch is running, whose metrics belong to the state.
+
+    Returns:
+      JSON values that describe the state, and values for `fetch`.
     """
     strategy = model.distribute_strategy
     host, hosts = host_exchange.host_of(strategy)
@@ -76,9 +66,8 @@ def copy(model: keras.Model, header: Mapping[str, Any], with_metrics: bool) -> C
             own[f"{key}.{host * len(slot.components) + index}"] = _value(component)
     for name, variable in _residuals(strategy).items():
         own[f"r.{host}.{name}"] = _value(variable)
-    full_header = {
+    header = {
         "format": FORMAT,
-        **header,
         "hosts": hosts,
         "replicas": strategy.num_replicas_in_sync,
         "optimizer": _optimizer_names(model),
@@ -86,12 +75,24 @@ def copy(model: keras.Model, header: Mapping[str, Any], with_metrics: bool) -> C
         "metrics": [[*slot.signature, slot.combine] for slot in metrics],
     }
     if hosts == 1:
-        return Copy(full_header, {**shared, **own}, {})
+        return header, {**shared, **own}
     # Each host keeps the values of all, so that any of them can be lost.
     gathered: Arrays = {}
-    for part in host_exchange.gather(strategy, host_exchange.pack(_as_arrays(own))):
+    for part in host_exchange.gather(strategy, host_exchange.pack(fetch(own))):
         gathered.update(host_exchange.unpack(part))
-    return Copy(full_header, shared, gathered)
+    return header, {**shared, **gathered}
+
+
+def fetch(values: Values) -> Arrays:
+    """Returns arrays, without replicas' values that equal the first replica's, bit for bit."""
+    arrays = {key: np.asarray(value) for key, value in values.items()}
+    kept = {}
+    for key, array in arrays.items():
+        name, _, replica = key.partition(".")
+        first = arrays.get(f"{name}.0")
+        if replica in ("", "0") or first is None or array.tobytes() != first.tobytes():
+            kept[key] = array
+    return kept
 
 
 def check_same_model(model: keras.Model, header: Mapping[str, Any], source: str) -> None:
@@ -242,21 +243,6 @@ def _value(variable: tf.Variable) -> tf.Tensor:
         return value  # Shared with the variable until its next update.
     with tf.device("CPU:0"):
         return tf.identity(value)
-
-
-def _as_arrays(tensors: Mapping[str, tf.Tensor]) -> Arrays:
-    return {key: tensor.numpy() for key, tensor in tensors.items()}
-
-
-def _without_copies(arrays: Arrays) -> Arrays:
-    """Leaves out replicas' values that equal the first replica's, bit for bit."""
-    kept = {}
-    for key, array in arrays.items():
-        name, _, replica = key.partition(".")
-        first = arrays.get(f"{name}.0")
-        if replica in ("", "0") or first is None or array.tobytes() != first.tobytes():
-            kept[key] = array
-    return kept
 
 
 def _feedback(strategy: tf.distribute.Strategy) -> Any:

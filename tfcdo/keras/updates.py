@@ -28,14 +28,9 @@ SUM = tf.distribute.ReduceOp.SUM
 
 
 def leaves(optimizer: keras.optimizers.Optimizer) -> list[Any]:
-    """Returns the optimizers that update variables by themselves.
+    """Returns the optimizers that update variables by themselves, in order.
 
-    Args:
-      optimizer: any optimizer; `LossScaleOptimizer` and `MultiOptimizer` are looked through. A
-        `MultiOptimizer` that chooses by a function knows its optimizers once it is built.
-
-    Returns:
-      The optimizers, in order.
+    A `MultiOptimizer` that chooses by a function knows its optimizers once it is built.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return leaves(optimizer.inner_optimizer)
@@ -51,13 +46,6 @@ def summed_first(
     """Has an optimizer sum over the replicas before it does anything else with gradients.
 
     Enter it where the replicas meet, so that it begins and ends once for all of them.
-
-    Args:
-      optimizer: the optimizer, built.
-      shards: who owns which variable, if its state is only there; None for state on all replicas.
-
-    Yields:
-      Nothing: `optimizer.apply` called within sums first.
     """
     with contextlib.ExitStack() as stack:
         for leaf in leaves(optimizer):
@@ -82,13 +70,6 @@ def accumulated_on_each_replica(
     What Keras makes is one value that all replicas are supposed to share. Here each replica adds to
     its own, and what is saved in the midst of an accumulation is the sum of all, as it is on one
     device.
-
-    Args:
-      optimizer: the optimizer, not yet built.
-      shards: who owns which variable, if its slots are to be only there.
-
-    Yields:
-      Nothing.
 
     Raises:
       ValueError: at the end, if an optimizer was built that was not known at the start.

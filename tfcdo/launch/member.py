@@ -69,11 +69,7 @@ class Member:
                     status = self._join() if self._connection is None else self._step()
                 return status
             finally:
-                if self._process is not None:
-                    self._process.kill()
-                guard.end_descendants()
-                if self._process is not None:
-                    self._process.drain(_DRAIN_SECONDS)
+                self._end_worker()
                 if self._connection is not None:
                     self._connection.close()
 
@@ -94,8 +90,8 @@ class Member:
                     return 1
             with contextlib.suppress(queue.Empty):
                 event = self._events.get(timeout=_RETRY_SECONDS)
-                if isinstance(event, worker.Signal) and event.number in worker.ENDING_SIGNALS:
-                    return 128 + event.number
+                if event in worker.ENDING_SIGNALS:
+                    return 128 + event
         self._connection = Connection(peer)
         threading.Thread(target=self._read, args=(self._connection,), daemon=True).start()
         self._connection.send(slot=self._spec.slot, token=self._token)
@@ -103,8 +99,8 @@ class Member:
 
     def _read(self, connection: Connection) -> None:
         for message in connection.messages():
-            self._events.put(worker.Message(message))
-        self._events.put(worker.Message(None))
+            self._events.put(message)
+        self._events.put(None)
 
     def _step(self) -> int | None:
         """Handles one event; returns the status with which to end, or None."""
@@ -117,25 +113,23 @@ class Member:
         if isinstance(event, worker.Exit):
             if event.process is not self._process:
                 return None  # It was killed when the connection broke.
-            event.process.drain(_DRAIN_SECONDS)
-            guard.end_descendants()
-            self._process = None
+            self._end_worker()
             self._connection.send(exit=event.status if event.status >= 0 else 128 - event.status)
             return 128 + self._ended_by if self._ended_by else None
-        if isinstance(event, worker.Signal):
-            return self._handle_signal(event.number)
-        if isinstance(event, worker.OutputError):
-            raise event.error
-        return self._handle_message(event.content)
+        if isinstance(event, signal.Signals):
+            return self._handle_signal(event)
+        if isinstance(event, OSError):
+            raise event
+        return self._handle_message(event)
 
-    def _handle_signal(self, number: int) -> int | None:
+    def _handle_signal(self, number: signal.Signals) -> int | None:
         if self._process is not None:
             self._process.send(number)
         if number in worker.PASSED_SIGNALS:
             return None
         if self._process is None or self._ended_by:
             return 128 + number
-        self._report(f"got {signal.Signals(number).name}: passing it on to the worker")
+        self._report(f"got {number.name}: passing it on to the worker")
         assert self._connection is not None
         self._connection.send(leaving=True)
         self._ended_by, self._deadline = number, time.monotonic() + _LEAVE_SECONDS
@@ -160,8 +154,6 @@ class Member:
             process.send(int(message["signal"]))
         elif process is not None and message.get("tell") in (worker.FAILED, worker.RESIZE):
             process.tell(message["tell"])
-        elif process is not None and "kill" in message:
-            process.kill()
         return None
 
     def _lose_connection(self) -> int | None:
@@ -170,9 +162,14 @@ class Member:
         assert self._connection is not None
         self._connection.close()
         self._connection = None
-        if self._process is not None:
-            self._process.kill()
-            guard.end_descendants()
-            self._process.drain(_DRAIN_SECONDS)
-            self._process = None
+        self._end_worker()
         return 128 + self._ended_by if self._ended_by else None
+
+    def _end_worker(self) -> None:
+        """Ends the worker, if there is one, and all that it has started."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.send(signal.SIGKILL)
+        guard.end_descendants()
+        if process is not None:
+            process.drain(_DRAIN_SECONDS)

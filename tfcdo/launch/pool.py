@@ -24,10 +24,6 @@ _HELLO_SECONDS = 10.0
 _KILLED = 128 + signal.SIGKILL
 
 
-class TooFewError(RuntimeError):
-    """There are fewer workers than the job needs."""
-
-
 class Pool:
     """Says which workers take part in the next run.
 
@@ -60,12 +56,8 @@ class Pool:
         self._failures = [0] * maximum
         self._lost: dict[int, float] = {}  # When each failed for the last time.
         self._members: dict[int, _Member] = {}
-        self._ready: Sequence[int] = ()
-
-    @property
-    def ready(self) -> Sequence[int]:
-        """The slots of the next run's workers, as `wait` has found them."""
-        return self._ready
+        # The slots of the next run's workers, as `wait` has found them.
+        self.ready: Sequence[int] = ()
 
     @contextlib.contextmanager
     def listening(self, events: worker.Events) -> Iterator[None]:
@@ -84,43 +76,47 @@ class Pool:
                     member.connection.close()
 
     def wait(
-        self, events: worker.Events, report: Callable[[str], None], first: bool
-    ) -> signal.Signals | None:
+        self, events: worker.Events, report: Callable[[str], None], last: int | None
+    ) -> int | None:
         """Waits for all workers at the start, later for the least number.
 
-        Returns:
-          None, or the signal that ended the job while it waited.
+        Args:
+          events: where signals come from.
+          report: takes each sentence that the user should read.
+          last: the status of the last run; None at the start.
 
-        Raises:
-          TooFewError: if there are too few after the time-out.
+        Returns:
+          None, or the status with which the job ends: too few have come, or a signal.
         """
-        wanted = self._maximum if first else self._minimum
-        deadline = time.monotonic() + (0.0 if self._meet is None else self._join_seconds)
-        if len(self._available()) < wanted and self._meet is not None:
-            report(f"waiting {self._join_seconds:g} s for {wanted} workers")
+        wanted = self._maximum if last is None else self._minimum
+        within = 0.0 if self._meet is None else self._join_seconds
+        deadline = time.monotonic() + within
+        if len(self._available()) < wanted and within:
+            report(f"waiting {within:g} s for {wanted} workers")
         while len(self._available()) < wanted and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 event = events.get(timeout=_POLL_SECONDS)
-                if isinstance(event, worker.Signal) and event.number in worker.ENDING_SIGNALS:
-                    return signal.Signals(event.number)
-        self._ready = self._available()
-        if len(self._ready) < self._minimum:
-            raise TooFewError(
+                if event in worker.ENDING_SIGNALS:
+                    return 128 + event
+        self.ready = self._available()
+        if len(self.ready) < self._minimum:
+            after = f" after {within:g} s" if within else ""
+            report(
                 f"the job needs at least {self._minimum} workers, and there are "
-                f"{len(self._ready)}"
-                + ("" if self._meet is None else f" after {self._join_seconds:g} s")
+                f"{len(self.ready)}{after}: ending"
             )
-        if len(self._ready) < self._maximum:
-            report(f"starting with {len(self._ready)} of {self._maximum} workers")
+            return last or 1
+        if len(self.ready) < self._maximum:
+            report(f"starting with {len(self.ready)} of {self._maximum} workers")
         return None
 
     def fail(self, slot: int, report: Callable[[str], None]) -> None:
         """Counts a failure of a worker, after which the workers are started again."""
         with self._lock:
             self._failures[slot] += 1
-            if self._failures[slot] > self._max_restarts:
-                self._lost[slot] = time.monotonic()
             failures = self._failures[slot]
+            if failures > self._max_restarts:
+                self._lost[slot] = time.monotonic()
         if slot not in self._available():
             report(f"going on without worker {slot}")
         else:
@@ -135,13 +131,14 @@ class Pool:
                     self._failures[slot] = 0
         return not running.issuperset(self._available())
 
-    def start_elsewhere(self, spec: worker.WorkerSpec) -> worker.AnyProcess | None:
+    def start_elsewhere(self, spec: worker.WorkerSpec) -> AnyProcess | None:
         """Starts a worker on its machine; None if that is this one."""
         if self._meet is None or spec.slot == 0:
             return None
         with self._lock:
             member = self._members[spec.slot]
-        return member.start(spec)
+        member.start(spec)
+        return member
 
     def end(self, status: int) -> None:
         """Tells the other launchers that the job has ended."""
@@ -200,25 +197,34 @@ class Pool:
 
 
 class _Member:
-    """The launcher of another machine, which runs one worker at most."""
+    """The launcher of another machine, which runs one worker at most; its output stays there."""
 
     def __init__(self, connection: Connection, events: worker.Events) -> None:
         self.connection = connection
         self.is_there = True
+        self.spec: worker.WorkerSpec
         self._events = events
         self._lock = threading.Lock()
-        self._process: _RemoteProcess | None = None
+        self._runs = False
 
-    def start(self, spec: worker.WorkerSpec) -> _RemoteProcess:
-        process = _RemoteProcess(spec, self.connection)
+    def start(self, spec: worker.WorkerSpec) -> None:
         with self._lock:
-            self._process = process
+            self.spec = spec
+            self._runs = True
             there = self.is_there
         if there:
             self.connection.send(start=dict(spec.environment))
         else:
             self._end(_KILLED)
-        return process
+
+    def send(self, number: int) -> None:
+        self.connection.send(signal=number)
+
+    def tell(self, name: str) -> None:
+        self.connection.send(tell=name)
+
+    def drain(self, seconds: float) -> None:
+        """Does nothing: the other launcher prints."""
 
     def serve(self, messages: Iterator[dict[str, Any]]) -> None:
         """Reads all that the launcher sends."""
@@ -234,29 +240,9 @@ class _Member:
 
     def _end(self, status: int) -> None:
         with self._lock:
-            process, self._process = self._process, None
-        if process is not None:
-            self._events.put(worker.Exit(process, status))
+            ran, self._runs = self._runs, False
+        if ran:
+            self._events.put(worker.Exit(self, status))
 
 
-class _RemoteProcess:
-    """A worker on another machine; its output stays there."""
-
-    def __init__(self, spec: worker.WorkerSpec, connection: Connection) -> None:
-        self.spec = spec
-        self._connection = connection
-
-    def send(self, number: int) -> None:
-        """Sends a signal to the worker's process group."""
-        self._connection.send(signal=number)
-
-    def tell(self, name: str) -> None:
-        """Tells the worker `FAILED` or `RESIZE`."""
-        self._connection.send(tell=name)
-
-    def kill(self) -> None:
-        """Kills the worker and all that it has started."""
-        self._connection.send(kill=True)
-
-    def drain(self, seconds: float) -> None:
-        """Does nothing: the other launcher prints."""
+AnyProcess = worker.Process | _Member

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import queue
 import signal
 import sys
@@ -36,23 +37,6 @@ class Job:
     pool: pool.Pool | None = None  # Of workers that may become fewer and more.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Outcome:
-    """How a run has ended.
-
-    Attributes:
-      status: as `run` returns it.
-      final: whether a signal ended the job.
-      asked: whether a worker asked to be started again, after a backup.
-      first: the first worker that failed, or asked to be started again.
-    """
-
-    status: int
-    final: bool
-    asked: bool
-    first: worker.WorkerSpec | None
-
-
 def run(job: Job, report: Callable[[str], None]) -> int:
     """Runs a job in the main thread to its end, and leaves no process that it started.
 
@@ -69,64 +53,48 @@ def run(job: Job, report: Callable[[str], None]) -> int:
     """
     guard.adopt_orphans()
     events: worker.Events = queue.SimpleQueue()
-    with worker.handled_signals(events):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(worker.handled_signals(events))
         if job.pool is None:
-            return _run_fixed(job, events, report)
-        with job.pool.listening(events):
-            status = _run_elastic(job, job.pool, events, report)
-            job.pool.end(status)
-            return status
+            return _run_until_it_ends(job, events, report)
+        stack.enter_context(job.pool.listening(events))
+        status = _run_until_it_ends(job, events, report)
+        job.pool.end(status)
+        return status
 
 
-def _run_fixed(job: Job, events: worker.Events, report: Callable[[str], None]) -> int:
-    """Runs a job whose number of workers stays."""
-    failures = restarts = 0
-    while True:
+def _run_until_it_ends(job: Job, events: worker.Events, report: Callable[[str], None]) -> int:
+    """Runs the workers again and again; with a pool, those that there are."""
+    status = failures = 0
+    for restart in itertools.count():
+        if job.pool is not None:
+            end = job.pool.wait(events, report, status if restart else None)
+            if end is not None:
+                return end
         start = time.monotonic()
-        outcome = _run_once(job, restarts, events, report)
-        if not outcome.status or outcome.final:
-            return outcome.status
-        restarts += 1
+        outcome = _run_once(job, restart, events, report)
+        status = outcome.status
+        if not status or outcome.ended_by_signal:
+            return status
         if outcome.asked and time.monotonic() - start >= _SHORTEST_RUN_SECONDS:
             report("starting all workers again, as asked after a backup")
-            continue
-        failures += 1
-        if failures > job.max_restarts:
-            return outcome.status
-        report(f"starting all workers again (restart {failures} of {job.max_restarts})")
-
-
-def _run_elastic(
-    job: Job, workers: pool.Pool, events: worker.Events, report: Callable[[str], None]
-) -> int:
-    """Runs a job with the workers that there are; each change of their number is a restart."""
-    status, restarts = 1, 0
-    while True:
-        try:
-            ended_by = workers.wait(events, report, first=not restarts)
-        except pool.TooFewError as error:
-            report(f"{error}: ending")
+        elif job.pool is not None:
+            if outcome.first is not None:
+                job.pool.fail(outcome.first, report)
+        elif failures == job.max_restarts:
             return status
-        if ended_by is not None:
-            return 128 + ended_by
-        start = time.monotonic()
-        outcome = _run_once(job, restarts, events, report)
-        if not outcome.status or outcome.final:
-            return outcome.status
-        status = outcome.status
-        restarts += 1
-        if outcome.asked and time.monotonic() - start >= _SHORTEST_RUN_SECONDS:
-            report("starting the workers again, as asked after a backup")
-        elif outcome.first:
-            workers.fail(outcome.first.slot, report)
+        else:
+            failures += 1
+            report(f"starting all workers again (restart {failures} of {job.max_restarts})")
+    raise AssertionError
 
 
 def _run_once(
     job: Job, restart: int, events: worker.Events, report: Callable[[str], None]
-) -> _Outcome:
-    """Runs all workers once."""
+) -> _Supervision:
+    """Runs all workers once; returns how they have ended."""
     printers = (output.LinePrinter(sys.stdout.buffer), output.LinePrinter(sys.stderr.buffer))
-    processes: list[worker.AnyProcess] = []
+    processes: list[pool.AnyProcess] = []
     with job.workers() as specs:
         try:
             for spec in specs:
@@ -134,10 +102,12 @@ def _run_once(
                 spec = dataclasses.replace(spec, environment=variables)
                 remote = job.pool and job.pool.start_elsewhere(spec)
                 processes.append(remote or worker.Process(spec, job.command, printers, events))
-            return _Supervision(job, processes, events, report).run()
+            supervision = _Supervision(job, processes, events, report)
+            supervision.run()
+            return supervision
         finally:
             for process in processes:
-                process.kill()
+                process.send(signal.SIGKILL)
             # Those whose guard somebody has killed, and what they have started.
             guard.end_descendants()
             for process in processes:
@@ -145,31 +115,38 @@ def _run_once(
 
 
 class _Supervision:
-    """Waits for the workers of one run, and ends them when one has failed or a signal came."""
+    """Waits for the workers of one run, and ends them when one has failed or a signal came.
+
+    Attributes:
+      status: as `run` returns it.
+      ended_by_signal: whether a signal ended the job.
+      asked: whether a worker asked to be started again, after a backup.
+      first: the slot of the first worker that failed, or asked to be started again.
+    """
 
     def __init__(
         self,
         job: Job,
-        processes: Sequence[worker.AnyProcess],
+        processes: Sequence[pool.AnyProcess],
         events: worker.Events,
         report: Callable[[str], None],
     ) -> None:
+        self.status = 0
+        self.ended_by_signal = False
+        self.asked = False
+        self.first: int | None = None
         self._job = job
         self._running = set(processes)
         self._events = events
         self._report = report
         self._started = frozenset(process.spec.slot for process in processes)
-        self._first: worker.WorkerSpec | None = None
         self._growing = False
-        self._status = 0
-        self._asked = False
-        self._ended_by_signal = False
         # Whether the workers were asked to end, and until when they may take.
         self._ending = False
         self._deadline: float | None = None
 
-    def run(self) -> _Outcome:
-        """Returns how the run has ended."""
+    def run(self) -> None:
+        """Returns when all workers have ended."""
         while self._running:
             try:
                 event = self._events.get(timeout=self._seconds_to_wait())
@@ -181,11 +158,10 @@ class _Supervision:
                 continue
             if isinstance(event, worker.Exit):
                 self._handle_exit(event)
-            elif isinstance(event, worker.Signal):
-                self._handle_signal(event.number)
-            elif isinstance(event, worker.OutputError):
-                raise event.error
-        return _Outcome(self._status, self._ended_by_signal, self._asked, self._first)
+            elif isinstance(event, signal.Signals):
+                self._handle_signal(event)
+            elif isinstance(event, OSError):
+                raise event
 
     def _seconds_to_wait(self) -> float | None:
         if self._deadline is None:
@@ -203,7 +179,7 @@ class _Supervision:
 
     def _handle_exit(self, event: worker.Exit) -> None:
         if event.process not in self._running:
-            return  # Of an earlier run, on another machine.
+            return  # The launcher of another machine that was replaced by a new one.
         self._running.discard(event.process)
         event.process.drain(_DRAIN_SECONDS)
         # One that ends after it was asked to has not failed.
@@ -211,19 +187,19 @@ class _Supervision:
             return
         status = _as_shell_status(event.status)
         if not (self._growing and status == environment.RESTART_STATUS):
-            self._first = self._first or event.process.spec
+            self.first = event.process.spec.slot if self.first is None else self.first
         name = event.process.spec.name
         others = "the others" if self._running else ""
         if status == environment.RESTART_STATUS:
-            if not self._asked:
+            if not self.asked:
                 waiting = f"; waiting for {others} to do so" if others else ""
                 self._report(f"{name} has made a backup and asks to be started again{waiting}")
                 # They leave after the same step, by themselves.
                 self._deadline = time.monotonic() + max(_LEAVE_SECONDS, self._job.grace_seconds)
-            self._status, self._asked = status, True
+            self.status, self.asked = status, True
             return
-        if not self._asked:
-            self._status = status
+        if not self.asked:
+            self.status = status
         ending = f"; ending {others}" if others else ""
         self._report(f"{name} failed: {_describe(status)}{ending}")
         # Tells those who back up on a SIGTERM that there is nobody to wait for.
@@ -231,17 +207,17 @@ class _Supervision:
             process.tell(worker.FAILED)
         self._ask_to_end(signal.SIGTERM)
 
-    def _handle_signal(self, number: int) -> None:
+    def _handle_signal(self, number: signal.Signals) -> None:
         if number in worker.PASSED_SIGNALS:
             for process in self._running:
                 process.send(number)
-        elif self._ended_by_signal:
+        elif self.ended_by_signal:
             # Somebody who asks twice does not want to wait.
             self._kill()
         else:
-            self._ended_by_signal = True
-            self._status = 128 + number
-            self._report(f"got {signal.Signals(number).name}: passing it on to the workers")
+            self.ended_by_signal = True
+            self.status = 128 + number
+            self._report(f"got {number.name}: passing it on to the workers")
             self._ask_to_end(number)
 
     def _ask_to_end(self, number: int) -> None:
@@ -258,7 +234,7 @@ class _Supervision:
             self._report(f"killing {names}")
         self._ending = True
         for process in self._running:
-            process.kill()
+            process.send(signal.SIGKILL)
         # Nothing is left to be done but to wait for them.
         self._deadline = None
 

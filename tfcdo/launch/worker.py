@@ -7,6 +7,7 @@ import dataclasses
 import os
 import pathlib
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from tfcdo import environment
 from tfcdo.launch import guard, output
@@ -25,6 +26,11 @@ PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 # A worker is told by files: that another one has failed, and that their number changes.
 FAILED = "failed"
 RESIZE = "resize"
+# Lines without an error that TensorFlow prints before it has read TF_CPP_MIN_LOG_LEVEL.
+_EARLY_LINE = re.compile(
+    rb"WARNING: All log messages before absl::InitializeLog\(\) "
+    rb"|[IW]0000 00:00:[\d.]+ +\d+ \S+:\d+\] "
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,52 +46,15 @@ class WorkerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Exit:
-    """A worker has ended."""
+    """A worker has ended: a `Process`, or one on another machine."""
 
-    process: AnyProcess
+    process: Any
     status: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Signal:
-    """The launcher was sent a signal."""
-
-    number: int
-
-
-@dataclasses.dataclass(frozen=True)
-class OutputError:
-    """The launcher's own output takes no more."""
-
-    error: OSError
-
-
-@dataclasses.dataclass(frozen=True)
-class Message:
-    """Another launcher has sent something, or is gone (None)."""
-
-    content: Mapping[str, Any] | None
-
-
-Events = queue.SimpleQueue[Exit | Signal | OutputError | Message]
-
-
-class AnyProcess(Protocol):
-    """A worker that runs, on this machine or on another."""
-
-    spec: WorkerSpec
-
-    def send(self, number: int) -> None:
-        """Sends a signal to the worker's process group."""
-
-    def tell(self, name: str) -> None:
-        """Tells the worker `FAILED` or `RESIZE`."""
-
-    def kill(self) -> None:
-        """Kills the worker and all that it has started."""
-
-    def drain(self, seconds: float) -> None:
-        """Waits, for at most so long, until the output of a worker that has ended is printed."""
+# A worker's end, a signal to the launcher, the error of an output that takes no more, and the
+# message of another launcher, which is None when that one is gone.
+Events = queue.SimpleQueue[Exit | signal.Signals | OSError | Mapping[str, Any] | None]
 
 
 class Process:
@@ -114,6 +83,7 @@ class Process:
                 # Lines come as they are printed, not 8 KB of them at a time.
                 "PYTHONUNBUFFERED": "1",
             },
+            bufsize=0,
             # Ctrl-C in the terminal reaches the launcher only, which passes it on once.
             start_new_session=True,
         )
@@ -130,22 +100,15 @@ class Process:
             thread.start()
 
     def send(self, number: int) -> None:
-        """Sends a signal to the worker's process group."""
+        """Sends a signal to the worker's process group; SIGKILL ends all that it has started."""
         assert self._guard.stdin
-        with contextlib.suppress(BrokenPipeError, ValueError):
+        with contextlib.suppress(BrokenPipeError):
             self._guard.stdin.write(bytes([number]))
-            self._guard.stdin.flush()
 
     def tell(self, name: str) -> None:
         """Tells the worker `FAILED` or `RESIZE`."""
         with contextlib.suppress(FileNotFoundError):  # It has ended.
             pathlib.Path(self._file(name)).touch()
-
-    def kill(self) -> None:
-        """Kills the worker and all that it has started."""
-        assert self._guard.stdin
-        with contextlib.suppress(BrokenPipeError):
-            self._guard.stdin.close()
 
     def drain(self, seconds: float) -> None:
         """Waits, for at most so long, until the output of a worker that has ended is printed."""
@@ -168,18 +131,20 @@ class Process:
         self._print(splitter.flush(), prefix, printer)
 
     def _print(self, lines: Iterator[bytes], prefix: bytes, printer: output.LinePrinter) -> None:
+        is_quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "0") >= "2"
         try:
             for line in lines:
-                printer.print(prefix + line)
+                if not (is_quiet and _EARLY_LINE.match(line)):
+                    printer.print(prefix + line)
         except OSError as error:
-            self._events.put(OutputError(error))
+            self._events.put(error)
 
 
 @contextlib.contextmanager
 def handled_signals(events: Events) -> Iterator[None]:
     """Puts signals into the queue of events; a SimpleQueue may be put to while it is read."""
     before = {
-        number: signal.signal(number, lambda number, frame: events.put(Signal(number)))
+        number: signal.signal(number, lambda number, frame: events.put(signal.Signals(number)))
         for number in (*ENDING_SIGNALS, *PASSED_SIGNALS)
     }
     try:

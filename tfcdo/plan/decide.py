@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import Literal
 
-from tfcdo.plan import algorithms, copy_tree, dtypes, nccl_choice, owners, packing, reason
+from tfcdo.plan import algorithms, copy_tree, dtypes, nccl_choice, owners, packing
 from tfcdo.plan.options import Machine, Options
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import (
@@ -40,7 +40,7 @@ def decide(batch: Batch, options: Options, machine: Machine) -> Plan:
       ValueError: if the topology, copy trees or saved plan are for other devices.
       RuntimeError: if NCCL is required and cannot run.
     """
-    check_machine(batch, options, machine.topology)
+    _check_machine(batch, options, machine.topology)
     if batch.op == "gather":
         packs, algorithm, why = _gathered(batch, options, machine), "gather", ""
     elif batch.root is not None or options.one_device or not batch.is_all_reduce:
@@ -54,7 +54,7 @@ def decide(batch: Batch, options: Options, machine: Machine) -> Plan:
     return Plan(batch.nodes, batch.replicas, batch.hosts, values, packs, algorithm, why)
 
 
-def check_machine(batch: Batch, options: Options, topology: Topology) -> None:
+def _check_machine(batch: Batch, options: Options, topology: Topology) -> None:
     """Raises `ValueError` unless the topology and plan that were given are for these devices."""
     if not batch.is_all_reduce:
         return
@@ -84,11 +84,9 @@ def packed_dtype(batch: Batch, request: Request) -> str:
 
 def nccl_dtypes(batch: Batch, options: Options) -> set[str]:
     """Returns the dtypes for which `decide` asks whether NCCL can add them."""
-    if options.nccl == "never" or batch.op not in ("sum", "mean") or not batch.is_all_reduce:
+    if options.nccl == "never" or batch.op == "gather" or not batch.is_all_reduce:
         return set()
-    if batch.has_owners:
-        return set()
-    if batch.replicas == 1 or batch.root is not None or batch.stays_rows:
+    if batch.replicas == 1 or batch.has_owners or batch.stays_rows:
         return set()
     return {
         codec.dtype or packed_dtype(batch, request)
@@ -104,14 +102,15 @@ def _divide(batch: Batch) -> int | None:
     return count
 
 
+def _is_cast(request: Request) -> bool:
+    """Returns whether a value is rounded where there is a dtype to round it to."""
+    value = request.value
+    return not request.exact and not value.rows and value.dtype in dtypes.CAST
+
+
 def _codec(batch: Batch, request: Request, options: Options) -> Codec:
     """Returns how a value is encoded where it is copied to another device."""
-    if options.wire is None or request.exact or request.value.rows:
-        return IDENTITY
-    if (
-        request.value.dtype not in dtypes.CAST
-        or packed_dtype(batch, request) != request.value.dtype
-    ):
+    if options.wire is None or not _is_cast(request):
         return IDENTITY
     holders = {batch.nodes[node] for node in range(batch.replicas)}
     devices = holders | {batch.nodes[node] for node in request.to}
@@ -133,15 +132,9 @@ def codec_for(wire: str, dtype: str, feedback: bool = False) -> Codec:
 def _between_codec(batch: Batch, request: Request, options: Options) -> Codec:
     """Returns how a value is encoded where it is sent to other hosts."""
     between = options.between
-    if (
-        between is None
-        or between.wire is None
-        or request.exact
-        or request.value.rows
-        or not batch.is_all_reduce
-    ):
+    if between is None or between.wire is None:
         return IDENTITY
-    if request.value.dtype not in dtypes.CAST:
+    if not batch.is_all_reduce or not _is_cast(request):
         return IDENTITY
     return codec_for(between.wire, request.value.dtype, between.error_feedback)
 
@@ -175,37 +168,40 @@ def _all_reduced(
     batch: Batch, options: Options, machine: Machine
 ) -> tuple[tuple[PlannedPack, ...], str, str]:
     """Packs dense values; those that are encoded alike are planned together."""
-    groups: dict[tuple[Codec, Codec, bool, int | None], list[int]] = {}
+    groups: dict[tuple[Codec, Codec, str | None, int | None], list[int]] = {}
     for index, request in enumerate(batch.requests):
         codec, owner = _codec(batch, request, options), request.owner
-        nccl = owner is None and nccl_choice.uses_nccl(
-            batch, packed_dtype(batch, request), options, machine, codec
-        )
+        nccl = None
+        if owner is None:
+            dtype = packed_dtype(batch, request)
+            nccl = nccl_choice.why_nccl(batch, dtype, options, machine, codec)
         between = _between_codec(batch, request, options)
         groups.setdefault((codec, between, nccl, owner), []).append(index)
     packs: list[PlannedPack] = []
     reasons: list[tuple[int, str, str]] = []
     for (codec, between, nccl, owner), members in groups.items():
         items = _items(batch, members, codec)
-        flat = owner is None and options.between is not None and options.between.flat
         if owner is not None:
             own, name, why = _owner_packs(batch, items, options, machine, owner)
-        elif nccl or flat:
-            own, name, why = _nccl_packs(batch, items, options, machine)
+        elif nccl is not None:
+            own, name, why = _nccl_packs(items, options, machine), "NCCL", nccl
         else:
             own, name, why = _tree_packs(batch, items, options, machine)
-        if flat:
-            name, why = "NCCL", "it runs between hosts, over all devices of all of them"
         num_bytes = sum((item.size or 0) * item.itemsize for item in items)
         reasons.append((num_bytes, name, why))
         offset = len(packs)
         for packed in own:
             root = _root_step(batch, packed.dtype, between, packed.tensors)
-            root = dataclasses.replace(root, update=owner is not None)
-            after = None if packed.after is None else packed.after + offset
-            tree = None if nccl or flat else packed.tree
-            content = packed.tensors, packed.dtype, tree, codec, root
-            packs.append(PlannedPack("sum", *content, over_hosts=flat, after=after))
+            packs.append(
+                dataclasses.replace(
+                    packed,
+                    tree=None if nccl else packed.tree,
+                    codec=codec,
+                    root=dataclasses.replace(root, update=owner is not None),
+                    over_hosts=nccl is not None and batch.hosts > 1,
+                    after=None if packed.after is None else packed.after + offset,
+                )
+            )
     if not reasons:
         return (), "nothing", "the batch is empty"
     _, name, why = max(reasons)
@@ -213,8 +209,8 @@ def _all_reduced(
 
 
 def _nccl_packs(
-    batch: Batch, items: Sequence[packing.Item], options: Options, machine: Machine
-) -> tuple[list[packing.Packed], str, str]:
+    items: Sequence[packing.Item], options: Options, machine: Machine
+) -> list[PlannedPack]:
     """Packs values for NCCL: one tensor a pack, and one pack unless asked otherwise."""
     num_packs = 1 if options.packing.num_packs is None else options.packing.num_packs
     how = dataclasses.replace(
@@ -227,22 +223,34 @@ def _nccl_packs(
         how = dataclasses.replace(how, bytes_per_pack=options.between.bytes_per_pack)
     # NCCL knows the machine itself: the trees are not used, and these cost nothing to plan.
     trees = (copy_tree.star(machine.topology.num_devices),)
-    why = "an NcclAllReduce kernel is registered for these devices"
-    if options.nccl == "auto":
-        why = nccl_choice.trees_beat_nccl(batch, options)[1]
-    return packing.pack(items, how, trees, machine.topology), "NCCL", why
+    return packing.pack(items, how, trees, machine.topology)
 
 
 def _tree_packs(
     batch: Batch, items: Sequence[packing.Item], options: Options, machine: Machine
-) -> tuple[list[packing.Packed], str, str]:
+) -> tuple[list[PlannedPack], str, str]:
     """Packs values along copy trees; also returns the algorithm and the reason for it."""
     wider = dtypes.itemsize(items[0].dtype) / items[0].itemsize
     topology = machine.topology.with_slower_additions(wider)
     num_bytes = sum((item.size or 0) * item.itemsize for item in items)
     algorithm, how = _algorithm(batch, options, topology, num_bytes)
     packs = packing.pack(items, how, algorithm, topology)
-    return packs, *reason.of_trees(batch, options, machine, algorithm, topology, num_bytes)
+    place = f"the topology {topology.name!r} {machine.origin}"
+    if options.saved is not None:
+        name, why = options.saved.resolved, f"the plan was given: {options.saved.origin}; {place}"
+    elif not isinstance(algorithm, str):
+        name, why = "copy trees", f"they were given; {place}"
+    elif options.nccl == "always" and batch.replicas > 1:
+        problems = [problem for _, problem in machine.nccl if problem] or [machine.nccl_hosts]
+        name, why = algorithm, f"NCCL cannot run: {problems[0]}"
+    elif options.algorithm != "auto":
+        name, why = algorithm, f"it was asked for; {place}"
+    elif options.between is not None:
+        name, why = algorithm, f"auto found it fastest for packs between hosts; {place}"
+    else:
+        name = algorithms.fastest_algorithm(topology, num_bytes, options.packing.num_packs or None)
+        why = f"auto found it fastest for {num_bytes:,} bytes in the simulator; {place}"
+    return packs, name, why
 
 
 def _owner_packs(
@@ -251,7 +259,7 @@ def _owner_packs(
     options: Options,
     machine: Machine,
     owner: int,
-) -> tuple[list[packing.Packed], str, str]:
+) -> tuple[list[PlannedPack], str, str]:
     """Packs the values of one owner along a tree whose root it is."""
     nccl_choice.refuse_owners(options)
     num_bytes = batch.num_bytes
@@ -303,7 +311,7 @@ def _on_one_device(
         return _rows(batch, options, machine, tree), "one device", why
     alone = []
     for index, request in enumerate(batch.requests):
-        whole = (FusedTensor((Slice(index, 0, request.value.size),)),)
+        whole = (_whole(index, request.value.size),)
         dtype = packed_dtype(batch, request)
         alone.append(
             PlannedPack(
@@ -317,6 +325,10 @@ def _on_one_device(
             )
         )
     return tuple(alone), "one device", why
+
+
+def _whole(index: int, size: int | None) -> FusedTensor:
+    return FusedTensor((Slice(index, 0, size),))
 
 
 def _rows(
@@ -338,7 +350,7 @@ def _rows(
     return tuple(
         PlannedPack(
             "rows",
-            tuple(FusedTensor((Slice(index, 0, None),)) for index in members),
+            tuple(_whole(index, None) for index in members),
             dtype,
             own,
             root=root,
@@ -358,10 +370,8 @@ def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[Planned
         root = batch.requests[0].to[0] if batch.root is None else batch.root
         tree = copy_tree.star(len(batch.nodes), root)
         to = tuple(sorted({node for request in batch.requests for node in request.to}))
-    tensors = tuple(
-        FusedTensor((Slice(index, 0, request.value.size),))
-        for index, request in enumerate(batch.requests)
-    )
+    sizes = enumerate(request.value.size for request in batch.requests)
+    tensors = tuple(_whole(index, size) for index, size in sizes)
     root_step = RootStep("gather" if batch.hosts > 1 else "")
     return (PlannedPack("concat", tensors, "", tree, root=root_step, to=to),)
 

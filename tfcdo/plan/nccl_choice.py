@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from tfcdo import log
-from tfcdo.plan import algorithms, dtypes, simulator
+from tfcdo.plan import algorithms, simulator
 from tfcdo.plan.options import Machine, Options
 from tfcdo.plan.plan import Batch, Codec
 from tfcdo.plan.schedule import size_class
@@ -13,29 +13,35 @@ from tfcdo.topology.measured import Measured
 from tfcdo.units import format_bytes, format_seconds
 
 
-def uses_nccl(batch: Batch, dtype: str, options: Options, machine: Machine, codec: Codec) -> bool:
-    """Returns whether NCCL adds values of a dtype; says why not, once, where it was requested."""
+def why_nccl(
+    batch: Batch, dtype: str, options: Options, machine: Machine, codec: Codec
+) -> str | None:
+    """Returns the reason why NCCL adds values of a dtype; None for copy trees.
+
+    Where NCCL was requested and does not, this says why, once.
+    """
+    between = options.between
+    if between is not None and between.flat:
+        return "it runs between hosts, over all devices of all of them"
     if options.nccl == "never" or batch.replicas == 1:
-        return False
-    if options.between is not None:
-        if options.between.flat:
-            return False  # One collective over all hosts; see `PlannedPack.over_hosts`.
-        if options.require_nccl and machine.nccl_hosts:
-            raise RuntimeError(f"NCCL cannot run (require_nccl=True): {machine.nccl_hosts}")
-        return False
+        return None
     # NCCL adds encoded values in 16 bits, so only a user who asks for NCCL gets that.
-    if options.nccl == "auto" and codec.dtype is not None:
-        return False
-    reason = machine.why_no_nccl(codec.dtype or dtype)
-    if not reason:
-        return options.nccl == "always" or not trees_beat_nccl(batch, options)[0]
-    if options.require_nccl:
-        raise RuntimeError(f"NCCL cannot run (require_nccl=True): {reason}")
+    if between is None and options.nccl == "auto" and codec.dtype is not None:
+        return None
+    problem = machine.nccl_hosts if between else dict(machine.nccl)[codec.dtype or dtype]
+    if problem and options.require_nccl:
+        raise RuntimeError(f"NCCL cannot run (require_nccl=True): {problem}")
+    if between is not None:
+        return None
+    if not problem:
+        if options.nccl == "always":
+            return "an NcclAllReduce kernel is registered for these devices"
+        return _why_faster(batch, options)
     if options.nccl == "always":
-        log.warn_once(f"NCCL was requested but is not available; using copy trees: {reason}")
+        log.warn_once(f"NCCL was requested but is not available; using copy trees: {problem}")
     else:
-        log.info_once(f"auto takes copy trees, because NCCL cannot run: {reason.split('; ')[0]}")
-    return False
+        log.info_once(f"auto takes copy trees, because NCCL cannot run: {problem.split('; ')[0]}")
+    return None
 
 
 def refuse_owners(options: Options) -> None:
@@ -47,16 +53,15 @@ def refuse_owners(options: Options) -> None:
         log.warn_once(f"NCCL was requested but is not used; using copy trees: {reason}")
 
 
-def trees_beat_nccl(batch: Batch, options: Options) -> tuple[bool, str]:
-    """Returns whether copy trees are faster by the measurement that was given, and the reason."""
-    sizes = [(request.value.size or 0, request.value.dtype) for request in batch.requests]
-    about = size_class(sum(size * dtypes.itemsize(dtype) for size, dtype in sizes))
+def _why_faster(batch: Batch, options: Options) -> str | None:
+    """Returns why NCCL is faster than copy trees, by the measurement given; None if it is not."""
+    about = size_class(batch.num_bytes)
     beat, reason = _compare(options.measured, about)
     log.info_once(
         f"auto takes {'copy trees' if beat else 'NCCL'} for about {format_bytes(about)} "
         f"on each of {batch.replicas} devices: {reason}"
     )
-    return beat, reason
+    return None if beat else reason
 
 
 @functools.lru_cache(maxsize=256)

@@ -36,8 +36,7 @@ class Options:
     Attributes:
       algorithm: the name of the algorithm that gives the copy trees, or the trees themselves.
       packing: how values are packed.
-      topology: the machine; None for the detected one.
-      measured: the measurement that the topology is from; None for none.
+      measured: the machine, perhaps with its measurement; None for the detected one.
       nccl: where to use NCCL if it can run: "never", "always", or "auto" for where it is faster.
       require_nccl: whether to raise where NCCL was requested and cannot run.
       one_device: whether everything is reduced on one device.
@@ -51,7 +50,6 @@ class Options:
 
     algorithm: algorithms.Algorithm = "auto"
     packing: PackingOptions = dataclasses.field(default_factory=PackingOptions)
-    topology: Topology | None = None
     measured: Measured | None = None
     nccl: Literal["never", "always", "auto"] = "never"
     require_nccl: bool = False
@@ -61,6 +59,11 @@ class Options:
     error_feedback: bool = False
     saved: Evaluation | None = None
     between: BetweenHosts | None = None
+
+    @property
+    def topology(self) -> Topology | None:
+        """Returns the machine; None for the detected one."""
+        return self.measured.topology if self.measured else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +82,3 @@ class Machine:
     origin: str = "was detected"
     nccl: tuple[tuple[str, str], ...] = ()
     nccl_hosts: str = ""
-
-    def why_no_nccl(self, dtype: str) -> str:
-        """Returns the reason why NCCL cannot add a dtype, or ""."""
-        return dict(self.nccl)[dtype]

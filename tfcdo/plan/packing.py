@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tfcdo import checks
 from tfcdo.plan import algorithms
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.plan import FusedTensor, Slice
+from tfcdo.plan.plan import FusedTensor, PlannedPack, Slice
 from tfcdo.plan.schedule import Schedule, cut
 from tfcdo.topology.topology import Topology
 
@@ -77,23 +77,6 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed:
-    """A pack without its codec and root step.
-
-    Attributes:
-      dtype: the dtype of its values.
-      tree: the copy tree.
-      tensors: the content.
-      after: see `tfcdo.plan.plan.PlannedPack`.
-    """
-
-    dtype: str
-    tree: CopyTree
-    tensors: tuple[FusedTensor, ...]
-    after: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class _Line:
     """The values of one dtype, laid end to end."""
 
@@ -147,8 +130,8 @@ def pack(
     options: PackingOptions,
     algorithm: algorithms.Algorithm,
     topology: Topology,
-) -> list[Packed]:
-    """Packs values.
+) -> list[PlannedPack]:
+    """Packs values, without codecs and root steps.
 
     Args:
       items: the values.
@@ -197,12 +180,12 @@ def pack(
     for number, (dtype, slices, place) in enumerate(content):
         tensors = _fuse(slices, by_value, limit)
         if schedule is None or place is None:
-            packs.append(Packed(dtype, next(in_turn), tensors))
+            packs.append(PlannedPack("sum", tensors, dtype, next(in_turn)))
         else:
             planned = schedule.packs[place]
             after: int | None = getattr(planned, "after", None)
             window = None if after is None else last.get(after)
-            packs.append(Packed(dtype, planned.tree, tensors, window))
+            packs.append(PlannedPack("sum", tensors, dtype, planned.tree, after=window))
             last[place] = number
     return packs
 

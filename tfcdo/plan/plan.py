@@ -176,11 +176,8 @@ class Codec:
     def share_layout(self, size: Any, hosts: int) -> tuple[Any, Any]:
         """Returns how an encoded share of values is laid out: the number and size of its blocks.
 
-        The blocks are equal, so that a share has few values more than it must have.
-
-        Args:
-          size: the number of values of all shares, at least 1: an int, or a tensor in a step.
-          hosts: the number of shares.
+        The blocks are equal, so that a share has few values more than it must have. `size` is the
+        number of values of all shares, at least 1; it may be a tensor.
         """
         blocks = 1 if self.block is None else -(-size // (hosts * self.block))
         # Values of 8 bits are sent in pairs.
@@ -204,14 +201,14 @@ class RootStep:
     Attributes:
       hosts: how the sums of other hosts are added: "" for one host, "sum" by one collective,
         "shares" by an all-to-all and a gather of encoded values, "gather" for rows and
-        concatenations, "copy" for the chief's value.
+        concatenations.
       codec: how values are encoded between hosts, for "shares".
       divide: the number of replicas of all hosts, for a mean; None for a sum.
       update: whether the root updates variables with the sum and the variables are broadcast, in
         their own dtype, instead of the sum.
     """
 
-    hosts: Literal["", "sum", "shares", "gather", "copy"] = ""
+    hosts: Literal["", "sum", "shares", "gather"] = ""
     codec: Codec = IDENTITY
     divide: int | None = None
     update: bool = False
@@ -223,7 +220,7 @@ class PlannedPack:
 
     Attributes:
       kind: how a node combines its children's parts: "sum"; "user" for an accumulation_fn; "rows"
-        adds rows by index; "concat" gathers; "copy" of one value.
+        adds rows by index; "concat" gathers.
       tensors: the content, in order.
       dtype: the dtype that values are packed in; "" for a gather, which mixes them.
       tree: the copy tree over all nodes; None where NCCL reduces.
@@ -237,7 +234,7 @@ class PlannedPack:
         it sends this pack; None for no such window.
     """
 
-    kind: Literal["sum", "user", "rows", "concat", "copy"]
+    kind: Literal["sum", "user", "rows", "concat"]
     tensors: tuple[FusedTensor, ...]
     dtype: str
     tree: CopyTree | None
@@ -340,17 +337,12 @@ class Plan:
         return tuple(tuple(sorted(parts, key=lambda part: part.start)) for parts in slices)
 
     @functools.cached_property
-    def dtype_of(self) -> tuple[str, ...]:
-        """Returns `dtype_of`; `dtype_of[v]` is the dtype that value `v` is packed in."""
-        found = {part.value: pack.dtype for pack in self.packs for part in pack.slices}
-        return tuple(found[index] or value.dtype for index, value in enumerate(self.values))
-
-    @functools.cached_property
     def casts(self) -> tuple[str | None, ...]:
         """Returns `casts`; `casts[v]` is the dtype that value `v` is cast to first, if any."""
+        found = {part.value: pack.dtype for pack in self.packs for part in pack.slices}
         return tuple(
-            None if dtype == value.dtype else dtype
-            for dtype, value in zip(self.dtype_of, self.values, strict=True)
+            None if found[index] in ("", value.dtype) else found[index]
+            for index, value in enumerate(self.values)
         )
 
     @functools.cached_property
@@ -367,10 +359,6 @@ class Plan:
     def fingerprint(self) -> str:
         """Returns a short text that is equal for equal plans, on every host."""
         return digest([VERSION, dataclasses.replace(self, why="", algorithm="")])
-
-    def to_json(self) -> str:
-        """Returns the plan as JSON, with its version."""
-        return msgspec.json.encode({"version": VERSION, "plan": self}).decode()
 
 
 def digest(value: Any) -> str:

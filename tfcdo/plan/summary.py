@@ -53,7 +53,7 @@ def num_collectives(plan: Plan, copied_dtypes: Callable[[set[str]], int]) -> int
       copied_dtypes: a function that gives, for the dtypes of a pack, the number of dtypes that
         TensorFlow gathers them in.
     """
-    counts = {"": 0, "sum": 1, "shares": 2, "copy": 1}
+    counts = {"": 0, "sum": 1, "shares": 2}
     return sum(
         counts[pack.root.hosts]
         if pack.root.hosts != "gather"

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+import collections
+from collections.abc import Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from tfcdo.plan import simulator
 from tfcdo.plan.lower_bound import lower_bound_seconds
 from tfcdo.plan.schedule import Schedule
-from tfcdo.plot.figures import Color, device_colors, make_figure, make_paler
+from tfcdo.plot.figures import Bar, Color, device_colors, draw_lanes, make_figure, make_paler
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_seconds, time_unit
 
 _MAX_LANES = 64
 _MAX_ROOTS_EXPLAINED = 16
-# A bar must be this part of the whole time to have room for the number of its pack.
-_ROOM_FOR_NUMBER = 0.014
 
 
 def draw_gantt(schedule: Schedule, topology: Topology, title: str = "") -> Figure:
@@ -43,20 +40,31 @@ def draw_gantt(schedule: Schedule, topology: Topology, title: str = "") -> Figur
       ['0 out', '1 out']
     """
     timeline = simulator.simulate(schedule, topology)
-    lanes = _tasks_by_lane(timeline, topology)
-    shown = dict(itertools.islice(lanes.items(), _MAX_LANES))
+    colors = device_colors(topology.num_devices)
+    bars: list[Bar] = []
+    # The time in which bytes move or are added, without the latencies of the copies.
+    busy: dict[str, float] = collections.defaultdict(float)
+    for task in timeline.tasks:
+        for lane in _lanes_of(task, topology):
+            color = colors[schedule.packs[task.pack].tree.root]
+            is_down = task.kind == "broadcast"
+            bars.append(Bar(lane, task.pack, task.start, task.end, color, is_down))
+            busy[lane] += task.end - task.start
+            if task.kind != "add":
+                busy[lane] -= topology.latency(task.source, task.target)
+    used = {bar.lane for bar in bars if bar.end > bar.start}
+    lanes = [name for name in _in_reading_order(topology) if name in used]
+    shown = lanes[:_MAX_LANES]
     figure = make_figure(14, 2.0 + 0.21 * max(len(shown), 4), title)
     axes = figure.add_subplot()
+    draw_lanes(axes, shown, bars, timeline.seconds)
     unit, unit_name = time_unit(timeline.seconds)
-    colors = device_colors(topology.num_devices)
-    for lane, tasks in enumerate(shown.values()):
-        _draw_lane(axes, lane, tasks, schedule, colors, timeline.seconds, unit)
-    axes.set_yticks(range(len(shown)), list(shown), fontsize=8, parse_math=False)
-    axes.set_ylim(len(shown) - 0.4, -0.6)
-    axes.set_xlim(0, timeline.seconds / unit or 1)
     axes.set_xlabel(f"time, {unit_name}, if no copy is disturbed")
-    axes.spines[["top", "right"]].set_visible(False)
-    _write_busy_shares(axes, shown.values(), topology, timeline.seconds)
+    style: dict[str, Any] = {"fontsize": 8, "transform": axes.get_yaxis_transform()}
+    for place, lane in enumerate(shown):
+        share = f"{busy[lane] / timeline.seconds:.0%}"
+        axes.text(1.005, place, share, va="center_baseline", **style)
+    axes.text(1.005, 1.0, "busy", transform=axes.transAxes, fontsize=8, va="bottom")
     entries = _explain_bars(schedule, colors)
     bound = lower_bound_seconds(topology, schedule.size)
     if bound:
@@ -74,29 +82,15 @@ def draw_gantt(schedule: Schedule, topology: Topology, title: str = "") -> Figur
     return figure
 
 
-def _tasks_by_lane(
-    timeline: simulator.Timeline, topology: Topology
-) -> dict[str, list[simulator.Task]]:
-    """Returns the tasks of each resource and adder that is ever busy, by source, then target."""
-    names = _in_reading_order(topology)
-    names += [_name_adder(device, topology) for device in range(topology.num_devices)]
-    lanes: dict[str, list[simulator.Task]] = {name: [] for name in names}
-    for task in timeline.tasks:
-        if task.kind == "add":
-            lanes[_name_adder(task.target, topology)].append(task)
-            continue
-        for resource in topology.route(task.source, task.target).resources:
-            lanes[resource.name].append(task)
-    return {
-        name: tasks for name, tasks in lanes.items() if any(task.end > task.start for task in tasks)
-    }
+def _lanes_of(task: simulator.Task, topology: Topology) -> list[str]:
+    """Returns the names of the resources that a copy holds, or of the adder."""
+    if task.kind == "add":
+        return [_name_adder(task.target, topology)]
+    return [resource.name for resource in topology.route(task.source, task.target).resources]
 
 
 def _in_reading_order(topology: Topology) -> list[str]:
-    """Returns the names of wires and ways out by source, then of ways in, then of what is shared.
-
-    Rows of one device are next to each other, in any order of the resources.
-    """
+    """Returns the names of wires and ways out by source, of ways in, of shared ones, of adders."""
     sources: list[set[int]] = [set() for _ in topology.resources]
     targets: list[set[int]] = [set() for _ in topology.resources]
     for link in topology.links:
@@ -112,72 +106,13 @@ def _in_reading_order(topology: Topology) -> list[str]:
             return (1, others, own, number)
         return (2, own, others, number)
 
-    return [topology.resources[number].name for number in sorted(range(len(sources)), key=place)]
+    names = [topology.resources[number].name for number in sorted(range(len(sources)), key=place)]
+    adders = (_name_adder(device, topology) for device in range(topology.num_devices))
+    return list(dict.fromkeys([*names, *adders]))
 
 
 def _name_adder(device: int, topology: Topology) -> str:
     return "additions" if topology.serial_reduction else f"{device} adds"
-
-
-def _busy_seconds(tasks: Iterable[simulator.Task], topology: Topology) -> float:
-    """Returns the time in which bytes move or are added, without the latencies of the copies."""
-    return sum(
-        task.end
-        - task.start
-        - (0.0 if task.kind == "add" else topology.latency(task.source, task.target))
-        for task in tasks
-    )
-
-
-def _draw_lane(
-    axes: Axes,
-    lane: int,
-    tasks: Sequence[simulator.Task],
-    schedule: Schedule,
-    colors: Sequence[Color],
-    seconds: float,
-    unit: float,
-) -> None:
-    axes.barh(
-        [lane] * len(tasks),
-        [(task.end - task.start) / unit for task in tasks],
-        left=[task.start / unit for task in tasks],
-        height=0.84,
-        color=[_bar_color(task, schedule, colors) for task in tasks],
-        edgecolor="white",
-        linewidth=0.5,
-    )
-    for task in tasks:
-        if task.end - task.start > _ROOM_FOR_NUMBER * seconds:
-            axes.text(
-                (task.start + task.end) / 2 / unit,
-                lane,
-                str(task.pack),
-                fontsize=6.5,
-                ha="center",
-                va="center_baseline",
-                color="black" if task.kind == "broadcast" else "white",
-            )
-
-
-def _bar_color(task: simulator.Task, schedule: Schedule, colors: Sequence[Color]) -> Color:
-    color = colors[schedule.packs[task.pack].tree.root]
-    return make_paler(color) if task.kind == "broadcast" else color
-
-
-def _write_busy_shares(
-    axes: Axes, lanes: Iterable[Sequence[simulator.Task]], topology: Topology, seconds: float
-) -> None:
-    for lane, tasks in enumerate(lanes):
-        axes.text(
-            1.005,
-            lane,
-            f"{_busy_seconds(tasks, topology) / seconds:.0%}",
-            transform=axes.get_yaxis_transform(),
-            fontsize=8,
-            va="center_baseline",
-        )
-    axes.text(1.005, 1.0, "busy", transform=axes.transAxes, fontsize=8, va="bottom")
 
 
 def _explain_bars(schedule: Schedule, colors: Sequence[Color]) -> list[Any]:

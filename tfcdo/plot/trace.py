@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from tfcdo.topology.topology import Topology
 from tfcdo.tracing import chrome
 from tfcdo.tracing.edges import BROADCAST
 from tfcdo.tracing.recording import Profiler, Recording, lane_of_task
 from tfcdo.tracing.summary import Summary
-from tfcdo.units import format_seconds, time_unit
+from tfcdo.units import format_seconds
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _MAX_LANES = 48
@@ -26,37 +24,20 @@ _MAX_LANES = 48
 _SHORTEST = 1e-9
 
 
-@dataclasses.dataclass(frozen=True)
-class _Bar:
-    """A bar in a lane: something that brings a pack along an edge."""
-
-    lane: str
-    pack: int
-    start: float
-    end: float
-    is_down: bool
-
-
 class Trace:
     """Result of `trace`: the recording, once the block has ended."""
 
-    def __init__(self) -> None:
-        self._recording: Recording | None = None
+    recording: Recording | None = None
 
     @property
-    def recording(self) -> Recording:
-        """Returns all that was recorded.
+    def summary(self) -> Summary:
+        """Returns the share of all-reduces in a step, the exposed share, and the slowest edge.
 
         Raises:
           RuntimeError: before the block has ended.
         """
-        if self._recording is None:
+        if self.recording is None:
             raise RuntimeError("a trace is there when its block has ended")
-        return self._recording
-
-    @property
-    def summary(self) -> Summary:
-        """Returns the share of all-reduces in a step, the exposed share, and the slowest edge."""
         return self.recording.summary
 
 
@@ -107,7 +88,7 @@ def trace(
         yield traced
     finally:
         # Also what ran before an error is worth a look.
-        traced._recording = profiler.stop()
+        traced.recording = profiler.stop()
         chrome.write(traced.recording, written)
         if drawn:
             save(traced.recording, drawn)
@@ -133,55 +114,41 @@ def save(recording: Recording, path: pathlib.Path) -> None:
 
 def draw_trace(recording: Recording) -> Figure:
     """Draws the edges of a typical step over time, and below what was planned for them."""
-    from tfcdo.plot.figures import make_figure
+    from tfcdo.plot import figures
 
-    by_scope = recording.runs_of_step()
-    pictures = []
-    for scope, runs in by_scope.items():
+    pictures: list[tuple[str, list[figures.Bar]]] = []
+    for scope, runs in recording.runs_of_step().items():
         begin = min(run.start for run in runs)
+        tasks = recording.planned_tasks(runs)
+        last = max([run.pack for run in runs] + [task.pack for task in tasks])
+        colors = figures.device_colors(last + 1)
         ran = [
-            _Bar(run.lane, run.pack, run.start - begin, run.end - begin, run.kind == BROADCAST)
+            figures.Bar(
+                run.lane, run.pack, run.start - begin, run.end - begin,
+                colors[run.pack], run.kind == BROADCAST,
+            )
             for run in runs
-        ]
+        ]  # fmt: skip
         planned = [
-            _Bar(lane_of_task(task), task.pack, task.start, task.end, task.kind == BROADCAST)
-            for task in recording.planned_tasks(runs)
-        ]
+            figures.Bar(
+                lane_of_task(task), task.pack, task.start, task.end,
+                colors[task.pack], task.kind == BROADCAST,
+            )
+            for task in tasks
+        ]  # fmt: skip
         pictures += [(f"{scope}: what ran", ran), (f"{scope}: what was planned", planned)]
     heights = [max(2, min(_MAX_LANES, len({bar.lane for bar in bars}))) for _, bars in pictures]
-    figure = make_figure(14, 1.5 + sum(0.22 * height + 0.9 for height in heights), "")
+    figure = figures.make_figure(14, 1.5 + sum(0.22 * height + 0.9 for height in heights), "")
     figure.suptitle(str(recording.summary), fontsize=11)
     # One scale for all, so that plan and run can be compared.
     seconds = max((bar.end for _, bars in pictures for bar in bars), default=0.0) or _SHORTEST
-    if pictures:
-        grid = figure.subplots(len(pictures), squeeze=False, height_ratios=heights)
-        for (axes,), (title, bars) in zip(grid, pictures, strict=True):
-            _draw(axes, title, bars, seconds)
+    rows = len(pictures)
+    grid: Any = figure.subplots(rows, squeeze=False, height_ratios=heights)[:, 0] if rows else []
+    for axes, (title, bars) in zip(grid, pictures, strict=True):
+        lanes = sorted({bar.lane for bar in bars})
+        figures.draw_lanes(axes, lanes[:_MAX_LANES], bars, seconds)
+        took = f", {format_seconds(max(bar.end for bar in bars))}" if bars else ": not known"
+        hidden = max(0, len(lanes) - _MAX_LANES)
+        more = f", {hidden} more edges not shown" if hidden else ""
+        axes.set_title(f"{title}{took}{more}", fontsize=9, loc="left", parse_math=False)
     return figure
-
-
-def _draw(axes: Axes, title: str, bars: Sequence[_Bar], shown_seconds: float) -> None:
-    """Draws one picture: a lane for each edge, a colour for each pack."""
-    from tfcdo.plot.figures import device_colors, make_paler
-
-    lanes = sorted({bar.lane for bar in bars})[:_MAX_LANES]
-    unit, unit_name = time_unit(shown_seconds)
-    colors = device_colors(max((bar.pack for bar in bars), default=0) + 1)
-    shown = [bar for bar in bars if bar.lane in lanes]
-    shades = [make_paler(colors[bar.pack]) if bar.is_down else colors[bar.pack] for bar in shown]
-    axes.barh(
-        [lanes.index(bar.lane) for bar in shown],
-        [(bar.end - bar.start) / unit for bar in shown],
-        left=[bar.start / unit for bar in shown],
-        height=0.8,
-        color=shades,
-    )
-    took = f", {format_seconds(max(bar.end for bar in bars))}" if bars else ": not known"
-    hidden = len({bar.lane for bar in bars}) - len(lanes)
-    more = f", {hidden} more edges not shown" if hidden else ""
-    axes.set_title(f"{title}{took}{more}", fontsize=9, loc="left", parse_math=False)
-    axes.set_yticks(range(len(lanes)), lanes, fontsize=8)
-    axes.set_ylim(max(len(lanes), 1) - 0.4, -0.6)
-    axes.set_xlim(0, shown_seconds / unit)
-    axes.set_xlabel(f"time, {unit_name}", fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
