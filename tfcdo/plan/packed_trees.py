@@ -27,8 +27,6 @@ _SLACKS = (0.06, 0.01, 0.2)
 # How many packs are in flight along a tree, relative to the number that are on their way if none
 # waits; None for no windows.
 _FILLS = (None, 1.5, 2.0, 3.0)
-# Numbers of packs beyond one that is so much slower than the best are not tried.
-_HOPELESS = 1.15
 # Small data: as many trees are chosen one by one, from so many that are fastest alone.
 _FEW, _FASTEST_ALONE = 8, 40
 # Where the best plan has more packs than this, so few trees would be slower.
@@ -130,11 +128,9 @@ def _try_counts(trial: _Trial) -> int:
         return tried[count]
 
     counts = sorted({*_NUM_PACKS, devices, 2 * devices})
-    misses = 0
     for count in counts if trial.num_packs is None else [trial.num_packs]:
-        misses = misses + 1 if attempt(count) > _HOPELESS * min(tried.values()) else 0
-        if misses == 3 or trial.left <= 0:
-            break
+        if trial.left > 0 or not tried:
+            attempt(count)
     best = min(tried, key=tried.__getitem__)
     if trial.num_packs is None:
         for factor in _NEAR_COUNTS:
