@@ -61,11 +61,14 @@ def run(
         built[name] = steps.build(floor_data, reduce)
     kinds[BASELINE] = BASELINE
 
+    samplers = {name: Sampler(one.step) for name, one in built.items()}
     gc.collect()
     # Else the garbage collector may look at all objects of the graphs in the middle of a sample.
     gc.freeze()
-    samplers = {name: Sampler(one.step) for name, one in built.items()}
-    taken = results.take_turns(samplers, iterations, warmup, track)
+    try:
+        taken = results.take_turns(samplers, iterations, warmup, track)
+    finally:
+        gc.unfreeze()  # The graphs of this workload must not stay for the next.
     times = {name: np.array(samples).T for name, samples in taken.items()}
     sent_sizes = {one.name: 2 * workload.count for one in compared if one.wire}
     found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,12 +53,12 @@ class Report:
         """Returns the names of the devices that are examined; none if they cannot be used."""
         return self.machine.examined if isinstance(self.machine, Machine) else ()
 
-    @property
+    @functools.cached_property
     def topology(self) -> Topology | None:
         """Returns the topology of the devices."""
-        return (
-            Topology.from_json(self.machine.topology) if isinstance(self.machine, Machine) else None
-        )
+        if not isinstance(self.machine, Machine):
+            return None
+        return Topology.from_json(self.machine.topology)
 
 
 class Probes(contextlib.ExitStack):
