@@ -186,9 +186,8 @@ def _hear(peer: socket.socket, token: str, arrivals: queue.SimpleQueue[_Arrival 
     except _ProofError:
         arrivals.put(None)
         with contextlib.suppress(OSError), peer:
-            peer.sendall(
-                _seal({"error": ""}, "", token)
-            )  # It does not know the token of this, too.
+            # Sealed with this host's token, so that the other one sees that its own is another.
+            peer.sendall(_seal({"error": ""}, "", token))
     except (OSError, ValueError, RecursionError):
         peer.close()  # A port scan, or a probe of another host.
 

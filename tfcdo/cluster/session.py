@@ -13,8 +13,8 @@ from tfcdo.cluster import agreement, blackbox, config, watch
 from tfcdo.cluster.agreement import LATE, Agreement, Store, digest
 from tfcdo.cluster.errors import LateHostError
 
-# A key comes back after this many uses of its kind: long after the last one has ended, and
-# TensorFlow never forgets a key; this is all that it keeps for each collective.
+# A key comes back after this many uses of its kind, long after the last one has ended. TensorFlow
+# never forgets a key, so this is also the number that it keeps for each collective.
 _ROUNDS = 64
 
 

@@ -178,9 +178,11 @@ def _placed(reduction: Reduction, network: Network) -> Reduction:
     """Returns a reduction with the devices filled in that are not known while tracing."""
     if all(reduction.devices) and all(reduction.destinations):
         return reduction
-    known = map(network.with_known_devices, (reduction.devices, reduction.destinations))
-    devices, destinations = known
-    return dataclasses.replace(reduction, devices=devices, destinations=destinations)
+    return dataclasses.replace(
+        reduction,
+        devices=network.with_known_devices(reduction.devices),
+        destinations=network.with_known_devices(reduction.destinations),
+    )
 
 
 def _stays_rows(reduction: Reduction, tables: bool) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import queue
 import signal
 import sys
@@ -65,15 +64,17 @@ def run(job: Job, report: Callable[[str], None]) -> int:
 
 def _run_until_it_ends(job: Job, events: worker.Events, report: Callable[[str], None]) -> int:
     """Runs the workers again and again; with a pool, those that there are."""
-    status = failures = 0
-    for restart in itertools.count():
+    restarts = failures = 0
+    status: int | None = None
+    while True:
         if job.pool is not None:
-            end = job.pool.wait(events, report, status if restart else None)
+            end = job.pool.wait(events, report, status)
             if end is not None:
                 return end
         start = time.monotonic()
-        outcome = _run_once(job, restart, events, report)
+        outcome = _run_once(job, restarts, events, report)
         status = outcome.status
+        restarts += 1
         if not status or outcome.ended_by_signal:
             return status
         if outcome.asked and time.monotonic() - start >= _SHORTEST_RUN_SECONDS:
@@ -86,7 +87,6 @@ def _run_until_it_ends(job: Job, events: worker.Events, report: Callable[[str], 
         else:
             failures += 1
             report(f"starting all workers again (restart {failures} of {job.max_restarts})")
-    raise AssertionError
 
 
 def _run_once(

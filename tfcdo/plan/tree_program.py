@@ -65,8 +65,8 @@ class Edges:
         self.num_resources = len(topology.resources)
         self._edge_of, self._resource_of = np.array(edges, np.int64), np.array(resources, np.int64)
         self._seconds_of = np.array(seconds)
-        # The seconds per byte of each resource's slowest link.
         self._roots: dict[Tree, tuple[tuple[int, float], ...]] = {}
+        # The seconds per byte of each resource's slowest link.
         self.slowest = np.zeros(self.num_resources)
         np.maximum.at(self.slowest, self._resource_of, self._seconds_of)
 
