@@ -90,14 +90,14 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         `tfcdo launch` says, else all GPUs, or all (virtual) CPU devices that are configured.
       wire_between: "bfloat16" or "float16" to send all-reduced float32 and float64 values between
         hosts in half of the bytes or less, "int8" for about a quarter. Sums are formed in the
-        values' own dtype: each value is rounded once on its host, and each sum once; docs/wire.md
+        values' own dtype: each value that is sent is rounded once, and each sum once; docs/wire.md
         has the bound. Packs under 4 KiB, values that are reduced alone (losses, metrics,
         statistics), rows and gathered values are exact. NCCL then does not all-reduce over all
         GPUs: it would add in 16 bits.
       error_feedback: whether the errors of `wire_between` are added to the values of the next step;
-        recommended with "int8". They are kept in variables as large as the gradients and, on H
-        hosts, 1/H of them once more, saved with `tf.train.Checkpoint(ops=strategy.
-        cross_device_ops)`. Errors inside a host are the `error_feedback` of `cross_device_ops`.
+        recommended with "int8". They are kept in variables as large as the gradients, saved with
+        `tf.train.Checkpoint(ops=strategy.cross_device_ops)`. Errors inside a host are the
+        `error_feedback` of `cross_device_ops`.
       check_in_sync: whether Keras's `fit` compares digests of the weights of all replicas after
         each of its first three steps, and raises a RuntimeError if hosts differ. Own loops are
         not checked.

@@ -290,6 +290,7 @@ class Exchange:
             tensor,
             codec,
             node,
+            self._network.session.cluster.index,
             self._network.num_hosts,
             # In two lines: while the sums of one pack come, the shares of the next one leave.
             lambda rows: self._copy(tf.raw_ops.CollectiveAllToAllV2, rows, device, "shares"),

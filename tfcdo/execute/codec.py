@@ -141,16 +141,20 @@ def block_scales(rows: tf.Tensor, codec: Codec) -> tf.Tensor:
     For int8 it brings the largest magnitude to 127. It is NaN where a number is not finite, for
     which int8 has no code: then all numbers of the block arrive as NaN.
     """
-    # Not every device's `reduce_max` passes NaN on; infinity is the largest number on all.
-    other = tf.constant(math.inf if codec.dtype == "int8" else 0, rows.dtype)
-    magnitudes = tf.where(tf.math.is_finite(rows), tf.abs(rows), other)
-    largest = tf.reduce_max(magnitudes, -1, keepdims=True)
     if codec.dtype != "int8":
-        return scale_for_largest(largest, codec)
+        magnitudes = tf.where(tf.math.is_finite(rows), tf.abs(rows), tf.zeros_like(rows))
+        return scale_for_largest(tf.reduce_max(magnitudes, -1, keepdims=True), codec)
+    # Each pass over the numbers costs time, and these three write nothing.
+    largest = tf.maximum(
+        tf.reduce_max(rows, -1, keepdims=True), -tf.reduce_min(rows, -1, keepdims=True)
+    )
+    # Finite if all numbers are: they are too small to overflow. Not every `reduce_max` passes NaN.
+    small = tf.fill(numerics.stack([numerics.shape(rows)[-1]]), tf.constant(2.0**-10, rows.dtype))
+    is_finite = tf.math.is_finite(tf.tensordot(rows, small, 1))[..., tf.newaxis]
     # Limited so that the scale for tiny numbers, or zeros, does not overflow.
     least = 2.0 ** (8 - dtypes.LARGEST_EXPONENT[rows.dtype.name])
     scales = 127 / tf.maximum(largest, tf.constant(least, rows.dtype))
-    return tf.where(tf.math.is_finite(largest), scales, tf.constant(math.nan, rows.dtype))
+    return tf.where(is_finite, scales, tf.constant(math.nan, rows.dtype))
 
 
 def scale_for(tensors: Sequence[tf.Tensor], codec: Codec, num_terms: int = 1) -> tf.Tensor | None:

@@ -3,6 +3,7 @@
 A ring that adds in 16 bits would round each partial sum. Here only the copies are rounded: every
 host sends each other one its share of the values, encoded; each adds its share, in the values' own
 dtype; and the sums go back to all, encoded again. The bytes are half of a ring's, or a quarter.
+A host's own share is not sent, so it is not rounded.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ def all_reduce(
     tensor: tf.Tensor,
     codec: PackCodec,
     node: int,
+    host: int,
     num_hosts: int,
     all_to_all: Collective,
     gather: Collective,
 ) -> tf.Tensor:
-    """Adds up the tensors of all hosts, of one shape, on the current device: a node.
+    """Adds up the tensors of all hosts, of one shape, on the current device: a node of this host.
 
-    Each value is rounded once on its host and the sum of all once more. All hosts, also the one
+    Each value that is sent is rounded once, and the sum of all once more. All hosts, also the one
     that forms a sum, take it as it is sent, so they get bitwise the same. `all_to_all` sends row
     `h` to host `h` and returns the rows that arrive; `gather` concatenates the hosts' rows.
     """
@@ -39,17 +41,24 @@ def all_reduce(
     some = max(size, 1) if known is not None else tf.maximum(size, tf.constant(1, tf.int64))
     blocks, block = codec.codec.share_layout(some, num_hosts)
 
-    def copied(rows: tf.Tensor, cast: str, collective: Collective) -> tf.Tensor:
-        own = dataclasses.replace(codec, cast=cast)
-        return own.decode_rows(collective(own.encode_rows(rows, node)), blocks, block)
-
     flat, missing = numerics.flatten(tensor), num_hosts * blocks * block - size
     if known is None or missing:
         flat = tf.concat([flat, tf.zeros(numerics.stack([missing]), flat.dtype)], 0)
     rows = tf.reshape(flat, numerics.stack([num_hosts, blocks, block]))
-    arrived = copied(rows, "_shares", all_to_all)
-    total = numerics.add(tf.unstack(arrived, num_hosts))
-    sums = numerics.flatten(copied(total[tf.newaxis], "_sums", gather))
+
+    def of_others(by_host: tf.Tensor) -> tf.Tensor:
+        parts = (by_host[:host], by_host[host + 1 : num_hosts])
+        beside = (host > 0, host + 1 < num_hosts)
+        return tf.concat([part for part, is_there in zip(parts, beside) if is_there], 0)
+
+    shares, sums = (dataclasses.replace(codec, cast=cast) for cast in ("_shares", "_sums"))
+    encoded = shares.encode_rows(of_others(rows), node)
+    # The collective takes a row for each host, also for this one.
+    encoded = tf.concat([encoded[:host], tf.zeros_like(encoded[:1]), encoded[host:]], 0)
+    arrived = shares.decode_rows(of_others(all_to_all(encoded)), blocks, block)
+    total = numerics.add([rows[host], *tf.unstack(arrived, num_hosts - 1)])
+    gathered = gather(sums.encode_rows(total[tf.newaxis], node))
+    flat = numerics.flatten(sums.decode_rows(gathered, blocks, block))
     if known is None or missing:
-        sums = tf.slice(sums, numerics.stack([0]), numerics.stack([size]))
-    return tf.reshape(sums, numerics.shape(tensor))
+        flat = tf.slice(flat, numerics.stack([0]), numerics.stack([size]))
+    return tf.reshape(flat, numerics.shape(tensor))
