@@ -8,6 +8,8 @@ import itertools
 import pathlib
 import re
 import tempfile
+import threading
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -176,6 +178,33 @@ class RegistryTest(tf.test.TestCase):
         self.assertNotIn(tf.complex64, dtypes)
         self.assertEqual(frozenset(), tf_internals.dtypes_of_op("NoSuchOp", "T"))
         self.assertEqual(frozenset(), tf_internals.dtypes_of_op("AddN", "NoSuchAttribute"))
+
+
+class KeyValueStoreTest(tf.test.TestCase):
+    def test_a_chief_that_is_stopped_is_not_waited_for(self):
+        """TensorFlow would wait without end, also when a process ends."""
+        answers, context = threading.Event(), mock.Mock()
+        context.set_config_key_value.side_effect = lambda *_: answers.wait(60)
+        store = tf_internals.KeyValueStore()
+        with (
+            mock.patch.object(tf_internals._context, "context", return_value=context),
+            mock.patch.object(tf_internals, "_WRITE_SECONDS", 0.1),
+        ):
+            for call in (lambda: store.set("key", "value"), lambda: store.delete("key")):
+                with self.assertRaisesRegex(tf.errors.DeadlineExceededError, "has not answered"):
+                    call()
+            answers.set()
+            store.set("other", "value")
+        context.set_config_key_value.assert_called_with("tfcdo/other", "value")
+
+    def test_errors_reach_the_caller(self):
+        context = mock.Mock()
+        context.set_config_key_value.side_effect = tf.errors.AlreadyExistsError(None, None, "key")
+        with (
+            mock.patch.object(tf_internals._context, "context", return_value=context),
+            self.assertRaises(tf.errors.AlreadyExistsError),
+        ):
+            tf_internals.KeyValueStore().set("key", "value")
 
 
 if __name__ == "__main__":

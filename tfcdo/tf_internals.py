@@ -8,10 +8,13 @@ registry of kernels.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import gc
+import queue
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -46,6 +49,8 @@ MultiWorkerExtended: type[Any] = _collective_strategy.CollectiveAllReduceExtende
 record_operation = _record.record_operation
 # The public name is a function that makes one.
 OPTIONS_TYPE = type(tf.distribute.experimental.CommunicationOptions())
+
+_WRITE_SECONDS = 10.0
 
 
 def per_replica(values: Sequence[Any]) -> Any:
@@ -284,11 +289,21 @@ def configure_coordination(
 
 
 class KeyValueStore:
-    """Reads and writes the key-value store of TensorFlow's coordination service."""
+    """Reads and writes the key-value store of TensorFlow's coordination service.
+
+    TensorFlow would wait without end for a chief that is stopped, or cut off from the network. So
+    a thread of its own writes, and whoever waits for it gets a `tf.errors.DeadlineExceededError`.
+    """
+
+    def __init__(self) -> None:
+        # From the beginning, because Python starts no threads at its end, when hosts say goodbye.
+        self._writes: queue.SimpleQueue[tuple[Callable[[], None], concurrent.futures.Future[None]]]
+        self._writes = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="tfcdo store", daemon=True).start()
 
     def set(self, key: str, value: str) -> None:
         """Writes a key that is not there yet."""
-        _context.context().set_config_key_value(f"tfcdo/{key}", value)
+        self._write(lambda: _context.context().set_config_key_value(f"tfcdo/{key}", value))
 
     def get(self, key: str, timeout: float) -> str | None:
         """Waits up to `timeout` seconds for a key; returns its value, or None."""
@@ -300,7 +315,24 @@ class KeyValueStore:
 
     def delete(self, key: str) -> None:
         """Removes a key, so that it can be written again."""
-        _context.context().delete_config_key_value(f"tfcdo/{key}")
+        self._write(lambda: _context.context().delete_config_key_value(f"tfcdo/{key}"))
+
+    def _write(self, call: Callable[[], None]) -> None:
+        written: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._writes.put((call, written))
+        try:
+            written.result(_WRITE_SECONDS)
+        except concurrent.futures.TimeoutError:
+            message = f"the chief has not answered for {_WRITE_SECONDS:g} s"
+            raise tf.errors.DeadlineExceededError(None, None, message) from None
+
+    def _run(self) -> None:
+        while True:
+            call, written = self._writes.get()
+            try:
+                written.set_result(call())
+            except Exception as error:
+                written.set_exception(error)
 
 
 def preemption_notice(timeout: float) -> str | None:
