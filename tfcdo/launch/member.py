@@ -25,24 +25,15 @@ _TAKEN = ("TF_CONFIG", "TFCDO_")
 
 
 class Member:
-    """Takes part in another launcher's job.
-
-    Args:
-      command: the worker's command.
-      spec: its name, its output's prefixes and this host's variables; the first host sends more.
-      address: host and port of the first host's launcher.
-      token: the secret that it asks for.
-      join_seconds: how long to look for it.
-      report: takes each sentence that the user should read.
-    """
+    """Takes part in another launcher's job."""
 
     def __init__(
         self,
         command: Sequence[str],
-        spec: worker.WorkerSpec,
-        address: tuple[str, int],
+        spec: worker.WorkerSpec,  # With this host's variables; the first host sends more.
+        address: tuple[str, int],  # Of the first host's launcher.
         token: str,
-        join_seconds: float,
+        join_seconds: float,  # How long to look for it.
         report: Callable[[str], None],
     ) -> None:
         self._command, self._spec = command, spec

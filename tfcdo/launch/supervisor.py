@@ -37,19 +37,7 @@ class Job:
 
 
 def run(job: Job, report: Callable[[str], None]) -> int:
-    """Runs a job in the main thread to its end, and leaves no process that it started.
-
-    Args:
-      job: the command and its workers; all end when one fails (SIGTERM, then SIGKILL).
-      report: takes each sentence that the user should read.
-
-    Returns:
-      0 if all workers ended well; else the status of the first that failed; or 128 and the number
-      of the signal that ended the job.
-
-    Raises:
-      OSError: if nobody takes the output any more.
-    """
+    """Runs a job in the main thread; returns 0, the first failure's status or 128 and a signal."""
     guard.adopt_orphans()
     events: worker.Events = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
@@ -115,14 +103,7 @@ def _run_once(
 
 
 class _Supervision:
-    """Waits for the workers of one run, and ends them when one has failed or a signal came.
-
-    Attributes:
-      status: as `run` returns it.
-      ended_by_signal: whether a signal ended the job.
-      asked: whether a worker asked to be started again, after a backup.
-      first: the slot of the first worker that failed, or asked to be started again.
-    """
+    """Waits for the workers of one run, and ends them when one has failed or a signal came."""
 
     def __init__(
         self,
@@ -131,10 +112,10 @@ class _Supervision:
         events: worker.Events,
         report: Callable[[str], None],
     ) -> None:
-        self.status = 0
+        self.status = 0  # As `run` returns it.
         self.ended_by_signal = False
-        self.asked = False
-        self.first: int | None = None
+        self.asked = False  # Whether a worker asked to be started again, after a backup.
+        self.first: int | None = None  # The slot of the first worker that failed or asked.
         self._job = job
         self._running = set(processes)
         self._events = events
