@@ -123,7 +123,11 @@ def build(data: Data, reduce: implementations.Reduce | None) -> TimedStep:
     """Builds a graph that reads the values from variables, all-reduces, and uses every result."""
     start = time.perf_counter()
     function = trace(data, reduce)
-    step = _synchronous(function, data.devices)
+
+    def step() -> None:
+        function()
+        data.devices.wait()
+
     step()
     first_call = time.perf_counter() - start
     # Traced once more, so that nothing that is timed calls Python.
@@ -168,18 +172,6 @@ def _consume(data: Data, results: ValuesByDevice) -> None:
     ):
         with tf.device(device):
             tf.raw_ops.Assert(condition=always_true.read_value(), data=device_results, summarize=1)
-
-
-def _synchronous(call: Callable[[], Any], devices: ChosenDevices) -> Step:
-    """Returns a function that calls another one and waits until the devices have done the work."""
-    if devices.on_cpu:
-        return call
-
-    def call_and_wait() -> None:
-        call()
-        tf.test.experimental.sync_devices()
-
-    return call_and_wait
 
 
 def _num_wrong(result: tf.Tensor, expected: np.ndarray) -> int:

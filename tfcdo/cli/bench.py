@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -193,13 +193,8 @@ def workers(
     from tfcdo.cli import bench_tables
 
     console = options.make_console()
-    with _open_link(rate, console) as opened:
-        found = _run_workers(
-            console,
-            lambda track: hosts.run(
-                opened, num_workers, num_devices, iterations, warmup, track=track
-            ),
-        )
+    with _open_link(rate, console) as opened, _progress_of_workers(console) as track:
+        found = hosts.run(opened, num_workers, num_devices, iterations, warmup, track=track)
     bench_tables.show_hosts(found, num_workers, rate, console)
     _write_json(found, json_file, f"{num_devices} virtual CPU devices of {num_workers} processes")
     return int(any(one.wrong for one in found if one.kind != results.TENSORFLOW))
@@ -217,24 +212,23 @@ def _bench_updates(
     from tfcdo.cli import bench_tables
 
     console = options.make_console()
-    found = _run_workers(
-        console, lambda track: updates.run(optimizer, num_devices, iterations, warmup, track)
-    )
+    with _progress_of_workers(console) as track:
+        found = updates.run(optimizer, num_devices, iterations, warmup, track)
     bench_tables.show_updates(found, console)
     _write_json(found, json_file, f"{num_devices} devices")
     return int(any(one.wrong for one in found))
 
 
-def _run_workers(
-    console: Console, run: Callable[[results.Track], list[results.Measurement]]
-) -> list[results.Measurement]:
+@contextlib.contextmanager
+def _progress_of_workers(console: Console) -> Iterator[results.Track]:
+    """Shows the progress of a block in which an error of a worker is the command's."""
     from tfcdo.bench import worker_pool
 
-    with options.progress(console) as track:
-        try:
-            return run(track)
-        except worker_pool.WorkerError as error:
-            raise click.ClickException(str(error)) from error
+    try:
+        with options.progress(console) as track:
+            yield track
+    except worker_pool.WorkerError as error:
+        raise click.ClickException(str(error)) from error
 
 
 @contextlib.contextmanager

@@ -7,13 +7,12 @@ import dataclasses
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfcdo.launch import guard, output, worker
+from tfcdo.launch import guard, worker
 from tfcdo.launch.connection import Connection
 
 _RETRY_SECONDS = 0.5
@@ -40,10 +39,6 @@ class Member:
         self._address, self._token, self._join_seconds = address, token, join_seconds
         self._report = report
         self._events: worker.Events = queue.SimpleQueue()
-        self._printers = (
-            output.LinePrinter(sys.stdout.buffer),
-            output.LinePrinter(sys.stderr.buffer),
-        )
         self._connection: Connection | None = None
         self._process: worker.Process | None = None
         # The signal that ends this launcher, and until when its worker may take.
@@ -105,7 +100,7 @@ class Member:
             if event.process is not self._process:
                 return None  # It was killed when the connection broke.
             self._end_worker()
-            self._connection.send(exit=event.status if event.status >= 0 else 128 - event.status)
+            self._connection.send(exit=event.status)
             return 128 + self._ended_by if self._ended_by else None
         if isinstance(event, signal.Signals):
             return self._handle_signal(event)
@@ -140,7 +135,7 @@ class Member:
         if "start" in message and not self._ended_by:
             taken = {k: str(v) for k, v in message["start"].items() if k.startswith(_TAKEN)}
             spec = dataclasses.replace(self._spec, environment={**self._spec.environment, **taken})
-            self._process = worker.Process(spec, self._command, self._printers, self._events)
+            self._process = worker.Process(spec, self._command, self._events)
         elif process is not None and "signal" in message:
             process.send(int(message["signal"]))
         elif process is not None and message.get("tell") in (worker.FAILED, worker.RESIZE):

@@ -6,12 +6,11 @@ import contextlib
 import dataclasses
 import queue
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 
 from tfcdo import environment
-from tfcdo.launch import guard, output, pool, worker
+from tfcdo.launch import guard, pool, worker
 
 # How long the output of a worker that has ended may take to be printed: before the launcher speaks
 # itself, and before it ends, where a pager may be waiting for a key.
@@ -81,7 +80,6 @@ def _run_once(
     job: Job, restart: int, events: worker.Events, report: Callable[[str], None]
 ) -> _Supervision:
     """Runs all workers once; returns how they have ended."""
-    printers = (output.LinePrinter(sys.stdout.buffer), output.LinePrinter(sys.stderr.buffer))
     processes: list[pool.AnyProcess] = []
     with job.workers() as specs:
         try:
@@ -89,7 +87,7 @@ def _run_once(
                 variables = {**spec.environment, environment.RESTART_COUNT: str(restart)}
                 spec = dataclasses.replace(spec, environment=variables)
                 remote = job.pool and job.pool.start_elsewhere(spec)
-                processes.append(remote or worker.Process(spec, job.command, printers, events))
+                processes.append(remote or worker.Process(spec, job.command, events))
             supervision = _Supervision(job, processes, events, report)
             supervision.run()
             return supervision
@@ -166,7 +164,7 @@ class _Supervision:
         # One that ends after it was asked to has not failed.
         if not event.status or self._ending:
             return
-        status = _as_shell_status(event.status)
+        status = event.status
         if not (self._growing and status == environment.RESTART_STATUS):
             self.first = event.process.spec.slot if self.first is None else self.first
         name = event.process.spec.name
@@ -218,11 +216,6 @@ class _Supervision:
             process.send(signal.SIGKILL)
         # Nothing is left to be done but to wait for them.
         self._deadline = None
-
-
-def _as_shell_status(status: int) -> int:
-    """Returns a guard's status as a shell has it: the guard itself may have been killed."""
-    return status if status >= 0 else 128 - status
 
 
 def _describe(status: int) -> str:
