@@ -218,9 +218,7 @@ class OutputTest(LaunchTestCase):
         ([b"x" * 65_536, b"y", b"z\n"], [b"x" * 65_536 + b"y", b"z"]),
     )
     def test_splitter(self, chunks: list[bytes], expected: list[bytes]):
-        splitter = output.LineSplitter()
-        lines = [line for chunk in chunks for line in splitter.feed(chunk)]
-        self.assertEqual([*lines, *splitter.flush()], expected)
+        self.assertEqual(list(output.lines(chunks)), expected)
 
 
 class ArgumentsTest(LaunchTestCase):

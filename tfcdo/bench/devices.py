@@ -26,6 +26,13 @@ class ChosenDevices:
     description: str
     on_cpu: bool
 
+    def wait(self) -> None:
+        """Waits until the devices have done their work; ops on processors have."""
+        if not self.on_cpu:
+            import tensorflow as tf
+
+            tf.test.experimental.sync_devices()
+
 
 def choose_devices(count: int | None) -> ChosenDevices:
     """Chooses GPUs if there are enough, else virtual CPU devices; None: all GPUs, or 4 of these."""
@@ -49,7 +56,7 @@ def choose_devices(count: int | None) -> ChosenDevices:
 
 
 def describe_environment(devices: str) -> dict[str, Any]:
-    """Describes when, where and with which versions something was measured, as JSON has it."""
+    """Describes when, where and with which versions something was measured."""
     # From the package's metadata, as importing TensorFlow takes seconds.
     tensorflow, *_ = importlib.metadata.packages_distributions()["tensorflow"]
     return {

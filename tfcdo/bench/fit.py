@@ -26,23 +26,6 @@ MODELS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-class _StepTimes(keras.callbacks.Callback):
-    """Records how long each training step takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[float] = []
-        self._start = 0.0
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Starts the clock."""
-        self._start = time.perf_counter()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stops the clock; Keras has waited for the step, because it passes the loss."""
-        self.seconds.append(time.perf_counter() - self._start)
-
-
 def run(
     model: str,
     devices: ChosenDevices,
@@ -85,7 +68,12 @@ def _train(model: Any, devices: ChosenDevices, steps: int) -> list[float]:
     generator = np.random.default_rng(_SEED)
     images = generator.random((steps * count, *_IMAGE), np.float32)
     labels = generator.integers(0, _CLASSES, steps * count)
-    step_times = _StepTimes()
+    starts: list[float] = []
+    ends: list[float] = []  # Keras has waited for the step then, because it passes the loss.
+    timer = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: starts.append(time.perf_counter()),
+        on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()),
+    )
     batches = tf.data.Dataset.from_tensor_slices((images, labels)).batch(count, drop_remainder=True)
-    model.fit(batches, callbacks=[step_times], shuffle=False, verbose=0)
-    return step_times.seconds
+    model.fit(batches, callbacks=[timer], shuffle=False, verbose=0)
+    return [end - start for start, end in zip(starts, ends, strict=True)]

@@ -10,16 +10,14 @@ import numpy as np
 from tfcdo.bench import link, results, worker_pool
 from tfcdo.launch import cluster
 
-ALONE = "computing alone"
+ALONE = "computing alone"  # A step that drops its gradients.
 # Seconds for a step; tracing its graph takes a minute on a busy machine.
 _TIMEOUT = 900.0
 
 
 def least_bytes(num_workers: int, gradient_bytes: int) -> int:
-    """Returns the bytes that workers must send each other at least to sum their gradients.
-
-    Patarasuk and Yuan 2009: each of N workers sends at least 2 (N - 1) / N times its data.
-    """
+    """Returns the bytes that workers must send each other at least to sum their gradients."""
+    # Patarasuk and Yuan 2009: each of N workers sends at least 2 (N - 1) / N times its data.
     return 2 * (num_workers - 1) * gradient_bytes
 
 
@@ -29,22 +27,17 @@ def run(
     num_devices: int,
     iterations: int,
     warmup: int,
-    wire_between: str = "bfloat16",
     num_blocks: int = 6,
     track: results.Track = results.silently,
 ) -> list[results.Measurement]:
-    """Trains a model on the same data under each strategy, a step of each in turn.
-
-    Each worker has `num_devices` virtual CPU devices; the model's blocks have 4.9 MB of gradients
-    each. "computing alone" is a step that drops its gradients.
-    """
+    """Trains a model on the same data under each strategy, a step of each in turn."""
     names = {
         "tfcdo": "tfcdo.MultiWorkerMirroredStrategy",
-        f"tfcdo {wire_between}": f"the same, wire_between={wire_between!r}",
+        "tfcdo bfloat16": "the same, wire_between='bfloat16'",
         "tf": "tf.distribute.MultiWorkerMirroredStrategy",
     }
     command = [*opened.command, sys.executable, "-m", "tfcdo.bench.hosts_worker"]
-    command += [str(num_devices), str(num_blocks), wire_between]
+    command += [str(num_devices), str(num_blocks)]
     with cluster.reserved_ports(num_workers) as addresses:
         variables = [
             {

@@ -32,17 +32,10 @@ _GENERAL = "AllReduceCrossDeviceOps"
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """An implementation of all-reduce.
+    """An implementation of all-reduce."""
 
-    Attributes:
-      name: its constructor call as Python, such as `tf.HierarchicalCopyAllReduce(num_packs=8)`.
-      package: `OURS` or `TENSORFLOW`.
-      class_name: the class.
-      arguments: the constructor's keyword arguments.
-    """
-
-    name: str
-    package: str
+    name: str  # As in Python, such as `tf.HierarchicalCopyAllReduce(num_packs=8)`.
+    package: str  # `OURS` or `TENSORFLOW`.
     class_name: str
     arguments: tuple[tuple[str, Any], ...] = ()
 

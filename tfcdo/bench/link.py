@@ -30,17 +30,11 @@ class LinkError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Loopback:
-    """A loopback interface.
+    """A loopback interface."""
 
-    Attributes:
-      command: the words before a program's command that start it on this link.
-      counters: the file that counts the bytes that have crossed it.
-      is_own: whether nothing but the workers uses it.
-    """
-
-    command: tuple[str, ...]
-    counters: pathlib.Path
-    is_own: bool
+    command: tuple[str, ...]  # The words before a program's command that start it on this link.
+    counters: pathlib.Path  # The file that counts the bytes that have crossed it.
+    is_own: bool  # Whether nothing but the workers uses it.
 
     def count_bytes(self) -> int:
         """Returns how many bytes have crossed the link, in both directions, with all headers."""

@@ -99,10 +99,7 @@ def run(
 
 
 def peak_of(step: steps.Step, devices: ChosenDevices) -> int | None:
-    """Runs a step; returns the most bytes in use beyond those before, None if nobody counts them.
-
-    TensorFlow's allocator for processors does not count tensors of less than 256 KiB.
-    """
+    """Runs a step; returns the most bytes beyond those in use before, None if nobody counts."""
     # The virtual devices of one processor share its allocator.
     counted = devices.names[:1] if devices.on_cpu else devices.names
     memory = tf.config.experimental

@@ -25,45 +25,26 @@ def silently(sequence: Iterable[Any], *, description: str) -> Iterable[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Measurement of one implementation or strategy; None for what its bench does not measure.
-
-    Attributes:
-      name: its name in tables.
-      kind: `OURS`, `TENSORFLOW`, or what else it is compared with.
-      seconds: median time of a call or step; of an implementation, minus the baseline's.
-      spread: distance between the quartiles of the same times, in seconds.
-      workload: name of the values, model or optimizer.
-      size: bytes that each device holds and sums.
-      count: elements that each device holds.
-      wrong: number of elements that differ from numpy's; of updates, of differing variables.
-      cpu_seconds: as `seconds`, of the CPU time of all threads.
-      first_call: seconds of tracing and of the first call or step.
-      nodes: number of ops that are added to the baseline's graph.
-      peak_memory: bytes in use at most; of an implementation, beyond the input.
-      sent_size: bytes of each device's values as they are sent; None for `size`.
-      bytes_sent: bytes that crossed the link between the workers in a step.
-      state_bytes: bytes of the optimizer's state on all devices.
-      difference: largest difference from the weights of tfcdo without sharding.
-    """
+    """Measurement of one implementation or strategy; None for what its bench does not measure."""
 
     name: str
-    kind: str
+    kind: str  # `OURS`, `TENSORFLOW`, or what else it is compared with.
     num_devices: int
-    seconds: float
-    spread: float
-    workload: str = ""
-    size: int = 0
-    count: int | None = None
+    seconds: float  # Median of a call or step; of an implementation, minus the baseline's.
+    spread: float  # Distance between the quartiles, in seconds.
+    workload: str = ""  # Name of the values, model or optimizer.
+    size: int = 0  # Bytes that each device holds and sums.
+    count: int | None = None  # Elements that each device holds.
     dtype: str = "float32"
-    wrong: int | None = None
-    cpu_seconds: float | None = None
-    first_call: float | None = None
-    nodes: int | None = None
-    peak_memory: int | None = None
-    sent_size: int | None = None
-    bytes_sent: float | None = None
-    state_bytes: int | None = None
-    difference: float | None = None
+    wrong: int | None = None  # Elements that differ from numpy's; of updates, differing variables.
+    cpu_seconds: float | None = None  # As `seconds`, of all threads.
+    first_call: float | None = None  # Seconds of tracing and of the first call or step.
+    nodes: int | None = None  # Ops that are added to the baseline's graph.
+    peak_memory: int | None = None  # Bytes; of an implementation, beyond the input.
+    sent_size: int | None = None  # Bytes of each device's values as they are sent, if not `size`.
+    bytes_sent: float | None = None  # That crossed the link between the workers in a step.
+    state_bytes: int | None = None  # Of the optimizer, on all devices.
+    difference: float | None = None  # Largest, from the weights of tfcdo without sharding.
 
     @property
     def is_noise(self) -> bool:

@@ -26,23 +26,16 @@ _MAX_COALESCED_BYTES = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Values that all implementations of a run reduce.
-
-    Attributes:
-      workload: their shapes and dtype.
-      devices: where they are.
-      coalesced: for each variable, the indices of the values that share it on each device.
-      variables: `[d][i]`: the values `coalesced[i]` of device `d`, several along a new first axis.
-      sums: numpy's sum of each value.
-      always_true: a variable on each device that holds True; see `_consume`.
-    """
+    """Values that all implementations of a run reduce."""
 
     workload: workloads.Workload
     devices: ChosenDevices
+    # For each variable, the indices of the values that share it on each device.
     coalesced: tuple[tuple[int, ...], ...]
+    # `[d][i]`: the values `coalesced[i]` of device `d`, several along a new first axis.
     variables: tuple[tuple[tf.Variable, ...], ...]
-    sums: tuple[np.ndarray, ...]
-    always_true: tuple[tf.Variable, ...]
+    sums: tuple[np.ndarray, ...]  # numpy's.
+    always_true: tuple[tf.Variable, ...]  # One on each device, for `_consume`.
 
     def read(self) -> ValuesByDevice:
         """Reads the variables, each on its device."""
@@ -118,26 +111,23 @@ def all_reduce(
 
 @dataclasses.dataclass(frozen=True)
 class TimedStep:
-    """A step that can be timed, and the facts that were found while it was built.
-
-    Attributes:
-      step: all-reduces once and waits for the end.
-      first_call: seconds for tracing it and for its first call.
-      num_nodes: how many ops its graph has.
-      num_wrong: how many elements of its results are wrong.
-    """
+    """A step that can be timed, and the facts that were found while it was built."""
 
     step: Step
-    first_call: float
+    first_call: float  # Seconds, tracing included.
     num_nodes: int
-    num_wrong: int
+    num_wrong: int  # Elements.
 
 
 def build(data: Data, reduce: implementations.Reduce | None) -> TimedStep:
     """Builds a graph that reads the values from variables, all-reduces, and uses every result."""
     start = time.perf_counter()
     function = trace(data, reduce)
-    step = _synchronous(function, data.devices)
+
+    def step() -> None:
+        function()
+        data.devices.wait()
+
     step()
     first_call = time.perf_counter() - start
     # Traced once more, so that nothing that is timed calls Python.
@@ -174,28 +164,14 @@ def _returning(data: Data, reduce: implementations.Reduce | None) -> Any:
 
 
 def _consume(data: Data, results: ValuesByDevice) -> None:
-    """Uses each result on its device at almost no cost.
-
-    `Assert` takes any number of tensors, neither reads nor copies them while its condition holds,
-    and is never optimized away. The condition is a variable, because TensorFlow folds constants.
-    """
+    """Uses each result on its device at almost no cost."""
+    # `Assert` takes any number of tensors, neither reads nor copies them while its condition holds,
+    # and is never optimized away. The condition is a variable, as TensorFlow folds constants.
     for device, always_true, device_results in zip(
         data.devices.names, data.always_true, results, strict=True
     ):
         with tf.device(device):
             tf.raw_ops.Assert(condition=always_true.read_value(), data=device_results, summarize=1)
-
-
-def _synchronous(call: Callable[[], Any], devices: ChosenDevices) -> Step:
-    """Returns a function that calls another one and waits until the devices have done the work."""
-    if devices.on_cpu:
-        return call
-
-    def call_and_wait() -> None:
-        call()
-        tf.test.experimental.sync_devices()
-
-    return call_and_wait
 
 
 def _num_wrong(result: tf.Tensor, expected: np.ndarray) -> int:

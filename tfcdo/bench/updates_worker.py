@@ -54,8 +54,7 @@ class _Updates:
         """Reduces and updates; returns the seconds."""
         start = time.perf_counter()
         self._function()
-        if not self._devices.on_cpu:
-            tf.test.experimental.sync_devices()
+        self._devices.wait()
         return time.perf_counter() - start
 
     def report(self) -> dict[str, Any]:

@@ -137,10 +137,7 @@ def start_workers(
 
 
 def serve(make: Callable[..., Any]) -> None:
-    """Serves an object until standard input ends; the command line has its arguments.
-
-    It is made with the first call, as that may take long. Its output goes to standard error.
-    """
+    """Serves an object until standard input ends; the command line has its arguments."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     calls: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -149,6 +146,7 @@ def serve(make: Callable[..., Any]) -> None:
     while True:
         method, arguments = json.loads(calls.get())
         try:
+            # Not before the first call, as it may take long.
             served = served or make(*sys.argv[1:])
             answer = {"result": getattr(served, method)(**arguments)}
         except Exception as error:

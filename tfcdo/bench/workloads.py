@@ -40,13 +40,7 @@ _LARGEST_VALUE = 4
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Values that are all-reduced together.
-
-    Attributes:
-      name: its name in tables.
-      shapes: the shape of each value.
-      dtype: the name of the dtype of all of them.
-    """
+    """Values that are all-reduced together."""
 
     name: str
     shapes: tuple[Shape, ...]

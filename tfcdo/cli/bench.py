@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -20,52 +20,43 @@ from tfcdo.cli import options
 if TYPE_CHECKING:
     from tfcdo.bench import implementations, link
 
-_DEVICES = options.number(
-    *("-g", "--devices", "num_devices"), least=2, most=16, default=4,
-    text="Number of devices: GPUs if there are enough, else virtual CPUs.",
-)  # fmt: skip
-_NAMES = click.option(
-    "--ops",
-    "names",
+_DEVICES = options.option(
+    "-g --devices num_devices",
+    click.IntRange(2, 16),
+    "Number of devices: GPUs if there are enough, else virtual CPUs.",
+    4,
+)
+_NAMES = options.option(
+    "--ops names",
+    str,
+    "Implementations: tfcdo, tf, all, or Python such as "
+    "'tfcdo.AutoAllReduce(wire_dtype=\"bfloat16\")'. Repeatable.",
+    ("all",),
     multiple=True,
     metavar="NAME",
-    default=("all",),
-    show_default=True,
-    help="Implementations: tfcdo, tf, all, or Python such as "
-    "'tfcdo.AutoAllReduce(wire_dtype=\"bfloat16\")'. Repeatable.",
 )
 
 
 @click.group(invoke_without_command=True, short_help="Measure all-reduce implementations.")
-@click.option(
-    *("-b", "--minbytes"), type=options.SIZE, default="8", show_default=True,
-    help="Smallest size; M is 1024^2, MB is 1000^2.",
-)  # fmt: skip
-@click.option(
-    *("-e", "--maxbytes"), type=options.SIZE, default="128M", show_default=True,
-    help="Largest size.",
-)  # fmt: skip
-@options.number(
-    *("-f", "--stepfactor"), least=2, most=None, default=8, text="Factor from one size to the next."
-)
+@options.option("-b --minbytes", options.SIZE, "Smallest size; M is 1024^2, MB is 1000^2.", "8")
+@options.option("-e --maxbytes", options.SIZE, "Largest size.", "128M")
+@options.option("-f --stepfactor", click.IntRange(2), "Factor from one size to the next.", 8)
 @_DEVICES
 @options.ITERATIONS
 @options.WARMUP
-@click.option(
-    *("-d", "--datatype"), type=click.Choice(list(workloads.DTYPES)), default="float",
-    show_default=True, help="Type of the numbers.",
-)  # fmt: skip
-@click.option(
-    "--model",
-    "models",
-    type=click.Choice(workloads.model_names()),
-    multiple=True,
-    help="Model whose gradients replace the single value. Repeatable.",
+@options.option(
+    "-d --datatype", click.Choice(list(workloads.DTYPES)), "Type of the numbers.", "float"
 )
-@click.option(
+@options.option(
+    "--model models",
+    click.Choice(workloads.model_names()),
+    "Model whose gradients replace the single value. Repeatable.",
+    multiple=True,
+)
+@options.option(
     "--optimizer",
-    type=click.Choice(workloads.OPTIMIZERS),
-    help="Optimizer whose update is measured, with and without sharded state.",
+    click.Choice(workloads.OPTIMIZERS),
+    "Optimizer whose update is measured, with and without sharded state.",
 )
 @_NAMES
 @options.JSON_FILE
@@ -136,14 +127,12 @@ def bench(
 
 
 @bench.command()
-@click.option(
-    "--model",
-    "models",
-    type=click.Choice(list(workloads.KERAS_MODELS)),
+@options.option(
+    "--model models",
+    click.Choice(list(workloads.KERAS_MODELS)),
+    "Keras model. Repeatable.",
+    ("mobilenet",),
     multiple=True,
-    default=("mobilenet",),
-    show_default=True,
-    help="Keras model. Repeatable.",
 )
 @_DEVICES
 @options.ITERATIONS
@@ -172,20 +161,20 @@ def fit(
 
 @bench.command()
 @click.argument("num_workers", metavar="NUMBER", type=click.IntRange(2, 16))
-@options.number(
-    *("-g", "--devices", "num_devices"), least=1, most=16, default=4,
-    text="Number of virtual CPU devices of each worker.",
-)  # fmt: skip
+@options.option(
+    "-g --devices num_devices",
+    click.IntRange(1, 16),
+    "Number of virtual CPU devices of each worker.",
+    4,
+)
 @options.ITERATIONS
 @options.WARMUP
-@click.option(
-    "--rate", type=options.BANDWIDTH, metavar="1gbit",
-    help="Limit of the link between the workers; needs root or tc.",
-)  # fmt: skip
-@click.option(
-    "--wire-between", type=options.BETWEEN_DTYPES, default="bfloat16", show_default=True,
-    help="Dtype of gradients between workers, for a third strategy.",
-)  # fmt: skip
+@options.option(
+    "--rate",
+    options.BANDWIDTH,
+    "Limit of the link between the workers; needs root or tc.",
+    metavar="1gbit",
+)
 @options.JSON_FILE
 def workers(
     num_workers: int,
@@ -193,7 +182,6 @@ def workers(
     iterations: int,
     warmup: int,
     rate: float | None,
-    wire_between: str,
     json_file: pathlib.Path | None,
 ) -> int:
     """Train a model on NUMBER processes of this host.
@@ -205,13 +193,8 @@ def workers(
     from tfcdo.cli import bench_tables
 
     console = options.make_console()
-    with _open_link(rate, console) as opened:
-        found = _run_workers(
-            console,
-            lambda track: hosts.run(
-                opened, num_workers, num_devices, iterations, warmup, wire_between, track=track
-            ),
-        )
+    with _open_link(rate, console) as opened, _progress_of_workers(console) as track:
+        found = hosts.run(opened, num_workers, num_devices, iterations, warmup, track=track)
     bench_tables.show_hosts(found, num_workers, rate, console)
     _write_json(found, json_file, f"{num_devices} virtual CPU devices of {num_workers} processes")
     return int(any(one.wrong for one in found if one.kind != results.TENSORFLOW))
@@ -229,24 +212,23 @@ def _bench_updates(
     from tfcdo.cli import bench_tables
 
     console = options.make_console()
-    found = _run_workers(
-        console, lambda track: updates.run(optimizer, num_devices, iterations, warmup, track)
-    )
+    with _progress_of_workers(console) as track:
+        found = updates.run(optimizer, num_devices, iterations, warmup, track)
     bench_tables.show_updates(found, console)
     _write_json(found, json_file, f"{num_devices} devices")
     return int(any(one.wrong for one in found))
 
 
-def _run_workers(
-    console: Console, run: Callable[[results.Track], list[results.Measurement]]
-) -> list[results.Measurement]:
+@contextlib.contextmanager
+def _progress_of_workers(console: Console) -> Iterator[results.Track]:
+    """Shows the progress of a block in which an error of a worker is the command's."""
     from tfcdo.bench import worker_pool
 
-    with options.progress(console) as track:
-        try:
-            return run(track)
-        except worker_pool.WorkerError as error:
-            raise click.ClickException(str(error)) from error
+    try:
+        with options.progress(console) as track:
+            yield track
+    except worker_pool.WorkerError as error:
+        raise click.ClickException(str(error)) from error
 
 
 @contextlib.contextmanager

@@ -106,10 +106,7 @@ def show_hosts(
 
 
 def show_averages(measured: Sequence[Measurement], console: Console) -> None:
-    """Prints average bus bandwidths as nccl-tests does, tfcdo's best in the last line.
-
-    They are averages over the sizes at which all implementations have a time above the noise.
-    """
+    """Prints average bus bandwidths as nccl-tests does, tfcdo's best in the last line."""
     compared = [one for one in measured if one.kind in _COMPARED]
     ours = {one.name for one in compared if one.kind == OURS}
     # As for the exit status, TensorFlow's wrong results count only if nothing else ran.

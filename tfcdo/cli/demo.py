@@ -58,8 +58,8 @@ class Check:
 
 
 @click.command()
-@options.number("--devices", least=1, most=16, default=4, text="Number of virtual CPU devices.")
-@options.number("--epochs", least=1, most=1000, default=MIN_EPOCHS, text="Number of epochs.")
+@options.option("--devices", click.IntRange(1, 16), "Number of virtual CPU devices.", 4)
+@options.option("--epochs", click.IntRange(1, 1000), "Number of epochs.", MIN_EPOCHS)
 def demo(devices: int, epochs: int) -> int:
     """Train a model on several devices and check the result.
 

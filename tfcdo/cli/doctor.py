@@ -24,17 +24,13 @@ _MOST_COLUMNS = 8
 
 
 @click.command()
-@click.option(
-    "-g",
-    "--devices",
-    "num_devices",
-    type=click.IntRange(2, 16),
-    help="Number of devices; default: all GPUs, or 4 virtual CPU devices.",
+@options.option(
+    "-g --devices num_devices",
+    click.IntRange(2, 16),
+    "Number of devices; default: all GPUs, or 4 virtual CPU devices.",
 )
-@click.option(
-    "--blackbox",
-    is_flag=True,
-    help="Comparison of hosts' black boxes: which host stopped where.",
+@options.option(
+    "--blackbox", bool, "Comparison of hosts' black boxes: which host stopped where.", is_flag=True
 )
 @click.argument("files", nargs=-1, type=click.Path(path_type=pathlib.Path))
 def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, ...]) -> int:

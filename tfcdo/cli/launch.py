@@ -9,7 +9,7 @@ import pathlib
 import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 from rich.console import Console
@@ -37,85 +37,53 @@ def _parse_workers(text: str) -> tuple[int, int]:
 
 
 _HOSTS = options.Parsed("hosts", cluster.parse_hosts)
-# A day is the longest of all times.
-_SECONDS = click.FloatRange(0, 86_400)
+
+
+def _seconds(name: str, text: str, default: float) -> Any:
+    # A day is the longest of all times.
+    return options.option(name, click.FloatRange(0, 86_400), text, default, metavar="SECONDS")
 
 
 @click.command(
     # Later arguments go to the script, even if they look like options.
     context_settings={"allow_interspersed_args": False},
 )
-@click.option(
-    *("--workers", "--nproc-per-node", "--nproc_per_node"),
-    type=options.Parsed("workers", _parse_workers),
+@options.option(
+    "--workers --nproc-per-node --nproc_per_node",
+    options.Parsed("workers", _parse_workers),
+    "Number of workers, all on this host unless --meet is given.",
     metavar="N|MIN:MAX",
-    help="Number of workers, all on this host unless --meet is given.",
 )
-@click.option(
-    "--hosts",
-    type=_HOSTS,
-    metavar="A:PORT,...",
-    help="Addresses of the workers, one a host.",
+@options.option("--hosts", _HOSTS, "Addresses of the workers, one a host.", metavar="A:PORT,...")
+@options.option("--nnodes", click.IntRange(1), "Number of hosts, to be checked against --hosts.")
+@options.option(
+    "--index --node-rank --node_rank", click.IntRange(0), "Number of this host in --hosts, from 0."
 )
-@click.option(
-    "--nnodes", type=click.IntRange(1), help="Number of hosts, to be checked against --hosts."
-)
-@click.option(
-    *("--index", "--node-rank", "--node_rank"),
-    type=click.IntRange(0),
-    help="Number of this host in --hosts, from 0.",
-)
-@click.option(
+@options.option(
     "--meet",
-    type=_HOSTS,
+    _HOSTS,
+    "Address of the first host's launcher, for --workers MIN:MAX with --hosts.",
     metavar="A:PORT",
-    help="Address of the first host's launcher, for --workers MIN:MAX with --hosts.",
 )
-@click.option(
-    "--join-timeout",
-    type=_SECONDS,
-    default=600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time to wait for MAX workers at the start, MIN after faults.",
-)
-@click.option(
-    "--rejoin-after",
-    type=_SECONDS,
-    default=60.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time until a worker that was left out is tried again.",
-)
-@click.option(
-    "-g",
-    "--devices-per-worker",
-    type=click.IntRange(1, 256),
+@_seconds("--join-timeout", "Time to wait for MAX workers at the start, MIN after faults.", 600.0)
+@_seconds("--rejoin-after", "Time until a worker that was left out is tried again.", 60.0)
+@options.option(
+    "-g --devices-per-worker",
+    click.IntRange(1, 256),
+    "Number of devices of each worker; default: visible GPUs, or one CPU.",
     metavar="D",
-    help="Number of devices of each worker; default: visible GPUs, or one CPU.",
 )
-@click.option(
+@options.option(
     "--gpus-per-worker",
-    type=click.IntRange(1, 64),
+    click.IntRange(1, 64),
+    "Number of GPUs that each worker sees, the first worker the first.",
     metavar="D",
-    help="Number of GPUs that each worker sees, the first worker the first.",
 )
-@click.option(
-    "--max-restarts",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Number of restarts of all workers after a failure.",
+@options.option(
+    "--max-restarts", click.IntRange(0), "Number of restarts of all workers after a failure.", 0
 )
-@click.option(
-    "--grace",
-    type=_SECONDS,
-    default=10.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time between SIGTERM and SIGKILL for workers that must end.",
-)
-@click.option("-m", "--module", is_flag=True, help="SCRIPT as a module's name, as in `python -m`.")
+@_seconds("--grace", "Time between SIGTERM and SIGKILL for workers that must end.", 10.0)
+@options.option("-m --module", bool, "SCRIPT as a module's name, as in `python -m`.", is_flag=True)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 def launch(

@@ -86,26 +86,30 @@ SIZE = Parsed("size", parse_size)
 BANDWIDTH = Parsed("bandwidth", parse_bandwidth)
 
 
-class NewFile(ParamType):
-    """A file to write, in a folder that exists."""
+def new_file(*suffixes: str) -> Parsed:
+    """Makes the type of a file to write, which is checked before time is spent on its content."""
 
-    name = "file"
-
-    def __init__(self, *suffixes: str) -> None:
-        self.suffixes = suffixes
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> pathlib.Path:
-        """Checks the path before time is spent on its content."""
+    def check(value: str) -> pathlib.Path:
         path = pathlib.Path(value)
-        if path.suffix not in self.suffixes:
-            self.fail(f"{value!r} does not end in {' or '.join(self.suffixes)}", param, ctx)
+        if path.suffix not in suffixes:
+            raise ValueError(f"{value!r} does not end in {' or '.join(suffixes)}")
         if not path.parent.is_dir():
-            self.fail(f"there is no folder {str(path.parent)!r}", param, ctx)
+            raise ValueError(f"there is no folder {str(path.parent)!r}")
         if path.is_dir():
-            self.fail(f"{value!r} is a folder, not a file", param, ctx)
+            raise ValueError(f"{value!r} is a folder, not a file")
         return path
+
+    return Parsed("file", check)
+
+
+PICTURE = new_file(".png", ".svg")
+
+
+def option(names: str, kind: Any, text: str, default: Any = None, **settings: Any) -> Any:
+    """Makes an option, with names such as "-n --iters iterations"; the help shows its default."""
+    if default is not None:
+        settings |= {"default": default, "show_default": True}
+    return click.option(*names.split(), type=kind, help=text, **settings)
 
 
 def make_console() -> Console:
@@ -190,20 +194,12 @@ def require_matplotlib() -> None:
     importlib.import_module("matplotlib")
 
 
-def number(*names: str, least: int, most: int | None, default: int, text: str) -> Any:
-    """Makes an option of a whole number whose default the help shows."""
-    kind = click.IntRange(least, most)
-    return click.option(*names, type=kind, default=default, show_default=True, help=text)
-
-
 # Options that the commands of the bench share; more samples would not end in a day.
-ITERATIONS = number(
-    *("-n", "--iters", "iterations"), least=1, most=10**6, default=20,
-    text="Samples of each implementation, taken in turn.",
-)  # fmt: skip
-WARMUP = number(
-    *("-w", "--warmup"), least=0, most=10**6, default=5, text="Samples before those that count."
+ITERATIONS = option(
+    "-n --iters iterations",
+    click.IntRange(1, 10**6),
+    "Samples of each implementation, taken in turn.",
+    20,
 )
-JSON_FILE = click.option(
-    *("-J", "--json", "json_file"), type=NewFile(".json"), help="File for the results."
-)
+WARMUP = option("-w --warmup", click.IntRange(0, 10**6), "Samples before those that count.", 5)
+JSON_FILE = option("-J --json json_file", new_file(".json"), "File for the results.")

@@ -27,64 +27,55 @@ _MAX_PACKS = 4096
 
 
 @click.command(short_help="Compare the all-reduce algorithms on any machine.")
-@click.option(
-    "-t",
-    "--topology",
-    "wanted",
-    type=options.Parsed("topology", machine.parse),
+@options.option(
+    "-t --topology wanted",
+    options.Parsed("topology", machine.parse),
+    "Preset such as dgx1 or nvswitch:16, here, or a file.",
     required=True,
     metavar="NAME|FILE|-",
-    help="Preset such as dgx1 or nvswitch:16, here, or a file.",
 )
-@click.option(
-    *("-b", "--bytes", "num_bytes"), type=options.SIZE, default="100MB", show_default=True,
-    help="Size on each device; M is 1024^2, MB is 1000^2.",
-)  # fmt: skip
-@click.option(
-    *("-a", "--algorithm"), type=click.Choice(algorithms.ALGORITHMS), default="auto",
-    show_default=True, help="Algorithm that is highlighted, drawn and saved.",
-)  # fmt: skip
-@click.option(
+@options.option(
+    "-b --bytes num_bytes",
+    options.SIZE,
+    "Size on each device; M is 1024^2, MB is 1000^2.",
+    "100MB",
+)
+@options.option(
+    "-a --algorithm",
+    click.Choice(algorithms.ALGORITHMS),
+    "Algorithm that is highlighted, drawn and saved.",
+    "auto",
+)
+@options.option(
     "--num-packs",
-    type=click.IntRange(1, _MAX_PACKS),
-    help="Number of equal packs; TensorFlow's default is 1.",
+    click.IntRange(1, _MAX_PACKS),
+    "Number of equal packs; TensorFlow's default is 1.",
 )
-@click.option(
-    "--save",
-    "saved_file",
-    type=options.NewFile(".json"),
-    help="File for the plan, for tfcdo.AutoAllReduce(plan=...).",
+@options.option(
+    "--save saved_file",
+    options.new_file(".json"),
+    "File for the plan, for tfcdo.AutoAllReduce(plan=...).",
 )
-@click.option(
-    "--draw",
-    "trees_file",
-    type=options.NewFile(".png", ".svg"),
-    help="Picture of the machine and the copy trees: .png or .svg.",
+@options.option(
+    "--draw trees_file",
+    options.PICTURE,
+    "Picture of the machine and the copy trees: .png or .svg.",
 )
-@click.option(
-    "--gantt",
-    "gantt_file",
-    type=options.NewFile(".png", ".svg"),
-    help="Picture of the transfers over time: .png or .svg.",
+@options.option(
+    "--gantt gantt_file", options.PICTURE, "Picture of the transfers over time: .png or .svg."
 )
-@click.option(
-    "--hosts",
-    "num_hosts",
-    type=click.IntRange(1, _MAX_HOSTS),
-    help="Number of hosts, all like this machine.",
+@options.option(
+    "--hosts num_hosts", click.IntRange(1, _MAX_HOSTS), "Number of hosts, all like this machine."
 )
-@click.option(
+@options.option(
     "--network",
-    type=options.BANDWIDTH,
-    default="12.5G",
-    show_default=True,
-    help="Bandwidth of each host: bytes per second, or as in 100gbit.",
+    options.BANDWIDTH,
+    "Bandwidth of each host: bytes per second, or as in 100gbit.",
+    "12.5G",
 )
-@click.option(
-    "--wire-between", type=options.BETWEEN_DTYPES, help="Dtype in which hosts send float32."
-)
-@click.option(
-    "--measure", "measures", is_flag=True, help="New measurement of this machine, with -t here."
+@options.option("--wire-between", options.BETWEEN_DTYPES, "Dtype in which hosts send float32.")
+@options.option(
+    "--measure measures", bool, "New measurement of this machine, with -t here.", is_flag=True
 )
 @click.pass_context
 def plan(

@@ -22,35 +22,20 @@ if TYPE_CHECKING:
     # Later arguments go to the script, even if they look like options.
     context_settings={"allow_interspersed_args": False},
 )
-@click.option(
-    "-o",
-    "--output",
-    type=options.NewFile(".json"),
-    default="trace.json",
-    show_default=True,
-    help="The Chrome trace, for chrome://tracing or ui.perfetto.dev.",
+@options.option(
+    "-o --output",
+    options.new_file(".json"),
+    "The Chrome trace, for chrome://tracing or ui.perfetto.dev.",
+    "trace.json",
 )
-@click.option(
-    "--draw",
-    "picture",
-    type=options.NewFile(".png", ".svg"),
-    help="Picture of a typical step and its plan: .png or .svg",
+@options.option(
+    "--draw picture", options.PICTURE, "Picture of a typical step and its plan: .png or .svg"
 )
-@click.option(
-    "--after",
-    type=click.FloatRange(0.0),
-    default=0.0,
-    show_default=True,
+@options.option(
+    "--after", click.FloatRange(0.0), "Seconds to wait, to skip graph tracing.", 0.0,
     metavar="SECONDS",
-    help="Seconds to wait, to skip graph tracing.",
-)
-@click.option(
-    "--seconds",
-    type=click.FloatRange(0.0, min_open=True),
-    default=60.0,
-    show_default=True,
-    help="Longest recording.",
-)
+)  # fmt: skip
+@options.option("--seconds", click.FloatRange(0.0, min_open=True), "Longest recording.", 60.0)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 def trace(

@@ -30,33 +30,19 @@ class Versions:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The devices of a machine, and tfcdo's choices for them.
+    """The devices of a machine, and tfcdo's choices for them."""
 
-    Attributes:
-      physical: names of the devices that TensorFlow sees.
-      logical: names of the devices that they are used as.
-      examined: full names of the devices that are examined.
-      description: of these, in words.
-      on_cpu: whether they are virtual CPU devices.
-      gpus_of_nvidia_smi: names of the driver's GPUs.
-      topology: JSON of the examined devices' topology.
-      topology_reason: how it was found.
-      nccl_problem: why NCCL cannot run; empty if it can.
-      nccl_remedy: how it could.
-      models: a line for each of two models: the plan for its gradients, and memory.
-    """
-
-    physical: Sequence[str]
-    logical: Sequence[str]
-    examined: Sequence[str]
-    description: str
+    physical: Sequence[str]  # Names of the devices that TensorFlow sees.
+    logical: Sequence[str]  # Names of the devices that they are used as.
+    examined: Sequence[str]  # Full names.
+    description: str  # Of the examined devices.
     on_cpu: bool
     gpus_of_nvidia_smi: Sequence[str]
-    topology: str
-    topology_reason: str
+    topology: str  # JSON.
+    topology_reason: str  # How it was found.
     nccl_problem: str = ""
     nccl_remedy: str = ""
-    models: Sequence[str] = ()
+    models: Sequence[str] = ()  # A line for each of two models: the plan, and memory.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,8 +82,7 @@ class Patient:
         while time.perf_counter() < end:
             start = time.perf_counter()
             send(sent)
-            if not self._devices.on_cpu:
-                tf.test.experimental.sync_devices()
+            self._devices.wait()
             fastest = min(fastest, time.perf_counter() - start)
         return Copies(wrong, pattern.size / fastest)
 

@@ -30,21 +30,13 @@ _writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfcdo bac
 
 @dataclasses.dataclass(frozen=True)
 class _Progress:
-    """How far a training has come.
+    """How far a training has come."""
 
-    Attributes:
-      epoch: the epoch that is running, or begins next.
-      batch: how many of its batches are done.
-      batches: how many batches of all epochs are done.
-      examples: how many examples of a `resumable` dataset are done.
-      first_epoch: the epoch in which the training began.
-    """
-
-    epoch: int = 0
-    batch: int = 0
-    batches: int = 0
-    examples: int = 0
-    first_epoch: int | None = None
+    epoch: int = 0  # That is running, or begins next.
+    batch: int = 0  # How many of its batches are done.
+    batches: int = 0  # How many of all epochs.
+    examples: int = 0  # Of a `resumable` dataset.
+    first_epoch: int | None = None  # In which the training began.
 
     @property
     def position(self) -> backup_folder.Position:

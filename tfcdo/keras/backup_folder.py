@@ -47,16 +47,11 @@ class Backup:
 
 
 class BackupFolder:
-    """Writes and reads the backups of one training, of which the two newest are kept.
-
-    Args:
-      path: the folder, which is made by the first backup.
-      durable: whether a backup must survive a power failure; False for files in memory.
-    """
+    """Writes and reads the backups of one training, of which the two newest are kept."""
 
     def __init__(self, path: pathlib.Path, durable: bool = True) -> None:
         self.path = path
-        self._durable = durable
+        self._durable = durable  # Whether a backup must survive a power failure.
         self._run = secrets.token_hex(8)
 
     def training(self) -> str:
@@ -72,11 +67,7 @@ class BackupFolder:
             ) from error
 
     def take(self, training: str) -> None:
-        """Makes this process the one that writes here; from then on an earlier one gets an error.
-
-        Raises:
-          OSError: if the folder cannot be written to.
-        """
+        """Makes this process the one that writes here; an earlier one then gets an error."""
         owner = {
             "training": training,
             "run": self._run,
@@ -108,11 +99,7 @@ class BackupFolder:
         return self.path / f"epoch-{position[0]:05d}-batch-{position[1]:08d}.npz"
 
     def newest(self) -> Backup | None:
-        """Returns the newest backup that is as it was written; the log names damaged ones.
-
-        Raises:
-          RuntimeError: if there are backups, and all of them are damaged.
-        """
+        """Returns the newest backup that is as it was written; the log names damaged ones."""
         damaged = []
         for position in self.positions():
             path = self.file(position)
@@ -132,12 +119,7 @@ class BackupFolder:
         return None
 
     def write(self, position: Position, header: Header, arrays: Arrays) -> None:
-        """Adds a backup, and removes all but the newest two.
-
-        Raises:
-          RuntimeError: if another job has taken the folder.
-          OSError: if the backup cannot be written; those before stay.
-        """
+        """Adds a backup, and removes all but the newest two; after an error these stay."""
         try:
             self._check_owner()
             text = np.frombuffer(json.dumps(header).encode(), np.uint8)
@@ -193,23 +175,14 @@ class BackupFolder:
 
 
 def in_memory(backup_dir: pathlib.Path, host: int) -> BackupFolder:
-    """Returns the folder in this machine's memory for the backups of one host.
-
-    Raises:
-      RuntimeError: if the machine has no folder in memory.
-    """
+    """Returns the folder in this machine's memory for the backups of one host."""
     if not _MEMORY.is_dir():
         raise RuntimeError(f"snapshot_every needs {str(_MEMORY)!r}, a folder in memory; got none")
     return BackupFolder(_MEMORY / f"{_memory_name(backup_dir)}-host-{host}", durable=False)
 
 
 def remove_abandoned(backup_dir: pathlib.Path | None = None) -> None:
-    """Removes snapshots of this user in this machine's memory whose process has ended.
-
-    Args:
-      backup_dir: all of this training, which is complete; None for those of any training that
-        nobody has continued for a day.
-    """
+    """Removes ended processes' snapshots: of a complete training, or any that are a day old."""
     pattern = _memory_name(backup_dir) if backup_dir is not None else f"tfcdo-{os.getuid()}-*"
     for path in _MEMORY.glob(f"{pattern}-host-*"):
         with contextlib.suppress(OSError):  # Another process was first.

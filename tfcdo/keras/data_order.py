@@ -25,14 +25,9 @@ _REMEDY = (
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Where a dataset of `resumable` begins.
+    """Where a dataset of `resumable` begins."""
 
-    Attributes:
-      first: the first example, counted over all epochs.
-      batch_size: examples in a batch.
-    """
-
-    first: tf.Variable
+    first: tf.Variable  # The first example, counted over all epochs.
     batch_size: int
 
 

@@ -12,17 +12,14 @@ import tensorflow as tf
 from tfcdo import empty_batches
 from tfcdo.keras import sharding, updates
 
-# Keras's base class sets these on every optimizer; here they forward to the wrapped optimizer.
+# Keras's base class has these in every optimizer; here they are the ones of the optimizer inside.
 _FORWARDED = (
-    "clipnorm",
-    "clipvalue",
-    "ema_momentum",
-    "ema_overwrite_frequency",
-    "global_clipnorm",
-    "gradient_accumulation_steps",
-    "loss_scale_factor",
-    "use_ema",
-    "weight_decay",
+    *("clipnorm", "clipvalue", "global_clipnorm"),
+    *("ema_momentum", "ema_overwrite_frequency", "use_ema"),
+    *("gradient_accumulation_steps", "loss_scale_factor", "weight_decay"),
+    *("iterations", "learning_rate", "optimizers"),
+    *("exclude_from_weight_decay", "finalize_variable_values", "scale_loss"),
+    *("save_own_variables", "set_weights"),
 )
 
 
@@ -174,47 +171,6 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
                 held[component.device] = held.get(component.device, 0) + num_bytes
         return dict(sorted(held.items()))
 
-    @property
-    def learning_rate(self) -> Any:
-        """Returns the learning rate of the optimizer inside."""
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, learning_rate: Any) -> None:
-        self.inner_optimizer.learning_rate = learning_rate
-
-    @property
-    def iterations(self) -> Any:
-        """Returns the number of updates."""
-        return self.inner_optimizer.iterations
-
-    @property
-    def optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """Returns the parts of a `MultiOptimizer` inside; no other optimizer has this attribute."""
-        return list(self.inner_optimizer.optimizers)
-
-    def scale_loss(self, loss: Any) -> Any:
-        """Scales a loss as the optimizer inside does."""
-        return self.inner_optimizer.scale_loss(loss)
-
-    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Gives variables their values at the end of training, such as their moving average."""
-        self.inner_optimizer.finalize_variable_values(var_list)
-
-    def exclude_from_weight_decay(
-        self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
-    ) -> None:
-        """Excludes variables, or parts of names, from weight decay; call it before `build`."""
-        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
-
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets the variables of the optimizer inside."""
-        self.inner_optimizer.set_weights(weights)
-
-    def save_own_variables(self, store: Any) -> None:
-        """Saves the variables of the optimizer inside where it would save them alone."""
-        self.inner_optimizer.save_own_variables(store)
-
     def load_own_variables(self, store: Any) -> None:
         """Loads the variables of the optimizer inside; a ValueError if they are of another one."""
         saved, here = len(store.keys()), len(self.inner_optimizer.variables)
@@ -249,7 +205,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
 
 def _forwarded(name: str) -> property:
-    """Makes a property that is one of the optimizer inside."""
+    """Makes a property that is an attribute or a method of the optimizer inside."""
 
     def get(self: DistributedOptimizer) -> Any:
         return getattr(self.inner_optimizer, name)

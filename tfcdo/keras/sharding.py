@@ -25,15 +25,10 @@ from tfcdo.replaced import replaced
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Which device of this host owns which variable.
-
-    Attributes:
-      strategy: the strategy.
-      owner: the index of the owner's device, by the identity of the variable.
-    """
+    """Which device of this host owns which variable."""
 
     strategy: tf.distribute.Strategy
-    owner: Mapping[int, int]
+    owner: Mapping[int, int]  # The index of the owner's device, by the identity of the variable.
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -69,11 +64,7 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
 
 
 def deal(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> Shards:
-    """Deals variables to the devices of a host, by their bytes.
-
-    Raises:
-      ValueError: if a variable was made outside of the strategy's scope.
-    """
+    """Deals variables to the devices of a host, by their bytes."""
     values = [getattr(variable, "value", variable) for variable in variables]
     for variable, value in zip(variables, values, strict=True):
         if getattr(value, "distribute_strategy", None) is not strategy:
@@ -89,11 +80,7 @@ def deal(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> Shards:
 
 @contextlib.contextmanager
 def slots_on_owners(leaf: Any, shards: Shards) -> Iterator[None]:
-    """Has an optimizer that is built within make the slots of a variable on its owner only.
-
-    Raises:
-      ValueError: when it is built, if it makes slots without saying for which variable they are.
-    """
+    """Has an optimizer that is built within make the slots of a variable on its owner only."""
     add_variable, build = leaf.add_variable, leaf.build
     watched = _Watched()
 
@@ -112,7 +99,9 @@ def slots_on_owners(leaf: Any, shards: Shards) -> Iterator[None]:
                     f"{added.path!r} elsewhere: leave shard_optimizer_state out for it"
                 )
             return added
-        if getattr(variable, "overwrite_with_gradient", False) or _is_average(leaf, options):
+        # SwapEMAWeights swaps a variable with its moving average, so this is on all devices, too.
+        is_average = leaf.use_ema and str(options.get("name")).endswith("_average")
+        if getattr(variable, "overwrite_with_gradient", False) or is_average:
             return add_variable(*args, **options)
         device = shards.devices[shards.owner_of(variable)]
         with tf_internals.plain_variables(device):
@@ -122,20 +111,8 @@ def slots_on_owners(leaf: Any, shards: Shards) -> Iterator[None]:
         yield
 
 
-def _is_average(leaf: Any, options: Mapping[str, Any]) -> bool:
-    """Tells whether a new slot is a moving average, which is on all devices.
-
-    `keras.callbacks.SwapEMAWeights` swaps the components of a variable with those of its average.
-    """
-    return bool(leaf.use_ema) and str(options.get("name")).endswith("_average")
-
-
 class _Watched(list):  # type: ignore[type-arg]
-    """A list that knows which of its variables a loop is at.
-
-    Optimizers make slots in loops over the variables, but some, as Adafactor, do not say for which
-    variable a slot is.
-    """
+    """A list that knows which of its variables a loop is at: some optimizers do not name it."""
 
     current: Any = None
 
@@ -181,10 +158,7 @@ def _at_owner(leaf: Any, shards: Shards, index: int) -> Iterator[None]:
 
 
 def update(leaf: Any, shards: Shards, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Sums gradients on the owners of their variables, updates these there, and sends them.
-
-    Call it where the replicas meet; each gradient has a component per replica.
-    """
+    """Sums gradients on the owners of their variables, updates these there, and sends them."""
     owner = [shards.owner_of(variable) for variable in variables]
     gradients = list(map(_in_dtype, gradients, variables))
     owned = shards.ops.reduce_to_owners(gradients, owner, shards.devices)

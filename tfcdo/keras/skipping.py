@@ -11,21 +11,9 @@ import tensorflow as tf
 
 
 class SkipBatches:
-    """Stands for a model's train function until the first batch that is to be trained.
+    """Stands for a model's train function until `batch`; drops batches of the iterator first."""
 
-    Keras's own loop counts the batches, so that it ends the epoch where it always does.
-
-    Args:
-      model: the model, whose train function this replaces, and then puts back.
-      batch: how many batches of the epoch to leave out.
-      steps: batches of an epoch; None if they are not known.
-      drop: how many batches to take from the iterator and drop.
-
-    Raises:
-      ValueError: if the train function, which takes `steps_per_execution` batches, cannot begin
-        at this batch.
-    """
-
+    # Keras's own loop counts the batches, so that it ends the epoch where it always does.
     def __init__(self, model: keras.Model, batch: int, steps: int | None, drop: int) -> None:
         at_once = model.steps_per_execution
         if batch % at_once and batch < (steps or math.inf):

@@ -44,15 +44,7 @@ class _StateEntry:
 
 
 def copy(model: keras.Model, with_metrics: bool) -> tuple[dict[str, Any], Values]:
-    """Takes a copy of all state of a training; all hosts must call it between the same steps.
-
-    Args:
-      model: the model.
-      with_metrics: whether an epoch is running, whose metrics belong to the state.
-
-    Returns:
-      JSON values that describe the state, and values for `fetch`.
-    """
+    """Takes a copy of all state, as JSON and values for `fetch`; all hosts must call it at once."""
     strategy = model.distribute_strategy
     host, hosts = host_exchange.host_of(strategy)
     slots = _slots(model)

@@ -28,10 +28,7 @@ SUM = tf.distribute.ReduceOp.SUM
 
 
 def leaves(optimizer: keras.optimizers.Optimizer) -> list[Any]:
-    """Returns the optimizers that update variables by themselves, in order.
-
-    A `MultiOptimizer` that chooses by a function knows its optimizers once it is built.
-    """
+    """Returns the optimizers that update variables by themselves, in order."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return leaves(optimizer.inner_optimizer)
     if hasattr(optimizer, "optimizers"):
@@ -43,19 +40,15 @@ def leaves(optimizer: keras.optimizers.Optimizer) -> list[Any]:
 def summed_first(
     optimizer: keras.optimizers.Optimizer, shards: Shards | None = None
 ) -> Iterator[None]:
-    """Has an optimizer sum over the replicas before it does anything else with gradients.
-
-    Enter it where the replicas meet, so that it begins and ends once for all of them.
-    """
+    """Has an optimizer sum over the replicas before all else; enter it where the replicas meet."""
     with contextlib.ExitStack() as stack:
         for leaf in leaves(optimizer):
             apply_gradients = functools.partial(_apply_gradients, leaf, shards)
             stack.enter_context(replaced(leaf, "_backend_apply_gradients", apply_gradients))
             stack.enter_context(replaced(leaf, "_all_reduce_sum_gradients", _already_summed))
             name = "_overwrite_variables_directly_with_gradients"
-            if hasattr(leaf, name):  # Keras before float8 has no such variables.
-                overwrite = functools.partial(_overwrite_with_largest, getattr(leaf, name))
-                stack.enter_context(replaced(leaf, name, overwrite))
+            overwrite = functools.partial(_overwrite_with_largest, getattr(leaf, name))
+            stack.enter_context(replaced(leaf, name, overwrite))
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             stack.enter_context(replaced(optimizer, "check_finite", _finite_on_all_replicas))
         yield
@@ -65,15 +58,9 @@ def summed_first(
 def accumulated_on_each_replica(
     optimizer: keras.optimizers.Optimizer, shards: Shards | None = None
 ) -> Iterator[None]:
-    """Has an optimizer that is built within keep one gradient accumulator for each replica.
-
-    Keras makes one value that all replicas are supposed to share. Here each replica adds to
-    its own, and what is saved in the midst of an accumulation is the sum of all, as it is on one
-    device.
-
-    Raises:
-      ValueError: at the end, if an optimizer was built that was not known at the start.
-    """
+    """Has an optimizer that is built within keep one gradient accumulator for each replica."""
+    # Keras makes one value that all replicas are supposed to share. The sum of these accumulators
+    # is saved in the midst of an accumulation, as on one device.
     with contextlib.ExitStack() as stack:
         for leaf in leaves(optimizer):
             if shards is not None:
@@ -102,11 +89,7 @@ def accumulated_on_each_replica(
 def of_one_kind(
     strategy: tf.distribute.Strategy, gradients: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:
-    """Gives each variable a gradient of one kind on all replicas of this host, as one device has.
-
-    A replica whose loss does not depend on a variable has None, which counts as zeros if another
-    replica has a gradient; rows become a table if another replica has a table.
-    """
+    """Gives each variable a gradient of one kind on all replicas of this host."""
     if len(gradients) != len(variables):
         return list(gradients)  # Keras raises the error.
     devices = strategy.extended.worker_devices
@@ -157,11 +140,7 @@ def _already_summed(gradients_and_variables: Any) -> Any:
 def _overwrite_with_largest(
     original: Any, gradients: Sequence[Any], variables: Sequence[Any]
 ) -> Any:
-    """Overwrites variables with the largest of the replicas' gradients, as Keras means them.
-
-    The scales of float8 are made of the largest numbers of a batch: of its parts, the largest is
-    the batch's.
-    """
+    """Overwrites variables, the scales of float8, with the largest of the replicas' gradients."""
     context = tf.distribute.get_replica_context()
     gradients = list(gradients)
     overwritten = [index for index, one in enumerate(variables) if _is_overwritten(one)]
@@ -241,11 +220,7 @@ def _apply_across_replicas(
     # A replica cannot meet the others within a `tf.cond` of its own, so the branch is chosen here.
     if leaf.gradient_accumulation_steps:
         is_update = tf.equal((leaf._iterations + 1) % leaf.gradient_accumulation_steps, 0)
-        tf.cond(
-            is_update,
-            update,
-            lambda: run(_accumulate, gradients, variables),
-        )
+        tf.cond(is_update, update, lambda: run(_accumulate, gradients, variables))
     else:
         update()
     if leaf.use_ema:

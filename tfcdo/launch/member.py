@@ -7,13 +7,12 @@ import dataclasses
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfcdo.launch import guard, output, worker
+from tfcdo.launch import guard, worker
 from tfcdo.launch.connection import Connection
 
 _RETRY_SECONDS = 0.5
@@ -25,34 +24,21 @@ _TAKEN = ("TF_CONFIG", "TFCDO_")
 
 
 class Member:
-    """Takes part in another launcher's job.
-
-    Args:
-      command: the worker's command.
-      spec: its name, its output's prefixes and this host's variables; the first host sends more.
-      address: host and port of the first host's launcher.
-      token: the secret that it asks for.
-      join_seconds: how long to look for it.
-      report: takes each sentence that the user should read.
-    """
+    """Takes part in another launcher's job."""
 
     def __init__(
         self,
         command: Sequence[str],
-        spec: worker.WorkerSpec,
-        address: tuple[str, int],
+        spec: worker.WorkerSpec,  # With this host's variables; the first host sends more.
+        address: tuple[str, int],  # Of the first host's launcher.
         token: str,
-        join_seconds: float,
+        join_seconds: float,  # How long to look for it.
         report: Callable[[str], None],
     ) -> None:
         self._command, self._spec = command, spec
         self._address, self._token, self._join_seconds = address, token, join_seconds
         self._report = report
         self._events: worker.Events = queue.SimpleQueue()
-        self._printers = (
-            output.LinePrinter(sys.stdout.buffer),
-            output.LinePrinter(sys.stderr.buffer),
-        )
         self._connection: Connection | None = None
         self._process: worker.Process | None = None
         # The signal that ends this launcher, and until when its worker may take.
@@ -114,7 +100,7 @@ class Member:
             if event.process is not self._process:
                 return None  # It was killed when the connection broke.
             self._end_worker()
-            self._connection.send(exit=event.status if event.status >= 0 else 128 - event.status)
+            self._connection.send(exit=event.status)
             return 128 + self._ended_by if self._ended_by else None
         if isinstance(event, signal.Signals):
             return self._handle_signal(event)
@@ -149,7 +135,7 @@ class Member:
         if "start" in message and not self._ended_by:
             taken = {k: str(v) for k, v in message["start"].items() if k.startswith(_TAKEN)}
             spec = dataclasses.replace(self._spec, environment={**self._spec.environment, **taken})
-            self._process = worker.Process(spec, self._command, self._printers, self._events)
+            self._process = worker.Process(spec, self._command, self._events)
         elif process is not None and "signal" in message:
             process.send(int(message["signal"]))
         elif process is not None and message.get("tell") in (worker.FAILED, worker.RESIZE):

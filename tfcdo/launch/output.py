@@ -1,11 +1,9 @@
-"""Prints the lines of several workers, each with its worker's name in front."""
+"""Cuts the output of a worker into lines."""
 
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Iterator
-from typing import BinaryIO
+from collections.abc import Iterable, Iterator
 
 # A carriage return alone ends a line too: progress bars redraw theirs with it. One at the end of
 # what has arrived may be half of "\r\n".
@@ -14,35 +12,14 @@ _LINE_END = re.compile(rb"\r?\n|\r(?!\n|\Z)")
 MAX_LINE_BYTES = 65_536
 
 
-class LineSplitter:
-    """Cuts a stream of bytes into lines."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Yields the lines that a chunk completes, without their ends."""
-        *lines, self._rest = _LINE_END.split(self._rest + chunk)
-        yield from lines
-        if len(self._rest) > MAX_LINE_BYTES:
-            yield from self.flush()
-
-    def flush(self) -> Iterator[bytes]:
-        """Yields the last line if nothing ended it."""
-        if self._rest:
-            yield self._rest.removesuffix(b"\r")
-        self._rest = b""
-
-
-class LinePrinter:
-    """Writes whole lines to one stream, from several threads."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._lock = threading.Lock()
-
-    def print(self, line: bytes) -> None:
-        """Writes a line, and nothing else between its parts."""
-        with self._lock:
-            self._stream.write(line + b"\n")
-            self._stream.flush()
+def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields the lines of a stream of bytes, without their ends."""
+    rest = b""
+    for chunk in chunks:
+        *complete, rest = _LINE_END.split(rest + chunk)
+        yield from complete
+        if len(rest) > MAX_LINE_BYTES:
+            yield rest.removesuffix(b"\r")
+            rest = b""
+    if rest:
+        yield rest.removesuffix(b"\r")

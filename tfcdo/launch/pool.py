@@ -25,28 +25,17 @@ _KILLED = 128 + signal.SIGKILL
 
 
 class Pool:
-    """Says which workers take part in the next run.
-
-    Args:
-      minimum: the least number of workers.
-      maximum: the greatest; a worker's slot is a number below it.
-      max_restarts: how often a worker may fail before the job goes on without it.
-      join_seconds: how long to wait for all at the start, and for `minimum` after a fault.
-      rejoin_seconds: when a worker that failed too often is tried again.
-      meet: the port to listen at for other machines, whose slots begin with 1; None: all workers
-        are on this machine.
-      token: a secret that other launchers must know, if it is not empty.
-    """
+    """Says which workers take part in the next run."""
 
     def __init__(
         self,
         minimum: int,
-        maximum: int,
-        max_restarts: int,
-        join_seconds: float,
-        rejoin_seconds: float,
-        meet: int | None = None,
-        token: str = "",
+        maximum: int,  # A worker's slot is a number below it.
+        max_restarts: int,  # Of a worker, before the job goes on without it.
+        join_seconds: float,  # How long to wait for all at the start, and later for `minimum`.
+        rejoin_seconds: float,  # When a worker that failed too often is tried again.
+        meet: int | None = None,  # The port for other machines; None: all workers are on this one.
+        token: str = "",  # A secret that other launchers must know.
     ) -> None:
         self._minimum, self._maximum = minimum, maximum
         self._max_restarts = max_restarts
@@ -78,16 +67,7 @@ class Pool:
     def wait(
         self, events: worker.Events, report: Callable[[str], None], last: int | None
     ) -> int | None:
-        """Waits for all workers at the start, later for the least number.
-
-        Args:
-          events: where signals come from.
-          report: takes each sentence that the user should read.
-          last: the status of the last run; None at the start.
-
-        Returns:
-          None, or the status with which the job ends: too few have come, or a signal.
-        """
+        """Waits for all workers, after a run for `minimum`; returns a status if the job ends."""
         wanted = self._maximum if last is None else self._minimum
         within = 0.0 if self._meet is None else self._join_seconds
         deadline = time.monotonic() + within

@@ -6,12 +6,11 @@ import contextlib
 import dataclasses
 import queue
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 
 from tfcdo import environment
-from tfcdo.launch import guard, output, pool, worker
+from tfcdo.launch import guard, pool, worker
 
 # How long the output of a worker that has ended may take to be printed: before the launcher speaks
 # itself, and before it ends, where a pager may be waiting for a key.
@@ -37,19 +36,7 @@ class Job:
 
 
 def run(job: Job, report: Callable[[str], None]) -> int:
-    """Runs a job in the main thread to its end, and leaves no process that it started.
-
-    Args:
-      job: the command and its workers; all end when one fails (SIGTERM, then SIGKILL).
-      report: takes each sentence that the user should read.
-
-    Returns:
-      0 if all workers ended well; else the status of the first that failed; or 128 and the number
-      of the signal that ended the job.
-
-    Raises:
-      OSError: if nobody takes the output any more.
-    """
+    """Runs a job in the main thread; returns 0, the first failure's status or 128 and a signal."""
     guard.adopt_orphans()
     events: worker.Events = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
@@ -93,7 +80,6 @@ def _run_once(
     job: Job, restart: int, events: worker.Events, report: Callable[[str], None]
 ) -> _Supervision:
     """Runs all workers once; returns how they have ended."""
-    printers = (output.LinePrinter(sys.stdout.buffer), output.LinePrinter(sys.stderr.buffer))
     processes: list[pool.AnyProcess] = []
     with job.workers() as specs:
         try:
@@ -101,7 +87,7 @@ def _run_once(
                 variables = {**spec.environment, environment.RESTART_COUNT: str(restart)}
                 spec = dataclasses.replace(spec, environment=variables)
                 remote = job.pool and job.pool.start_elsewhere(spec)
-                processes.append(remote or worker.Process(spec, job.command, printers, events))
+                processes.append(remote or worker.Process(spec, job.command, events))
             supervision = _Supervision(job, processes, events, report)
             supervision.run()
             return supervision
@@ -115,14 +101,7 @@ def _run_once(
 
 
 class _Supervision:
-    """Waits for the workers of one run, and ends them when one has failed or a signal came.
-
-    Attributes:
-      status: as `run` returns it.
-      ended_by_signal: whether a signal ended the job.
-      asked: whether a worker asked to be started again, after a backup.
-      first: the slot of the first worker that failed, or asked to be started again.
-    """
+    """Waits for the workers of one run, and ends them when one has failed or a signal came."""
 
     def __init__(
         self,
@@ -131,10 +110,10 @@ class _Supervision:
         events: worker.Events,
         report: Callable[[str], None],
     ) -> None:
-        self.status = 0
+        self.status = 0  # As `run` returns it.
         self.ended_by_signal = False
-        self.asked = False
-        self.first: int | None = None
+        self.asked = False  # Whether a worker asked to be started again, after a backup.
+        self.first: int | None = None  # The slot of the first worker that failed or asked.
         self._job = job
         self._running = set(processes)
         self._events = events
@@ -185,7 +164,7 @@ class _Supervision:
         # One that ends after it was asked to has not failed.
         if not event.status or self._ending:
             return
-        status = _as_shell_status(event.status)
+        status = event.status
         if not (self._growing and status == environment.RESTART_STATUS):
             self.first = event.process.spec.slot if self.first is None else self.first
         name = event.process.spec.name
@@ -237,11 +216,6 @@ class _Supervision:
             process.send(signal.SIGKILL)
         # Nothing is left to be done but to wait for them.
         self._deadline = None
-
-
-def _as_shell_status(status: int) -> int:
-    """Returns a guard's status as a shell has it: the guard itself may have been killed."""
-    return status if status >= 0 else 128 - status
 
 
 def _describe(status: int) -> str:

@@ -49,7 +49,7 @@ class Exit:
     """A worker has ended: a `Process`, or one on another machine."""
 
     process: Any
-    status: int
+    status: int  # As a shell has it.
 
 
 # A worker's end, a signal to the launcher, the error of an output that takes no more, and the
@@ -64,7 +64,6 @@ class Process:
         self,
         spec: WorkerSpec,
         command: Sequence[str],
-        printers: tuple[output.LinePrinter, output.LinePrinter],
         events: Events,
     ) -> None:
         self.spec = spec
@@ -90,8 +89,8 @@ class Process:
         assert self._guard.stdout
         assert self._guard.stderr
         streams = (
-            (self._guard.stdout, spec.prefix, printers[0]),
-            (self._guard.stderr, spec.error_prefix, printers[1]),
+            (self._guard.stdout, spec.prefix, sys.stdout.buffer),
+            (self._guard.stderr, spec.error_prefix, sys.stderr.buffer),
         )
         self._readers = [
             threading.Thread(target=self._read, args=stream, daemon=True) for stream in streams
@@ -122,22 +121,20 @@ class Process:
     def _wait(self) -> None:
         status = self._guard.wait()
         self._folder.cleanup()
-        self._events.put(Exit(self, status))
+        # The guard itself may have been killed.
+        self._events.put(Exit(self, status if status >= 0 else 128 - status))
 
-    def _read(self, stream: IO[bytes], prefix: bytes, printer: output.LinePrinter) -> None:
-        splitter = output.LineSplitter()
-        while chunk := os.read(stream.fileno(), 65_536):
-            self._print(splitter.feed(chunk), prefix, printer)
-        self._print(splitter.flush(), prefix, printer)
-
-    def _print(self, lines: Iterator[bytes], prefix: bytes, printer: output.LinePrinter) -> None:
+    def _read(self, stream: IO[bytes], prefix: bytes, printed: IO[bytes]) -> None:
         is_quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "0") >= "2"
-        try:
-            for line in lines:
-                if not (is_quiet and _EARLY_LINE.match(line)):
-                    printer.print(prefix + line)
-        except OSError as error:
-            self._events.put(error)
+        for line in output.lines(iter(lambda: os.read(stream.fileno(), 65_536), b"")):
+            if is_quiet and _EARLY_LINE.match(line):
+                continue
+            try:
+                # One call: whole lines of several threads.
+                printed.write(prefix + line + b"\n")
+                printed.flush()
+            except OSError as error:
+                self._events.put(error)
 
 
 @contextlib.contextmanager

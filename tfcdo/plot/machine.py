@@ -40,10 +40,7 @@ def place_devices(topology: Topology) -> Positions:
 
 
 def draw_machine(axes: Axes, topology: Topology, positions: Positions) -> None:
-    """Draws the devices, the links between them, and a legend of the kinds of links.
-
-    A link is an arrow if the one in the other direction is not of the same kind.
-    """
+    """Draws the devices, the links between them, and a legend of the kinds of links."""
     graph = nx.Graph()
     graph.add_nodes_from(range(topology.num_devices))
     slowest_first = sorted(_pairs_by_kind(topology).items())

@@ -20,10 +20,7 @@ _GROUPS = {
 
 
 def write(recording: Recording, path: pathlib.Path) -> None:
-    """Writes all ops, a lane a thread; the edges, a lane each; and the plan of a typical step.
-
-    The plan of each all-reduce begins with its run.
-    """
+    """Writes all ops, a lane a thread; the edges, a lane each; and the plan of a typical step."""
     numbers: dict[tuple[int, str], int] = {}  # Lanes in the order in which they are first used.
     events = []
     for group, lane, name, start, end, arguments in _bars(recording):

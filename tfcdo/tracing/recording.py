@@ -22,14 +22,11 @@ from tfcdo.tracing.profile import Event
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """Events in the order of their start, the newest plans first, and the machine, None if unknown.
+    """What the profiler and the executor have recorded."""
 
-    The plans are simulated on that machine.
-    """
-
-    events: tuple[Event, ...]
-    planned: Sequence[planned.Planned] = ()
-    topology: Topology | None = None
+    events: tuple[Event, ...]  # In the order of their start.
+    planned: Sequence[planned.Planned] = ()  # The newest first.
+    topology: Topology | None = None  # On which plans are simulated; None: detect it.
 
     @functools.cached_property
     def runs(self) -> list[EdgeRun]:
