@@ -11,6 +11,7 @@ from tfcdo.bench import link, results, worker_pool
 from tfcdo.launch import cluster
 
 ALONE = "computing alone"  # A step that drops its gradients.
+WIRES = ("bfloat16", "int8")
 # Seconds for a step; tracing its graph takes a minute on a busy machine.
 _TIMEOUT = 900.0
 
@@ -33,7 +34,7 @@ def run(
     """Trains a model on the same data under each strategy, a step of each in turn."""
     names = {
         "tfcdo": "tfcdo.MultiWorkerMirroredStrategy",
-        "tfcdo bfloat16": "the same, wire_between='bfloat16'",
+        **{f"tfcdo {wire}": f"the same, wire_between={wire!r}" for wire in WIRES},
         "tf": "tf.distribute.MultiWorkerMirroredStrategy",
     }
     command = [*opened.command, sys.executable, "-m", "tfcdo.bench.hosts_worker"]
