@@ -1,8 +1,6 @@
 """Optimizer state on owners: each variable is updated on one device, which sends it to the others.
 
-An owner works as if it were the only replica: all that Keras does on one device is done there, to
-the owner's components of the variables and to slots that only the owner has. So every optimizer is
-the same as on one device, and its checkpoints too.
+An owner works as if it were the only replica, so every optimizer is the same as on one device.
 """
 
 from __future__ import annotations
