@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import importlib.metadata
-import json
-import pathlib
 import platform
-from collections.abc import Mapping
 from typing import Any
 
 from tfcdo.topology.detection import num_cores, processor_name
@@ -73,9 +70,3 @@ def describe_environment(devices: str) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
-
-
-def write_json(path: pathlib.Path, devices: str, found: Mapping[str, Any]) -> None:
-    """Writes measurements after a description of their environment."""
-    content = {**describe_environment(devices), **found}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

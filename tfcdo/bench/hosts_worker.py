@@ -1,8 +1,4 @@
-"""Trains under TensorFlow's and tfcdo's multi-worker strategies, in one worker process.
-
-Runs as `python -m tfcdo.bench.hosts_worker NUM_DEVICES NUM_BLOCKS` with TF_CONFIG set,
-for `tfcdo.bench.hosts`.
-"""
+"""Trains under TensorFlow's and tfcdo's multi-worker strategies: a worker of `bench.hosts`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Opens the link between the workers of a measurement: a loopback interface of their own.
-
-In a network namespace of its own, the interface carries only the workers' data, so that its
-counter of bytes is exact, and its rate can be limited without touching the machine's network.
-"""
+"""Opens a loopback interface that carries only the workers' data, to count and limit its bytes."""
 
 from __future__ import annotations
 

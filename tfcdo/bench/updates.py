@@ -1,7 +1,4 @@
-"""Times all-reduce plus update of an optimizer: TensorFlow, tfcdo, and tfcdo with a sharded state.
-
-Each runs in a process of its own, so that its peak memory can be told, and takes a step in turn.
-"""
+"""Times all-reduce plus update, each strategy in a process of its own for its peak memory."""
 
 from __future__ import annotations
 

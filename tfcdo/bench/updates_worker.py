@@ -1,7 +1,4 @@
-"""Takes steps of all-reduce plus update under one strategy, in a process of its own.
-
-Runs as `python -m tfcdo.bench.updates_worker KIND NUM_DEVICES OPTIMIZER` for `tfcdo.bench.updates`.
-"""
+"""Takes steps of all-reduce plus update under one strategy: a worker of `bench.updates`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Starts worker processes, and calls methods of the object that each of them serves.
-
-A call is a line of JSON, `[method, arguments]`, and so is its answer, `{"result": ...}` or
-`{"error": ...}`. Dataclasses arrive as objects of JSON.
-"""
+"""Starts worker processes, and calls methods of the object that each serves, by lines of JSON."""
 
 from __future__ import annotations
 

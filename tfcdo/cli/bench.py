@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -96,12 +97,9 @@ def bench(
     elif models:
         refused = given & {"--minbytes", "--maxbytes", "--stepfactor"}
         reason = "cannot be given with --model, which has gradients of fixed sizes"
+    order = f"--minbytes must be at most --maxbytes; got {minbytes} and {maxbytes} bytes"
     options.refuse(
-        (refused, f"{' and '.join(sorted(refused))} {reason}"),
-        (
-            minbytes > maxbytes,
-            f"--minbytes must be at most --maxbytes; got {minbytes} and {maxbytes} bytes",
-        ),
+        {f"{' and '.join(sorted(refused))} {reason}": refused, order: minbytes > maxbytes}
     )
     if context.invoked_subcommand:
         return 0
@@ -285,13 +283,14 @@ def _start(
 def _write_json(
     found: Sequence[results.Measurement], path: pathlib.Path | None, description: str
 ) -> None:
-    if path:
-        bench_devices.write_json(path, description, {"results": [_as_json(one) for one in found]})
-
-
-def _as_json(one: results.Measurement) -> dict[str, object]:
-    """Returns the measurements and bandwidths; None for NaN, which JSON does not have."""
-    bandwidths = {"algbw": one.algbw, "busbw": one.busbw} if one.count else {}
-    return dataclasses.asdict(one) | {
-        name: None if math.isnan(value) else value for name, value in bandwidths.items()
-    }
+    """Writes measurements after a description of their environment, if there is a file for it."""
+    if not path:
+        return
+    measured = []
+    for one in found:
+        bandwidths = {"algbw": one.algbw, "busbw": one.busbw} if one.count else {}
+        # JSON has no NaN.
+        finite = {key: None if math.isnan(value) else value for key, value in bandwidths.items()}
+        measured.append(dataclasses.asdict(one) | finite)
+    content = {**bench_devices.describe_environment(description), "results": measured}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -112,20 +112,17 @@ def demo(devices: int, epochs: int) -> int:
             check_sum("1 + 2 + 3 by TensorFlow's copies", names, theirs),
         ]
     failed = [check.subject for check in checks if check.passed is False]
-    table = Table("Check", "Result", "Wanted", "")
+    judged = Table("Check", "Result", "Wanted", "")
+    shown = Table("Without tfcdo", "Result", "Wanted")
     for check in checks:
-        table.add_row(check.subject, check.result, check.wanted, _VERDICTS[check.passed])
-    console.print()
-    console.print(table)
-    if failed:
-        console.print(Text("Not as wanted: " + "; ".join(failed), "bold red"))
-    else:
-        console.print(Text("All checks passed.", "green"))
-    table = Table("Without tfcdo", "Result", "Wanted")
+        judged.add_row(check.subject, check.result, check.wanted, _VERDICTS[check.passed])
     for check in others:
-        table.add_row(check.subject, check.result, check.wanted)
-    console.print(table)
-    console.print(_WITHOUT_TFCDO)
+        shown.add_row(check.subject, check.result, check.wanted)
+    verdict = Text("All checks passed.", "green")
+    if failed:
+        verdict = Text("Not as wanted: " + "; ".join(failed), "bold red")
+    for part in ("", judged, verdict, shown, _WITHOUT_TFCDO):
+        console.print(part)
     return int(bool(failed))
 
 

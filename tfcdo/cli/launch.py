@@ -133,9 +133,8 @@ def launch(
     # Of the workers' TensorFlow, errors are enough, unless the user wants more.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     command = (sys.executable, *(["-m"] if module else []), script, *arguments)
-    variables = {}
-    if devices_per_worker:
-        variables[environment.DEVICES_PER_WORKER] = str(devices_per_worker)
+    each = devices_per_worker
+    variables = {environment.DEVICES_PER_WORKER: str(each)} if each else {}
     address = config.split_address(meet[0]) if meet else None
     if address and index:
         assert hosts
@@ -172,38 +171,30 @@ def _check_where(
 ) -> None:
     """Raises a UsageError unless it is said on which hosts the workers are."""
     count = len(hosts or [1])
+    most = workers and workers[1]
     options.refuse(
-        (
-            nnodes not in (None, count),
-            f"--nnodes must be the number of --hosts, {count}; got {nnodes}",
-        ),
-        (
-            workers is None and hosts is None,
+        {
+            f"--nnodes must be the number of --hosts, {count}; got {nnodes}": (
+                nnodes not in (None, count)
+            ),
             "give either --workers N, to start all workers on this host, or --hosts A:PORT,B:PORT "
-            "--index I, to start worker I of several hosts",
-        ),
-        (
-            hosts is None and index is not None,
-            "--index needs --hosts: --workers starts all workers",
-        ),
-        (hosts is None and meet, "--meet needs --hosts: --workers starts all workers"),
-        (
-            hosts and (workers is None) != (meet is None),
-            "give --hosts either alone, or with both --workers MIN:MAX and --meet A:PORT",
-        ),
-        (
-            hosts and index is None,
-            f"--hosts needs --index: which of the {count} this host is, from 0",
-        ),
-        (
-            (index or 0) >= count,
-            f"--index must be less than the number of hosts, {count}; got {index}",
-        ),
-        (meet and len(meet) != 1, f"--meet must be one address; got {','.join(meet or ())}"),
-        (
-            hosts and workers and workers[1] != count,
-            f"MAX of --workers must be the number of hosts, {count}; got {workers and workers[1]}",
-        ),
+            "--index I, to start worker I of several hosts": workers is None and hosts is None,
+            "--index needs --hosts: --workers starts all workers": not hosts and index is not None,
+            "--meet needs --hosts: --workers starts all workers": not hosts and meet,
+            "give --hosts either alone, or with both --workers MIN:MAX and --meet A:PORT": (
+                hosts and (workers is None) != (meet is None)
+            ),
+            f"--hosts needs --index: which of the {count} this host is, from 0": (
+                hosts and index is None
+            ),
+            f"--index must be less than the number of hosts, {count}; got {index}": (
+                (index or 0) >= count
+            ),
+            f"--meet must be one address; got {','.join(meet or ())}": meet and len(meet) != 1,
+            f"MAX of --workers must be the number of hosts, {count}; got {most}": (
+                hosts and workers and most != count
+            ),
+        }
     )
 
 
@@ -217,25 +208,23 @@ def _workers(
     elastic: pool.Pool | None,
 ) -> Iterator[Sequence[worker.WorkerSpec]]:
     """Gives the place of each worker of one run; on one host, with free ports of its own."""
+    most = count[1] if count else len(hosts or ())
+    slots = elastic.ready if elastic else range(most)
+    if hosts is not None and index is not None and index in slots:
+        _check_port(hosts[index], "--hosts", "worker")
+    if count:
+        # A token of each run's own keeps out workers that an earlier run has left.
+        token = environment.cluster_token() or secrets.token_hex(16)
+        variables = {**variables, environment.CLUSTER_TOKEN: token}
     with contextlib.ExitStack() as stack:
         if hosts is None:
-            assert count is not None
-            slots = elastic.ready if elastic else range(count[1])
             addresses = stack.enter_context(cluster.reserved_ports(len(slots)))
-            variables = {**variables, **_new_token()}
-        elif elastic:
-            slots = elastic.ready
-            addresses = tuple(hosts[slot] for slot in slots)
-            variables = {**variables, **_new_token()}
         else:
-            assert index is not None
-            slots, addresses = range(len(hosts)), hosts
-        if hosts is not None and index is not None and index in slots:
-            _check_port(hosts[index], "--hosts", "worker")
+            addresses = tuple(hosts[slot] for slot in slots)
         yield [
             _spec(
                 slot,
-                count[1] if count else len(slots),
+                most,
                 {
                     "TF_CONFIG": cluster.tf_config(addresses, task),
                     **variables,
@@ -244,7 +233,7 @@ def _workers(
                 },
             )
             for task, slot in enumerate(slots)
-            if hosts is None or elastic or slot == index
+            if count or slot == index
         ]
 
 
@@ -271,11 +260,6 @@ def _gpus(each: int | None, num_workers: int) -> list[str]:
             f"on this host; {source} {len(names)}"
         )
     return [",".join(names[each * worker :][:each]) for worker in range(num_workers)]
-
-
-def _new_token() -> dict[str, str]:
-    """Returns a token of each run's own, which keeps out workers that an earlier run has left."""
-    return {environment.CLUSTER_TOKEN: environment.cluster_token() or secrets.token_hex(16)}
 
 
 def _check_port(address: str, option: str, listener: str) -> None:

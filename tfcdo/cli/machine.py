@@ -7,7 +7,6 @@ import re
 import sys
 
 import click
-from rich import progress as rich_progress
 from rich.console import Console
 
 from tfcdo import topology
@@ -79,14 +78,9 @@ def measure(here: Here, measure_again: bool) -> Topology:
     if known is not None and not measure_again:
         console.print(f"{name}: as on {known.date}; --measure measures again", soft_wrap=True)
         return known.topology
-    columns = (rich_progress.BarColumn(), rich_progress.TextColumn("{task.description}"))
-    with rich_progress.Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as shown:
-        task = shown.add_task("measuring", total=1.0)
+    with options.status(console, "Measuring ...") as shown:
         found = topology.measure(
-            devices.names,
-            progress=lambda done, what: shown.update(task, completed=done, description=what),
+            devices.names, progress=lambda done, what: shown.update(f"{done:.0%} {what}")
         )
     console.print(f"{found.name}: measured now, and kept", soft_wrap=True)
     return found

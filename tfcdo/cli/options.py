@@ -1,9 +1,6 @@
 """Parses options and makes consoles for several sub-commands.
 
-A letter means the same in all commands, and the same as in nccl-tests if it exists there: `-b` and
-`-e` sizes in bytes, `-f` the factor between sizes, `-g` a number of devices, `-n` iterations, `-w`
-warm-up iterations, `-d` a datatype; K, M and G are powers of 1024. tfcdo adds `-t` for a
-topology and `-a` for an algorithm.
+A letter means the same in all commands, and the same as in nccl-tests if it exists there.
 """
 
 from __future__ import annotations
@@ -17,8 +14,8 @@ import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import click
 from rich import progress as rich_progress
@@ -26,12 +23,6 @@ from rich.console import Console
 from rich.status import Status
 
 _Item = TypeVar("_Item")
-
-if TYPE_CHECKING:
-    ParamType = click.ParamType[Any]
-else:
-    # A type checker's newer click knows what is converted; one from 2023 takes no such argument.
-    ParamType = click.ParamType
 
 # The largest number of bytes that TensorFlow can count.
 _LARGEST_SIZE = 2**63 - 1
@@ -45,7 +36,7 @@ _WIDTH_OF_A_PIPE = 120
 _ASCII = str.maketrans({"→": "->", "µ": "u", "±": "+-"})
 
 
-class Parsed(ParamType):
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # click before 8.3 takes no argument.
     """A value that a function reads from text; its ValueError is the message of a refusal."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
@@ -152,12 +143,8 @@ def progress(console: Console) -> Iterator[Callable[..., Iterable[Any]]]:
 
 @contextlib.contextmanager
 def quiet_start() -> Iterator[None]:
-    """Holds back the output to standard error while TensorFlow is imported and started.
-
-    `TF_CPP_MIN_LOG_LEVEL` alone does not do it: the C++ half of recent versions also logs before
-    it has read that variable, straight to file descriptor 2. If the block raises, what was held
-    back is shown, unless it is about the user's options or from the user's keyboard.
-    """
+    """Holds back the output to standard error while TensorFlow is imported and started."""
+    # The C++ half of recent versions also logs before it has read this, straight to descriptor 2.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.stderr.flush()
     shown = os.dup(2)
@@ -167,7 +154,7 @@ def quiet_start() -> Iterator[None]:
             yield
         except (click.ClickException, KeyboardInterrupt):
             raise
-        except BaseException:
+        except BaseException:  # The output may say why.
             held_back.seek(0)
             os.write(shown, held_back.read())
             raise
@@ -182,9 +169,9 @@ def printable(text: str, console: Console) -> str:
     return text.translate(_ASCII) if console.options.ascii_only else text
 
 
-def refuse(*cases: tuple[object, str]) -> None:
-    """Raises a UsageError with the reason of the first case that is true."""
-    for is_refused, reason in cases:
+def refuse(cases: Mapping[str, object]) -> None:
+    """Raises a UsageError with the first reason whose case is true."""
+    for reason, is_refused in cases.items():
         if is_refused:
             raise click.UsageError(reason)
 

@@ -106,12 +106,14 @@ def plan(
     drawn = [path.resolve() for path in (trees_file, gantt_file) if path]
     is_network_given = context.get_parameter_source("network") is ParameterSource.COMMANDLINE
     options.refuse(
-        (len(set(drawn)) < len(drawn), f"--draw and --gantt are one file: {gantt_file}"),
-        (measures and isinstance(wanted, Topology), "--measure measures this machine: -t here"),
-        (is_network_given and not num_hosts, "--network is between hosts: it needs --hosts"),
-        (wire_between and not num_hosts, "--wire-between needs --hosts"),
-        (drawn and num_hosts, "--draw and --gantt draw one host: leave --hosts out"),
-        ((num_packs or saved_file) and num_hosts, "--num-packs and --save are for one host"),
+        {
+            f"--draw and --gantt are one file: {gantt_file}": len(set(drawn)) < len(drawn),
+            "--measure measures this machine: -t here": measures and isinstance(wanted, Topology),
+            "--network is between hosts: it needs --hosts": is_network_given and not num_hosts,
+            "--wire-between needs --hosts": wire_between and not num_hosts,
+            "--draw and --gantt draw one host: leave --hosts out": drawn and num_hosts,
+            "--num-packs and --save are for one host": (num_packs or saved_file) and num_hosts,
+        }
     )
     if drawn:
         options.require_matplotlib()

@@ -8,14 +8,10 @@ import sys
 import threading
 import types
 from concurrent import futures
-from typing import TYPE_CHECKING
 
 import click
 
 from tfcdo.cli import options
-
-if TYPE_CHECKING:
-    from tfcdo.tracing import recording
 
 
 @click.command(
@@ -55,19 +51,19 @@ def trace(
     if picture:
         options.require_matplotlib()
     with options.quiet_start():
-        from tfcdo.tracing import recording
+        from tfcdo.plot import trace as plot_trace
     began, ended = threading.Event(), threading.Event()
 
-    def record() -> recording.Recording | None:
+    def record() -> plot_trace.Trace | None:
         try:
             if ended.wait(after):
                 return None
-            profiler = recording.Profiler()
-            profiler.start()
+            with plot_trace.trace(output, draw=picture) as traced:
+                began.set()
+                ended.wait(seconds)
+            return traced
         finally:
             began.set()
-        ended.wait(seconds)
-        return profiler.stop()
 
     recorded = futures.ThreadPoolExecutor(1).submit(record)
     if not after:
@@ -77,22 +73,12 @@ def trace(
     finally:
         # Also where the user has interrupted the script.
         ended.set()
-        found = recorded.result()
-        if found:
-            _write(found, output, picture)
+        traced = recorded.result()
+        if traced:
+            files = f"{output} and {picture}" if picture else output
+            click.echo(f"tfcdo: {traced.summary}\ntfcdo: wrote {files}")
         else:
             click.echo(f"tfcdo: the script ended before --after {after:g} s", err=True)
-
-
-def _write(found: recording.Recording, output: pathlib.Path, picture: pathlib.Path | None) -> None:
-    from tfcdo.plot import trace as trace_plot
-    from tfcdo.tracing import chrome
-
-    chrome.write(found, output)
-    if picture:
-        trace_plot.save(found, picture)
-    click.echo(f"tfcdo: {found.summary}")
-    click.echo(f"tfcdo: wrote {output} and {picture}" if picture else f"tfcdo: wrote {output}")
 
 
 def _run(script: pathlib.Path, arguments: tuple[str, ...]) -> int:

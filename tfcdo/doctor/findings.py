@@ -1,7 +1,4 @@
-"""Makes findings of a report: checks that passed, notes, problems, and remedies.
-
-All here is about the report alone, so that a test needs no machine that has the finding.
-"""
+"""Makes findings of a report: checks that passed, notes, problems, and remedies."""
 
 from __future__ import annotations
 

@@ -1,22 +1,15 @@
-"""Answers the doctor's questions in a process that may hang or crash.
-
-Runs as `python -m tfcdo.doctor.probe`. Nothing here imports TensorFlow before it is asked to.
-"""
+"""Answers the doctor's questions in a process that may hang or crash; imports TensorFlow late."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
 import platform
-import re
 from collections.abc import Mapping
 
 from tfcdo.bench import worker_pool
 from tfcdo.doctor.answers import Machine, Versions
 from tfcdo.version import __version__
-
-# That of pyproject.toml, which is not there where tfcdo is installed: a test compares them.
-OLDEST_TENSORFLOW = (2, 16)
 
 
 class Probe:
@@ -29,13 +22,13 @@ class Probe:
             for name in ("numpy", "tensorflow"):
                 found[name] = importlib.import_module(name).__version__
             found["cuda"] = _cuda_of_tensorflow()
-            problem, remedy = _problem_of_tensorflow(str(found["tensorflow"]))
+            problem, remedy = _problem_of_tensorflow(found["tensorflow"])
             # Keras is needed by Keras users only.
             found["keras"] = _version_of("keras")
         except Exception as error:
             # Whatever a broken installation raises: a missing library, a numpy of the wrong age.
             problem = f"TensorFlow cannot be imported: {_first_line(error)}"
-            remedy = f"pip install 'tensorflow>={_oldest()}'"
+            remedy = "pip install --upgrade tensorflow"
         python = platform.python_version()
         return Versions(__version__, python, **found, problem=problem, remedy=remedy)
 
@@ -48,13 +41,7 @@ class Probe:
         return patient.machine()
 
 
-def _problem_of_tensorflow(version: str) -> tuple[str, str]:
-    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    if numbers < OLDEST_TENSORFLOW:
-        return (
-            f"TensorFlow {version} is older than {_oldest()}, the oldest that tfcdo runs on",
-            f"pip install --upgrade 'tensorflow>={_oldest()}'",
-        )
+def _problem_of_tensorflow(version: str | None) -> tuple[str, str]:
     try:
         importlib.import_module("tfcdo.tf_internals")
     except (ImportError, AttributeError) as error:
@@ -63,10 +50,6 @@ def _problem_of_tensorflow(version: str) -> tuple[str, str]:
             "install a TensorFlow that tfcdo's README lists, or a newer tfcdo",
         )
     return "", ""
-
-
-def _oldest() -> str:
-    return ".".join(map(str, OLDEST_TENSORFLOW))
 
 
 def _cuda_of_tensorflow() -> str | None:

@@ -1,7 +1,4 @@
-"""Additions for Keras: training on K replicas of a strategy ends as on one device.
-
-Nothing else of tfcdo imports this package, so Keras is loaded for those who use it.
-"""
+"""Additions for Keras: training on K replicas of a strategy ends as on one device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Notices that a machine will be taken away: all hosts leave after the same step.
 
-Hosts run a step together, so none can be more than one ahead. Once there is a notice, each host
-publishes the step that it has begun, and begins no other before it knows the steps of all. All
-stop after the greatest.
+Once there is a notice, each host publishes the step that it has begun, and waits for all steps.
 """
 
 from __future__ import annotations
@@ -102,10 +100,8 @@ class Preemption:
         return _signalled.is_set() or (self._session is None and environment.resize_is_wanted())
 
     def _end_with_the_run(self) -> None:
-        """Ends this process when `tfcdo launch` ends a run that has failed.
-
-        The main thread may wait in a collective for a host that is gone, and so run no handler.
-        """
+        """Ends this process when `tfcdo launch` ends a run that has failed."""
+        # The main thread may wait in a collective for a host that is gone, and so run no handler.
         while not self._ended.wait(_POLL):
             if wakeup.take(signal.SIGTERM) and environment.another_has_failed():
                 os._exit(128 + signal.SIGTERM)

@@ -1,8 +1,6 @@
 """Optimizer state on owners: each variable is updated on one device, which sends it to the others.
 
-An owner works as if it were the only replica: all that Keras does on one device is done there, to
-the owner's components of the variables and to slots that only the owner has. So every optimizer is
-the same as on one device, and its checkpoints too.
+An owner works as if it were the only replica, so every optimizer is the same as on one device.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -164,9 +162,9 @@ def update(leaf: Any, shards: Shards, gradients: Sequence[Any], variables: Seque
     owned = shards.ops.reduce_to_owners(gradients, owner, shards.devices)
     sums = list(owned.sums)
     if leaf.gradient_accumulation_steps:
-        for index, total in enumerate(sums):
-            with tf.device(shards.devices[owner[index]]):
-                sums[index] = total / leaf.gradient_accumulation_steps
+        sums = _on_owners(
+            lambda total: total / leaf.gradient_accumulation_steps, shards, owner, sums
+        )
     # No owner begins before all sums are there, so a step that fails until then changes nothing.
     with tf.control_dependencies([] if tf.executing_eagerly() else [tf.group(*_tensors(sums))]):
         sums = _clipped(leaf, shards, owner, sums)
@@ -199,23 +197,27 @@ def _tensors(values: Sequence[Any]) -> list[tf.Tensor]:
     return flat
 
 
+def _on_owners(
+    function: Callable[[Any], Any], shards: Shards, owner: Sequence[int], values: Sequence[Any]
+) -> list[Any]:
+    """Calls a function with each value on the device that owns it."""
+    results = []
+    for value, at in zip(values, owner, strict=True):
+        with tf.device(shards.devices[at]):
+            results.append(function(value))
+    return results
+
+
 def _clipped(leaf: Any, shards: Shards, owner: Sequence[int], sums: Sequence[Any]) -> list[Any]:
     """Clips by the norm of all gradients, which no owner has alone; other clips are left alone."""
     limit = leaf.global_clipnorm
     if leaf.clipnorm or not limit or limit <= 0:
         return list(sums)
-    squares = []
-    for total, at in zip(sums, owner, strict=True):
-        with tf.device(shards.devices[at]):
-            squares.append(ops.sum(ops.square(total)))
+    squares = _on_owners(lambda total: ops.sum(ops.square(total)), shards, owner, sums)
     with tf.device(shards.devices[0]):  # In the order of the variables, as Keras adds them.
         norm = ops.sqrt(ops.sum(ops.stack(squares)))
         scale = limit * ops.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-    clipped = []
-    for total, at in zip(sums, owner, strict=True):
-        with tf.device(shards.devices[at]):
-            clipped.append(total * scale)
-    return clipped
+    return _on_owners(lambda total: total * scale, shards, owner, sums)
 
 
 def _updated(leaf: Any, gradients: list[Any], variables: list[Any]) -> list[Any]:

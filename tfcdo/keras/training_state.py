@@ -1,8 +1,4 @@
-"""The state of a training: read from a model between two steps, and given to a model again.
-
-A copy is taken by holding on to the values of variables, which never change: TensorFlow makes a new
-buffer for the next update of a variable whose value is held.
-"""
+"""The state of a training: read from a model between two steps, and given to a model again."""
 
 from __future__ import annotations
 
@@ -56,7 +52,8 @@ def copy(model: keras.Model, with_metrics: bool) -> tuple[dict[str, Any], Values
             continue
         for index, component in enumerate(slot.components):
             own[f"{key}.{host * len(slot.components) + index}"] = _value(component)
-    for name, variable in _residuals(strategy).items():
+    feedback = _feedback(strategy)
+    for name, variable in ({} if feedback is None else feedback.by_name).items():
         own[f"r.{host}.{name}"] = _value(variable)
     header = {
         "format": FORMAT,
@@ -232,15 +229,10 @@ def _value(variable: tf.Variable) -> tf.Tensor:
     """Returns a variable's value in the memory of the host."""
     value = variable.read_value()
     if "CPU:" in value.device:
-        return value  # Shared with the variable until its next update.
+        return value  # It never changes: while it is held, an update makes a new buffer.
     with tf.device("CPU:0"):
         return tf.identity(value)
 
 
 def _feedback(strategy: tf.distribute.Strategy) -> Any:
     return getattr(getattr(strategy.extended, "_cross_device_ops", None), "_feedback", None)
-
-
-def _residuals(strategy: tf.distribute.Strategy) -> Mapping[str, tf.Variable]:
-    feedback = _feedback(strategy)
-    return {} if feedback is None else feedback.by_name

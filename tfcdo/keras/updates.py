@@ -1,12 +1,7 @@
 """Changes the order in which a Keras optimizer works: first the sum over replicas, then the rest.
 
-Keras clips each replica's own gradients and adds up afterwards, and it accumulates and overwrites
-in a `tf.cond` on each replica, where the replicas cannot meet. Here they meet first. All methods of
-Keras's optimizers that are not public are used in this module only.
-
-  - a leaf is an optimizer that updates variables by itself: not one that wraps others;
-  - `_backend_apply_gradients` is the method that Keras has its backends override: it gets the
-    unscaled gradients, and clips, decays, accumulates, updates and averages.
+Keras clips on each replica, and accumulates in a `tf.cond`, where the replicas cannot meet. Here a
+*leaf* is an optimizer that updates variables by itself, not one that wraps others.
 """
 
 from __future__ import annotations
@@ -45,7 +40,7 @@ def summed_first(
         for leaf in leaves(optimizer):
             apply_gradients = functools.partial(_apply_gradients, leaf, shards)
             stack.enter_context(replaced(leaf, "_backend_apply_gradients", apply_gradients))
-            stack.enter_context(replaced(leaf, "_all_reduce_sum_gradients", _already_summed))
+            stack.enter_context(replaced(leaf, "_all_reduce_sum_gradients", lambda summed: summed))
             name = "_overwrite_variables_directly_with_gradients"
             overwrite = functools.partial(_overwrite_with_largest, getattr(leaf, name))
             stack.enter_context(replaced(leaf, name, overwrite))
@@ -99,17 +94,16 @@ def of_one_kind(
     ]
 
 
-def _copied(gradient: Any, device: str) -> Any:
-    """Copies tensors of all replicas, which TensorFlow's classes would count once for all."""
-    with tf.device(device):
-        return tf.identity(gradient)
-
-
 def _of_one_kind(gradient: Any, shape: list[int], devices: Sequence[str]) -> Any:
     if gradient is None or len(devices) == 1:
         return gradient
     if not isinstance(gradient, tf.distribute.DistributedValues):
-        return tf_internals.per_replica([_copied(gradient, device) for device in devices])
+        # TensorFlow's classes would count a tensor of all replicas once for all.
+        copies = []
+        for device in devices:
+            with tf.device(device):
+                copies.append(tf.identity(gradient))
+        return tf_internals.per_replica(copies)
     present = [part for part in gradient.values if part is not None]
     kinds = {isinstance(part, tf.IndexedSlices) for part in present}
     if len(present) == len(gradient.values) and len(kinds) == 1:
@@ -117,24 +111,17 @@ def _of_one_kind(gradient: Any, shape: list[int], devices: Sequence[str]) -> Any
     dtype, parts = present[0].dtype, []
     for part, device in zip(gradient.values, devices, strict=True):
         with tf.device(device):
-            if kinds == {True}:
-                values, indices = (
-                    (tf.zeros([0, *shape[1:]], dtype), tf.zeros([0], present[0].indices.dtype))
-                    if part is None
-                    else (part.values, part.indices)
-                )
-                part = tf.IndexedSlices(values, indices, tf.constant(shape))
+            if part is None and kinds == {True}:
+                no_indices = tf.zeros([0], present[0].indices.dtype)
+                part = tf.IndexedSlices(tf.zeros([0, *shape[1:]], dtype), no_indices)
             elif part is None:
                 part = tf.zeros(shape, dtype)
-            elif isinstance(part, tf.IndexedSlices):
+            if isinstance(part, tf.IndexedSlices):
                 part = tf.IndexedSlices(part.values, part.indices, tf.constant(shape))
+            if kinds != {True}:
                 part = tf.convert_to_tensor(part)
         parts.append(part)
     return tf_internals.per_replica(parts)
-
-
-def _already_summed(gradients_and_variables: Any) -> Any:
-    return gradients_and_variables
 
 
 def _overwrite_with_largest(

@@ -1,4 +1,1 @@
-"""Starts the workers of a training job and ends them together: the inside of `tfcdo launch`.
-
-Nothing here imports TensorFlow: the workers do.
-"""
+"""Starts the workers of a training job and ends them together, without TensorFlow."""

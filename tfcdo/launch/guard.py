@@ -1,11 +1,7 @@
-"""A small process between the launcher and one worker, which leaves nothing behind.
+"""A process between the launcher and one worker, which leaves nothing behind: a script.
 
-It runs the worker in a session of its own and reads the launcher's orders from standard input:
-each byte is a signal to pass on to the worker's process group, and the end of the input, which
-also comes when the launcher is killed, means to kill the worker. When the worker has ended, the
-guard kills all processes that the worker started and ends with the worker's exit status.
-
-It runs as a script of its own: `python guard.py COMMAND ...`.
+Each byte of its input is a signal for the worker's process group. At the end of the input, also
+when the launcher is killed, it kills the worker; at the worker's end, all that this has started.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The workers that a job can have now: some fail too often, others come from other machines.
-
-The first host's launcher has the pool. The others' launchers (`member`) connect to it, and run
-their worker when it says so.
-"""
+"""The workers that a job can have now: some fail too often, others come from other machines."""
 
 from __future__ import annotations
 

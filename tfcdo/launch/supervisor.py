@@ -39,13 +39,11 @@ def run(job: Job, report: Callable[[str], None]) -> int:
     """Runs a job in the main thread; returns 0, the first failure's status or 128 and a signal."""
     guard.adopt_orphans()
     events: worker.Events = queue.SimpleQueue()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(worker.handled_signals(events))
-        if job.pool is None:
-            return _run_until_it_ends(job, events, report)
-        stack.enter_context(job.pool.listening(events))
+    listening = job.pool.listening(events) if job.pool else contextlib.nullcontext()
+    with worker.handled_signals(events), listening:
         status = _run_until_it_ends(job, events, report)
-        job.pool.end(status)
+        if job.pool is not None:
+            job.pool.end(status)
         return status
 
 

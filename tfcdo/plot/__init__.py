@@ -1,1 +1,1 @@
-"""Draws pictures: copy trees, transfers over time, and the bench's results."""
+"""Draws pictures: copy trees, and transfers over time."""
