@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -29,16 +30,19 @@ def place_values(workload: workloads.Workload, devices: ChosenDevices) -> steps.
 
 def single_passes(device: str) -> Mapping[str, implementations.Reduce]:
     """Returns functions that sum in a single pass; the fastest is the floor."""
+    return {
+        "floor (XLA)": functools.partial(_sum, _add_with_xla, device),
+        "floor (add_n)": functools.partial(_sum, _add_n, device),
+    }
 
-    def with_xla(values: Sequence[Any]) -> list[Any]:
-        with tf.device(device):
-            return _mirrored(_add_with_xla([value.values for value in values]), values)
 
-    def with_add_n(values: Sequence[Any]) -> list[Any]:
-        with tf.device(device):
-            return _mirrored([tf.add_n(value.values) for value in values], values)
-
-    return {"floor (XLA)": with_xla, "floor (add_n)": with_add_n}
+def _sum(add: Callable[..., list[tf.Tensor]], device: str, values: Sequence[Any]) -> list[Any]:
+    with tf.device(device):
+        totals = add([value.values for value in values])
+    return [
+        tf_internals.mirrored([total] * len(value.values))
+        for total, value in zip(totals, values, strict=True)
+    ]
 
 
 @tf.function(jit_compile=True, autograph=False)
@@ -46,8 +50,5 @@ def _add_with_xla(values: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
     return [sum(others, start=first) for first, *others in values]
 
 
-def _mirrored(totals: Sequence[tf.Tensor], values: Sequence[Any]) -> list[Any]:
-    return [
-        tf_internals.mirrored([total] * len(value.values))
-        for total, value in zip(totals, values, strict=True)
-    ]
+def _add_n(values: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    return list(map(tf.add_n, values))

@@ -131,20 +131,13 @@ def build(data: Data, reduce: implementations.Reduce | None) -> TimedStep:
     step()
     first_call = time.perf_counter() - start
     # Traced once more, so that nothing that is timed calls Python.
-    wrong = 0 if reduce is None else data.num_wrong(_returning(data, reduce)())
+    wrong = 0 if reduce is None else data.num_wrong(_function(data, reduce, returns=True)())
     return TimedStep(step, first_call, count_nodes(function), wrong)
 
 
 def trace(data: Data, reduce: implementations.Reduce | None) -> Any:
     """Traces the graph of `build` without running it."""
-    if not data.devices.on_cpu:
-        return _returning(data, reduce).get_concrete_function()
-
-    @tf.function(autograph=False)
-    def step() -> None:
-        _consume(data, all_reduce(reduce, data.read()))
-
-    return step.get_concrete_function()
+    return _function(data, reduce, returns=not data.devices.on_cpu).get_concrete_function()
 
 
 def count_nodes(function: Any) -> int:
@@ -153,12 +146,16 @@ def count_nodes(function: Any) -> int:
     return len(graph.node) + sum(len(inner.node_def) for inner in graph.library.function)
 
 
-def _returning(data: Data, reduce: implementations.Reduce | None) -> Any:
-    """Returns the same graph as a function that returns its results."""
+def _function(data: Data, reduce: implementations.Reduce | None, returns: bool) -> Any:
+    """Makes a function that all-reduces, and returns the results or only uses them."""
 
     @tf.function(autograph=False)
-    def step() -> ValuesByDevice:
-        return all_reduce(reduce, data.read())
+    def step() -> ValuesByDevice | None:
+        results = all_reduce(reduce, data.read())
+        if returns:
+            return results
+        _consume(data, results)
+        return None
 
     return step
 

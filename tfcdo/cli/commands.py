@@ -11,15 +11,8 @@ import click
 
 from tfcdo.version import __version__
 
-# Name: where the click command is, as "module:attribute".
-COMMANDS = {
-    "doctor": "tfcdo.cli.doctor:doctor",
-    "demo": "tfcdo.cli.demo:demo",
-    "bench": "tfcdo.cli.bench:bench",
-    "plan": "tfcdo.cli.plan:plan",
-    "trace": "tfcdo.cli.trace:trace",
-    "launch": "tfcdo.cli.launch:launch",
-}
+# Each is a function in a module, both of this name.
+COMMANDS = ("doctor", "demo", "bench", "plan", "trace", "launch")
 
 
 class LazyGroup(click.Group):
@@ -33,8 +26,8 @@ class LazyGroup(click.Group):
         """Imports one sub-command."""
         if cmd_name not in COMMANDS:
             raise click.UsageError(f"no command {cmd_name!r}: there are {', '.join(COMMANDS)}")
-        module, _, attribute = COMMANDS[cmd_name].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        module = importlib.import_module(f"tfcdo.cli.{cmd_name}")
+        command: click.Command = getattr(module, cmd_name)
         return command
 
 

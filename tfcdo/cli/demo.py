@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -81,25 +82,16 @@ def demo(devices: int, epochs: int) -> int:
         tf.config.list_logical_devices()
     tf.get_logger().setLevel("ERROR")
     digits = load_digits()
-
-    def train_under(
-        strategy: tf.distribute.Strategy, wrap: Callable[[Any], Any], verbose: str | int = 0
-    ) -> Any:
-        def optimizer() -> Any:
-            return wrap(keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5))
-
-        return train(digits, devices, epochs, strategy, optimizer, verbose)
-
-    def as_it_is(optimizer: Any) -> Any:
-        return optimizer
-
+    train_under = functools.partial(train, digits, devices, epochs)
+    sgd = functools.partial(keras.optimizers.SGD, 0.1, momentum=0.9, global_clipnorm=0.5)
     console.print(f"Training on {_count(devices)} with tfcdo.MirroredStrategy", style="bold")
     strategy = tfcdo.MirroredStrategy(names[:devices])
     # Keras's bar redraws its line, which a file or a pipe cannot.
-    model = train_under(strategy, DistributedOptimizer, "auto" if sys.stdout.isatty() else 2)
+    verbose = "auto" if sys.stdout.isatty() else 2
+    model = train_under(strategy, lambda: DistributedOptimizer(sgd()), verbose)
     console.print(str(strategy.explain([weight.shape for weight in model.trainable_weights])))
     with options.status(console, "The same training on one device, to compare ..."):
-        alone = train_under(tf.distribute.get_strategy(), as_it_is)
+        alone = train_under(tf.distribute.get_strategy(), sgd)
         ours, theirs = tfcdo.HierarchicalCopyAllReduce(), tf.distribute.HierarchicalCopyAllReduce()
         checks = [
             check_accuracy(model, digits, epochs),
@@ -108,7 +100,7 @@ def demo(devices: int, epochs: int) -> int:
             check_sum("1 + 2 + 3 by tfcdo's copies", names, ours),
         ]
         others = [
-            check_weights("Clipping by Keras alone", train_under(strategy, as_it_is), alone),
+            check_weights("Clipping by Keras alone", train_under(strategy, sgd), alone),
             check_sum("1 + 2 + 3 by TensorFlow's copies", names, theirs),
         ]
     failed = [check.subject for check in checks if check.passed is False]

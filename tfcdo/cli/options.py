@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import decimal
 import fractions
-import importlib
 import os
 import pathlib
 import re
@@ -29,8 +28,6 @@ _LARGEST_SIZE = 2**63 - 1
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3}
 # nccl-tests' unit, and the other units of GNU's coreutils.
 _KILO = {"": 1024, "IB": 1024, "B": 1000}
-# The values of `wire_between`, for commands that do not import TensorFlow.
-BETWEEN_DTYPES = click.Choice(["bfloat16", "float16", "int8"])
 _WIDTH_OF_A_PIPE = 120
 # Arrows and signs for output whose encoding has none of them.
 _ASCII = str.maketrans({"→": "->", "µ": "u", "±": "+-"})
@@ -174,11 +171,6 @@ def refuse(cases: Mapping[str, object]) -> None:
     for reason, is_refused in cases.items():
         if is_refused:
             raise click.UsageError(reason)
-
-
-def require_matplotlib() -> None:
-    """Raises if matplotlib is missing, before time is spent on data for it."""
-    importlib.import_module("matplotlib")
 
 
 # Options that the commands of the bench share; more samples would not end in a day.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pathlib
 from collections.abc import Sequence
 
@@ -73,7 +74,11 @@ _MAX_PACKS = 4096
     "Bandwidth of each host: bytes per second, or as in 100gbit.",
     "12.5G",
 )
-@options.option("--wire-between", options.BETWEEN_DTYPES, "Dtype in which hosts send float32.")
+@options.option(
+    "--wire-between",
+    click.Choice(["bfloat16", "float16", "int8"]),
+    "Dtype in which hosts send float32.",
+)
 @options.option(
     "--measure measures", bool, "New measurement of this machine, with -t here.", is_flag=True
 )
@@ -116,7 +121,7 @@ def plan(
         }
     )
     if drawn:
-        options.require_matplotlib()
+        importlib.import_module("matplotlib")  # Before time is spent on data for it.
     console = options.make_console()
     if isinstance(wanted, machine.Here):
         try:

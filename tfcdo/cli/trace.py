@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pathlib
 import runpy
 import sys
@@ -49,7 +50,7 @@ def trace(
     slowest edge. The exit status is the script's.
     """
     if picture:
-        options.require_matplotlib()
+        importlib.import_module("matplotlib")  # Before time is spent on data for it.
     with options.quiet_start():
         from tfcdo.plot import trace as plot_trace
     began, ended = threading.Event(), threading.Event()

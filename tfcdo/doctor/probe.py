@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import platform
-from collections.abc import Mapping
 
 from tfcdo.bench import worker_pool
 from tfcdo.doctor.answers import Machine, Versions
@@ -21,10 +21,12 @@ class Probe:
         try:
             for name in ("numpy", "tensorflow"):
                 found[name] = importlib.import_module(name).__version__
-            found["cuda"] = _cuda_of_tensorflow()
+            build = importlib.import_module("tensorflow").sysconfig.get_build_info()
+            found["cuda"] = build.get("cuda_version")
             problem, remedy = _problem_of_tensorflow(found["tensorflow"])
             # Keras is needed by Keras users only.
-            found["keras"] = _version_of("keras")
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found["keras"] = importlib.metadata.version("keras")
         except Exception as error:
             # Whatever a broken installation raises: a missing library, a numpy of the wrong age.
             problem = f"TensorFlow cannot be imported: {_first_line(error)}"
@@ -50,18 +52,6 @@ def _problem_of_tensorflow(version: str | None) -> tuple[str, str]:
             "install a TensorFlow that tfcdo's README lists, or a newer tfcdo",
         )
     return "", ""
-
-
-def _cuda_of_tensorflow() -> str | None:
-    built: Mapping[str, str] = importlib.import_module("tensorflow").sysconfig.get_build_info()
-    return built.get("cuda_version")
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _first_line(error: Exception) -> str:

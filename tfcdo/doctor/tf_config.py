@@ -53,7 +53,8 @@ def _try(cluster: config.Cluster, index: int) -> Host:
     is_here = index == cluster.index
     try:
         if is_here:
-            reached, status = _try_own_port(address)
+            launch_cluster.check_port_is_free(address)
+            reached, status = True, "this process's own; the port is free"
         else:
             socket.create_connection(config.split_address(address), timeout=_SECONDS).close()
             reached, status = True, "a worker listens there"
@@ -61,13 +62,6 @@ def _try(cluster: config.Cluster, index: int) -> Host:
         reached, status = True, "the machine answers; no worker listens there yet"
     except OSError as error:
         # A name that nobody knows, no route, or silence, as behind a firewall.
-        reached, status = False, f"not reached: {error.strerror or error}"
+        problem = "this process's own port cannot be used" if is_here else "not reached"
+        reached, status = False, f"{problem}: {error.strerror or error}"
     return Host(cluster.name(index), is_here, reached, status)
-
-
-def _try_own_port(address: str) -> tuple[bool, str]:
-    try:
-        launch_cluster.check_port_is_free(address)
-    except OSError as error:
-        return False, f"this process's own port cannot be used: {error.strerror or error}"
-    return True, "this process's own; the port is free"

@@ -40,13 +40,8 @@ class Shards:
         return cross_device_ops
 
     def owner_of(self, variable: Any) -> int:
-        """Returns the index of the device that owns a variable."""
-        return self.owner[_key(variable)]
-
-
-def _key(variable: Any) -> int:
-    """Returns the identity of a variable, for Keras's and TensorFlow's alike."""
-    return id(variable.value if isinstance(variable, keras.Variable) else variable)
+        """Returns the index of the device that owns a variable, Keras's or TensorFlow's."""
+        return self.owner[id(variable.value if isinstance(variable, keras.Variable) else variable)]
 
 
 def check_strategy(strategy: tf.distribute.Strategy) -> None:
@@ -166,7 +161,8 @@ def update(leaf: Any, shards: Shards, gradients: Sequence[Any], variables: Seque
             lambda total: total / leaf.gradient_accumulation_steps, shards, owner, sums
         )
     # No owner begins before all sums are there, so a step that fails until then changes nothing.
-    with tf.control_dependencies([] if tf.executing_eagerly() else [tf.group(*_tensors(sums))]):
+    ready = [] if tf.executing_eagerly() else tf.nest.flatten(sums, expand_composites=True)
+    with tf.control_dependencies([tf.group(*ready)] if ready else []):
         sums = _clipped(leaf, shards, owner, sums)
         changed: list[Any] = [None] * len(sums)
         for index in range(len(shards.devices)):
@@ -190,11 +186,6 @@ def _in_dtype(gradient: Any, variable: Any) -> Any:
         with tf.device(part.device):
             parts.append(tf.cast(part, dtype))
     return tf_internals.per_replica(parts)
-
-
-def _tensors(values: Sequence[Any]) -> list[tf.Tensor]:
-    flat: list[tf.Tensor] = tf.nest.flatten(list(values), expand_composites=True)
-    return flat
 
 
 def _on_owners(

@@ -62,7 +62,8 @@ def main(command: Sequence[str]) -> int:
         preexec_fn=lambda: _end_with_parent(guard),
     )
     sources = [sys.stdin.fileno(), wakeups]
-    while not (end := _exit_of(worker.pid)):
+    # How it ended, once it has; it is left to be reaped.
+    while not (end := os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
         for source in select.select(sources, [], [])[0]:
             received = os.read(source, 4096)
             if source == wakeups:
@@ -75,11 +76,6 @@ def main(command: Sequence[str]) -> int:
                     os.killpg(worker.pid, number)
     end_descendants()
     return end.si_status + (0 if end.si_code == os.CLD_EXITED else 128)
-
-
-def _exit_of(pid: int) -> os.waitid_result | None:
-    """Returns how a child ended, or None while it runs, and leaves it to be reaped."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
 def _end_with_parent(parent: int) -> None:

@@ -57,7 +57,7 @@ class Pool:
             finally:
                 with contextlib.suppress(OSError):
                     server.shutdown(socket.SHUT_RDWR)
-                for member in self._all_members():
+                for member in list(self._members.values()):
                     member.connection.close()
 
     def wait(
@@ -118,7 +118,7 @@ class Pool:
 
     def end(self, status: int) -> None:
         """Tells the other launchers that the job has ended."""
-        for member in self._all_members():
+        for member in list(self._members.values()):
             member.connection.send(end=status)
 
     def _available(self) -> list[int]:
@@ -126,10 +126,6 @@ class Pool:
             here = range(self._maximum if self._meet is None else 1)
             there = [slot for slot, member in self._members.items() if member.is_there]
             return sorted(slot for slot in {*here, *there} if slot not in self._lost)
-
-    def _all_members(self) -> list[_Member]:
-        with self._lock:
-            return list(self._members.values())
 
     def _accept(self, server: socket.socket, events: worker.Events) -> None:
         while True:

@@ -91,7 +91,9 @@ def trace(
         traced.recording = profiler.stop()
         chrome.write(traced.recording, written)
         if drawn:
-            save(traced.recording, drawn)
+            from tfcdo.plot.figures import save_figure
+
+            save_figure(draw_trace(traced.recording), drawn)
 
 
 def _checked_path(
@@ -103,13 +105,6 @@ def _checked_path(
     if not checked.parent.is_dir():
         raise FileNotFoundError(f"{name} must be in a folder that exists; got {os.fspath(path)!r}")
     return checked
-
-
-def save(recording: Recording, path: pathlib.Path) -> None:
-    """Draws a recording in a file."""
-    from tfcdo.plot.figures import save_figure
-
-    save_figure(draw_trace(recording), path)
 
 
 def draw_trace(recording: Recording) -> Figure:
