@@ -119,7 +119,8 @@ class Topology:
     @functools.cached_property
     def _hash(self) -> int:
         # A topology is looked up once for each all-reduce; hashing its links is worth doing once.
-        return hash((self.num_devices, self.resources, self.links, self.addition_bandwidth))
+        # Without names, whose hashes differ between processes, it can be pickled.
+        return hash((self.num_devices, self.links, self.addition_bandwidth))
 
     @property
     def _costs(self) -> dict[str, Any]:
@@ -131,7 +132,7 @@ class Topology:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Returns a short text that is the same for topologies that differ in names alone."""
-        links = [dataclasses.astuple(link) for link in self.links]
+        links = [tuple(vars(link).values()) for link in self.links]
         bandwidths = [resource.bandwidth for resource in self.resources]
         content = (self.num_devices, *self._costs.values(), bandwidths, links)
         return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
@@ -227,38 +228,22 @@ class Topology:
               {"name": "1→0", "bandwidth": 25000000000.0}
             ],
             "links": [
-              {"source": 0, "target": 1, "latency": 1e-05, "resources": ["0→1"], "via_host": false},
-              {"source": 1, "target": 0, "latency": 1e-05, "resources": ["1→0"], "via_host": false}
+              {"source": 0, "target": 1, "latency": 0.00001, "resources": ["0→1"], "via_host": false},
+              {"source": 1, "target": 0, "latency": 0.00001, "resources": ["1→0"], "via_host": false}
             ]
           }
         """
         return serialization.encode(self.to_document())
 
-    def to_document(self) -> serialization.TopologyDocument:
-        """Returns the document that describes this topology in JSON."""
+    def to_document(self) -> dict[str, Any]:
+        """Returns the fields of the JSON object that describes this topology."""
         names = [resource.name for resource in self.resources]
-        return serialization.TopologyDocument(
-            name=self.name,
-            num_devices=self.num_devices,
-            addition_bandwidth=_none_if_unlimited(self.addition_bandwidth),
-            serial_reduction=self.serial_reduction,
-            resources=tuple(
-                serialization.ResourceDocument(
-                    name=one.name, bandwidth=_none_if_unlimited(one.bandwidth)
-                )
-                for one in self.resources
-            ),
-            links=tuple(
-                serialization.LinkDocument(
-                    source=link.source,
-                    target=link.target,
-                    latency=link.latency,
-                    resources=tuple(names[index] for index in link.resources),
-                    via_host=link.via_host,
-                )
-                for link in self.links
-            ),
-        )
+        links = [
+            {**vars(link), "resources": [names[index] for index in link.resources]}
+            for link in self.links
+        ]
+        first = {"name": self.name, "num_devices": self.num_devices, **self._costs}
+        return {**first, "resources": self.resources, "links": links}
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
@@ -300,11 +285,9 @@ class Topology:
         return cls(
             document.name,
             document.num_devices,
-            tuple(
-                Resource(one.name, _infinite_if_none(one.bandwidth)) for one in document.resources
-            ),
+            tuple(Resource(one.name, _unlimited(one.bandwidth)) for one in document.resources),
             tuple(links),
-            _infinite_if_none(document.addition_bandwidth),
+            _unlimited(document.addition_bandwidth),
             document.serial_reduction,
         )
 
@@ -325,9 +308,5 @@ class Topology:
         return cls.from_routes("nvidia-smi", num_devices, routes)
 
 
-def _none_if_unlimited(bandwidth: float) -> float | None:
-    return None if bandwidth == math.inf else bandwidth
-
-
-def _infinite_if_none(bandwidth: float | None) -> float:
+def _unlimited(bandwidth: float | None) -> float:
     return math.inf if bandwidth is None else bandwidth
