@@ -37,7 +37,9 @@ def read_routes(text: str) -> tuple[int, list[Route]]:
         known = list(dict.fromkeys(affinities))
         sockets = [known.index(affinity) for affinity in affinities]
     if not nvlinks:
-        between = {(a, b): (sockets[a], sockets[b]) for a, b in kinds if kinds[a, b] in _BETWEEN_SOCKETS}
+        between = {
+            (a, b): (sockets[a], sockets[b]) for a, b in kinds if kinds[a, b] in _BETWEEN_SOCKETS
+        }
         return num_devices, pcie_routes(_groups(num_devices, kinds, _ONE_SWITCH), between)
     speeds = {pair: count * NVLINK_V100 for pair, count in nvlinks.items()}
     if len(set(kinds.values())) == 1 and nvlinks[0, 1] * (num_devices - 1) > _MAX_NVLINKS:

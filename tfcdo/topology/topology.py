@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from tfcdo import checks
 from tfcdo.topology import nvidia_smi, serialization
 from tfcdo.topology.links import Link, Resource, check_links, link_name, ordered_pairs, reached
@@ -94,23 +96,17 @@ class Topology:
         for route in routes:
             for resource in route.resources:
                 known = resources.setdefault(resource.name, resource)
-                if resource is not known and resource != known:
+                if resource != known:
                     raise ValueError(
                         f"bandwidth of {known.name!r} must be {known.bandwidth} B/s, as in another "
                         f"route; got {resource.bandwidth} for the link "
                         f"{link_name(route.source, route.target)}"
                     )
         numbers = {name: number for number, name in enumerate(resources)}
-        links = (
-            Link(
-                route.source,
-                route.target,
-                route.latency,
-                tuple(numbers[resource.name] for resource in route.resources),
-                route.via_host,
-            )
-            for route in routes
-        )
+        links = [
+            Link(a, b, latency, tuple(numbers[resource.name] for resource in held), via_host)
+            for a, b, held, via_host, latency in routes
+        ]
         return cls(name, num_devices, tuple(resources.values()), tuple(links), **costs)
 
     def __hash__(self) -> int:
@@ -217,33 +213,34 @@ class Topology:
 
         Example:
           >>> from tfcdo.topology import preset
-          >>> print(preset("fully_connected", 2).to_json())
+          >>> print(preset("shared_memory", 2).to_json())
           {
-            "name": "fully_connected",
+            "name": "shared_memory",
             "num_devices": 2,
-            "addition_bandwidth": null,
-            "serial_reduction": false,
+            "addition_bandwidth": 10000000000.0,
+            "serial_reduction": true,
             "resources": [
-              {"name": "0→1", "bandwidth": 25000000000.0},
-              {"name": "1→0", "bandwidth": 25000000000.0}
+              {"name": "0→1", "bandwidth": null},
+              {"name": "1→0", "bandwidth": null}
             ],
             "links": [
-              {"source": 0, "target": 1, "latency": 0.00001, "resources": ["0→1"], "via_host": false},
-              {"source": 1, "target": 0, "latency": 0.00001, "resources": ["1→0"], "via_host": false}
+              {"source": 0, "target": 1, "latency": 0.0, "resources": ["0→1"], "via_host": false},
+              {"source": 1, "target": 0, "latency": 0.0, "resources": ["1→0"], "via_host": false}
             ]
           }
         """
         return serialization.encode(self.to_document())
 
-    def to_document(self) -> dict[str, Any]:
-        """Returns the fields of the JSON object that describes this topology."""
+    def to_document(self) -> serialization.TopologyDocument:
+        """Returns the document that describes this topology in JSON."""
         names = [resource.name for resource in self.resources]
         links = [
             {**vars(link), "resources": [names[index] for index in link.resources]}
             for link in self.links
         ]
-        first = {"name": self.name, "num_devices": self.num_devices, **self._costs}
-        return {**first, "resources": self.resources, "links": links}
+        fields = {"name": self.name, "num_devices": self.num_devices, **self._costs}
+        fields |= {"resources": self.resources, "links": links}
+        return msgspec.convert(fields, serialization.TopologyDocument, from_attributes=True)
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
@@ -271,7 +268,8 @@ class Topology:
     @classmethod
     def from_document(cls, document: serialization.TopologyDocument) -> Topology:
         """Returns the topology that a document describes."""
-        numbers = {resource.name: number for number, resource in enumerate(document.resources)}
+        resources = [Resource(one.name, _unlimited(one.bandwidth)) for one in document.resources]
+        numbers = {resource.name: number for number, resource in enumerate(resources)}
         links = []
         for position, link in enumerate(document.links):
             unknown = [name for name in link.resources if name not in numbers]
@@ -282,14 +280,8 @@ class Topology:
                 )
             held = tuple(numbers[name] for name in link.resources)
             links.append(Link(link.source, link.target, link.latency, held, link.via_host))
-        return cls(
-            document.name,
-            document.num_devices,
-            tuple(Resource(one.name, _unlimited(one.bandwidth)) for one in document.resources),
-            tuple(links),
-            _unlimited(document.addition_bandwidth),
-            document.serial_reduction,
-        )
+        costs = _unlimited(document.addition_bandwidth), document.serial_reduction
+        return cls(document.name, document.num_devices, tuple(resources), tuple(links), *costs)
 
     @classmethod
     def from_nvidia_smi(cls, text: str) -> Topology:
