@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
-import math
 import os
 import statistics
 import time
@@ -12,8 +12,9 @@ from typing import Any
 
 from tfcdo import checks, log
 from tfcdo.topology import detection, measured
-from tfcdo.topology.inference import Alone, Pair, infer_routes
+from tfcdo.topology.inference import Pair, infer_routes
 from tfcdo.topology.links import Resource, link_name, ordered_pairs
+from tfcdo.topology.presets import preset
 from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
 
@@ -92,21 +93,14 @@ class _Clock:
         self._tf = tf
         self.devices = devices
         self.progress = progress
-        self._values: dict[tuple[int, int, int], Any] = {}
+        self.on_cpu = "CPU" in devices[0].upper()
         self._empty = 0.0
         self._empty = self.seconds(lambda: [])
 
-    def value(self, device: int, count: int, number: int = 0) -> Any:
-        """Returns a variable of so many floats on a device, the same one for the same number."""
-        key = (device, count, number)
-        if key not in self._values:
-            with self._tf.init_scope(), self._tf.device(self.devices[device]):
-                self._values[key] = self._tf.Variable(self._tf.ones([count]))
-        return self._values[key]
-
-    def forget_values(self) -> None:
-        """Frees the memory of all values."""
-        self._values.clear()
+    def value(self, device: int, count: int) -> Any:
+        """Returns a new variable of so many floats on a device."""
+        with self._tf.device(self.devices[device]):
+            return self._tf.Variable(self._tf.ones([count]))
 
     def seconds(
         self,
@@ -136,20 +130,16 @@ class _Clock:
             times.append(time.perf_counter() - begin)
         return max(of_rounds(times[2:]) - self._empty, 1e-9)
 
-    @property
-    def on_cpu(self) -> bool:
-        """Returns whether the devices are CPU devices."""
-        return "CPU" in self.devices[0].upper()
-
     def copies(self, pairs: Sequence[Pair], num_bytes: int) -> float:
         """Returns the time of copies that begin together."""
         tf = self._tf
+        values = [self.value(source, num_bytes // 4) for source, _ in pairs]
 
         def build() -> list[Any]:
             outputs = []
-            for source, target in pairs:
+            for value, (source, target) in zip(values, pairs, strict=True):
                 with tf.device(self.devices[source]):
-                    read = self.value(source, max(1, num_bytes // 4)).read_value()
+                    read = value.read_value()
                 with tf.device(self.devices[target]):
                     outputs.append(tf.raw_ops.Identity(input=read))
             return outputs
@@ -159,13 +149,15 @@ class _Clock:
     def additions(self, adders: Sequence[int], operands: int) -> float:
         """Returns the time in which each of some devices adds so many tensors."""
         tf = self._tf
+        values = {
+            device: [self.value(device, _COUNT) for _ in range(operands)] for device in adders
+        }
 
         def build() -> list[Any]:
             sums = []
-            for device in adders:
+            for device, terms in values.items():
                 with tf.device(self.devices[device]):
-                    values = [self.value(device, _COUNT, one) for one in range(operands)]
-                    sums.append(tf.add_n([value.read_value() for value in values]))
+                    sums.append(tf.add_n([term.read_value() for term in terms]))
             return sums
 
         return self.seconds(build)
@@ -173,19 +165,18 @@ class _Clock:
     def nccl(self, count: int) -> float:
         """Returns the time of an all-reduce by NCCL."""
         tf = self._tf
+        values = [self.value(device, count) for device in range(len(self.devices))]
+        group = {
+            "reduction": "sum",
+            "num_devices": len(self.devices),
+            "shared_name": f"tfcdo_measure_{count}_{id(self)}",
+        }
 
         def build() -> list[Any]:
             sums = []
-            for device, name in enumerate(self.devices):
+            for value, name in zip(values, self.devices, strict=True):
                 with tf.device(name):
-                    sums.append(
-                        tf.raw_ops.NcclAllReduce(
-                            input=self.value(device, count).read_value(),
-                            reduction="sum",
-                            num_devices=len(self.devices),
-                            shared_name=f"tfcdo_measure_{count}_{id(self)}",
-                        )
-                    )
+                    sums.append(tf.raw_ops.NcclAllReduce(input=value.read_value(), **group))
             return sums
 
         return self.seconds(build)
@@ -199,15 +190,14 @@ def _topology(name: str, clock: _Clock) -> Topology:
         clock.progress(0.0, "additions")
         operands = max(2, count)
         adding = clock.additions([0], operands) / (operands + 1)
-        free = [Route(*pair, [Resource(link_name(*pair), math.inf)], latency=0.0) for pair in pairs]
-        return Topology.from_routes(
-            name, count, free, addition_bandwidth=_BYTES / adding, serial_reduction=True
-        )
-    alone = {}
+        free = preset("shared_memory", count)
+        return dataclasses.replace(free, name=name, addition_bandwidth=_BYTES / adding)
+    alone = []
     for number, pair in enumerate(pairs):
         clock.progress(0.3 * number / len(pairs), f"copies from {link_name(*pair)}")
         nothing, something = clock.copies([pair], 4), clock.copies([pair], _BYTES)
-        alone[pair] = Alone(nothing, _BYTES / max(something - nothing, 1e-9))
+        wire = Resource(link_name(*pair), _BYTES / max(something - nothing, 1e-9))
+        alone.append(Route(*pair, [wire], latency=nothing))
     clock.progress(0.3, "copies together")
     routes = infer_routes(alone, clock.copies, _BYTES)
     clock.progress(0.8, "additions")
@@ -224,12 +214,11 @@ def _topology(name: str, clock: _Clock) -> Topology:
 def _time_nccl(clock: _Clock) -> tuple[tuple[int, float], ...]:
     from tfcdo import tf_internals
 
-    kind = "GPU" if "GPU" in clock.devices[0].upper() else "CPU"
+    kind = "CPU" if clock.on_cpu else "GPU"
     if len(clock.devices) < 2 or kind not in tf_internals.device_types_with_kernel("NcclAllReduce"):
         return ()
     times: list[tuple[int, float]] = []
     for size in _NCCL_SIZES:
         clock.progress(0.8 + 0.05 * len(times), "NCCL")
         times.append((size, clock.nccl(size // 4)))
-        clock.forget_values()
     return tuple(times)
