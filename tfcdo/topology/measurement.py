@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import os
 import statistics
 import time
@@ -95,7 +96,7 @@ class _Clock:
         self.progress = progress
         self.on_cpu = "CPU" in devices[0].upper()
         self._empty = 0.0
-        self._empty = self.seconds(lambda: [])
+        self._empty = self.seconds([])
 
     def value(self, device: int, count: int) -> Any:
         """Returns a new variable of so many floats on a device."""
@@ -104,20 +105,21 @@ class _Clock:
 
     def seconds(
         self,
-        build: Callable[[], Sequence[Any]],
+        ops: Sequence[tuple[int, Callable[[], Any]]],
         of_rounds: Callable[[Sequence[float]], float] = statistics.median,
     ) -> float:
-        """Returns the time of a graph minus the time of an empty one."""
+        """Returns the time of a graph of ops, each on a device, minus the time of an empty one."""
         tf = self._tf
         with tf.device("/cpu:0"):
             truth = tf.Variable(True)
 
         @tf.function(autograph=False)
         def step() -> None:
-            # Uses the tensors where they are: neither reads nor copies them, and is not pruned. The
-            # condition is a variable, because TensorFlow folds constants.
-            for output in build():
-                with tf.device(output.device):
+            for device, op in ops:
+                with tf.device(self.devices[device]):
+                    output = op()
+                    # Uses the tensor where it is: neither reads nor copies it, and is not pruned.
+                    # The condition is a variable, because TensorFlow folds constants.
                     tf.raw_ops.Assert(condition=truth.read_value(), data=[output], summarize=1)
 
         run = step.get_concrete_function()
@@ -133,53 +135,45 @@ class _Clock:
     def copies(self, pairs: Sequence[Pair], num_bytes: int) -> float:
         """Returns the time of copies that begin together."""
         tf = self._tf
-        values = [self.value(source, num_bytes // 4) for source, _ in pairs]
 
-        def build() -> list[Any]:
-            outputs = []
-            for value, (source, target) in zip(values, pairs, strict=True):
-                with tf.device(self.devices[source]):
-                    read = value.read_value()
-                with tf.device(self.devices[target]):
-                    outputs.append(tf.raw_ops.Identity(input=read))
-            return outputs
+        def copy(value: Any, source: int) -> Any:
+            with tf.device(self.devices[source]):
+                read = value.read_value()
+            return tf.raw_ops.Identity(input=read)
 
-        return self.seconds(build, of_rounds=min)
+        ops = [
+            (target, functools.partial(copy, self.value(source, num_bytes // 4), source))
+            for source, target in pairs
+        ]
+        return self.seconds(ops, of_rounds=min)
 
     def additions(self, adders: Sequence[int], operands: int) -> float:
         """Returns the time in which each of some devices adds so many tensors."""
-        tf = self._tf
-        values = {
-            device: [self.value(device, _COUNT) for _ in range(operands)] for device in adders
-        }
 
-        def build() -> list[Any]:
-            sums = []
-            for device, terms in values.items():
-                with tf.device(self.devices[device]):
-                    sums.append(tf.add_n([term.read_value() for term in terms]))
-            return sums
+        def add(values: Sequence[Any]) -> Any:
+            return self._tf.add_n([value.read_value() for value in values])
 
-        return self.seconds(build)
+        ops = [
+            (device, functools.partial(add, [self.value(device, _COUNT) for _ in range(operands)]))
+            for device in adders
+        ]
+        return self.seconds(ops)
 
     def nccl(self, count: int) -> float:
         """Returns the time of an all-reduce by NCCL."""
-        tf = self._tf
-        values = [self.value(device, count) for device in range(len(self.devices))]
-        group = {
-            "reduction": "sum",
-            "num_devices": len(self.devices),
-            "shared_name": f"tfcdo_measure_{count}_{id(self)}",
-        }
 
-        def build() -> list[Any]:
-            sums = []
-            for value, name in zip(values, self.devices, strict=True):
-                with tf.device(name):
-                    sums.append(tf.raw_ops.NcclAllReduce(input=value.read_value(), **group))
-            return sums
+        def reduce(value: Any) -> Any:
+            return self._tf.raw_ops.NcclAllReduce(
+                input=value.read_value(),
+                reduction="sum",
+                num_devices=len(self.devices),
+                shared_name=f"tfcdo_measure_{count}_{id(self)}",
+            )
 
-        return self.seconds(build)
+        devices = range(len(self.devices))
+        return self.seconds(
+            [(device, functools.partial(reduce, self.value(device, count))) for device in devices]
+        )
 
 
 def _topology(name: str, clock: _Clock) -> Topology:

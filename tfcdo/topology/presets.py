@@ -16,6 +16,8 @@ from tfcdo.topology.routes import (
 )
 from tfcdo.topology.topology import Topology
 
+# The NVLinks of each pair: NVIDIA, "NVIDIA DGX-1 With Tesla V100 System Architecture", 2017. Other
+# pairs share the path through the host from one socket (0-3, 4-7) to the same or the other.
 _DGX1_LINKS = {
     (0, 1): 2, (0, 2): 1, (0, 3): 1, (0, 4): 2, (1, 2): 1, (1, 3): 2, (1, 5): 1, (2, 3): 2,
     (2, 6): 2, (3, 7): 1, (4, 5): 2, (4, 6): 1, (4, 7): 1, (5, 6): 1, (5, 7): 2, (6, 7): 2,
@@ -36,22 +38,12 @@ def _dgx1(
 
 
 def dgx1(num_devices: int = 8) -> Topology:
-    """Describes an NVIDIA DGX-1 with V100: 8 GPUs, 6 NVLinks of 25 GB/s each, a hybrid cube mesh.
-
-    A pair with two NVLinks is one link of 50 GB/s. A pair without goes through the host at 10 GB/s,
-    which all transfers from one socket (0-3, 4-7) to the same or the other share.
-
-    References:
-      NVIDIA, "NVIDIA DGX-1 With Tesla V100 System Architecture", 2017.
-    """
+    """Describes an NVIDIA DGX-1 with V100: 8 GPUs, 6 NVLinks of 25 GB/s each, a cube mesh."""
     return _dgx1("dgx1", num_devices, _DGX1_LINKS, NVLINK_V100)
 
 
 def dgx1_p100(num_devices: int = 8) -> Topology:
-    """Describes an NVIDIA DGX-1 with P100: 8 GPUs, 4 NVLinks of 20 GB/s each.
-
-    Two fully joined groups of four, and one link between each device and its partner, four further.
-    """
+    """Describes an NVIDIA DGX-1 with P100: 8 GPUs, 4 NVLinks of 20 GB/s each."""
     return _dgx1("dgx1_p100", num_devices, _DGX1_P100_LINKS, 20e9)
 
 
@@ -62,20 +54,13 @@ def nvswitch(num_devices: int = 8) -> Topology:
 
 
 def pcie(num_devices: int = 4) -> Topology:
-    """Describes pairs of devices under PCIe switches that the host bridge joins.
-
-    A device's port carries 12 GB/s each way; a transfer to another pair also holds its own switch's
-    path up and the other's path down, 10 GB/s each.
-    """
+    """Describes pairs of devices under PCIe switches that the host bridge joins."""
     switches = [device // 2 for device in range(num_devices)]
     return Topology.from_routes("pcie", num_devices, pcie_routes(switches, {}))
 
 
 def shared_memory(num_devices: int = 8) -> Topology:
-    """Describes virtual CPU devices: copies cost nothing, additions cost memory bandwidth.
-
-    All devices add with the same cores, so it does not matter where; one pack is as good as many.
-    """
+    """Describes virtual CPU devices: copies cost nothing, and all add with the same cores."""
     routes = wire_routes(num_devices, math.inf, latency=0.0)
     # One core adds two float streams in memory at about this rate.
     costs = {"addition_bandwidth": 10e9, "serial_reduction": True}
