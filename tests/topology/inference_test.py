@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from absl.testing import absltest, parameterized
 from topology_testing import meet
 
-from tfcdo.topology.inference import Alone, infer_routes
+from tfcdo.topology.inference import infer_routes
 from tfcdo.topology.links import Resource, ordered_pairs
 from tfcdo.topology.presets import preset
 from tfcdo.topology.routes import Route
@@ -53,21 +53,23 @@ class InferenceTest(parameterized.TestCase):
     )
     def test_finds_the_links_and_what_they_share(self, machine, noise):
         clock = _Clock(machine, noise)
-        alone = {
-            pair: Alone(machine.latency(*pair), machine.bandwidth(*pair))
-            for pair in ordered_pairs(machine.num_devices)
-        }
+        pairs = list(ordered_pairs(machine.num_devices))
+        alone = [
+            Route(*pair, [Resource(str(pair), machine.bandwidth(*pair))], False, latency)
+            for pair in pairs
+            for latency in [machine.latency(*pair)]
+        ]
         routes = infer_routes(alone, clock, _BYTES)
         found = Topology.from_routes("found", machine.num_devices, routes)
-        for pair, link in alone.items():
-            self.assertEqual(found.bandwidth(*pair), link.bandwidth)
-            self.assertEqual(found.latency(*pair), link.latency)
-        for one, other in itertools.combinations(alone, 2):
+        for pair in pairs:
+            self.assertEqual(found.bandwidth(*pair), machine.bandwidth(*pair))
+            self.assertEqual(found.latency(*pair), machine.latency(*pair))
+        for one, other in itertools.combinations(pairs, 2):
             self.assertEqual(meet(found, one, other), meet(machine, one, other), (one, other))
 
     def test_fast_links_without_a_device_in_common_are_not_tried_together(self):
         clock = _Clock(preset("nvswitch", 4))
-        alone = {pair: Alone(1e-6, 1e11) for pair in ordered_pairs(4)}
+        alone = [Route(*pair, [Resource(str(pair), 1e11)]) for pair in ordered_pairs(4)]
         infer_routes(alone, clock, _BYTES)
         # Fewer than the 66 pairs of 12 links: 12 of one source, 12 of one target, 6 back and forth.
         self.assertEqual(clock.calls, 30)

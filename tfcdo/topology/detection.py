@@ -9,7 +9,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tfcdo import checks, log
 from tfcdo.topology.presets import preset
@@ -140,27 +140,19 @@ def _parse_all(devices: Sequence[str]) -> tuple[set[str], list[str], list[int]]:
         hosts.add(host)
         kinds.append(found[1].upper() if found else "")
         indices.append(int(found[2]) if found else 0)
-    if _only_cpus_here():
+    # Where TensorFlow is there and sees nothing but CPUs, an unknown device is a CPU.
+    tf = sys.modules.get("tensorflow")
+    if tf and {device.device_type for device in tf.config.get_visible_devices()} == {"CPU"}:
         kinds = [kind or "CPU" for kind in kinds]
     return hosts - {""}, kinds, indices
 
 
-def _only_cpus_here() -> bool:
-    """Returns whether TensorFlow sees nothing but CPUs, so that an unknown device is a CPU."""
-    if sys.modules.get("tensorflow") is None:
-        return False
-    import tensorflow as tf
-
-    return {device.device_type for device in tf.config.get_visible_devices()} == {"CPU"}
-
-
 def _visible_gpus(logical_gpus: Sequence[int]) -> list[int]:
     """Returns the physical GPU of each logical GPU, numbered as CUDA shows them to this process."""
-    if sys.modules.get("tensorflow") is None:
+    tf = sys.modules.get("tensorflow")
+    if tf is None:
         return list(logical_gpus)
     # It is there, so it may have cut GPUs into several logical ones or hidden some.
-    import tensorflow as tf
-
     physical = [
         int(gpu.name.rpartition(":")[2])
         for gpu in tf.config.get_visible_devices("GPU")
@@ -183,28 +175,25 @@ def _read_nvidia_smi() -> tuple[Topology, list[int]]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return machine, list(range(machine.num_devices))
-    entries = visible.replace(" ", "").split(",")
-    by_uuid = _number_by_uuid() if any(entry.startswith("GPU-") for entry in entries) else {}
-    numbers = []
-    for entry in entries:
-        found = [by_uuid[uuid] for uuid in by_uuid if entry and uuid.startswith(entry)]
-        if re.fullmatch(r"\d+", entry):
-            found = [int(entry)]
+    numbers: list[int] = []
+    for entry in visible.replace(" ", "").split(","):
+        found = _numbers_by_uuid(entry) if entry.startswith("GPU-") else [entry]
         # As for CUDA, the first entry that is not a GPU hides all after it.
-        if len(found) != 1 or found[0] >= machine.num_devices:
+        if len(found) != 1 or not found[0].isdecimal() or int(found[0]) >= machine.num_devices:
             break
-        numbers += found
+        numbers.append(int(found[0]))
     return machine, numbers
 
 
-def _number_by_uuid() -> Mapping[str, int]:
-    """Asks nvidia-smi for the number of each GPU by its UUID."""
-    numbers = {}
+def _numbers_by_uuid(beginning: str) -> list[str]:
+    """Asks nvidia-smi for the numbers of the GPUs whose UUIDs begin so."""
+    numbers = []
     for row in _run_nvidia_smi("--query-gpu=uuid,index", "--format=csv,noheader").splitlines():
         found = re.fullmatch(r"(\S+),\s*(\d+)", row.strip())
         if not found:
             raise _NvidiaSmiError(f"`nvidia-smi --query-gpu=uuid,index` printed {row!r}")
-        numbers[found[1]] = int(found[2])
+        if found[1].startswith(beginning):
+            numbers.append(found[2])
     return numbers
 
 
@@ -224,13 +213,12 @@ def _run_nvidia_smi(*arguments: str) -> str:
             check=True,
         ).stdout
     except FileNotFoundError:
-        raise _NvidiaSmiError("there is no nvidia-smi on the PATH") from None
+        problem = "there is no nvidia-smi on the PATH"
     except subprocess.TimeoutExpired:
-        raise _NvidiaSmiError(f"`{command}` did not answer within {_TIMEOUT_SECONDS:g} s") from None
+        problem = f"`{command}` did not answer within {_TIMEOUT_SECONDS:g} s"
     except subprocess.CalledProcessError as error:
         output = " ".join(error.stdout.split())[:200]
-        raise _NvidiaSmiError(
-            f"`{command}` failed with status {error.returncode}: {output}"
-        ) from None
+        problem = f"`{command}` failed with status {error.returncode}: {output}"
     except OSError as error:
-        raise _NvidiaSmiError(f"`{command}` cannot be run: {error}") from None
+        problem = f"`{command}` cannot be run: {error}"
+    raise _NvidiaSmiError(problem)

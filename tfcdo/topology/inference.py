@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
-from tfcdo.topology.links import Resource, link_name
+from tfcdo.topology.links import Resource
 from tfcdo.topology.routes import Route
 
 Pair: TypeAlias = tuple[int, int]
@@ -20,68 +20,45 @@ _SHARED = 0.5
 _SLOW = 0.9
 
 
-class Alone(NamedTuple):
-    """Seconds on top of the bytes, and bytes per second, of a copy that runs alone."""
-
-    latency: float
-    bandwidth: float
-
-
-def infer_routes(
-    alone: Mapping[Pair, Alone], time_copies: TimeCopies, num_bytes: int
-) -> list[Route]:
-    """Infers the routes of a machine whose copies can be timed.
+def infer_routes(alone: Sequence[Route], time_copies: TimeCopies, num_bytes: int) -> list[Route]:
+    """Adds the resources that links share to routes that hold a wire each, by timing copies.
 
     Pairs of links that may share something are timed together. Links every two of which slow each
     other down share a resource: they are a clique of a graph.
     """
+    bandwidths = {route[:2]: route.resources[0].bandwidth for route in alone}
+    seconds = {route[:2]: route.latency + num_bytes / bandwidths[route[:2]] for route in alone}
+    slow = _SLOW * max(bandwidths.values())
+    conflicts = []
+    for one, other in itertools.combinations(sorted(bandwidths), 2):
+        ends_meet = one[0] == other[0] or one[1] == other[1] or one == other[::-1]
+        if ends_meet or max(bandwidths[one], bandwidths[other]) < slow:
+            short, long = sorted((seconds[one], seconds[other]))
+            if time_copies([one, other], num_bytes) > long + _SHARED * short:
+                conflicts.append((one, other))
+    resources = {route[:2]: [*route.resources] for route in alone}
+    for number, clique in enumerate(_cliques_over_edges(conflicts)):
+        fastest = max(bandwidths[pair] for pair in clique)
+        for pair in clique:
+            resources[pair].append(Resource(f"{_name(clique)} ({number})", fastest))
+    return [route._replace(resources=resources[route[:2]]) for route in alone]
+
+
+def _cliques_over_edges(edges: Sequence[tuple[Pair, Pair]]) -> Iterator[list[Pair]]:
+    """Covers all edges of a graph with cliques, large ones first, each as large as it can be."""
     try:
         import networkx as nx
     except ImportError as error:
         raise ImportError(
             "measuring links needs networkx: pip install 'tfcdo[cli]' or 'tfcdo[plot]'"
         ) from error
-    conflicts = nx.Graph()
-    conflicts.add_nodes_from(alone)
-    for one, other in itertools.combinations(sorted(alone), 2):
-        if not _may_meet(one, other, alone):
-            continue
-        short, long = sorted(
-            alone[pair].latency + num_bytes / alone[pair].bandwidth for pair in (one, other)
-        )
-        if time_copies([one, other], num_bytes) > long + _SHARED * short:
-            conflicts.add_edge(one, other)
-    shared: dict[Pair, list[Resource]] = {pair: [] for pair in alone}
-    for number, clique in enumerate(_cliques_over_edges(conflicts)):
-        fastest = max(alone[pair].bandwidth for pair in clique)
-        resource = Resource(f"{_name(clique)} ({number})", fastest)
-        for pair in clique:
-            shared[pair].append(resource)
-    return [
-        Route(*pair, [Resource(link_name(*pair), bandwidth), *shared[pair]], latency=latency)
-        for pair, (latency, bandwidth) in sorted(alone.items())
-    ]
-
-
-def _may_meet(one: Pair, other: Pair, alone: Mapping[Pair, Alone]) -> bool:
-    if one[0] == other[0] or one[1] == other[1] or one == other[::-1]:
-        return True
-    slow = _SLOW * max(found.bandwidth for found in alone.values())
-    return alone[one].bandwidth < slow and alone[other].bandwidth < slow
-
-
-def _cliques_over_edges(conflicts: Any) -> list[list[Pair]]:
-    """Covers all edges of a graph with cliques, large ones first, each as large as it can be."""
-    import networkx as nx
-
-    covered: set[frozenset[Pair]] = set()
-    chosen = []
-    for clique in sorted(nx.find_cliques(conflicts), key=lambda found: (-len(found), min(found))):
-        edges = {frozenset(edge) for edge in itertools.combinations(clique, 2)}
-        if edges - covered:
-            covered |= edges
-            chosen.append(sorted(clique))
-    return chosen
+    covered: set[Sequence[Pair]] = set()
+    cliques = map(sorted, nx.find_cliques(nx.Graph(edges)))
+    for clique in sorted(cliques, key=lambda pairs: (-len(pairs), pairs[0])):
+        inside = set(itertools.combinations(clique, 2))
+        if inside - covered:
+            covered |= inside
+            yield clique
 
 
 def _name(clique: Sequence[Pair]) -> str:

@@ -52,11 +52,7 @@ class Measured:
 
 
 def read(path: str | os.PathLike[str]) -> Measured:
-    """Reads a file that `tfcdo.topology.measure` or `Topology.to_json` has written.
-
-    Raises:
-      ValueError: if there is no such file, or it holds something else; the message names it.
-    """
+    """Reads a file of `tfcdo.topology.measure` or `Topology.to_json`, or raises `ValueError`."""
     try:
         content = pathlib.Path(path).read_bytes()
         if b'"date"' in content:
@@ -91,16 +87,9 @@ def load(name: str) -> Measured | None:
 
 
 def save(measured: Measured, path: str | os.PathLike[str] | None = None) -> pathlib.Path:
-    """Writes a measurement, by default in the user's folder; returns the file.
-
-    Raises:
-      OSError: if it cannot be written.
-      RuntimeError: if the user has no folder for it.
-    """
+    """Writes a measurement, by default in the user's folder; returns the file."""
     file = _file(measured.topology.name) if path is None else pathlib.Path(path)
-    document = _MeasuredDocument(
-        topology=measured.topology.to_document(), date=measured.date, nccl=measured.nccl
-    )
+    document = vars(measured) | {"topology": measured.topology.to_document()}
     write_whole(file, msgspec.json.format(msgspec.json.encode(document), indent=1))
     return file
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
-import math
+import functools
 import os
 import statistics
 import time
@@ -12,8 +13,9 @@ from typing import Any
 
 from tfcdo import checks, log
 from tfcdo.topology import detection, measured
-from tfcdo.topology.inference import Alone, Pair, infer_routes
+from tfcdo.topology.inference import Pair, infer_routes
 from tfcdo.topology.links import Resource, link_name, ordered_pairs
+from tfcdo.topology.presets import preset
 from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
 
@@ -92,38 +94,32 @@ class _Clock:
         self._tf = tf
         self.devices = devices
         self.progress = progress
-        self._values: dict[tuple[int, int, int], Any] = {}
+        self.on_cpu = "CPU" in devices[0].upper()
         self._empty = 0.0
-        self._empty = self.seconds(lambda: [])
+        self._empty = self.seconds([])
 
-    def value(self, device: int, count: int, number: int = 0) -> Any:
-        """Returns a variable of so many floats on a device, the same one for the same number."""
-        key = (device, count, number)
-        if key not in self._values:
-            with self._tf.init_scope(), self._tf.device(self.devices[device]):
-                self._values[key] = self._tf.Variable(self._tf.ones([count]))
-        return self._values[key]
-
-    def forget_values(self) -> None:
-        """Frees the memory of all values."""
-        self._values.clear()
+    def value(self, device: int, count: int) -> Any:
+        """Returns a new variable of so many floats on a device."""
+        with self._tf.device(self.devices[device]):
+            return self._tf.Variable(self._tf.ones([count]))
 
     def seconds(
         self,
-        build: Callable[[], Sequence[Any]],
+        ops: Sequence[tuple[int, Callable[[], Any]]],
         of_rounds: Callable[[Sequence[float]], float] = statistics.median,
     ) -> float:
-        """Returns the time of a graph minus the time of an empty one."""
+        """Returns the time of a graph of ops, each on a device, minus the time of an empty one."""
         tf = self._tf
         with tf.device("/cpu:0"):
             truth = tf.Variable(True)
 
         @tf.function(autograph=False)
         def step() -> None:
-            # Uses the tensors where they are: neither reads nor copies them, and is not pruned. The
-            # condition is a variable, because TensorFlow folds constants.
-            for output in build():
-                with tf.device(output.device):
+            for device, op in ops:
+                with tf.device(self.devices[device]):
+                    output = op()
+                    # Uses the tensor where it is: neither reads nor copies it, and is not pruned.
+                    # The condition is a variable, because TensorFlow folds constants.
                     tf.raw_ops.Assert(condition=truth.read_value(), data=[output], summarize=1)
 
         run = step.get_concrete_function()
@@ -136,59 +132,48 @@ class _Clock:
             times.append(time.perf_counter() - begin)
         return max(of_rounds(times[2:]) - self._empty, 1e-9)
 
-    @property
-    def on_cpu(self) -> bool:
-        """Returns whether the devices are CPU devices."""
-        return "CPU" in self.devices[0].upper()
-
     def copies(self, pairs: Sequence[Pair], num_bytes: int) -> float:
         """Returns the time of copies that begin together."""
         tf = self._tf
 
-        def build() -> list[Any]:
-            outputs = []
-            for source, target in pairs:
-                with tf.device(self.devices[source]):
-                    read = self.value(source, max(1, num_bytes // 4)).read_value()
-                with tf.device(self.devices[target]):
-                    outputs.append(tf.raw_ops.Identity(input=read))
-            return outputs
+        def copy(value: Any, source: int) -> Any:
+            with tf.device(self.devices[source]):
+                read = value.read_value()
+            return tf.raw_ops.Identity(input=read)
 
-        return self.seconds(build, of_rounds=min)
+        ops = [
+            (target, functools.partial(copy, self.value(source, num_bytes // 4), source))
+            for source, target in pairs
+        ]
+        return self.seconds(ops, of_rounds=min)
 
     def additions(self, adders: Sequence[int], operands: int) -> float:
         """Returns the time in which each of some devices adds so many tensors."""
-        tf = self._tf
 
-        def build() -> list[Any]:
-            sums = []
-            for device in adders:
-                with tf.device(self.devices[device]):
-                    values = [self.value(device, _COUNT, one) for one in range(operands)]
-                    sums.append(tf.add_n([value.read_value() for value in values]))
-            return sums
+        def add(values: Sequence[Any]) -> Any:
+            return self._tf.add_n([value.read_value() for value in values])
 
-        return self.seconds(build)
+        ops = [
+            (device, functools.partial(add, [self.value(device, _COUNT) for _ in range(operands)]))
+            for device in adders
+        ]
+        return self.seconds(ops)
 
     def nccl(self, count: int) -> float:
         """Returns the time of an all-reduce by NCCL."""
-        tf = self._tf
 
-        def build() -> list[Any]:
-            sums = []
-            for device, name in enumerate(self.devices):
-                with tf.device(name):
-                    sums.append(
-                        tf.raw_ops.NcclAllReduce(
-                            input=self.value(device, count).read_value(),
-                            reduction="sum",
-                            num_devices=len(self.devices),
-                            shared_name=f"tfcdo_measure_{count}_{id(self)}",
-                        )
-                    )
-            return sums
+        def reduce(value: Any) -> Any:
+            return self._tf.raw_ops.NcclAllReduce(
+                input=value.read_value(),
+                reduction="sum",
+                num_devices=len(self.devices),
+                shared_name=f"tfcdo_measure_{count}_{id(self)}",
+            )
 
-        return self.seconds(build)
+        devices = range(len(self.devices))
+        return self.seconds(
+            [(device, functools.partial(reduce, self.value(device, count))) for device in devices]
+        )
 
 
 def _topology(name: str, clock: _Clock) -> Topology:
@@ -199,15 +184,14 @@ def _topology(name: str, clock: _Clock) -> Topology:
         clock.progress(0.0, "additions")
         operands = max(2, count)
         adding = clock.additions([0], operands) / (operands + 1)
-        free = [Route(*pair, [Resource(link_name(*pair), math.inf)], latency=0.0) for pair in pairs]
-        return Topology.from_routes(
-            name, count, free, addition_bandwidth=_BYTES / adding, serial_reduction=True
-        )
-    alone = {}
+        free = preset("shared_memory", count)
+        return dataclasses.replace(free, name=name, addition_bandwidth=_BYTES / adding)
+    alone = []
     for number, pair in enumerate(pairs):
         clock.progress(0.3 * number / len(pairs), f"copies from {link_name(*pair)}")
         nothing, something = clock.copies([pair], 4), clock.copies([pair], _BYTES)
-        alone[pair] = Alone(nothing, _BYTES / max(something - nothing, 1e-9))
+        wire = Resource(link_name(*pair), _BYTES / max(something - nothing, 1e-9))
+        alone.append(Route(*pair, [wire], latency=nothing))
     clock.progress(0.3, "copies together")
     routes = infer_routes(alone, clock.copies, _BYTES)
     clock.progress(0.8, "additions")
@@ -224,12 +208,11 @@ def _topology(name: str, clock: _Clock) -> Topology:
 def _time_nccl(clock: _Clock) -> tuple[tuple[int, float], ...]:
     from tfcdo import tf_internals
 
-    kind = "GPU" if "GPU" in clock.devices[0].upper() else "CPU"
+    kind = "CPU" if clock.on_cpu else "GPU"
     if len(clock.devices) < 2 or kind not in tf_internals.device_types_with_kernel("NcclAllReduce"):
         return ()
     times: list[tuple[int, float]] = []
     for size in _NCCL_SIZES:
         clock.progress(0.8 + 0.05 * len(times), "NCCL")
         times.append((size, clock.nccl(size // 4)))
-        clock.forget_values()
     return tuple(times)

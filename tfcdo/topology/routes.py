@@ -32,31 +32,33 @@ class Route(NamedTuple):
     latency: float = LATENCY
 
 
+def wire_routes(num_devices: int, bandwidth: float, latency: float = LATENCY) -> list[Route]:
+    """Returns the routes of devices every two of which have a wire each way."""
+    return [
+        Route(a, b, [Resource(link_name(a, b), bandwidth)], latency=latency)
+        for a, b in ordered_pairs(num_devices)
+    ]
+
+
 def mesh_routes(
     num_devices: int, nvlinks: Mapping[tuple[int, int], float], sockets: Sequence[int]
 ) -> list[Route]:
     """Returns the routes of point-to-point links; other pairs meet in the host."""
     routes = []
-    for source, target in ordered_pairs(num_devices):
-        bandwidth = nvlinks.get((min(source, target), max(source, target)))
-        name = link_name(source, target)
-        if not bandwidth:
-            name = f"host {link_name(sockets[source], sockets[target])}"
-        routes.append(
-            Route(source, target, [Resource(name, bandwidth or HOST)], via_host=not bandwidth)
-        )
+    for a, b in ordered_pairs(num_devices):
+        if bandwidth := nvlinks.get((min(a, b), max(a, b))):
+            routes.append(Route(a, b, [Resource(link_name(a, b), bandwidth)]))
+        else:
+            host = Resource(f"host {link_name(sockets[a], sockets[b])}", HOST)
+            routes.append(Route(a, b, [host], via_host=True))
     return routes
 
 
 def crossbar_routes(num_devices: int, bandwidth: float) -> list[Route]:
     """Returns the routes of devices that meet in a switch, which is never the slowest part."""
     return [
-        Route(
-            source,
-            target,
-            [Resource(f"{source} out", bandwidth), Resource(f"{target} in", bandwidth)],
-        )
-        for source, target in ordered_pairs(num_devices)
+        Route(a, b, [Resource(f"{a} out", bandwidth), Resource(f"{b} in", bandwidth)])
+        for a, b in ordered_pairs(num_devices)
     ]
 
 
@@ -65,14 +67,12 @@ def pcie_routes(
 ) -> list[Route]:
     """Returns the routes of devices that meet in PCIe switches, which the host joins."""
     routes = []
-    for source, target in ordered_pairs(len(switches)):
-        between = []
-        if switches[source] != switches[target]:
-            between.append(Resource(f"switch {switches[source]} up", HOST))
-            if (source, target) in sockets:
-                name = f"socket {link_name(*sockets[source, target])}"
-                between.append(Resource(name, HOST))
-            between.append(Resource(f"switch {switches[target]} down", HOST))
-        ports = Resource(f"{source} out", PCIE), Resource(f"{target} in", PCIE)
-        routes.append(Route(source, target, [ports[0], *between, ports[1]]))
+    for a, b in ordered_pairs(len(switches)):
+        path = [Resource(f"{a} out", PCIE), Resource(f"{b} in", PCIE)]
+        if switches[a] != switches[b]:
+            names = [f"switch {switches[a]} up", f"switch {switches[b]} down"]
+            if (a, b) in sockets:
+                names.insert(1, f"socket {link_name(*sockets[a, b])}")
+            path[1:1] = [Resource(name, HOST) for name in names]
+        routes.append(Route(a, b, path))
     return routes

@@ -53,17 +53,20 @@ _FIELDS: dict[str, type[msgspec.Struct]] = {
 }
 
 
-def encode(document: msgspec.Struct) -> str:
-    """Returns a document as a JSON text, with each entry of a list on a line."""
+def encode(document: Any) -> str:
+    """Returns a document as a JSON text, with each entry of a list on a line, for people."""
     lines = []
     for name, value in msgspec.to_builtins(document).items():
-        text = json.dumps(value, ensure_ascii=False)
+        text = _on_one_line(value)
         if isinstance(value, (list, tuple)):
-            # A person may want to read and change the entries.
-            entries = (f"\n    {json.dumps(entry, ensure_ascii=False)}" for entry in value)
-            text = f"[{','.join(entries)}\n  ]"
+            text = "[" + ",".join(f"\n    {_on_one_line(entry)}" for entry in value) + "\n  ]"
         lines.append(f'  "{name}": {text}')
     return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def _on_one_line(value: Any) -> str:
+    """Returns a value as JSON; infinity is null."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
 
 
 def decode(text: str) -> TopologyDocument:

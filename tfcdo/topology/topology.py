@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from tfcdo import checks
 from tfcdo.topology import nvidia_smi, serialization
 from tfcdo.topology.links import Link, Resource, check_links, link_name, ordered_pairs, reached
@@ -94,23 +96,17 @@ class Topology:
         for route in routes:
             for resource in route.resources:
                 known = resources.setdefault(resource.name, resource)
-                if resource is not known and resource != known:
+                if resource != known:
                     raise ValueError(
                         f"bandwidth of {known.name!r} must be {known.bandwidth} B/s, as in another "
                         f"route; got {resource.bandwidth} for the link "
                         f"{link_name(route.source, route.target)}"
                     )
         numbers = {name: number for number, name in enumerate(resources)}
-        links = (
-            Link(
-                route.source,
-                route.target,
-                route.latency,
-                tuple(numbers[resource.name] for resource in route.resources),
-                route.via_host,
-            )
-            for route in routes
-        )
+        links = [
+            Link(a, b, latency, tuple(numbers[resource.name] for resource in held), via_host)
+            for a, b, held, via_host, latency in routes
+        ]
         return cls(name, num_devices, tuple(resources.values()), tuple(links), **costs)
 
     def __hash__(self) -> int:
@@ -119,7 +115,8 @@ class Topology:
     @functools.cached_property
     def _hash(self) -> int:
         # A topology is looked up once for each all-reduce; hashing its links is worth doing once.
-        return hash((self.num_devices, self.resources, self.links, self.addition_bandwidth))
+        # Without names, whose hashes differ between processes, it can be pickled.
+        return hash((self.num_devices, self.links, self.addition_bandwidth))
 
     @property
     def _costs(self) -> dict[str, Any]:
@@ -131,7 +128,7 @@ class Topology:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Returns a short text that is the same for topologies that differ in names alone."""
-        links = [dataclasses.astuple(link) for link in self.links]
+        links = [tuple(vars(link).values()) for link in self.links]
         bandwidths = [resource.bandwidth for resource in self.resources]
         content = (self.num_devices, *self._costs.values(), bandwidths, links)
         return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
@@ -216,19 +213,19 @@ class Topology:
 
         Example:
           >>> from tfcdo.topology import preset
-          >>> print(preset("fully_connected", 2).to_json())
+          >>> print(preset("shared_memory", 2).to_json())
           {
-            "name": "fully_connected",
+            "name": "shared_memory",
             "num_devices": 2,
-            "addition_bandwidth": null,
-            "serial_reduction": false,
+            "addition_bandwidth": 10000000000.0,
+            "serial_reduction": true,
             "resources": [
-              {"name": "0→1", "bandwidth": 25000000000.0},
-              {"name": "1→0", "bandwidth": 25000000000.0}
+              {"name": "0→1", "bandwidth": null},
+              {"name": "1→0", "bandwidth": null}
             ],
             "links": [
-              {"source": 0, "target": 1, "latency": 1e-05, "resources": ["0→1"], "via_host": false},
-              {"source": 1, "target": 0, "latency": 1e-05, "resources": ["1→0"], "via_host": false}
+              {"source": 0, "target": 1, "latency": 0.0, "resources": ["0→1"], "via_host": false},
+              {"source": 1, "target": 0, "latency": 0.0, "resources": ["1→0"], "via_host": false}
             ]
           }
         """
@@ -237,28 +234,13 @@ class Topology:
     def to_document(self) -> serialization.TopologyDocument:
         """Returns the document that describes this topology in JSON."""
         names = [resource.name for resource in self.resources]
-        return serialization.TopologyDocument(
-            name=self.name,
-            num_devices=self.num_devices,
-            addition_bandwidth=_none_if_unlimited(self.addition_bandwidth),
-            serial_reduction=self.serial_reduction,
-            resources=tuple(
-                serialization.ResourceDocument(
-                    name=one.name, bandwidth=_none_if_unlimited(one.bandwidth)
-                )
-                for one in self.resources
-            ),
-            links=tuple(
-                serialization.LinkDocument(
-                    source=link.source,
-                    target=link.target,
-                    latency=link.latency,
-                    resources=tuple(names[index] for index in link.resources),
-                    via_host=link.via_host,
-                )
-                for link in self.links
-            ),
-        )
+        links = [
+            {**vars(link), "resources": [names[index] for index in link.resources]}
+            for link in self.links
+        ]
+        fields = {"name": self.name, "num_devices": self.num_devices, **self._costs}
+        fields |= {"resources": self.resources, "links": links}
+        return msgspec.convert(fields, serialization.TopologyDocument, from_attributes=True)
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
@@ -286,7 +268,8 @@ class Topology:
     @classmethod
     def from_document(cls, document: serialization.TopologyDocument) -> Topology:
         """Returns the topology that a document describes."""
-        numbers = {resource.name: number for number, resource in enumerate(document.resources)}
+        resources = [Resource(one.name, _unlimited(one.bandwidth)) for one in document.resources]
+        numbers = {resource.name: number for number, resource in enumerate(resources)}
         links = []
         for position, link in enumerate(document.links):
             unknown = [name for name in link.resources if name not in numbers]
@@ -297,16 +280,8 @@ class Topology:
                 )
             held = tuple(numbers[name] for name in link.resources)
             links.append(Link(link.source, link.target, link.latency, held, link.via_host))
-        return cls(
-            document.name,
-            document.num_devices,
-            tuple(
-                Resource(one.name, _infinite_if_none(one.bandwidth)) for one in document.resources
-            ),
-            tuple(links),
-            _infinite_if_none(document.addition_bandwidth),
-            document.serial_reduction,
-        )
+        costs = _unlimited(document.addition_bandwidth), document.serial_reduction
+        return cls(document.name, document.num_devices, tuple(resources), tuple(links), *costs)
 
     @classmethod
     def from_nvidia_smi(cls, text: str) -> Topology:
@@ -325,9 +300,5 @@ class Topology:
         return cls.from_routes("nvidia-smi", num_devices, routes)
 
 
-def _none_if_unlimited(bandwidth: float) -> float | None:
-    return None if bandwidth == math.inf else bandwidth
-
-
-def _infinite_if_none(bandwidth: float | None) -> float:
+def _unlimited(bandwidth: float | None) -> float:
     return math.inf if bandwidth is None else bandwidth
