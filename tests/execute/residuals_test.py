@@ -93,8 +93,8 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
         for kept in residuals(ops):
             self.assertAllEqual(np.zeros(4), kept)
 
-    @parameterized.parameters("concrete", "called by another", "in a strategy")
-    def test_a_concrete_function_keeps_itsresiduals(self, kind):
+    @parameterized.parameters("called by another", "in a strategy")
+    def test_a_concrete_function_keeps_its_residuals(self, kind):
         ops = self.make()
         strategy = tf.distribute.MirroredStrategy(list(tu.ALL_DEVICES[:3]), ops)
 
