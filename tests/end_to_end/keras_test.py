@@ -163,14 +163,6 @@ class FitTest(KerasTestCase):
         if not keras_calls.adds_metrics_twice():  # TensorFlow's strategy would.
             self.assertAllClose(losses, own_losses)
 
-    def test_tensorflows_hierarchical_copy_is_wrong_on_three_devices(self):
-        data = regression(18)
-        expected, _ = fitted_alone(3)  # As tfcdo's class of this name trains: see the test above.
-        stock = strategy_of(tf.distribute.HierarchicalCopyAllReduce(), 3)
-        theirs, _ = fitted(stock, dense_model, data, 6)
-        difference = np.abs(expected.get_weights()[0] - theirs.get_weights()[0]).max()
-        self.assertGreater(difference, 0.01)
-
     @parameterized.parameters(
         ("all_reduce", {"steps_per_execution": 2}),
         ("nccl", {"run_eagerly": True}),

@@ -45,7 +45,6 @@ class JudgeTest(parameterized.TestCase):
         # An error is good if it is wanted and names the argument.
         (ValueError("shape: 1, 2"), Refused("shape"), "✓", "ValueError: shape: 1, 2"),
         (ValueError("wrong"), Refused("shape"), "✗", "ValueError: wrong"),
-        (RuntimeError("shape"), Refused("shape"), "✗", "RuntimeError: shape"),
         (ValueError("shape"), 3.0, "✗", "ValueError: shape"),
     )
     def test_calls(self, result: Any, expected: Any, mark: str, text: str):
@@ -56,12 +55,8 @@ class JudgeTest(parameterized.TestCase):
         # The largest difference counts, of weights or of reported numbers.
         ({2: (1e-8, 0.0), 3: (2e-7, 1e-6), 5: (0.0, 3e-8)}, "", "✓", "2e-07, 1e-06"),
         ({2: (1e-3, 0.0)}, "", "✗", "1e-03, 0"),
-        ({2: (0.0, 1e-3)}, "", "✗", "0, 1e-03"),
-        ({2: (float("nan"), 0.0)}, "", "✗", "nan, 0"),
         ({2: (0.0, float("nan"))}, "", "✗", "0, nan"),
         ({2: (0.5, 0.0)}, "so", "~", "5e-01, 0: so"),
-        ({2: (0.0, 0.0)}, "so", "✓", "0, 0"),
-        ({2: "E: a", 3: "E: a"}, "", "✗", "E: a"),
         ({2: (0.0, 0.0), 3: "E: a", 5: "E: b"}, "", "✗", "E: a (3 and 5 replicas)"),
     )
     def test_trainings(self, differences: Any, reason: str, mark: str, text: str):

@@ -16,13 +16,6 @@ _JUNIT = """\
 """
 
 
-def _entry(
-    tensorflow: str, python: str, passed: int = 1, keras: str = "3.15.1"
-) -> tested_versions.Entry:
-    numbers: tested_versions.Entry = {"passed": passed, "failed": 0, "skipped": 0}
-    return {"tensorflow": tensorflow, "python": python, "keras": keras, "numpy": "2", **numbers}
-
-
 class RecordTest(absltest.TestCase):
     def test_an_entry_is_what_pytest_reports_in_this_environment(self):
         folder = self.enter_context(tempfile.TemporaryDirectory())
@@ -32,21 +25,6 @@ class RecordTest(absltest.TestCase):
         self.assertEqual((entry["passed"], entry["failed"], entry["skipped"]), (4, 3, 3))
         self.assertEqual(entry["python"], platform.python_version())
         self.assertEqual(entry["tensorflow"], importlib.metadata.version("tensorflow"))
-
-    def test_a_run_replaces_that_of_the_same_versions(self):
-        record = [_entry("2.9.0", "3.10.1"), _entry("2.21.0", "3.11.7")]
-        record = tested_versions.with_entry(record, _entry("2.21.0", "3.11.9", passed=7))
-        record = tested_versions.with_entry(record, _entry("2.16.2", "3.12.1"))
-        self.assertEqual(
-            [(entry["tensorflow"], entry["python"], entry["passed"]) for entry in record],
-            [("2.9.0", "3.10.1", 1), ("2.16.2", "3.12.1", 1), ("2.21.0", "3.11.9", 7)],
-        )
-
-    def test_the_old_keras_has_an_entry_of_its_own(self):
-        record = [_entry("2.21.0", "3.11.7")]
-        for keras in ("3.8.0", "3.16.0"):
-            record = tested_versions.with_entry(record, _entry("2.21.0", "3.11.7", 2, keras))
-        self.assertEqual(["3.8.0", "3.16.0"], [entry["keras"] for entry in record])
 
     def test_the_page_is_made_from_the_record(self):
         record = tested_versions.read_record()
