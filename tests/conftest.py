@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import warm_python
 
-_LONG = ("multi_worker", "faults", "hosts", "backup_hosts", "demo")  # Each is NAME_test.py.
+# Each is NAME_test.py.
+_LONG = ("multi_worker", "faults", "faulty_hosts", "hosts", "backup_hosts", "demo")
 
 
 def pytest_configure(config: Any) -> None:

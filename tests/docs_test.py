@@ -1,8 +1,9 @@
 """The documentation: every code block runs or is checked, every link leads somewhere.
 
-Python runs, one page after another in this process, each block after those above it on its page. Of
-the commands, those without TensorFlow run and print what the page shows (`...` is anything); of
-the others the options are read, and what they name must be there.
+Python runs, one page after another in this process, each block after those above it on its page;
+so do the examples in the docstrings of what users call. Of the commands, those without TensorFlow
+run and print what the page shows (`...` is anything); of the others the options are read, and what
+they name must be there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ast
 import contextlib
 import dataclasses
 import doctest
+import importlib
 import io
 import os
 import pathlib
@@ -18,6 +20,7 @@ import re
 import shlex
 import tempfile
 from collections.abc import Iterator
+from unittest import mock
 
 import click
 import tensorflow as tf
@@ -234,6 +237,46 @@ def _strings(file: pathlib.Path) -> Iterator[str]:
             )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
+
+
+# virtual_devices is no case: its example must come before TensorFlow starts.
+_MODULES = (
+    *(f"tfcdo.plan.{name}" for name in ("algorithms", "copy_tree", "lower_bound", "packing")),
+    *(f"tfcdo.plan.{name}" for name in ("plan", "schedule", "simulator")),
+    *(f"tfcdo.topology.{name}" for name in ("detection", "measurement", "presets", "topology")),
+    "tfcdo.cross_device_ops",
+    "tfcdo.execute.nccl",
+    "tfcdo.keras.backup",
+    "tfcdo.keras.in_sync",
+    "tfcdo.keras.optimizer",
+    "tfcdo.keras.statistics",
+    "tfcdo.keras.trace_summary",
+    "tfcdo.keras.uneven",
+    "tfcdo.plot.gantt",
+    "tfcdo.replica_extended",
+    "tfcdo.plot.trace",
+    "tfcdo.plot.trees",
+)
+
+
+class DocstringsTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=folder))
+        # Another test file of this process may have loaded NCCL's kernel for CPUs.
+        stack.enter_context(tu.kernels_for("GPU"))
+
+    @parameterized.parameters(*_MODULES)
+    def test_examples_of(self, name: str):
+        told: list[str] = []
+        runner = doctest.DocTestRunner(verbose=False)
+        for examples in doctest.DocTestFinder().find(importlib.import_module(name)):
+            runner.run(examples, out=told.append)
+        self.assertEqual(runner.failures, 0, "".join(told))
+        self.assertGreater(runner.tries, 0, f"{name} has no example")
 
 
 if __name__ == "__main__":

@@ -63,11 +63,6 @@ class UpdatesTest(absltest.TestCase):
         self.assertRegex(outcome.output, r"2 devices, all-reduce and adam update of 69.\d MB")
         self.assertRegex(outcome.output, r"shard_optimizer_state=True +100 .* 0.25 +0.33")
 
-    def test_command_with_a_size(self):
-        outcome = CliRunner().invoke(bench_cli.bench, ["--optimizer", "adam", "-b", "8"])
-        self.assertEqual(outcome.exit_code, 2)
-        self.assertIn("--minbytes cannot be given with --optimizer", outcome.output)
-
 
 if __name__ == "__main__":
     absltest.main()

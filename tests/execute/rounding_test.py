@@ -91,17 +91,16 @@ class GradientsTest(tf.test.TestCase, parameterized.TestCase):
 
 class MeanTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
-        make=(
-            tfcdo.HierarchicalCopyAllReduce,
-            tfcdo.ReductionToOneDevice,
-            lambda: tfcdo.ReductionToOneDevice("/cpu:7"),
-            lambda: tfcdo.AllReduceCrossDeviceOps("ring"),
+        case=(
+            (tfcdo.HierarchicalCopyAllReduce, tf.bfloat16, FUNCTION),
+            (tfcdo.ReductionToOneDevice, tf.float16, EAGER),
+            (lambda: tfcdo.ReductionToOneDevice("/cpu:7"), tf.float16, ARGUMENTS),
+            (lambda: tfcdo.AllReduceCrossDeviceOps("ring"), tf.float16, ARGUMENTS),
         ),
-        dtype_and_mode=((tf.bfloat16, FUNCTION), (tf.float16, EAGER), (tf.float16, ARGUMENTS)),
         rows=(False, True),
     )
-    def test_of_16_bits_are_rounded_once(self, make, dtype_and_mode, rows):
-        dtype, mode = dtype_and_mode
+    def test_of_16_bits_are_rounded_once(self, case, rows):
+        make, dtype, mode = case
         arrays = [
             tf.cast(tu.numbers((100, 1), tf.float32, rank, limit=20_000), dtype).numpy()
             for rank in range(3)

@@ -18,7 +18,9 @@ from tfcdo.plan.decide import codec_for
 
 WIRES = ("bfloat16", "float16", "int8")
 # Numbers of hosts, and shapes: aligned and not, smaller than a block, and larger.
-CASES = ((3, (7,)), (2, (64,)), (3, (129,)), (2, (4, 256)), (3, (2, 1000)))
+CASES = (
+    (3, (7,), "float32"), (3, (129,), "float64"), (2, (5, 32), "float32"), (2, (4, 256), "float32"),
+)  # fmt: skip
 _SECONDS = 60.0
 
 
@@ -113,9 +115,9 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLessEqual(np.max(error), 1)
         return error
 
-    @parameterized.product(case=CASES, wire=WIRES, dtype=("float32", "float64"))
-    def test_within_the_bound_and_alike(self, case, wire, dtype):
-        count, shape = case
+    @parameterized.product(case=CASES, wire=WIRES)
+    def test_within_the_bound_and_alike(self, case, wire):
+        count, shape, dtype = case
         hosts = _Hosts(count, wire, dtype)
         generator = np.random.default_rng(count)
         values = [generator.normal(size=shape).astype(dtype) for _ in range(count)]
@@ -125,7 +127,7 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
         [num_bytes] = hosts.row_bytes
         self.assertEqual(num_bytes, spec.share_bytes(values[0].size, count, dtype))
 
-    @parameterized.parameters(1e-45, 1e-40, 1e-37, 1.2e-38, 1e-30, 1e38, 3.3e38 / 3)
+    @parameterized.parameters(1e-45, 1.2e-38, 3.3e38 / 3)
     def test_int8_of_tiny_and_huge_blocks(self, magnitude):
         generator = np.random.default_rng(0)
         drawn = generator.uniform(-1, 1, (3, 1000)) * magnitude
@@ -139,7 +141,7 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
         values = [np.zeros(2000, np.float32)] * 2
         self.assertAllEqual(_Hosts(2, "int8").sum(values)[0], values[0])
 
-    @parameterized.parameters(np.nan, np.inf, -np.inf)
+    @parameterized.parameters(np.nan, -np.inf)
     def test_int8_of_a_block_that_is_not_finite(self, number):
         values = [np.ones(4096, np.float32), np.ones(4096, np.float32)]
         values[1][2500] = number
@@ -156,9 +158,10 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
         for total in _Hosts(5, wire).sum(values):
             self.assertAllEqual(np.full([9], large + 4.0), total)
 
-    @parameterized.product(wire=WIRES, size=(0, 5, 700), dtype=(tf.float32, tf.float64))
-    def test_sizes_that_are_not_known(self, wire, size, dtype):
+    @parameterized.product(wire=WIRES, kind=((0, tf.float32), (700, tf.float64)))
+    def test_sizes_that_are_not_known(self, wire, kind):
         """One may be 0 when the step runs: something has to be sent."""
+        size, dtype = kind
         sent: list[tf.Tensor] = []
 
         def all_to_all(rows: tf.Tensor) -> tf.Tensor:
@@ -188,7 +191,7 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class FeedbackTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(wire=WIRES, size=(1, 900))
+    @parameterized.parameters(*[(wire, 900) for wire in WIRES], ("int8", 1))
     def test_what_casts_lose_comes_in_later_steps(self, wire, size):
         """Over all steps only what the last one has lost is missing, of both casts."""
         generator = np.random.default_rng(1)

@@ -19,7 +19,7 @@ class CallsContract(contract.Contract):
 
     # Broadcast and gather.
 
-    @parameterized.parameters((EAGER, 1), (FUNCTION, 3), (EAGER, 8))
+    @parameterized.parameters((EAGER, 1), (FUNCTION, 3))
     def test_broadcast(self, mode, count):
         ops = self.make()
         destinations = tu.per_replica([0] * count)
@@ -36,18 +36,10 @@ class CallsContract(contract.Contract):
             for component in result.values:
                 self.assertAllEqual(tensor, component)
 
-    # Each mode, number of devices, axis and place with each of the others once.
     @parameterized.parameters(
-        (EAGER, 1, 0, "own"),
-        (FUNCTION, 1, -1, "one"),
-        (EAGER, 1, -1, "others"),
-        (FUNCTION, 5, -1, "own"),
-        (EAGER, 5, 0, "one"),
-        (FUNCTION, 5, 0, "others"),
-        (EAGER, 8, 0, "own"),
-        (FUNCTION, 8, -1, "one"),
-        (EAGER, 8, -1, "others"),
-    )
+        (EAGER, 1, 0, "own"), (FUNCTION, 5, -1, "own"), (EAGER, 5, 0, "one"),
+        (EAGER, 3, -1, "others"),
+    )  # fmt: skip
     def test_gather(self, mode, count, axis, place):
         generator = np.random.default_rng(count)
         shapes = [[2, 3, 4] for _ in range(count)]
@@ -82,13 +74,14 @@ class CallsContract(contract.Contract):
             for component in gather(tf.constant(axis)):
                 self.assertAllEqual(np.concatenate(own, axis), component)
 
-    @parameterized.parameters(tf.string, tf.bool, tf.int32, tf.bfloat16)
-    def test_gathers_any_dtype(self, dtype):
-        own = [tf.cast([rank % 2, rank], dtype) if dtype != tf.string else tf.constant([str(rank)])
-               for rank in range(3)]  # fmt: skip
-        value = tu.per_replica(own)
-        (result,) = tu.call(EAGER, lambda: self.make()._gather(value, value, 0))
-        self.assertAllEqual(np.concatenate([one.numpy() for one in own]), result.value)
+    def test_gathers_any_dtype(self):
+        kinds = [[str(rank)] for rank in range(3)], [[rank > 1, True] for rank in range(3)]
+        for arrays in (*kinds, [tf.constant([rank, 2], tf.bfloat16) for rank in range(3)]):
+            value = tu.per_replica(arrays)
+            result = self.make()._gather(value, value, 0)
+            self.assertAllEqual(
+                np.concatenate([one.numpy() for one in value.values]), result.values[2]
+            )
 
     # Bad input.
 

@@ -84,9 +84,9 @@ class UnlikeKindsTest(TrainingTestCase):
             self.assert_bitwise_equal([copy.read_value() for copy in other.value.values])
         self.assertNotAllClose(np.ones_like(_TABLE), expected[0])
 
-    @parameterized.product(
-        ops=[tfcdo.ReductionToOneDevice, tf.distribute.ReductionToOneDevice],
-        gradient=[lambda: table(0), lambda: rows(1)],
+    @parameterized.parameters(
+        (tfcdo.ReductionToOneDevice, lambda: rows(1)),
+        (tf.distribute.ReductionToOneDevice, lambda: table(0)),
     )
     def test_a_shared_one_counts_once_for_each_replica(self, ops, gradient):
         strategy = strategy_of(3, ops())

@@ -1,4 +1,4 @@
-"""Files of pictures."""
+"""Files of pictures, and the Gantt chart as matplotlib holds it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 
 from absl.testing import absltest, parameterized
 
-from tfcdo.plan import algorithms
+from tfcdo.plan import algorithms, simulator
+from tfcdo.plan.copy_tree import chain
+from tfcdo.plan.lower_bound import lower_bound_seconds
+from tfcdo.plan.schedule import Pack, Schedule
+from tfcdo.plot import gantt
 from tfcdo.plot.figures import make_figure, save_figure
 from tfcdo.plot.gantt import draw_gantt
 from tfcdo.plot.trees import draw_trees
@@ -17,6 +21,100 @@ from tfcdo.topology.links import Resource
 from tfcdo.topology.presets import preset
 from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
+
+# What is drawn is looked at by attributes that only some of matplotlib's artists have.
+_draw: Callable[..., Any] = gantt.draw_gantt
+
+
+def _plan(name: str, algorithm: str, devices: int | None = None) -> tuple[Schedule, Topology]:
+    machine = preset(name, devices)
+    return algorithms.make_schedule(algorithm, machine, 10**8), machine
+
+
+class GanttTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("dgx1", "hierarchical_copy"), ("pcie", "ring"), ("shared_memory", "shuffle")
+    )
+    def test_each_task_is_a_bar_in_each_of_its_lanes(self, name: str, algorithm: str):
+        schedule, machine = _plan(name, algorithm)
+        timeline = simulator.simulate(schedule, machine)
+        axes = _draw(schedule, machine).axes[0]
+        bars = sorted((bar.get_x(), bar.get_width()) for bar in axes.patches)
+        wanted = []
+        for task in timeline.tasks:
+            lanes = 1
+            if task.kind != "add":
+                lanes = len(machine.link_by_pair[task.source, task.target].resources)
+            wanted += [(task.start * 1e3, (task.end - task.start) * 1e3)] * lanes
+        # Copies in shared memory take no time, and wires that are never busy have no lane.
+        wanted = sorted((start, width) for start, width in wanted if width)
+        self.assertLen(bars, len(wanted))
+        for bar, other in zip(bars, wanted):
+            self.assertSequenceAlmostEqual(bar, other, places=6)
+        self.assertAlmostEqual(axes.get_xlim()[1], timeline.seconds * 1e3)
+
+    def test_lanes_are_links_and_say_how_busy_they_are(self):
+        # One tree over two links of 25 GB/s: 0.5 ms up from 2, then from 1, and back.
+        machine = preset("fully_connected", 3)
+        pack = Pack(0, 12_500_000, chain(3))
+        schedule = Schedule(3, 12_500_000, (pack,))
+        axes = _draw(schedule, machine).axes[0]
+        lanes = [label.get_text() for label in axes.get_yticklabels()]
+        self.assertEqual(lanes, ["0→1", "1→0", "1→2", "2→1"])
+        starts = {lanes[round(bar.get_y() + 0.42)]: bar.get_x() for bar in axes.patches}
+        for lane, start in {"2→1": 0, "1→0": 0.51, "0→1": 1.02, "1→2": 1.53}.items():
+            self.assertAlmostEqual(starts[lane], start)
+        texts = [text.get_text() for text in axes.texts]
+        # 0.5 of 2.04 ms on each link: latency is not work.
+        self.assertEqual(texts.count("25%"), 4)
+
+    def test_small_copies_leave_their_links_idle(self):
+        machine = preset("fully_connected", 2)
+        schedule = Schedule(2, 250_000, (Pack(0, 250_000, chain(2)),))
+        texts = [text.get_text() for text in _draw(schedule, machine).axes[0].texts]
+        # 10 us of bytes after 10 us of latency, on each of two links in turn.
+        self.assertEqual(texts.count("25%"), 2)
+
+    def test_lanes_are_in_the_order_of_the_devices(self):
+        schedule, machine = _plan("pcie", "shuffle")
+        lanes = [label.get_text() for label in _draw(schedule, machine).axes[0].get_yticklabels()]
+        ports = [f"{device} {way}" for way in ("out", "in") for device in range(4)]
+        self.assertEqual(lanes[:8], ports)
+        self.assertStartsWith(lanes[8], "switch ")
+        _, dgx1 = _plan("dgx1", "shuffle")
+        mirrored = dgx1.subset(range(7, -1, -1))
+        schedule = algorithms.make_schedule("shuffle", mirrored, 10**8)
+        lanes = [label.get_text() for label in _draw(schedule, mirrored).axes[0].get_yticklabels()]
+        wires = [lane for lane in lanes if "host" not in lane]
+        # The wires of this machine are named as those of the other one.
+        self.assertEqual(wires, sorted(wires, key=lambda name: (-int(name[0]), -int(name[2]))))
+        self.assertEqual(lanes[: len(wires)], wires)
+
+    def test_copies_down_are_pale(self):
+        schedule, machine = _plan("pcie", "one_device")
+        axes = _draw(schedule, machine).axes[0]
+        fills = {bar.get_x() >= axes.get_xlim()[1] / 2: bar.get_facecolor() for bar in axes.patches}
+        self.assertGreater(min(fills[True][:3]), min(fills[False][:3]))
+
+    def test_many_lanes(self):
+        schedule, machine = _plan("fully_connected", "shuffle", 9)
+        figure = _draw(schedule, machine)
+        self.assertLen(figure.axes[0].get_yticks(), 64)
+        legend = [text.get_text() for text in figure.legends[0].get_texts()]
+        self.assertIn(f"{9 * 8 - 64} more lanes not shown", legend)
+
+    def test_the_bound_is_a_line(self):
+        schedule, machine = _plan("dgx1", "hierarchical_copy")
+        figure = _draw(schedule, machine)
+        (line,) = figure.axes[0].lines
+        self.assertAlmostEqual(line.get_xdata()[0], 1e3 * lower_bound_seconds(machine, 10**8))
+        legend = [text.get_text() for text in figure.legends[0].get_texts()]
+        self.assertIn("bound 1.196 ms", legend)
+
+    def test_nothing_to_transfer(self):
+        schedule, machine = _plan("dgx1", "ring", 1)
+        axes = _draw(schedule, machine).axes[0]
+        self.assertEmpty(axes.patches)
 
 
 class SaveTest(parameterized.TestCase):

@@ -25,11 +25,6 @@ TRAINING = {"fit": 2e-6, "own_loop": 2e-2, "end_of_data": 2e-6}
 class TrainingTest(tf.test.TestCase, parameterized.TestCase):
     """Hosts x devices of each: its scenarios in one set of processes."""
 
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        cls.expected = {name: getattr(host_scenarios, name)(None) for name in TRAINING}
-
     # Other numbers of hosts or devices change who sends what, which values and sums show, and not
     # what a training asks for.
     @parameterized.parameters(
@@ -149,7 +144,7 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertGreater((error / bound).max(), 0.1)
 
     def check(self, name, results, devices, tolerance):
-        for key, expected in self.expected[name].items():
+        for key, expected in getattr(host_scenarios, name)(None).items():
             for host in results:
                 actual = host[key]
                 if key.startswith("replica"):

@@ -1,4 +1,4 @@
-"""Hosts that are slow, killed or asked: the log names the slow one, black boxes what stopped."""
+"""Hosts that are slow, killed, asked or wrong, and tfcdo itself broken: all end, and say why."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import tempfile
+from concurrent import futures
 from unittest import mock
 
 import clusters
@@ -15,7 +16,54 @@ from absl.testing import parameterized
 from tfcdo.doctor import blackbox
 
 _TIMEOUT = 180.0
+# 8 steps add 1 + 2 + 3 + 4, on 2 x 2 replicas.
+_CORRECT = "values [80.0]"
 _HOST_1 = r"host 1 \(/job:worker/task:1 at 127.0.0.1:\d+\)"
+
+
+# What goes wrong on host 1, and what host 0 then says.
+_FAULTS = {
+    # `host_unlike` has all settings.
+    "another setting": "not set up alike: cross_device_ops: .* on host 0 .* on host 1",
+    "another shape": r"differ: values, element 0 of 1: float32\[3\d\] on host \d, float32\[3\d\]",
+    "unlike keys": r"timed out: pack 1 of 2, time 1, of the all-reduce .* has waited 1\d s",
+    "sleeps": r"timed out: pack . of 2, time 5, .* for " + _HOST_1 + ", which is busy or",
+    "ends": _HOST_1 + " has come to the end of its program before others: all hosts must make",
+    "dies": "UnavailableError",
+    "absent": f"RendezvousError: timed out waiting for {_HOST_1} to start",
+}
+
+
+class BreakingTest(tf.test.TestCase):
+    def test_all_end_with_the_reason(self):
+        """One test, as each of pytest's processes would start all hosts."""
+        # They mostly wait, so all wait at once.
+        with futures.ThreadPoolExecutor(max_workers=6) as pool:
+            runs = {
+                fault: pool.submit(clusters.run, 2, "faulty_host", [fault, where], _TIMEOUT)
+                for where, faults in (
+                    ("1", [*_FAULTS, "late"]),
+                    ("all", ["no collective", "nothing"]),
+                )
+                for fault in faults
+            }
+        for fault, run in runs.items():
+            with self.subTest(fault):
+                outcomes = run.result()
+                for outcome in outcomes:
+                    self.assertIsNotNone(outcome.returncode, f"it hangs: {outcome.output}")
+                if fault in _FAULTS:
+                    self.check_fault(_FAULTS[fault], *outcomes)
+                    continue
+                for outcome in outcomes:
+                    self.assertEqual(0, outcome.returncode, outcome.output)
+                    # Without the collective, values show it, so tests of them would notice.
+                    self.assertEqual(fault != "no collective", _CORRECT in outcome.output)
+
+    def check_fault(self, message, outcome, faulty):
+        self.assertNotEqual(0, outcome.returncode, outcome.output)
+        self.assertRegex(outcome.output.replace("\n", " "), message, faulty.output)
+        self.assertNotIn("values [", faulty.output)
 
 
 class SlowHostsTest(tf.test.TestCase, parameterized.TestCase):
