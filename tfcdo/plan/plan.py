@@ -88,7 +88,6 @@ class Batch:
       requests: the values and destinations; either all dense (or to become so), or all rows.
       root: the node that everything is reduced on; None to choose.
       user: whether an accumulation_fn combines the values.
-      axis: the axis to gather along; None if it is not known until the step runs.
     """
 
     op: Literal["sum", "mean", "gather"]
@@ -98,7 +97,6 @@ class Batch:
     requests: tuple[Request, ...]
     root: int | None = None
     user: bool = False
-    axis: int | None = None
 
     @property
     def stays_rows(self) -> bool:
@@ -223,13 +221,12 @@ class PlannedPack:
         adds rows by index; "concat" gathers.
       tensors: the content, in order.
       dtype: the dtype that values are packed in; "" for a gather, which mixes them.
-      tree: the copy tree over all nodes; None where NCCL reduces.
+      tree: the copy tree over all nodes; None where NCCL reduces, over all devices of all hosts.
       codec: how values are encoded on the edges of the tree, or before NCCL.
       root: the root step.
       to: the nodes that get the result; None for all.
       tables: whether rows are added as tables: "never", or "smaller" where the tables have fewer
         bytes, which is found when the step runs.
-      over_hosts: whether one collective reduces over all devices of all hosts, without a tree.
       after: the index of an earlier pack with the same tree, whose result a leaf waits for before
         it sends this pack; None for no such window.
     """
@@ -242,7 +239,6 @@ class PlannedPack:
     root: RootStep = RootStep()
     to: tuple[int, ...] | None = None
     tables: Literal["never", "smaller"] = "never"
-    over_hosts: bool = False
     after: int | None = None
 
     @functools.cached_property
@@ -349,6 +345,11 @@ class Plan:
     def one_function(self) -> bool:
         """Returns whether its ops wait for each other, so that they must run at the same time."""
         return any(pack.tree is None for pack in self.packs)
+
+    @property
+    def over_hosts(self) -> bool:
+        """Returns whether NCCL reduces over all devices of all hosts, without copy trees."""
+        return self.hosts > 1 and self.one_function
 
     @functools.cached_property
     def has_feedback(self) -> bool:

@@ -101,7 +101,7 @@ def bytes_between_hosts(plan: Plan) -> int:
     hosts, total = plan.hosts, 0.0
     for pack in plan.packs:
         size, item = pack.size or 0, dtypes.itemsize(dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype))
-        if pack.root.hosts == "sum" and not pack.over_hosts:
+        if pack.root.hosts == "sum" and pack.tree is not None:
             total += 2 * (hosts - 1) / hosts * size * item
         elif pack.root.hosts == "shares":
             # A share is sent to each other host, and the sum of the host's own share to all.
