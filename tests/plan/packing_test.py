@@ -170,15 +170,6 @@ class NumPacksTest(parameterized.TestCase):
             with self.assertRaisesRegex(ValueError, message):
                 packing.pack(values, how, algorithm, topology.preset("nvswitch", 3))
 
-    @parameterized.parameters(
-        ({"num_packs": 3.0}, TypeError, "num_packs must be an int; got 3.0"),
-        ({"agg_small_grads_max_group": None}, TypeError, "_group must be an int; got None"),
-        ({"bytes_per_pack": -8}, ValueError, "bytes_per_pack must be at least 0; got -8"),
-    )
-    def test_no_such_packing(self, arguments, error, message):
-        with self.assertRaisesRegex(error, message):
-            packing.PackingOptions(**arguments)
-
 
 class SmallGroupsTest(parameterized.TestCase):
     """Mode 2: small values are put together."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 from tfcdo import checks
@@ -140,14 +141,7 @@ def path(order: Sequence[int], root: int) -> CopyTree:
         raise ValueError(f"order must hold each device 0..{len(order) - 1} once; got {order}")
     if root not in order:
         raise ValueError(f"root must be one of the devices {sorted(order)}; got {root}")
-    middle = order.index(root)
-    parents: list[int | None] = [None] * len(order)
-    for position, device in enumerate(order):
-        if position < middle:
-            parents[device] = order[position + 1]
-        elif position > middle:
-            parents[device] = order[position - 1]
-    return CopyTree(tuple(parents))
+    return rooted(list(itertools.pairwise(order)), root)
 
 
 def rooted(edges: Sequence[tuple[int, int]], root: int) -> CopyTree:

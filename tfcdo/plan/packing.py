@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tfcdo import checks
 from tfcdo.plan import algorithms, dtypes
 from tfcdo.plan.plan import FusedTensor, PlannedPack, Slice, ValueSpec
 from tfcdo.plan.schedule import Schedule, cut
@@ -19,36 +18,19 @@ _SECONDS_PER_OP = 6.5e-6
 
 @dataclasses.dataclass(frozen=True)
 class PackingOptions:
-    """The caller's wishes about how values are packed.
+    """The caller's wishes about how values are packed, checked."""
 
-    Attributes:
-      num_packs: cut all values of one dtype into this many packs; 0 for no such packing, None to
-        leave the number and the sizes of the packs of all dtypes together to the algorithm.
-      agg_small_grads_max_bytes: with `num_packs` 0, values smaller than this many bytes are
-        grouped; 0 for none.
-      agg_small_grads_max_group: at most this many values in such a group; 0 for no grouping.
-      bytes_per_pack: no pack is larger than this many bytes; 0 for no limit.
-      one_tensor_per_pack: whether the slices of a pack are always sent as one tensor, however large
-        they are; only values of unknown size are sent alone.
-      last_first: whether the last values are packed first, as a backward pass makes them.
-
-    Raises:
-      ValueError: if a number is negative.
-      TypeError: if a number is not an int.
-    """
-
+    # Cut all values of one dtype into this many packs; 0 for no such packing, None to leave the
+    # number and the sizes of the packs of all dtypes together to the algorithm.
     num_packs: int | None = 1
+    # With `num_packs` 0, values of fewer bytes are sent in groups of at most so many; 0 for none.
     agg_small_grads_max_bytes: int = 0
     agg_small_grads_max_group: int = 0
-    bytes_per_pack: int = 0
+    bytes_per_pack: int = 0  # No pack is larger than this many bytes; 0 for no limit.
+    # Whether the slices of a pack are always sent as one tensor, however large they are; only
+    # values of unknown size are sent alone.
     one_tensor_per_pack: bool = False
-    last_first: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_packs is not None:
-            checks.check_int("num_packs", self.num_packs, at_least=0)
-        for name in ("agg_small_grads_max_bytes", "agg_small_grads_max_group", "bytes_per_pack"):
-            checks.check_int(name, getattr(self, name), at_least=0)
+    last_first: bool = False  # Whether the last values are packed first, as a backward pass does.
 
 
 def pack(
