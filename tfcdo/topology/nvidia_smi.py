@@ -21,13 +21,9 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 def read_routes(text: str) -> tuple[int, list[Route]]:
     """Reads the number of GPUs in the table of `nvidia-smi topo -m`, and how they are wired.
 
-    * `NV#`: # NVLinks. The table does not name the GPUs: from V100 to H200 a link has 25 GB/s. If
-      all pairs have the same number, and more of them than a GPU has NVLinks, these are the ports
-      of an NVSwitch.
-    * On a machine with NVLinks, any other pair goes through the host, as on a DGX-1.
-    * On a machine without, each GPU has a PCIe port; `PIX` and `PXB` pairs are under one switch;
-      all others also hold their switches' paths up and down, and pairs on different
-      sockets (`SYS`) the path from socket to socket.
+    On a machine with NVLinks (25 GB/s each, from V100 to H200: the table does not name the GPUs),
+    any other pair goes through the host, as on a DGX-1. On a machine without, each GPU has a PCIe
+    port; pairs of two switches also hold the paths up and down, and of two sockets the one between.
     """
     kinds, affinities = _read_table(text)
     num_devices = len(affinities)
