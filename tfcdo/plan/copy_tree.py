@@ -145,12 +145,7 @@ def path(order: Sequence[int], root: int) -> CopyTree:
 
 
 def rooted(edges: Sequence[tuple[int, int]], root: int) -> CopyTree:
-    """Returns the tree of some edges, whose ends may be in any order, with a root.
-
-    Example:
-      >>> rooted([(0, 1), (0, 2)], 2).parents
-      (2, 0, None)
-    """
+    """Returns the tree of some edges, whose ends may be in any order, with a root."""
     near: list[list[int]] = [[] for _ in range(len(edges) + 1)]
     for a, b in edges:
         near[a].append(b)
@@ -177,10 +172,6 @@ def chain(num_devices: int, root: int = 0) -> CopyTree:
 
 def binomial(num_devices: int, root: int = 0) -> CopyTree:
     """Returns the binomial tree: in round `r`, each device at distance `2**r` sends and is done.
-
-    References:
-      Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
-      MPICH", 2005.
 
     Example:
       >>> binomial(8).parents

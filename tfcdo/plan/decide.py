@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Literal
 
 from tfcdo.plan import algorithms, copy_tree, dtypes, nccl_choice, packing
@@ -141,15 +140,12 @@ def _between_codec(batch: Batch, request: Request, options: Options) -> Codec:
     return codec_for(between.wire, request.value.dtype, between.error_feedback)
 
 
-def _root_step(batch: Batch, dtype: str, codec: Codec, tensors: Sequence[FusedTensor]) -> RootStep:
+def _root_step(batch: Batch, pack: PlannedPack, codec: Codec) -> RootStep:
     """Returns the root step of a pack of dense values, which a codec encodes between hosts."""
     divide = _divide(batch)
     if batch.hosts == 1:
         return RootStep(divide=divide)
-    slices = [part for tensor in tensors for part in tensor.slices]
-    num_bytes = sum(part.size for part in slices) * dtypes.itemsize(dtype)
-    known = all(part.stop is not None for part in slices)
-    if codec.dtype is None or (known and num_bytes < MIN_ENCODED_BYTES):
+    if codec.dtype is None or (pack.size is not None and pack.num_bytes < MIN_ENCODED_BYTES):
         return RootStep("sum", divide=divide)
     return RootStep("shares", codec, divide)
 
@@ -196,7 +192,7 @@ def _all_reduced(
         reasons.append((num_bytes, name, why))
         offset = len(packs)
         for pack in packing.pack(values, how, algorithm, topology, codec.dtype):
-            root = _root_step(batch, pack.dtype, between, pack.tensors)
+            root = _root_step(batch, pack, between)
             packs.append(
                 dataclasses.replace(
                     pack,
@@ -280,19 +276,16 @@ def _on_one_device(
         return _rows(batch, options, machine, tree), "one device", why
     alone = []
     for index, request in enumerate(batch.requests):
-        whole = (_whole(index, request.value.size),)
-        dtype = packed_dtype(batch, request)
-        alone.append(
-            PlannedPack(
-                "user" if batch.user else "sum",
-                whole,
-                dtype,
-                tree,
-                _codec(batch, request, options),
-                _root_step(batch, dtype, _between_codec(batch, request, options), whole),
-                tuple(sorted(set(request.to))),
-            )
+        pack = PlannedPack(
+            "user" if batch.user else "sum",
+            (_whole(index, request.value.size),),
+            packed_dtype(batch, request),
+            tree,
+            _codec(batch, request, options),
+            to=tuple(sorted(set(request.to))),
         )
+        root_step = _root_step(batch, pack, _between_codec(batch, request, options))
+        alone.append(dataclasses.replace(pack, root=root_step))
     return tuple(alone), "one device", why
 
 

@@ -46,13 +46,7 @@ def _codec_key(codec: Codec) -> dict[str, Any]:
 
 
 def num_collectives(plan: Plan, copied_dtypes: Callable[[set[str]], int]) -> int:
-    """Returns how many collectives between hosts a plan takes.
-
-    Args:
-      plan: the plan.
-      copied_dtypes: a function that gives, for the dtypes of a pack, the number of dtypes that
-        TensorFlow gathers them in.
-    """
+    """Returns the collectives between hosts, if so many dtypes gather all dtypes of a pack."""
     counts = {"": 0, "sum": 1, "shares": 2}
     return sum(
         counts[pack.root.hosts]
