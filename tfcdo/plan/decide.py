@@ -44,7 +44,7 @@ def decide(batch: Batch, options: Options, machine: Machine) -> Plan:
     _check_machine(batch, options, machine.topology)
     if batch.op == "gather":
         packs, algorithm, why = _gathered(batch, options, machine), "gather", ""
-    elif batch.root is not None or options.one_device or not batch.is_all_reduce:
+    elif batch.root is not None or not batch.is_all_reduce:
         packs, algorithm, why = _on_one_device(batch, options, machine)
     elif batch.stays_rows:
         packs, algorithm = _rows(batch, options, machine), "rows"
@@ -263,7 +263,7 @@ def _on_one_device(
     tree = copy_tree.star(len(batch.nodes), root)
     if batch.is_all_reduce and root < batch.replicas and not batch.user and not batch.stays_rows:
         options = dataclasses.replace(
-            options, algorithm=(tree,), packing=PackingOptions(1), one_device=False, nccl="never"
+            options, algorithm=(tree,), packing=PackingOptions(1), nccl="never"
         )
         packs, _, _ = _all_reduced(dataclasses.replace(batch, root=None), options, machine)
         return packs, "one_device", f"everything is summed on {batch.nodes[root]}"
@@ -327,7 +327,7 @@ def _rows(
 
 def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[PlannedPack, ...]:
     """Gathers all values together, along one tree."""
-    if batch.is_all_reduce and batch.root is None and not options.one_device:
+    if batch.is_all_reduce and batch.root is None:
         [tree] = _trees(_algorithm(options, machine.topology, 0), machine.topology, 1)
         to = None
     else:

@@ -31,7 +31,7 @@ class Options:
     measured: Measured | None = None  # The machine; None for the detected one.
     nccl: Literal["never", "always", "auto"] = "never"  # "auto" takes it where it is faster.
     require_nccl: bool = False  # Whether to raise where NCCL was requested and cannot run.
-    one_device: bool = False  # Whether everything is reduced on one device.
+    one_device: bool = False  # Whether batches have a root, on which everything is reduced.
     # Whether `tf.IndexedSlices` become tables first; "auto" adds them as tables where these have
     # fewer bytes.
     sparse_as_dense: bool | Literal["auto"] = "auto"
