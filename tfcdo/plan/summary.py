@@ -18,7 +18,7 @@ def schedule(plan: Plan) -> Schedule | None:
         if pack.tree is None or not pack.num_sent_bytes:
             return None
         start = packs[-1].stop if packs else 0
-        packs.append(Pack(start, start + pack.num_sent_bytes, pack.tree))
+        packs.append(Pack(start, start + pack.num_sent_bytes, pack.tree, pack.after))
     return Schedule(len(plan.nodes), packs[-1].stop if packs else 0, tuple(packs))
 
 
