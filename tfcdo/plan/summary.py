@@ -46,7 +46,10 @@ def _codec_key(codec: Codec) -> dict[str, Any]:
 
 
 def num_collectives(plan: Plan, copied_dtypes: Callable[[set[str]], int]) -> int:
-    """Returns the collectives between hosts, if so many dtypes gather all dtypes of a pack."""
+    """Returns the number of collectives between hosts.
+
+    `copied_dtypes` gives, for the dtypes of a pack, the number of dtypes that gather them.
+    """
     counts = {"": 0, "sum": 1, "shares": 2}
     return sum(
         counts[pack.root.hosts]
