@@ -53,7 +53,7 @@ class Question:
         For the other arguments see `Runtime`.
         """
         devices = self.devices
-        if network is not None and any(pack.over_hosts for pack in plan.packs):
+        if network is not None and plan.over_hosts:
             # The members of a collective are known by their devices, so each replica takes part
             # with its own, even where several values lie on one: TensorFlow would wait for ever.
             devices = network.devices
@@ -125,12 +125,11 @@ def questions(
     network: Network | None,
     root: str | None,
     user: bool,
-    axis: Any = None,
 ) -> list[Question]:
     """Divides a batch into questions: one for each set of devices, and for rows.
 
-    With an `axis`, values are gathered along it. For `op` and `user` see `tfcdo.plan.plan.Batch`;
-    `root` is the device that `Options.one_device` reduces on, None for the first destination.
+    For `op` and `user` see `tfcdo.plan.plan.Batch`; `root` is the device that `Options.one_device`
+    reduces on, None for the first destination.
     """
     one_device, tables = options.one_device, options.sparse_as_dense is True
     groups: dict[Any, list[int]] = {}
@@ -142,7 +141,6 @@ def questions(
         groups.setdefault((reduction.devices, to, _stays_rows(reduction, tables)), []).append(
             position
         )
-    fixed = tf.get_static_value(axis) if axis is not None else None
     found = []
     for (devices, _, as_rows), positions in groups.items():
         members = [reductions[position] for position in positions]
@@ -167,7 +165,6 @@ def questions(
             requests,
             chosen,
             user,
-            None if fixed is None else int(fixed),
         )
         values = tuple(reduction.values for reduction in members)
         found.append(Question(batch, values, tuple(nodes), tuple(positions)))
