@@ -7,11 +7,8 @@ from typing import Any
 
 
 def check_int(name: str, value: object, at_least: int, at_most: int | None = None) -> None:
-    """Raises unless an argument is a whole number in a range; a bool is none.
-
-    A float is refused even if it is whole: to a cache, 8.0 and 8 are the same key, and what was
-    planned with floats would be handed to those who ask with ints.
-    """
+    """Raises unless an argument is a whole number in a range; a bool is none."""
+    # A float is refused even if it is whole: to a cache, 8.0 and 8 are the same key.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int; got {value!r} of type {type(value).__name__}")
     if value < at_least or (at_most is not None and value > at_most):

@@ -64,10 +64,8 @@ def _run_checked(
 
 
 def digest(tensor: tf.Tensor) -> tf.Tensor:
-    """Makes one int64 of all bits of a tensor of numbers or bools, on its device.
-
-    It is equal for tensors of equal bits and, but for one chance in 2^64, for no others.
-    """
+    """Makes one int64 of all bits of a tensor of numbers or bools, on its device."""
+    # It is equal for equal bits and, but for one chance in 2^64, for no others.
     if tensor.dtype.is_floating:
         tensor = tf.bitcast(tensor, _INTEGER_OF_SIZE[tensor.dtype.size])
     bits = tf.reshape(tf.cast(tensor, tf.int64), [-1])

@@ -65,11 +65,8 @@ def is_averaged(value: Any) -> bool:
 
 
 def reduced(reduce: Callable[..., Any], reduce_op: Any, variable: Any, axis: Any) -> tf.Tensor:
-    """Reduces a variable that `is_averaged` over the replicas, in 64 bits, by a strategy's method.
-
-    There the mean of equal numbers of fewer bits is that number: a variable that all replicas hold
-    alike, such as the weights of a frozen layer, stays as it is.
-    """
+    """Reduces a variable that `is_averaged`, in 64 bits, by a strategy's method."""
+    # There the mean of equal numbers is that number: weights of a frozen layer stay as they are.
     own = [tf.cast(component.read_value(), tf.float64) for component in variable.values]
     result = reduce(reduce_op, tf_internals.per_replica(own), axis=axis)
     return tf.cast(result, variable.dtype)

@@ -313,11 +313,8 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         return super()._gather_to_implementation(value, self._located(destinations), axis, options)
 
     def _located(self, destinations: Any) -> Any:
-        """Returns destinations, or the first device for a value whose device is not known yet.
-
-        Such are the arguments of a function that is being traced. Several devices hold a
-        `PerReplica`; anything else belongs to one.
-        """
+        """Returns destinations, or the first device for a value whose device is not known yet."""
+        # Such are the arguments of a function that is being traced.
         if isinstance(destinations, tf_internals.DistributedValues):
             return destinations
         named = destinations if isinstance(destinations, str) else None
@@ -325,10 +322,8 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         return destinations if known else self.worker_devices[0]
 
     def _distributed(self, value: Any) -> Any:
-        """Returns a value that has a component for each replica of this host.
-
-        On a host with one replica, TensorFlow passes only the component.
-        """
+        """Returns a value that has a component for each replica of this host."""
+        # On a host with one replica, TensorFlow passes only the component.
         if self._network is None or not tf.is_tensor(value):
             return value
         return tf_internals.per_replica([value])

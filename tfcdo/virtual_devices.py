@@ -62,14 +62,10 @@ def configure_virtual_cpus(count: int) -> list[str]:
 
 
 def configure_threads(num_devices: int) -> int:
-    """Gives TensorFlow enough threads to sum gradients of CPU devices while others are being made.
-
-    By default it has as many as there are cores, and on a machine with few of them no gradient is
-    finished before the backward pass is: there would be nothing to hide the network behind. Call it
-    before TensorFlow starts. A number that the user has chosen, by
-    `tf.config.threading.set_inter_op_parallelism_threads` or TF_NUM_INTEROP_THREADS, stays. Returns
-    the number of threads; 0 for TensorFlow's own choice, where it is large enough.
-    """
+    """Gives TensorFlow enough threads to sum gradients of CPU devices while others are made."""
+    # By default it has as many as cores. With few of them no gradient is finished before the
+    # backward pass is, so nothing would hide the network. Call it before TensorFlow starts. A
+    # number that the user has chosen stays. Returns the number; 0 for TensorFlow's own choice.
     checks.check_int("num_devices", num_devices, at_least=1)
     chosen = int(tf.config.threading.get_inter_op_parallelism_threads())
     wanted = _THREADS_PER_DEVICE * num_devices

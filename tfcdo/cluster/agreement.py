@@ -76,11 +76,8 @@ class Agreement:
         self._announced: dict[int, dict[str, Description]] = {h: {} for h in cluster.others}
 
     def number(self, description: Description, size: int) -> int:
-        """Returns the first of `size` numbers of a kind: the same on all hosts, no other kind's.
-
-        The first call waits for the other hosts; it raises a `DisagreementError` if one of them
-        does something else, and a `LateHostError` if one does not come in time.
-        """
+        """Returns the first of `size` numbers of a kind: the same on all hosts, no other kind's."""
+        # The first call waits for the other hosts.
         name = digest(description)
         with self._lock:
             if name in self._numbers:

@@ -11,17 +11,13 @@ _MOST = 3  # Differences that a message names.
 def between(
     left: Mapping[str, Any], left_name: str, right: Mapping[str, Any], right_name: str
 ) -> str:
-    """Says where two descriptions, JSON values by name, first differ, with both values.
-
-    Lists are compared element by element. A name that only one of them has counts if they agree in
-    all others.
-    """
+    """Says where two descriptions, JSON values by name, differ; of lists, in which element."""
     found = [
         _one(key, left[key], left_name, right[key], right_name)
         for key in left
         if key in right and left[key] != right[key]
     ]
-    if not found:
+    if not found:  # A name that only one of them has counts if they agree in all others.
         for key in sorted(left.keys() ^ right.keys()):
             here, there = (side.get(key, "nothing") for side in (left, right))
             found.append(_one(key, here, left_name, there, right_name))

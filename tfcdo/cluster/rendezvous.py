@@ -80,11 +80,7 @@ class _ProofError(ValueError):
 
 
 def meet(cluster: config.Cluster, settings: Settings, timeout: float, token: str) -> None:
-    """Waits until all hosts are there, know the token, are set up alike and can reach each other.
-
-    Raises:
-      RendezvousError: if they do not in `timeout` seconds, or if this host's port is in use.
-    """
+    """Waits until all hosts are there, know the token, have equal settings, and can be reached."""
     job = _Job(cluster, settings, token, time.monotonic() + timeout)
     with _listening(cluster) as listener:
         if cluster.is_chief:

@@ -30,19 +30,12 @@ from tfcdo.topology.topology import Topology
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Holds the connection of a host to the others.
-
-    Attributes:
-      session: the state that this process shares with the other hosts.
-      hint: the implementation of collectives that TensorFlow is to use: "auto", "ring" or "nccl".
-      devices: this host's devices, one a replica; as many on every host.
-      machine: the topology of the chief's devices, which all hosts plan for.
-    """
+    """Holds the connection of a host to the others."""
 
     session: Session
-    hint: str
-    devices: tuple[str, ...]
-    machine: Topology
+    hint: str  # The implementation of collectives: "auto", "ring" or "nccl".
+    devices: tuple[str, ...]  # This host's, one a replica; as many on every host.
+    machine: Topology  # The topology of the chief's devices, which all hosts plan for.
 
     @property
     def num_hosts(self) -> int:
@@ -62,10 +55,8 @@ class Network:
         return preset("shared_memory", len(devices))  # Several of the values are on one device.
 
     def with_known_devices(self, known: Sequence[str]) -> tuple[str, ...]:
-        """Fills in devices that are not known while tracing.
-
-        One value a replica is taken to be on the replicas' devices, anything else on the CPU.
-        """
+        """Fills in devices that are not known while tracing."""
+        # One value a replica is on the replicas' devices, anything else on the CPU.
         usual = self.devices
         if len(known) != len(self.devices):
             usual = (self.host_device,) * len(known)
@@ -143,14 +134,10 @@ def _check_gathered(plan: Plan) -> None:
 
 
 class Exchange:
-    """Emits the collectives of all hosts for one batch of values, in a fixed order.
-
-    Args:
-      network: the connection to the other hosts.
-      description: the facts that must be the same on all hosts; "collectives" is their number.
-    """
+    """Emits the collectives of all hosts for one batch of values, in a fixed order."""
 
     def __init__(self, network: Network, description: Mapping[str, Any]) -> None:
+        # The description is the same on all hosts.
         self._network = network
         self._count: int = description["collectives"]
         self._marks = Marks(network.host_device, description)
@@ -164,11 +151,8 @@ class Exchange:
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], device: str, codec: PackCodec | None, node: int
     ) -> list[tf.Tensor]:
-        """Adds up tensors of one device of each host, with one collective, or two if encoded.
-
-        Returns the sums on the same device, a node: bitwise the same on all hosts. Floats of 16
-        bits come back in 32.
-        """
+        """Adds up tensors of one device, a node, of each host: bitwise the same on all hosts."""
+        # One collective, or two if encoded. Floats of 16 bits come back in 32.
         with tf.device(device):
             flat = tensors[0]
             if len(tensors) > 1:
@@ -182,10 +166,7 @@ class Exchange:
     def all_reduce_flat(
         self, tensors: Sequence[tf.Tensor], devices: Sequence[str]
     ) -> list[tf.Tensor]:
-        """Adds up one tensor of each of these devices of all hosts, with one collective.
-
-        Floats of 16 bits come back in 32.
-        """
+        """Adds up one tensor of each device of all hosts by one collective; 16-bit floats in 32."""
         return self._differentiable(self._sum(tensors, devices), tensors, devices)
 
     def _differentiable(
@@ -199,11 +180,8 @@ class Exchange:
         return _gradient_of_sum(self._network, tuple(devices)).of(totals, wide, devices)
 
     def all_gather(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
-        """Concatenates the rows of all hosts, of several tensors together, in the hosts' order.
-
-        Hosts may have another number of rows. It takes one collective for the numbers of rows, and
-        one for each dtype in which TensorFlow gathers the tensors.
-        """
+        """Concatenates the rows of all hosts, in their order; numbers of rows may differ."""
+        # One collective for the numbers of rows, and one for each dtype that TensorFlow gathers.
         with tf.device(device):
             sent = [collective_dtypes.as_copied(tensor) for tensor in tensors]
             rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in sent])

@@ -47,21 +47,13 @@ def check_wire_dtype(name: str, value: Any, allowed: Sequence[str] = WIRE_DTYPES
 
 @dataclasses.dataclass(frozen=True)
 class PackCodec:
-    """The codec of one pack, with the rounding errors that its devices keep.
-
-    Attributes:
-      codec: how values are encoded.
-      dtype: the dtype of the values.
-      residuals: the rounding errors of the step before; None without error feedback.
-      pack: the number of the pack.
-      cast: the name of the cast among a pack's casts on one device: "" for copies between devices.
-    """
+    """The codec of one pack, with the rounding errors that its devices keep."""
 
     codec: Codec
-    dtype: tf.DType
-    residuals: Residuals | None = None
-    pack: int = 0
-    cast: str = ""
+    dtype: tf.DType  # Of the values.
+    residuals: Residuals | None = None  # None without error feedback.
+    pack: int = 0  # Its number.
+    cast: str = ""  # Which of a pack's casts on one device; "" for copies between devices.
 
     def encode(self, tensors: Sequence[tf.Tensor], node: int) -> list[tf.Tensor]:
         """Encodes tensors on the current device, a node's; a scale, if any, comes last."""
@@ -80,10 +72,8 @@ class PackCodec:
         return [decode(bits, self.dtype, scale) for bits in encoded]
 
     def encode_rows(self, rows: tf.Tensor, node: int) -> tf.Tensor:
-        """Encodes shares `[rows, blocks, values]`, each with its scales at its end.
-
-        They are returned as rows of float16, as collective ops copy neither bfloat16 nor int8.
-        """
+        """Encodes shares `[rows, blocks, values]` as rows of float16, scales at the end of each."""
+        # Collective ops copy neither bfloat16 nor int8.
         [carried] = self.carry([rows], node)
         scales = [block_scales(carried, self.codec)] if self.codec.scale else []
         sent = self.round([carried], node, *(scales or [None]))
@@ -136,11 +126,9 @@ def _from_halves(halves: tf.Tensor, dtype: tf.DType, blocks: Any, block: Any) ->
 
 
 def block_scales(rows: tf.Tensor, codec: Codec) -> tf.Tensor:
-    """Returns the scale of each block `[row, block]` of shares, `[row, block, 1]`.
-
-    For int8 it brings the largest magnitude to 127. It is NaN where a number is not finite, for
-    which int8 has no code: then all numbers of the block arrive as NaN.
-    """
+    """Returns the scale of each block `[row, block]` of shares, as `[row, block, 1]`."""
+    # For int8 it brings the largest magnitude to 127. It is NaN where a number is not finite, for
+    # which int8 has no code: then all numbers of the block arrive as NaN.
     if codec.dtype != "int8":
         magnitudes = tf.where(tf.math.is_finite(rows), tf.abs(rows), tf.zeros_like(rows))
         return scale_for_largest(tf.reduce_max(magnitudes, -1, keepdims=True), codec)

@@ -22,21 +22,13 @@ _MAX_LINES = 8  # For each kind of line, so that an explanation fits on a screen
 
 @dataclasses.dataclass(frozen=True)
 class PackExplanation:
-    """Describes one pack of a batch.
+    """Describes one pack of a batch."""
 
-    Attributes:
-      num_bytes: the bytes of its values on one device.
-      num_sent_bytes: the bytes of its values as a leaf sends them.
-      num_values: how many values have a part in it.
-      num_tensors: the number of tensors that are sent.
-      tree: the copy tree, over the indices of the devices; None for NCCL, which has its own.
-    """
-
-    num_bytes: int
-    num_sent_bytes: int
-    num_values: int
+    num_bytes: int  # Of its values, on one device.
+    num_sent_bytes: int  # As a leaf sends them.
+    num_values: int  # Values with a part in it.
     num_tensors: int
-    tree: CopyTree | None
+    tree: CopyTree | None  # Over the devices' indices; None for NCCL, which has its own.
 
     def __str__(self) -> str:
         parts = [
@@ -120,17 +112,15 @@ class Explanation:
 
 
 def explain(
-    ops: str,
+    ops: str,  # The object's `repr`.
     shapes: Iterable[Any],
     dtype: Any,
     devices: Sequence[str] | None,
+    # Creates ops; returns their plans.
     emit: Callable[[Sequence[Reduction]], list[tuple[Question, Plan]]],
     shard_optimizer_state: bool = False,
 ) -> Explanation:
-    """Explains how a class sums a batch of values; see `ConfiguredCrossDeviceOps.explain`.
-
-    `emit` creates the ops of the object whose `repr` is `ops`, and returns their plans.
-    """
+    """Explains how a class sums a batch of values; see `ConfiguredCrossDeviceOps.explain`."""
     dtype = tf.as_dtype(dtype)
     names = _device_names(devices)
     if not isinstance(shapes, Iterable):

@@ -26,14 +26,11 @@ _lock = threading.RLock()
 
 
 class Residuals:
-    """The rounding errors of a batch: one variable for each tensor that a device casts.
-
-    `track` is called with a name and each new variable, so that it is saved in checkpoints.
-    """
+    """The rounding errors of a batch: one variable for each tensor that a device casts."""
 
     def __init__(self, devices: Sequence[str], track: Callable[[str, tf.Variable], None]) -> None:
         self._devices = tuple(devices)
-        self._track = track
+        self._track = track  # Gets a name and each new variable, to save it in checkpoints.
         self._variables: dict[tuple[int, int, str, int], tf.Variable] = {}
         # Functions that run eagerly with these residuals: they live as long as these.
         self.functions: dict[Any, Any] = {}
@@ -52,10 +49,7 @@ class Residuals:
     def on(
         self, device: int, pack: int, tensors: Sequence[tf.Tensor], cast: str = ""
     ) -> list[tf.Variable]:
-        """Returns the variables of the tensors of a pack on a device; new ones are 0.
-
-        `cast` is the name of the cast among the pack's casts on the device.
-        """
+        """Returns the variables of a pack's tensors in one cast on a device; new ones are 0."""
         with _lock:
             return [
                 self._variable((device, pack, cast, index), tensor)
@@ -156,10 +150,8 @@ class ErrorFeedback(tf_internals.Trackable):
         return itertools.chain.from_iterable(self._kept.values())
 
     def residuals(self, key: str, devices: Sequence[str]) -> Residuals:
-        """Returns the rounding errors of the batch that is being reduced on some devices.
-
-        The key is the same for the same batch in different steps and processes.
-        """
+        """Returns the rounding errors of the batch that is being reduced on some devices."""
+        # The key is the same for the same batch in different steps and processes.
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise ValueError("error_feedback needs TensorFlow 2; got a graph of TensorFlow 1")
         if not all(devices):

@@ -34,17 +34,12 @@ def with_gradient_of(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
 
 
 class JointGradient:
-    """The gradient of several tensors together, as a function of all that come to them.
-
-    The function is registered once, so it must not refer to a graph.
-
-    Args:
-      function: maps the gradients of the results to the gradients of the tensors.
-    """
+    """The gradient of several tensors together, as a function of all that come to them."""
 
     _numbers = itertools.count()
 
     def __init__(self, function: Callable[..., Sequence[tf.Tensor]]) -> None:
+        # From the results' gradients to the tensors'. It is registered, so it must hold no graph.
         self._function = function
         self._name = f"TfcdoJointGradient{next(self._numbers)}"
         tf.RegisterGradient(self._name)(self._of_op)

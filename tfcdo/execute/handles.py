@@ -34,10 +34,8 @@ def group_key(*devices: str) -> int:
 
 
 def ordering_token(device: str, line: str = "") -> tf.Tensor:
-    """Returns the resource by which TensorFlow runs the collectives of a device one by one.
-
-    On a CPU, those of one `line` need not wait for the others. NCCL needs one order for all.
-    """
+    """Returns the resource by which TensorFlow runs the collectives of a device one by one."""
+    # On a CPU, those of one `line` need not wait for the others. NCCL needs one order for all.
     is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
     name = f"order_{device_number(device)}_{line if is_cpu else ''}"
     return tf_internals.captured(bare_variable(name, device, tf.float32))

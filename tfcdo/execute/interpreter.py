@@ -24,30 +24,20 @@ Held = list[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """State and callables that a plan cannot hold.
+    """State and callables that a plan cannot hold."""
 
-    Attributes:
-      exchange: the collectives between hosts; None for one host.
-      residuals: the rounding errors of the step before; None without error feedback.
-      accumulate: the accumulation_fn of "user" packs; gets tensors, and a name for its op.
-      axis: the axis to gather along.
-      remembered: whether a trace may show this run; False for ops that never run.
-    """
-
-    exchange: Exchange | None = None
-    residuals: Residuals | None = None
+    exchange: Exchange | None = None  # None for one host.
+    residuals: Residuals | None = None  # None without error feedback.
+    # The accumulation_fn of "user" packs; gets tensors, and a name for its op.
     accumulate: Callable[[Sequence[tf.Tensor], str], tf.Tensor] | None = None
-    axis: Any = 0
-    remembered: bool = True
+    axis: Any = 0  # To gather along.
+    remembered: bool = True  # Whether a trace may show this run; False for ops that never run.
 
 
 def run(
     plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str], runtime: Runtime
 ) -> list[list[Any]]:
-    """Runs a plan for values `[v][replica]`, on the device of each node.
-
-    Returns the result for each value on each node, `[v][node]`; None on a node that gets none.
-    """
+    """Runs a plan for values `[v][replica]`; returns `[v][node]`, None on a node that gets none."""
     with tf.name_scope("tfcdo"):
         if runtime.remembered:
             planned.remember(plan, devices)
@@ -63,11 +53,8 @@ def run(
 
 
 def broadcast(plan: Plan, values: Sequence[Any], devices: Sequence[str]) -> list[list[Any]]:
-    """Sends the variables that the roots of a plan have updated down its trees: `[v][node]`.
-
-    Each value is on the root of its packs: a tensor, or `tf.IndexedSlices` where only some rows are
-    to be sent.
-    """
+    """Sends the variables that the roots of a plan have updated down its trees: `[v][node]`."""
+    # Each value is on the root of its packs: a tensor, or rows where only some are to be sent.
     roots = {part.value: pack.tree.root for pack in plan.packs if pack.tree for part in pack.slices}
     parts: dict[Slice, Any] = {}
     with tf.name_scope("tfcdo"):

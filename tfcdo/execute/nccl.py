@@ -163,10 +163,8 @@ def reduce_pack(
     codec: PackCodec | None,
     divide: int | None,
 ) -> list[list[tf.Tensor]]:
-    """All-reduces one pack: `held[d]` are the tensors of device `d`; the results likewise.
-
-    Encoded values are added in 16 bits, with one scale for all devices.
-    """
+    """All-reduces one pack: `held[d]` are the tensors of device `d`; the results likewise."""
+    # Encoded values are added in 16 bits, with one scale for all devices.
     if codec is not None:
         return _reduce_encoded(held, devices, codec, divide)
     wide = _on_each(devices, lambda own: [numerics.upcast(tensor) for tensor in own], held)
@@ -228,11 +226,7 @@ def _sum_each(
 
 
 def differentiable_sum(tensors: Sequence[tf.Tensor], devices: tuple[str, ...]) -> list[tf.Tensor]:
-    """Sums one tensor per device with NCCL.
-
-    Each result is the sum of all inputs, so the gradient of each input is the sum of the gradients
-    of all results: an all-reduce again, of any order.
-    """
+    """Sums one tensor per device with NCCL; the gradient is an all-reduce again, of any order."""
     return _gradient_of_sum(devices).of(_emit(tensors, devices), tensors, devices)
 
 
@@ -269,14 +263,11 @@ def _emit(
 
 
 def _serialize_calls(sums: Sequence[tf.Tensor]) -> None:
-    """Makes repeated calls of the `tf.function` that is being traced wait for each other.
-
-    A function that is called twice in one step is there twice with the same shared names, and
-    kernels of the one call would meet kernels of the other. TensorFlow runs the calls in turn if
-    they write to the same resource and the function waits for the write; nothing else tells it that
-    they must. A graph of TensorFlow 1 does not order calls: there, call such a function once in a
-    step.
-    """
+    """Makes repeated calls of the `tf.function` that is being traced wait for each other."""
+    # A function that is called twice in one step is there twice with the same shared names: kernels
+    # of one call would meet the other's. TensorFlow runs the calls in turn if they write to the
+    # same resource and the function waits for the write. A graph of TensorFlow 1 does not order
+    # calls: there, call such a function once in a step.
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return
     counter = handles.bare_variable(_PROCESS, _HOST, tf.int32)

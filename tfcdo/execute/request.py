@@ -15,20 +15,13 @@ from tfcdo.execute.devices import brief, devices_of
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """Holds one checked (value, destinations) pair of a batch.
+    """Holds one checked (value, destinations) pair of a batch."""
 
-    Attributes:
-      values: one tensor or `tf.IndexedSlices` per replica.
-      devices: the device of each value; `""` where it is not known at trace time.
-      destinations: the devices that get the result.
-      exact: whether it is never rounded where it is copied: only gradients are.
-      owner: the replica that updates its variable with the sum; None if the sum itself is sent.
-    """
-
-    values: tuple[Any, ...]
-    devices: tuple[str, ...]
-    destinations: tuple[str, ...]
-    exact: bool = False
+    values: tuple[Any, ...]  # One tensor or `tf.IndexedSlices` per replica.
+    devices: tuple[str, ...]  # Of each value; `""` where it is not known at trace time.
+    destinations: tuple[str, ...]  # The devices that get the result.
+    exact: bool = False  # Never rounded where it is copied: only gradients are.
+    # The replica that updates its variable with the sum; None if the sum itself is sent.
     owner: int | None = None
 
     @property
@@ -113,11 +106,9 @@ def check_error_feedback(value: Any, wire: str | None, argument: str = "wire_dty
 
 
 def check_pairs(value_destination_pairs: Any, by_strategy: bool = False) -> list[Reduction]:
-    """Checks the pairs that a `batch_reduce` is called with, by a strategy or a direct caller.
-
-    An optimizer reduces all gradients in one batch. A synchronized layer reduces each statistic
-    alone, and nothing else distinguishes the two: a value that a strategy reduces alone is exact.
-    """
+    """Checks the pairs that a `batch_reduce` is called with, by a strategy or a direct caller."""
+    # An optimizer reduces all gradients in one batch. A synchronized layer reduces each statistic
+    # alone, and nothing else distinguishes the two: a value that a strategy reduces alone is exact.
     expected = "value_destination_pairs must be a list of (value, destinations) tuples"
     if not isinstance(value_destination_pairs, Iterable) or tf.is_tensor(value_destination_pairs):
         raise ValueError(f"{expected}; got {type(value_destination_pairs).__name__}")
@@ -156,11 +147,9 @@ def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
 
 
 def check_lone_pair(value: Any, destinations: Any, by_strategy: bool = False) -> Reduction:
-    """Checks one value that is reduced alone, and its destinations; see `check_pairs`.
-
-    Direct callers may reduce a gradient alone. Variables (metrics, moving averages), and values
-    that are reduced for a variable, are exact.
-    """
+    """Checks one value that is reduced alone, and its destinations; see `check_pairs`."""
+    # Direct callers may reduce a gradient alone. Variables (metrics, moving averages), and values
+    # that are reduced for a variable, are exact.
     reduction = check_pair(value, destinations)
     exact = by_strategy or _is_variable(value) or _is_variable(destinations)
     return dataclasses.replace(reduction, exact=True) if exact else reduction
