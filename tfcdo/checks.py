@@ -25,16 +25,6 @@ def check_device_list(devices: Any) -> tuple[Any, ...]:
     return found
 
 
-def check_devices_or_none(devices: Any) -> None:
-    """Raises `TypeError` unless the argument `devices` is None or several of something.
-
-    An empty list says as little as None to TensorFlow's strategies, and scripts give them the
-    result of `tf.config.list_logical_devices("GPU")`.
-    """
-    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
-        raise TypeError(f"devices must be a list of device names or None; got {devices!r}")
-
-
 def check_sizes(num_bytes: object, num_packs: object) -> None:
     """Raises unless these are the bytes of some data, and the number of its packs or None."""
     check_int("num_bytes", num_bytes, at_least=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,14 +39,10 @@ class WeightComparison:
             return _difference(self._strategy, self._variables, digests, differing)
 
 
-def checked_at_first(train_function: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    """Returns a model's train function, whose first calls also compare all replicas."""
-    return functools.partial(_run_checked, train_function, model, [])
-
-
-def _run_checked(
+def run_checked(
     train_function: Callable[..., Any], model: Any, calls: list[Any], /, *args: Any
 ) -> Any:
+    """Calls a model's train function; its first `calls` also compare all replicas."""
     logs = train_function(*args)
     if len(calls) == _FIRST_CALLS:
         return logs

@@ -157,8 +157,7 @@ class ReplicaExtended:
 
     def _create_variable(self, next_creator: Any, **options: Any) -> Any:
         keras_steps.install()  # Keras is imported by now, if its model is made.
-        kept = moving_statistics.averaged_when_read(options)
-        kept = moving_statistics.summed_when_read(kept)
+        kept = moving_statistics.as_kept(options)
         with tf.control_dependencies(None):  # Its first value does not depend on data.
             variable = super()._create_variable(next_creator, **kept)  # type: ignore[misc]
         if moving_statistics.is_averaged(variable):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import checks, environment, tf_internals, version, virtual_devices
+from tfcdo import environment, tf_internals, version, virtual_devices
 from tfcdo.cluster import config, rendezvous, session
 from tfcdo.cluster.delays import HostDelay
 from tfcdo.cross_device_ops import (
@@ -61,7 +61,9 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
         devices: Sequence[str] | None = None,
         cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
     ) -> None:
-        checks.check_devices_or_none(devices)
+        # An empty list is as good as None: scripts pass tf.config.list_logical_devices("GPU").
+        if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
+            raise TypeError(f"devices must be a list of device names or None; got {devices!r}")
         check_cross_device_ops(cross_device_ops)
         # TensorFlow's own __init__ would make its own extended class.
         extended = _MirroredExtended(self, devices, cross_device_ops)

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import checks, tf_internals
+from tfcdo import checks, tf_internals, virtual_devices
 from tfcdo.execute import codec as codecs
 from tfcdo.execute import gradients, handles, numerics
 from tfcdo.execute.codec import PackCodec
@@ -126,7 +126,11 @@ def _problem_of_physical_devices(
     indices: Sequence[int], device_type: str
 ) -> tuple[str, str] | None:
     """Returns the problem of devices that do not exist or share a physical one, if there is one."""
-    physical = _physical_devices(device_type)
+    physical = [  # Of each logical device, in the order of their numbers.
+        device.name
+        for device in tf.config.get_visible_devices(device_type)
+        for _ in range(virtual_devices.num_logical(device))
+    ]
     missing = sorted(index for index in indices if index >= len(physical))
     if missing:
         return (
@@ -145,16 +149,6 @@ def _problem_of_physical_devices(
         "and NCCL takes each physical GPU once",
         "use tfcdo.HierarchicalCopyAllReduce() on logical devices",
     )
-
-
-def _physical_devices(device_type: str) -> list[str]:
-    """Returns the physical device of each logical device, in the order of their numbers."""
-    names: list[str] = []
-    for physical in tf.config.get_visible_devices(device_type):
-        # TensorFlow reports None for a physical device that nobody has divided: one logical device.
-        parts = tf.config.get_logical_device_configuration(physical) or [None]
-        names += [physical.name] * len(parts)
-    return names
 
 
 def reduce_pack(
