@@ -24,7 +24,13 @@ class WeightComparison:
 
     def __init__(self, model: Any) -> None:
         self._strategy = model.distribute_strategy
-        self._variables = _mirrored_variables(model)
+        variables = [*model.trainable_variables, *getattr(model.optimizer, "variables", ())]
+        self._variables = [  # Those of which all replicas hold the same numbers.
+            variable
+            for variable in variables
+            if variable.value.synchronization != tf.VariableSynchronization.ON_READ
+            and (variable.value.dtype.is_floating or variable.value.dtype.is_integer)
+        ]
         self._digests = _digests_of(self._strategy, self._variables)
 
     def difference(self) -> str | None:
@@ -68,17 +74,6 @@ def digest(tensor: tf.Tensor) -> tf.Tensor:
     stirred = (bits + tf.range(tf.size(bits, tf.int64)) * _OF_INDEX) * _FIRST
     stirred = tf.bitwise.bitwise_xor(stirred, tf.bitwise.right_shift(stirred, _HALF))
     return tf.reduce_sum(stirred * _SECOND)
-
-
-def _mirrored_variables(model: Any) -> list[Any]:
-    """Returns the variables of which all replicas hold the same numbers."""
-    variables = [*model.trainable_variables, *getattr(model.optimizer, "variables", ())]
-    return [
-        variable
-        for variable in variables
-        if variable.value.synchronization != tf.VariableSynchronization.ON_READ
-        and (variable.value.dtype.is_floating or variable.value.dtype.is_integer)
-    ]
 
 
 def _digests_of(strategy: tf.distribute.Strategy, variables: list[Any]) -> Any:

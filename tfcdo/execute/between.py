@@ -20,7 +20,6 @@ from tfcdo import tf_internals
 from tfcdo.cluster.session import Session
 from tfcdo.execute import collective_dtypes, gradients, handles, numerics, shares
 from tfcdo.execute.codec import PackCodec
-from tfcdo.execute.marks import Marks
 from tfcdo.plan import plan as plans
 from tfcdo.plan import summary
 from tfcdo.plan.plan import Plan
@@ -68,7 +67,9 @@ def begin_exchange(network: Network | None, plan: Plan) -> Exchange | None:
     if network is None or not any(pack.root.hosts for pack in plan.packs):
         return None
     _check_gathered(plan)
-    count = summary.num_collectives(plan, _num_copied)
+    count = summary.num_collectives(
+        plan, lambda names: len(set(map(collective_dtypes.dtype_copied, names)))
+    )
     return Exchange(network, {**describe(plan), "collectives": count})
 
 
@@ -118,16 +119,12 @@ def _describe_one_collective(
     }
 
 
-def _num_copied(names: set[str]) -> int:
-    return len({collective_dtypes.dtype_copied(tf.as_dtype(name)) for name in names})
-
-
 def _check_gathered(plan: Plan) -> None:
     """Raises `ValueError` unless collectives take all values: an exchange must be able to end."""
     taken = tf_internals.dtypes_of_op("CollectiveGatherV2", "T")
     for pack in plan.packs:
         for name in summary.gathered_dtypes(plan, pack) if pack.kind == "concat" else ():
-            if collective_dtypes.dtype_copied(tf.as_dtype(name)) not in taken:
+            if collective_dtypes.dtype_copied(name) not in taken:
                 raise ValueError(
                     "value must be of a dtype that TensorFlow gathers between hosts; got " + name
                 )
@@ -140,7 +137,7 @@ class Exchange:
         # The description is the same on all hosts.
         self._network = network
         self._count: int = description["collectives"]
-        self._marks = Marks(network.host_device, description)
+        self._marks = handles.Marks(network.host_device, description)
         network.session.watch.add(description, self._marks)
         with tf.device(network.host_device):
             keys = tf_internals.value_at_call_time(
@@ -161,7 +158,14 @@ class Exchange:
                 total = self._sum_of_shares(flat, device, codec, node)
             else:
                 [total] = self.all_reduce_flat([flat], [device])
-            return [total] if len(tensors) == 1 else numerics.cut_like(total, tensors)
+            if len(tensors) == 1:
+                return [total]
+            sizes = tf.stack([numerics.size(tensor) for tensor in tensors])
+            parts = tf.split(total, sizes, num=len(tensors))
+            return [
+                tf.reshape(part, numerics.shape(tensor))
+                for part, tensor in zip(parts, tensors, strict=True)
+            ]
 
     def all_reduce_flat(
         self, tensors: Sequence[tf.Tensor], devices: Sequence[str]

@@ -15,7 +15,7 @@ from tfcdo.execute.question import Question
 from tfcdo.execute.request import Reduction, check_owned, check_pairs
 from tfcdo.plan import owners, summary
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.plan import Plan, PlannedPack
+from tfcdo.plan.plan import Plan
 
 _MAX_LINES = 8  # For each kind of line, so that an explanation fits on a screen.
 
@@ -144,28 +144,29 @@ def explain(
     # A counter marks the progress of collectives for the watch between hosts.
     types = [op.type for op in graph.get_operations() if op.type != "Placeholder"]
     by_edge: collections.Counter[tuple[int, int]] = collections.Counter()
+    packs = []
     for _, plan in found:
         by_edge.update(summary.bytes_by_edge(plan))
+        for pack in plan.packs:
+            packs.append(
+                PackExplanation(
+                    pack.num_bytes,
+                    pack.num_sent_bytes,
+                    len({part.value for part in pack.slices}),
+                    len(pack.tensors),
+                    pack.tree,
+                )
+            )
     return Explanation(
         ops,
         found[0][0].devices if found else names,
         found[0][1].algorithm if found else "nothing",
         found[0][1].why if found else "the batch is empty",
-        tuple(_pack(pack) for _, plan in found for pack in plan.packs),
+        tuple(packs),
         dict(by_edge),
         dict(collections.Counter(types)),
         sum(summary.bytes_between_hosts(plan) for _, plan in found),
         owners.loads(sizes, owner, len(names)) if sharded else (),
-    )
-
-
-def _pack(pack: PlannedPack) -> PackExplanation:
-    return PackExplanation(
-        pack.num_bytes,
-        pack.num_sent_bytes,
-        len({part.value for part in pack.slices}),
-        len(pack.tensors),
-        pack.tree,
     )
 
 

@@ -111,7 +111,8 @@ class ErrorFeedback(tf_internals.Trackable):
         self._kept: dict[str, list[Residuals]] = {}  # By structure.
         # Values from a backup, for variables that are not there yet.
         self._restored: dict[str, Any] = {}
-        self._by_name: dict[str, tf.Variable] = {}
+        # The names are the same in another process.
+        self.by_name: dict[str, tf.Variable] = {}
         # How many batches of each structure each graph has reduced so far.
         self._turns: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = (
             weakref.WeakKeyDictionary()
@@ -125,11 +126,6 @@ class ErrorFeedback(tf_internals.Trackable):
     def variables(self) -> list[tf.Variable]:
         """Returns all residuals."""
         return [variable for residuals in self._all() for variable in residuals.variables]
-
-    @property
-    def by_name(self) -> Mapping[str, tf.Variable]:
-        """Returns all residuals by names that are the same in another process."""
-        return self._by_name
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Sets residuals by name, also those that are made later; all others become 0."""
@@ -196,12 +192,12 @@ class ErrorFeedback(tf_internals.Trackable):
 
     def _add(self, name: str, variable: tf.Variable) -> None:
         self._track_trackable(variable, name)
-        self._by_name[name] = variable
+        self.by_name[name] = variable
         self._give_restored([variable])
 
     def _give_restored(self, variables: Sequence[tf.Variable]) -> None:
         ids = {id(variable) for variable in variables}
-        for name, variable in self._by_name.items():
+        for name, variable in self.by_name.items():
             if id(variable) in ids and name in self._restored:
                 value = self._restored.pop(name)
                 with tf.device(variable.device):

@@ -51,14 +51,6 @@ class JointGradient:
         # A gradient of all tensors together needs an op that all pass through, and TensorFlow's is
         # on one device. So the tensors go there, not the results: a gradient sees that op, but it
         # is pruned before the step runs, as nothing uses its values.
-        passed = self._passed(tensors)
-        found = []
-        for result, tensor, device in zip(results, passed, devices, strict=True):
-            with tf.device(device):
-                found.append(with_gradient_of(result, tensor))
-        return found
-
-    def _passed(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if tf.executing_eagerly():
             passed = [tf.identity(tensor) for tensor in tensors]
         else:
@@ -66,7 +58,11 @@ class JointGradient:
             with graph.gradient_override_map({"IdentityN": self._name}):
                 passed = list(tf.raw_ops.IdentityN(input=tensors))
         tf_internals.record_operation(self._name, passed, list(tensors), self._of_results)
-        return passed
+        found = []
+        for result, tensor, device in zip(results, passed, devices, strict=True):
+            with tf.device(device):
+                found.append(with_gradient_of(result, tensor))
+        return found
 
     def _of_results(self, *upstream: Any) -> Sequence[tf.Tensor]:
         return self._function(*[tf.convert_to_tensor(one) for one in upstream])

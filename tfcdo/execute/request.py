@@ -55,12 +55,6 @@ def check_count(name: str, value: Any) -> int:
     return count
 
 
-def check_sparse_as_dense(value: Any) -> None:
-    """Raises `ValueError` unless the argument `sparse_as_dense` is "auto", True or False."""
-    if not isinstance(value, bool) and value != "auto":
-        raise ValueError(f"sparse_as_dense must be 'auto', True or False; got {value!r}")
-
-
 def check_options(options: Any) -> None:
     """Raises `TypeError` unless `options` is None or a `CommunicationOptions`."""
     if options is not None and not isinstance(options, tf_internals.OPTIONS_TYPE):
@@ -231,7 +225,11 @@ def _as_tensor(value: Any, device: str, name: str = "value") -> Any:
                 f"{name} must have one index for each row; got tf.IndexedSlices with values of "
                 f"shape {value.values.shape} and indices of shape {value.indices.shape}"
             )
-        return _with_tensor_shape(value, device)
+        if value.dense_shape is None or tf.is_tensor(value.dense_shape):
+            return value
+        with tf.device(device or None):  # A Python sequence is accepted too.
+            shape = tf.convert_to_tensor(value.dense_shape)
+        return tf.IndexedSlices(value.values, value.indices, shape)
     with tf.device(device or None):
         try:
             return tf.convert_to_tensor(value)
@@ -240,15 +238,6 @@ def _as_tensor(value: Any, device: str, name: str = "value") -> Any:
                 f"{name} must be a tensor, or what tf.convert_to_tensor takes; got "
                 f"{brief(value)}: {error}"
             ) from error
-
-
-def _with_tensor_shape(slices: tf.IndexedSlices, device: str) -> tf.IndexedSlices:
-    """Returns the slices with `dense_shape` as a tensor; a Python sequence is accepted too."""
-    if slices.dense_shape is None or tf.is_tensor(slices.dense_shape):
-        return slices
-    with tf.device(device or None):
-        shape = tf.convert_to_tensor(slices.dense_shape)
-    return tf.IndexedSlices(slices.values, slices.indices, shape)
 
 
 def _check_replicas_agree(reduction: Reduction) -> None:
