@@ -34,15 +34,27 @@ class WeightComparison:
         self._digests = _digests_of(self._strategy, self._variables)
 
     def difference(self) -> str | None:
-        """Returns which variable and replica differ first; None if none does."""
-        if self._strategy.num_replicas_in_sync == 1:
+        """Returns which variable and replica differ first, and by how much; None if none does."""
+        strategy, variables = self._strategy, self._variables
+        if strategy.num_replicas_in_sync == 1:
             return None
-        with self._strategy.scope():
+        with strategy.scope():
             digests = self._digests().numpy()
             differing = np.flatnonzero((digests != digests[0]).any(0))
             if not len(differing):
                 return None
-            return _difference(self._strategy, self._variables, digests, differing)
+            first = variables[differing[0]]
+            replica = int(np.flatnonzero(digests[:, differing[0]] != digests[0, differing[0]])[0])
+            values = strategy.gather(  # This one variable is sent.
+                strategy.run(lambda: tf.cast(tf.convert_to_tensor(first), tf.float64)[None]), axis=0
+            ).numpy()
+        hosts = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
+        host = f" (host {replica * hosts // strategy.num_replicas_in_sync})" if hosts > 1 else ""
+        return (
+            f"replica {replica}{host} holds other numbers of {first.path} than replica 0, by "
+            f"{np.abs(values[replica] - values[0]).max():.3g} at most; of {len(variables)} "
+            f"variables {len(differing)} differ somewhere"
+        )
 
 
 def run_checked(
@@ -93,24 +105,3 @@ def _digests_of(strategy: tf.distribute.Strategy, variables: list[Any]) -> Any:
         return strategy.gather(strategy.run(on_replica), axis=0)
 
     return digests
-
-
-def _difference(
-    strategy: tf.distribute.Strategy,
-    variables: list[Any],
-    digests: np.ndarray,
-    differing: np.ndarray,
-) -> str:
-    """Tells which variable and replica differ first, and by how much; this moves one variable."""
-    first = variables[differing[0]]
-    replica = int(np.flatnonzero(digests[:, differing[0]] != digests[0, differing[0]])[0])
-    values = strategy.gather(
-        strategy.run(lambda: tf.cast(tf.convert_to_tensor(first), tf.float64)[None]), axis=0
-    ).numpy()
-    hosts = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
-    host = f" (host {replica * hosts // strategy.num_replicas_in_sync})" if hosts > 1 else ""
-    return (
-        f"replica {replica}{host} holds other numbers of {first.path} than replica 0, by "
-        f"{np.abs(values[replica] - values[0]).max():.3g} at most; of {len(variables)} variables "
-        f"{len(differing)} differ somewhere"
-    )

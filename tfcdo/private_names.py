@@ -20,8 +20,17 @@ def check(spec: ModuleSpec) -> None:
     # ImportError names the first one.
     get_source = getattr(spec.loader, "get_source", lambda name: None)
     names = missing(get_source(spec.name) or "")
-    if names:
-        raise ImportError(_explanation(names))
+    if not names:
+        return
+    import tensorflow as tf
+
+    record = json.loads(pkgutil.get_data("tfcdo", "tested_versions.json") or "")
+    known = dict.fromkeys(entry["tensorflow"] for entry in record)
+    raise ImportError(
+        f"tfcdo uses names of TensorFlow that are not in TensorFlow {tf.__version__}: "
+        f"{', '.join(names)}. Versions on which tfcdo's tests were run: {', '.join(known)}. "
+        "Install one of those, or a tfcdo that knows yours"
+    )
 
 
 def missing(source: str, package: str = "tensorflow.python") -> list[str]:
@@ -69,15 +78,3 @@ def _exists(name: str) -> bool:
         return hasattr(importlib.import_module(owner), attribute)
     except ImportError:
         return False
-
-
-def _explanation(names: list[str]) -> str:
-    import tensorflow as tf
-
-    record = json.loads(pkgutil.get_data("tfcdo", "tested_versions.json") or "")
-    known = dict.fromkeys(entry["tensorflow"] for entry in record)
-    return (
-        f"tfcdo uses names of TensorFlow that are not in TensorFlow {tf.__version__}: "
-        f"{', '.join(names)}. Versions on which tfcdo's tests were run: {', '.join(known)}. "
-        "Install one of those, or a tfcdo that knows yours"
-    )

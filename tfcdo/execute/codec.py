@@ -60,7 +60,7 @@ class PackCodec:
         if not tensors:
             return []
         carried = self.carry(tensors, node)
-        scale = scale_for(carried, self.codec)
+        scale = scale_for(largest_magnitude(carried), self.codec) if self.codec.scale else None
         sent = self.round(carried, node, scale)
         return sent if scale is None else [*sent, scale]
 
@@ -131,7 +131,7 @@ def block_scales(rows: tf.Tensor, codec: Codec) -> tf.Tensor:
     # which int8 has no code: then all numbers of the block arrive as NaN.
     if codec.dtype != "int8":
         magnitudes = tf.where(tf.math.is_finite(rows), tf.abs(rows), tf.zeros_like(rows))
-        return scale_for_largest(tf.reduce_max(magnitudes, -1, keepdims=True), codec)
+        return scale_for(tf.reduce_max(magnitudes, -1, keepdims=True), codec)
     # Each pass over the numbers costs time, and these three write nothing.
     largest = tf.maximum(
         tf.reduce_max(rows, -1, keepdims=True), -tf.reduce_min(rows, -1, keepdims=True)
@@ -145,18 +145,6 @@ def block_scales(rows: tf.Tensor, codec: Codec) -> tf.Tensor:
     return tf.where(is_finite, scales, tf.constant(math.nan, rows.dtype))
 
 
-def scale_for(tensors: Sequence[tf.Tensor], codec: Codec, num_terms: int = 1) -> tf.Tensor | None:
-    """Returns the power of two that tensors are multiplied by before they are cast; None for none.
-
-    It brings the largest finite magnitude just below the largest number of the wire's dtype:
-    nothing overflows, few numbers are too small, and a power of two rounds nothing. `num_terms`
-    numbers of these magnitudes can then be added in the wire's dtype.
-    """
-    if not codec.scale:
-        return None
-    return scale_for_largest(largest_magnitude(tensors), codec, num_terms)
-
-
 def largest_magnitude(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns the largest finite magnitude in tensors of one dtype, at least one; 0 for none."""
     zero = tf.constant(0, tensors[0].dtype)
@@ -165,8 +153,10 @@ def largest_magnitude(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.reduce_max(tf.stack([zero, *largest]))
 
 
-def scale_for_largest(largest: tf.Tensor, codec: Codec, num_terms: int = 1) -> tf.Tensor:
-    """Returns the power of two that `scale_for` returns, given the largest magnitude."""
+def scale_for(largest: tf.Tensor, codec: Codec, num_terms: int = 1) -> tf.Tensor:
+    """Returns the power of two that brings a magnitude just below the wire dtype's largest."""
+    # Nothing overflows, few numbers are too small, and a power of two rounds nothing. `num_terms`
+    # numbers of these magnitudes can then be added in the wire's dtype.
     dtype, wire = largest.dtype, codec.dtype
     assert wire is not None
     # Halved so that rounding the maximum up cannot overflow.

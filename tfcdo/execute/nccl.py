@@ -186,7 +186,7 @@ def _reduce_encoded(
     if codec.codec.scale:
         largest = _emit(_on_each(devices, codecs.largest_magnitude, carried), devices, "max")
         scales = _on_each(
-            devices, lambda one: codecs.scale_for_largest(one, codec.codec, len(devices)), largest
+            devices, lambda one: codecs.scale_for(one, codec.codec, len(devices)), largest
         )
     bits = _on_each(devices, codec.round, carried, ranks, scales)
     return _on_each(
