@@ -189,7 +189,7 @@ class Exchange:
         with tf.device(device):
             sent = [collective_dtypes.as_copied(tensor) for tensor in tensors]
             rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in sent])
-            counts = self._gather(rows[tf.newaxis], device)
+            counts = self._copy(tf.raw_ops.CollectiveGatherV2, rows[tf.newaxis], device)
             groups: dict[tf.DType, list[int]] = {}
             for index, tensor in enumerate(sent):
                 groups.setdefault(tensor.dtype, []).append(index)
@@ -215,7 +215,8 @@ class Exchange:
         most = tf.maximum(tf.reduce_max(totals), 1)
         flat = tf.concat([numerics.flatten(tensor) for tensor in tensors], 0)
         padding = tf.zeros([most - tf.size(flat, tf.int64)], flat.dtype)
-        gathered = self._gather(tf.concat([flat, padding], 0), device)
+        sent = tf.concat([flat, padding], 0)
+        gathered = self._copy(tf.raw_ops.CollectiveGatherV2, sent, device)
         cuts = tf.reshape(tf.concat([sizes, (most - totals)[:, tf.newaxis]], 1), [-1])
         parts = tf.split(gathered, cuts, num=num_hosts * (len(tensors) + 1))
         results = []
@@ -276,7 +277,7 @@ class Exchange:
             self._network.num_hosts,
             # In two lines: while the sums of one pack come, the shares of the next one leave.
             lambda rows: self._copy(tf.raw_ops.CollectiveAllToAllV2, rows, device, "shares"),
-            lambda rows: self._gather(rows, device, "sums"),
+            lambda rows: self._copy(tf.raw_ops.CollectiveGatherV2, rows, device, "sums"),
         )
         return self._differentiable([total], [tensor], [device])[0]
 
@@ -308,11 +309,8 @@ class Exchange:
                 results.append(numerics.upcast(back))
         return results
 
-    def _gather(self, tensor: tf.Tensor, device: str, line: str = "") -> tf.Tensor:
-        return self._copy(tf.raw_ops.CollectiveGatherV2, tensor, device, line)
-
     def _copy(
-        self, collective: Callable[..., tf.Tensor], tensor: tf.Tensor, device: str, line: str
+        self, collective: Callable[..., tf.Tensor], tensor: tf.Tensor, device: str, line: str = ""
     ) -> tf.Tensor:
         entered = self._marks.mark([tensor])
         copied = collective(

@@ -50,11 +50,18 @@ class Residuals:
         self, device: int, pack: int, tensors: Sequence[tf.Tensor], cast: str = ""
     ) -> list[tf.Variable]:
         """Returns the variables of a pack's tensors in one cast on a device; new ones are 0."""
+        variables = []
         with _lock:
-            return [
-                self._variable((device, pack, cast, index), tensor)
-                for index, tensor in enumerate(tensors)
-            ]
+            for index, tensor in enumerate(tensors):
+                key = device, pack, cast, index
+                if key not in self._variables:
+                    with tf.init_scope(), tf.device(self._devices[device]):
+                        zeros = tf.zeros(tensor.shape, tensor.dtype)
+                        variable = self._variables[key] = tf_internals.plain_variable(zeros)
+                    with tf.init_scope():
+                        self._track(f"device{device}_pack{pack}{cast}_tensor{index}", variable)
+                variables.append(self._variables[key])
+        return variables
 
     def reset(self) -> None:
         """Sets all variables to 0."""
@@ -91,17 +98,6 @@ class Residuals:
 
     def _remember_restored(self, _: Any) -> None:
         self._restored = self._last_restored
-
-    def _variable(self, key: tuple[int, int, str, int], tensor: tf.Tensor) -> tf.Variable:
-        if key not in self._variables:
-            shape, dtype = tensor.shape, tensor.dtype
-            with tf.init_scope(), tf.device(self._devices[key[0]]):
-                variable = tf_internals.plain_variable(tf.zeros(shape, dtype))
-            self._variables[key] = variable
-            device, pack, cast, index = key
-            with tf.init_scope():
-                self._track(f"device{device}_pack{pack}{cast}_tensor{index}", variable)
-        return self._variables[key]
 
 
 class ErrorFeedback(tf_internals.Trackable):
