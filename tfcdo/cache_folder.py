@@ -12,10 +12,7 @@ VARIABLE = "TFCDO_CACHE_DIR"
 
 
 def cache_folder() -> pathlib.Path:
-    """Returns the folder for measurements, which may not exist yet.
-
-    Raises a `RuntimeError` if the user has no home directory, as in a container.
-    """
+    """Returns the folder for measurements, which may not exist; a `RuntimeError` without a home."""
     given = os.environ.get(VARIABLE)
     try:
         folder = pathlib.Path(given) if given else platformdirs.user_cache_path("tfcdo")

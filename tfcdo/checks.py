@@ -7,11 +7,8 @@ from typing import Any
 
 
 def check_int(name: str, value: object, at_least: int, at_most: int | None = None) -> None:
-    """Raises unless an argument is a whole number in a range; a bool is none.
-
-    A float is refused even if it is whole: to a cache, 8.0 and 8 are the same key, and what was
-    planned with floats would be handed to those who ask with ints.
-    """
+    """Raises unless an argument is a whole number in a range; a bool is none."""
+    # A float is refused even if it is whole: to a cache, 8.0 and 8 are the same key.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int; got {value!r} of type {type(value).__name__}")
     if value < at_least or (at_most is not None and value > at_most):
@@ -26,16 +23,6 @@ def check_device_list(devices: Any) -> tuple[Any, ...]:
     if not found:
         raise ValueError(f"devices must be a list of at least one device name; got {devices!r}")
     return found
-
-
-def check_devices_or_none(devices: Any) -> None:
-    """Raises `TypeError` unless the argument `devices` is None or several of something.
-
-    An empty list says as little as None to TensorFlow's strategies, and scripts give them the
-    result of `tf.config.list_logical_devices("GPU")`.
-    """
-    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
-        raise TypeError(f"devices must be a list of device names or None; got {devices!r}")
 
 
 def check_sizes(num_bytes: object, num_packs: object) -> None:

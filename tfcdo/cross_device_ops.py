@@ -160,7 +160,13 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         common = class_options(wire_dtype, error_feedback, sparse_as_dense)
         algorithm = arguments.check_algorithm(all_reduce_alg)
         measured = arguments.read_topology(topology)
-        arguments.check_require_nccl(require_nccl, algorithm)
+        if not isinstance(require_nccl, bool):
+            raise TypeError(f"require_nccl must be True or False; got {require_nccl!r}")
+        if require_nccl and algorithm != "nccl":
+            raise ValueError(
+                "require_nccl must be False unless all_reduce_alg is 'nccl'; got all_reduce_alg="
+                f"{algorithm!r}, which does not use NCCL"
+            )
         if num_packs is None and algorithm in ("nccl", "hierarchical_copy"):
             num_packs = 1
         packing = PackingOptions(

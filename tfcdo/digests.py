@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,29 +24,43 @@ class WeightComparison:
 
     def __init__(self, model: Any) -> None:
         self._strategy = model.distribute_strategy
-        self._variables = _mirrored_variables(model)
+        variables = [*model.trainable_variables, *getattr(model.optimizer, "variables", ())]
+        self._variables = [  # Those of which all replicas hold the same numbers.
+            variable
+            for variable in variables
+            if variable.value.synchronization != tf.VariableSynchronization.ON_READ
+            and (variable.value.dtype.is_floating or variable.value.dtype.is_integer)
+        ]
         self._digests = _digests_of(self._strategy, self._variables)
 
     def difference(self) -> str | None:
-        """Returns which variable and replica differ first; None if none does."""
-        if self._strategy.num_replicas_in_sync == 1:
+        """Returns which variable and replica differ first, and by how much; None if none does."""
+        strategy, variables = self._strategy, self._variables
+        if strategy.num_replicas_in_sync == 1:
             return None
-        with self._strategy.scope():
+        with strategy.scope():
             digests = self._digests().numpy()
             differing = np.flatnonzero((digests != digests[0]).any(0))
             if not len(differing):
                 return None
-            return _difference(self._strategy, self._variables, digests, differing)
+            first = variables[differing[0]]
+            replica = int(np.flatnonzero(digests[:, differing[0]] != digests[0, differing[0]])[0])
+            values = strategy.gather(  # This one variable is sent.
+                strategy.run(lambda: tf.cast(tf.convert_to_tensor(first), tf.float64)[None]), axis=0
+            ).numpy()
+        hosts = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
+        host = f" (host {replica * hosts // strategy.num_replicas_in_sync})" if hosts > 1 else ""
+        return (
+            f"replica {replica}{host} holds other numbers of {first.path} than replica 0, by "
+            f"{np.abs(values[replica] - values[0]).max():.3g} at most; of {len(variables)} "
+            f"variables {len(differing)} differ somewhere"
+        )
 
 
-def checked_at_first(train_function: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    """Returns a model's train function, whose first calls also compare all replicas."""
-    return functools.partial(_run_checked, train_function, model, [])
-
-
-def _run_checked(
+def run_checked(
     train_function: Callable[..., Any], model: Any, calls: list[Any], /, *args: Any
 ) -> Any:
+    """Calls a model's train function; its first `calls` also compare all replicas."""
     logs = train_function(*args)
     if len(calls) == _FIRST_CALLS:
         return logs
@@ -64,10 +77,8 @@ def _run_checked(
 
 
 def digest(tensor: tf.Tensor) -> tf.Tensor:
-    """Makes one int64 of all bits of a tensor of numbers or bools, on its device.
-
-    It is equal for tensors of equal bits and, but for one chance in 2^64, for no others.
-    """
+    """Makes one int64 of all bits of a tensor of numbers or bools, on its device."""
+    # It is equal for equal bits and, but for one chance in 2^64, for no others.
     if tensor.dtype.is_floating:
         tensor = tf.bitcast(tensor, _INTEGER_OF_SIZE[tensor.dtype.size])
     bits = tf.reshape(tf.cast(tensor, tf.int64), [-1])
@@ -75,17 +86,6 @@ def digest(tensor: tf.Tensor) -> tf.Tensor:
     stirred = (bits + tf.range(tf.size(bits, tf.int64)) * _OF_INDEX) * _FIRST
     stirred = tf.bitwise.bitwise_xor(stirred, tf.bitwise.right_shift(stirred, _HALF))
     return tf.reduce_sum(stirred * _SECOND)
-
-
-def _mirrored_variables(model: Any) -> list[Any]:
-    """Returns the variables of which all replicas hold the same numbers."""
-    variables = [*model.trainable_variables, *getattr(model.optimizer, "variables", ())]
-    return [
-        variable
-        for variable in variables
-        if variable.value.synchronization != tf.VariableSynchronization.ON_READ
-        and (variable.value.dtype.is_floating or variable.value.dtype.is_integer)
-    ]
 
 
 def _digests_of(strategy: tf.distribute.Strategy, variables: list[Any]) -> Any:
@@ -105,24 +105,3 @@ def _digests_of(strategy: tf.distribute.Strategy, variables: list[Any]) -> Any:
         return strategy.gather(strategy.run(on_replica), axis=0)
 
     return digests
-
-
-def _difference(
-    strategy: tf.distribute.Strategy,
-    variables: list[Any],
-    digests: np.ndarray,
-    differing: np.ndarray,
-) -> str:
-    """Tells which variable and replica differ first, and by how much; this moves one variable."""
-    first = variables[differing[0]]
-    replica = int(np.flatnonzero(digests[:, differing[0]] != digests[0, differing[0]])[0])
-    values = strategy.gather(
-        strategy.run(lambda: tf.cast(tf.convert_to_tensor(first), tf.float64)[None]), axis=0
-    ).numpy()
-    hosts = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
-    host = f" (host {replica * hosts // strategy.num_replicas_in_sync})" if hosts > 1 else ""
-    return (
-        f"replica {replica}{host} holds other numbers of {first.path} than replica 0, by "
-        f"{np.abs(values[replica] - values[0]).max():.3g} at most; of {len(variables)} variables "
-        f"{len(differing)} differ somewhere"
-    )

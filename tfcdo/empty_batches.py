@@ -40,10 +40,8 @@ def keep_statistic(variable: Any) -> None:
 
 
 def without_nan(values: Any) -> Any:
-    """Returns values of a replica to sum; NaN counts as 0 on a replica without examples.
-
-    They are returned as they are for a step that assigns no moving statistic.
-    """
+    """Returns values of a replica to sum; NaN counts as 0 on a replica without examples."""
+    # A step that assigns no moving statistic gets its values as they are.
     if not getattr(_LOCAL, "has_statistics", False):
         return values
     return tf.nest.map_structure(_without_nan, values)

@@ -31,12 +31,10 @@ def _frames() -> Iterator[types.FrameType]:
 
 
 def adds_metrics_twice(version: str | None = None) -> bool:
-    """Returns whether a Keras, by default the imported one, has TensorFlow add up metrics twice.
-
-    Keras 3.7 to 3.9 has its metrics' variables added up (keras-team/keras#21467), but does not say
-    when. TensorFlow then adds the replicas' parts when they are written, and metrics write what
-    they have read: K times the total, and the new values.
-    """
+    """Returns whether a Keras, by default the imported one, has TensorFlow add up metrics twice."""
+    # Keras 3.7 to 3.9 has its metrics' variables added up (keras-team/keras#21467), but does not
+    # say when. TensorFlow then adds the replicas' parts when they are written, and metrics write
+    # what they have read: K times the total, and the new values.
     if version is None:
         version = getattr(sys.modules.get("keras"), "__version__", "")
     numbers = [int(number) for number in version.split(".")[:2] if number.isdecimal()]

@@ -23,51 +23,37 @@ def install() -> None:
         return
     if isinstance(vars(model_class).get("make_train_function"), functools.partialmethod):
         return
-    for name, make in (("train", _make_train_function), ("test", _make_test_function)):
+    for name in ("train", "test"):
         keras_makes = getattr(model_class, f"make_{name}_function")
         keras_step = getattr(model_class, f"{name}_step")
-        method = functools.partialmethod(make, keras_makes, keras_step)
+        method = functools.partialmethod(_make, name, keras_makes, keras_step)
         setattr(model_class, f"make_{name}_function", method)
 
 
-def _make_train_function(
-    model: Any, keras_makes: Callable[..., Any], keras_step: Any, force: bool = False
+def _make(
+    model: Any, name: str, keras_makes: Callable[..., Any], keras_step: Any, force: bool = False
 ) -> Any:
+    """Makes a function as Keras does; XLA compiles the step on each replica, not the whole."""
     before = model.train_function
-    made = _make("train_step", model.optimizer, model, keras_makes, keras_step, force)
+    if _compiles_on_replicas(model):
+        step = getattr(model, f"{name}_step")
+        weighs = getattr(step, "__func__", None) is keras_step
+        optimizer = model.optimizer if name == "train" else None
+        compiled = xla.jit_compile(step, optimizer, weighs=weighs)
+        model.jit_compile = False
+        try:
+            with replaced(model, f"{name}_step", compiled):
+                made = keras_makes(model, force)
+        finally:
+            model.jit_compile = True
+    else:
+        made = keras_makes(model, force)
     function = model.train_function
     if function is not before and getattr(
         model.distribute_strategy.extended, "checks_in_sync", False
     ):
-        model.train_function = digests.checked_at_first(function, model)
+        model.train_function = functools.partial(digests.run_checked, function, model, [])
     return made
-
-
-def _make_test_function(
-    model: Any, keras_makes: Callable[..., Any], keras_step: Any, force: bool = False
-) -> Any:
-    return _make("test_step", None, model, keras_makes, keras_step, force)
-
-
-def _make(
-    name: str,
-    optimizer: Any,
-    model: Any,
-    keras_makes: Callable[..., Any],
-    keras_step: Any,
-    force: bool,
-) -> Any:
-    """Has Keras make a function; XLA compiles the step on each replica instead of the whole."""
-    if not _compiles_on_replicas(model):
-        return keras_makes(model, force)
-    step = getattr(model, name)
-    weighs = getattr(step, "__func__", None) is keras_step
-    model.jit_compile = False
-    try:
-        with replaced(model, name, xla.jit_compile(step, optimizer, weighs=weighs)):
-            return keras_makes(model, force)
-    finally:
-        model.jit_compile = True
 
 
 def _compiles_on_replicas(model: Any) -> bool:

@@ -17,42 +17,26 @@ from tfcdo import keras_calls, tf_internals
 
 _AUTO = (None, tf.VariableSynchronization.AUTO)
 _NONE = (None, tf.VariableAggregation.NONE)
-_OWN_MEAN = {
-    "synchronization": tf.VariableSynchronization.ON_READ,
-    "aggregation": tf.VariableAggregation.MEAN,
-}
 
 
-def averaged_when_read(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Chooses how a new variable is kept: a statistic by each replica, averaged when read.
-
-    A statistic is a floating-point variable that is not trained, about whose replicas its creator
-    says nothing, and that belongs to no other variable, as an optimizer's do. Takes and returns the
-    arguments of `tf.Variable`.
-    """
-    dtype = options.get("dtype")
-    is_statistic = (
-        options.get("trainable") is False
-        and options.get("colocate_with") is None
-        and options.get("synchronization") in _AUTO
-        and options.get("aggregation") in _NONE
-        and dtype is not None
-        and tf.as_dtype(dtype).is_floating
-    )
-    return {**options, **_OWN_MEAN} if is_statistic else dict(options)
-
-
-def summed_when_read(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Has each replica keep its own part of a metric's variable: summed when it is read."""
-    is_metrics = (
-        options.get("trainable") is False
-        and options.get("synchronization") in _AUTO
-        and options.get("aggregation") == tf.VariableAggregation.SUM
+def as_kept(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments of `tf.Variable` that also say whether each replica keeps its own."""
+    kept = dict(options)
+    if options.get("trainable") is not False or options.get("synchronization") not in _AUTO:
+        return kept
+    aggregation, dtype = options.get("aggregation"), options.get("dtype")
+    is_float = dtype is not None and tf.as_dtype(dtype).is_floating
+    # A statistic belongs to no other variable, as an optimizer's slots do.
+    if aggregation in _NONE and is_float and options.get("colocate_with") is None:
+        kept["synchronization"] = tf.VariableSynchronization.ON_READ
+        kept["aggregation"] = tf.VariableAggregation.MEAN
+    elif (
+        aggregation == tf.VariableAggregation.SUM
         and keras_calls.adds_metrics_twice()
         and keras_calls.is_in("initialize")
-    )
-    own = {"synchronization": tf.VariableSynchronization.ON_READ}
-    return {**options, **own} if is_metrics else dict(options)
+    ):  # A metric's: each replica keeps its own part, which are summed when they are read.
+        kept["synchronization"] = tf.VariableSynchronization.ON_READ
+    return kept
 
 
 def is_averaged(value: Any) -> bool:
@@ -65,11 +49,8 @@ def is_averaged(value: Any) -> bool:
 
 
 def reduced(reduce: Callable[..., Any], reduce_op: Any, variable: Any, axis: Any) -> tf.Tensor:
-    """Reduces a variable that `is_averaged` over the replicas, in 64 bits, by a strategy's method.
-
-    There the mean of equal numbers of fewer bits is that number: a variable that all replicas hold
-    alike, such as the weights of a frozen layer, stays as it is.
-    """
+    """Reduces a variable that `is_averaged`, in 64 bits, by a strategy's method."""
+    # There the mean of equal numbers is that number: weights of a frozen layer stay as they are.
     own = [tf.cast(component.read_value(), tf.float64) for component in variable.values]
     result = reduce(reduce_op, tf_internals.per_replica(own), axis=axis)
     return tf.cast(result, variable.dtype)

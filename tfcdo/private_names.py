@@ -15,23 +15,28 @@ from importlib.machinery import ModuleSpec
 
 
 def check(spec: ModuleSpec) -> None:
-    """Raises an ImportError that names all private names that a module needs and TensorFlow lacks.
-
-    A module calls it with its own `__spec__` before it imports them. Where only compiled files are
-    installed, there is no source to look through: Python's own ImportError names the first one.
-    """
+    """Raises an ImportError with all private names that a module needs and TensorFlow lacks."""
+    # Where only compiled files are installed, there is no source to look through: Python's own
+    # ImportError names the first one.
     get_source = getattr(spec.loader, "get_source", lambda name: None)
     names = missing(get_source(spec.name) or "")
-    if names:
-        raise ImportError(_explanation(names))
+    if not names:
+        return
+    import tensorflow as tf
+
+    record = json.loads(pkgutil.get_data("tfcdo", "tested_versions.json") or "")
+    known = dict.fromkeys(entry["tensorflow"] for entry in record)
+    raise ImportError(
+        f"tfcdo uses names of TensorFlow that are not in TensorFlow {tf.__version__}: "
+        f"{', '.join(names)}. Versions on which tfcdo's tests were run: {', '.join(known)}. "
+        "Install one of those, or a tfcdo that knows yours"
+    )
 
 
 def missing(source: str, package: str = "tensorflow.python") -> list[str]:
-    """Returns the private names that a source uses and that are not there.
-
-    Found are modules imported as `from package.x import y as z`, their attributes (`z.name`) and
-    attributes of the results of their functions (`z.name().attribute`).
-    """
+    """Returns the private names that a source uses and that are not there."""
+    # Found are modules imported as `from package.x import y as z`, their attributes (`z.name`) and
+    # attributes of the results of their functions (`z.name().attribute`).
     tree = ast.parse(source)
     modules = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -73,15 +78,3 @@ def _exists(name: str) -> bool:
         return hasattr(importlib.import_module(owner), attribute)
     except ImportError:
         return False
-
-
-def _explanation(names: list[str]) -> str:
-    import tensorflow as tf
-
-    record = json.loads(pkgutil.get_data("tfcdo", "tested_versions.json") or "")
-    known = dict.fromkeys(entry["tensorflow"] for entry in record)
-    return (
-        f"tfcdo uses names of TensorFlow that are not in TensorFlow {tf.__version__}: "
-        f"{', '.join(names)}. Versions on which tfcdo's tests were run: {', '.join(known)}. "
-        "Install one of those, or a tfcdo that knows yours"
-    )

@@ -26,11 +26,9 @@ class ReducesStructures:
     """Has a strategy reduce and gather structures of values, as Keras 3 asks it to."""
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """Reduces a value, or each component of a structure of values.
-
-        Keras 3 asks for two things that TensorFlow's strategies do not do: it reduces scalars along
-        axis 0, where they have none, and whole batches, only to learn their shapes.
-        """
+        """Reduces a value, or each component of a structure of values."""
+        # Keras 3 asks for two things that TensorFlow's strategies do not do: it reduces scalars
+        # along axis 0, where they have none, and whole batches, only to learn their shapes.
         reduce = super().reduce  # type: ignore[misc]
         if moving_statistics.is_averaged(value):
             return moving_statistics.reduced(reduce, reduce_op, value, axis)
@@ -111,11 +109,9 @@ def _is_symbolic_build(reduce_op: Any) -> bool:
 
 
 def _for_its_shape(reduce: Any, reduce_op: Any, value: Any, several_hosts: bool) -> Any:
-    """Returns the mean of a batch's component, or, where nobody can add it, a stand-in.
-
-    On several hosts it is always the stand-in: the value of this host's first replica. (Keras asks
-    outside of the strategy's scope, so the current strategy does not tell whether there are.)
-    """
+    """Returns the mean of a batch's component, or, where nobody can add it, a stand-in."""
+    # On several hosts always the stand-in. Keras asks outside of the strategy's scope, so the
+    # current strategy does not tell whether there are several.
     if several_hosts or not _can_be_added(_components(value)):
         return _components(value)[0]
     return reduce(reduce_op, value, axis=None)
@@ -161,8 +157,7 @@ class ReplicaExtended:
 
     def _create_variable(self, next_creator: Any, **options: Any) -> Any:
         keras_steps.install()  # Keras is imported by now, if its model is made.
-        kept = moving_statistics.averaged_when_read(options)
-        kept = moving_statistics.summed_when_read(kept)
+        kept = moving_statistics.as_kept(options)
         with tf.control_dependencies(None):  # Its first value does not depend on data.
             variable = super()._create_variable(next_creator, **kept)  # type: ignore[misc]
         if moving_statistics.is_averaged(variable):
@@ -196,10 +191,7 @@ class ReplicaExtended:
 
 
 def runs_flat(hint: str, ops: Any, devices: Sequence[str]) -> bool:
-    """Returns whether NCCL all-reduces over all devices of all hosts at once, without copy trees.
-
-    `hint` is the implementation asked for between hosts. Where NCCL cannot, this says why, once.
-    """
+    """Returns whether NCCL all-reduces over all devices of all hosts at once, or logs why not."""
     # One device a host: the collective between the hosts is over all devices already.
     if hint == "ring" or len(devices) == 1:
         return False

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import checks, environment, tf_internals, version, virtual_devices
+from tfcdo import environment, tf_internals, version, virtual_devices
 from tfcdo.cluster import config, rendezvous, session
 from tfcdo.cluster.delays import HostDelay
 from tfcdo.cross_device_ops import (
@@ -61,7 +61,9 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
         devices: Sequence[str] | None = None,
         cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
     ) -> None:
-        checks.check_devices_or_none(devices)
+        # An empty list is as good as None: scripts pass tf.config.list_logical_devices("GPU").
+        if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
+            raise TypeError(f"devices must be a list of device names or None; got {devices!r}")
         check_cross_device_ops(cross_device_ops)
         # TensorFlow's own __init__ would make its own extended class.
         extended = _MirroredExtended(self, devices, cross_device_ops)
@@ -313,11 +315,8 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         return super()._gather_to_implementation(value, self._located(destinations), axis, options)
 
     def _located(self, destinations: Any) -> Any:
-        """Returns destinations, or the first device for a value whose device is not known yet.
-
-        Such are the arguments of a function that is being traced. Several devices hold a
-        `PerReplica`; anything else belongs to one.
-        """
+        """Returns destinations, or the first device for a value whose device is not known yet."""
+        # Such are the arguments of a function that is being traced.
         if isinstance(destinations, tf_internals.DistributedValues):
             return destinations
         named = destinations if isinstance(destinations, str) else None
@@ -325,10 +324,8 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         return destinations if known else self.worker_devices[0]
 
     def _distributed(self, value: Any) -> Any:
-        """Returns a value that has a component for each replica of this host.
-
-        On a host with one replica, TensorFlow passes only the component.
-        """
+        """Returns a value that has a component for each replica of this host."""
+        # On a host with one replica, TensorFlow passes only the component.
         if self._network is None or not tf.is_tensor(value):
             return value
         return tf_internals.per_replica([value])

@@ -80,11 +80,8 @@ def is_variable(value: Any) -> bool:
 
 
 def devices_of_values(value: Any) -> tuple[str, ...]:
-    """Returns the devices of a distributed value's components, in the order of the replicas.
-
-    `""` is a device that is not known, as inside a `tf.function` that takes the value as an
-    argument, where TensorFlow's placer decides later.
-    """
+    """Returns the devices of a distributed value's components, in the order of the replicas."""
+    # `""` is one that is not known while tracing, where TensorFlow's placer decides later.
     return tuple(_device_of(component) for component in value.values)
 
 
@@ -96,11 +93,9 @@ def _device_of(component: Any) -> str:
 
 
 def replicas_of_plain_value() -> int:
-    """Returns how many replicas a value stands for that is not distributed.
-
-    In cross-replica context, MirroredStrategy passes one plain tensor if all replicas hold the same
-    object. Where several hosts train together, such a value is its host's.
-    """
+    """Returns how many replicas a value stands for that is not distributed."""
+    # In cross-replica context, MirroredStrategy passes one plain tensor if all replicas hold the
+    # same object. Where several hosts train together, such a value is its host's.
     if not tf.distribute.in_cross_replica_context():
         return 1
     strategy = tf.distribute.get_strategy()
@@ -138,11 +133,9 @@ def compiled_by_xla() -> bool:
 
 
 def captured(tensor: tf.Tensor) -> tf.Tensor:
-    """Captures an eager tensor in the graph that is being built, in bodies of loops too.
-
-    TensorFlow does so by itself but in the gradient of a `tf.while_loop`, whose body knows only the
-    tensors of the graph around it.
-    """
+    """Captures an eager tensor in the graph that is being built, in bodies of loops too."""
+    # TensorFlow does so by itself but in the gradient of a `tf.while_loop`, whose body knows only
+    # the tensors of the graph around it.
     graph = tf.compat.v1.get_default_graph()
     if not getattr(graph, "is_control_flow_graph", False):
         return tensor
@@ -197,11 +190,8 @@ def tensors_of_graph(structure: Any) -> list[tf.Tensor]:
 
 
 def function_being_traced() -> Any:
-    """Returns the innermost `tf.function` that is being traced, the same for all its signatures.
-
-    TensorFlow keeps no way from a graph to it, but it is what calls the Python that is traced. A
-    graph that is none's stands for itself.
-    """
+    """Returns the innermost `tf.function` that is being traced; else the current graph."""
+    # TensorFlow keeps no way from a graph to it, but it is what calls the Python that is traced.
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -212,21 +202,17 @@ def function_being_traced() -> Any:
 
 
 def can_be_called(graph: tf.Graph) -> bool:
-    """Returns whether a function that was traced into a graph still exists; slow.
-
-    A graph alone does not tell: TensorFlow's `ReplicaContext.all_reduce` registers a gradient that
-    keeps its graph alive for as long as the process runs.
-    """
+    """Returns whether a function that was traced into a graph still exists; slow."""
+    # A graph alone does not tell: TensorFlow's `ReplicaContext.all_reduce` registers a gradient
+    # that keeps its graph alive for as long as the process runs.
     holders = gc.get_referrers(graph)
     return any(isinstance(holder, _atomic_function.AtomicFunction) for holder in holders)
 
 
 def run_before_function_returns(op: tf.Operation) -> None:
-    """Makes a function that is being traced wait for an op before it returns.
-
-    TensorFlow does so by itself for each op that writes, but in the functions that it makes to go
-    backward through a `tf.function`.
-    """
+    """Makes a function that is being traced wait for an op before it returns."""
+    # TensorFlow does so by itself for each op that writes, but in the functions that it makes to go
+    # backward through a `tf.function`.
     graph: Any = op.graph
     if graph.experimental_acd_manager is None and hasattr(graph, "control_outputs"):
         graph.control_outputs.append(op)
@@ -235,16 +221,12 @@ def run_before_function_returns(op: tf.Operation) -> None:
 def value_at_call_time(
     make: Callable[[], tf.Tensor], spec: tf.TensorSpec, key: Any = None
 ) -> tf.Tensor:
-    """Returns a tensor that is made again each time that the function being traced is called.
-
-    `make` is called eagerly, whenever the outermost function is called; the key names the tensor in
-    each graph around, None for a new one.
-    """
+    """Returns a tensor that is made again, eagerly, each time the outermost function is called."""
     graph: Any = graph_of_function()
     if graph is None:
         return make()
     captures = graph._function_captures
-    key = object() if key is None else key
+    key = object() if key is None else key  # Names the tensor in each graph around.
     if key in captures.by_ref_internal:
         return captures.by_ref_internal[key]
     with graph.as_default():
@@ -266,13 +248,11 @@ def value_at_call_time(
 def configure_coordination(
     leader: str, jobs: Mapping[str, int], start_seconds: float, heartbeat_seconds: float
 ) -> None:
-    """Sets up the coordination service as TensorFlow's strategy does, with a limit to its start.
-
-    By default, TensorFlow waits for an hour, with Python's lock held, for a host that has ended
-    while the servers started. After `start_seconds`, making the strategy raises a
-    `tf.errors.DeadlineExceededError` that names the missing hosts. A host that is silent for
-    `heartbeat_seconds` is taken for dead: all others get a `tf.errors.UnavailableError`.
-    """
+    """Sets up the coordination service as TensorFlow's strategy does, with a limit to its start."""
+    # By default, TensorFlow waits for an hour, with Python's lock held, for a host that has ended
+    # while the servers started. After `start_seconds`, a `tf.errors.DeadlineExceededError` names
+    # the missing hosts. A host that is silent for `heartbeat_seconds` is taken for dead: all others
+    # get a `tf.errors.UnavailableError`.
     make_job = _context.coordination_config_pb2.CoordinatedJob
     _context.context().configure_coordination_service(
         service_type="standalone",
@@ -289,11 +269,10 @@ def configure_coordination(
 
 
 class KeyValueStore:
-    """Reads and writes the key-value store of TensorFlow's coordination service.
+    """Reads and writes the key-value store of TensorFlow's coordination service."""
 
-    TensorFlow would wait without end for a chief that is stopped, or cut off from the network. So
-    a thread of its own writes, and whoever waits for it gets a `tf.errors.DeadlineExceededError`.
-    """
+    # TensorFlow would wait without end for a chief that is stopped, or cut off from the network. So
+    # a thread of its own writes; callers get a `tf.errors.DeadlineExceededError`.
 
     def __init__(self) -> None:
         # From the beginning, because Python starts no threads at its end, when hosts say goodbye.

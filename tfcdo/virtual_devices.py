@@ -45,9 +45,8 @@ def configure_virtual_cpus(count: int) -> list[str]:
     """
     checks.check_int("count", count, at_least=1)
     processor = tf.config.list_physical_devices("CPU")[0]
-    # TensorFlow reports None for a processor that nobody has divided: one logical device.
-    existing = tf.config.get_logical_device_configuration(processor) or [None]
-    if len(existing) < count:
+    existing = num_logical(processor)
+    if existing < count:
         try:
             tf.config.set_logical_device_configuration(
                 processor, [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
@@ -55,21 +54,23 @@ def configure_virtual_cpus(count: int) -> list[str]:
         except RuntimeError as error:
             raise RuntimeError(
                 f"{count} virtual CPU devices are needed, but TensorFlow has already started with "
-                f"{len(existing)}: call configure_virtual_cpus({count}) before the first "
+                f"{existing}: call configure_virtual_cpus({count}) before the first "
                 "TensorFlow op, tensor or variable"
             ) from error
     return [f"CPU:{index}" for index in range(count)]
 
 
-def configure_threads(num_devices: int) -> int:
-    """Gives TensorFlow enough threads to sum gradients of CPU devices while others are being made.
+def num_logical(physical: tf.config.PhysicalDevice) -> int:
+    """Returns the number of logical devices of a physical one."""
+    # TensorFlow reports None for a device that nobody has divided: one logical device.
+    return len(tf.config.get_logical_device_configuration(physical) or [None])
 
-    By default it has as many as there are cores, and on a machine with few of them no gradient is
-    finished before the backward pass is: there would be nothing to hide the network behind. Call it
-    before TensorFlow starts. A number that the user has chosen, by
-    `tf.config.threading.set_inter_op_parallelism_threads` or TF_NUM_INTEROP_THREADS, stays. Returns
-    the number of threads; 0 for TensorFlow's own choice, where it is large enough.
-    """
+
+def configure_threads(num_devices: int) -> int:
+    """Gives TensorFlow enough threads to sum gradients of CPU devices while others are made."""
+    # By default it has as many as cores. With few of them no gradient is finished before the
+    # backward pass is, so nothing would hide the network. Call it before TensorFlow starts. A
+    # number that the user has chosen stays. Returns the number; 0 for TensorFlow's own choice.
     checks.check_int("num_devices", num_devices, at_least=1)
     chosen = int(tf.config.threading.get_inter_op_parallelism_threads())
     wanted = _THREADS_PER_DEVICE * num_devices
@@ -88,11 +89,7 @@ def devices_here(resolver: Any) -> tuple[str, int]:
         if gpus:
             return "GPU", gpus
     for kind in ("GPU", "CPU"):
-        # TensorFlow reports None for a device that nobody has divided: one logical device.
-        count = sum(
-            len(tf.config.get_logical_device_configuration(device) or [None])
-            for device in tf.config.get_visible_devices(kind)
-        )
+        count = sum(map(num_logical, tf.config.get_visible_devices(kind)))
         if count:
             return kind, count
     raise RuntimeError("TensorFlow sees neither GPUs nor a CPU")

@@ -18,10 +18,8 @@ _arrived: set[int] = set()
 
 
 def listen() -> bool:
-    """Begins to hear signals that have a handler; returns False if another library has the file.
-
-    Call it in the main thread; later calls change nothing.
-    """
+    """Begins to hear signals that have a handler; returns False if another library has the file."""
+    # Call it in the main thread; later calls change nothing.
     global _pipe, _hears_at_once
     if _pipe is None:
         _pipe = os.pipe()

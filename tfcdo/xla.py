@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -127,23 +127,16 @@ def _run(
 def _traced(
     step: Callable[..., Any], optimizer: Any, trace: _Trace, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs a step and returns its outputs, its gradients and its number of examples."""
+    """Runs a step with updates put off; returns its outputs, gradients and number of examples."""
     trace.gradients = trace.variables = trace.examples = None
-    with _put_off(optimizer, trace):
-        outputs = step(*args, **kwargs)
-    return outputs, trace.gradients, trace.examples
-
-
-@contextlib.contextmanager
-def _put_off(optimizer: Any, trace: _Trace) -> Iterator[None]:
-    """Has an optimizer hand its gradients to a trace, in this thread."""
     apply = functools.partial(_apply, trace, tf.compat.v1.get_default_graph())
     _LOCAL.trace = trace
     try:
         with contextlib.nullcontext() if optimizer is None else replaced(optimizer, "apply", apply):
-            yield
+            outputs = step(*args, **kwargs)
     finally:
         _LOCAL.trace = None
+    return outputs, trace.gradients, trace.examples
 
 
 def _apply(trace: _Trace, graph: tf.Graph, grads: Any, trainable_variables: Any = None) -> None:

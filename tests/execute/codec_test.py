@@ -26,7 +26,9 @@ def _there_and_back(
 
     def both() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         tensor = tf.constant(values)
-        scale = codec.scale_for([tensor], codec_for(wire_dtype, tensor.dtype.name), num_terms)
+        own = codec_for(wire_dtype, tensor.dtype.name)
+        largest = codec.largest_magnitude([tensor])
+        scale = codec.scale_for(largest, own, num_terms) if own.scale else None
         sent = codec.encode(tensor, wire_dtype, scale)
         return (
             sent,

@@ -173,7 +173,7 @@ class CreationTest(parameterized.TestCase):
     )
     def test_other_variables_stay_as_they_are(self, **changes):
         options = {"trainable": False, "dtype": "float32", **changes}
-        self.assertEqual(moving_statistics.averaged_when_read(options), options)
+        self.assertEqual(moving_statistics.as_kept(options), options)
 
 
 if __name__ == "__main__":

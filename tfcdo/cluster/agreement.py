@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from absl import logging
 
-from tfcdo.cluster import config, difference
+from tfcdo.cluster import config, errors
 from tfcdo.cluster.errors import DisagreementError, LateHostError
 
 Description = Mapping[str, Any]
@@ -76,11 +76,8 @@ class Agreement:
         self._announced: dict[int, dict[str, Description]] = {h: {} for h in cluster.others}
 
     def number(self, description: Description, size: int) -> int:
-        """Returns the first of `size` numbers of a kind: the same on all hosts, no other kind's.
-
-        The first call waits for the other hosts; it raises a `DisagreementError` if one of them
-        does something else, and a `LateHostError` if one does not come in time.
-        """
+        """Returns the first of `size` numbers of a kind: the same on all hosts, no other kind's."""
+        # The first call waits for the other hosts.
         name = digest(description)
         with self._lock:
             if name in self._numbers:
@@ -115,7 +112,7 @@ class Agreement:
                     details = f"{names[0]} comes to the {brief(mine)}, "
                     details += f"{names[1]} to the {brief(strange[0])}"
                 else:
-                    details = difference.between(mine, names[0], strange[0], names[1])
+                    details = errors.difference(mine, names[0], strange[0], names[1])
                 return f"the programs of {me} and {they} differ: {details}"
         return None
 

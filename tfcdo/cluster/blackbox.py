@@ -35,18 +35,12 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The last collectives of one host, oldest first.
+    """The last collectives of one host, oldest first."""
 
-    Attributes:
-      host: the host's number in `hosts`, which names all hosts.
-      reason: why it was written.
-      written: when, on the clock of this host, which times the entries as well.
-    """
-
-    host: int
+    host: int  # Its number in `hosts`.
     hosts: list[str]
     reason: str
-    written: float
+    written: float  # In seconds, on this host's clock, as the entries' times.
     kinds: dict[str, KindOfCollectives]
     entries: list[Entry]
 

@@ -71,11 +71,9 @@ WaitsOfKinds = dict[str, Waits]
 
 
 def measure(kinds: Iterable[progress.Kind]) -> WaitsOfKinds:
-    """Measures how long this host waited, in all kinds of collectives together.
-
-    A step may use one kind several times, or several kinds, and hosts wait in the first one only.
-    So the waits in all kinds are added up between two uses of a kind.
-    """
+    """Measures how long this host waited, in all kinds of collectives together."""
+    # A step may use several kinds, or one several times, and hosts wait in the first one only. So
+    # all waits between two uses of a kind are added up.
     last = {kind.name: (kind, kind.last()) for kind in kinds if kind.count}
     if not last:
         return {}

@@ -22,7 +22,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from multiprocessing import connection
 from typing import Any
 
@@ -30,7 +30,7 @@ import msgspec
 from absl import logging
 
 from tfcdo import environment
-from tfcdo.cluster import config, difference
+from tfcdo.cluster import config, errors
 from tfcdo.cluster.errors import RendezvousError
 
 Setting = str | int | float | bool | None | list[str]
@@ -80,27 +80,22 @@ class _ProofError(ValueError):
 
 
 def meet(cluster: config.Cluster, settings: Settings, timeout: float, token: str) -> None:
-    """Waits until all hosts are there, know the token, are set up alike and can reach each other.
-
-    Raises:
-      RendezvousError: if they do not in `timeout` seconds, or if this host's port is in use.
-    """
+    """Waits until all hosts are there, know the token, have equal settings, and can be reached."""
     job = _Job(cluster, settings, token, time.monotonic() + timeout)
-    with _listening(cluster) as listener:
+    with _listen(cluster) as listener:
         if cluster.is_chief:
             _lead(job, listener)
         else:
             _follow(job)
 
 
-@contextlib.contextmanager
-def _listening(cluster: config.Cluster) -> Iterator[socket.socket]:
+def _listen(cluster: config.Cluster) -> socket.socket:
     """Holds this host's port, as TensorFlow's server will: on all of the machine's addresses."""
     task = cluster.tasks[cluster.index]
     _, port = config.split_address(task.address)
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
-        listener = socket.create_server(
+        return socket.create_server(
             ("", port), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=1024
         )
     except OSError as error:
@@ -109,8 +104,6 @@ def _listening(cluster: config.Cluster) -> Iterator[socket.socket]:
             f"{error.strerror or error}; end the process that uses it, or give the task another "
             "port in the cluster's description on all hosts"
         ) from error
-    with listener:
-        yield listener
 
 
 def _lead(job: _Job, listener: socket.socket) -> None:
@@ -166,9 +159,7 @@ def _await_all(job: _Job, listener: socket.socket, arrived: dict[int, _Arrival])
             arrived[host] = new
             if not problem and new.greeting.settings != dict(job.settings):
                 names = cluster.name(0), cluster.name(host)
-                details = difference.between(
-                    job.settings, names[0], new.greeting.settings, names[1]
-                )
+                details = errors.difference(job.settings, names[0], new.greeting.settings, names[1])
                 problem = f"the hosts are not set up alike: {details}"
                 # All are to learn of it, also those that are still on their way.
                 deadline = min(deadline, time.monotonic() + _FIRST_LINE)

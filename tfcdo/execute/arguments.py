@@ -46,17 +46,6 @@ def check_algorithm(algorithm: Any) -> str | tuple[copy_tree.CopyTree, ...]:
     return algorithm
 
 
-def check_require_nccl(require_nccl: Any, algorithm: algorithms.Algorithm) -> None:
-    """Raises unless the argument `require_nccl` is a bool that fits `all_reduce_alg`."""
-    if not isinstance(require_nccl, bool):
-        raise TypeError(f"require_nccl must be True or False; got {require_nccl!r}")
-    if require_nccl and algorithm != "nccl":
-        raise ValueError(
-            f"require_nccl must be False unless all_reduce_alg is 'nccl'; got all_reduce_alg="
-            f"{algorithm!r}, which does not use NCCL"
-        )
-
-
 def read_plan(path: Any) -> Evaluation:
     """Reads the file that the argument `plan` names."""
     if not isinstance(path, (str, os.PathLike)):

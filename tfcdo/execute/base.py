@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.execute import explain, nccl, numerics, request
+from tfcdo.execute import copy_trees, explain, nccl, request
 from tfcdo.execute.between import Network
 from tfcdo.execute.codec import check_wire_dtype
 from tfcdo.execute.devices import devices_of, existing_device
@@ -171,7 +171,12 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         """Copies a tensor to each destination; see `broadcast`."""
         devices = devices_of(destinations)
         value = request.check_broadcast(tensor)
-        return tf_internals.mirrored([numerics.copied(value, device) for device in devices])
+        parts = tf.nest.flatten(value, expand_composites=True)
+        copies = []
+        for device in devices:
+            copied = copy_trees.copy(parts, device)
+            copies.append(tf.nest.pack_sequence_as(value, copied, expand_composites=True))
+        return tf_internals.mirrored(copies)
 
     def explain(
         self,
@@ -355,7 +360,8 @@ def class_options(
     wire_dtype: Any = None, error_feedback: Any = False, sparse_as_dense: Any = "auto"
 ) -> dict[str, Any]:
     """Checks the arguments that all classes have; returns them as fields of `Options`."""
-    request.check_sparse_as_dense(sparse_as_dense)
+    if not isinstance(sparse_as_dense, bool) and sparse_as_dense != "auto":
+        raise ValueError(f"sparse_as_dense must be 'auto', True or False; got {sparse_as_dense!r}")
     wire = check_wire_dtype("wire_dtype", wire_dtype)
     request.check_error_feedback(error_feedback, wire)
     return {"wire": wire, "error_feedback": error_feedback, "sparse_as_dense": sparse_as_dense}

@@ -20,7 +20,6 @@ from tfcdo import tf_internals
 from tfcdo.cluster.session import Session
 from tfcdo.execute import collective_dtypes, gradients, handles, numerics, shares
 from tfcdo.execute.codec import PackCodec
-from tfcdo.execute.marks import Marks
 from tfcdo.plan import plan as plans
 from tfcdo.plan import summary
 from tfcdo.plan.plan import Plan
@@ -30,19 +29,12 @@ from tfcdo.topology.topology import Topology
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Holds the connection of a host to the others.
-
-    Attributes:
-      session: the state that this process shares with the other hosts.
-      hint: the implementation of collectives that TensorFlow is to use: "auto", "ring" or "nccl".
-      devices: this host's devices, one a replica; as many on every host.
-      machine: the topology of the chief's devices, which all hosts plan for.
-    """
+    """Holds the connection of a host to the others."""
 
     session: Session
-    hint: str
-    devices: tuple[str, ...]
-    machine: Topology
+    hint: str  # The implementation of collectives: "auto", "ring" or "nccl".
+    devices: tuple[str, ...]  # This host's, one a replica; as many on every host.
+    machine: Topology  # The topology of the chief's devices, which all hosts plan for.
 
     @property
     def num_hosts(self) -> int:
@@ -62,10 +54,8 @@ class Network:
         return preset("shared_memory", len(devices))  # Several of the values are on one device.
 
     def with_known_devices(self, known: Sequence[str]) -> tuple[str, ...]:
-        """Fills in devices that are not known while tracing.
-
-        One value a replica is taken to be on the replicas' devices, anything else on the CPU.
-        """
+        """Fills in devices that are not known while tracing."""
+        # One value a replica is on the replicas' devices, anything else on the CPU.
         usual = self.devices
         if len(known) != len(self.devices):
             usual = (self.host_device,) * len(known)
@@ -77,7 +67,9 @@ def begin_exchange(network: Network | None, plan: Plan) -> Exchange | None:
     if network is None or not any(pack.root.hosts for pack in plan.packs):
         return None
     _check_gathered(plan)
-    count = summary.num_collectives(plan, _num_copied)
+    count = summary.num_collectives(
+        plan, lambda names: len(set(map(collective_dtypes.dtype_copied, names)))
+    )
     return Exchange(network, {**describe(plan), "collectives": count})
 
 
@@ -127,33 +119,25 @@ def _describe_one_collective(
     }
 
 
-def _num_copied(names: set[str]) -> int:
-    return len({collective_dtypes.dtype_copied(tf.as_dtype(name)) for name in names})
-
-
 def _check_gathered(plan: Plan) -> None:
     """Raises `ValueError` unless collectives take all values: an exchange must be able to end."""
     taken = tf_internals.dtypes_of_op("CollectiveGatherV2", "T")
     for pack in plan.packs:
         for name in summary.gathered_dtypes(plan, pack) if pack.kind == "concat" else ():
-            if collective_dtypes.dtype_copied(tf.as_dtype(name)) not in taken:
+            if collective_dtypes.dtype_copied(name) not in taken:
                 raise ValueError(
                     "value must be of a dtype that TensorFlow gathers between hosts; got " + name
                 )
 
 
 class Exchange:
-    """Emits the collectives of all hosts for one batch of values, in a fixed order.
-
-    Args:
-      network: the connection to the other hosts.
-      description: the facts that must be the same on all hosts; "collectives" is their number.
-    """
+    """Emits the collectives of all hosts for one batch of values, in a fixed order."""
 
     def __init__(self, network: Network, description: Mapping[str, Any]) -> None:
+        # The description is the same on all hosts.
         self._network = network
         self._count: int = description["collectives"]
-        self._marks = Marks(network.host_device, description)
+        self._marks = handles.Marks(network.host_device, description)
         network.session.watch.add(description, self._marks)
         with tf.device(network.host_device):
             keys = tf_internals.value_at_call_time(
@@ -164,11 +148,8 @@ class Exchange:
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], device: str, codec: PackCodec | None, node: int
     ) -> list[tf.Tensor]:
-        """Adds up tensors of one device of each host, with one collective, or two if encoded.
-
-        Returns the sums on the same device, a node: bitwise the same on all hosts. Floats of 16
-        bits come back in 32.
-        """
+        """Adds up tensors of one device, a node, of each host: bitwise the same on all hosts."""
+        # One collective, or two if encoded. Floats of 16 bits come back in 32.
         with tf.device(device):
             flat = tensors[0]
             if len(tensors) > 1:
@@ -177,15 +158,19 @@ class Exchange:
                 total = self._sum_of_shares(flat, device, codec, node)
             else:
                 [total] = self.all_reduce_flat([flat], [device])
-            return [total] if len(tensors) == 1 else numerics.cut_like(total, tensors)
+            if len(tensors) == 1:
+                return [total]
+            sizes = tf.stack([numerics.size(tensor) for tensor in tensors])
+            parts = tf.split(total, sizes, num=len(tensors))
+            return [
+                tf.reshape(part, numerics.shape(tensor))
+                for part, tensor in zip(parts, tensors, strict=True)
+            ]
 
     def all_reduce_flat(
         self, tensors: Sequence[tf.Tensor], devices: Sequence[str]
     ) -> list[tf.Tensor]:
-        """Adds up one tensor of each of these devices of all hosts, with one collective.
-
-        Floats of 16 bits come back in 32.
-        """
+        """Adds up one tensor of each device of all hosts by one collective; 16-bit floats in 32."""
         return self._differentiable(self._sum(tensors, devices), tensors, devices)
 
     def _differentiable(
@@ -199,15 +184,12 @@ class Exchange:
         return _gradient_of_sum(self._network, tuple(devices)).of(totals, wide, devices)
 
     def all_gather(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
-        """Concatenates the rows of all hosts, of several tensors together, in the hosts' order.
-
-        Hosts may have another number of rows. It takes one collective for the numbers of rows, and
-        one for each dtype in which TensorFlow gathers the tensors.
-        """
+        """Concatenates the rows of all hosts, in their order; numbers of rows may differ."""
+        # One collective for the numbers of rows, and one for each dtype that TensorFlow gathers.
         with tf.device(device):
             sent = [collective_dtypes.as_copied(tensor) for tensor in tensors]
             rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in sent])
-            counts = self._gather(rows[tf.newaxis], device)
+            counts = self._copy(tf.raw_ops.CollectiveGatherV2, rows[tf.newaxis], device)
             groups: dict[tf.DType, list[int]] = {}
             for index, tensor in enumerate(sent):
                 groups.setdefault(tensor.dtype, []).append(index)
@@ -233,7 +215,8 @@ class Exchange:
         most = tf.maximum(tf.reduce_max(totals), 1)
         flat = tf.concat([numerics.flatten(tensor) for tensor in tensors], 0)
         padding = tf.zeros([most - tf.size(flat, tf.int64)], flat.dtype)
-        gathered = self._gather(tf.concat([flat, padding], 0), device)
+        sent = tf.concat([flat, padding], 0)
+        gathered = self._copy(tf.raw_ops.CollectiveGatherV2, sent, device)
         cuts = tf.reshape(tf.concat([sizes, (most - totals)[:, tf.newaxis]], 1), [-1])
         parts = tf.split(gathered, cuts, num=num_hosts * (len(tensors) + 1))
         results = []
@@ -294,7 +277,7 @@ class Exchange:
             self._network.num_hosts,
             # In two lines: while the sums of one pack come, the shares of the next one leave.
             lambda rows: self._copy(tf.raw_ops.CollectiveAllToAllV2, rows, device, "shares"),
-            lambda rows: self._gather(rows, device, "sums"),
+            lambda rows: self._copy(tf.raw_ops.CollectiveGatherV2, rows, device, "sums"),
         )
         return self._differentiable([total], [tensor], [device])[0]
 
@@ -326,11 +309,8 @@ class Exchange:
                 results.append(numerics.upcast(back))
         return results
 
-    def _gather(self, tensor: tf.Tensor, device: str, line: str = "") -> tf.Tensor:
-        return self._copy(tf.raw_ops.CollectiveGatherV2, tensor, device, line)
-
     def _copy(
-        self, collective: Callable[..., tf.Tensor], tensor: tf.Tensor, device: str, line: str
+        self, collective: Callable[..., tf.Tensor], tensor: tf.Tensor, device: str, line: str = ""
     ) -> tf.Tensor:
         entered = self._marks.mark([tensor])
         copied = collective(

@@ -47,28 +47,20 @@ def check_wire_dtype(name: str, value: Any, allowed: Sequence[str] = WIRE_DTYPES
 
 @dataclasses.dataclass(frozen=True)
 class PackCodec:
-    """The codec of one pack, with the rounding errors that its devices keep.
-
-    Attributes:
-      codec: how values are encoded.
-      dtype: the dtype of the values.
-      residuals: the rounding errors of the step before; None without error feedback.
-      pack: the number of the pack.
-      cast: the name of the cast among a pack's casts on one device: "" for copies between devices.
-    """
+    """The codec of one pack, with the rounding errors that its devices keep."""
 
     codec: Codec
-    dtype: tf.DType
-    residuals: Residuals | None = None
-    pack: int = 0
-    cast: str = ""
+    dtype: tf.DType  # Of the values.
+    residuals: Residuals | None = None  # None without error feedback.
+    pack: int = 0  # Its number.
+    cast: str = ""  # Which of a pack's casts on one device; "" for copies between devices.
 
     def encode(self, tensors: Sequence[tf.Tensor], node: int) -> list[tf.Tensor]:
         """Encodes tensors on the current device, a node's; a scale, if any, comes last."""
         if not tensors:
             return []
         carried = self.carry(tensors, node)
-        scale = scale_for(carried, self.codec)
+        scale = scale_for(largest_magnitude(carried), self.codec) if self.codec.scale else None
         sent = self.round(carried, node, scale)
         return sent if scale is None else [*sent, scale]
 
@@ -80,10 +72,8 @@ class PackCodec:
         return [decode(bits, self.dtype, scale) for bits in encoded]
 
     def encode_rows(self, rows: tf.Tensor, node: int) -> tf.Tensor:
-        """Encodes shares `[rows, blocks, values]`, each with its scales at its end.
-
-        They are returned as rows of float16, as collective ops copy neither bfloat16 nor int8.
-        """
+        """Encodes shares `[rows, blocks, values]` as rows of float16, scales at the end of each."""
+        # Collective ops copy neither bfloat16 nor int8.
         [carried] = self.carry([rows], node)
         scales = [block_scales(carried, self.codec)] if self.codec.scale else []
         sent = self.round([carried], node, *(scales or [None]))
@@ -136,14 +126,12 @@ def _from_halves(halves: tf.Tensor, dtype: tf.DType, blocks: Any, block: Any) ->
 
 
 def block_scales(rows: tf.Tensor, codec: Codec) -> tf.Tensor:
-    """Returns the scale of each block `[row, block]` of shares, `[row, block, 1]`.
-
-    For int8 it brings the largest magnitude to 127. It is NaN where a number is not finite, for
-    which int8 has no code: then all numbers of the block arrive as NaN.
-    """
+    """Returns the scale of each block `[row, block]` of shares, as `[row, block, 1]`."""
+    # For int8 it brings the largest magnitude to 127. It is NaN where a number is not finite, for
+    # which int8 has no code: then all numbers of the block arrive as NaN.
     if codec.dtype != "int8":
         magnitudes = tf.where(tf.math.is_finite(rows), tf.abs(rows), tf.zeros_like(rows))
-        return scale_for_largest(tf.reduce_max(magnitudes, -1, keepdims=True), codec)
+        return scale_for(tf.reduce_max(magnitudes, -1, keepdims=True), codec)
     # Each pass over the numbers costs time, and these three write nothing.
     largest = tf.maximum(
         tf.reduce_max(rows, -1, keepdims=True), -tf.reduce_min(rows, -1, keepdims=True)
@@ -157,18 +145,6 @@ def block_scales(rows: tf.Tensor, codec: Codec) -> tf.Tensor:
     return tf.where(is_finite, scales, tf.constant(math.nan, rows.dtype))
 
 
-def scale_for(tensors: Sequence[tf.Tensor], codec: Codec, num_terms: int = 1) -> tf.Tensor | None:
-    """Returns the power of two that tensors are multiplied by before they are cast; None for none.
-
-    It brings the largest finite magnitude just below the largest number of the wire's dtype:
-    nothing overflows, few numbers are too small, and a power of two rounds nothing. `num_terms`
-    numbers of these magnitudes can then be added in the wire's dtype.
-    """
-    if not codec.scale:
-        return None
-    return scale_for_largest(largest_magnitude(tensors), codec, num_terms)
-
-
 def largest_magnitude(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns the largest finite magnitude in tensors of one dtype, at least one; 0 for none."""
     zero = tf.constant(0, tensors[0].dtype)
@@ -177,8 +153,10 @@ def largest_magnitude(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.reduce_max(tf.stack([zero, *largest]))
 
 
-def scale_for_largest(largest: tf.Tensor, codec: Codec, num_terms: int = 1) -> tf.Tensor:
-    """Returns the power of two that `scale_for` returns, given the largest magnitude."""
+def scale_for(largest: tf.Tensor, codec: Codec, num_terms: int = 1) -> tf.Tensor:
+    """Returns the power of two that brings a magnitude just below the wire dtype's largest."""
+    # Nothing overflows, few numbers are too small, and a power of two rounds nothing. `num_terms`
+    # numbers of these magnitudes can then be added in the wire's dtype.
     dtype, wire = largest.dtype, codec.dtype
     assert wire is not None
     # Halved so that rounding the maximum up cannot overflow.

@@ -36,8 +36,9 @@ def as_summed(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tensor, _SUMMED_AS.get(tensor.dtype, tensor.dtype))
 
 
-def dtype_copied(dtype: tf.DType) -> tf.DType:
+def dtype_copied(name: str) -> tf.DType:
     """Returns the dtype that `as_copied` turns tensors of a dtype into."""
+    dtype = tf.as_dtype(name)
     return _COPIED_BITS.get(dtype, _COPIED_AS.get(dtype, dtype))
 
 

@@ -19,16 +19,13 @@ from tfcdo.plan.copy_tree import CopyTree
 
 def reduce_up(
     tree: CopyTree,
-    held: Sequence[Any],
+    held: Sequence[Any],  # The tensors of each node, None for none.
     devices: Sequence[str],
+    # Gets tensors in the order of their nodes, and a name for the op.
     combine: Callable[[Sequence[Any], str], Any],
-    codec: PackCodec | None = None,
+    codec: PackCodec | None = None,  # Encodes the copies.
 ) -> list[Any]:
-    """Combines the nodes' tensors from the leaves of a tree to its root; returns them, on the root.
-
-    `held` has the tensors of each node, None for none. `combine` gets the tensors that meet on a
-    node, in the order of the nodes, and a name for its op; `codec` encodes the copies.
-    """
+    """Combines the nodes' tensors from the leaves of a tree to its root, where the results are."""
     partial = list(held)
     for node in tree.bottom_up:
         with tf.device(devices[node]):
@@ -67,12 +64,9 @@ def broadcast_down(
     tree: CopyTree,
     tensors: Sequence[tf.Tensor],
     devices: Sequence[str],
-    to: Sequence[int] | None = None,
+    to: Sequence[int] | None = None,  # Only these nodes, and those on the way, get a copy.
 ) -> list[list[tf.Tensor] | None]:
-    """Copies tensors from the root along the tree's edges; returns the copies by node.
-
-    With `to`, only those nodes and the ones on the way to them get a copy; others hold None.
-    """
+    """Copies tensors from the root along the tree's edges; returns the copies by node, or None."""
     wanted = set(range(tree.num_devices) if to is None else to)
     for child, parent in reversed(tree.edges):
         wanted |= {parent} if child in wanted else set()

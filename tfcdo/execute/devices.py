@@ -20,12 +20,7 @@ def check_device(name: str, value: Any) -> None:
 
 
 def devices_of(destinations: Any) -> tuple[str, ...]:
-    """Returns the full names of the devices that an argument `destinations` names, at least one.
-
-    A component of a `DistributedValues` whose device is not known while a function is traced has
-    `""`. A tensor whose device is not known, and `""`, name the devices of the strategy in whose
-    cross-replica context this is.
-    """
+    """Returns the full names of the devices of the argument `destinations`; `""` if unknown."""
     if isinstance(destinations, tf_internals.DistributedValues):
         if not destinations.values:
             raise ValueError("destinations must name at least one device; it is empty")

@@ -15,28 +15,20 @@ from tfcdo.execute.question import Question
 from tfcdo.execute.request import Reduction, check_owned, check_pairs
 from tfcdo.plan import owners, summary
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.plan import Plan, PlannedPack
+from tfcdo.plan.plan import Plan
 
 _MAX_LINES = 8  # For each kind of line, so that an explanation fits on a screen.
 
 
 @dataclasses.dataclass(frozen=True)
 class PackExplanation:
-    """Describes one pack of a batch.
+    """Describes one pack of a batch."""
 
-    Attributes:
-      num_bytes: the bytes of its values on one device.
-      num_sent_bytes: the bytes of its values as a leaf sends them.
-      num_values: how many values have a part in it.
-      num_tensors: the number of tensors that are sent.
-      tree: the copy tree, over the indices of the devices; None for NCCL, which has its own.
-    """
-
-    num_bytes: int
-    num_sent_bytes: int
-    num_values: int
+    num_bytes: int  # Of its values, on one device.
+    num_sent_bytes: int  # As a leaf sends them.
+    num_values: int  # Values with a part in it.
     num_tensors: int
-    tree: CopyTree | None
+    tree: CopyTree | None  # Over the devices' indices; None for NCCL, which has its own.
 
     def __str__(self) -> str:
         parts = [
@@ -120,17 +112,15 @@ class Explanation:
 
 
 def explain(
-    ops: str,
+    ops: str,  # The object's `repr`.
     shapes: Iterable[Any],
     dtype: Any,
     devices: Sequence[str] | None,
+    # Creates ops; returns their plans.
     emit: Callable[[Sequence[Reduction]], list[tuple[Question, Plan]]],
     shard_optimizer_state: bool = False,
 ) -> Explanation:
-    """Explains how a class sums a batch of values; see `ConfiguredCrossDeviceOps.explain`.
-
-    `emit` creates the ops of the object whose `repr` is `ops`, and returns their plans.
-    """
+    """Explains how a class sums a batch of values; see `ConfiguredCrossDeviceOps.explain`."""
     dtype = tf.as_dtype(dtype)
     names = _device_names(devices)
     if not isinstance(shapes, Iterable):
@@ -154,28 +144,29 @@ def explain(
     # A counter marks the progress of collectives for the watch between hosts.
     types = [op.type for op in graph.get_operations() if op.type != "Placeholder"]
     by_edge: collections.Counter[tuple[int, int]] = collections.Counter()
+    packs = []
     for _, plan in found:
         by_edge.update(summary.bytes_by_edge(plan))
+        for pack in plan.packs:
+            packs.append(
+                PackExplanation(
+                    pack.num_bytes,
+                    pack.num_sent_bytes,
+                    len({part.value for part in pack.slices}),
+                    len(pack.tensors),
+                    pack.tree,
+                )
+            )
     return Explanation(
         ops,
         found[0][0].devices if found else names,
         found[0][1].algorithm if found else "nothing",
         found[0][1].why if found else "the batch is empty",
-        tuple(_pack(pack) for _, plan in found for pack in plan.packs),
+        tuple(packs),
         dict(by_edge),
         dict(collections.Counter(types)),
         sum(summary.bytes_between_hosts(plan) for _, plan in found),
         owners.loads(sizes, owner, len(names)) if sharded else (),
-    )
-
-
-def _pack(pack: PlannedPack) -> PackExplanation:
-    return PackExplanation(
-        pack.num_bytes,
-        pack.num_sent_bytes,
-        len({part.value for part in pack.slices}),
-        len(pack.tensors),
-        pack.tree,
     )
 
 

@@ -26,14 +26,11 @@ _lock = threading.RLock()
 
 
 class Residuals:
-    """The rounding errors of a batch: one variable for each tensor that a device casts.
-
-    `track` is called with a name and each new variable, so that it is saved in checkpoints.
-    """
+    """The rounding errors of a batch: one variable for each tensor that a device casts."""
 
     def __init__(self, devices: Sequence[str], track: Callable[[str, tf.Variable], None]) -> None:
         self._devices = tuple(devices)
-        self._track = track
+        self._track = track  # Gets a name and each new variable, to save it in checkpoints.
         self._variables: dict[tuple[int, int, str, int], tf.Variable] = {}
         # Functions that run eagerly with these residuals: they live as long as these.
         self.functions: dict[Any, Any] = {}
@@ -52,15 +49,19 @@ class Residuals:
     def on(
         self, device: int, pack: int, tensors: Sequence[tf.Tensor], cast: str = ""
     ) -> list[tf.Variable]:
-        """Returns the variables of the tensors of a pack on a device; new ones are 0.
-
-        `cast` is the name of the cast among the pack's casts on the device.
-        """
+        """Returns the variables of a pack's tensors in one cast on a device; new ones are 0."""
+        variables = []
         with _lock:
-            return [
-                self._variable((device, pack, cast, index), tensor)
-                for index, tensor in enumerate(tensors)
-            ]
+            for index, tensor in enumerate(tensors):
+                key = device, pack, cast, index
+                if key not in self._variables:
+                    with tf.init_scope(), tf.device(self._devices[device]):
+                        zeros = tf.zeros(tensor.shape, tensor.dtype)
+                        variable = self._variables[key] = tf_internals.plain_variable(zeros)
+                    with tf.init_scope():
+                        self._track(f"device{device}_pack{pack}{cast}_tensor{index}", variable)
+                variables.append(self._variables[key])
+        return variables
 
     def reset(self) -> None:
         """Sets all variables to 0."""
@@ -98,17 +99,6 @@ class Residuals:
     def _remember_restored(self, _: Any) -> None:
         self._restored = self._last_restored
 
-    def _variable(self, key: tuple[int, int, str, int], tensor: tf.Tensor) -> tf.Variable:
-        if key not in self._variables:
-            shape, dtype = tensor.shape, tensor.dtype
-            with tf.init_scope(), tf.device(self._devices[key[0]]):
-                variable = tf_internals.plain_variable(tf.zeros(shape, dtype))
-            self._variables[key] = variable
-            device, pack, cast, index = key
-            with tf.init_scope():
-                self._track(f"device{device}_pack{pack}{cast}_tensor{index}", variable)
-        return self._variables[key]
-
 
 class ErrorFeedback(tf_internals.Trackable):
     """Keeps the residuals of all batches that an object reduces."""
@@ -117,7 +107,8 @@ class ErrorFeedback(tf_internals.Trackable):
         self._kept: dict[str, list[Residuals]] = {}  # By structure.
         # Values from a backup, for variables that are not there yet.
         self._restored: dict[str, Any] = {}
-        self._by_name: dict[str, tf.Variable] = {}
+        # The names are the same in another process.
+        self.by_name: dict[str, tf.Variable] = {}
         # How many batches of each structure each graph has reduced so far.
         self._turns: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = (
             weakref.WeakKeyDictionary()
@@ -131,11 +122,6 @@ class ErrorFeedback(tf_internals.Trackable):
     def variables(self) -> list[tf.Variable]:
         """Returns all residuals."""
         return [variable for residuals in self._all() for variable in residuals.variables]
-
-    @property
-    def by_name(self) -> Mapping[str, tf.Variable]:
-        """Returns all residuals by names that are the same in another process."""
-        return self._by_name
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Sets residuals by name, also those that are made later; all others become 0."""
@@ -156,10 +142,8 @@ class ErrorFeedback(tf_internals.Trackable):
         return itertools.chain.from_iterable(self._kept.values())
 
     def residuals(self, key: str, devices: Sequence[str]) -> Residuals:
-        """Returns the rounding errors of the batch that is being reduced on some devices.
-
-        The key is the same for the same batch in different steps and processes.
-        """
+        """Returns the rounding errors of the batch that is being reduced on some devices."""
+        # The key is the same for the same batch in different steps and processes.
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise ValueError("error_feedback needs TensorFlow 2; got a graph of TensorFlow 1")
         if not all(devices):
@@ -204,12 +188,12 @@ class ErrorFeedback(tf_internals.Trackable):
 
     def _add(self, name: str, variable: tf.Variable) -> None:
         self._track_trackable(variable, name)
-        self._by_name[name] = variable
+        self.by_name[name] = variable
         self._give_restored([variable])
 
     def _give_restored(self, variables: Sequence[tf.Variable]) -> None:
         ids = {id(variable) for variable in variables}
-        for name, variable in self._by_name.items():
+        for name, variable in self.by_name.items():
             if id(variable) in ids and name in self._restored:
                 value = self._restored.pop(name)
                 with tf.device(variable.device):

@@ -34,17 +34,12 @@ def with_gradient_of(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
 
 
 class JointGradient:
-    """The gradient of several tensors together, as a function of all that come to them.
-
-    The function is registered once, so it must not refer to a graph.
-
-    Args:
-      function: maps the gradients of the results to the gradients of the tensors.
-    """
+    """The gradient of several tensors together, as a function of all that come to them."""
 
     _numbers = itertools.count()
 
     def __init__(self, function: Callable[..., Sequence[tf.Tensor]]) -> None:
+        # From the results' gradients to the tensors'. It is registered, so it must hold no graph.
         self._function = function
         self._name = f"TfcdoJointGradient{next(self._numbers)}"
         tf.RegisterGradient(self._name)(self._of_op)
@@ -56,14 +51,6 @@ class JointGradient:
         # A gradient of all tensors together needs an op that all pass through, and TensorFlow's is
         # on one device. So the tensors go there, not the results: a gradient sees that op, but it
         # is pruned before the step runs, as nothing uses its values.
-        passed = self._passed(tensors)
-        found = []
-        for result, tensor, device in zip(results, passed, devices, strict=True):
-            with tf.device(device):
-                found.append(with_gradient_of(result, tensor))
-        return found
-
-    def _passed(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if tf.executing_eagerly():
             passed = [tf.identity(tensor) for tensor in tensors]
         else:
@@ -71,7 +58,11 @@ class JointGradient:
             with graph.gradient_override_map({"IdentityN": self._name}):
                 passed = list(tf.raw_ops.IdentityN(input=tensors))
         tf_internals.record_operation(self._name, passed, list(tensors), self._of_results)
-        return passed
+        found = []
+        for result, tensor, device in zip(results, passed, devices, strict=True):
+            with tf.device(device):
+                found.append(with_gradient_of(result, tensor))
+        return found
 
     def _of_results(self, *upstream: Any) -> Sequence[tf.Tensor]:
         return self._function(*[tf.convert_to_tensor(one) for one in upstream])

@@ -7,7 +7,7 @@ decides nothing: the plan lists all that it does.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,30 +24,20 @@ Held = list[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """State and callables that a plan cannot hold.
+    """State and callables that a plan cannot hold."""
 
-    Attributes:
-      exchange: the collectives between hosts; None for one host.
-      residuals: the rounding errors of the step before; None without error feedback.
-      accumulate: the accumulation_fn of "user" packs; gets tensors, and a name for its op.
-      axis: the axis to gather along.
-      remembered: whether a trace may show this run; False for ops that never run.
-    """
-
-    exchange: Exchange | None = None
-    residuals: Residuals | None = None
+    exchange: Exchange | None = None  # None for one host.
+    residuals: Residuals | None = None  # None without error feedback.
+    # The accumulation_fn of "user" packs; gets tensors, and a name for its op.
     accumulate: Callable[[Sequence[tf.Tensor], str], tf.Tensor] | None = None
-    axis: Any = 0
-    remembered: bool = True
+    axis: Any = 0  # To gather along.
+    remembered: bool = True  # Whether a trace may show this run; False for ops that never run.
 
 
 def run(
     plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str], runtime: Runtime
 ) -> list[list[Any]]:
-    """Runs a plan for values `[v][replica]`, on the device of each node.
-
-    Returns the result for each value on each node, `[v][node]`; None on a node that gets none.
-    """
+    """Runs a plan for values `[v][replica]`; returns `[v][node]`, None on a node that gets none."""
     with tf.name_scope("tfcdo"):
         if runtime.remembered:
             planned.remember(plan, devices)
@@ -63,11 +53,8 @@ def run(
 
 
 def broadcast(plan: Plan, values: Sequence[Any], devices: Sequence[str]) -> list[list[Any]]:
-    """Sends the variables that the roots of a plan have updated down its trees: `[v][node]`.
-
-    Each value is on the root of its packs: a tensor, or `tf.IndexedSlices` where only some rows are
-    to be sent.
-    """
+    """Sends the variables that the roots of a plan have updated down its trees: `[v][node]`."""
+    # Each value is on the root of its packs: a tensor, or rows where only some are to be sent.
     roots = {part.value: pack.tree.root for pack in plan.packs if pack.tree for part in pack.slices}
     parts: dict[Slice, Any] = {}
     with tf.name_scope("tfcdo"):
@@ -79,10 +66,7 @@ def broadcast(plan: Plan, values: Sequence[Any], devices: Sequence[str]) -> list
             assert pack.tree is not None
             with tf.name_scope(f"{pack.name}{index}"):
                 with tf.device(devices[pack.tree.root]):
-                    held = [
-                        _fuse(tensor, [parts[part] for part in tensor.slices])
-                        for tensor in pack.tensors
-                    ]
+                    held = [_fuse(tensor, parts) for tensor in pack.tensors]
                 sent = tf.nest.flatten(held, expand_composites=True)
                 arrived = copy_trees.broadcast_down(pack.tree, sent, devices)
                 results.append(
@@ -242,27 +226,19 @@ def _pack_all(plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str
     """Makes the content of all packs: `[pack][node]`."""
     packed: list[Held] = [[None] * len(plan.nodes) for _ in plan.packs]
     for node in range(plan.replicas):
-        own = [value[node] for value in values]
-        with tf.device(devices[node]):
-            for pack, held in zip(_pack(plan, own, devices[node]), packed, strict=True):
-                held[node] = pack
+        device = devices[node]
+        with tf.device(device):
+            parts: dict[Slice, Any] = {}
+            for index, slices in enumerate(plan.slices_of):
+                value, dtype = values[index][node], plan.casts[index]
+                if plan.values[index].table:
+                    value = numerics.cast(rows.to_table(value, device), value.dtype, device)
+                if dtype is not None:
+                    value = numerics.cast(value, tf.as_dtype(dtype), device)
+                parts.update(zip(slices, _cut(value, slices), strict=True))
+            for pack, held in zip(plan.packs, packed, strict=True):
+                held[node] = [_fuse(tensor, parts) for tensor in pack.tensors]
     return packed
-
-
-def _pack(plan: Plan, values: list[Any], device: str) -> list[list[Any]]:
-    """Makes the content of all packs of one replica, on the current device."""
-    parts: dict[Slice, Any] = {}
-    for index, (value, slices) in enumerate(zip(values, plan.slices_of, strict=True)):
-        if plan.values[index].table:
-            value = numerics.cast(rows.to_table(value, device), value.dtype, device)
-        dtype = plan.casts[index]
-        if dtype is not None:
-            value = numerics.cast(value, tf.as_dtype(dtype), device)
-        parts.update(zip(slices, _cut(value, slices), strict=True))
-    return [
-        [_fuse(tensor, [parts[part] for part in tensor.slices]) for tensor in pack.tensors]
-        for pack in plan.packs
-    ]
 
 
 def _cut(value: Any, slices: Sequence[Slice]) -> list[Any]:
@@ -271,12 +247,13 @@ def _cut(value: Any, slices: Sequence[Slice]) -> list[Any]:
     return list(tf.split(numerics.flatten(value), numerics.int64(part.size for part in slices)))
 
 
-def _fuse(fused: FusedTensor, parts: Sequence[Any]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
+def _fuse(fused: FusedTensor, parts: Mapping[Slice, Any]) -> Any:
+    own = [parts[part] for part in fused.slices]
+    if len(own) == 1:
+        return own[0]
     if fused.stacked:
-        return tf.stack(parts)
-    return tf.concat([numerics.flatten(part) for part in parts], axis=0)
+        return tf.stack(own)
+    return tf.concat([numerics.flatten(part) for part in own], axis=0)
 
 
 def _unpack_all(plan: Plan, results: list[Held], devices: Sequence[str]) -> list[list[Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import checks, tf_internals
+from tfcdo import checks, tf_internals, virtual_devices
 from tfcdo.execute import codec as codecs
 from tfcdo.execute import gradients, handles, numerics
 from tfcdo.execute.codec import PackCodec
@@ -126,7 +126,11 @@ def _problem_of_physical_devices(
     indices: Sequence[int], device_type: str
 ) -> tuple[str, str] | None:
     """Returns the problem of devices that do not exist or share a physical one, if there is one."""
-    physical = _physical_devices(device_type)
+    physical = [  # Of each logical device, in the order of their numbers.
+        device.name
+        for device in tf.config.get_visible_devices(device_type)
+        for _ in range(virtual_devices.num_logical(device))
+    ]
     missing = sorted(index for index in indices if index >= len(physical))
     if missing:
         return (
@@ -147,26 +151,14 @@ def _problem_of_physical_devices(
     )
 
 
-def _physical_devices(device_type: str) -> list[str]:
-    """Returns the physical device of each logical device, in the order of their numbers."""
-    names: list[str] = []
-    for physical in tf.config.get_visible_devices(device_type):
-        # TensorFlow reports None for a physical device that nobody has divided: one logical device.
-        parts = tf.config.get_logical_device_configuration(physical) or [None]
-        names += [physical.name] * len(parts)
-    return names
-
-
 def reduce_pack(
     held: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str],
     codec: PackCodec | None,
     divide: int | None,
 ) -> list[list[tf.Tensor]]:
-    """All-reduces one pack: `held[d]` are the tensors of device `d`; the results likewise.
-
-    Encoded values are added in 16 bits, with one scale for all devices.
-    """
+    """All-reduces one pack: `held[d]` are the tensors of device `d`; the results likewise."""
+    # Encoded values are added in 16 bits, with one scale for all devices.
     if codec is not None:
         return _reduce_encoded(held, devices, codec, divide)
     wide = _on_each(devices, lambda own: [numerics.upcast(tensor) for tensor in own], held)
@@ -194,7 +186,7 @@ def _reduce_encoded(
     if codec.codec.scale:
         largest = _emit(_on_each(devices, codecs.largest_magnitude, carried), devices, "max")
         scales = _on_each(
-            devices, lambda one: codecs.scale_for_largest(one, codec.codec, len(devices)), largest
+            devices, lambda one: codecs.scale_for(one, codec.codec, len(devices)), largest
         )
     bits = _on_each(devices, codec.round, carried, ranks, scales)
     return _on_each(
@@ -228,11 +220,7 @@ def _sum_each(
 
 
 def differentiable_sum(tensors: Sequence[tf.Tensor], devices: tuple[str, ...]) -> list[tf.Tensor]:
-    """Sums one tensor per device with NCCL.
-
-    Each result is the sum of all inputs, so the gradient of each input is the sum of the gradients
-    of all results: an all-reduce again, of any order.
-    """
+    """Sums one tensor per device with NCCL; the gradient is an all-reduce again, of any order."""
     return _gradient_of_sum(devices).of(_emit(tensors, devices), tensors, devices)
 
 
@@ -269,14 +257,11 @@ def _emit(
 
 
 def _serialize_calls(sums: Sequence[tf.Tensor]) -> None:
-    """Makes repeated calls of the `tf.function` that is being traced wait for each other.
-
-    A function that is called twice in one step is there twice with the same shared names, and
-    kernels of the one call would meet kernels of the other. TensorFlow runs the calls in turn if
-    they write to the same resource and the function waits for the write; nothing else tells it that
-    they must. A graph of TensorFlow 1 does not order calls: there, call such a function once in a
-    step.
-    """
+    """Makes repeated calls of the `tf.function` that is being traced wait for each other."""
+    # A function that is called twice in one step is there twice with the same shared names: kernels
+    # of one call would meet the other's. TensorFlow runs the calls in turn if they write to the
+    # same resource and the function waits for the write. A graph of TensorFlow 1 does not order
+    # calls: there, call such a function once in a step.
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return
     counter = handles.bare_variable(_PROCESS, _HOST, tf.int32)

@@ -80,23 +80,8 @@ def shape(tensor: tf.Tensor) -> tf.Tensor:
     return int64(tensor.shape.as_list()) if known else tf.shape(tensor, tf.int64)
 
 
-def cut_like(flat: tf.Tensor, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Cuts a tensor with one axis into parts of the shapes of others that it holds end to end."""
-    parts = tf.split(flat, tf.stack([size(tensor) for tensor in tensors]), num=len(tensors))
-    return [tf.reshape(part, shape(tensor)) for part, tensor in zip(parts, tensors, strict=True)]
-
-
 def axis_first(rank: tf.Tensor, axis: Any) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the permutation of axes that puts one first, and the one that puts it back."""
     axis = tf.cast(axis, tf.int32) % rank
     before, after = tf.range(axis), tf.range(axis + 1, rank)
     return tf.concat([[axis], before, after], 0), tf.concat([before + 1, [0], after], 0)
-
-
-def copied(value: Any, device: str) -> Any:
-    """Copies a tensor or `tf.IndexedSlices` to a device."""
-    with tf.device(device):
-        if not isinstance(value, tf.IndexedSlices):
-            return tf.identity(value)
-        shape = None if value.dense_shape is None else tf.identity(value.dense_shape)
-        return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), shape)

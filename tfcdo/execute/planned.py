@@ -18,16 +18,10 @@ _MOST = 64
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """Describes an all-reduce that was put into a graph.
+    """Describes an all-reduce that was put into a graph."""
 
-    Attributes:
-      scope: the name scope of its ops, such as "tfcdo" or "replica_1/tfcdo_2".
-      devices: the device of each node.
-      plan: the plan.
-    """
-
-    scope: str
-    devices: tuple[str, ...]
+    scope: str  # The name scope of its ops, such as "replica_1/tfcdo_2".
+    devices: tuple[str, ...]  # Of each node.
     plan: Plan
 
     def schedule(self) -> Schedule | None:

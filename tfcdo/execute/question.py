@@ -25,19 +25,12 @@ _lock = threading.Lock()  # All threads must get the same function for the same 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """Some reductions of a batch that one plan answers.
-
-    Attributes:
-      batch: the question, as a plan sees it.
-      values: `values[v][r]` is value `v` of replica `r`.
-      devices: the device of each node.
-      positions: the positions of the values in the caller's batch.
-    """
+    """Some reductions of a batch that one plan answers."""
 
     batch: Batch
-    values: tuple[tuple[Any, ...], ...]
-    devices: tuple[str, ...]
-    positions: tuple[int, ...]
+    values: tuple[tuple[Any, ...], ...]  # `[v][r]` is value `v` of replica `r`.
+    devices: tuple[str, ...]  # Of each node.
+    positions: tuple[int, ...]  # Of the values in the caller's batch.
 
     def run(
         self,
@@ -48,10 +41,7 @@ class Question:
         axis: Any = None,
         remembered: bool = True,
     ) -> list[tuple[int, Any]]:
-        """Runs a plan; returns results, or sums on owners, with positions in the caller's batch.
-
-        For the other arguments see `Runtime`.
-        """
+        """Runs a plan; returns results, or sums on owners, with positions in the caller's batch."""
         devices = self.devices
         if network is not None and plan.over_hosts:
             # The members of a collective are known by their devices, so each replica takes part
@@ -98,14 +88,9 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Owned:
-    """Values that were summed on their owners: the first half of plans.
+    """Values that were summed on their owners: the first half of plans."""
 
-    Attributes:
-      sums: each sum, on its owner, which updates a variable with it.
-      halves: the plans, whose trees the variables are sent down, with their questions.
-    """
-
-    sums: tuple[Any, ...]
+    sums: tuple[Any, ...]  # Each on its owner, which updates a variable with it.
     halves: tuple[tuple[Question, Plan], ...]
 
     def send(self, values: Sequence[Any]) -> list[list[Any]]:
@@ -123,14 +108,10 @@ def questions(
     reductions: Sequence[Reduction],
     options: Options,
     network: Network | None,
-    root: str | None,
-    user: bool,
+    root: str | None,  # Where `one_device` reduces; None for the first destination.
+    user: bool,  # Whether there is an accumulation_fn.
 ) -> list[Question]:
-    """Divides a batch into questions: one for each set of devices, and for rows.
-
-    For `op` and `user` see `tfcdo.plan.plan.Batch`; `root` is the device that `Options.one_device`
-    reduces on, None for the first destination.
-    """
+    """Divides a batch into questions: one for each set of devices, and for rows."""
     one_device, tables = options.one_device, options.sparse_as_dense is True
     groups: dict[Any, list[int]] = {}
     if network is not None:

@@ -15,20 +15,13 @@ from tfcdo.execute.devices import brief, devices_of
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """Holds one checked (value, destinations) pair of a batch.
+    """Holds one checked (value, destinations) pair of a batch."""
 
-    Attributes:
-      values: one tensor or `tf.IndexedSlices` per replica.
-      devices: the device of each value; `""` where it is not known at trace time.
-      destinations: the devices that get the result.
-      exact: whether it is never rounded where it is copied: only gradients are.
-      owner: the replica that updates its variable with the sum; None if the sum itself is sent.
-    """
-
-    values: tuple[Any, ...]
-    devices: tuple[str, ...]
-    destinations: tuple[str, ...]
-    exact: bool = False
+    values: tuple[Any, ...]  # One tensor or `tf.IndexedSlices` per replica.
+    devices: tuple[str, ...]  # Of each value; `""` where it is not known at trace time.
+    destinations: tuple[str, ...]  # The devices that get the result.
+    exact: bool = False  # Never rounded where it is copied: only gradients are.
+    # The replica that updates its variable with the sum; None if the sum itself is sent.
     owner: int | None = None
 
     @property
@@ -60,12 +53,6 @@ def check_count(name: str, value: Any) -> int:
     count = int(value) if isinstance(value, np.integer) else value
     checks.check_int(name, count, at_least=0)
     return count
-
-
-def check_sparse_as_dense(value: Any) -> None:
-    """Raises `ValueError` unless the argument `sparse_as_dense` is "auto", True or False."""
-    if not isinstance(value, bool) and value != "auto":
-        raise ValueError(f"sparse_as_dense must be 'auto', True or False; got {value!r}")
 
 
 def check_options(options: Any) -> None:
@@ -113,11 +100,9 @@ def check_error_feedback(value: Any, wire: str | None, argument: str = "wire_dty
 
 
 def check_pairs(value_destination_pairs: Any, by_strategy: bool = False) -> list[Reduction]:
-    """Checks the pairs that a `batch_reduce` is called with, by a strategy or a direct caller.
-
-    An optimizer reduces all gradients in one batch. A synchronized layer reduces each statistic
-    alone, and nothing else distinguishes the two: a value that a strategy reduces alone is exact.
-    """
+    """Checks the pairs that a `batch_reduce` is called with, by a strategy or a direct caller."""
+    # An optimizer reduces all gradients in one batch. A synchronized layer reduces each statistic
+    # alone, and nothing else distinguishes the two: a value that a strategy reduces alone is exact.
     expected = "value_destination_pairs must be a list of (value, destinations) tuples"
     if not isinstance(value_destination_pairs, Iterable) or tf.is_tensor(value_destination_pairs):
         raise ValueError(f"{expected}; got {type(value_destination_pairs).__name__}")
@@ -156,11 +141,9 @@ def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
 
 
 def check_lone_pair(value: Any, destinations: Any, by_strategy: bool = False) -> Reduction:
-    """Checks one value that is reduced alone, and its destinations; see `check_pairs`.
-
-    Direct callers may reduce a gradient alone. Variables (metrics, moving averages), and values
-    that are reduced for a variable, are exact.
-    """
+    """Checks one value that is reduced alone, and its destinations; see `check_pairs`."""
+    # Direct callers may reduce a gradient alone. Variables (metrics, moving averages), and values
+    # that are reduced for a variable, are exact.
     reduction = check_pair(value, destinations)
     exact = by_strategy or _is_variable(value) or _is_variable(destinations)
     return dataclasses.replace(reduction, exact=True) if exact else reduction
@@ -242,7 +225,11 @@ def _as_tensor(value: Any, device: str, name: str = "value") -> Any:
                 f"{name} must have one index for each row; got tf.IndexedSlices with values of "
                 f"shape {value.values.shape} and indices of shape {value.indices.shape}"
             )
-        return _with_tensor_shape(value, device)
+        if value.dense_shape is None or tf.is_tensor(value.dense_shape):
+            return value
+        with tf.device(device or None):  # A Python sequence is accepted too.
+            shape = tf.convert_to_tensor(value.dense_shape)
+        return tf.IndexedSlices(value.values, value.indices, shape)
     with tf.device(device or None):
         try:
             return tf.convert_to_tensor(value)
@@ -251,15 +238,6 @@ def _as_tensor(value: Any, device: str, name: str = "value") -> Any:
                 f"{name} must be a tensor, or what tf.convert_to_tensor takes; got "
                 f"{brief(value)}: {error}"
             ) from error
-
-
-def _with_tensor_shape(slices: tf.IndexedSlices, device: str) -> tf.IndexedSlices:
-    """Returns the slices with `dense_shape` as a tensor; a Python sequence is accepted too."""
-    if slices.dense_shape is None or tf.is_tensor(slices.dense_shape):
-        return slices
-    with tf.device(device or None):
-        shape = tf.convert_to_tensor(slices.dense_shape)
-    return tf.IndexedSlices(slices.values, slices.indices, shape)
 
 
 def _check_replicas_agree(reduction: Reduction) -> None:

@@ -90,12 +90,9 @@ def _add_tables(tree: CopyTree, parts: Parts, devices: Sequence[str]) -> tf.Inde
 
 
 def add(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:
-    """Adds slices of one table by index, on a device; 16-bit floats in 32 bits.
-
-    Rows of equal index are added in the order of the slices and of their rows. Returns rows sorted
-    by index, each index once. Indices are not compared with the table's size: those outside of it
-    stay rows, for the optimizer to refuse or to ignore, as TensorFlow has it.
-    """
+    """Adds slices of one table by index; returns rows sorted by index, 16-bit floats in 32 bits."""
+    # Rows of equal index are added in the order of the slices and of their rows. Indices outside of
+    # the table stay rows, for the optimizer to refuse or to ignore, as TensorFlow has it.
     with tf.device(device):
         dtype = _index_dtype(parts)
         indices = tf.concat([tf.cast(part.indices, dtype) for part in parts], 0)
@@ -147,11 +144,9 @@ def _with_indices_as(part: tf.IndexedSlices, dtype: tf.DType) -> tf.IndexedSlice
 
 
 def to_table(part: tf.IndexedSlices, device: str) -> tf.Tensor:
-    """Returns the table that slices with a `dense_shape` stand for, 16-bit floats in 32 bits.
-
-    Rows of negative index are left out, and an index that is too large is an error on a CPU, as in
-    `tf.convert_to_tensor`. The device is `""` if it is not known.
-    """
+    """Returns the table that slices with a `dense_shape` stand for, 16-bit floats in 32 bits."""
+    # Rows of negative index are left out, and an index that is too large is an error on a CPU, as
+    # in `tf.convert_to_tensor`.
     with tf.device(device or None):
         values = numerics.upcast(part.values)
         count = tf.cast(part.dense_shape, tf.int64)[0]
@@ -165,13 +160,10 @@ def _index_dtype(parts: Sequence[tf.IndexedSlices]) -> tf.DType:
 
 
 def table_is_smaller(parts: Parts, devices: Sequence[str]) -> Any:
-    """Tells whether the replicas' rows have more bytes than as many tables.
-
-    A bool if all sizes are known; else a 0-D tensor. False for slices without `dense_shape`.
-    """
+    """Tells whether all rows have more bytes than as many tables: a bool, or a 0-D tensor."""
     first = _present(parts)[0]
     shape, itemsize = first.dense_shape, numerics.upcast_dtype(first.dtype).size
-    if shape is None:
+    if shape is None:  # Not known to be a table.
         return False
     rows: Any = 0
     for part, device in zip(parts, devices, strict=True):

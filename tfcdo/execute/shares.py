@@ -26,15 +26,12 @@ def all_reduce(
     node: int,
     host: int,
     num_hosts: int,
-    all_to_all: Collective,
-    gather: Collective,
+    all_to_all: Collective,  # Sends row `h` to host `h`; returns the rows that arrive.
+    gather: Collective,  # Concatenates the hosts' rows.
 ) -> tf.Tensor:
-    """Adds up the tensors of all hosts, of one shape, on the current device: a node of this host.
-
-    Each value that is sent is rounded once, and the sum of all once more. All hosts, also the one
-    that forms a sum, take it as it is sent, so they get bitwise the same. `all_to_all` sends row
-    `h` to host `h` and returns the rows that arrive; `gather` concatenates the hosts' rows.
-    """
+    """Adds up the tensors of all hosts, of one shape, on the current device, a node."""
+    # Each value that is sent is rounded once, and the sum of all once more. All hosts, also the one
+    # that forms a sum, take it as it is sent, so they get bitwise the same.
     # An int if it is known. Without values zeros are sent, as a collective needs data.
     known = tensor.shape.num_elements()
     size = tf.size(tensor, tf.int64) if known is None else known
