@@ -188,14 +188,14 @@ def unlike_correct(strategy: Any) -> None:
             stack.enter_context(
                 mock.patch.object(detection, "_choose", return_value=(machine, "for a test"))
             )
-        detection._detect.cache_clear()
+        detection.detect_with_reason.cache_clear()
         _check_sums(
             strategy,
             {"wire_between": "bfloat16"},
             {"cross_device_ops": tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")},
             {"cross_device_ops": tfcdo.AllReduceCrossDeviceOps("packed_trees", 0)},
         )
-    detection._detect.cache_clear()
+    detection.detect_with_reason.cache_clear()
 
 
 def _check_sums(strategy: Any, *settings: dict[str, Any]) -> None:

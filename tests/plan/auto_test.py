@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tfcdo import log
 from tfcdo.plan import algorithms, packed_trees, packing, simulator
 from tfcdo.plan.lower_bound import lower_bound_seconds
+from tfcdo.plan.plan import ValueSpec
 from tfcdo.plan.schedule import size_class
 from tfcdo.topology.presets import PRESETS, preset
 
@@ -125,8 +126,8 @@ class WorkTest(plan_testing.PlanTestCase):
             for size in sizes:
                 self.assertEqual(algorithms.make_schedule("auto", machine, size).size, size)
                 options = packing.PackingOptions(None)
-                value = packing.Item(0, "float32", 4, (size // 4,))
-                packs = packing.pack([value], options, "auto", machine)
+                values = {0: ValueSpec("float32", (size // 4,))}
+                packs = packing.pack(values, options, "auto", machine)
                 content = [part for one in packs for fused in one.tensors for part in fused.slices]
                 self.assertEqual(sum(part.size for part in content), size // 4)
         self.assertEqual(work["tasks"], 0)

@@ -142,6 +142,9 @@ class SummaryTest(parameterized.TestCase):
         found = summary.schedule(made)
         assert found is not None
         self.assertEqual([(p.start, p.stop) for p in found.packs], [(0, 20), (20, 40)])
+        windowed = summary.schedule(plan(PACKS[0], pack((0, 5, 10), after=0), PACKS[2]))
+        assert windowed is not None
+        self.assertEqual([p.after for p in windowed.packs], [None, 0, None])
         self.assertIsNone(summary.schedule(plan(pack((0, 0, 10), (1, 0, 5), tree=None))))
 
     def test_bytes_by_edge(self):

@@ -43,7 +43,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(topology.detect(devices).name, "shared_memory")
             reason = tfcdo.AutoAllReduce(nccl=False).explain([(3,)], devices=devices).reason
             self.assertIn("the topology 'shared_memory' was detected", reason)
-            detection._detect.cache_clear()
+            detection.detect_with_reason.cache_clear()
 
     def test_is_used_where_it_is_passed(self):
         devices, path = tu.device_names(3), self.folder / "mine.json"

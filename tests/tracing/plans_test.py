@@ -37,7 +37,7 @@ class OtherPlansTest(tf.test.TestCase):
         self.assertEqual(tuple(map(tu.device_name, devices)), plan.devices)
         copies = {run.way for run in runs if run.kind == edges.REDUCE}
         self.assertEqual({"1→0", "2→1"}, copies)
-        lanes = {recording.lane_of_task(task) for task in found.planned_tasks(runs)}
+        lanes = {run.lane for run in found.planned_runs(runs)}
         self.assertContainsSubset(copies, lanes)
 
     def test_the_same_devices_in_another_order(self):

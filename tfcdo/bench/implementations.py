@@ -66,7 +66,12 @@ class Implementation:
 
     def reason_not_to_run(self, devices: Sequence[str], dtype: str) -> str | None:
         """Returns the reason why this implementation cannot run."""
-        if not self._wants_nccl():
+        # The default of the general class is TensorFlow's.
+        algorithm = dict(self.arguments).get("all_reduce_alg", "nccl")
+        if self.class_name != "NcclAllReduce" and (self.class_name, algorithm) != (
+            _GENERAL,
+            "nccl",
+        ):
             return None
         cast = self.wire if dtype in ("float32", "float64") else None
         status = tfcdo.nccl_status(devices, cast or dtype)
@@ -85,12 +90,6 @@ class Implementation:
         except Exception as error:
             message = str(error).partition("\n")[0]
             raise ValueError(f"{self.name}: {message}") from error
-
-    def _wants_nccl(self) -> bool:
-        if self.class_name == _GENERAL:
-            # The default is TensorFlow's.
-            return bool(dict(self.arguments).get("all_reduce_alg", "nccl") == "nccl")
-        return self.class_name == "NcclAllReduce"
 
 
 # One instance for all workloads: a second strategy over the same devices would number its

@@ -15,11 +15,11 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from tfcdo.bench import devices as bench_devices
-from tfcdo.bench import results, workloads
-from tfcdo.cli import options
+from tfcdo.bench import hosts, link, results, updates, worker_pool, workloads
+from tfcdo.cli import bench_tables, options
 
 if TYPE_CHECKING:
-    from tfcdo.bench import implementations, link
+    from tfcdo.bench import implementations
 
 _DEVICES = options.option(
     "-g --devices num_devices",
@@ -111,7 +111,6 @@ def bench(
     ]
     console, devices, compared = _start(num_devices, names, dtype)
     from tfcdo.bench import measure
-    from tfcdo.cli import bench_tables
 
     found: list[results.Measurement] = []
     with options.progress(console) as track:
@@ -146,7 +145,6 @@ def fit(
     """Time the training steps of a Keras model."""
     console, devices, compared = _start(num_devices, names, "float32")
     from tfcdo.bench import fit
-    from tfcdo.cli import bench_tables
 
     found = []
     with options.progress(console) as track:
@@ -187,9 +185,6 @@ def workers(
     TensorFlow's and tfcdo's MultiWorkerMirroredStrategy take turns: step time, and bytes between
     the processes. The exit status is 1 if a result of tfcdo's is wrong.
     """
-    from tfcdo.bench import hosts
-    from tfcdo.cli import bench_tables
-
     console = options.make_console()
     with _open_link(rate, console) as opened, _progress_of_workers(console) as track:
         found = hosts.run(opened, num_workers, num_devices, iterations, warmup, track=track)
@@ -206,9 +201,6 @@ def _bench_updates(
     json_file: pathlib.Path | None,
 ) -> int:
     """Measures all-reduce plus update under TensorFlow's strategy and tfcdo's."""
-    from tfcdo.bench import updates
-    from tfcdo.cli import bench_tables
-
     console = options.make_console()
     with _progress_of_workers(console) as track:
         found = updates.run(optimizer, num_devices, iterations, warmup, track)
@@ -220,8 +212,6 @@ def _bench_updates(
 @contextlib.contextmanager
 def _progress_of_workers(console: Console) -> Iterator[results.Track]:
     """Shows the progress of a block in which an error of a worker is the command's."""
-    from tfcdo.bench import worker_pool
-
     try:
         with options.progress(console) as track:
             yield track
@@ -232,8 +222,6 @@ def _progress_of_workers(console: Console) -> Iterator[results.Track]:
 @contextlib.contextmanager
 def _open_link(rate: float | None, console: Console) -> Iterator[link.Loopback]:
     """Opens a link of the workers' own; without a rate, falls back on the shared one."""
-    from tfcdo.bench import link
-
     with contextlib.ExitStack() as stack:
         try:
             opened = stack.enter_context(link.open_link(rate))

@@ -83,12 +83,13 @@ def show_hosts(
     theirs = next(one for one in measured if one.kind == TENSORFLOW)
 
     def sent_of_theirs(one: Measurement) -> str:
-        return "" if one.wrong is None else f"{_sent(one) / _sent(theirs):.3f}"
+        sent = one.bytes_sent or 0.0
+        return "" if one.wrong is None else f"{sent / (theirs.bytes_sent or 0.0):.3f}"
 
     columns: list[_Column] = [
         ("strategy\n", lambda one: one.name),
         *_step_columns(measured),
-        ("sent\n(MB)", lambda one: f"{_sent(one) / 1e6:.1f}"),
+        ("sent\n(MB)", lambda one: _megabytes(one.bytes_sent, 1)),
         ("of\nTF", sent_of_theirs),
         ("#wrong\n", _wrong),
     ]
@@ -190,11 +191,7 @@ def _wrong(one: Measurement) -> str | Text:
     return Text(str(one.wrong), "bold red" if one.wrong else "")
 
 
-def _sent(one: Measurement) -> float:
-    return one.bytes_sent or 0.0
-
-
-def _megabytes(size: int | None, digits: int = 0) -> str:
+def _megabytes(size: float | None, digits: int = 0) -> str:
     return "-" if size is None else f"{size / 1e6:.{digits}f}"
 
 

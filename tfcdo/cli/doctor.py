@@ -44,7 +44,11 @@ def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, .
     if blackbox != bool(files):
         raise click.UsageError("--blackbox takes files, and files take --blackbox")
     if blackbox:
-        return _print_black_boxes(files)
+        try:
+            click.echo("\n".join(black_boxes.compare(black_boxes.read(files))))
+        except (OSError, ValueError) as error:
+            raise click.ClickException(str(error)) from error
+        return 0
     console = options.make_console()
     with (
         options.status(console, "Starting ...") as shown,
@@ -57,16 +61,6 @@ def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, .
     _print(report, found, console)
     click.echo(findings.script_line(report))
     return int(any(finding.severity == findings.WRONG for finding in found))
-
-
-def _print_black_boxes(files: Sequence[pathlib.Path]) -> int:
-    try:
-        lines = black_boxes.compare(black_boxes.read(files))
-    except (OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
-    for line in lines:
-        click.echo(line)
-    return 0
 
 
 def _print(report: examination.Report, found: Sequence[findings.Finding], console: Console) -> None:

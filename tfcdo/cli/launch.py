@@ -140,7 +140,7 @@ def launch(
         assert hosts
         spec = _spec(index, len(hosts), _visible(gpus, 0))
         token = environment.cluster_token()
-        return member.Member(command, spec, address, token, join_timeout, _report).run()
+        return member.Member(command, spec, address, token, join_timeout).run()
     elastic = None
     if workers and (workers[0] < workers[1] or address):
         port = address[1] if address else None
@@ -155,11 +155,7 @@ def launch(
         grace_seconds=grace,
         pool=elastic,
     )
-    return supervisor.run(job, _report)
-
-
-def _report(message: str) -> None:
-    click.echo(f"tfcdo: {message}", err=True)
+    return supervisor.run(job)
 
 
 def _check_where(

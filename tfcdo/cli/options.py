@@ -33,7 +33,7 @@ _WIDTH_OF_A_PIPE = 120
 _ASCII = str.maketrans({"→": "->", "µ": "u", "±": "+-"})
 
 
-class Parsed(click.ParamType):  # type: ignore[type-arg]  # click before 8.3 takes no argument.
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # Only newer clicks take one.
     """A value that a function reads from text; its ValueError is the message of a refusal."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:

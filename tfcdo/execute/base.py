@@ -248,7 +248,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
             request.check_gather(value, destinations, axis)
             for value, destinations in value_destination_pairs
         ]
-        return self._run(self._plans_of("gather", reductions, options, axis), axis)
+        return self._run(self._plans_of("gather", reductions, options), axis)
 
     def _run(self, found: Sequence[tuple[Question, Plan]], axis: Any = None) -> list[Any]:
         results: dict[int, Any] = {}
@@ -266,7 +266,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         return Owned(tuple(self._run(found)), tuple(found))
 
     def _plans_of(
-        self, op: str, reductions: Sequence[Reduction], options: Any = None, axis: Any = None
+        self, op: str, reductions: Sequence[Reduction], options: Any = None
     ) -> list[tuple[Question, Plan]]:
         # An accumulation_fn may take other dtypes, until the result is divided.
         if op == "mean" or (op == "sum" and self.accumulation_fn is None):
@@ -274,7 +274,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         root, user = self.reduce_to_device, self.accumulation_fn is not None
         root = None if root is None else existing_device("reduce_to_device", root)
         chosen = self._options_of(options)
-        found = questions(op, reductions, chosen, self._network, root, user, axis)
+        found = questions(op, reductions, chosen, self._network, root, user)
         return [(question, self._plan(question, chosen)) for question in found]
 
     @property

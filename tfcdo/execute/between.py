@@ -81,7 +81,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     roots = [pack.tree.root if pack.tree else 0 for pack in plan.packs]
     kind = plan.packs[0].kind if plan.packs else "sum"
     what = _WHAT.get(kind, "all-reduce")
-    if any(pack.over_hosts for pack in plan.packs):
+    if plan.over_hosts:
         what = "all-reduce over all devices"
     return {
         "what": what,

@@ -210,7 +210,7 @@ def _reduce_without_tree(
 ) -> Held:
     """Reduces a pack by collectives over all devices: of this host, or of all hosts."""
     pack = plan.packs[index]
-    if not pack.over_hosts:
+    if not plan.over_hosts:
         codec = _codec(pack, index, pack.codec, runtime)
         return nccl.reduce_pack(held, devices, codec, pack.root.divide)
     assert runtime.exchange is not None

@@ -43,7 +43,7 @@ class Question:
     ) -> list[tuple[int, Any]]:
         """Runs a plan; returns results, or sums on owners, with positions in the caller's batch."""
         devices = self.devices
-        if network is not None and any(pack.over_hosts for pack in plan.packs):
+        if network is not None and plan.over_hosts:
             # The members of a collective are known by their devices, so each replica takes part
             # with its own, even where several values lie on one: TensorFlow would wait for ever.
             devices = network.devices
@@ -110,7 +110,6 @@ def questions(
     network: Network | None,
     root: str | None,  # Where `one_device` reduces; None for the first destination.
     user: bool,  # Whether there is an accumulation_fn.
-    axis: Any = None,  # Values are gathered along it.
 ) -> list[Question]:
     """Divides a batch into questions: one for each set of devices, and for rows."""
     one_device, tables = options.one_device, options.sparse_as_dense is True
@@ -123,7 +122,6 @@ def questions(
         groups.setdefault((reduction.devices, to, _stays_rows(reduction, tables)), []).append(
             position
         )
-    fixed = tf.get_static_value(axis) if axis is not None else None
     found = []
     for (devices, _, as_rows), positions in groups.items():
         members = [reductions[position] for position in positions]
@@ -148,7 +146,6 @@ def questions(
             requests,
             chosen,
             user,
-            None if fixed is None else int(fixed),
         )
         values = tuple(reduction.values for reduction in members)
         found.append(Question(batch, values, tuple(nodes), tuple(positions)))

@@ -92,7 +92,7 @@ def resumable(
 
 def order_of(epoch_iterator: Any) -> Order | None:
     """Returns the order of the data that a `fit` takes, if `resumable` made it."""
-    for dataset in _datasets(_dataset(epoch_iterator)):
+    for dataset in _datasets(epoch_iterator):
         order = getattr(dataset, _ORDER, None)
         if isinstance(order, Order):
             return order
@@ -121,7 +121,7 @@ def why_not(epoch_iterator: Any) -> str | None:
         reason = "the order of a generator is not known, and it may have begun"
     elif kind == "PyDatasetAdapter" and shuffle:
         reason = "fit(shuffle=True) draws another order of a PyDataset's batches in each epoch"
-    for dataset in _datasets(_dataset(epoch_iterator)):
+    for dataset in _datasets(epoch_iterator):
         if getattr(dataset, "_reshuffle_each_iteration", False) is not False:
             reason = "its shuffle() has reshuffle_each_iteration=True, which is the default"
         elif dataset.options().deterministic is False:
@@ -182,13 +182,11 @@ def _indices(positions: tf.Tensor, size: int, seed: int) -> tf.Tensor:
     )
 
 
-def _dataset(epoch_iterator: Any) -> Any:
-    return getattr(epoch_iterator.data_adapter, "_dataset", None)
-
-
-def _datasets(dataset: Any) -> Iterator[tf.data.Dataset]:
-    """Yields a dataset and all that it is made from."""
-    if isinstance(dataset, tf.data.Dataset):
-        yield dataset
-        for one in dataset._inputs():
-            yield from _datasets(one)
+def _datasets(epoch_iterator: Any) -> Iterator[tf.data.Dataset]:
+    """Yields the dataset that a `fit` takes, and all that it is made from."""
+    left = [getattr(epoch_iterator.data_adapter, "_dataset", None)]
+    while left:
+        dataset = left.pop()
+        if isinstance(dataset, tf.data.Dataset):
+            yield dataset
+            left += dataset._inputs()

@@ -33,12 +33,6 @@ class Shards:
         """Returns the devices of this host."""
         return tuple(self.strategy.extended.worker_devices)
 
-    @property
-    def ops(self) -> ConfiguredCrossDeviceOps:
-        """Returns the cross-device ops."""
-        cross_device_ops: ConfiguredCrossDeviceOps = self.strategy.extended._cross_device_ops
-        return cross_device_ops
-
     def owner_of(self, variable: Any) -> int:
         """Returns the index of the device that owns a variable, Keras's or TensorFlow's."""
         return self.owner[id(variable.value if isinstance(variable, keras.Variable) else variable)]
@@ -154,7 +148,8 @@ def update(leaf: Any, shards: Shards, gradients: Sequence[Any], variables: Seque
     """Sums gradients on the owners of their variables, updates these there, and sends them."""
     owner = [shards.owner_of(variable) for variable in variables]
     gradients = list(map(_in_dtype, gradients, variables))
-    owned = shards.ops.reduce_to_owners(gradients, owner, shards.devices)
+    cross_device_ops = shards.strategy.extended._cross_device_ops
+    owned = cross_device_ops.reduce_to_owners(gradients, owner, shards.devices)
     sums = list(owned.sums)
     if leaf.gradient_accumulation_steps:
         sums = _on_owners(

@@ -211,7 +211,7 @@ def _apply_across_replicas(
     else:
         update()
     if leaf.use_ema:
-        run(_follow_with_average)
+        run(lambda leaf: leaf._update_model_variables_moving_average(leaf._trainable_variables))
         if leaf.ema_overwrite_frequency:
             is_overwrite = tf.equal((leaf.iterations + 1) % leaf.ema_overwrite_frequency, 0)
             tf.cond(is_overwrite, lambda: _overwrite_with_average(leaf), lambda: None)
@@ -253,10 +253,6 @@ def _accumulate(leaf: Any, gradients: list[Any], variables: list[Any]) -> None:
 
 def _accumulators(leaf: Any, variables: list[Any]) -> list[keras.Variable]:
     return [leaf._accumulated_gradients[leaf._get_variable_index(one)] for one in variables]
-
-
-def _follow_with_average(leaf: Any) -> None:
-    leaf._update_model_variables_moving_average(leaf._trainable_variables)
 
 
 def _overwrite_with_average(leaf: Any) -> None:

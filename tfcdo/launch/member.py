@@ -9,10 +9,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfcdo.launch import guard, worker
+from tfcdo.launch import guard, output, worker
 from tfcdo.launch.connection import Connection
 
 _RETRY_SECONDS = 0.5
@@ -23,21 +23,17 @@ _LEAVE_SECONDS = 30.0
 _TAKEN = ("TF_CONFIG", "TFCDO_")
 
 
+@dataclasses.dataclass
 class Member:
     """Takes part in another launcher's job."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        spec: worker.WorkerSpec,  # With this host's variables; the first host sends more.
-        address: tuple[str, int],  # Of the first host's launcher.
-        token: str,
-        join_seconds: float,  # How long to look for it.
-        report: Callable[[str], None],
-    ) -> None:
-        self._command, self._spec = command, spec
-        self._address, self._token, self._join_seconds = address, token, join_seconds
-        self._report = report
+    command: Sequence[str]
+    spec: worker.WorkerSpec  # With this host's variables; the first host sends more.
+    address: tuple[str, int]  # Of the first host's launcher.
+    token: str
+    join_seconds: float  # How long to look for it.
+
+    def __post_init__(self) -> None:
         self._events: worker.Events = queue.SimpleQueue()
         self._connection: Connection | None = None
         self._process: worker.Process | None = None
@@ -61,17 +57,17 @@ class Member:
 
     def _join(self) -> int | None:
         """Connects to the first host; returns a status if that must not go on."""
-        host, port = self._address
-        deadline = time.monotonic() + self._join_seconds
+        host, port = self.address
+        deadline = time.monotonic() + self.join_seconds
         while True:
             try:
-                peer = socket.create_connection(self._address, timeout=_RETRY_SECONDS)
+                peer = socket.create_connection(self.address, timeout=_RETRY_SECONDS)
                 break
             except OSError as error:
                 if time.monotonic() >= deadline:
-                    self._report(
+                    output.report(
                         f"the first host's launcher cannot be reached at {host}:{port} for "
-                        f"{self._join_seconds:g} s: {error}"
+                        f"{self.join_seconds:g} s: {error}"
                     )
                     return 1
             with contextlib.suppress(queue.Empty):
@@ -80,7 +76,7 @@ class Member:
                     return 128 + event
         self._connection = Connection(peer)
         threading.Thread(target=self._read, args=(self._connection,), daemon=True).start()
-        self._connection.send(slot=self._spec.slot, token=self._token)
+        self._connection.send(slot=self.spec.slot, token=self.token)
         return None
 
     def _read(self, connection: Connection) -> None:
@@ -115,7 +111,7 @@ class Member:
             return None
         if self._process is None or self._ended_by:
             return 128 + number
-        self._report(f"got {number.name}: passing it on to the worker")
+        output.report(f"got {number.name}: passing it on to the worker")
         assert self._connection is not None
         self._connection.send(leaving=True)
         self._ended_by, self._deadline = number, time.monotonic() + _LEAVE_SECONDS
@@ -126,7 +122,7 @@ class Member:
         if message is None:
             return self._lose_connection()
         if "refused" in message:
-            self._report(
+            output.report(
                 f"the first host's launcher does not let this one join: {message['refused']}"
             )
             return 1
@@ -134,8 +130,8 @@ class Member:
             return int(message["end"])
         if "start" in message and not self._ended_by:
             taken = {k: str(v) for k, v in message["start"].items() if k.startswith(_TAKEN)}
-            spec = dataclasses.replace(self._spec, environment={**self._spec.environment, **taken})
-            self._process = worker.Process(spec, self._command, self._events)
+            spec = dataclasses.replace(self.spec, environment={**self.spec.environment, **taken})
+            self._process = worker.Process(spec, self.command, self._events)
         elif process is not None and "signal" in message:
             process.send(int(message["signal"]))
         elif process is not None and message.get("tell") in (worker.FAILED, worker.RESIZE):
@@ -144,7 +140,7 @@ class Member:
 
     def _lose_connection(self) -> int | None:
         """Ends the worker and looks for the first host again."""
-        self._report("the first host's launcher is gone; waiting for it")
+        output.report("the first host's launcher is gone; waiting for it")
         assert self._connection is not None
         self._connection.close()
         self._connection = None

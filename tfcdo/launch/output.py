@@ -1,8 +1,9 @@
-"""Cuts the output of a worker into lines."""
+"""The output of workers, in lines, and of their launcher."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator
 
 # A carriage return alone ends a line too: progress bars redraw theirs with it. One at the end of
@@ -10,6 +11,12 @@ from collections.abc import Iterable, Iterator
 _LINE_END = re.compile(rb"\r?\n|\r(?!\n|\Z)")
 # A line that is longer is printed in parts, so that memory is bounded.
 MAX_LINE_BYTES = 65_536
+
+
+def report(message: str) -> None:
+    """Tells the user a sentence."""
+    sys.stderr.write(f"tfcdo: {message}\n")
+    sys.stderr.flush()
 
 
 def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:

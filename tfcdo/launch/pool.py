@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hmac
 import queue
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tfcdo.launch import worker
+from tfcdo.launch import output, worker
 from tfcdo.launch.connection import Connection
 
 _POLL_SECONDS = 0.2
@@ -20,37 +21,32 @@ _HELLO_SECONDS = 10.0
 _KILLED = 128 + signal.SIGKILL
 
 
+@dataclasses.dataclass
 class Pool:
     """Says which workers take part in the next run."""
 
-    def __init__(
-        self,
-        minimum: int,
-        maximum: int,  # A worker's slot is a number below it.
-        max_restarts: int,  # Of a worker, before the job goes on without it.
-        join_seconds: float,  # How long to wait for all at the start, and later for `minimum`.
-        rejoin_seconds: float,  # When a worker that failed too often is tried again.
-        meet: int | None = None,  # The port for other machines; None: all workers are on this one.
-        token: str = "",  # A secret that other launchers must know.
-    ) -> None:
-        self._minimum, self._maximum = minimum, maximum
-        self._max_restarts = max_restarts
-        self._join_seconds, self._rejoin_seconds = join_seconds, rejoin_seconds
-        self._meet, self._token = meet, token
+    minimum: int
+    maximum: int  # A worker's slot is a number below it.
+    max_restarts: int  # Of a worker, before the job goes on without it.
+    join_seconds: float  # How long to wait for all at the start, and later for `minimum`.
+    rejoin_seconds: float  # When a worker that failed too often is tried again.
+    meet: int | None = None  # The port for other machines; None: all workers are on this one.
+    token: str = ""  # A secret that other launchers must know.
+    ready: Sequence[int] = ()  # The slots of the next run's workers, as `wait` has found them.
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._failures = [0] * maximum
+        self._failures = [0] * self.maximum
         self._lost: dict[int, float] = {}  # When each failed for the last time.
         self._members: dict[int, _Member] = {}
-        # The slots of the next run's workers, as `wait` has found them.
-        self.ready: Sequence[int] = ()
 
     @contextlib.contextmanager
     def listening(self, events: worker.Events) -> Iterator[None]:
         """Lets launchers of other machines join while the block runs."""
-        if self._meet is None:
+        if self.meet is None:
             yield
             return
-        with socket.create_server(("", self._meet)) as server:
+        with socket.create_server(("", self.meet)) as server:
             threading.Thread(target=self._accept, args=(server, events), daemon=True).start()
             try:
                 yield
@@ -60,56 +56,54 @@ class Pool:
                 for member in list(self._members.values()):
                     member.connection.close()
 
-    def wait(
-        self, events: worker.Events, report: Callable[[str], None], last: int | None
-    ) -> int | None:
+    def wait(self, events: worker.Events, last: int | None) -> int | None:
         """Waits for all workers, after a run for `minimum`; returns a status if the job ends."""
-        wanted = self._maximum if last is None else self._minimum
-        within = 0.0 if self._meet is None else self._join_seconds
+        wanted = self.maximum if last is None else self.minimum
+        within = 0.0 if self.meet is None else self.join_seconds
         deadline = time.monotonic() + within
         if len(self._available()) < wanted and within:
-            report(f"waiting {within:g} s for {wanted} workers")
+            output.report(f"waiting {within:g} s for {wanted} workers")
         while len(self._available()) < wanted and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 event = events.get(timeout=_POLL_SECONDS)
                 if event in worker.ENDING_SIGNALS:
                     return 128 + event
         self.ready = self._available()
-        if len(self.ready) < self._minimum:
+        if len(self.ready) < self.minimum:
             after = f" after {within:g} s" if within else ""
-            report(
-                f"the job needs at least {self._minimum} workers, and there are "
+            output.report(
+                f"the job needs at least {self.minimum} workers, and there are "
                 f"{len(self.ready)}{after}: ending"
             )
             return last or 1
-        if len(self.ready) < self._maximum:
-            report(f"starting with {len(self.ready)} of {self._maximum} workers")
+        if len(self.ready) < self.maximum:
+            output.report(f"starting with {len(self.ready)} of {self.maximum} workers")
         return None
 
-    def fail(self, slot: int, report: Callable[[str], None]) -> None:
+    def fail(self, slot: int) -> None:
         """Counts a failure of a worker, after which the workers are started again."""
         with self._lock:
             self._failures[slot] += 1
             failures = self._failures[slot]
-            if failures > self._max_restarts:
+            if failures > self.max_restarts:
                 self._lost[slot] = time.monotonic()
         if slot not in self._available():
-            report(f"going on without worker {slot}")
+            output.report(f"going on without worker {slot}")
         else:
-            report(f"starting the workers again (restart {failures} of {self._max_restarts})")
+            output.report(f"starting the workers again (restart {failures} of {self.max_restarts})")
 
     def can_grow(self, running: frozenset[int]) -> bool:
         """Returns whether a worker could take part that does not run."""
         with self._lock:
             for slot, lost in list(self._lost.items()):
-                if time.monotonic() - lost >= self._rejoin_seconds:
+                if time.monotonic() - lost >= self.rejoin_seconds:
                     del self._lost[slot]
                     self._failures[slot] = 0
         return not running.issuperset(self._available())
 
     def start_elsewhere(self, spec: worker.WorkerSpec) -> AnyProcess | None:
         """Starts a worker on its machine; None if that is this one."""
-        if self._meet is None or spec.slot == 0:
+        if self.meet is None or spec.slot == 0:
             return None
         with self._lock:
             member = self._members[spec.slot]
@@ -123,7 +117,7 @@ class Pool:
 
     def _available(self) -> list[int]:
         with self._lock:
-            here = range(self._maximum if self._meet is None else 1)
+            here = range(self.maximum if self.meet is None else 1)
             there = [slot for slot, member in self._members.items() if member.is_there]
             return sorted(slot for slot in {*here, *there} if slot not in self._lost)
 
@@ -160,11 +154,11 @@ class Pool:
 
     def _refusal(self, hello: Mapping[str, Any]) -> str:
         """Returns why another launcher may not join; empty if it may."""
-        if not hmac.compare_digest(str(hello.get("token", "")).encode(), self._token.encode()):
+        if not hmac.compare_digest(str(hello.get("token", "")).encode(), self.token.encode()):
             return "its TFCDO_CLUSTER_TOKEN is not the first host's"
         slot = hello.get("slot")
-        if not isinstance(slot, int) or not 0 < slot < self._maximum:
-            return f"its --index must be 1 to {self._maximum - 1}; got {slot!r}"
+        if not isinstance(slot, int) or not 0 < slot < self.maximum:
+            return f"its --index must be 1 to {self.maximum - 1}; got {slot!r}"
         return ""
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tfcdo import environment
-from tfcdo.launch import guard, pool, worker
+from tfcdo.launch import guard, output, pool, worker
 
 # How long the output of a worker that has ended may take to be printed: before the launcher speaks
 # itself, and before it ends, where a pager may be waiting for a key.
@@ -35,48 +35,46 @@ class Job:
     pool: pool.Pool | None = None  # Of workers that may become fewer and more.
 
 
-def run(job: Job, report: Callable[[str], None]) -> int:
+def run(job: Job) -> int:
     """Runs a job in the main thread; returns 0, the first failure's status or 128 and a signal."""
     guard.adopt_orphans()
     events: worker.Events = queue.SimpleQueue()
     listening = job.pool.listening(events) if job.pool else contextlib.nullcontext()
     with worker.handled_signals(events), listening:
-        status = _run_until_it_ends(job, events, report)
+        status = _run_until_it_ends(job, events)
         if job.pool is not None:
             job.pool.end(status)
         return status
 
 
-def _run_until_it_ends(job: Job, events: worker.Events, report: Callable[[str], None]) -> int:
+def _run_until_it_ends(job: Job, events: worker.Events) -> int:
     """Runs the workers again and again; with a pool, those that there are."""
     restarts = failures = 0
     status: int | None = None
     while True:
         if job.pool is not None:
-            end = job.pool.wait(events, report, status)
+            end = job.pool.wait(events, status)
             if end is not None:
                 return end
         start = time.monotonic()
-        outcome = _run_once(job, restarts, events, report)
+        outcome = _run_once(job, restarts, events)
         status = outcome.status
         restarts += 1
         if not status or outcome.ended_by_signal:
             return status
         if outcome.asked and time.monotonic() - start >= _SHORTEST_RUN_SECONDS:
-            report("starting all workers again, as asked after a backup")
+            output.report("starting all workers again, as asked after a backup")
         elif job.pool is not None:
             if outcome.first is not None:
-                job.pool.fail(outcome.first, report)
+                job.pool.fail(outcome.first)
         elif failures == job.max_restarts:
             return status
         else:
             failures += 1
-            report(f"starting all workers again (restart {failures} of {job.max_restarts})")
+            output.report(f"starting all workers again (restart {failures} of {job.max_restarts})")
 
 
-def _run_once(
-    job: Job, restart: int, events: worker.Events, report: Callable[[str], None]
-) -> _Supervision:
+def _run_once(job: Job, restart: int, events: worker.Events) -> _Supervision:
     """Runs all workers once; returns how they have ended."""
     processes: list[pool.AnyProcess] = []
     with job.workers() as specs:
@@ -86,7 +84,7 @@ def _run_once(
                 spec = dataclasses.replace(spec, environment=variables)
                 remote = job.pool and job.pool.start_elsewhere(spec)
                 processes.append(remote or worker.Process(spec, job.command, events))
-            supervision = _Supervision(job, processes, events, report)
+            supervision = _Supervision(job, processes, events)
             supervision.run()
             return supervision
         finally:
@@ -102,11 +100,7 @@ class _Supervision:
     """Waits for the workers of one run, and ends them when one has failed or a signal came."""
 
     def __init__(
-        self,
-        job: Job,
-        processes: Sequence[pool.AnyProcess],
-        events: worker.Events,
-        report: Callable[[str], None],
+        self, job: Job, processes: Sequence[pool.AnyProcess], events: worker.Events
     ) -> None:
         self.status = 0  # As `run` returns it.
         self.ended_by_signal = False
@@ -115,7 +109,6 @@ class _Supervision:
         self._job = job
         self._running = set(processes)
         self._events = events
-        self._report = report
         self._started = frozenset(process.spec.slot for process in processes)
         self._growing = False
         # Whether the workers were asked to end, and until when they may take.
@@ -150,7 +143,7 @@ class _Supervision:
         if self._job.pool is None or self._growing or not self._job.pool.can_grow(self._started):
             return
         self._growing = True
-        self._report("there is one more worker: asking all to make a backup and leave")
+        output.report("there is one more worker: asking all to make a backup and leave")
         for process in self._running:
             process.tell(worker.RESIZE)
 
@@ -170,7 +163,7 @@ class _Supervision:
         if status == environment.RESTART_STATUS:
             if not self.asked:
                 waiting = f"; waiting for {others} to do so" if others else ""
-                self._report(f"{name} has made a backup and asks to be started again{waiting}")
+                output.report(f"{name} has made a backup and asks to be started again{waiting}")
                 # They leave after the same step, by themselves.
                 self._deadline = time.monotonic() + max(_LEAVE_SECONDS, self._job.grace_seconds)
             self.status, self.asked = status, True
@@ -178,7 +171,7 @@ class _Supervision:
         if not self.asked:
             self.status = status
         ending = f"; ending {others}" if others else ""
-        self._report(f"{name} failed: {_describe(status)}{ending}")
+        output.report(f"{name} failed: {_describe(status)}{ending}")
         # Tells those who back up on a SIGTERM that there is nobody to wait for.
         for process in self._running:
             process.tell(worker.FAILED)
@@ -194,7 +187,7 @@ class _Supervision:
         else:
             self.ended_by_signal = True
             self.status = 128 + number
-            self._report(f"got {number.name}: passing it on to the workers")
+            output.report(f"got {number.name}: passing it on to the workers")
             self._ask_to_end(number)
 
     def _ask_to_end(self, number: int) -> None:
@@ -208,7 +201,7 @@ class _Supervision:
     def _kill(self) -> None:
         if self._running:
             names = ", ".join(sorted(process.spec.name for process in self._running))
-            self._report(f"killing {names}")
+            output.report(f"killing {names}")
         self._ending = True
         for process in self._running:
             process.send(signal.SIGKILL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 from tfcdo import checks
@@ -140,23 +141,11 @@ def path(order: Sequence[int], root: int) -> CopyTree:
         raise ValueError(f"order must hold each device 0..{len(order) - 1} once; got {order}")
     if root not in order:
         raise ValueError(f"root must be one of the devices {sorted(order)}; got {root}")
-    middle = order.index(root)
-    parents: list[int | None] = [None] * len(order)
-    for position, device in enumerate(order):
-        if position < middle:
-            parents[device] = order[position + 1]
-        elif position > middle:
-            parents[device] = order[position - 1]
-    return CopyTree(tuple(parents))
+    return rooted(list(itertools.pairwise(order)), root)
 
 
 def rooted(edges: Sequence[tuple[int, int]], root: int) -> CopyTree:
-    """Returns the tree of some edges, whose ends may be in any order, with a root.
-
-    Example:
-      >>> rooted([(0, 1), (0, 2)], 2).parents
-      (2, 0, None)
-    """
+    """Returns the tree of some edges, whose ends may be in any order, with a root."""
     near: list[list[int]] = [[] for _ in range(len(edges) + 1)]
     for a, b in edges:
         near[a].append(b)
@@ -183,10 +172,6 @@ def chain(num_devices: int, root: int = 0) -> CopyTree:
 
 def binomial(num_devices: int, root: int = 0) -> CopyTree:
     """Returns the binomial tree: in round `r`, each device at distance `2**r` sends and is done.
-
-    References:
-      Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
-      MPICH", 2005.
 
     Example:
       >>> binomial(8).parents

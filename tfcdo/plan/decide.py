@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Literal
 
-from tfcdo.plan import algorithms, copy_tree, dtypes, nccl_choice, owners, packing
+from tfcdo.plan import algorithms, copy_tree, dtypes, nccl_choice, packing
+from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.options import Machine, Options
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import (
@@ -23,6 +23,7 @@ from tfcdo.plan.plan import (
     Request,
     RootStep,
     Slice,
+    ValueSpec,
 )
 from tfcdo.topology.topology import Topology
 
@@ -43,7 +44,7 @@ def decide(batch: Batch, options: Options, machine: Machine) -> Plan:
     _check_machine(batch, options, machine.topology)
     if batch.op == "gather":
         packs, algorithm, why = _gathered(batch, options, machine), "gather", ""
-    elif batch.root is not None or options.one_device or not batch.is_all_reduce:
+    elif batch.root is not None or not batch.is_all_reduce:
         packs, algorithm, why = _on_one_device(batch, options, machine)
     elif batch.stays_rows:
         packs, algorithm = _rows(batch, options, machine), "rows"
@@ -139,67 +140,66 @@ def _between_codec(batch: Batch, request: Request, options: Options) -> Codec:
     return codec_for(between.wire, request.value.dtype, between.error_feedback)
 
 
-def _root_step(batch: Batch, dtype: str, codec: Codec, tensors: Sequence[FusedTensor]) -> RootStep:
+def _root_step(batch: Batch, pack: PlannedPack, codec: Codec) -> RootStep:
     """Returns the root step of a pack of dense values, which a codec encodes between hosts."""
     divide = _divide(batch)
     if batch.hosts == 1:
         return RootStep(divide=divide)
-    slices = [part for tensor in tensors for part in tensor.slices]
-    num_bytes = sum(part.size for part in slices) * dtypes.itemsize(dtype)
-    known = all(part.stop is not None for part in slices)
-    if codec.dtype is None or (known and num_bytes < MIN_ENCODED_BYTES):
+    if codec.dtype is None or (pack.size is not None and pack.num_bytes < MIN_ENCODED_BYTES):
         return RootStep("sum", divide=divide)
     return RootStep("shares", codec, divide)
-
-
-def _items(batch: Batch, members: Sequence[int], codec: Codec) -> list[packing.Item]:
-    """Describes values to the packing, which counts the bytes that are sent."""
-    items = []
-    for index in members:
-        request = batch.requests[index]
-        dtype, shape = packed_dtype(batch, request), request.value.shape
-        known = None if shape is None or None in shape else shape
-        size = dtypes.itemsize(codec.dtype or dtype)
-        items.append(packing.Item(index, dtype, size, known))  # type: ignore[arg-type]
-    return items
 
 
 def _all_reduced(
     batch: Batch, options: Options, machine: Machine
 ) -> tuple[tuple[PlannedPack, ...], str, str]:
     """Packs dense values; those that are encoded alike are planned together."""
-    groups: dict[tuple[Codec, Codec, str | None, int | None], list[int]] = {}
+    groups: dict[tuple[Codec, Codec, str | None, int | None], dict[int, ValueSpec]] = {}
     for index, request in enumerate(batch.requests):
-        codec, owner = _codec(batch, request, options), request.owner
+        codec, between = _codec(batch, request, options), _between_codec(batch, request, options)
+        value = dataclasses.replace(request.value, dtype=packed_dtype(batch, request))
         nccl = None
-        if owner is None:
-            dtype = packed_dtype(batch, request)
-            nccl = nccl_choice.why_nccl(batch, dtype, options, machine, codec)
-        between = _between_codec(batch, request, options)
-        groups.setdefault((codec, between, nccl, owner), []).append(index)
+        if request.owner is None:
+            nccl = nccl_choice.why_nccl(batch, value.dtype, options, machine, codec)
+        groups.setdefault((codec, between, nccl, request.owner), {})[index] = value
     packs: list[PlannedPack] = []
     reasons: list[tuple[int, str, str]] = []
-    for (codec, between, nccl, owner), members in groups.items():
-        items = _items(batch, members, codec)
+    for (codec, between, nccl, owner), values in groups.items():
+        sizes = [(value.size or 0, codec.dtype or value.dtype) for value in values.values()]
+        num_bytes = sum(size * dtypes.itemsize(dtype) for size, dtype in sizes)
+        how, topology = _packing(options), machine.topology
+        algorithm: algorithms.Algorithm
         if owner is not None:
-            own, name, why = _owner_packs(batch, items, options, machine, owner)
+            # The variables of an owner have one tree, whose root it is.
+            nccl_choice.refuse_owners(options)
+            how = dataclasses.replace(how, num_packs=0 if how.num_packs == 0 else 1)
+            algorithm = (_owner_tree(options, topology, owner, batch.num_bytes),)
+            name = "owners"
+            why = "each device updates its share of the variables (shard_optimizer_state)"
         elif nccl is not None:
-            own, name, why = _nccl_packs(items, options, machine), "NCCL", nccl
+            # One tensor a pack, and one pack unless asked otherwise. NCCL knows the machine itself:
+            # the trees are not used, and these cost nothing to plan.
+            num_packs = 1 if how.num_packs is None else how.num_packs
+            how = dataclasses.replace(how, num_packs=num_packs, one_tensor_per_pack=True)
+            algorithm = (copy_tree.star(topology.num_devices),)
+            name, why = "NCCL", nccl
         else:
-            own, name, why = _tree_packs(batch, items, options, machine)
-        num_bytes = sum((item.size or 0) * item.itemsize for item in items)
+            [dtype, *_] = [value.dtype for value in values.values()]
+            wider = dtypes.itemsize(dtype) / dtypes.itemsize(codec.dtype or dtype)
+            topology = topology.with_slower_additions(wider)
+            algorithm = _algorithm(options, topology, num_bytes)
+            name, why = _reason(batch, options, machine, algorithm, topology, num_bytes)
         reasons.append((num_bytes, name, why))
         offset = len(packs)
-        for packed in own:
-            root = _root_step(batch, packed.dtype, between, packed.tensors)
+        for pack in packing.pack(values, how, algorithm, topology, codec.dtype):
+            root = _root_step(batch, pack, between)
             packs.append(
                 dataclasses.replace(
-                    packed,
-                    tree=None if nccl else packed.tree,
+                    pack,
+                    tree=None if nccl else pack.tree,
                     codec=codec,
                     root=dataclasses.replace(root, update=owner is not None),
-                    over_hosts=nccl is not None and batch.hosts > 1,
-                    after=None if packed.after is None else packed.after + offset,
+                    after=None if pack.after is None else pack.after + offset,
                 )
             )
     if not reasons:
@@ -208,83 +208,48 @@ def _all_reduced(
     return tuple(packs), name, why
 
 
-def _nccl_packs(
-    items: Sequence[packing.Item], options: Options, machine: Machine
-) -> list[PlannedPack]:
-    """Packs values for NCCL: one tensor a pack, and one pack unless asked otherwise."""
-    num_packs = 1 if options.packing.num_packs is None else options.packing.num_packs
-    how = dataclasses.replace(
-        options.packing,
-        num_packs=num_packs,
-        one_tensor_per_pack=True,
-        last_first=options.between is not None,
-    )
-    if options.between is not None and not how.bytes_per_pack:
-        how = dataclasses.replace(how, bytes_per_pack=options.between.bytes_per_pack)
-    # NCCL knows the machine itself: the trees are not used, and these cost nothing to plan.
-    trees = (copy_tree.star(machine.topology.num_devices),)
-    return packing.pack(items, how, trees, machine.topology)
-
-
-def _tree_packs(
-    batch: Batch, items: Sequence[packing.Item], options: Options, machine: Machine
-) -> tuple[list[PlannedPack], str, str]:
-    """Packs values along copy trees; also returns the algorithm and the reason for it."""
-    wider = dtypes.itemsize(items[0].dtype) / items[0].itemsize
-    topology = machine.topology.with_slower_additions(wider)
-    num_bytes = sum((item.size or 0) * item.itemsize for item in items)
-    algorithm, how = _algorithm(batch, options, topology, num_bytes)
-    packs = packing.pack(items, how, algorithm, topology)
-    place = f"the topology {topology.name!r} {machine.origin}"
-    if options.saved is not None:
-        name, why = options.saved.resolved, f"the plan was given: {options.saved.origin}; {place}"
-    elif not isinstance(algorithm, str):
-        name, why = "copy trees", f"they were given; {place}"
-    elif options.nccl == "always" and batch.replicas > 1:
-        problems = [problem for _, problem in machine.nccl if problem] or [machine.nccl_hosts]
-        name, why = algorithm, f"NCCL cannot run: {problems[0]}"
-    elif options.algorithm != "auto":
-        name, why = algorithm, f"it was asked for; {place}"
-    elif options.between is not None:
-        name, why = algorithm, f"auto found it fastest for packs between hosts; {place}"
-    else:
-        name = algorithms.fastest_algorithm(topology, num_bytes, options.packing.num_packs or None)
-        why = f"auto found it fastest for {num_bytes:,} bytes in the simulator; {place}"
-    return packs, name, why
-
-
-def _owner_packs(
+def _reason(
     batch: Batch,
-    items: Sequence[packing.Item],
     options: Options,
     machine: Machine,
-    owner: int,
-) -> tuple[list[PlannedPack], str, str]:
-    """Packs the values of one owner along a tree whose root it is."""
-    nccl_choice.refuse_owners(options)
-    num_bytes = batch.num_bytes
-    algorithm, how = _algorithm(batch, options, machine.topology, num_bytes)
-    how = dataclasses.replace(how, num_packs=0 if how.num_packs == 0 else 1)
-    tree = owners.tree_of(owner, algorithm, machine.topology, num_bytes)
-    packs = packing.pack(items, how, (tree,), machine.topology)
-    return packs, "owners", "each device updates its share of the variables (shard_optimizer_state)"
+    algorithm: algorithms.Algorithm,
+    topology: Topology,
+    num_bytes: int,
+) -> tuple[str, str]:
+    """Returns, for people, the name of the algorithm of copy trees and the reason for it."""
+    place = f"the topology {topology.name!r} {machine.origin}"
+    if options.saved is not None:
+        return options.saved.resolved, f"the plan was given: {options.saved.origin}; {place}"
+    if not isinstance(algorithm, str):
+        return "copy trees", f"they were given; {place}"
+    if options.nccl == "always" and batch.replicas > 1:
+        problems = [problem for _, problem in machine.nccl if problem] or [machine.nccl_hosts]
+        return algorithm, f"NCCL cannot run: {problems[0]}"
+    if options.algorithm != "auto":
+        return algorithm, f"it was asked for; {place}"
+    if options.between is not None:
+        return algorithm, f"auto found it fastest for packs between hosts; {place}"
+    name = algorithms.fastest_algorithm(topology, num_bytes, options.packing.num_packs or None)
+    return name, f"auto found it fastest for {num_bytes:,} bytes in the simulator; {place}"
 
 
-def _algorithm(
-    batch: Batch, options: Options, topology: Topology, num_bytes: int
-) -> tuple[algorithms.Algorithm, PackingOptions]:
-    """Returns the algorithm and packing; across a network, packs that begin to leave early."""
+def _algorithm(options: Options, topology: Topology, num_bytes: int) -> algorithms.Algorithm:
+    """Returns the algorithm; across a network, the roots of its trees are all devices in turn."""
+    if options.between is None or options.algorithm != "auto":
+        return options.algorithm
+    # Each network interface has its share.
+    name = algorithms.fastest_algorithm(topology, num_bytes, topology.num_devices)
+    return "shuffle" if name == "one_device" else name
+
+
+def _packing(options: Options) -> PackingOptions:
+    """Returns how values are packed; across a network, in packs that begin to leave early."""
     if options.between is None:
-        return options.algorithm, options.packing
-    algorithm, how = options.algorithm, options.packing
-    if algorithm == "auto":
-        # Trees whose roots are all devices in turn, so that each network interface has its share.
-        algorithm = algorithms.fastest_algorithm(topology, num_bytes, topology.num_devices)
-        algorithm = "shuffle" if algorithm == "one_device" else algorithm
-    return algorithm, dataclasses.replace(
-        how,
-        num_packs=1 if how.num_packs is None else how.num_packs,
-        bytes_per_pack=how.bytes_per_pack or options.between.bytes_per_pack,
+        return options.packing
+    return dataclasses.replace(
+        options.packing,
+        num_packs=1 if options.packing.num_packs is None else options.packing.num_packs,
+        bytes_per_pack=options.packing.bytes_per_pack or options.between.bytes_per_pack,
         # The backward pass makes the gradients of the last variables first: these leave first.
         last_first=True,
     )
@@ -298,7 +263,7 @@ def _on_one_device(
     tree = copy_tree.star(len(batch.nodes), root)
     if batch.is_all_reduce and root < batch.replicas and not batch.user and not batch.stays_rows:
         options = dataclasses.replace(
-            options, algorithm=(tree,), packing=PackingOptions(1), one_device=False, nccl="never"
+            options, algorithm=(tree,), packing=PackingOptions(1), nccl="never"
         )
         packs, _, _ = _all_reduced(dataclasses.replace(batch, root=None), options, machine)
         return packs, "one_device", f"everything is summed on {batch.nodes[root]}"
@@ -311,19 +276,16 @@ def _on_one_device(
         return _rows(batch, options, machine, tree), "one device", why
     alone = []
     for index, request in enumerate(batch.requests):
-        whole = (_whole(index, request.value.size),)
-        dtype = packed_dtype(batch, request)
-        alone.append(
-            PlannedPack(
-                "user" if batch.user else "sum",
-                whole,
-                dtype,
-                tree,
-                _codec(batch, request, options),
-                _root_step(batch, dtype, _between_codec(batch, request, options), whole),
-                tuple(sorted(set(request.to))),
-            )
+        pack = PlannedPack(
+            "user" if batch.user else "sum",
+            (_whole(index, request.value.size),),
+            packed_dtype(batch, request),
+            tree,
+            _codec(batch, request, options),
+            to=tuple(sorted(set(request.to))),
         )
+        root_step = _root_step(batch, pack, _between_codec(batch, request, options))
+        alone.append(dataclasses.replace(pack, root=root_step))
     return tuple(alone), "one device", why
 
 
@@ -332,7 +294,7 @@ def _whole(index: int, size: int | None) -> FusedTensor:
 
 
 def _rows(
-    batch: Batch, options: Options, machine: Machine, tree: copy_tree.CopyTree | None = None
+    batch: Batch, options: Options, machine: Machine, tree: CopyTree | None = None
 ) -> tuple[PlannedPack, ...]:
     """Packs the rows of each dtype: their number differs between devices and steps."""
     groups: dict[tuple[str, tuple[int, ...], int | None], list[int]] = {}
@@ -340,13 +302,15 @@ def _rows(
         to = () if tree is None else request.to
         key = (packed_dtype(batch, request), to, request.owner)
         groups.setdefault(key, []).append(index)
-    trees = [tree] * len(groups) if tree else _trees(batch, options, machine, len(groups))
     if batch.has_owners:
-        algorithm, _ = _algorithm(batch, options, machine.topology, 0)
         roots = [owner or 0 for _, _, owner in groups]
-        trees = [owners.tree_of(root, algorithm, machine.topology, 0) for root in roots]
-    hosts: Literal["", "gather"] = "gather" if batch.hosts > 1 else ""
-    root = RootStep(hosts, divide=_divide(batch), update=batch.has_owners)
+        trees = [_owner_tree(options, machine.topology, root, 0) for root in roots]
+    elif tree is not None:
+        trees = [tree] * len(groups)
+    else:
+        algorithm = _algorithm(options, machine.topology, 0)
+        trees = _trees(algorithm, machine.topology, len(groups))
+    root = RootStep(_gather(batch), divide=_divide(batch), update=batch.has_owners)
     return tuple(
         PlannedPack(
             "rows",
@@ -363,8 +327,8 @@ def _rows(
 
 def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[PlannedPack, ...]:
     """Gathers all values together, along one tree."""
-    if batch.is_all_reduce and batch.root is None and not options.one_device:
-        [tree] = _trees(batch, options, machine, 1)
+    if batch.is_all_reduce and batch.root is None:
+        [tree] = _trees(_algorithm(options, machine.topology, 0), machine.topology, 1)
         to = None
     else:
         root = batch.requests[0].to[0] if batch.root is None else batch.root
@@ -372,15 +336,30 @@ def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[Planned
         to = tuple(sorted({node for request in batch.requests for node in request.to}))
     sizes = enumerate(request.value.size for request in batch.requests)
     tensors = tuple(_whole(index, size) for index, size in sizes)
-    root_step = RootStep("gather" if batch.hosts > 1 else "")
-    return (PlannedPack("concat", tensors, "", tree, root=root_step, to=to),)
+    return (PlannedPack("concat", tensors, "", tree, root=RootStep(_gather(batch)), to=to),)
+
+
+def _gather(batch: Batch) -> Literal["", "gather"]:
+    return "gather" if batch.hosts > 1 else ""
 
 
 def _trees(
-    batch: Batch, options: Options, machine: Machine, count: int
-) -> list[copy_tree.CopyTree]:
-    """Returns the algorithm's trees in turn, for values whose sizes are known only in a step."""
-    algorithm, _ = _algorithm(batch, options, machine.topology, 0)
-    # Nothing is known of the sizes: the trees are those for tiny values.
-    schedule = algorithms.scheduler(algorithm, machine.topology)(count, count)
+    algorithm: algorithms.Algorithm, topology: Topology, count: int, num_bytes: int = 0
+) -> list[CopyTree]:
+    """Returns the algorithm's trees in turn; if sizes are not known, the trees for tiny values."""
+    schedule = algorithms.scheduler(algorithm, topology)(max(num_bytes, count), count)
     return [pack.tree for pack in schedule.packs]
+
+
+def _owner_tree(options: Options, topology: Topology, owner: int, num_bytes: int) -> CopyTree:
+    """Returns the algorithm's tree with this root; if there is none, another one's edges."""
+    count, algorithm = topology.num_devices, _algorithm(options, topology, num_bytes)
+    if algorithm == "auto":
+        algorithm = algorithms.fastest_algorithm(topology, num_bytes, count)
+    if algorithm == "one_device":
+        return copy_tree.star(count, owner)
+    trees = _trees(algorithm, topology, count, num_bytes)
+    for tree in trees:
+        if tree.root == owner:
+            return tree
+    return copy_tree.rooted(trees[owner % len(trees)].edges, owner)

@@ -14,51 +14,31 @@ from tfcdo.topology.topology import Topology
 
 @dataclasses.dataclass(frozen=True)
 class BetweenHosts:
-    """How packs cross the network between hosts.
+    """How packs cross the network between hosts."""
 
-    Attributes:
-      bytes_per_pack: the most bytes of a pack where the caller does not say.
-      flat: whether one NCCL collective reduces over all devices of all hosts.
-      wire: the dtype that float32 and float64 gradients are cast to; None for none.
-      error_feedback: whether rounding errors are added to the values of the next step.
-    """
-
-    bytes_per_pack: int
-    flat: bool = False
-    wire: str | None = None
+    bytes_per_pack: int  # The most bytes of a pack where the caller does not say.
+    flat: bool = False  # Whether one NCCL collective reduces over all devices of all hosts.
+    wire: str | None = None  # As in `Options`.
     error_feedback: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """A class's choices: how it reduces whatever it is given.
+    """A class's choices: how it reduces whatever it is given."""
 
-    Attributes:
-      algorithm: the name of the algorithm that gives the copy trees, or the trees themselves.
-      packing: how values are packed.
-      measured: the machine, perhaps with its measurement; None for the detected one.
-      nccl: where to use NCCL if it can run: "never", "always", or "auto" for where it is faster.
-      require_nccl: whether to raise where NCCL was requested and cannot run.
-      one_device: whether everything is reduced on one device.
-      sparse_as_dense: whether `tf.IndexedSlices` become tables first: True, False, or "auto" to add
-        them as tables where these have fewer bytes.
-      wire: the dtype that float32 and float64 gradients are cast to; None for none.
-      error_feedback: whether rounding errors are added to the values of the next step.
-      saved: the plan in a file whose schedule `algorithm` is; None for none.
-      between: how packs cross the network between hosts; None for one host.
-    """
-
-    algorithm: algorithms.Algorithm = "auto"
+    algorithm: algorithms.Algorithm = "auto"  # Gives the copy trees.
     packing: PackingOptions = dataclasses.field(default_factory=PackingOptions)
-    measured: Measured | None = None
-    nccl: Literal["never", "always", "auto"] = "never"
-    require_nccl: bool = False
-    one_device: bool = False
+    measured: Measured | None = None  # The machine; None for the detected one.
+    nccl: Literal["never", "always", "auto"] = "never"  # "auto" takes it where it is faster.
+    require_nccl: bool = False  # Whether to raise where NCCL was requested and cannot run.
+    one_device: bool = False  # Whether batches have a root, on which everything is reduced.
+    # Whether `tf.IndexedSlices` become tables first; "auto" adds them as tables where these have
+    # fewer bytes.
     sparse_as_dense: bool | Literal["auto"] = "auto"
-    wire: str | None = None
-    error_feedback: bool = False
-    saved: Evaluation | None = None
-    between: BetweenHosts | None = None
+    wire: str | None = None  # The dtype that float32 and float64 gradients are cast to.
+    error_feedback: bool = False  # Whether rounding errors are added to the next step's values.
+    saved: Evaluation | None = None  # The plan in a file whose schedule `algorithm` is.
+    between: BetweenHosts | None = None  # None for one host.
 
     @property
     def topology(self) -> Topology | None:
@@ -68,17 +48,11 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The facts about a machine that a decision depends on.
-
-    Attributes:
-      topology: the devices and their links.
-      origin: where the topology comes from, for people.
-      nccl: for each dtype that NCCL might add, the reason why it cannot; "" if it can. Empty where
-        NCCL is not asked for.
-      nccl_hosts: the reason why NCCL does not run between hosts; "" if it does.
-    """
+    """The facts about a machine that a decision depends on."""
 
     topology: Topology
-    origin: str = "was detected"
+    origin: str = "was detected"  # Where the topology comes from, for people.
+    # For each dtype that NCCL might add, the reason why it cannot; "" if it can. Empty where nobody
+    # asks for NCCL.
     nccl: tuple[tuple[str, str], ...] = ()
-    nccl_hosts: str = ""
+    nccl_hosts: str = ""  # The reason why NCCL does not run between hosts; "" if it does.

@@ -30,20 +30,14 @@ SHARE_ALIGNMENT = 32
 
 @dataclasses.dataclass(frozen=True)
 class ValueSpec:
-    """One value, as far as it is known while a function is traced.
-
-    Attributes:
-      dtype: the name of its dtype.
-      shape: its dimensions, None for an unknown one; None if not even their number is known. The
-        number of rows is left out: it differs between replicas and steps.
-      rows: whether it is a `tf.IndexedSlices` that stays one.
-      table: whether it is a `tf.IndexedSlices` that becomes the table that it stands for first.
-    """
+    """One value, as far as it is known while a function is traced."""
 
     dtype: str
+    # Its dimensions, None for an unknown one; None if not even their number is known. The number of
+    # rows is left out: it differs between replicas and steps.
     shape: tuple[int | None, ...] | None
-    rows: bool = False
-    table: bool = False
+    rows: bool = False  # Whether it is a `tf.IndexedSlices` that stays one.
+    table: bool = False  # Whether it is one that becomes the table that it stands for first.
 
     @functools.cached_property
     def size(self) -> int | None:
@@ -61,44 +55,25 @@ class ValueSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One value to reduce, and where to.
-
-    Attributes:
-      value: the value.
-      to: the nodes that get the result, in the caller's order.
-      exact: whether it is never rounded: only gradients are.
-      owner: the node that updates its variable with the sum; None if the sum itself is sent.
-    """
+    """One value to reduce, and where to."""
 
     value: ValueSpec
-    to: tuple[int, ...]
-    exact: bool = False
-    owner: int | None = None
+    to: tuple[int, ...]  # The nodes that get the result, in the caller's order.
+    exact: bool = False  # Whether it is never rounded: only gradients are.
+    owner: int | None = None  # Updates its variable with the sum; None if the sum itself is sent.
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A caller's question: values that are reduced together.
-
-    Attributes:
-      op: "sum", "mean" or "gather".
-      replicas: the number of replicas on this host.
-      hosts: the number of hosts.
-      nodes: the names of the devices, such as "GPU:0"; "" for a device that is not known.
-      requests: the values and destinations; either all dense (or to become so), or all rows.
-      root: the node that everything is reduced on; None to choose.
-      user: whether an accumulation_fn combines the values.
-      axis: the axis to gather along; None if it is not known until the step runs.
-    """
+    """A caller's question: values that are reduced together."""
 
     op: Literal["sum", "mean", "gather"]
-    replicas: int
+    replicas: int  # On this host.
     hosts: int
-    nodes: tuple[str, ...]
-    requests: tuple[Request, ...]
-    root: int | None = None
-    user: bool = False
-    axis: int | None = None
+    nodes: tuple[str, ...]  # The devices, such as "GPU:0"; "" for one that is not known.
+    requests: tuple[Request, ...]  # Either all dense (or to become so), or all rows.
+    root: int | None = None  # The node that everything is reduced on; None to choose.
+    user: bool = False  # Whether an accumulation_fn combines the values.
 
     @property
     def stays_rows(self) -> bool:
@@ -125,17 +100,11 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A range of the elements of one flattened value.
-
-    Attributes:
-      value: the value's index.
-      start: the first element.
-      stop: one past the last element; None for a whole value of unknown size.
-    """
+    """A range of the elements of one flattened value."""
 
     value: int
     start: int
-    stop: int | None
+    stop: int | None  # None for a whole value of unknown size.
 
     @property
     def size(self) -> int:
@@ -145,33 +114,20 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True)
 class FusedTensor:
-    """Slices that are sent as one tensor.
-
-    Attributes:
-      slices: the slices, in the order in which they are laid; a single one is sent as it is.
-      stacked: whether they are whole values of one shape, stacked along a new first axis. Otherwise
-        they are flattened and concatenated.
-    """
+    """Slices that are sent as one tensor: flattened and concatenated, or a single one as it is."""
 
     slices: tuple[Slice, ...]
-    stacked: bool = False
+    stacked: bool = False  # Whether they are whole values of one shape, along a new first axis.
 
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """How values are encoded where they are copied.
+    """How values are encoded where they are copied."""
 
-    Attributes:
-      dtype: the dtype that they are cast to; None to send them as they are.
-      scale: whether they are multiplied by a scale first, as the dtype's range is smaller.
-      feedback: whether the rounding errors are added to the values of the next step.
-      block: the most values that have a scale of their own; None for one scale.
-    """
-
-    dtype: str | None = None
-    scale: bool = False
-    feedback: bool = False
-    block: int | None = None
+    dtype: str | None = None  # The dtype that they are cast to; None to send them as they are.
+    scale: bool = False  # Whether they are scaled first, as the dtype's range is smaller.
+    feedback: bool = False  # Whether rounding errors are added to the values of the next step.
+    block: int | None = None  # The most values that have a scale of their own; None for one scale.
 
     def share_layout(self, size: Any, hosts: int) -> tuple[Any, Any]:
         """Returns how an encoded share of values is laid out: the number and size of its blocks.
@@ -196,53 +152,33 @@ IDENTITY = Codec()
 
 @dataclasses.dataclass(frozen=True)
 class RootStep:
-    """The root's work on a sum, in this order, before the result is broadcast.
+    """The root's work on a sum, in this order, before the result is broadcast."""
 
-    Attributes:
-      hosts: how the sums of other hosts are added: "" for one host, "sum" by one collective,
-        "shares" by an all-to-all and a gather of encoded values, "gather" for rows and
-        concatenations.
-      codec: how values are encoded between hosts, for "shares".
-      divide: the number of replicas of all hosts, for a mean; None for a sum.
-      update: whether the root updates variables with the sum and the variables are broadcast, in
-        their own dtype, instead of the sum.
-    """
-
+    # How the sums of other hosts are added: "" for one host, "sum" by one collective, "shares" by
+    # an all-to-all and a gather of encoded values, "gather" for rows and concatenations.
     hosts: Literal["", "sum", "shares", "gather"] = ""
-    codec: Codec = IDENTITY
-    divide: int | None = None
+    codec: Codec = IDENTITY  # How values are encoded between hosts, for "shares".
+    divide: int | None = None  # The number of replicas of all hosts, for a mean; None for a sum.
+    # Whether the root updates variables with the sum, which are broadcast in their own dtype.
     update: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedPack:
-    """Values, or parts of values, that are reduced together.
+    """Values, or parts of values, that are reduced together."""
 
-    Attributes:
-      kind: how a node combines its children's parts: "sum"; "user" for an accumulation_fn; "rows"
-        adds rows by index; "concat" gathers.
-      tensors: the content, in order.
-      dtype: the dtype that values are packed in; "" for a gather, which mixes them.
-      tree: the copy tree over all nodes; None where NCCL reduces.
-      codec: how values are encoded on the edges of the tree, or before NCCL.
-      root: the root step.
-      to: the nodes that get the result; None for all.
-      tables: whether rows are added as tables: "never", or "smaller" where the tables have fewer
-        bytes, which is found when the step runs.
-      over_hosts: whether one collective reduces over all devices of all hosts, without a tree.
-      after: the index of an earlier pack with the same tree, whose result a leaf waits for before
-        it sends this pack; None for no such window.
-    """
-
+    # How a node combines its children's parts: "user" by an accumulation_fn, "rows" adds by index.
     kind: Literal["sum", "user", "rows", "concat"]
     tensors: tuple[FusedTensor, ...]
-    dtype: str
-    tree: CopyTree | None
-    codec: Codec = IDENTITY
+    dtype: str  # The dtype that values are packed in; "" for a gather, which mixes them.
+    tree: CopyTree | None  # Over all nodes; None where NCCL reduces, over all devices of all hosts.
+    codec: Codec = IDENTITY  # How values are encoded on the edges of the tree, or before NCCL.
     root: RootStep = RootStep()
-    to: tuple[int, ...] | None = None
+    to: tuple[int, ...] | None = None  # The nodes that get the result; None for all.
+    # Whether rows are added as tables where these have fewer bytes, which the running step finds.
     tables: Literal["never", "smaller"] = "never"
-    over_hosts: bool = False
+    # The window: an earlier pack with the same tree, whose result a leaf holds before it sends this
+    # one; None for no window.
     after: int | None = None
 
     @functools.cached_property
@@ -277,19 +213,6 @@ class PlannedPack:
 class Plan:
     """A whole all-reduce. A plan that misses an element, or packs one twice, cannot be built.
 
-    Attributes:
-      nodes: the names of the devices, such as "GPU:0"; "" for a device that is not known.
-      replicas: the number of replicas of this host; nodes after them have no value.
-      hosts: the number of hosts.
-      values: the values.
-      packs: the packs, in the order in which they are sent.
-      algorithm: the name of the way in which the first values are reduced, for people.
-      why: why that is, for people; not part of the fingerprint.
-
-    Raises:
-      ValueError: if an element is missing or packed twice, a tree does not span the nodes, or a
-        window does not name an earlier pack of the same tree.
-
     Example:
       >>> from tfcdo.plan.copy_tree import star
       >>> pack = PlannedPack("sum", (FusedTensor((Slice(0, 0, 6),)),), "float32", star(2))
@@ -297,13 +220,13 @@ class Plan:
       6
     """
 
-    nodes: tuple[str, ...]
-    replicas: int
+    nodes: tuple[str, ...]  # The devices, such as "GPU:0"; "" for one that is not known.
+    replicas: int  # Of this host; nodes after them have no value.
     hosts: int
     values: tuple[ValueSpec, ...]
-    packs: tuple[PlannedPack, ...]
-    algorithm: str = ""
-    why: str = ""
+    packs: tuple[PlannedPack, ...]  # In the order in which they are sent.
+    algorithm: str = ""  # The way in which most values are reduced, for people.
+    why: str = ""  # Why that is; like the algorithm not part of the fingerprint.
 
     def __post_init__(self) -> None:
         for index, pack in enumerate(self.packs):
@@ -349,6 +272,11 @@ class Plan:
     def one_function(self) -> bool:
         """Returns whether its ops wait for each other, so that they must run at the same time."""
         return any(pack.tree is None for pack in self.packs)
+
+    @property
+    def over_hosts(self) -> bool:
+        """Returns whether NCCL reduces over all devices of all hosts, without copy trees."""
+        return self.hosts > 1 and self.one_function
 
     @functools.cached_property
     def has_feedback(self) -> bool:

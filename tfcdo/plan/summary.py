@@ -18,7 +18,7 @@ def schedule(plan: Plan) -> Schedule | None:
         if pack.tree is None or not pack.num_sent_bytes:
             return None
         start = packs[-1].stop if packs else 0
-        packs.append(Pack(start, start + pack.num_sent_bytes, pack.tree))
+        packs.append(Pack(start, start + pack.num_sent_bytes, pack.tree, pack.after))
     return Schedule(len(plan.nodes), packs[-1].stop if packs else 0, tuple(packs))
 
 
@@ -46,12 +46,9 @@ def _codec_key(codec: Codec) -> dict[str, Any]:
 
 
 def num_collectives(plan: Plan, copied_dtypes: Callable[[set[str]], int]) -> int:
-    """Returns how many collectives between hosts a plan takes.
+    """Returns the number of collectives between hosts.
 
-    Args:
-      plan: the plan.
-      copied_dtypes: a function that gives, for the dtypes of a pack, the number of dtypes that
-        TensorFlow gathers them in.
+    `copied_dtypes` gives, for the dtypes of a pack, the number of dtypes that gather them.
     """
     counts = {"": 0, "sum": 1, "shares": 2}
     return sum(
@@ -101,7 +98,7 @@ def bytes_between_hosts(plan: Plan) -> int:
     hosts, total = plan.hosts, 0.0
     for pack in plan.packs:
         size, item = pack.size or 0, dtypes.itemsize(dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype))
-        if pack.root.hosts == "sum" and not pack.over_hosts:
+        if pack.root.hosts == "sum" and pack.tree is not None:
             total += 2 * (hosts - 1) / hosts * size * item
         elif pack.root.hosts == "shares":
             # A share is sent to each other host, and the sum of the host's own share to all.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tfcdo.topology.topology import Topology
 from tfcdo.tracing import chrome
 from tfcdo.tracing.edges import BROADCAST
-from tfcdo.tracing.recording import Profiler, Recording, lane_of_task
+from tfcdo.tracing.recording import Profiler, Recording
 from tfcdo.tracing.summary import Summary
 from tfcdo.units import format_seconds
 
@@ -113,25 +113,18 @@ def draw_trace(recording: Recording) -> Figure:
 
     pictures: list[tuple[str, list[figures.Bar]]] = []
     for scope, runs in recording.runs_of_step().items():
-        begin = min(run.start for run in runs)
-        tasks = recording.planned_tasks(runs)
-        last = max([run.pack for run in runs] + [task.pack for task in tasks])
-        colors = figures.device_colors(last + 1)
-        ran = [
-            figures.Bar(
-                run.lane, run.pack, run.start - begin, run.end - begin,
-                colors[run.pack], run.kind == BROADCAST,
-            )
-            for run in runs
-        ]  # fmt: skip
-        planned = [
-            figures.Bar(
-                lane_of_task(task), task.pack, task.start, task.end,
-                colors[task.pack], task.kind == BROADCAST,
-            )
-            for task in tasks
-        ]  # fmt: skip
-        pictures += [(f"{scope}: what ran", ran), (f"{scope}: what was planned", planned)]
+        planned = recording.planned_runs(runs)
+        colors = figures.device_colors(1 + max(run.pack for run in [*runs, *planned]))
+        for title, shown in (("what ran", runs), ("what was planned", planned)):
+            begin = min((run.start for run in shown), default=0.0)
+            bars = [
+                figures.Bar(
+                    run.lane, run.pack, run.start - begin, run.end - begin,
+                    colors[run.pack], run.kind == BROADCAST,
+                )
+                for run in shown
+            ]  # fmt: skip
+            pictures.append((f"{scope}: {title}", bars))
     heights = [max(2, min(_MAX_LANES, len({bar.lane for bar in bars}))) for _, bars in pictures]
     figure = figures.make_figure(14, 1.5 + sum(0.22 * height + 0.9 for height in heights), "")
     figure.suptitle(str(recording.summary), fontsize=11)

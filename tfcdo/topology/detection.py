@@ -47,11 +47,6 @@ def detect(devices: Sequence[str]) -> Topology:
       >>> detect(["/device:CPU:0", "/device:CPU:1"]).name
       'shared_memory'
     """
-    return detect_with_reason(devices)[0]
-
-
-def detect_with_reason(devices: Sequence[str]) -> tuple[Topology, str]:
-    """Returns the topology of `detect`, and a sentence that says how it was found."""
     names = checks.check_device_list(devices)
     for device in names:
         if not isinstance(device, str):
@@ -59,11 +54,12 @@ def detect_with_reason(devices: Sequence[str]) -> tuple[Topology, str]:
                 "devices must hold device names such as 'GPU:0', or '' for an unknown device; "
                 f"got {device!r}"
             )
-    return _detect(names)
+    return detect_with_reason(names)[0]
 
 
 @functools.lru_cache(maxsize=64)
-def _detect(devices: tuple[str, ...]) -> tuple[Topology, str]:
+def detect_with_reason(devices: tuple[str, ...]) -> tuple[Topology, str]:
+    """Returns the topology of `detect`, and a sentence that says how it was found."""
     topology, reason = _choose(devices)
     names = ", ".join(device or "an unknown device" for device in devices)
     log.info_once(f"topology {topology.name!r} for {names}: {reason}")

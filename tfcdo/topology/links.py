@@ -81,15 +81,14 @@ def ordered_pairs(num_devices: int) -> Iterator[tuple[int, int]]:
 
 def check_links(links: Sequence[Link], resources: Sequence[Resource], num_devices: int) -> None:
     """Raises unless links join each ordered pair of devices once, by resources that exist."""
+    known = set(range(len(resources)))
     for link in links:
         where = f"of the link {link_name(link.source, link.target)}"
         if not 0 <= link.latency < math.inf:
             raise ValueError(
                 f"latency {where} must be a number of seconds, at least 0; got {link.latency}"
             )
-        if not link.resources or not all(
-            index in range(len(resources)) for index in link.resources
-        ):
+        if not link.resources or not known.issuperset(link.resources):
             raise ValueError(
                 f"resources {where} must be at least one of the indices from 0 to "
                 f"{len(resources) - 1}; got {link.resources}"
@@ -99,9 +98,9 @@ def check_links(links: Sequence[Link], resources: Sequence[Resource], num_device
     devices = range(num_devices)
     given = collections.Counter((link.source, link.target) for link in links)
     too_many = [
-        pair
-        for pair, count in given.items()
-        if count > 1 or pair[0] == pair[1] or not (pair[0] in devices and pair[1] in devices)
+        (a, b)
+        for (a, b), count in given.items()
+        if count > 1 or a == b or a not in devices or b not in devices
     ]
     wanted = num_devices * (num_devices - 1)
     if too_many or len(links) != wanted:

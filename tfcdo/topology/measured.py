@@ -29,23 +29,19 @@ class _MeasuredDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A measured topology, whose name names the devices, and says when it was measured.
-
-    `nccl` holds bytes on each device, ascending, and the seconds of an all-reduce by NCCL; it is
-    empty where NCCL does not run.
-    """
+    """A measured topology, whose name names the devices, and says when it was measured."""
 
     topology: Topology
     date: str
+    # Bytes on each device, ascending, and the seconds of an all-reduce by NCCL; none if it does not
+    # run.
     nccl: tuple[tuple[int, float], ...] = ()
 
     def nccl_seconds(self, num_bytes: int) -> float | None:
-        """Returns the seconds of NCCL, between the measured sizes; None if it was not measured.
-
-        Below the smallest size it takes as long as there, above the largest in proportion.
-        """
+        """Returns the seconds of NCCL, between the measured sizes; None if it was not measured."""
         if not self.nccl:
             return None
+        # Below the smallest size it takes as long as there, above the largest in proportion.
         sizes, seconds = np.array(self.nccl).T
         between = np.interp(math.log(max(num_bytes, 1)), np.log(sizes), np.log(seconds))
         return math.exp(float(between)) * max(1.0, num_bytes / float(sizes[-1]))

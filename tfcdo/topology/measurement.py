@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 from tfcdo import checks, log
 from tfcdo.topology import detection, measured
-from tfcdo.topology.inference import Pair, infer_routes
 from tfcdo.topology.links import Resource, link_name, ordered_pairs
 from tfcdo.topology.presets import preset
 from tfcdo.topology.routes import Route
@@ -27,8 +27,9 @@ _ROUNDS = 15
 MOST_DEVICES = 16
 _NCCL_SIZES = (2**16, 2**20, 2**24, 2**27)
 
+Pair: TypeAlias = tuple[int, int]
 # Called with the part that is done, from 0 to 1, and the name of the measurement.
-Progress = Callable[[float, str], None]
+Progress: TypeAlias = Callable[[float, str], None]
 
 
 def measure(
@@ -71,9 +72,8 @@ def measure(
     if len(names) > MOST_DEVICES:
         raise ValueError(f"devices must be at most {MOST_DEVICES}; got {len(names)}")
     clock = _Clock(names, progress or (lambda done, what: None))
-    found = measured.Measured(
-        _topology(name, clock), datetime.date.today().isoformat(), _time_nccl(clock)
-    )
+    today = datetime.date.today().isoformat()
+    found = measured.Measured(_topology(name, clock), today, _time_nccl(clock))
     clock.progress(1.0, "done")
     try:
         file = measured.save(found, path)
@@ -149,30 +149,26 @@ class _Clock:
 
     def additions(self, adders: Sequence[int], operands: int) -> float:
         """Returns the time in which each of some devices adds so many tensors."""
-
-        def add(values: Sequence[Any]) -> Any:
-            return self._tf.add_n([value.read_value() for value in values])
-
-        ops = [
-            (device, functools.partial(add, [self.value(device, _COUNT) for _ in range(operands)]))
-            for device in adders
-        ]
+        ops = []
+        for device in adders:
+            values = [self.value(device, _COUNT) for _ in range(operands)]
+            ops.append((device, functools.partial(self._tf.add_n, values)))
         return self.seconds(ops)
 
     def nccl(self, count: int) -> float:
         """Returns the time of an all-reduce by NCCL."""
-
-        def reduce(value: Any) -> Any:
-            return self._tf.raw_ops.NcclAllReduce(
-                input=value.read_value(),
-                reduction="sum",
-                num_devices=len(self.devices),
-                shared_name=f"tfcdo_measure_{count}_{id(self)}",
-            )
-
-        devices = range(len(self.devices))
+        reduce = functools.partial(
+            self._tf.raw_ops.NcclAllReduce,
+            reduction="sum",
+            num_devices=len(self.devices),
+            shared_name=f"tfcdo_measure_{count}_{id(self)}",
+        )
+        values = [self.value(device, count) for device in range(len(self.devices))]
         return self.seconds(
-            [(device, functools.partial(reduce, self.value(device, count))) for device in devices]
+            [
+                (device, functools.partial(reduce, input=value))
+                for device, value in enumerate(values)
+            ]
         )
 
 
@@ -203,6 +199,60 @@ def _topology(name: str, clock: _Clock) -> Topology:
         addition_bandwidth=3 * _BYTES / adding,
         serial_reduction=together > 0.6 * count * adding,
     )
+
+
+def infer_routes(
+    alone: Sequence[Route], time_copies: Callable[[Sequence[Pair], int], float], num_bytes: int
+) -> list[Route]:
+    """Adds the resources that links share to routes that hold a wire each, by timing copies.
+
+    Pairs of links that may share something are timed together, by a function of pairs of devices
+    and bytes. Links every two of which slow each other down share a resource: they are a clique.
+    """
+    bandwidths = {route[:2]: route.resources[0].bandwidth for route in alone}
+    seconds = {route[:2]: route.latency + num_bytes / bandwidths[route[:2]] for route in alone}
+    # Links without a common device are tried only if they are slow: they lead through a host.
+    slow = 0.9 * max(bandwidths.values())
+    conflicts = []
+    for one, other in itertools.combinations(sorted(bandwidths), 2):
+        ends_meet = one[0] == other[0] or one[1] == other[1] or one == other[::-1]
+        if ends_meet or max(bandwidths[one], bandwidths[other]) < slow:
+            # They share something if the second copy adds half of the shorter one's time.
+            short, long = sorted((seconds[one], seconds[other]))
+            if time_copies([one, other], num_bytes) > long + 0.5 * short:
+                conflicts.append((one, other))
+    resources = {route[:2]: [*route.resources] for route in alone}
+    for number, clique in enumerate(_cliques_over_edges(conflicts)):
+        fastest = max(bandwidths[pair] for pair in clique)
+        for pair in clique:
+            resources[pair].append(Resource(f"{_shared_name(clique)} ({number})", fastest))
+    return [route._replace(resources=resources[route[:2]]) for route in alone]
+
+
+def _cliques_over_edges(edges: Sequence[tuple[Pair, Pair]]) -> Iterator[list[Pair]]:
+    """Covers all edges of a graph with cliques, large ones first, each as large as it can be."""
+    try:
+        import networkx as nx
+    except ImportError as error:
+        raise ImportError(
+            "measuring links needs networkx: pip install 'tfcdo[cli]' or 'tfcdo[plot]'"
+        ) from error
+    covered: set[Sequence[Pair]] = set()
+    cliques = map(sorted, nx.find_cliques(nx.Graph(edges)))
+    for clique in sorted(cliques, key=lambda pairs: (-len(pairs), pairs[0])):
+        inside = set(itertools.combinations(clique, 2))
+        if inside - covered:
+            covered |= inside
+            yield clique
+
+
+def _shared_name(clique: Sequence[Pair]) -> str:
+    sources, targets = {pair[0] for pair in clique}, {pair[1] for pair in clique}
+    if len(sources) == 1:
+        return f"{sources.pop()} out"
+    if len(targets) == 1:
+        return f"{targets.pop()} in"
+    return "shared"
 
 
 def _time_nccl(clock: _Clock) -> tuple[tuple[int, float], ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from tfcdo.topology import routes
 from tfcdo.topology.links import reached
-from tfcdo.topology.routes import NVLINK_V100, Route, crossbar_routes, mesh_routes, pcie_routes
 
 # No GPU has more NVLinks than this; where a row adds up to more, a switch hands them out.
 _MAX_NVLINKS = 18
@@ -18,16 +18,12 @@ _KINDS = (*_ONE_SOCKET, *_BETWEEN_SOCKETS)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def read_routes(text: str) -> tuple[int, list[Route]]:
+def read_routes(text: str) -> tuple[int, list[routes.Route]]:
     """Reads the number of GPUs in the table of `nvidia-smi topo -m`, and how they are wired.
 
-    * `NV#`: # NVLinks. The table does not name the GPUs: from V100 to H200 a link has 25 GB/s. If
-      all pairs have the same number, and more of them than a GPU has NVLinks, these are the ports
-      of an NVSwitch.
-    * On a machine with NVLinks, any other pair goes through the host, as on a DGX-1.
-    * On a machine without, each GPU has a PCIe port; `PIX` and `PXB` pairs are under one switch;
-      all others also hold their switches' paths up and down, and pairs on different
-      sockets (`SYS`) the path from socket to socket.
+    On a machine with NVLinks (25 GB/s each, from V100 to H200: the table does not name the GPUs),
+    any other pair goes through the host, as on a DGX-1. On a machine without, each GPU has a PCIe
+    port; pairs of two switches also hold the paths up and down, and of two sockets the one between.
     """
     kinds, affinities = _read_table(text)
     num_devices = len(affinities)
@@ -40,11 +36,11 @@ def read_routes(text: str) -> tuple[int, list[Route]]:
         between = {
             (a, b): (sockets[a], sockets[b]) for a, b in kinds if kinds[a, b] in _BETWEEN_SOCKETS
         }
-        return num_devices, pcie_routes(_groups(num_devices, kinds, _ONE_SWITCH), between)
-    speeds = {pair: count * NVLINK_V100 for pair, count in nvlinks.items()}
+        return num_devices, routes.pcie(_groups(num_devices, kinds, _ONE_SWITCH), between)
+    speeds = {pair: count * routes.NVLINK_V100 for pair, count in nvlinks.items()}
     if len(set(kinds.values())) == 1 and nvlinks[0, 1] * (num_devices - 1) > _MAX_NVLINKS:
-        return num_devices, crossbar_routes(num_devices, speeds[0, 1])
-    return num_devices, mesh_routes(num_devices, speeds, sockets)
+        return num_devices, routes.crossbar(num_devices, speeds[0, 1])
+    return num_devices, routes.mesh(num_devices, speeds, sockets)
 
 
 def _groups(

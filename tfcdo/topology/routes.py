@@ -32,7 +32,7 @@ class Route(NamedTuple):
     latency: float = LATENCY
 
 
-def wire_routes(num_devices: int, bandwidth: float, latency: float = LATENCY) -> list[Route]:
+def wires(num_devices: int, bandwidth: float, latency: float = LATENCY) -> list[Route]:
     """Returns the routes of devices every two of which have a wire each way."""
     return [
         Route(a, b, [Resource(link_name(a, b), bandwidth)], latency=latency)
@@ -40,7 +40,7 @@ def wire_routes(num_devices: int, bandwidth: float, latency: float = LATENCY) ->
     ]
 
 
-def mesh_routes(
+def mesh(
     num_devices: int, nvlinks: Mapping[tuple[int, int], float], sockets: Sequence[int]
 ) -> list[Route]:
     """Returns the routes of point-to-point links; other pairs meet in the host."""
@@ -54,7 +54,7 @@ def mesh_routes(
     return routes
 
 
-def crossbar_routes(num_devices: int, bandwidth: float) -> list[Route]:
+def crossbar(num_devices: int, bandwidth: float) -> list[Route]:
     """Returns the routes of devices that meet in a switch, which is never the slowest part."""
     return [
         Route(a, b, [Resource(f"{a} out", bandwidth), Resource(f"{b} in", bandwidth)])
@@ -62,7 +62,7 @@ def crossbar_routes(num_devices: int, bandwidth: float) -> list[Route]:
     ]
 
 
-def pcie_routes(
+def pcie(
     switches: Sequence[int], sockets: Mapping[tuple[int, int], tuple[int, int]]
 ) -> list[Route]:
     """Returns the routes of devices that meet in PCIe switches, which the host joins."""

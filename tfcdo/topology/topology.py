@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -59,10 +60,9 @@ class Topology:
         checks.check_int("num_devices", self.num_devices, at_least=1)
         if not self.addition_bandwidth > 0:
             raise ValueError(f"addition_bandwidth must be above 0; got {self.addition_bandwidth}")
-        names = [resource.name for resource in self.resources]
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"resources must have different names; {twice!r} is there twice")
+        for name, count in collections.Counter(one.name for one in self.resources).items():
+            if count > 1:
+                raise ValueError(f"resources must have different names; {name!r} is there twice")
         check_links(self.links, self.resources, self.num_devices)
 
     @classmethod

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from tfcdo.tracing.recording import Recording, lane_of_task
+from tfcdo.tracing.recording import Recording
 
 _MICROSECOND = 1e-6
 # The "processes" of the trace: groups of lanes.
@@ -22,19 +22,18 @@ _GROUPS = {
 def write(recording: Recording, path: pathlib.Path) -> None:
     """Writes all ops, a lane a thread; the edges, a lane each; and the plan of a typical step."""
     numbers: dict[tuple[int, str], int] = {}  # Lanes in the order in which they are first used.
-    events = []
-    for group, lane, name, start, end, arguments in _bars(recording):
-        events.append(
-            {
-                "ph": "X",
-                "pid": group,
-                "tid": numbers.setdefault((group, lane), len(numbers) + 1),
-                "name": name,
-                "ts": start / _MICROSECOND,
-                "dur": (end - start) / _MICROSECOND,
-                "args": arguments,
-            }
-        )
+    events = [
+        {
+            "ph": "X",
+            "pid": group,
+            "tid": numbers.setdefault((group, lane), len(numbers) + 1),
+            "name": name,
+            "ts": start / _MICROSECOND,
+            "dur": (end - start) / _MICROSECOND,
+            "args": arguments,
+        }
+        for group, lane, name, start, end, arguments in _bars(recording)
+    ]
     names = [
         {"ph": "M", "pid": group, "name": "process_name", "args": {"name": name}}
         for group, name in _GROUPS.items()
@@ -61,7 +60,10 @@ def _bars(recording: Recording) -> Iterator[tuple[int, str, str, float, float, d
         yield _EDGES, run.lane, name, run.start, run.end, arguments
     for scope, runs in recording.runs_of_step().items():
         begin = min(run.start for run in runs)
-        for task in recording.planned_tasks(runs):
-            name = f"{scope}/pack{task.pack}/{task.kind}"
-            start, end = begin + task.start, begin + task.end
-            yield _PLANNED, lane_of_task(task), name, start, end, {"pack": task.pack}
+        for run in recording.planned_runs(runs):
+            name, start, end = (
+                f"{scope}/pack{run.pack}/{run.kind}",
+                begin + run.start,
+                begin + run.end,
+            )
+            yield _PLANNED, run.lane, name, start, end, {"pack": run.pack}

@@ -73,8 +73,9 @@ def _additions(events: Sequence[Event]) -> Iterator[EdgeRun]:
     for event in events:
         found = _EDGE.search(event.name) if event.op == "AddN" else None
         if found:
+            sources = tuple(map(int, found["sources"].split("and")))
             yield EdgeRun(
-                found["scope"], int(found["pack"]), ADD, _sources(found), int(found["target"]),
+                found["scope"], int(found["pack"]), ADD, sources, int(found["target"]),
                 event.start, event.end,
             )  # fmt: skip
 
@@ -137,10 +138,6 @@ def _devices_of(scope: str, sends: Sequence[_Send], planned: Sequence[Planned]) 
 
     known = (one.devices for one in planned if one.scope.rpartition("/")[2] == scope)
     return max(known, key=agreeing, default=())
-
-
-def _sources(found: re.Match[str]) -> tuple[int, ...]:
-    return tuple(map(int, found["sources"].split("and")))
 
 
 def _receives_by_name(events: Sequence[Event]) -> dict[str, list[Event]]:

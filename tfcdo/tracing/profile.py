@@ -42,13 +42,8 @@ def read(folder: pathlib.Path) -> tuple[Event, ...]:
     if not found:
         raise FileNotFoundError(f"TensorFlow's profiler wrote nothing below {folder}")
     space = tf_internals.read_profile(str(found[-1]))
-    events = [
-        event
-        for plane in space.planes
-        if plane.name.startswith(_PLANES)
-        for event in _events_of(plane)
-    ]
-    events = list(_joined(events))
+    planes = (plane for plane in space.planes if plane.name.startswith(_PLANES))
+    events = list(_joined(event for plane in planes for event in _events_of(plane)))
     begin = min((event.start for event in events), default=0.0)
     moved = [
         dataclasses.replace(event, start=event.start - begin, end=event.end - begin)

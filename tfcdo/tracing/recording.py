@@ -55,20 +55,17 @@ class Recording:
                 found.setdefault(run.scope, []).append(run)
         return found
 
-    def planned_tasks(self, runs: Sequence[EdgeRun]) -> tuple[simulator.Task, ...]:
-        """Simulates the plan of the all-reduce that some edges are of."""
+    def planned_runs(self, runs: Sequence[EdgeRun]) -> list[EdgeRun]:
+        """Simulates the plan of the all-reduce that some edges are of, from 0 on."""
         plan = edges.plan_of(runs, self.planned)
         schedule = plan.schedule() if plan else None
         if plan is None or schedule is None:
-            return ()
-        topology = self.topology or detect(plan.devices)
-        return simulator.simulate(schedule, topology).tasks
-
-
-def lane_of_task(task: simulator.Task) -> str:
-    """Names the lane of something planned as `EdgeRun.lane` names what ran."""
-    is_copy = task.kind != edges.ADD
-    return f"{task.source}→{task.target}" if is_copy else f"{task.target} adds"
+            return []
+        tasks = simulator.simulate(schedule, self.topology or detect(plan.devices)).tasks
+        return [
+            EdgeRun(runs[0].scope, t.pack, t.kind, (t.source,), t.target, t.start, t.end)
+            for t in tasks
+        ]
 
 
 class Profiler:
