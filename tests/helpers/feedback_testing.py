@@ -16,7 +16,7 @@ TINY = {"bfloat16": 0.3 * 2.0**-7, "float16": 0.3 * 2.0**-10}
 
 def residuals(ops: Any) -> list[tf.Variable]:
     """The residuals that some cross-device ops keep."""
-    return list(ops._feedback.variables)
+    return list(ops._feedback.by_name.values())
 
 
 class Training:

@@ -147,13 +147,13 @@ def _feedback(name: str, strategy: Any) -> dict[str, np.ndarray]:
 
     ops = strategy.cross_device_ops
     steps = [result() for _ in range(FEEDBACK_STEPS)]
-    kept = [variable.numpy() for variable in ops._feedback.variables]
+    kept = [variable.numpy() for variable in ops._feedback.by_name.values()]
     assert kept and all(np.any(each) for each in kept), kept
     with tempfile.TemporaryDirectory() as folder:
         saved = tf.train.Checkpoint(ops=ops).save(f"{folder}/saved")
         expected = result()
         ops.reset_error_feedback()
-        assert not any(np.any(variable) for variable in ops._feedback.variables)
+        assert not any(np.any(variable) for variable in ops._feedback.by_name.values())
         tf.train.Checkpoint(ops=ops).restore(saved).assert_consumed()
         np.testing.assert_array_equal(expected, result())
     ops.reset_error_feedback()

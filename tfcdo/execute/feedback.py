@@ -107,7 +107,7 @@ class ErrorFeedback(tf_internals.Trackable):
         self._kept: dict[str, list[Residuals]] = {}  # By structure.
         # Values from a backup, for variables that are not there yet.
         self._restored: dict[str, Any] = {}
-        # The names are the same in another process.
+        # All residuals; the names are the same in another process.
         self.by_name: dict[str, tf.Variable] = {}
         # How many batches of each structure each graph has reduced so far.
         self._turns: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = (
@@ -117,11 +117,6 @@ class ErrorFeedback(tf_internals.Trackable):
     def __deepcopy__(self, memo: dict[int, Any]) -> ErrorFeedback:
         """Makes one without residuals: an error is to be added once only."""
         return ErrorFeedback()
-
-    @property
-    def variables(self) -> list[tf.Variable]:
-        """Returns all residuals."""
-        return [variable for residuals in self._all() for variable in residuals.variables]
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Sets residuals by name, also those that are made later; all others become 0."""
