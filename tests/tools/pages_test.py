@@ -14,14 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import compat
-import networkx as nx
 import performance
-import plan_testing
 import tested_versions
 import testing_utils as tu
 from absl.testing import absltest, parameterized
 from compat_cases import CASES, Case, Refused
-from drawn_machines import FASTEST, SLOWEST, draw_machine
 from performance import AUTO, BEGIN, DEFAULT, END, Target
 from training_cases import TRAININGS, Training, dense
 from training_runs import judge as judge_training
@@ -173,28 +170,6 @@ class PerformanceTest(absltest.TestCase):
         self.assertEndsWith(page, "\nafter\n")
         with self.assertRaisesRegex(ValueError, "no lines"):
             performance.replace_table("without markers", lines)
-
-
-MB = 10**6
-
-
-class PlannerTableTest(plan_testing.PlanTestCase):
-    def test_drawn_machines_are_what_they_are_said_to_be(self):
-        kinds = set()
-        for seed in range(30):
-            machine = draw_machine(7, seed)
-            self.assertEqual(machine, draw_machine(7, seed))
-            direct = [(x.source, x.target) for x in machine.links if not x.via_host]
-            self.assertTrue(nx.is_connected(nx.Graph(direct)))
-            for resource in machine.resources:
-                self.assertBetween(resource.bandwidth, SLOWEST, FASTEST)
-            kinds |= {
-                ("asymmetric", any(machine.bandwidth(a, b) != machine.bandwidth(b, a)
-                                   for a, b in direct)),
-                ("ports", any(resource.name.endswith(" in") for resource in machine.resources)),
-                ("bridges", any(link.via_host for link in machine.links)),
-            }  # fmt: skip
-        self.assertLen(kinds, 6)  # Some have each of these, and some have not.
 
 
 _JUNIT = """\
