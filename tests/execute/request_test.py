@@ -7,13 +7,11 @@ import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
 
-import tfcdo
 from tfcdo import tf_internals
 from tfcdo.execute.devices import devices_of
 from tfcdo.execute.request import (
     check_broadcast,
     check_count,
-    check_cross_device_ops,
     check_gather,
     check_numeric,
     check_pair,
@@ -27,13 +25,6 @@ class ArgumentsTest(parameterized.TestCase):
         count = check_count("n", value)
         self.assertIs(int, type(count))
         self.assertEqual(value, count)
-
-    def test_cross_device_ops(self):
-        for good in None, tf.distribute.ReductionToOneDevice(), tfcdo.AutoAllReduce():
-            check_cross_device_ops(good)
-        for bad in "auto", 3, tfcdo.AutoAllReduce, tf.distribute.NcclAllReduce:
-            with self.assertRaisesRegex(TypeError, "cross_device_ops must be an object .*; got "):
-                check_cross_device_ops(bad)
 
 
 class DestinationsTest(tf.test.TestCase, parameterized.TestCase):
