@@ -79,6 +79,15 @@ class CheckpointTest(TrainingTestCase):
             model.load_weights(path)
         self._assert_goes_on(model, strategy)
 
+    def test_load_weights_with_keras_alone(self):
+        path = self._path("m.keras")
+        half_trained().save(path)
+        model = keras.models.load_model(path, compile=False)
+        model.compile(adam(), "mse")
+        model.optimizer.build(model.trainable_variables)
+        model.load_weights(path)
+        self._assert_goes_on(model, strategy_of(1))
+
     def test_the_same_file_as_keras_alone(self):
         def datasets(model: keras.Model) -> list[Any]:
             path, found = self._path("m.weights.h5"), []

@@ -27,6 +27,12 @@ tfcdo.MultiWorkerMirroredStrategy()
 
 
 class FaultsTest(absltest.TestCase):
+    def test_a_kill_ends_with_the_same_weights(self):
+        outcome = faults.run_case(faults.Case("kill", 2, victim=1, step=25, delay=0.05))
+        self.assertEqual(outcome.problem, "")
+        self.assertEqual(outcome.from_hosts, 0.0)
+        self.assertBetween(outcome.repeated, 1, 30)
+
     def test_two_hosts_then_one_then_two(self):
         outcome = faults.run_case(faults.Case("join", 2, victim=0, step=15, delay=0.05))
         self.assertEqual(outcome.problem, "")
