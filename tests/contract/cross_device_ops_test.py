@@ -17,7 +17,6 @@ from unittest import mock
 import block_tensorflow_reductions
 import contract
 import contract_calls
-import contract_instances
 import contract_values
 import numpy as np
 import tensorflow as tf
@@ -47,7 +46,7 @@ ONE_SETTING_A_BASE_CLASS = {
 for part, settings in (
     (contract_values.BatchesContract, SETTINGS),
     (contract_values.ValuesContract, ONE_SETTING_A_BASE_CLASS),
-    (contract_instances.InstancesContract, ONE_SETTING_A_BASE_CLASS),
+    (contract_values.InstancesContract, ONE_SETTING_A_BASE_CLASS),
     (contract_calls.CallsContract, ONE_SETTING_A_BASE_CLASS),
 ):
     globals().update(contract.settings_tests(part, settings, __name__))

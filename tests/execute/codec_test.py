@@ -120,22 +120,5 @@ class CastTest(tf.test.TestCase, parameterized.TestCase):
         self.assertTrue(np.isfinite(scale))
 
 
-class ArgumentTest(tf.test.TestCase, parameterized.TestCase):
-    def test_accepted(self):
-        for given in ("bfloat16", tf.bfloat16):
-            self.assertEqual(codec.check_wire_dtype("wire_dtype", given), "bfloat16")
-        for given in ("float16", tf.float16):
-            self.assertEqual(codec.check_wire_dtype("wire_dtype", given), "float16")
-        self.assertIsNone(codec.check_wire_dtype("wire_dtype", None))
-
-    def test_refused(self):
-        for given in ("float32", "half", "", tf.float32, tf.int16):
-            with self.assertRaisesRegex(ValueError, r"^wire_between must be 'bfloat16', 'float16'"):
-                codec.check_wire_dtype("wire_between", given)
-        for given in (16, True, np.float16, ["float16"]):
-            with self.assertRaisesRegex(TypeError, r"^wire_dtype must be .*; got "):
-                codec.check_wire_dtype("wire_dtype", given)
-
-
 if __name__ == "__main__":
     tf.test.main()

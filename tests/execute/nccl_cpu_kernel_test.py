@@ -1,4 +1,4 @@
-"""The tests' CPU kernel for NcclAllReduce: results as numpy's, and errors instead of hangs."""
+"""The tests' CPU kernel for NcclAllReduce: errors instead of hangs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from concurrent import futures
 from typing import Any
 
 import nccl_on_cpu
-import numpy as np
 import tensorflow as tf
 from absl.testing import absltest, parameterized
-from nccl_testing import DTYPES, delayed
+from nccl_testing import delayed
 
 from tfcdo.virtual_devices import configure_virtual_cpus
 
@@ -27,11 +26,7 @@ def setUpModule() -> None:
 
 
 def all_reduce(
-    values: Sequence[Any],
-    reduction: str = "sum",
-    num_devices: int | None = None,
-    devices: Sequence[str] = DEVICES,
-    name: str = "pack",
+    values: Sequence[Any], num_devices: int | None = None, devices: Sequence[str] = DEVICES
 ) -> list[tf.Tensor]:
     """One op on each device, with nothing that holds them together."""
     results = []
@@ -40,16 +35,12 @@ def all_reduce(
             results.append(
                 tf.raw_ops.NcclAllReduce(
                     input=value,
-                    reduction=reduction,
+                    reduction="sum",
                     num_devices=len(values) if num_devices is None else num_devices,
-                    shared_name=name,
+                    shared_name="pack",
                 )
             )
     return results
-
-
-def run(values: Any, reduction: str = "sum") -> list[tf.Tensor]:
-    return tf.function(lambda: all_reduce([tf.constant(one) for one in values], reduction))()
 
 
 def without_hanging(function: Callable[[], Any]) -> Any:
@@ -67,27 +58,11 @@ def without_hanging(function: Callable[[], Any]) -> Any:
     return outcome.result(TEST_PATIENCE)
 
 
-class ReductionTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(reduction=("sum", "max"), dtype=DTYPES)
-    def test_agrees_with_numpy(self, reduction, dtype):
-        random = np.random.default_rng(7)
-        for count in (1, 8):
-            limit = 9 if dtype.is_integer else 2
-            drawn = random.uniform(-limit, limit, size=(count, 3, 5))
-            values = drawn.astype(dtype.as_numpy_dtype)
-            expected = getattr(np, reduction)(values.astype(np.float64), axis=0)
-            tolerance = 0 if dtype.is_integer else 8 * np.finfo(dtype.as_numpy_dtype).eps
-            for result in run(values, reduction):
-                self.assertEqual(result.dtype, dtype)
-                actual = tf.cast(result, tf.float64)
-                self.assertAllClose(expected, actual, rtol=tolerance, atol=tolerance)
-
-
 class ErrorTest(tf.test.TestCase, parameterized.TestCase):
     """Each error comes without waiting, or when the time is up; the next step works."""
 
     def tearDown(self):
-        self.assertAllEqual([4.0, 4.0], run([1.0, 3.0]))
+        self.assertAllEqual([4.0, 4.0], tf.function(lambda: all_reduce([1.0, 3.0]))())
         super().tearDown()
 
     @parameterized.parameters(

@@ -13,7 +13,6 @@ from tfcdo.execute.devices import devices_of
 from tfcdo.execute.request import (
     check_broadcast,
     check_count,
-    check_cross_device_ops,
     check_gather,
     check_numeric,
     check_pair,
@@ -37,13 +36,6 @@ class ArgumentsTest(parameterized.TestCase):
     def test_no_such_packing(self, arguments, error, message):
         with self.assertRaisesRegex(error, message):
             tfcdo.AllReduceCrossDeviceOps(**arguments)
-
-    def test_cross_device_ops(self):
-        for good in None, tf.distribute.ReductionToOneDevice(), tfcdo.AutoAllReduce():
-            check_cross_device_ops(good)
-        for bad in "auto", 3, tfcdo.AutoAllReduce, tf.distribute.NcclAllReduce:
-            with self.assertRaisesRegex(TypeError, "cross_device_ops must be an object .*; got "):
-                check_cross_device_ops(bad)
 
 
 class DestinationsTest(tf.test.TestCase, parameterized.TestCase):

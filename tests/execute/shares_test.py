@@ -127,7 +127,7 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
         [num_bytes] = hosts.row_bytes
         self.assertEqual(num_bytes, spec.share_bytes(values[0].size, count, dtype))
 
-    @parameterized.parameters(1e-45, 1.2e-38, 3.3e38 / 3)
+    @parameterized.parameters(1e-45, 1.2e-38, 1e-37, 3.3e38 / 3)
     def test_int8_of_tiny_and_huge_blocks(self, magnitude):
         generator = np.random.default_rng(0)
         drawn = generator.uniform(-1, 1, (3, 1000)) * magnitude

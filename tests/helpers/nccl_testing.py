@@ -17,7 +17,6 @@ from testing_utils import SUM
 
 import tfcdo
 
-DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 K = 4  # How many devices, where their number is not what is tested.
 
 

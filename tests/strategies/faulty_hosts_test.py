@@ -29,7 +29,6 @@ _FAULTS = {
     "unlike keys": r"timed out: pack 1 of 2, time 1, of the all-reduce .* has waited 1\d s",
     "sleeps": r"timed out: pack . of 2, time 5, .* for " + _HOST_1 + ", which is busy or",
     "ends": _HOST_1 + " has come to the end of its program before others: all hosts must make",
-    "dies": "UnavailableError",
     "absent": f"RendezvousError: timed out waiting for {_HOST_1} to start",
 }
 
@@ -40,12 +39,8 @@ class BreakingTest(tf.test.TestCase):
         # They mostly wait, so all wait at once.
         with futures.ThreadPoolExecutor(max_workers=6) as pool:
             runs = {
-                fault: pool.submit(clusters.run, 2, "faulty_host", [fault, where], _TIMEOUT)
-                for where, faults in (
-                    ("1", [*_FAULTS, "late"]),
-                    ("all", ["no collective", "nothing"]),
-                )
-                for fault in faults
+                fault: pool.submit(clusters.run, 2, "faulty_host", [fault], _TIMEOUT)
+                for fault in (*_FAULTS, "late")
             }
         for fault, run in runs.items():
             with self.subTest(fault):
@@ -57,8 +52,7 @@ class BreakingTest(tf.test.TestCase):
                     continue
                 for outcome in outcomes:
                     self.assertEqual(0, outcome.returncode, outcome.output)
-                    # Without the collective, values show it, so tests of them would notice.
-                    self.assertEqual(fault != "no collective", _CORRECT in outcome.output)
+                    self.assertIn(_CORRECT, outcome.output)
 
     def check_fault(self, message, outcome, faulty):
         self.assertNotEqual(0, outcome.returncode, outcome.output)

@@ -1,4 +1,4 @@
-"""The tools that make pages of the documentation."""
+"""The tools that make pages of the documentation, on small trainings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import compat
-import networkx as nx
 import performance
-import plan_testing
+import tensorflow as tf
 import tested_versions
 import testing_utils as tu
+import wire
 from absl.testing import absltest, parameterized
 from compat_cases import CASES, Case, Refused
-from drawn_machines import FASTEST, SLOWEST, draw_machine
 from performance import AUTO, BEGIN, DEFAULT, END, Target
 from training_cases import TRAININGS, Training, dense
 from training_runs import judge as judge_training
@@ -175,28 +174,6 @@ class PerformanceTest(absltest.TestCase):
             performance.replace_table("without markers", lines)
 
 
-MB = 10**6
-
-
-class PlannerTableTest(plan_testing.PlanTestCase):
-    def test_drawn_machines_are_what_they_are_said_to_be(self):
-        kinds = set()
-        for seed in range(30):
-            machine = draw_machine(7, seed)
-            self.assertEqual(machine, draw_machine(7, seed))
-            direct = [(x.source, x.target) for x in machine.links if not x.via_host]
-            self.assertTrue(nx.is_connected(nx.Graph(direct)))
-            for resource in machine.resources:
-                self.assertBetween(resource.bandwidth, SLOWEST, FASTEST)
-            kinds |= {
-                ("asymmetric", any(machine.bandwidth(a, b) != machine.bandwidth(b, a)
-                                   for a, b in direct)),
-                ("ports", any(resource.name.endswith(" in") for resource in machine.resources)),
-                ("bridges", any(link.via_host for link in machine.links)),
-            }  # fmt: skip
-        self.assertLen(kinds, 6)  # Some have each of these, and some have not.
-
-
 _JUNIT = """\
 <testsuites><testsuite name="pytest" errors="1" failures="2" skipped="3" tests="10" time="1.0">
 <testcase classname="a" name="b" time="0.1" /></testsuite></testsuites>
@@ -220,5 +197,21 @@ class RecordTest(absltest.TestCase):
         self.assertContainsSubset({"2.16.2"}, {entry["tensorflow"] for entry in record})
 
 
+class TrainingsTest(tf.test.TestCase):
+    def test_accuracy_is_that_of_float32(self):
+        wires = ("float32", "float16, error feedback")
+        accuracies = [wire.recommender_accuracy(one, 2, 8_000, 40, 30) for one in wires]
+        self.assertGreater(accuracies[0], 0.65)
+        # After so few steps it is still rising.
+        self.assertAllClose(accuracies, [accuracies[0]] * 2, atol=0.015)
+
+    def test_error_feedback_descends_where_rounding_stops(self):
+        names = ("float32", "bfloat16", "bfloat16, error feedback")
+        losses = {name: wire.badly_scaled_losses(name, 400) for name in names}
+        _, without, fed_back = (descent[-1] for descent in losses.values())
+        self.assertLess(fed_back, without / 5)
+        self.assertLen(wire.draw(losses).axes[0].lines, 3)
+
+
 if __name__ == "__main__":
-    absltest.main()
+    tf.test.main()
