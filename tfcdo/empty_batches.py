@@ -14,8 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import tf_internals
-
 _LOCAL = threading.local()  # TensorFlow traces each replica in a thread of its own.
 
 
@@ -35,8 +33,7 @@ def step_with(arguments: Sequence[tf.Tensor]) -> Iterator[None]:
 
 def keep_statistic(variable: Any) -> None:
     """Has a distributed variable keep its number on a replica without examples."""
-    if isinstance(variable, tf_internals.DistributedValues):
-        variable.__class__ = _statistic_class(variable.__class__)
+    variable.__class__ = _statistic_class(variable.__class__)
 
 
 def without_nan(values: Any) -> Any:

@@ -318,7 +318,12 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
     def _residuals(self, plan: Plan, question: Question) -> Residuals | None:
         if self._feedback is None or not plan.has_feedback:
             return None
-        question.check_known_shapes()
+        for value, asked in zip(question.values, question.batch.requests, strict=True):
+            if asked.value.size is None:
+                raise ValueError(
+                    "error_feedback needs values whose shapes are known while a function is "
+                    f"traced; got {value[0].dtype.name} of shape {value[0].shape}"
+                )
         return self._feedback.residuals(summary.residual_key(plan), question.devices)
 
     def _accumulate(self, values: Sequence[tf.Tensor], name: str) -> tf.Tensor:

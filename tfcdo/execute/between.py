@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.cluster.session import Session
-from tfcdo.execute import gradients, handles, numerics, shares
-from tfcdo.execute.codec import PackCodec
+from tfcdo.execute import gradients, handles, numerics
+from tfcdo.execute.codec import PackCodec, sum_of_shares
 from tfcdo.plan import plan as plans
 from tfcdo.plan import summary
 from tfcdo.plan.plan import Plan
@@ -266,7 +266,7 @@ class Exchange:
         self, tensor: tf.Tensor, device: str, codec: PackCodec, node: int
     ) -> tf.Tensor:
         """Sums over the hosts, encoded; gradients are not encoded."""
-        total = shares.all_reduce(
+        total = sum_of_shares(
             tensor,
             codec,
             node,

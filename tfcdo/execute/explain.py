@@ -125,7 +125,10 @@ def explain(
     names = _device_names(devices)
     if not isinstance(shapes, Iterable):
         raise TypeError(f"shapes must be a list with the shape of each value; got {shapes!r}")
-    known = [_known_shape(index, shape) for index, shape in enumerate(shapes)]
+    known = list(map(tf.TensorShape, shapes))
+    for index, shape in enumerate(known):
+        if not shape.is_fully_defined():
+            raise ValueError(f"shapes[{index}] must be fully known; got {shape}")
     found: list[tuple[Question, Plan]] = []
     sizes = [(shape.num_elements() or 0) * dtype.size for shape in known]
     sharded = shard_optimizer_state and len(names) > 1
@@ -185,13 +188,6 @@ def _device_names(devices: Sequence[str] | None) -> tuple[str, ...]:
     for name in names:
         check_device("each of devices", name)
     return tuple(tf_internals.canonical_device(name) for name in names)
-
-
-def _known_shape(index: int, given: Any) -> tf.TensorShape:
-    shape = tf.TensorShape(given)
-    if not shape.is_fully_defined():
-        raise ValueError(f"shapes[{index}] must be fully known; got {shape}")
-    return shape
 
 
 def _placeholders(shape: tf.TensorShape, dtype: tf.DType, devices: Sequence[str]) -> Any:

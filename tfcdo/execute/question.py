@@ -76,15 +76,6 @@ class Question:
         if self.batch.has_owners:
             interpreter.broadcast(plan, [result for _, result in results], self.devices)
 
-    def check_known_shapes(self) -> None:
-        """Raises `ValueError` unless all shapes are known while a function is traced."""
-        for value, asked in zip(self.values, self.batch.requests, strict=True):
-            if asked.value.size is None:
-                raise ValueError(
-                    "error_feedback needs values whose shapes are known while a function is "
-                    f"traced; got {value[0].dtype.name} of shape {value[0].shape}"
-                )
-
 
 @dataclasses.dataclass(frozen=True)
 class Owned:
