@@ -59,7 +59,7 @@ class PlanTest(CommandTestCase):
         self.assertIn("25.0 MB on each of 8 devices of dgx1", output)
         # The bandwidth bound is 286.9 µs: 14 times the data over 48 ways of 25 GB/s and two
         # of 10 via the host.
-        self.assertIn("Bound: 332.2 µs", output)
+        self.assertIn("Bound: 334.3 µs", output)
 
     def test_one_device_needs_nothing(self):
         output = self.output_of("plan", "--topology", "nvswitch:1")

@@ -53,25 +53,21 @@ def lower_bound_seconds(topology: Topology, num_bytes: int) -> float:
 def _copies_bound(topology: Topology, num_bytes: int) -> float:
     if topology.num_devices == 1 or not num_bytes:
         return 0.0
-    # One bound falls with the largest pack, the other rises: they meet between `low` and `high`.
-    low, high = 1.0, float(num_bytes)
-    solved = tree_program.solve(tree_program.Edges(topology, 1 / high))
+    solved = tree_program.solve(tree_program.Edges(topology, 1 / num_bytes))
     if solved is None:
         return _way_and_back(topology, 1.0)
-    links = {low: math.inf, high: num_bytes * solved.bound}
-    ways = {size: _way_and_back(topology, size) for size in (low, high)}
-    while ways[low] < links[high] < ways[high] and high > _PRECISION * low:
+    # One bound falls with the largest pack, the other rises: they meet between `low` and `high`.
+    low, high, links = 1.0, float(num_bytes), num_bytes * solved.bound
+    while high > _PRECISION * low and links < _way_and_back(topology, high):
         size = math.sqrt(low * high)
-        edges = tree_program.Edges(topology, 1 / size)
         # The last program has nearly the same trees.
-        solved = tree_program.solve(edges, solved.program.trees if solved else ())
+        solved = tree_program.solve(tree_program.Edges(topology, 1 / size), solved.program.trees)
         assert solved is not None
-        links[size], ways[size] = num_bytes * solved.bound, _way_and_back(topology, size)
-        if links[size] > ways[size]:
+        if num_bytes * solved.bound > _way_and_back(topology, size):
             low = size
         else:
-            high = size
-    return max(ways[low], links[high])
+            high, links = size, num_bytes * solved.bound
+    return max(_way_and_back(topology, low), links)
 
 
 def bandwidth_bound(topology: Topology, num_bytes: int) -> float:
