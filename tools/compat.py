@@ -13,13 +13,13 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from compat_cases import CASES, Case, Refused
+from compat_rows import Row, first_words
 
 # By kind of work, seconds that a worker may take for all of it.
 TIMEOUT_SECONDS = {"calls": 120, "trainings": 1800}
@@ -39,19 +39,6 @@ where a row says so.
 | Keras {keras} | TensorFlow {tensorflow} | tfcdo |
 |---|---|---|
 """
-
-
-class Row(NamedTuple):
-    """The outcome of a case: ✓ if the user got a correct result, or the clear error there is."""
-
-    name: str
-    mark: str
-    text: str
-
-    @property
-    def cell(self) -> str:
-        """Returns the cell of a table."""
-        return f"{self.mark} {self.text}".replace("|", "\\|").replace("\n", " ")
 
 
 def run(names: Sequence[str], command: Sequence[str], seconds: float) -> list[Row]:
@@ -123,16 +110,6 @@ def judge(case: Case, library: Any) -> Row:
         text = f"{result}" if good else f"{result} instead of {case.expected}"
         text = f"accepts it and gives {result}" if refused else text
     return Row(case.name, "✓" if good else "✗", text)
-
-
-def first_words(message: str) -> str:
-    """Returns the beginning of an error message, without what differs from run to run."""
-    # The rest is the stack of the run; text between \033 and m is a color.
-    message = re.sub("\033\\[[0-9;]*m", "", message).partition("defined at (most recent")[0]
-    words = " ".join(message.replace("{{function_node ", "").split())
-    for name in ("/job:localhost/replica:0/task:0/device:", "__wrapped__"):
-        words = words.replace(name, "")
-    return words if len(words) <= 110 else f"{words[:107]}..."
 
 
 def _library(name: str) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import keras
 import numpy as np
 import tensorflow as tf
-from compat import Row, first_words
+from compat_rows import Row, first_words
 from training_cases import BATCH, Training
 
 import tfcdo

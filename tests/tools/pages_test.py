@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import compat
+import compat_rows
 import performance
 import tensorflow as tf
 import tested_versions
@@ -59,7 +60,7 @@ class JudgeTest(parameterized.TestCase):
     )
     def test_calls(self, result: Any, expected: Any, mark: str, text: str):
         row = compat.judge(Case("x", _returning(result), expected), _LIBRARY)
-        self.assertEqual(row, compat.Row("x", mark, text))
+        self.assertEqual(row, compat_rows.Row("x", mark, text))
 
     @parameterized.parameters(
         # The largest difference counts, of weights or of reported numbers.
@@ -71,11 +72,11 @@ class JudgeTest(parameterized.TestCase):
     )
     def test_trainings(self, differences: Any, reason: str, mark: str, text: str):
         row = judge_training(Training("x", dense, reason=reason), differences)
-        self.assertEqual(row, compat.Row("x", mark, text))
+        self.assertEqual(row, compat_rows.Row("x", mark, text))
 
     def test_first_words_have_neither_colors_nor_stacks(self):
         message = "Bad \033[1mcall\033[0m. Node x defined at (most recent call last): /y"
-        self.assertEqual(compat.first_words(message), "Bad call. Node x")
+        self.assertEqual(compat_rows.first_words(message), "Bad call. Node x")
 
 
 class RunTest(absltest.TestCase):
@@ -84,23 +85,23 @@ class RunTest(absltest.TestCase):
         self.assertEqual(
             rows,
             [
-                compat.Row("a", "✓", "0"),
-                compat.Row("b", "✗", "the process ends (7)"),
-                compat.Row("c", "✓", "0"),
+                compat_rows.Row("a", "✓", "0"),
+                compat_rows.Row("b", "✗", "the process ends (7)"),
+                compat_rows.Row("c", "✓", "0"),
             ],
         )
 
     def test_a_worker_that_hangs_is_ended(self):
         code = 'import time; print(\'["a", "~", "0"]\', flush=True); time.sleep(600)'
         rows = compat.run("ab", [sys.executable, "-c", code], 1.0)
-        self.assertEqual(rows[1], compat.Row("b", "✗", "hangs (over 1.0 s)"))
+        self.assertEqual(rows[1], compat_rows.Row("b", "✗", "hangs (over 1.0 s)"))
 
 
 class PageTest(absltest.TestCase):
     def test_counts_and_cells(self):
         calls, trainings = (
             {
-                library: [compat.Row(one.name, mark, f"{mark} | x") for one in cases]
+                library: [compat_rows.Row(one.name, mark, f"{mark} | x") for one in cases]
                 for library, mark in (("TensorFlow", "✗"), ("tfcdo", "✓"))
             }
             for cases in (CASES, TRAININGS)
