@@ -98,7 +98,7 @@ def undisturbed_weights(hosts: int) -> list[np.ndarray]:
 def run_case(case: Case) -> Outcome:
     """Runs one case."""
     workers = f"{case.hosts - 1}:{case.hosts}" if case.kind == "join" else str(case.hosts)
-    rules = ["--rejoin-after", "25"] if case.kind == "join" else ["--max-restarts", "1"]
+    rules = ["--rejoin-after", "10"] if case.kind == "join" else ["--max-restarts", "1"]
     with tempfile.TemporaryDirectory(prefix="tfcdo-faults-") as name:
         folder = pathlib.Path(name)
         launch = ["--workers", workers, *rules, "--grace", "2"]
