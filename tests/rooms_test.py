@@ -8,6 +8,8 @@ import re
 
 from absl.testing import absltest
 
+from tfcdo.doctor import probe
+
 _ROOT = pathlib.Path(__file__).absolute().parents[1]
 _FOLDERS = ("docs", "examples", "pip_package", "tests", "tfcdo", "tools")
 _MOST_LINES = 400
@@ -21,6 +23,11 @@ def _names(line: str) -> set[str]:
 
 
 class RoomsTest(absltest.TestCase):
+    def test_the_doctor_asks_for_the_tensorflow_that_the_package_asks_for(self):
+        settings = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        (oldest,) = re.findall(r'"tensorflow>=([0-9.]+)"', settings)
+        self.assertEqual(probe.OLDEST_TENSORFLOW, tuple(map(int, oldest.split("."))))
+
     def test_the_drawing_has_the_layers_that_import_linter_keeps(self):
         settings = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
         (contract,) = re.findall(r"^layers = (\[.*?\n\])", settings, re.MULTILINE | re.DOTALL)

@@ -265,7 +265,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         ops = cross_device_ops or _default_ops(self.worker_devices)
         if cluster is not None and len(cluster.tasks) > 1:
             joined = session.join(
-                cluster, tf_internals.KeyValueStore(), tf_internals.abort_collectives, timeout
+                cluster, tf_internals.KeyValueStore, tf_internals.abort_collectives, timeout
             )
             hint = options.implementation.value.lower()
             devices = self.worker_devices

@@ -125,7 +125,21 @@ class DoctorTest(parameterized.TestCase):
         self.assertEqual(status, 1)
         self.assertEqual(lines[0], "This machine: 1 problem")
         self.assertIn("wrong  TensorFlow cannot be imported: ", text)
-        self.assertEqual(lines[-1], "pip install --upgrade tensorflow")
+        self.assertEqual(lines[-1], "pip install 'tensorflow>=2.16'")
+
+    def test_a_tensorflow_that_is_too_old(self):
+        with mock.patch.object(tf, "__version__", "2.9.3"):
+            status, lines = _doctor()
+        self.assertEqual(status, 1)
+        self.assertIn(
+            "  wrong  TensorFlow 2.9.3 is older than 2.16, the oldest that tfcdo runs on", lines
+        )
+        self.assertEqual(lines[-1], "pip install --upgrade 'tensorflow>=2.16'")
+
+    @parameterized.parameters("2.16.0", "2.16.0-rc1", "2.17.1", "3.0.0")
+    def test_a_tensorflow_that_is_not_too_old(self, version: str):
+        with mock.patch.object(tf, "__version__", version):
+            self.assertEqual(probe.Probe().versions().problem, "")
 
     def test_a_tensorflow_that_lacks_a_private_name(self):
         with mock.patch.dict(sys.modules, {"tfcdo.tf_internals": None}):

@@ -79,11 +79,13 @@ def current() -> Session | None:
     return _current
 
 
-def join(cluster: config.Cluster, store: Store, abort: watch.Abort, timeout: float) -> Session:
+def join(
+    cluster: config.Cluster, make_store: Callable[[], Store], abort: watch.Abort, timeout: float
+) -> Session:
     """Returns the session of this process, made by the first strategy, whose cluster is for all."""
     global _current
     if _current is None:
-        _current = Session(cluster, store, abort, timeout)
+        _current = Session(cluster, make_store(), abort, timeout)
         atexit.register(_current.leave)
         blackbox.listen()
     if _current.cluster != cluster:
