@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcdo import checks, empty_batches
+from tfcdo import empty_batches
 from tfcdo.keras import sharding, updates
 
 # Keras's base class has these in every optimizer; here they are the ones of the optimizer inside.
@@ -263,7 +263,10 @@ def _set_accumulation_steps(optimizer: keras.optimizers.Optimizer, steps: int | 
     """Has each leaf of an optimizer accumulate; what it says itself must not differ."""
     if steps is None:
         return
-    checks.check_int("gradient_accumulation_steps", steps, at_least=2)
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"gradient_accumulation_steps must be an int or None; got {steps!r}")
+    if steps < 2:
+        raise ValueError(f"gradient_accumulation_steps must be at least 2, or None; got {steps}")
     for leaf in updates.leaves(optimizer):
         if leaf.built or leaf.gradient_accumulation_steps not in (None, steps):
             raise ValueError(

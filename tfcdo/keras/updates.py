@@ -42,8 +42,9 @@ def summed_first(
             stack.enter_context(replaced(leaf, "_backend_apply_gradients", apply_gradients))
             stack.enter_context(replaced(leaf, "_all_reduce_sum_gradients", lambda summed: summed))
             name = "_overwrite_variables_directly_with_gradients"
-            overwrite = functools.partial(_overwrite_with_largest, getattr(leaf, name))
-            stack.enter_context(replaced(leaf, name, overwrite))
+            if hasattr(leaf, name):  # Keras before float8 has no such variables.
+                overwrite = functools.partial(_overwrite_with_largest, getattr(leaf, name))
+                stack.enter_context(replaced(leaf, name, overwrite))
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             stack.enter_context(replaced(optimizer, "check_finite", _finite_on_all_replicas))
         yield
