@@ -95,13 +95,16 @@ class _Clock:
         self.devices = devices
         self.progress = progress
         self.on_cpu = "CPU" in devices[0].upper()
+        self.values: dict[tuple[int, int, int], Any] = {}  # Kept, as graphs may outlive their use.
         self._empty = 0.0
         self._empty = self.seconds([])
 
-    def value(self, device: int, count: int) -> Any:
-        """Returns a new variable of so many floats on a device."""
-        with self._tf.device(self.devices[device]):
-            return self._tf.Variable(self._tf.ones([count]))
+    def value(self, device: int, count: int, number: int = 0) -> Any:
+        """Returns a variable of so many floats on a device, the same one for the same number."""
+        if (device, count, number) not in self.values:
+            with self._tf.device(self.devices[device]):
+                self.values[device, count, number] = self._tf.Variable(self._tf.ones([count]))
+        return self.values[device, count, number]
 
     def seconds(
         self,
@@ -151,7 +154,7 @@ class _Clock:
         """Returns the time in which each of some devices adds so many tensors."""
         ops = []
         for device in adders:
-            values = [self.value(device, _COUNT) for _ in range(operands)]
+            values = [self.value(device, _COUNT, number) for number in range(operands)]
             ops.append((device, functools.partial(self._tf.add_n, values)))
         return self.seconds(ops)
 
@@ -165,10 +168,7 @@ class _Clock:
         )
         values = [self.value(device, count) for device in range(len(self.devices))]
         return self.seconds(
-            [
-                (device, functools.partial(reduce, input=value))
-                for device, value in enumerate(values)
-            ]
+            [(device, functools.partial(reduce, input=one)) for device, one in enumerate(values)]
         )
 
 
@@ -265,4 +265,5 @@ def _time_nccl(clock: _Clock) -> tuple[tuple[int, float], ...]:
     for size in _NCCL_SIZES:
         clock.progress(0.8 + 0.05 * len(times), "NCCL")
         times.append((size, clock.nccl(size // 4)))
+        clock.values.clear()
     return tuple(times)
