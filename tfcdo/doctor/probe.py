@@ -6,10 +6,14 @@ import contextlib
 import importlib
 import importlib.metadata
 import platform
+import re
 
 from tfcdo.bench import worker_pool
 from tfcdo.doctor.answers import Machine, Versions
 from tfcdo.version import __version__
+
+# That of pyproject.toml, which is not there where tfcdo is installed: a test compares them.
+OLDEST_TENSORFLOW = (2, 16)
 
 
 class Probe:
@@ -23,14 +27,14 @@ class Probe:
                 found[name] = importlib.import_module(name).__version__
             build = importlib.import_module("tensorflow").sysconfig.get_build_info()
             found["cuda"] = build.get("cuda_version")
-            problem, remedy = _problem_of_tensorflow(found["tensorflow"])
+            problem, remedy = _problem_of_tensorflow(str(found["tensorflow"]))
             # Keras is needed by Keras users only.
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 found["keras"] = importlib.metadata.version("keras")
         except Exception as error:
             # Whatever a broken installation raises: a missing library, a numpy of the wrong age.
             problem = f"TensorFlow cannot be imported: {_first_line(error)}"
-            remedy = "pip install --upgrade tensorflow"
+            remedy = f"pip install 'tensorflow>={_oldest()}'"
         python = platform.python_version()
         return Versions(__version__, python, **found, problem=problem, remedy=remedy)
 
@@ -43,7 +47,13 @@ class Probe:
         return patient.machine()
 
 
-def _problem_of_tensorflow(version: str | None) -> tuple[str, str]:
+def _problem_of_tensorflow(version: str) -> tuple[str, str]:
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if numbers < OLDEST_TENSORFLOW:
+        return (
+            f"TensorFlow {version} is older than {_oldest()}, the oldest that tfcdo runs on",
+            f"pip install --upgrade 'tensorflow>={_oldest()}'",
+        )
     try:
         importlib.import_module("tfcdo.tf_internals")
     except (ImportError, AttributeError) as error:
@@ -52,6 +62,10 @@ def _problem_of_tensorflow(version: str | None) -> tuple[str, str]:
             "install a TensorFlow that tfcdo's README lists, or a newer tfcdo",
         )
     return "", ""
+
+
+def _oldest() -> str:
+    return ".".join(map(str, OLDEST_TENSORFLOW))
 
 
 def _first_line(error: Exception) -> str:
