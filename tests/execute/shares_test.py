@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 from wire_bounds import block_error_bound, error_bound
 
-from tfcdo.execute import codec
+from tfcdo.execute import codec, shares
 from tfcdo.execute.codec import PackCodec
 from tfcdo.execute.feedback import Residuals
 from tfcdo.plan.decide import codec_for
@@ -72,7 +72,7 @@ class _Hosts:
 
             try:
                 tensor = tf.constant(values[host])
-                total = codec.sum_of_shares(
+                total = shares.all_reduce(
                     tensor, self.codecs[host], 0, host, self.count, all_to_all, gather
                 )
                 results[host] = total.numpy()
@@ -176,7 +176,7 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
 
         @tf.function(input_signature=[tf.TensorSpec([None, 1], dtype)], autograph=False)
         def reduce(tensor: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
-            return codec.sum_of_shares(tensor, own, 0, 0, 2, all_to_all, gather), sent
+            return shares.all_reduce(tensor, own, 0, 0, 2, all_to_all, gather), sent
 
         value = np.random.default_rng(0).normal(size=(size, 1))
         total, rows = reduce(tf.constant(value, dtype))

@@ -18,8 +18,9 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.cluster.session import Session
-from tfcdo.execute import gradients, handles, numerics
-from tfcdo.execute.codec import PackCodec, sum_of_shares
+from tfcdo.execute import collective_dtypes, gradients, handles, numerics, shares
+from tfcdo.execute.codec import PackCodec
+from tfcdo.execute.marks import Marks
 from tfcdo.plan import plan as plans
 from tfcdo.plan import summary
 from tfcdo.plan.plan import Plan
@@ -67,7 +68,9 @@ def begin_exchange(network: Network | None, plan: Plan) -> Exchange | None:
     if network is None or not any(pack.root.hosts for pack in plan.packs):
         return None
     _check_gathered(plan)
-    count = summary.num_collectives(plan, lambda names: len(set(map(numerics.dtype_copied, names))))
+    count = summary.num_collectives(
+        plan, lambda names: len(set(map(collective_dtypes.dtype_copied, names)))
+    )
     return Exchange(network, {**describe(plan), "collectives": count})
 
 
@@ -122,7 +125,7 @@ def _check_gathered(plan: Plan) -> None:
     taken = tf_internals.dtypes_of_op("CollectiveGatherV2", "T")
     for pack in plan.packs:
         for name in summary.gathered_dtypes(plan, pack) if pack.kind == "concat" else ():
-            if numerics.dtype_copied(name) not in taken:
+            if collective_dtypes.dtype_copied(name) not in taken:
                 raise ValueError(
                     "value must be of a dtype that TensorFlow gathers between hosts; got " + name
                 )
@@ -135,7 +138,7 @@ class Exchange:
         # The description is the same on all hosts.
         self._network = network
         self._count: int = description["collectives"]
-        self._marks = handles.Marks(network.host_device, description)
+        self._marks = Marks(network.host_device, description)
         network.session.watch.add(description, self._marks)
         with tf.device(network.host_device):
             keys = tf_internals.value_at_call_time(
@@ -185,7 +188,7 @@ class Exchange:
         """Concatenates the rows of all hosts, in their order; numbers of rows may differ."""
         # One collective for the numbers of rows, and one for each dtype that TensorFlow gathers.
         with tf.device(device):
-            sent = [numerics.as_copied(tensor) for tensor in tensors]
+            sent = [collective_dtypes.as_copied(tensor) for tensor in tensors]
             rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in sent])
             counts = self._copy(tf.raw_ops.CollectiveGatherV2, rows[tf.newaxis], device)
             groups: dict[tf.DType, list[int]] = {}
@@ -197,7 +200,8 @@ class Exchange:
                 gathered = self._gather_flat([sent[index] for index in members], own, device)
                 results.update(zip(members, gathered, strict=True))
             return [
-                numerics.restored(results[index], tensor) for index, tensor in enumerate(tensors)
+                collective_dtypes.restored(results[index], tensor)
+                for index, tensor in enumerate(tensors)
             ]
 
     def _gather_flat(
@@ -244,7 +248,7 @@ class Exchange:
     def broadcast(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
         """Returns the chief's tensor on every host, bit for bit; takes one collective."""
         with tf.device(device):
-            sent = numerics.as_copied(tensor)
+            sent = collective_dtypes.as_copied(tensor)
             common = {
                 "group_size": self._network.num_hosts,
                 "group_key": handles.group_key(device),
@@ -260,13 +264,13 @@ class Exchange:
                     T=sent.dtype, shape=tf.shape(sent), **common
                 )
             self._marks.mark([received], after=entered)
-            return numerics.restored(received, tensor)
+            return collective_dtypes.restored(received, tensor)
 
     def _sum_of_shares(
         self, tensor: tf.Tensor, device: str, codec: PackCodec, node: int
     ) -> tf.Tensor:
         """Sums over the hosts, encoded; gradients are not encoded."""
-        total = sum_of_shares(
+        total = shares.all_reduce(
             tensor,
             codec,
             node,
@@ -282,7 +286,7 @@ class Exchange:
         parts = []
         for tensor, device in zip(tensors, devices, strict=True):
             with tf.device(device):
-                parts.append(numerics.as_summed(tensor))
+                parts.append(collective_dtypes.as_summed(tensor))
         entered, key = self._marks.mark(parts), next(self._keys)
         totals = []
         for part, device in zip(parts, devices, strict=True):
@@ -302,7 +306,7 @@ class Exchange:
         results = []
         for total, tensor, device in zip(totals, tensors, devices, strict=True):
             with tf.device(device):
-                back = numerics.restored(total, tensor, summed=True)
+                back = collective_dtypes.restored(total, tensor, summed=True)
                 results.append(numerics.upcast(back))
         return results
 

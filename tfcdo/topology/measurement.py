@@ -95,7 +95,7 @@ class _Clock:
         self.devices = devices
         self.progress = progress
         self.on_cpu = "CPU" in devices[0].upper()
-        self.values: dict[tuple[int, int, int], Any] = {}  # Kept, as graphs may outlive their use.
+        self.values: dict[tuple[int, int, int], Any] = {}  # Graphs may outlive their use.
         self._empty = 0.0
         self._empty = self.seconds([])
 
@@ -137,12 +137,11 @@ class _Clock:
 
     def copies(self, pairs: Sequence[Pair], num_bytes: int) -> float:
         """Returns the time of copies that begin together."""
-        tf = self._tf
 
         def copy(value: Any, source: int) -> Any:
-            with tf.device(self.devices[source]):
+            with self._tf.device(self.devices[source]):
                 read = value.read_value()
-            return tf.raw_ops.Identity(input=read)
+            return self._tf.raw_ops.Identity(input=read)
 
         ops = [
             (target, functools.partial(copy, self.value(source, num_bytes // 4), source))
