@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 
+import warm_python
 from absl.testing import absltest
 
 from tfcdo.bench import worker_pool
@@ -69,7 +69,7 @@ class WorkerPoolTest(absltest.TestCase):
             "    print(*(answer['pid'] for answer in answers), flush=True)\n"
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
         )
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        result = warm_python.run_cold("-c", script)
         pids = [int(pid) for pid in result.stdout.split()]
         self.assertLen(pids, 2)
         deadline = time.monotonic() + 60

@@ -12,6 +12,7 @@ from unittest import mock
 
 import cli_testing
 import click
+import warm_python
 from absl.testing import absltest, parameterized
 
 import tfcdo.version
@@ -34,9 +35,7 @@ finally:
 
 
 def _tfcdo(*arguments: str, hidden: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", _ENTRY, hidden, *arguments], capture_output=True, text=True
-    )
+    return warm_python.run_cold("-c", _ENTRY, hidden, *arguments)
 
 
 class CommandTest(cli_testing.CommandTestCase):
@@ -58,7 +57,7 @@ class CommandTest(cli_testing.CommandTestCase):
             "for name in commands.COMMANDS: print(commands.run([name, '--help']))\n"
             "assert 'tensorflow' not in sys.modules"
         )
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        result = warm_python.run_cold("-c", script)
         self.assertEqual((result.returncode, result.stderr), (0, ""))
         self.assertEqual(result.stdout.count("\n0\n"), len(commands.COMMANDS))
         for name in commands.COMMANDS:
@@ -200,7 +199,7 @@ class QuietStartTest(parameterized.TestCase):
             "with quiet_start(): os.write(2, b'noise'); print('noise', file=sys.stderr)\n"
             "os.write(2, b'news')"
         )
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        result = warm_python.run_cold("-c", script)
         self.assertEqual(result.stderr, "news")
 
     def test_shows_it_when_the_start_fails(self):
@@ -209,7 +208,7 @@ class QuietStartTest(parameterized.TestCase):
             "from tfcdo.cli.options import quiet_start\n"
             "with quiet_start(): os.write(2, b'the reason'); raise SystemExit(3)"
         )
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        result = warm_python.run_cold("-c", script)
         self.assertEqual((result.returncode, result.stderr), (3, "the reason"))
 
     @parameterized.parameters("click.UsageError('wrong')", "KeyboardInterrupt")
@@ -221,7 +220,7 @@ class QuietStartTest(parameterized.TestCase):
             f"    with quiet_start(): os.write(2, b'noise'); raise {error}\n"
             "except (click.UsageError, KeyboardInterrupt): os.write(2, b'news')"
         )
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        result = warm_python.run_cold("-c", script)
         self.assertEqual(result.stderr, "news")
 
     def test_passes_an_error_on(self):

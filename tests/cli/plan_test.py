@@ -15,6 +15,7 @@ import cli_testing
 import measurement_testing
 import tensorflow as tf
 import testing_utils as tu
+import warm_python
 from absl.testing import absltest, parameterized
 from cli_testing import CommandTestCase, rows_of_table, run_tfcdo
 from rich import console as rich_console
@@ -294,9 +295,7 @@ class ProcessTest(absltest.TestCase):
             "finally: print('tensorflow' in sys.modules, file=sys.stderr)"
         )
         arguments = ["plan", "-t", "pcie:2", "-b", "1MB"]
-        result = subprocess.run(
-            [sys.executable, "-c", script, *arguments], capture_output=True, text=True
-        )
+        result = warm_python.run_cold("-c", script, *arguments)
         self.assertEqual((result.returncode, result.stderr), (0, "False\n"))
         self.assertIn("All-reduce of 1.00 MB", result.stdout)
 

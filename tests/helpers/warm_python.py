@@ -3,8 +3,7 @@
 The import takes a new process 6 s of CPU time, longer than most tests. So tests that need processes
 of their own fork them from one that has imported TensorFlow but not started it: each has its own
 arguments, environment, folder, streams, exit status and devices. Pytest's workers share one such
-process (conftest.py). A test of Python's start, or of what an import does, takes `sys.executable`
-instead.
+process (conftest.py). A test of Python's start, or of what an import does, takes `run_cold`.
 
     warm_python.run("-c", "print(1)")
 """
@@ -58,6 +57,13 @@ def run(*arguments: str, seconds: float = 300.0) -> subprocess.CompletedProcess[
         text=True,
         timeout=seconds,
         env={**os.environ, **variables},
+    )
+
+
+def run_cold(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a Python of its own, which has imported nothing, until it ends, and keeps its output."""
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=300.0
     )
 
 

@@ -7,13 +7,13 @@ import importlib
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import warm_python
 from absl.testing import absltest, parameterized
 
 from tfcdo import log, topology
@@ -228,7 +228,7 @@ class ImportTest(absltest.TestCase):
             "print(tfcdo.__version__, tfcdo.topology.preset('dgx1').num_devices)\n"
             "sys.exit('tensorflow' in sys.modules)"
         )
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        result = warm_python.run_cold("-c", script)
         self.assertEqual((result.returncode, result.stderr), (0, ""))
         self.assertRegex(result.stdout, r"^\d+\.")
         self.assertEndsWith(result.stdout, " 8\n")
