@@ -186,7 +186,12 @@ def tensors_of_graph(structure: Any) -> list[tf.Tensor]:
         return []
     graph = tf.compat.v1.get_default_graph()
     leaves = tf.nest.flatten(structure, expand_composites=True)
-    return [leaf for leaf in leaves if tf.is_tensor(leaf) and getattr(leaf, "graph", None) is graph]
+    # A variable of several replicas also says that it is a tensor, and has a graph.
+    return [
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, tf.Tensor) and getattr(leaf, "graph", None) is graph
+    ]
 
 
 def function_being_traced() -> Any:

@@ -67,6 +67,25 @@ class TrafficTest(TrainingTestCase):
         # Both gradients in one batch, at each update.
         self.assertEqual(sums, [[], [], [2], [], [], [2]])
 
+    @parameterized.parameters(False, True)
+    def test_variables_of_tensorflow(self, sharded: bool):
+        strategy = tfcdo.MirroredStrategy(strategy_of(3).extended.worker_devices)
+        with strategy.scope():
+            variables = [tf.Variable([1.0, 2.0]), tf.Variable([[3.0]])]
+            optimizer = DistributedOptimizer(ko.Adam(0.1), shard_optimizer_state=sharded)
+
+        @tf.function
+        def step(x: tf.Tensor) -> None:
+            strategy.run(lambda: optimizer.apply([x * one for one in variables], variables))
+
+        alone, expected = ko.Adam(0.1), [keras.Variable(one.numpy()) for one in variables]
+        for x in (1.0, -3.0):
+            step(tf.constant(x))
+            alone.apply([3 * x * one.value for one in expected], expected)
+        for own, other in zip(variables, expected, strict=True):
+            for component in own.values:
+                self.assertAllClose(other, component, rtol=1e-6)
+
     def test_one_sum_of_each_gradient_in_a_traced_step(self):
         strategy = strategy_of(3)
         with strategy.scope():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import signal
+import time
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 from launch_testing import LaunchTestCase
 
 from tfcdo import environment
-from tfcdo.launch import cluster
+from tfcdo.launch import cluster, member, worker
 
 # Like a training: it leaves with status 75 when it is told to, and ends once two have come back.
 _TRAINING = f"""
@@ -122,6 +124,15 @@ class SeveralMachinesTest(LaunchTestCase):
         first.send_signal(signal.SIGTERM)
         self.finish(first)
         self.assert_ended("task0", "task1")
+
+    @parameterized.parameters((1.0, 130.0), (60.0, 160.0))
+    def test_how_long_a_worker_may_take_to_leave(self, grace: float, deadline: float):
+        spec = worker.WorkerSpec("worker 1", b"", b"", {}, 1)
+        launcher = member.Member((), spec, ("", 0), "", 0.0, grace)
+        launcher._process = launcher._connection = mock.Mock()
+        with mock.patch.object(time, "monotonic", return_value=100.0):
+            self.assertIsNone(launcher._handle_signal(signal.SIGTERM))
+        self.assertEqual(deadline, launcher._deadline)
 
 
 if __name__ == "__main__":

@@ -153,6 +153,18 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(6.0, total.values[rank])
             self.assertAllClose(expected, decayed.values[rank])
 
+    def test_a_step_gets_variables_beside_tensors(self):
+        with self.strategy.scope():
+            variable = tf.Variable([1.0, 2.0])
+
+        @tf.function
+        def step(value):
+            return self.strategy.run(lambda x, y: y.assign_add(x), (2 * value, variable))
+
+        step(tf.constant([1.0, 1.0]))
+        for component in variable.values:
+            self.assertAllEqual([3.0, 4.0], component)
+
     def test_datasets_that_may_have_elements_are_not_warned_of(self):
         log.warn_once.cache_clear()
         numbers = tf.data.Dataset.range(6)

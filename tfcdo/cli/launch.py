@@ -140,7 +140,7 @@ def launch(
         assert hosts
         spec = _spec(index, len(hosts), _visible(gpus, 0))
         token = environment.cluster_token()
-        return member.Member(command, spec, address, token, join_timeout).run()
+        return member.Member(command, spec, address, token, join_timeout, grace).run()
     elastic = None
     if workers and (workers[0] < workers[1] or address):
         port = address[1] if address else None

@@ -35,7 +35,12 @@ class Shards:
 
     def owner_of(self, variable: Any) -> int:
         """Returns the index of the device that owns a variable, Keras's or TensorFlow's."""
-        return self.owner[id(variable.value if isinstance(variable, keras.Variable) else variable)]
+        return self.owner[id(_value(variable))]
+
+
+def _value(variable: Any) -> Any:
+    """Returns TensorFlow's variable of a Keras variable; another one as it is."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def check_strategy(strategy: tf.distribute.Strategy) -> None:
@@ -52,7 +57,7 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
 
 def deal(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> Shards:
     """Deals variables to the devices of a host, by their bytes."""
-    values = [getattr(variable, "value", variable) for variable in variables]
+    values = list(map(_value, variables))
     for variable, value in zip(variables, values, strict=True):
         if getattr(value, "distribute_strategy", None) is not strategy:
             raise ValueError(
@@ -243,7 +248,7 @@ def _assign(
 ) -> None:
     """Gives the components of all devices but the owner's their new values."""
     for variable, at, values in zip(variables, owner, arrived, strict=True):
-        components = getattr(variable, "value", variable).values
+        components = _value(variable).values
         for index, (component, value) in enumerate(zip(components, values, strict=True)):
             if index == at:
                 continue

@@ -17,8 +17,6 @@ from tfcdo.launch.connection import Connection
 
 _RETRY_SECONDS = 0.5
 _DRAIN_SECONDS = 5.0
-# How long a worker may take to back up once this machine will be taken away.
-_LEAVE_SECONDS = 30.0
 # Only these variables are taken from the first host.
 _TAKEN = ("TF_CONFIG", "TFCDO_")
 
@@ -32,6 +30,7 @@ class Member:
     address: tuple[str, int]  # Of the first host's launcher.
     token: str
     join_seconds: float  # How long to look for it.
+    grace_seconds: float  # How long its worker may take to end, see `worker.seconds_to_leave`.
 
     def __post_init__(self) -> None:
         self._events: worker.Events = queue.SimpleQueue()
@@ -114,7 +113,8 @@ class Member:
         output.report(f"got {number.name}: passing it on to the worker")
         assert self._connection is not None
         self._connection.send(leaving=True)
-        self._ended_by, self._deadline = number, time.monotonic() + _LEAVE_SECONDS
+        self._ended_by = number
+        self._deadline = time.monotonic() + worker.seconds_to_leave(self.grace_seconds)
         return None
 
     def _handle_message(self, message: Mapping[str, Any] | None) -> int | None:

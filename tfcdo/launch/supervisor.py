@@ -16,8 +16,6 @@ from tfcdo.launch import guard, output, pool, worker
 # itself, and before it ends, where a pager may be waiting for a key.
 _DRAIN_SECONDS = 1.0
 _LAST_DRAIN_SECONDS = 60.0
-# How long the others may take once a worker has asked for a restart: all leave after one step.
-_LEAVE_SECONDS = 30.0
 # A worker that asks for it earlier has not trained, and would be started again without end.
 _SHORTEST_RUN_SECONDS = 5.0
 _POLL_SECONDS = 1.0
@@ -165,7 +163,7 @@ class _Supervision:
                 waiting = f"; waiting for {others} to do so" if others else ""
                 output.report(f"{name} has made a backup and asks to be started again{waiting}")
                 # They leave after the same step, by themselves.
-                self._deadline = time.monotonic() + max(_LEAVE_SECONDS, self._job.grace_seconds)
+                self._deadline = time.monotonic() + worker.seconds_to_leave(self._job.grace_seconds)
             self.status, self.asked = status, True
             return
         if not self.asked:

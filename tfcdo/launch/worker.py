@@ -26,6 +26,8 @@ PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 # A worker is told by files: that another one has failed, and that their number changes.
 FAILED = "failed"
 RESIZE = "resize"
+# How long a worker that leaves may take to back up, at least.
+_LEAVE_SECONDS = 30.0
 # Lines without an error that TensorFlow prints before it has read TF_CPP_MIN_LOG_LEVEL.
 _EARLY_LINE = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\) "
@@ -42,6 +44,11 @@ class WorkerSpec:
     error_prefix: bytes
     environment: Mapping[str, str]  # Variables added to the launcher's own.
     slot: int = 0  # Which of the greatest number of workers; stays when there are fewer.
+
+
+def seconds_to_leave(grace_seconds: float) -> float:
+    """Returns how long workers may take that leave after a backup: a step and the backup."""
+    return max(_LEAVE_SECONDS, grace_seconds)
 
 
 @dataclasses.dataclass(frozen=True)
