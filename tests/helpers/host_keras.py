@@ -86,6 +86,31 @@ def jit(strategy: Any) -> dict[str, np.ndarray]:
     return {**logs, **weights(strategy, model.weights)}
 
 
+def callbacks(strategy: Any) -> dict[str, np.ndarray]:
+    """Takes smaller steps and stops early by the loss on other data; the batches do not divide."""
+    with scope(strategy):
+        sgd = ko.SGD(0.2)
+        model = model_of(dense_layers, DistributedOptimizer(sgd) if strategy else sgd)
+    inputs, targets = dense_data(_EXAMPLES)
+    others = np.flip(inputs), np.flip(targets)
+    history = weight_by_examples(model).fit(
+        *(inputs, targets, BATCH),
+        epochs=20,
+        validation_data=others,
+        shuffle=False,
+        verbose=0,
+        callbacks=[
+            keras.callbacks.ReduceLROnPlateau("val_loss", 0.5, patience=1, min_delta=0.05),
+            keras.callbacks.EarlyStopping(
+                "val_loss", patience=3, min_delta=0.05, restore_best_weights=True
+            ),
+        ],
+    )
+    logs = {name: np.array(values) for name, values in history.history.items()}
+    predicted = model.predict(others[0], BATCH, verbose=0)
+    return {**logs, "predicted": predicted, **weights(strategy, model.weights)}
+
+
 def other_weights(strategy: Any) -> dict[str, np.ndarray]:
     """Starts the second host with other weights, which is found without a callback."""
     with strategy.scope():

@@ -13,7 +13,13 @@ import tensorflow as tf
 _TIMEOUT = 400.0
 # Sums of gradients over the examples of a replica are rounded in float16; a step that one replica
 # alone takes or leaves out makes a difference of some hundredths.
-_TRAININGS = {"mended_keras": 2e-6, "sharded_state": 2e-5, "mixed_float16": 5e-3, "jit": 3e-5}
+_TRAININGS = {
+    "mended_keras": 2e-6,
+    "sharded_state": 2e-5,
+    "mixed_float16": 5e-3,
+    "jit": 3e-5,
+    "callbacks": 1e-5,
+}
 
 
 class HostsTest(tf.test.TestCase):
@@ -30,6 +36,10 @@ class HostsTest(tf.test.TestCase):
         for name, tolerance in _TRAININGS.items():
             with self.subTest(name):
                 self.check_training(name, results[name], tolerance)
+        with self.subTest("callbacks stop before the 20 epochs are over, in smaller steps"):
+            rates = results["callbacks"][0]["learning_rate"]
+            self.assertLess(len(rates), 20)
+            self.assertLess(rates[-1], rates[0])
         with self.subTest("statistics"):
             self.check_statistics(*results["in_sync"])
         with self.subTest("a break is found on all hosts"):

@@ -6,6 +6,7 @@ import dataclasses
 import heapq
 import math
 import random
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -173,20 +174,23 @@ def robust_seconds(
         affordable = _TASKS_IN_ALL_RUNS // max(len(graph.names), 1)
         num_seeds = min(_MOST_RUNS, max(_FEWEST_RUNS, affordable))
     checks.check_int("num_seeds", num_seeds, at_least=1)
-    seconds = math.inf
-    if cutoff < math.inf:
-        seconds = median_seconds(graph, range(1), jitter)
-    if cutoff == math.inf or seconds <= _HOPELESS * cutoff:
-        seconds = median_seconds(graph, range(num_seeds), jitter)
-    return max(seconds, graph.least_seconds)
+    median = median_seconds(graph, range(num_seeds), jitter, cutoff)
+    return max(median, graph.least_seconds)
 
 
 def median_seconds(
-    graph: task_graph.TaskGraph, seeds: Sequence[int], jitter: float = 0.05
+    graph: task_graph.TaskGraph,
+    seeds: Sequence[int],
+    jitter: float = 0.05,
+    cutoff: float = math.inf,
 ) -> float:
-    """Returns the median time of runs with these seeds, which jitter may make too short."""
-    times = sorted(max(run(graph, jitter, seed)[1], default=0.0) for seed in seeds)
-    return (times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2
+    """Returns the median time of runs with these seeds; of the first if that one is hopeless."""
+    times: list[float] = []
+    for seed in seeds:
+        times.append(max(run(graph, jitter, seed)[1], default=0.0))
+        if times[0] > _HOPELESS * cutoff:
+            break
+    return statistics.median(times)
 
 
 def first_of_fastest(seconds: Mapping[_T, float]) -> _T:

@@ -180,8 +180,9 @@ def deal(streams: Sequence[Stream], num_bytes: int) -> schedules.Schedule:
         # The last byte of very many is no float.
         stop = num_bytes if position == len(order) - 1 else min(round(num_bytes * end), num_bytes)
         if stop > start:
-            waits = stream.window is not None and len(earlier) >= stream.window
-            after = earlier[-stream.window] if waits and stream.window else None
+            after = None
+            if stream.window is not None and len(earlier) >= stream.window:
+                after = earlier[-stream.window]
             earlier.append(len(packs))
             packs.append(schedules.Pack(start, stop, stream.tree, after))
             start = stop

@@ -22,6 +22,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tfcdo.plan import copy_tree
 from tfcdo.topology.topology import Topology
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -111,20 +112,13 @@ class Edges:
         """
         if tree in self._roots:
             return self._roots[tree]
-        near: list[list[int]] = [[] for _ in range(self.num_devices)]
-        for edge in tree:
-            one, other = self.pairs[edge]
-            near[one].append(other)
-            near[other].append(one)
         # Seconds from each device to each other one along the tree.
         way = np.zeros((self.num_devices, self.num_devices))
         seen = [0]
-        for device in seen:
-            for other in near[device]:
-                if other not in seen:
-                    way[other, seen] = self.seconds[other, device] + way[device, seen]
-                    way[seen, other] = way[seen, device] + self.seconds[device, other]
-                    seen.append(other)
+        for device, near in copy_tree.rooted([self.pairs[edge] for edge in tree], 0).edges:
+            way[device, seen] = self.seconds[device, near] + way[near, seen]
+            way[seen, device] = way[seen, near] + self.seconds[near, device]
+            seen.append(device)
         longest = way.max(0) + way.max(1)
         ends = np.unravel_index(int((way + way.T).argmax()), way.shape)
         roots = tuple((int(root), float(longest[root])) for root in (longest.argmin(), *ends))
