@@ -137,13 +137,13 @@ def replace_table(page: str, lines: Sequence[str]) -> str:
 
 
 def draw(results: Sequence[Result]) -> Figure:
-    """Draws busbw over size, a line for each implementation, where a time is above its noise."""
+    """Draws busbw over size, a line for each implementation; none where a time is below noise."""
     figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.subplots()
     for kind, style in {"tfcdo": "-o", "tf": "--s", "floor": ":"}.items():
         for name in dict.fromkeys(one["name"] for one in results if one["kind"] == kind):
-            line = [one for one in results if one["name"] == name and one["busbw"]]
-            speeds = [one["busbw"] / 1e9 for one in line]
+            line = [one for one in results if one["name"] == name]
+            speeds = [one["busbw"] / 1e9 if one["busbw"] else math.nan for one in line]
             axes.plot([one["size"] for one in line], speeds, style, label=name, markersize=4)
     axes.set_xscale("log", base=2)
     axes.set(xlabel="bytes on each device", ylabel="busbw, GB/s")
