@@ -139,7 +139,13 @@ class TreeProgram:
         self.scales: list[float] = []
         import highspy  # Here, because it takes 40 ms and not every plan needs it.
 
-        self.solver = highspy.Highs()
+        class Silent(highspy.Highs):
+            # Called while the solver is made, when highspy 1.16 would print its version.
+            def enableCallbacks(self) -> None:  # noqa: N802
+                self.setOptionValue("output_flag", False)
+                super().enableCallbacks()
+
+        self.solver = Silent()
         self.solver.setOptionValue("output_flag", False)
         self.solver.setOptionValue("threads", 1)
         self.solver.changeObjectiveSense(highspy.ObjSense.kMaximize)
