@@ -14,10 +14,11 @@ References:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -126,6 +127,20 @@ class Edges:
         return roots
 
 
+@functools.cache
+def _solver_class() -> type[Any]:
+    """Returns the class of HiGHS's solver, which prints nothing while it is made."""
+    import highspy  # Here, because it takes 40 ms and not every plan needs it.
+
+    class Silent(highspy.Highs):
+        # The constructor of newer ones calls this, and version 1.16 would print its version here.
+        def enableCallbacks(self) -> None:  # noqa: N802
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()
+
+    return Silent
+
+
 class TreeProgram:
     """The linear program over the trees that are known: the largest sum of rates.
 
@@ -137,15 +152,9 @@ class TreeProgram:
         self.edges, self.unit = edges, unit
         self.trees: dict[Tree, None] = {}
         self.scales: list[float] = []
-        import highspy  # Here, because it takes 40 ms and not every plan needs it.
+        import highspy
 
-        class Silent(highspy.Highs):
-            # Called while the solver is made, when highspy 1.16 would print its version.
-            def enableCallbacks(self) -> None:  # noqa: N802
-                self.setOptionValue("output_flag", False)
-                super().enableCallbacks()
-
-        self.solver = Silent()
+        self.solver = _solver_class()()
         self.solver.setOptionValue("output_flag", False)
         self.solver.setOptionValue("threads", 1)
         self.solver.changeObjectiveSense(highspy.ObjSense.kMaximize)
