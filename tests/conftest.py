@@ -44,6 +44,13 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     items[:] = sorted(kept, key=lambda item: item.path.stem.removesuffix("_test") not in _LONG)
 
 
+def pytest_runtest_setup(item: Any) -> None:
+    """Lets no test meet the collectives of another one."""
+    import tensorflow_quirks  # Here, because the process that starts the workers needs no TensorFlow.
+
+    tensorflow_quirks.keep_collectives_apart()
+
+
 def pytest_collection_finish(session: Any) -> None:
     """Spares the garbage collector what has been imported: 5 % of the time that tests take."""
     gc.freeze()

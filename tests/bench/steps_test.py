@@ -42,9 +42,8 @@ class StepTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(data.num_wrong(values), 2 * SMALL.count)
 
     @parameterized.parameters(*names_of(implementations.parse("all")))
-    def test_every_implementation_is_right(self, name: str):
-        # TensorFlow's collectives of two sizes in one process have one key; other tests' are of 3.
-        devices = choose_devices(3 if name == "tf.CollectiveAllReduce" else 2)
+    def test_every_implementation_is_right_on_two_devices(self, name: str):
+        devices = choose_devices(2)
         one = implementation_of(name)
         if one.reason_not_to_run(devices.names, "float32"):
             self.assertIn("Nccl", name)

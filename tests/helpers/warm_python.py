@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -39,7 +40,9 @@ import warm_python_client
 VARIABLE = "TFCDO_TESTS_WARM_PYTHON"
 
 _FORKING = multiprocessing.get_context("forkserver")
-_FORKING.set_forkserver_preload(["tensorflow", "keras", "tfcdo.strategies", "tfcdo.keras"])
+_FORKING.set_forkserver_preload(
+    ["tensorflow", "keras", "tfcdo.strategies", "tfcdo.keras", "tensorflow_quirks"]
+)
 
 
 _lock = threading.Lock()
@@ -105,6 +108,7 @@ def _serve(listener: socket.socket, program: str) -> None:
     """Forks a process for each client, until it is killed or the process that started it ends."""
     sys.executable = program
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # They need not be waited for.
+    importlib.import_module("tensorflow_quirks").end_iterators_at_once()
     gc.freeze()  # So that no collection in a fork copies the pages of what was imported.
     starter = multiprocessing.parent_process()
     assert starter is not None
