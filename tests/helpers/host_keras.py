@@ -100,9 +100,9 @@ def callbacks(strategy: Any) -> dict[str, np.ndarray]:
         shuffle=False,
         verbose=0,
         callbacks=[
-            keras.callbacks.ReduceLROnPlateau("val_loss", 0.5, patience=1, min_delta=0.05),
+            keras.callbacks.ReduceLROnPlateau("val_loss", 0.5, patience=1, min_delta=0.5),
             keras.callbacks.EarlyStopping(
-                "val_loss", patience=3, min_delta=0.05, restore_best_weights=True
+                "val_loss", patience=2, min_delta=0.5, restore_best_weights=True
             ),
         ],
     )

@@ -110,6 +110,7 @@ def _serve(listener: socket.socket, program: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # They need not be waited for.
     importlib.import_module("tensorflow_quirks").end_iterators_at_once()
     gc.freeze()  # So that no collection in a fork copies the pages of what was imported.
+    gc.set_threshold(10_000, 10, 10)
     starter = multiprocessing.parent_process()
     assert starter is not None
     watched: list[Any] = [listener, starter.sentinel]
