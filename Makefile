@@ -71,10 +71,13 @@ faults: $(VENV)/.installed-dev ## Kill, stop, take away and add hosts of small t
 	@PYTHONPATH=.:tests/helpers $(BIN)/python tools/faults.py docs/faults.md
 
 RAY := .venv-ray/bin
-ray-test: ## Kill, lose and add workers of a training on Ray Train
+ray-test: .venv-ray/.installed ## Kill, lose and add workers of a training on Ray Train
+	@PYTHONPATH=.:tests/helpers $(RAY)/python tests/end_to_end/ray_test.py
+
+.venv-ray/.installed: pyproject.toml
 	@[ -x $(RAY)/python ] || $(PYTHON) -m venv .venv-ray
 	@$(RAY)/pip install -q --disable-pip-version-check -e '.[ray,cli]'
-	@PYTHONPATH=.:tests/helpers $(RAY)/python tests/end_to_end/ray_test.py
+	@touch $@
 
 bench: $(VENV)/.installed-dev ## Measure everything on this machine, alone on it: docs/performance.md
 	@$(BIN)/python tools/performance.py docs/performance.md
