@@ -96,6 +96,12 @@ def labels() -> Data:
     return inputs, (targets[:, :1] > targets[:, 1:]).astype(np.float32)
 
 
+def sentences() -> Data:
+    words, lengths = np.random.default_rng(0).integers(1, 9, [EXAMPLES, 6]), np.arange(EXAMPLES) % 7
+    words[np.arange(6) >= np.sort(lengths)[:, None]] = 0
+    return words, words[:, :, None] / np.float32(4)
+
+
 def stack(*parts: Any, shape: tuple[int, ...] = (6,), dtype: str = "float32") -> keras.Model:
     return keras.Sequential([layers.Input(shape, dtype=dtype), *parts])
 
@@ -128,6 +134,11 @@ def embedding(words: int = 9) -> keras.Model:
     return stack(
         layers.Embedding(words, 3), layers.Flatten(), layers.Dense(2), shape=(4,), dtype="int32"
     )
+
+
+def masked() -> keras.Model:
+    embedding = layers.Embedding(9, 3, mask_zero=True)
+    return stack(embedding, layers.Dense(1), shape=(6,), dtype="int32")
 
 
 def normalized(**options: Any) -> keras.Model:
@@ -261,6 +272,14 @@ TRAININGS = (
         data=lambda: numbers(BATCH + 1),
         weighted=True,
     ),
+    Training(
+        "sentences with a mask",
+        masked,
+        data=sentences,
+        reason="the mean of means over unequal numbers of words; "
+        "`tfcdo.keras.weight_by_examples(model)` corrects it",
+    ),
+    Training("sentences with a mask, `weight_by_examples`", masked, data=sentences, weighted=True),
     Training(
         "a last batch of 1 example, `BatchNormalization()`",
         normalized,

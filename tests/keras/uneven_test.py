@@ -30,6 +30,39 @@ def trained(count: int, examples: int, weighted: bool) -> tuple[keras.Model, lis
     return model, history["loss"]
 
 
+def trained_on_sentences(
+    count: int, kind: str, weighted: bool = True, jit: bool = False
+) -> tuple[keras.Model, list[float]]:
+    """Tags the words of sentences of unlike lengths, which end with zeros."""
+    rng = np.random.default_rng(0)
+    words, tags = rng.integers(1, 9, [16, 6]), rng.integers(0, 3, [16, 6])
+    words[np.arange(6) >= np.arange(16)[:, None]] = 0
+    tags[8:, :3] = -1 if kind in ("ignore_class", "both") else tags[8:, :3]
+    targets: dict[str, np.ndarray] = {"tags": tags}
+    keras.utils.set_random_seed(1)
+    strategy = tf.distribute.get_strategy()
+    if count > 1:
+        strategy = tfcdo.MirroredStrategy(tu.device_names(count), tfcdo.ReductionToOneDevice())
+    with strategy.scope():
+        inputs = keras.Input([6], dtype="int32")
+        embedded = keras.layers.Embedding(9, 4, mask_zero=kind != "ignore_class")(inputs)
+        outputs = {"tags": keras.layers.Dense(3)(embedded)}
+        ignored = -1 if kind in ("ignore_class", "both") else None
+        entropy = keras.losses.SparseCategoricalCrossentropy(True, ignore_class=ignored)
+        losses = {"tags": entropy}
+        if kind == "one_of_two":
+            first = keras.layers.Embedding(9, 4)(inputs)[:, 0]
+            outputs["first"], losses["first"] = keras.layers.Dense(1)(first), "mse"
+            targets["first"] = rng.normal(size=[16, 1])
+        model = keras.Model(inputs, outputs)
+        model.compile(DistributedOptimizer(keras.optimizers.SGD(0.3)), losses, jit_compile=jit)
+    if weighted:
+        weight_by_examples(model)
+    options = {"batch_size": 10, "epochs": 2, "shuffle": False, "verbose": 0}
+    history = model.fit(words, targets, validation_data=(words, targets), **options).history
+    return model, [*history["loss"], *history["val_loss"]]
+
+
 class WeightByExamplesTest(TrainingTestCase):
     # A last batch of 7 examples, and a batch that leaves a replica without any.
     @parameterized.parameters((3, 17), (5, 4))
@@ -44,6 +77,25 @@ class WeightByExamplesTest(TrainingTestCase):
         model, unweighted_losses = trained(3, 17, weighted=False)
         self.assertGreater(np.abs(expected.get_weights()[0] - model.get_weights()[0]).max(), 1e-3)
         self.assertAllClose(losses, unweighted_losses, rtol=1e-2)
+
+    # Keras takes the mean of the elements that a mask or `ignore_class` keeps: of 1 to 6 words.
+    @parameterized.parameters("mask", "ignore_class", "both", "one_of_two")
+    def test_elements_that_a_mask_keeps(self, kind):
+        expected, losses = trained_on_sentences(1, kind)
+        model, weighted_losses = trained_on_sentences(3, kind)
+        self.assert_same_training(expected, model)
+        if kind != "one_of_two":
+            self.assertAllClose(losses, weighted_losses)
+
+    def test_a_mask_with_xla(self):
+        expected, _ = trained_on_sentences(1, "mask")
+        model, _ = trained_on_sentences(3, "mask", jit=True)
+        self.assert_same_training(expected, model)
+
+    def test_without_it_a_short_sentence_counts_as_a_long_one(self):
+        (expected, _), (model, _) = (trained_on_sentences(count, "mask", False) for count in (1, 3))
+        differences = zip(expected.get_weights(), model.get_weights(), strict=True)
+        self.assertGreater(max(np.abs(one - own).max() for one, own in differences), 1e-3)
 
     def test_what_is_not_a_model(self):
         with self.assertRaisesRegex(TypeError, "model must be a keras.Model, of Keras 3; got 3"):
