@@ -23,12 +23,12 @@ _NUM_PACKS = (1, 2, 4, 12, 24, 40, 80, 160, 320)
 _NEAR_COUNTS = (2 / 3, 5 / 6, 6 / 5, 3 / 2)
 MAX_PACKS = _NUM_PACKS[-1]
 # How much longer the busiest link may be busy than it must, so that fewer trees are needed.
-_SLACKS = (0.06, 0.01, 0.2)
+_SLACKS, _SLACKS_OF_SMALL_DATA = (0.06, 0.01, 0.2), (0.06, 0.01, 0.2, 0.3)
 # How many packs are in flight along a tree, relative to the number that are on their way if none
 # waits; None for no windows.
 _FILLS = (None, 1.5, 2.0, 3.0)
 # Small data: as many trees are chosen one by one, from so many that are fastest alone.
-_FEW, _FASTEST_ALONE = 8, 40
+_FEW, _FASTEST_ALONE = 24, 40
 # Where the best plan has more packs than this, so few trees would be slower.
 _PACKS_OF_SMALL_DATA = 32
 # Limit on the simulated tasks of one search.
@@ -121,7 +121,8 @@ def _try_counts(trial: _Trial) -> int:
             if source and source.least_seconds(trial.num_bytes) < trial.least:
                 trees = functools.partial(source.streams, count)
                 way = min(ways, key=lambda way: trial.seconds(trees(_SLACKS[0], *way)))
-                slack = min(_SLACKS, key=lambda slack: trial.seconds(trees(slack, *way)))
+                slacks = _SLACKS_OF_SMALL_DATA if count <= _PACKS_OF_SMALL_DATA else _SLACKS
+                slack = min(slacks, key=lambda slack: trial.seconds(trees(slack, *way)))
                 tried[count] = min(
                     tried[count], *(trial.seconds(trees(slack, *way)) for way in ways)
                 )
