@@ -14,6 +14,7 @@ from tfcdo import (
     keras_steps,
     log,
     moving_statistics,
+    shuffles,
     tf_internals,
 )
 from tfcdo.cross_device_ops import AllReduceCrossDeviceOps, NcclAllReduce, ReductionToOneDevice
@@ -187,6 +188,8 @@ class ReplicaExtended:
                 "a dataset without elements is distributed; Keras's fit and evaluate end with "
                 "StopIteration where one device trains nothing"
             )
+        if is_dataset and getattr(self, "_num_workers", 1) > 1:
+            shuffles.warn_if_unseeded(dataset)
         return super()._experimental_distribute_dataset(dataset, options)  # type: ignore[misc]
 
 

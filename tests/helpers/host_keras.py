@@ -111,6 +111,20 @@ def callbacks(strategy: Any) -> dict[str, np.ndarray]:
     return {**logs, "predicted": predicted, **weights(strategy, model.weights)}
 
 
+def shuffled(strategy: Any) -> dict[str, np.ndarray]:
+    """Counts how often each example is seen: first without a seed, which is warned of."""
+    ids = np.arange(60)[:, None]  # The batches divide by four replicas.
+    with strategy.scope():
+        table = keras.layers.Embedding(len(ids), 1, embeddings_initializer="zeros")
+        model = keras.Sequential([keras.Input((1,), dtype="int32"), table, keras.layers.Flatten()])
+        model.compile(ko.SGD(1.0), lambda targets, outputs: -outputs)
+    model.fit(ids, ids, 20, verbose=0)
+    model.set_weights([np.zeros([len(ids), 1])])
+    keras.utils.set_random_seed(7)
+    model.fit(ids, ids, 20, verbose=0)
+    return {"seen": 20 * model.get_weights()[0]}
+
+
 def other_weights(strategy: Any) -> dict[str, np.ndarray]:
     """Starts the second host with other weights, which is found without a callback."""
     with strategy.scope():

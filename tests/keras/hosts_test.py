@@ -25,9 +25,10 @@ _TRAININGS = {
 class HostsTest(tf.test.TestCase):
     def test_two_hosts(self):
         """One test, as each of pytest's processes would start hosts of its own."""
-        names = [*_TRAININGS, "in_sync", "other_weights"]
+        names = ["shuffled", *_TRAININGS, "in_sync", "other_weights"]
         with tempfile.TemporaryDirectory() as folder:
-            for outcome in clusters.run(2, "host", ["2", folder, *names], _TIMEOUT):
+            outcomes = clusters.run(2, "host", ["2", folder, *names], _TIMEOUT)
+            for outcome in outcomes:
                 self.assertEqual(outcome.returncode, 0, outcome.output)
             results = {
                 name: [dict(np.load(pathlib.Path(folder, f"{name}-{host}.npz"))) for host in (0, 1)]
@@ -36,6 +37,10 @@ class HostsTest(tf.test.TestCase):
         for name, tolerance in _TRAININGS.items():
             with self.subTest(name):
                 self.check_training(name, results[name], tolerance)
+        with self.subTest("with a seed, an epoch has each example once; without, hosts warn"):
+            for host, outcome in zip(results["shuffled"], outcomes, strict=True):
+                self.assertAllClose(np.ones_like(host["seen"]), host["seen"])
+                self.assertEqual(outcome.output.count("is shuffled without a seed"), 1)
         with self.subTest("callbacks stop before the 20 epochs are over, in smaller steps"):
             rates = results["callbacks"][0]["learning_rate"]
             self.assertLess(len(rates), 20)

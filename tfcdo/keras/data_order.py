@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcdo import checks, tf_internals
+from tfcdo import checks, shuffles, tf_internals
 
 _ORDER = "_tfcdo_order"
 # Examples of an endless dataset; fewer than int64 has, so that sums do not overflow.
@@ -182,11 +182,7 @@ def _indices(positions: tf.Tensor, size: int, seed: int) -> tf.Tensor:
     )
 
 
-def _datasets(epoch_iterator: Any) -> Iterator[tf.data.Dataset]:
-    """Yields the dataset that a `fit` takes, and all that it is made from."""
-    left = [getattr(epoch_iterator.data_adapter, "_dataset", None)]
-    while left:
-        dataset = left.pop()
-        if isinstance(dataset, tf.data.Dataset):
-            yield dataset
-            left += dataset._inputs()
+def _datasets(epoch_iterator: Any) -> Iterable[tf.data.Dataset]:
+    """Returns the dataset that a `fit` takes, and all that it is made from."""
+    dataset = getattr(epoch_iterator.data_adapter, "_dataset", None)
+    return shuffles.made_from(dataset) if isinstance(dataset, tf.data.Dataset) else ()

@@ -1,0 +1,60 @@
+"""Datasets that hosts would shuffle in unlike orders."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tfcdo import log, shuffles
+
+_Dataset = tf.data.Dataset
+
+
+def _of_its_own():
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return _Dataset.range(4).shuffle(4).with_options(options)
+
+
+def _lines(name):
+    return tf.data.TextLineDataset(name).map(tf.strings.length)
+
+
+class ShufflesTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("shuffle", lambda: _Dataset.range(4).shuffle(4).batch(2).prefetch(1)),
+        ("in_a_zip", lambda: _Dataset.zip(_Dataset.range(3), _Dataset.range(3).shuffle(3))),
+        ("sample", lambda: _Dataset.sample_from_datasets([_Dataset.range(3), _Dataset.range(3)])),
+        ("indices", lambda: _Dataset.range(1).map(lambda _: tf.random.shuffle(tf.range(9)))),
+    )
+    def test_unseeded(self, make):
+        self.assertTrue(self.warned(make))
+
+    @parameterized.named_parameters(
+        ("no_shuffle", lambda: _Dataset.range(4).batch(2)),
+        ("seed", lambda: _Dataset.range(4).shuffle(4, seed=0).batch(2)),
+        ("random_numbers", lambda: _Dataset.range(4).map(lambda _: tf.random.uniform([]))),
+        ("policy_off", _of_its_own),
+        ("files", lambda: _Dataset.list_files(__file__).interleave(_lines).shuffle(4)),
+        ("files_of_a_reader", lambda: tf.data.TextLineDataset([__file__] * 2).shuffle(4)),
+    )
+    def test_alike_on_all_hosts(self, make):
+        self.assertFalse(self.warned(make))
+
+    def test_global_seed(self):
+        with mock.patch.object(log, "warn_once") as warn:
+            tf.random.set_seed(3)
+            shuffles.warn_if_unseeded(_Dataset.range(4).shuffle(4))
+        warn.assert_not_called()
+
+    def warned(self, make):
+        tf.random.set_seed(None)  # tf.test.TestCase has set one.
+        with mock.patch.object(log, "warn_once") as warn:
+            shuffles.warn_if_unseeded(make())
+        return warn.called
+
+
+if __name__ == "__main__":
+    tf.test.main()
