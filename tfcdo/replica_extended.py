@@ -17,6 +17,7 @@ from tfcdo import (
     shuffles,
     tf_internals,
 )
+from tfcdo.cluster import session
 from tfcdo.cross_device_ops import AllReduceCrossDeviceOps, NcclAllReduce, ReductionToOneDevice
 from tfcdo.execute import nccl
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
@@ -183,13 +184,14 @@ class ReplicaExtended:
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         is_dataset = tf.executing_eagerly() and isinstance(dataset, tf.data.Dataset)
+        joined = session.current() if self._in_multi_worker_mode() else None  # type: ignore[attr-defined]
         if is_dataset and int(dataset.cardinality()) == 0:
             log.warn_once(
                 "a dataset without elements is distributed; Keras's fit and evaluate end with "
                 "StopIteration where one device trains nothing"
             )
-        if is_dataset and getattr(self, "_num_workers", 1) > 1:
-            shuffles.warn_if_unseeded(dataset)
+        if is_dataset and joined is not None:
+            shuffles.warn_if_unlike(dataset, joined)
         return super()._experimental_distribute_dataset(dataset, options)  # type: ignore[misc]
 
 

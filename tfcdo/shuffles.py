@@ -1,13 +1,16 @@
-"""Shuffles in a dataset that each host would draw for itself."""
+"""Shuffles in a dataset that hosts would draw in unlike orders."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfcdo import log
+from tfcdo.cluster import agreement
+from tfcdo.cluster.session import Session
 
 _OFF = tf.data.experimental.AutoShardPolicy.OFF
 _READERS = ("RecordDataset", "TextLineDataset")
@@ -22,19 +25,29 @@ def made_from(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
         left += one._inputs()
 
 
-def warn_if_unseeded(dataset: tf.data.Dataset) -> None:
+def warn_if_unlike(dataset: tf.data.Dataset, session: Session) -> None:
     """Warns if hosts take their parts of one dataset in unlike orders."""
     if dataset.options().experimental_distribute.auto_shard_policy == _OFF:
         return
     parts = list(made_from(dataset))
     # TensorFlow deals out the files, if there are any, before all else.
-    if any(map(_draws_an_order, parts)) and not any(map(_reads_files, parts)):
-        log.warn_once(
-            "a dataset is shuffled without a seed: each host draws another order and takes its "
-            "part of it, so an epoch has some examples twice and others not at all; call "
-            "keras.utils.set_random_seed(n) with the same n on all hosts before the data is made, "
-            "give shuffle() a seed, or use tfcdo.keras.resumable"
-        )
+    seeds = [] if any(map(_reads_files, parts)) else [s for part in parts for s in _seeds(part)]
+    if (0, 0) in seeds:
+        how = "without a seed"
+    elif seeds and session.differing(_kind(dataset), json.dumps(seeds)):
+        how = "with other seeds than on another host"
+    else:
+        return
+    log.warn_once(
+        f"a dataset is shuffled {how}: each host draws another order and takes its part of it, so "
+        "an epoch has some examples twice and others not at all; call "
+        "keras.utils.set_random_seed(n) with the same n on all hosts before the data is made, give "
+        "shuffle(), or whatever shuffles, the same seed on all hosts, or use tfcdo.keras.resumable"
+    )
+
+
+def _kind(dataset: tf.data.Dataset) -> str:
+    return agreement.digest({"elements": str(dataset.element_spec)})
 
 
 def _reads_files(dataset: tf.data.Dataset) -> bool:
@@ -42,13 +55,14 @@ def _reads_files(dataset: tf.data.Dataset) -> bool:
     return any(reader in kind for kind in kinds for reader in _READERS)
 
 
-def _draws_an_order(dataset: tf.data.Dataset) -> bool:
-    """Tells whether a dataset is in a random order without a seed, as seeds of 0 mean."""
+def _seeds(dataset: tf.data.Dataset) -> Iterator[tuple[int, int]]:
+    """Yields the seeds of a dataset's random orders; two zeros are no seed."""
     # `shuffle` and the choices of `sample_from_datasets`; Keras shuffles the indices of arrays.
-    if hasattr(dataset, "_seed2") and int(dataset._seed) == int(dataset._seed2) == 0:
-        return True
-    drawn = (node.attr for node in _nodes(dataset) if node.op == "RandomShuffle")
-    return any(attributes["seed"].i == attributes["seed2"].i == 0 for attributes in drawn)
+    if hasattr(dataset, "_seed2"):
+        yield int(dataset._seed), int(dataset._seed2)
+    for node in _nodes(dataset):
+        if node.op == "RandomShuffle":
+            yield node.attr["seed"].i, node.attr["seed2"].i
 
 
 def _nodes(dataset: tf.data.Dataset) -> Iterator[Any]:

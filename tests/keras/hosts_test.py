@@ -41,6 +41,8 @@ class HostsTest(tf.test.TestCase):
             for host, outcome in zip(results["shuffled"], outcomes, strict=True):
                 self.assertAllClose(np.ones_like(host["seen"]), host["seen"])
                 self.assertEqual(outcome.output.count("is shuffled without a seed"), 1)
+            # By the host that came last, at least.
+            self.assertRegex("".join(o.output for o in outcomes), "with other seeds than on")
         with self.subTest("callbacks stop before the 20 epochs are over, in smaller steps"):
             rates = results["callbacks"][0]["learning_rate"]
             self.assertLess(len(rates), 20)

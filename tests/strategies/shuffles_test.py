@@ -44,15 +44,18 @@ class ShufflesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertFalse(self.warned(make))
 
     def test_global_seed(self):
-        with mock.patch.object(log, "warn_once") as warn:
-            tf.random.set_seed(3)
-            shuffles.warn_if_unseeded(_Dataset.range(4).shuffle(4))
-        warn.assert_not_called()
+        self.assertFalse(self.warned(lambda: _Dataset.range(4).shuffle(4), global_seed=3))
 
-    def warned(self, make):
-        tf.random.set_seed(None)  # tf.test.TestCase has set one.
+    # Keras gives such a seed to datasets from directories, a number from numpy.
+    def test_another_host_has_another_seed(self):
+        self.assertTrue(self.warned(lambda: _Dataset.range(4).shuffle(4, seed=5), differing=[1]))
+        self.assertFalse(self.warned(lambda: _Dataset.range(4), differing=[1]))
+
+    def warned(self, make, differing=(), global_seed=None):
+        tf.random.set_seed(global_seed)  # tf.test.TestCase has set one.
+        session = mock.Mock(**{"differing.return_value": list(differing)})
         with mock.patch.object(log, "warn_once") as warn:
-            shuffles.warn_if_unseeded(make())
+            shuffles.warn_if_unlike(make(), session)
         return warn.called
 
 

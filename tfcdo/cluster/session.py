@@ -31,6 +31,7 @@ class Session:
         self.watch = watch.Watch(cluster, store, self._agreement, abort, timeout)
         self._lock = threading.Lock()
         self._rounds: dict[str, Iterator[int]] = {}
+        self._turns: dict[str, Iterator[int]] = {}
         self._texts: dict[str, str] = {}
 
     def agree(self, description: Mapping[str, Any]) -> None:
@@ -53,6 +54,16 @@ class Session:
             raise LateHostError(f"{LATE}: {self.cluster.name(0)} does not answer")
         self._texts[name] = agreed
         return agreed
+
+    def differing(self, kind: str, text: str) -> list[int]:
+        """Tells the others a text; returns those that have told another one by now."""
+        # Nobody waits here. The last host to come sees the texts of all.
+        with self._lock:
+            turn = next(self._turns.setdefault(kind, itertools.count()))
+        name = f"told/{kind}/{turn}"
+        self.store.set(f"{name}/{self.cluster.index}", text)
+        told = {host: self.store.get(f"{name}/{host}", 0.01) for host in self.cluster.others}
+        return [host for host, other in told.items() if other not in (None, text)]
 
     def next_keys(self, description: Mapping[str, Any], count: int) -> list[int]:
         """Returns keys for the next use of one kind of collectives, the same on all hosts."""
