@@ -1,4 +1,4 @@
-"""Extends the functions of `keras.Model` that make a step's `tf.function`.
+"""Extends the functions of `keras.Model` that build it and make a step's `tf.function`.
 
 Keras gives a strategy no other place where it sees a model that is about to train. Only a model
 whose strategy or optimizer is tfcdo's gets another function; all others get Keras's.
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
 from tfcdo import digests, xla
 from tfcdo.replaced import replaced
 
@@ -19,7 +21,7 @@ def install() -> None:
     """Extends `keras.Model`, once Keras 3.7 or newer is imported; later calls do nothing."""
     model_class = getattr(sys.modules.get("keras"), "Model", None)
     # Keras before 3.7 has no such method, and reads a model's steps when it traces them.
-    if not hasattr(model_class, "_make_function"):
+    if model_class is None or not hasattr(model_class, "_make_function"):
         return
     if isinstance(vars(model_class).get("make_train_function"), functools.partialmethod):
         return
@@ -28,6 +30,20 @@ def install() -> None:
         keras_step = getattr(model_class, f"{name}_step")
         method = functools.partialmethod(_make, name, keras_makes, keras_step)
         setattr(model_class, f"make_{name}_function", method)
+    method = functools.partialmethod(_build, model_class._maybe_symbolic_build)
+    model_class._maybe_symbolic_build = method
+
+
+def _build(
+    model: Any, keras_builds: Callable[..., Any], iterator: Any = None, data_batch: Any = None
+) -> Any:
+    """Builds a model as Keras does, but for a generator, of which Keras would lose batches."""
+    # In a strategy's scope Keras takes a batch for its shapes, and begins again. A generator cannot
+    # begin again, and what TensorFlow has prefetched of it is gone. Keras keeps its first batches.
+    first = getattr(getattr(iterator, "data_adapter", None), "_first_batches", None)
+    if first and _is_ours(model):
+        iterator, data_batch = None, tf.nest.map_structure(_spec, first[0])
+    return keras_builds(model, iterator=iterator, data_batch=data_batch)
 
 
 def _make(
@@ -56,13 +72,15 @@ def _make(
     return made
 
 
+def _spec(value: Any) -> tf.TensorSpec | None:
+    return None if value is None else tf.TensorSpec([None, *value.shape[1:]], value.dtype)
+
+
 def _compiles_on_replicas(model: Any) -> bool:
-    strategy = model.distribute_strategy
-    return (
-        bool(model.jit_compile)
-        and strategy.num_replicas_in_sync > 1
-        and any(
-            getattr(owner, "meets_outside_xla", False)
-            for owner in (strategy.extended, model.optimizer)
-        )
-    )
+    several = model.distribute_strategy.num_replicas_in_sync > 1
+    return bool(model.jit_compile) and several and _is_ours(model)
+
+
+def _is_ours(model: Any) -> bool:
+    owners = model.distribute_strategy.extended, getattr(model, "optimizer", None)
+    return any(getattr(owner, "meets_outside_xla", False) for owner in owners)
