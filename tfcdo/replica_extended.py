@@ -9,12 +9,12 @@ import tensorflow as tf
 
 from tfcdo import (
     checks,
+    datasets,
     empty_batches,
     keras_calls,
     keras_steps,
     log,
     moving_statistics,
-    shuffles,
     tf_internals,
 )
 from tfcdo.cluster import session
@@ -183,15 +183,9 @@ class ReplicaExtended:
         return destinations
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        is_dataset = tf.executing_eagerly() and isinstance(dataset, tf.data.Dataset)
-        joined = session.current() if self._in_multi_worker_mode() else None  # type: ignore[attr-defined]
-        if is_dataset and int(dataset.cardinality()) == 0:
-            log.warn_once(
-                "a dataset without elements is distributed; Keras's fit and evaluate end with "
-                "StopIteration where one device trains nothing"
-            )
-        if is_dataset and joined is not None:
-            shuffles.warn_if_unlike(dataset, joined)
+        if tf.executing_eagerly() and isinstance(dataset, tf.data.Dataset):
+            several = self._in_multi_worker_mode()  # type: ignore[attr-defined]
+            dataset = datasets.prepared(dataset, session.current() if several else None)
         return super()._experimental_distribute_dataset(dataset, options)  # type: ignore[misc]
 
 

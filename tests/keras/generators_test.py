@@ -65,6 +65,27 @@ class GeneratorsTest(tf.test.TestCase, parameterized.TestCase):
             model.compile("sgd", "mse", metrics=["mae"])
         return model.evaluate(batches, verbose=0)
 
+    def test_arrays_that_a_generator_has_parts_of_stay_as_they_are(self):
+        """TensorFlow takes those whose address divides by 64 without a copy, and splits them."""
+        arrays = [_aligned([256, 16]) for _ in range(2)]
+        before = [array.copy() for array in arrays]
+        with tfcdo.MirroredStrategy(tu.device_names(2)).scope():
+            activation = keras.layers.Activation("relu")  # It may write into its input.
+            model = keras.Sequential([keras.Input([16]), activation, keras.layers.Dense(16)])
+            model.compile("sgd", "mse")
+        parts = (tuple(array[i : i + 32] for array in arrays) for i in range(0, 256, 32))
+        model.fit(parts, verbose=0)
+        for array, expected in zip(arrays, before, strict=True):
+            self.assertAllEqual(expected, array)
+
+
+def _aligned(shape: list[int]) -> np.ndarray:
+    memory = np.empty(4 * np.prod(shape) + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    array = memory[start : memory.size - 64 + start].view(np.float32).reshape(shape)
+    array[:] = np.random.default_rng(0).normal(size=shape)
+    return array
+
 
 if __name__ == "__main__":
     tf.test.main()

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcdo import checks, shuffles, tf_internals
+from tfcdo import checks, datasets, tf_internals
 
 _ORDER = "_tfcdo_order"
 # Examples of an endless dataset; fewer than int64 has, so that sums do not overflow.
@@ -185,4 +185,4 @@ def _indices(positions: tf.Tensor, size: int, seed: int) -> tf.Tensor:
 def _datasets(epoch_iterator: Any) -> Iterable[tf.data.Dataset]:
     """Returns the dataset that a `fit` takes, and all that it is made from."""
     dataset = getattr(epoch_iterator.data_adapter, "_dataset", None)
-    return shuffles.made_from(dataset) if isinstance(dataset, tf.data.Dataset) else ()
+    return datasets.made_from(dataset) if isinstance(dataset, tf.data.Dataset) else ()

@@ -1,4 +1,4 @@
-"""Shuffles in a dataset that hosts would draw in unlike orders."""
+"""What is looked at in a dataset before replicas get their parts of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,42 @@ def made_from(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
         left += one._inputs()
 
 
-def warn_if_unlike(dataset: tf.data.Dataset, session: Session) -> None:
+def prepared(dataset: tf.data.Dataset, session: Session | None) -> tf.data.Dataset:
+    """Returns a dataset that can be distributed; warns of one that trains otherwise than expected.
+
+    The session is the one of several hosts.
+    """
+    if int(dataset.cardinality()) == 0:
+        log.warn_once(
+            "a dataset without elements is distributed; Keras's fit and evaluate end with "
+            "StopIteration where one device trains nothing"
+        )
+    if session is not None:
+        _warn_if_unlike(dataset, session)
+    python = (node.op for part in made_from(dataset) for node in _nodes(part))
+    return _copied(dataset) if any("PyFunc" in op for op in python) else dataset
+
+
+def _copied(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset of copies: replicas might write into an array that Python still has."""
+    # TensorFlow takes a NumPy array as it is if its address divides by 64. It splits the batch, and
+    # then takes the last part to be alone in using the memory, so that an op may write into it.
+    is_tuple = type(dataset.element_spec) is tuple  # Of a named one, `map` passes no parts.
+
+    @tf.autograph.experimental.do_not_convert
+    def copies(*parts: Any) -> Any:
+        own = tf.nest.map_structure(_copy, parts, expand_composites=True)
+        return own if is_tuple else own[0]
+
+    return dataset.map(copies)
+
+
+def _copy(value: Any) -> Any:
+    is_number = tf.is_tensor(value) and value.dtype not in (tf.string, tf.variant, tf.resource)
+    return tf.raw_ops.DeepCopy(x=value) if is_number else value
+
+
+def _warn_if_unlike(dataset: tf.data.Dataset, session: Session) -> None:
     """Warns if hosts take their parts of one dataset in unlike orders."""
     if dataset.options().experimental_distribute.auto_shard_policy == _OFF:
         return

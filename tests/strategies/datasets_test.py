@@ -1,13 +1,15 @@
-"""Datasets that hosts would shuffle in unlike orders."""
+"""What strategies look at in a dataset before they distribute it."""
 
 from __future__ import annotations
 
+import typing
 from unittest import mock
 
+import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tfcdo import log, shuffles
+from tfcdo import datasets, log
 
 _Dataset = tf.data.Dataset
 
@@ -22,7 +24,18 @@ def _lines(name):
     return tf.data.TextLineDataset(name).map(tf.strings.length)
 
 
-class ShufflesTest(tf.test.TestCase, parameterized.TestCase):
+class _Pair(typing.NamedTuple):
+    first: tf.Tensor
+    second: tf.Tensor
+
+
+def _flat(element):
+    return [
+        one.numpy() for one in tf.nest.flatten(element, expand_composites=True) if one is not None
+    ]
+
+
+class DatasetsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.named_parameters(
         ("shuffle", lambda: _Dataset.range(4).shuffle(4).batch(2).prefetch(1)),
         ("in_a_zip", lambda: _Dataset.zip(_Dataset.range(3), _Dataset.range(3).shuffle(3))),
@@ -43,6 +56,30 @@ class ShufflesTest(tf.test.TestCase, parameterized.TestCase):
     def test_alike_on_all_hosts(self, make):
         self.assertFalse(self.warned(make))
 
+    @parameterized.named_parameters(
+        ("one", lambda number: number),
+        ("tuple_of_one", lambda number: (number,)),
+        ("tuple", lambda number: (number, {"text": tf.constant("a"), "none": None})),
+        ("named_tuple", lambda number: _Pair(number, tf.ragged.constant([[1], [2, 3]]))),
+        ("sparse", lambda number: [number, tf.sparse.from_dense([0, 1])]),
+    )
+    def test_copies_of_arrays_have_the_same_structure(self, make):
+        def element(_):
+            return make(tf.numpy_function(lambda: np.float32(3), [], tf.float32))
+
+        dataset = _Dataset.range(2).map(element)
+        copies = datasets.prepared(dataset, None)
+        self.assertIsNot(dataset, copies)
+        self.assertEqual(dataset.element_spec, copies.element_spec)
+        pairs = zip(dataset, copies, strict=True)
+        for one, copy in pairs:
+            for own, expected in zip(_flat(copy), _flat(one), strict=True):
+                self.assertAllEqual(expected, own)
+
+    def test_no_copies_of_tensors(self):
+        dataset = _Dataset.range(2).map(lambda number: number + 1)
+        self.assertIs(dataset, datasets.prepared(dataset, None))
+
     def test_global_seed(self):
         self.assertFalse(self.warned(lambda: _Dataset.range(4).shuffle(4), global_seed=3))
 
@@ -55,7 +92,7 @@ class ShufflesTest(tf.test.TestCase, parameterized.TestCase):
         tf.random.set_seed(global_seed)  # tf.test.TestCase has set one.
         session = mock.Mock(**{"differing.return_value": list(differing)})
         with mock.patch.object(log, "warn_once") as warn:
-            shuffles.warn_if_unlike(make(), session)
+            datasets.prepared(make(), session)
         return warn.called
 
 
