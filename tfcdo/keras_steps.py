@@ -37,12 +37,13 @@ def install() -> None:
 def _build(
     model: Any, keras_builds: Callable[..., Any], iterator: Any = None, data_batch: Any = None
 ) -> Any:
-    """Builds a model as Keras does, but for a generator, of which Keras would lose batches."""
-    # In a strategy's scope Keras takes a batch for its shapes, and begins again. A generator cannot
-    # begin again, and what TensorFlow has prefetched of it is gone. Keras keeps its first batches.
-    first = getattr(getattr(iterator, "data_adapter", None), "_first_batches", None)
-    if first and _is_ours(model):
-        iterator, data_batch = None, tf.nest.map_structure(_spec, first[0])
+    """Builds a model as Keras does, but takes no batch for its shapes where these are known."""
+    # In a strategy's scope Keras takes a batch, and begins again. A generator cannot begin again:
+    # all that TensorFlow has prefetched of it would be lost. Keras keeps its first batches. The
+    # threads of a PyDataset go on while it begins again.
+    first = _first_batch(getattr(iterator, "data_adapter", None))
+    if first is not None and _is_ours(model):
+        iterator, data_batch = None, tf.nest.map_structure(_spec, first)
     return keras_builds(model, iterator=iterator, data_batch=data_batch)
 
 
@@ -70,6 +71,16 @@ def _make(
     ):
         model.train_function = functools.partial(digests.run_checked, function, model, [])
     return made
+
+
+def _first_batch(adapter: Any) -> Any:
+    """Returns the first batch of a generator, or values that have the shapes of a PyDataset's."""
+    if getattr(adapter, "_first_batches", None):
+        return adapter._first_batches[0]
+    signature = getattr(adapter, "_output_signature", None)
+    shapes = [spec.shape for spec in tf.nest.flatten(signature) if spec is not None]
+    known = all(shape[1:].is_fully_defined() for shape in shapes)
+    return signature if known and type(adapter).__name__ == "PyDatasetAdapter" else None
 
 
 def _spec(value: Any) -> tf.TensorSpec | None:

@@ -1,6 +1,8 @@
-"""Python generators, which give each batch once: `fit` and `evaluate` see what one device sees."""
+"""Generators, which give each batch once: `fit` and `evaluate` see what one device sees."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import keras
 import numpy as np
@@ -35,6 +37,19 @@ def _mean_embedding() -> keras.Model:
     )
 
 
+class _Counted(keras.utils.PyDataset):
+    """Batches whose loading is counted."""
+
+    loaded = 0
+
+    def __len__(self) -> int:
+        return _BATCHES
+
+    def __getitem__(self, index: int) -> Any:
+        self.loaded += 1
+        return list(_batches())[index]
+
+
 class GeneratorsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         (lambda devices: tfcdo.MirroredStrategy(devices), lambda sgd: sgd),
@@ -50,6 +65,15 @@ class GeneratorsTest(tf.test.TestCase, parameterized.TestCase):
         model.fit(_batches(), verbose=0)
         seen = _BATCH * model.get_weights()[0]
         self.assertAllClose(np.ones_like(seen), seen)
+
+    @parameterized.parameters(1, 2)
+    def test_a_dataset_of_keras_is_loaded_as_on_one_device(self, workers):
+        loaded = []
+        for count in (1, 3):
+            data = _Counted(workers=workers)
+            self.evaluated(count, data)
+            loaded.append(data.loaded)
+        self.assertEqual(*loaded)
 
     # With widths that differ, TensorFlow does not know the shapes of batches.
     @parameterized.parameters(_batches, _of_unlike_widths)
