@@ -27,6 +27,11 @@ from tfcdo.plan.plan import Plan
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
+# TensorFlow never forgets the shape with which a key was used first. So what differs in size from
+# step to step is padded to one of these numbers of elements, each of which has its own keys.
+_SIZES = sorted({2**octave * (4 + quarter) // 4 for octave in range(31) for quarter in range(4)})
+_KEYS_OF_A_SIZE = 2**24
+
 
 @dataclasses.dataclass(frozen=True)
 class Network:
@@ -212,13 +217,16 @@ class Exchange:
         row_shapes = [numerics.shape(tensor)[1:] for tensor in tensors]
         sizes = counts * tf.stack([tf.reduce_prod(shape) for shape in row_shapes])
         totals = tf.reduce_sum(sizes, 1)
-        # The collective takes as much from each host, and at least one element.
-        most = tf.maximum(tf.reduce_max(totals), 1)
+        # The collective takes as much from each host: one of the sizes that have their own keys.
+        all_sizes = tf.constant(_SIZES, tf.int64)
+        index = tf.reduce_sum(tf.cast(all_sizes < tf.reduce_max(totals), tf.int32))
+        size = all_sizes[index]
         flat = tf.concat([numerics.flatten(tensor) for tensor in tensors], 0)
-        padding = tf.zeros([most - tf.size(flat, tf.int64)], flat.dtype)
+        padding = tf.zeros([size - tf.size(flat, tf.int64)], flat.dtype)
         sent = tf.concat([flat, padding], 0)
-        gathered = self._copy(tf.raw_ops.CollectiveGatherV2, sent, device)
-        cuts = tf.reshape(tf.concat([sizes, (most - totals)[:, tf.newaxis]], 1), [-1])
+        key = next(self._keys) + (index + 1) * _KEYS_OF_A_SIZE
+        gathered = self._copy(tf.raw_ops.CollectiveGatherV2, sent, device, key=key)
+        cuts = tf.reshape(tf.concat([sizes, (size - totals)[:, tf.newaxis]], 1), [-1])
         parts = tf.split(gathered, cuts, num=num_hosts * (len(tensors) + 1))
         results = []
         for index, (tensor, shape) in enumerate(zip(tensors, row_shapes, strict=True)):
@@ -311,14 +319,19 @@ class Exchange:
         return results
 
     def _copy(
-        self, collective: Callable[..., tf.Tensor], tensor: tf.Tensor, device: str, line: str = ""
+        self,
+        collective: Callable[..., tf.Tensor],
+        tensor: tf.Tensor,
+        device: str,
+        line: str = "",
+        key: tf.Tensor | None = None,
     ) -> tf.Tensor:
         entered = self._marks.mark([tensor])
         copied = collective(
             input=tensor,
             group_size=self._network.num_hosts,
             group_key=handles.group_key(device),
-            instance_key=next(self._keys),
+            instance_key=next(self._keys) if key is None else key,
             ordering_token=[handles.ordering_token(device, line)],
             communication_hint=self._network.hint,
         )
