@@ -128,6 +128,22 @@ def shuffled(strategy: Any) -> dict[str, np.ndarray]:
     return {"seen": 20 * model.get_weights()[0]}
 
 
+def unlike_sizes(strategy: Any) -> dict[str, np.ndarray]:
+    """Predicts and reduces values whose sizes change, more often than keys come back."""
+    inputs = np.arange(34 * 4, dtype=np.float32).reshape([34, 4])
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Activation("linear")])
+    predicted = [model.predict(inputs, 5, verbose=0) for _ in range(14)]
+
+    @tf.function(input_signature=[tf.TensorSpec([None])])
+    def total(values: tf.Tensor) -> tf.Tensor:
+        own = strategy.run(lambda: values + 0.0)
+        return strategy.reduce("SUM", own, axis=None)
+
+    sums = np.concatenate([total(np.ones(1 + step % 5)).numpy() for step in range(100)])
+    return {"predicted": np.stack(predicted) - inputs, "sums": sums}
+
+
 def other_weights(strategy: Any) -> dict[str, np.ndarray]:
     """Starts the second host with other weights, which is found without a callback."""
     with strategy.scope():

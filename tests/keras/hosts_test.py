@@ -25,7 +25,7 @@ _TRAININGS = {
 class HostsTest(tf.test.TestCase):
     def test_two_hosts(self):
         """One test, as each of pytest's processes would start hosts of its own."""
-        names = ["shuffled", *_TRAININGS, "in_sync", "other_weights"]
+        names = ["shuffled", "unlike_sizes", *_TRAININGS, "in_sync", "other_weights"]
         with tempfile.TemporaryDirectory() as folder:
             outcomes = clusters.run(2, "host", ["2", folder, *names], _TIMEOUT)
             for outcome in outcomes:
@@ -43,6 +43,10 @@ class HostsTest(tf.test.TestCase):
                 self.assertEqual(outcome.output.count("is shuffled without a seed"), 1)
             # By the host that came last, at least.
             self.assertRegex("".join(o.output for o in outcomes), "with other seeds than on")
+        with self.subTest("sizes that change"):
+            for host in results["unlike_sizes"]:
+                self.assertAllEqual(np.zeros([14, 34, 4]), host["predicted"])
+                self.assertAllEqual(np.full(300, 4), host["sums"])
         with self.subTest("callbacks stop before the 20 epochs are over, in smaller steps"):
             rates = results["callbacks"][0]["learning_rate"]
             self.assertLess(len(rates), 20)

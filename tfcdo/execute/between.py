@@ -28,9 +28,9 @@ from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
 # TensorFlow never forgets the shape with which a key was used first. So what differs in size from
-# step to step is padded to one of these numbers of elements, each of which has its own keys.
+# step to step has other keys for each size. Gathers are padded to one of few sizes.
 _SIZES = sorted({2**octave * (4 + quarter) // 4 for octave in range(31) for quarter in range(4)})
-_KEYS_OF_A_SIZE = 2**24
+_NUM_SIZES, _KEYS_OF_A_SIZE = 127, 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,7 +295,7 @@ class Exchange:
         for tensor, device in zip(tensors, devices, strict=True):
             with tf.device(device):
                 parts.append(collective_dtypes.as_summed(tensor))
-        entered, key = self._marks.mark(parts), next(self._keys)
+        entered, key = self._marks.mark(parts), self._key(parts[0])
         totals = []
         for part, device in zip(parts, devices, strict=True):
             with tf.device(device):
@@ -331,12 +331,19 @@ class Exchange:
             input=tensor,
             group_size=self._network.num_hosts,
             group_key=handles.group_key(device),
-            instance_key=next(self._keys) if key is None else key,
+            instance_key=self._key(tensor) if key is None else key,
             ordering_token=[handles.ordering_token(device, line)],
             communication_hint=self._network.hint,
         )
         self._marks.mark([copied], after=entered)
         return copied
+
+    def _key(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns the next key; for a shape that may change, one that few other sizes share."""
+        key = next(self._keys)
+        if tensor.shape.is_fully_defined():
+            return key
+        return key + (tf.size(tensor) % _NUM_SIZES + 1) * _KEYS_OF_A_SIZE
 
     def _next_keys(self, description: Mapping[str, Any]) -> tf.Tensor:
         keys = self._network.session.next_keys(description, self._count)
