@@ -335,9 +335,11 @@ class SessionTest(absltest.TestCase):
         self.assertLen(set(keys), 128)
         for _ in range(100):
             keys += own.next_keys(kinds[0], 2)
-        self.assertLess(max(keys), 2**31)
+        self.assertLess(max(keys), session.NUM_KEYS)
         # They come back, so what TensorFlow keeps of each is bounded.
         self.assertLen(set(keys), 2 * 64 + 2 * 32)
+        with self.assertRaisesRegex(RuntimeError, "at most 262,144 different collectives"):
+            own.next_keys(kind("f[4]"), session.NUM_KEYS // 64)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from tfcdo.cluster.errors import LateHostError
 # A key comes back after this many uses of its kind, long after the last one has ended. TensorFlow
 # never forgets a key, so this is also the number that it keeps for each collective.
 _ROUNDS = 64
+# Keys are below this; the rest of 31 bits is for collectives of which each size has its own.
+NUM_KEYS = 2**24
 
 
 class Session:
@@ -68,6 +70,11 @@ class Session:
     def next_keys(self, description: Mapping[str, Any], count: int) -> list[int]:
         """Returns keys for the next use of one kind of collectives, the same on all hosts."""
         number = self._agreement.number(description, count)
+        if (number + count) * _ROUNDS > NUM_KEYS:
+            raise RuntimeError(
+                f"a program has at most {NUM_KEYS // _ROUNDS:,} different collectives between "
+                "hosts; this one reduces values of ever new shapes: pad them to a few"
+            )
         with self._lock:
             rounds = self._rounds.setdefault(digest(description), itertools.cycle(range(_ROUNDS)))
             turn = next(rounds)

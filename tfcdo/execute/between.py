@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.cluster.session import Session
+from tfcdo.cluster.session import NUM_KEYS, Session
 from tfcdo.execute import collective_dtypes, gradients, handles, numerics, shares
 from tfcdo.execute.codec import PackCodec
 from tfcdo.execute.marks import Marks
@@ -30,7 +30,7 @@ from tfcdo.topology.topology import Topology
 # TensorFlow never forgets the shape with which a key was used first. So what differs in size from
 # step to step has other keys for each size. Gathers are padded to one of few sizes.
 _SIZES = sorted({2**octave * (4 + quarter) // 4 for octave in range(31) for quarter in range(4)})
-_NUM_SIZES, _KEYS_OF_A_SIZE = 127, 2**24
+_NUM_SIZES = 127
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Exchange:
         flat = tf.concat([numerics.flatten(tensor) for tensor in tensors], 0)
         padding = tf.zeros([size - tf.size(flat, tf.int64)], flat.dtype)
         sent = tf.concat([flat, padding], 0)
-        key = next(self._keys) + (index + 1) * _KEYS_OF_A_SIZE
+        key = next(self._keys) + (index + 1) * NUM_KEYS
         gathered = self._copy(tf.raw_ops.CollectiveGatherV2, sent, device, key=key)
         cuts = tf.reshape(tf.concat([sizes, (size - totals)[:, tf.newaxis]], 1), [-1])
         parts = tf.split(gathered, cuts, num=num_hosts * (len(tensors) + 1))
@@ -343,7 +343,7 @@ class Exchange:
         key = next(self._keys)
         if tensor.shape.is_fully_defined():
             return key
-        return key + (tf.size(tensor) % _NUM_SIZES + 1) * _KEYS_OF_A_SIZE
+        return key + (tf.size(tensor) % _NUM_SIZES + 1) * NUM_KEYS
 
     def _next_keys(self, description: Mapping[str, Any]) -> tf.Tensor:
         keys = self._network.session.next_keys(description, self._count)
