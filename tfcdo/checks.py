@@ -30,3 +30,9 @@ def check_sizes(num_bytes: object, num_packs: object) -> None:
     check_int("num_bytes", num_bytes, at_least=0)
     if num_packs is not None:
         check_int("num_packs", num_packs, at_least=1)
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raises a TypeError unless the argument `name` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; got {value!r}")

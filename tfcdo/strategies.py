@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import environment, tf_internals, version, virtual_devices
+from tfcdo import checks, environment, log, tf_internals, version, virtual_devices
 from tfcdo.cluster import config, rendezvous, session
 from tfcdo.cluster.delays import HostDelay
 from tfcdo.cross_device_ops import (
@@ -21,14 +21,12 @@ from tfcdo.cross_device_ops import (
 from tfcdo.execute import between, codec, nccl
 from tfcdo.execute.request import check_cross_device_ops, check_error_feedback
 from tfcdo.plan.options import BetweenHosts
-from tfcdo.replica_extended import (
-    ReducesStructures,
-    ReplicaExtended,
-    check_host_arguments,
-    runs_flat,
-)
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
+from tfcdo.training import models, sharding
+from tfcdo.training.extended import ReducesStructures, ReplicaExtended
+
+models.install()
 
 _TIMEOUT_SECONDS = 600.0
 # TensorFlow's servers, once all hosts are there, take less than one.
@@ -46,9 +44,16 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
       devices: the devices' names, one replica each; None for all GPUs, or the CPU.
       cross_device_ops: how to reduce; None for `NcclAllReduce` where NCCL can run, else
         `AutoAllReduce`.
+      shard_optimizer_state: whether the optimizer's state for each variable, such as Adam's two
+        moments, is on one device only, which updates the variable and sends it to the others.
+        Adam then needs 8 + 8/K bytes per parameter on K devices, instead of 16.
+      synchronize_batch_norm: whether each `BatchNormalization` that is made in the scope
+        normalizes over the whole batch, as with Keras's `synchronized=True`; this sends two small
+        vectors per layer and step, and as many for the gradients. By default it normalizes over
+        each replica's part, which is what Keras does.
 
     Raises:
-      TypeError: if an argument is of another type.
+      TypeError: if an argument is of another type, or `cross_device_ops` cannot shard.
 
     Example:
       >>> strategy = MirroredStrategy(["/cpu:0"])
@@ -60,16 +65,22 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
         self,
         devices: Sequence[str] | None = None,
         cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
+        *,
+        shard_optimizer_state: bool = False,
+        synchronize_batch_norm: bool = False,
     ) -> None:
         # An empty list is as good as None: scripts pass tf.config.list_logical_devices("GPU").
         if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
             raise TypeError(f"devices must be a list of device names or None; got {devices!r}")
         check_cross_device_ops(cross_device_ops)
+        checks.check_bool("shard_optimizer_state", shard_optimizer_state)
+        checks.check_bool("synchronize_batch_norm", synchronize_batch_norm)
         # TensorFlow's own __init__ would make its own extended class.
         extended = _MirroredExtended(self, devices, cross_device_ops)
         tf.distribute.Strategy.__init__(self, extended)
         if cross_device_ops is None:
             extended._cross_device_ops = _default_ops(extended.worker_devices)
+        _set_up(extended, shard_optimizer_state, synchronize_batch_norm)
 
 
 class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMirroredStrategy):
@@ -100,6 +111,8 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         recommended with "int8". They are kept in variables as large as the gradients, saved with
         `tf.train.Checkpoint(ops=strategy.cross_device_ops)`. Errors inside a host are the
         `error_feedback` of `cross_device_ops`.
+      shard_optimizer_state: see `MirroredStrategy`; the state is sharded within each host.
+      synchronize_batch_norm: see `MirroredStrategy`.
       check_in_sync: whether Keras's `fit` compares digests of the weights of all replicas after
         each of its first three steps, and raises a RuntimeError if hosts differ. Own loops are
         not checked.
@@ -127,15 +140,22 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         devices_per_worker: int | None = None,
         wire_between: str | tf.DType | None = None,
         error_feedback: bool = False,
+        shard_optimizer_state: bool = False,
+        synchronize_batch_norm: bool = False,
         check_in_sync: bool = True,
     ) -> None:
         if communication_options is None:
             communication_options = tf.distribute.experimental.CommunicationOptions()
-        check_host_arguments(communication_options, cross_device_ops, devices_per_worker)
+        _check_host_arguments(communication_options, cross_device_ops, devices_per_worker)
         wire = codec.check_wire_dtype("wire_between", wire_between, codec.BETWEEN_DTYPES)
         check_error_feedback(error_feedback, wire, "wire_between")
-        if not isinstance(check_in_sync, bool):
-            raise TypeError(f"check_in_sync must be True or False; got {check_in_sync!r}")
+        switches = {
+            "shard_optimizer_state": shard_optimizer_state,
+            "synchronize_batch_norm": synchronize_batch_norm,
+            "check_in_sync": check_in_sync,
+        }
+        for name, value in switches.items():
+            checks.check_bool(name, value)
         # TensorFlow's own __init__ would make its own extended class.
         tf.distribute.Strategy.__init__(
             self,
@@ -147,9 +167,10 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
                 devices_per_worker or environment.devices_per_worker(),
                 wire,
                 error_feedback,
-                check_in_sync,
+                switches,
             ),
         )
+        _set_up(self.extended, shard_optimizer_state, synchronize_batch_norm)
 
     @property
     def cross_device_ops(self) -> AllReduceCrossDeviceOps | ReductionToOneDevice:
@@ -215,6 +236,13 @@ def _default_ops(devices: Sequence[str]) -> AllReduceCrossDeviceOps:
     return NcclAllReduce() if nccl.nccl_status(devices).can_run else AutoAllReduce()
 
 
+def _set_up(extended: ReplicaExtended, shard: bool, synchronize: bool) -> None:
+    if shard:
+        sharding.check_strategy(extended)
+    extended.shard_optimizer_state = shard
+    extended.synchronize_batch_norm = synchronize
+
+
 class _MirroredExtended(ReplicaExtended, tf_internals.MirroredExtended):
     """Does the strategy's work for TensorFlow: as its own does, but for moving statistics."""
 
@@ -231,7 +259,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         devices_per_worker: int | None,
         wire_between: str | None,
         error_feedback: bool,
-        check_in_sync: bool,
+        switches: Mapping[str, bool],
     ) -> None:
         if resolver is None:
             config.from_tf_config()  # Its errors say more than TensorFlow's.
@@ -240,12 +268,12 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         timeout = options.timeout_seconds or _TIMEOUT_SECONDS
         self._devices_wanted = devices_per_worker
         self._network: between.Network | None = None
-        # For `keras_steps`; one host alone has nothing to compare.
-        self.checks_in_sync = check_in_sync and cluster is not None and len(cluster.tasks) > 1
+        # One host alone has nothing to compare.
+        self.checks_in_sync = switches["check_in_sync"] and cluster is not None and len(cluster.tasks) > 1
         settings = {
             "devices_per_worker": devices_per_worker or virtual_devices.devices_here(None)[1],
             **_settings(options, cross_device_ops, wire_between, error_feedback),
-            "check_in_sync": str(check_in_sync),
+            **{name: str(value) for name, value in switches.items()},
         }
         joined = session.current()
         if joined is not None:
@@ -269,7 +297,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
             )
             hint = options.implementation.value.lower()
             devices = self.worker_devices
-            flat = wire_between is None and runs_flat(hint, cross_device_ops, devices)
+            flat = wire_between is None and _runs_flat(hint, cross_device_ops, devices)
             most = options.bytes_per_pack or _BYTES_PER_PACK
             settings["what"] = "machine of a strategy"
             settings["cross_device_ops in use"] = f"{type(ops).__name__}, {flat=}"
@@ -295,9 +323,6 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
                 f"has here, {available}; got {count}"
             )
         return tuple(f"{worker_device}/device:{kind}:{i}" for i in range(count)), kind
-
-    def _use_merge_call(self) -> bool:
-        return True  # A batch is reduced once, for all replicas.
 
     def _get_cross_device_ops(self, value: Any) -> Any:
         return self._cross_device_ops
@@ -395,3 +420,42 @@ def _prepare(
         start_seconds=_SERVER_START_SECONDS,
         heartbeat_seconds=_HEARTBEAT_SECONDS,
     )
+
+
+def _runs_flat(hint: str, ops: Any, devices: Sequence[str]) -> bool:
+    """Returns whether NCCL all-reduces over all devices of all hosts at once, or logs why not."""
+    # One device a host: the collective between the hosts is over all devices already.
+    if hint == "ring" or len(devices) == 1:
+        return False
+    status = nccl.nccl_status(devices)
+    if ops is not None and not isinstance(ops, NcclAllReduce):
+        problem = (
+            f"cross_device_ops is {type(ops).__name__}, which sums inside each host; leave it out, "
+            "or give tfcdo.NcclAllReduce(), for one collective over all devices"
+        )
+    elif status.can_run:
+        return True
+    else:
+        problem = str(status)
+    if hint == "nccl":
+        log.warn_once(
+            "NCCL is asked for between hosts, but instead of one collective over all devices of "
+            f"all hosts, one device a host takes part for each pack: {problem}"
+        )
+    return False
+
+
+def _check_host_arguments(options: Any, ops: Any, devices_per_worker: Any) -> None:
+    """Raises an error for arguments of `MultiWorkerMirroredStrategy` of another type."""
+    if not isinstance(options, tf_internals.OPTIONS_TYPE):
+        raise TypeError(
+            "communication_options must be a tf.distribute.experimental.CommunicationOptions or "
+            f"None; got {options!r}"
+        )
+    if ops is not None and not isinstance(ops, (AllReduceCrossDeviceOps, ReductionToOneDevice)):
+        raise TypeError(
+            "cross_device_ops must be one of tfcdo's, such as tfcdo.HierarchicalCopyAllReduce(), "
+            f"or None; got {ops!r}"
+        )
+    if devices_per_worker is not None:
+        checks.check_int("devices_per_worker", devices_per_worker, at_least=1)

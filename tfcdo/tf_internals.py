@@ -27,9 +27,13 @@ from tfcdo import private_names
 private_names.check(__spec__)
 
 from tensorflow.python.distribute import collective_all_reduce_strategy as _collective_strategy
+from tensorflow.python.autograph.core import ag_ctx as _ag_ctx
+from tensorflow.python.autograph.impl import api as _autograph
 from tensorflow.python.distribute import device_util as _device_util
+from tensorflow.python.distribute import input_util as _input_util
 from tensorflow.python.distribute import mirrored_strategy as _mirrored_strategy
 from tensorflow.python.distribute import values as _values
+from tensorflow.python.distribute import values_util as _values_util
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager import record as _record
 from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
@@ -40,6 +44,7 @@ from tensorflow.python.ops import resource_variable_ops as _resource_variable_op
 from tensorflow.python.trackable import base as _trackable
 
 DistributedValues = _values.DistributedValues
+SyncOnReadVariable: type[Any] = _values.SyncOnReadVariable
 # An object that a checkpoint saves: it has variables, or other such objects, by name.
 Trackable: type[Any] = _trackable.Trackable
 # The half of TensorFlow's MultiWorkerMirroredStrategy that does the work.
@@ -51,6 +56,69 @@ record_operation = _record.record_operation
 OPTIONS_TYPE = type(tf.distribute.experimental.CommunicationOptions())
 
 _WRITE_SECONDS = 10.0
+
+
+def replica_on_host() -> int:
+    """Returns the index, on this host, of the replica that runs."""
+    return int(_values_util.get_current_replica_id_as_int())
+
+
+def is_compiled(function: Any) -> bool:
+    """Returns whether XLA compiles a `tf.function` as a whole."""
+    return bool(function._jit_compile)
+
+
+def with_python_function(function: Any, python_function: Callable[..., Any]) -> Any:
+    """Returns a `tf.function` with the arguments of another one, of another Python function."""
+    return function._clone(python_function=python_function)
+
+
+def converted(python_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a Python function as a strategy runs it: AutoGraph converts it."""
+    enabled = _ag_ctx.ControlStatusCtx(_ag_ctx.Status.ENABLED)
+    return _autograph.tf_convert(python_function, enabled)
+
+
+def distributed_dataset(
+    extended: Any, dataset: tf.data.Dataset, cardinality: tf.Tensor, options: Any
+) -> Any:
+    """Returns a distributed dataset whose elements are handed to this host's replicas in turn."""
+    distributed = _input_util.get_distributed_dataset(
+        dataset,
+        extended._input_workers_with_options(options),
+        extended._container_strategy(),
+        num_replicas_in_sync=None,
+        options=options,
+    )
+    distributed._cardinality = cardinality  # In batches of all replicas.
+    return distributed
+
+
+def spec_of_component(spec: Any) -> Any:
+    """Returns the spec of the first replica's component of a distributed value; others as it is."""
+    return spec._value_specs[0] if isinstance(spec, _values.PerReplicaSpec) else spec
+
+
+def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """Returns the datasets that a dataset is made from."""
+    return list(dataset._inputs())
+
+
+def seeds_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
+    """Returns the seeds of a dataset's own random order; two zeros are no seed."""
+    return [(int(dataset._seed), int(dataset._seed2))] if hasattr(dataset, "_seed2") else []
+
+
+def nodes_of(dataset: tf.data.Dataset) -> list[Any]:
+    """Returns the nodes of a dataset's functions, and of the functions in these."""
+    nodes: list[Any] = []
+    for wrapper in dataset._functions():
+        if hasattr(wrapper.function, "graph"):  # Not in tf.data's debug mode.
+            graph = wrapper.function.graph.as_graph_def()
+            nodes += graph.node
+            for function in graph.library.function:
+                nodes += function.node_def
+    return nodes
 
 
 def per_replica(values: Sequence[Any]) -> Any:

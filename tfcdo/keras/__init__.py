@@ -1,26 +1,17 @@
-"""Additions for Keras: training on K replicas of a strategy ends as on one device."""
+"""Additions for Keras beside the strategies."""
 
 from __future__ import annotations
 
-from tfcdo import keras_steps
 from tfcdo.keras.backup import BackupAndRestore
-from tfcdo.keras.data_order import resumable
-from tfcdo.keras.in_sync import CheckInSync
-from tfcdo.keras.optimizer import DistributedOptimizer
-from tfcdo.keras.statistics import SynchronizeStatistics
+from tfcdo.keras.data_order import resumable_dataset
 from tfcdo.keras.trace_summary import TraceSummary
-from tfcdo.keras.uneven import weight_by_examples
-from tfcdo.xla import jit_compile
+from tfcdo.training.global_batch import global_batch
+from tfcdo.training.jit import jit_compile
 
 __all__ = [
     "BackupAndRestore",
-    "CheckInSync",
-    "DistributedOptimizer",
-    "SynchronizeStatistics",
     "TraceSummary",
+    "global_batch",
     "jit_compile",
-    "resumable",
-    "weight_by_examples",
+    "resumable_dataset",
 ]
-
-keras_steps.install()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from absl import logging
 
-from tfcdo import checks, environment, keras_calls, log, strategies
+from tfcdo import checks, environment, keras_internals, log, strategies
 from tfcdo.keras import (
     backup_folder,
     data_order,
@@ -35,7 +35,7 @@ class _Progress:
     epoch: int = 0  # That is running, or begins next.
     batch: int = 0  # How many of its batches are done.
     batches: int = 0  # How many of all epochs.
-    examples: int = 0  # Of a `resumable` dataset.
+    examples: int = 0  # Of a `resumable_dataset` dataset.
     first_epoch: int | None = None  # In which the training began.
 
     @property
@@ -52,7 +52,7 @@ class BackupAndRestore(Callback):
     started again ends with the weights of an undisturbed one, bit for bit. On another number of
     replicas or hosts it goes on with the same global batches.
 
-    The data must come in the same order again: pass `tfcdo.keras.resumable(...)` to `fit`, which
+    The data must come in the same order again: pass `tfcdo.keras.resumable_dataset(...)` to `fit`, which
     starts at any example, or a `tf.data.Dataset` that gives the same batches each time, whose
     first ones are taken and dropped. If the data cannot be resumed, the log says so at the start.
 
@@ -87,7 +87,7 @@ class BackupAndRestore(Callback):
       >>> import keras, numpy as np, tfcdo.keras
       >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
       >>> model.compile("sgd", "mse")
-      >>> data = tfcdo.keras.resumable((np.zeros([4, 2]), np.zeros([4, 1])), batch_size=2)
+      >>> data = tfcdo.keras.resumable_dataset((np.zeros([4, 2]), np.zeros([4, 1])), batch_size=2)
       >>> folder = tempfile.mkdtemp()
       >>> backup = BackupAndRestore(folder, save_freq=3, delete_checkpoint=False)
       >>> _ = model.fit(data, steps_per_epoch=2, epochs=2, callbacks=[backup], verbose=0)
@@ -123,7 +123,7 @@ class BackupAndRestore(Callback):
         _writer.submit(int).result()  # An earlier training of this process may still write.
         self._writing: concurrent.futures.Future[None] | None = None
         self._folder = backup_folder.BackupFolder(self.backup_dir)
-        self._iterator = keras_calls.epoch_iterator()
+        self._iterator = keras_internals.epoch_iterator(self.model)
         skipping.SkipBatches.remove_from(self.model)
         strategy = self.model.distribute_strategy
         host, _ = host_exchange.host_of(strategy)
@@ -300,7 +300,7 @@ class BackupAndRestore(Callback):
         self.model._initial_epoch = self._progress.epoch
 
     def _begin_data(self) -> data_order.Order | None:
-        """Has a `resumable` dataset start where training goes on; names other data."""
+        """Has a `resumable_dataset` dataset start where training goes on; names other data."""
         if self._iterator is None:
             return None
         order = data_order.order_of(self._iterator)
@@ -310,7 +310,7 @@ class BackupAndRestore(Callback):
                 log.warn_once(f"a training with this data cannot be resumed exactly: {reason}")
         elif self._iterator.steps_per_epoch is None:
             raise ValueError(
-                "fit must get steps_per_epoch for data of tfcdo.keras.resumable, which has no end; "
+                "fit must get steps_per_epoch for data of tfcdo.keras.resumable_dataset, which has no end; "
                 "got None"
             )
         else:

@@ -10,7 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcdo import checks, datasets, tf_internals
+from tfcdo import checks, keras_internals, tf_internals
+from tfcdo.training import parts
 
 _ORDER = "_tfcdo_order"
 # Examples of an endless dataset; fewer than int64 has, so that sums do not overflow.
@@ -18,20 +19,20 @@ _ENDLESS = 1 << 62
 # `index_shuffle` puts this number before the two of a seed, but cannot do so for several seeds.
 _FIRST_SEED = 498247692
 _REMEDY = (
-    "use tfcdo.keras.resumable(data, batch_size), or a dataset that gives the same batches each "
+    "use tfcdo.keras.resumable_dataset(data, batch_size), or a dataset that gives the same batches each "
     "time, such as .shuffle(n, seed=7, reshuffle_each_iteration=False)"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Where a dataset of `resumable` begins."""
+    """Where a dataset of `resumable_dataset` begins."""
 
     first: tf.Variable  # The first example, counted over all epochs.
     batch_size: int
 
 
-def resumable(
+def resumable_dataset(
     data: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True
 ) -> tf.data.Dataset:
     """Returns an endless dataset that `BackupAndRestore` can start at any example.
@@ -65,7 +66,7 @@ def resumable(
       shuffle `index_shuffle` is.
 
     Example:
-      >>> data = resumable((np.arange(4), np.arange(4) * 2), batch_size=2, seed=1)
+      >>> data = resumable_dataset((np.arange(4), np.arange(4) * 2), batch_size=2, seed=1)
       >>> [x.numpy().tolist() for x, y in data.take(4)]
       [[2, 1], [0, 3], [2, 0], [1, 3]]
     """
@@ -91,7 +92,7 @@ def resumable(
 
 
 def order_of(epoch_iterator: Any) -> Order | None:
-    """Returns the order of the data that a `fit` takes, if `resumable` made it."""
+    """Returns the order of the data that a `fit` takes, if `resumable_dataset` made it."""
     for dataset in _datasets(epoch_iterator):
         order = getattr(dataset, _ORDER, None)
         if isinstance(order, Order):
@@ -101,12 +102,12 @@ def order_of(epoch_iterator: Any) -> Order | None:
 
 def build(model: keras.Model, epoch_iterator: Any) -> None:
     """Makes all variables of a model, its metrics and its optimizer, as its first step would."""
-    with model.distribute_strategy.scope():
-        if epoch_iterator is not None:
-            # In a strategy's scope, Keras has done so. Else it would do so in the first step.
-            model._symbolic_build(data_batch=epoch_iterator._distributed_dataset.element_spec)
-        if model.optimizer is not None and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+    # In a strategy's scope, Keras has done so. Else it would do so in the first step.
+    if epoch_iterator is not None:
+        keras_internals.symbolic_build(model, keras_internals.element_spec(epoch_iterator))
+    if model.optimizer is not None:
+        with model.distribute_strategy.scope():
+            keras_internals.build(model.optimizer, model.trainable_variables)
 
 
 def why_not(epoch_iterator: Any) -> str | None:
@@ -185,4 +186,4 @@ def _indices(positions: tf.Tensor, size: int, seed: int) -> tf.Tensor:
 def _datasets(epoch_iterator: Any) -> Iterable[tf.data.Dataset]:
     """Returns the dataset that a `fit` takes, and all that it is made from."""
     dataset = getattr(epoch_iterator.data_adapter, "_dataset", None)
-    return datasets.made_from(dataset) if isinstance(dataset, tf.data.Dataset) else ()
+    return parts.made_from(dataset) if isinstance(dataset, tf.data.Dataset) else ()

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tfcdo import environment, keras_calls, log, tf_internals, wakeup
+from tfcdo import environment, keras_internals, log, tf_internals, wakeup
 from tfcdo.cluster import session
 
 _POLL = 1.0
@@ -152,7 +152,7 @@ def _handle(number: int, frame: Any) -> None:
     """Handles SIGTERM: between steps it is remembered, and elsewhere it ends the process."""
     if environment.another_has_failed():
         os._exit(128 + number)
-    if keras_calls.is_in("fit"):
+    if keras_internals.is_fitting():
         _signalled.set()
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

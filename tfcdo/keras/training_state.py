@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcdo import log, tf_internals
-from tfcdo.keras import host_exchange, updates
+from tfcdo import keras_internals, log, tf_internals
+from tfcdo.keras import host_exchange
 
 Arrays = dict[str, np.ndarray]
 Values = Mapping[str, tf.Tensor | np.ndarray]
@@ -221,8 +221,7 @@ def _keyed(prefix: str, slots: Iterable[_StateEntry]) -> list[tuple[str, _StateE
 def _optimizer_names(model: keras.Model) -> list[str]:
     if model.optimizer is None:
         return []
-    wrapped = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    return [type(leaf).__name__ for leaf in updates.leaves(wrapped)]
+    return [type(leaf).__name__ for leaf in keras_internals.leaves(model.optimizer)]
 
 
 def _value(variable: tf.Variable) -> tf.Tensor:

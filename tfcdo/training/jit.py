@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from tfcdo import log, tf_internals
-from tfcdo.replaced import replaced
-
-_SUM = tf.distribute.ReduceOp.SUM
-_LOCAL = threading.local()  # TensorFlow traces each replica in a thread of its own.
+from tfcdo import keras_internals, log, tf_internals
+from tfcdo.training import step as running
 
 
 class _NotCompiledError(Exception):
@@ -23,19 +19,28 @@ class _NotCompiledError(Exception):
 
 
 @dataclasses.dataclass
-class _Trace:
-    """Collects, while a step is traced, the work that is left to do outside of XLA."""
+class Trace:
+    """Collects, while a step is traced, the update that is left to do outside of XLA."""
 
-    weighs: bool
+    graph: tf.Graph
+    optimizer: Any
     gradients: list[Any] | None = None
     variables: list[Any] | None = None
     ops_before_update: int = 0
-    examples: tf.Tensor | None = None
+
+    def defer(self, grads: list[Any], variables: list[Any] | None) -> None:
+        """Takes the gradients of the step's update."""
+        if self.variables is not None:
+            raise _NotCompiledError("it updates variables more than once")
+        if tf.compat.v1.get_default_graph() is not self.graph:
+            raise _NotCompiledError("it updates in a tf.cond, loop or tf.function")
+        if variables is None:
+            raise _NotCompiledError("it calls optimizer.apply without variables")
+        self.gradients, self.variables = grads, variables
+        self.ops_before_update = len(self.graph.get_operations())
 
 
-def jit_compile(
-    step: Callable[..., Any], optimizer: Any = None, *, weighs: bool = False
-) -> Callable[..., Any]:
+def jit_compile(step: Callable[..., Any], optimizer: Any = None) -> Callable[..., Any]:
     """Compiles the forward and backward pass of a step with XLA, on each replica.
 
     XLA cannot hold an all-reduce. In a step made by this function, `optimizer.apply` (and
@@ -52,9 +57,7 @@ def jit_compile(
     Args:
       step: A function of tensors that calls the optimizer at most once, as its last use of the
         variables. It is called on a replica, in a `tf.function`.
-      optimizer: The Keras optimizer that the step calls, also a `DistributedOptimizer`; None for a
-        step that updates nothing.
-      weighs: For `Model.fit`: whether a weight of the loss may be put off, too.
+      optimizer: The Keras optimizer that the step calls; None for a step that updates nothing.
 
     Returns:
       A function with the arguments and results of `step`.
@@ -73,36 +76,54 @@ def jit_compile(
         raise TypeError(f"step must be a function; got {step!r}")
     if optimizer is not None and not callable(getattr(optimizer, "apply", None)):
         raise TypeError(f"optimizer must be a Keras 3 optimizer or None; got {optimizer!r}")
-    return functools.partial(_run, step, optimizer, weighs)
+    return functools.partial(_run, step, optimizer)
 
 
-def weight_put_off(examples: tf.Tensor) -> bool:
-    """Returns whether this step's gradients are weighted by its examples outside of XLA."""
-    trace: _Trace | None = getattr(_LOCAL, "trace", None)
-    if trace is None:
-        return False
-    if not trace.weighs or trace.examples is not None:
-        raise _NotCompiledError("weight_by_examples is used with a train_step of the model's own")
-    trace.examples = examples
-    return True
+def make_function(model: keras.Model, name: str) -> None:
+    """Makes a model's train or test function, whose step XLA compiles on each replica."""
+    optimizer = model.optimizer if name == "train" else None
+    compiled = _KerasStep(getattr(model, f"{name}_step"), optimizer)
+    model.jit_compile = False  # Of the whole, around the steps of all replicas.
+    try:
+        keras_internals.make_function(model, name, compiled)
+    finally:
+        model.jit_compile = True
+
+
+class _KerasStep:
+    """A step of Keras that XLA compiles."""
+
+    is_keras_step = True  # For `keras_internals.is_step`.
+
+    def __init__(self, step: Callable[..., Any], optimizer: Any) -> None:
+        self._call = jit_compile(step, optimizer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
 
 
 @tf.autograph.experimental.do_not_convert
-def _run(
-    step: Callable[..., Any], optimizer: Any, weighs: bool, /, *args: Any, **kwargs: Any
-) -> Any:
-    if getattr(_LOCAL, "trace", None) is not None:
+def _run(step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    here = running.current() or running.ReplicaStep(0, 1)
+    if here.trace is not None:
         raise _NotCompiledError
     if tf.executing_eagerly() or tf_internals.compiled_by_xla():
         return step(*args, **kwargs)
-    trace = _Trace(weighs)
-    traced = functools.partial(_traced, step, optimizer, trace)
+    traces: list[Trace] = []
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        trace = Trace(tf.compat.v1.get_default_graph(), optimizer)
+        traces[:] = [trace]
+        with running.entered(dataclasses.replace(here, trace=trace)):
+            outputs = step(*args, **kwargs)
+        return outputs, trace.gradients
+
     name = _name(step)
     try:
         compiled = tf.function(traced, jit_compile=True, autograph=False)
         # Traced before it is called: a call could not be taken back.
         function = compiled.get_concrete_function(*args, **kwargs)
-        _check_last_use(function, trace, optimizer)
+        _check_last_use(function, traces[0], optimizer)
     except (_NotCompiledError, RuntimeError) as error:
         reason = _reason(error)
         if reason is None:
@@ -113,50 +134,24 @@ def _run(
                 "of it with tfcdo.keras.jit_compile, or set jit_compile=False"
             )
         return step(*args, **kwargs)
+    updated = traces[0].variables
     log.info_once(
         f"jit_compile=True: on each replica XLA compiles {name}"
-        + ("; the all-reduce and the update run outside" if trace.variables is not None else "")
+        + ("; the all-reduce and the update run outside" if updated is not None else "")
         + ". Each new shape of a batch is compiled again"
     )
-    outputs, gradients, examples = function(*args, **kwargs)
-    if trace.variables is not None:
-        optimizer.apply(_weighted(gradients, examples), trace.variables)
+    outputs, gradients = function(*args, **kwargs)
+    if updated is not None:
+        optimizer.apply(gradients, updated)
     return outputs
 
 
-def _traced(
-    step: Callable[..., Any], optimizer: Any, trace: _Trace, /, *args: Any, **kwargs: Any
-) -> Any:
-    """Runs a step with updates put off; returns its outputs, gradients and number of examples."""
-    trace.gradients = trace.variables = trace.examples = None
-    apply = functools.partial(_apply, trace, tf.compat.v1.get_default_graph())
-    _LOCAL.trace = trace
-    try:
-        with contextlib.nullcontext() if optimizer is None else replaced(optimizer, "apply", apply):
-            outputs = step(*args, **kwargs)
-    finally:
-        _LOCAL.trace = None
-    return outputs, trace.gradients, trace.examples
-
-
-def _apply(trace: _Trace, graph: tf.Graph, grads: Any, trainable_variables: Any = None) -> None:
-    """Stands for an optimizer's `apply`."""
-    if trace.variables is not None:
-        raise _NotCompiledError("it updates variables more than once")
-    if tf.compat.v1.get_default_graph() is not graph:
-        raise _NotCompiledError("it updates in a tf.cond, loop or tf.function")
-    if trainable_variables is None:
-        raise _NotCompiledError("it calls optimizer.apply without variables")
-    trace.gradients, trace.variables = list(grads), list(trainable_variables)
-    trace.ops_before_update = len(graph.get_operations())
-
-
-def _check_last_use(function: Any, trace: _Trace, optimizer: Any) -> None:
+def _check_last_use(function: Any, trace: Trace, optimizer: Any) -> None:
     """Raises a `_NotCompiledError` if ops after the update use a variable that it changes."""
     if trace.variables is None:
         return
     updated = [*trace.variables, *optimizer.variables]
-    values = [one if isinstance(one, tf.Variable) else one.value for one in updated]
+    values = list(map(keras_internals.value_of, updated))
     handles = {
         id(component.handle) for value in values for component in getattr(value, "values", (value,))
     }
@@ -181,19 +176,3 @@ def _reason(error: Exception) -> str | None:
     if isinstance(error, _NotCompiledError):
         return str(error)
     return "its replicas meet in it" if "merge_call" in str(error) else None
-
-
-def _weighted(gradients: list[Any], examples: tf.Tensor | None) -> list[Any]:
-    """Multiplies gradients by this replica's share of the examples, relative to the mean share."""
-    if examples is None:
-        return gradients
-    context = tf.distribute.get_replica_context()
-    weight = examples * context.num_replicas_in_sync / context.all_reduce(_SUM, examples)
-    return [gradient if gradient is None else _times(gradient, weight) for gradient in gradients]
-
-
-def _times(gradient: Any, weight: tf.Tensor) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * tf.cast(weight, gradient.dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(weight, gradient.dtype)

@@ -1,0 +1,315 @@
+"""Opens the one door to Keras's private names.
+
+Everything that tfcdo reads or extends in Keras under a private name is here; other files use what
+this one offers. `NAMES` lists what must exist, and `check` compares it with the installed Keras.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend.tensorflow import random as _random
+from keras.src.backend.tensorflow import trainer as _trainer
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.losses import loss as _loss
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.trainers import compile_utils as _compile_utils
+
+from tfcdo import log
+
+TFEpochIterator = _trainer.TFEpochIterator
+Trainer = _trainer.TensorFlowTrainer
+
+# Owner, name and the parameters that tfcdo relies on; "" for an attribute that is read.
+_SELF = ("self",)
+NAMES: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (BaseOptimizer, "__init__", ("self", "learning_rate")),
+    (BaseOptimizer, "apply", ("self", "grads", "trainable_variables")),
+    (BaseOptimizer, "apply_gradients", ("self", "grads_and_vars")),
+    (BaseOptimizer, "build", ("self", "variables")),
+    (BaseOptimizer, "_get_variable_index", ("self", "variable")),
+    (BaseOptimizer, "_overwrite_variable_with_gradient", ("self", "variable")),
+    (BaseOptimizer, "_update_model_variables_moving_average", ("self", "trainable_variables")),
+    (TFOptimizer, "_overwrite_model_variables_with_average_value", ("self", "trainable_variables")),
+    (TFOptimizer, "_all_reduce_sum_gradients", ("self", "grads_and_vars")),
+    (TFOptimizer, "_apply_weight_decay", ("self", "variables")),
+    (TFOptimizer, "add_variable_from_reference", ("self", "reference_variable", "name")),
+    (TFOptimizer, "assign", ("self", "variable", "value")),
+    (TFOptimizer, "assign_add", ("self", "variable", "value")),
+    (TFOptimizer, "assign_sub", ("self", "variable", "value")),
+    (keras.optimizers.LossScaleOptimizer, "apply", ("self", "grads", "trainable_variables")),
+    (keras.optimizers.MultiOptimizer, "apply", ("self", "grads", "trainable_variables")),
+    (_loss, "reduce_values", ("values", "sample_weight", "reduction")),
+    (_loss, "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
+    (_loss, "scale_loss_for_distribution", ("value",)),
+    (_loss, "unscale_loss_for_distribution", ("value",)),
+    (_compile_utils.CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight")),
+    (keras.layers.BatchNormalization, "__init__", ("self",)),
+    (keras.layers.BatchNormalization, "_moments", ("self", "inputs", "mask")),
+    (Trainer, "fit", ("self", "x")),
+    (Trainer, "make_train_function", ("self", "force")),
+    (Trainer, "make_test_function", ("self", "force")),
+    (Trainer, "_make_function", ("self", "step_function")),
+    (Trainer, "make_predict_function", ("self", "force")),
+    (Trainer, "_maybe_symbolic_build", ("self", "iterator", "data_batch")),
+    (Trainer, "_symbolic_build", ("self", "data_batch")),
+    *(
+        (_random, name, parameters)
+        for name, parameters in {
+            "dropout": ("inputs", "rate", "noise_shape", "seed"),
+            "uniform": ("shape", "minval", "maxval", "dtype", "seed"),
+            "normal": ("shape", "mean", "stddev", "dtype", "seed"),
+            "truncated_normal": ("shape", "mean", "stddev", "dtype", "seed"),
+            "randint": ("shape", "minval", "maxval", "dtype", "seed"),
+            "gamma": ("shape", "alpha", "dtype", "seed"),
+            "binomial": ("shape", "counts", "probabilities", "dtype", "seed"),
+            "beta": ("shape", "alpha", "beta", "dtype", "seed"),
+            "draw_seed": ("seed",),
+            "_cast_seed": ("seed",),
+        }.items()
+    ),
+)
+
+
+def missing(names: Sequence[tuple[Any, str, tuple[str, ...]]]) -> list[str]:
+    """Returns which names, and which of their parameters, do not exist, in words."""
+    absent = []
+    for owner, name, parameters in names:
+        member = inspect.getattr_static(owner, name, None)
+        where = f"{owner.__name__}.{name}"
+        if member is None:
+            absent.append(where)
+            continue
+        known = inspect.signature(getattr(owner, name)).parameters
+        open_ended = any(one.kind is one.VAR_KEYWORD for one in known.values())
+        lacking = [one for one in parameters if one not in known and not open_ended]
+        absent += [f"{where}({one})" for one in lacking]
+    return absent
+
+
+def check(names: Sequence[tuple[Any, str, tuple[str, ...]]] = NAMES) -> None:
+    """Raises an ImportError that lists all names that Keras lacks."""
+    absent = missing(names)
+    if absent:
+        raise ImportError(
+            f"tfcdo uses names of Keras that are not in Keras {keras.__version__}: "
+            f"{', '.join(absent)}. docs/versions.md lists the versions that tfcdo's tests ran on: "
+            "install one of those, or a tfcdo that supports yours"
+        )
+
+
+def extend(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Has a function stand before one of Keras's; its first argument is Keras's own."""
+    keras_own = getattr(owner, name)
+    if hasattr(keras_own, "tfcdo_extends"):
+        return  # This module was loaded again.
+
+    @functools.wraps(keras_own)
+    def extended(*args: Any, **kwargs: Any) -> Any:
+        return function(keras_own, *args, **kwargs)
+
+    extended.tfcdo_extends = keras_own  # type: ignore[attr-defined]
+    setattr(owner, name, extended)
+
+
+# Optimizers
+
+
+def value_of(variable: Any) -> Any:
+    """Returns TensorFlow's variable of a Keras variable; another one as it is."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def leaves(optimizer: Any) -> list[Any]:
+    """Returns the optimizers that update variables by themselves, in order."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return leaves(optimizer.inner_optimizer)
+    if hasattr(optimizer, "optimizers"):
+        return [leaf for part in optimizer.optimizers for leaf in leaves(part)]
+    return [optimizer]
+
+
+def strategy_of(optimizer: Any) -> Any:
+    """Returns the strategy in whose scope an optimizer was made."""
+    return optimizer._distribution_strategy
+
+
+def trainable_variables(optimizer: Any) -> list[Any]:
+    """Returns the variables that a built optimizer updates."""
+    return list(getattr(optimizer, "_trainable_variables", ()))
+
+
+def build(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Makes an optimizer's variables, as its first `apply` would."""
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(list(variables))
+        optimizer.built = True
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Returns whether Keras overwrites a variable with its gradient, as the scales of float8."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def accumulators(leaf: Any, variables: Sequence[Any]) -> list[Any]:
+    """Returns the variables in which an optimizer accumulates the gradients of some variables."""
+    return [leaf._accumulated_gradients[leaf._get_variable_index(one)] for one in variables]
+
+
+def is_update_due(leaf: Any) -> tf.Tensor:
+    """Returns whether the next step of an optimizer that accumulates gradients updates weights."""
+    return tf.equal((leaf._iterations + 1) % leaf.gradient_accumulation_steps, 0)
+
+
+def decays_weights(leaf: Any) -> bool:
+    """Returns whether an optimizer changes all rows of a table by weight decay."""
+    return bool(leaf.weight_decay) or (
+        inspect.unwrap(type(leaf)._apply_weight_decay) is not TFOptimizer._apply_weight_decay
+    )
+
+
+def slots_on_all_devices(leaf: Any, variables: Sequence[Any]) -> list[tuple[Any, int]]:
+    """Returns slots that are on all devices and the index of the variable that each belongs to."""
+    # Keras makes most slots with a reference to their variable; these it makes without one.
+    known = {id(value_of(one)): at for at, one in enumerate(variables)}
+    of_all = trainable_variables(leaf)
+    found = []
+    for name, slots in vars(leaf).items():
+        if name in ("_trainable_variables", "_accumulated_gradients") or "moving_average" in name:
+            continue
+        if not isinstance(slots, (list, tuple)) or len(slots) != len(of_all):
+            continue
+        for slot, variable in zip(slots, of_all, strict=True):
+            value = value_of(slot) if isinstance(slot, keras.Variable) else None
+            at = known.get(id(value_of(variable)))
+            if at is not None and value is not None and hasattr(value, "values") and len(slot.shape):
+                found.append((value, at))
+    return found
+
+
+def apply_without_average(leaf: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Applies gradients as an optimizer does, but leaves moving averages for `update_average`."""
+    if not grads:  # Keras would not count this step.
+        leaf._iterations.assign_add(1)
+        return
+    leaf.apply(grads, variables)
+
+
+def update_average(leaf: Any) -> None:
+    """Updates the moving averages of all variables after a step, and overwrites these if due."""
+    known = leaf._trainable_variables
+    BaseOptimizer._update_model_variables_moving_average.tfcdo_extends(leaf, known)
+    if leaf.ema_overwrite_frequency:
+        overwrite = TFOptimizer._overwrite_model_variables_with_average_value.tfcdo_extends
+        updates = (leaf._iterations - 1) // (leaf.gradient_accumulation_steps or 1) + 1
+        is_due = tf.equal(updates % leaf.ema_overwrite_frequency, 0)
+        tf.cond(is_due, lambda: overwrite(leaf, known), lambda: None)
+
+
+def accumulator_like(optimizer: Any, reference_variable: Any) -> keras.Variable:
+    """Makes an accumulator of gradients of which each replica has its own."""
+    path = getattr(reference_variable, "path", None) or reference_variable.name
+    with keras.name_scope(optimizer.name):
+        accumulator = keras.Variable(
+            "zeros",
+            shape=tuple(reference_variable.shape),
+            dtype=keras.backend.standardize_dtype(reference_variable.dtype),
+            trainable=False,
+            synchronization="on_read",
+            aggregation="sum",
+            name=f"{path}_gradient_accumulator".replace("/", "_").replace(":", "_"),
+        )
+    optimizer._track_variable(accumulator)
+    return accumulator
+
+
+# Models
+
+_running_fits = 0
+_iterators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def is_step(function: Any) -> bool:
+    """Returns whether a function is a step of Keras's `fit`, `evaluate` or `predict`."""
+    owner = getattr(function, "__self__", None)
+    named = getattr(function, "__module__", None) == _trainer.__name__
+    return named or isinstance(owner, keras.Model) or getattr(function, "is_keras_step", False)
+
+
+@contextlib.contextmanager
+def fitting() -> Iterator[None]:
+    """Notes that a `fit` runs."""
+    global _running_fits
+    _running_fits += 1
+    try:
+        yield
+    finally:
+        _running_fits -= 1
+
+
+def is_fitting() -> bool:
+    """Returns whether a `fit` runs in this process."""
+    return _running_fits > 0
+
+
+def note_iterator(model: Any, iterator: Any) -> None:
+    """Remembers by which object a model's running `fit` takes its batches."""
+    _iterators[model] = weakref.ref(iterator)
+
+
+def epoch_iterator(model: Any) -> Any:
+    """Returns the object by which a model's running `fit` takes its batches; None without one."""
+    found = _iterators.get(model)
+    return None if found is None else found()
+
+
+def make_function(model: Any, name: str, step: Callable[..., Any]) -> None:
+    """Makes a model's train or test function of a step."""
+    setattr(model, f"{name}_function", model._make_function(step))
+
+
+def element_spec(iterator: Any) -> Any:
+    """Returns the spec of the batches of a model's iterator."""
+    dataset = getattr(iterator, "_distributed_dataset", None)
+    return getattr(dataset, "element_spec", None)
+
+
+def symbolic_build(model: Any, spec: Any) -> None:
+    """Makes all variables of a model from the spec of a batch, as its first step would."""
+    with model.distribute_strategy.scope():
+        model._symbolic_build(data_batch=spec)
+
+
+def map_structure(function: Callable[..., Any], structure: Any) -> Any:
+    """Calls a function with each leaf of a structure, as Keras sees structures."""
+    return tree.map_structure(function, structure)
+
+
+# Random numbers
+
+
+def seed_of(seed: Any) -> tf.Tensor:
+    """Draws the two int32 of a random op from a seed of Keras."""
+    return _random._cast_seed(_random.draw_seed(seed))
+
+
+RANDOM = _random
+LOSSES = _loss
+CompileLoss = _compile_utils.CompileLoss
+adds_metrics_twice = (3, 7) <= tuple(map(int, keras.__version__.split(".")[:2])) < (3, 10)
+
+check()
+if keras.backend.backend() != "tensorflow":
+    log.info_once(
+        f"Keras uses the backend {keras.backend.backend()}: tfcdo's strategies train Keras models "
+        "on the TensorFlow backend only"
+    )

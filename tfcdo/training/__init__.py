@@ -1,0 +1,1 @@
+"""Training: a step is summed once, and then each replica works alone."""

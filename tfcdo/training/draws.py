@@ -1,0 +1,140 @@
+"""Random numbers of the whole batch: each replica gets the rows that one device would draw for it.
+
+Philox, TensorFlow's generator, counts: each of its numbers makes four of 32 bits. So elements
+[start, start + n) of a draw need the counter start // 4 further on, and at most three elements too
+many. Where that does not hold, the whole batch's numbers are drawn, and the replica's rows taken.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfcdo import keras_internals
+from tfcdo.training import step
+from tfcdo.training.step import ReplicaStep
+
+Function = Callable[..., Any]
+_PHILOX = 1  # `tf.random.Algorithm.PHILOX`.
+_FOUR_PER_COUNT = (tf.float32, tf.float16, tf.bfloat16)
+
+
+def install() -> None:
+    """Has these functions stand before those of Keras's TensorFlow backend."""
+    module = keras_internals.RANDOM
+    keras_internals.extend(module, "dropout", _dropout)
+    keras_internals.extend(module, "uniform", _uniform)
+    keras_internals.extend(module, "normal", _normal)
+    for name in ("truncated_normal", "randint", "gamma", "binomial", "beta"):
+        keras_internals.extend(module, name, _whole_batch)
+
+
+def _dropout(own: Function, inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
+    shape = tf.shape(inputs) if noise_shape is None else noise_shape
+    first = inputs.shape[0] if noise_shape is None or noise_shape[0] is None else noise_shape[0]
+    here = _step_of_rows(first, multiples=True)
+    if here is None or rate in (0.0, 1.0):
+        return own(inputs, rate, noise_shape, seed)
+    if noise_shape is not None:
+        known = tf.shape(inputs)
+        shape = tf.stack([known[i] if n is None else n for i, n in enumerate(noise_shape)])
+    dtype = inputs.dtype
+    drawn = _rows_of(here, tf.raw_ops.StatelessRandomUniformV2, shape, dtype, seed)
+    scale = tf.constant(1 / (1 - rate), dtype)
+    return tf.where(drawn >= tf.cast(rate, dtype), inputs * scale, tf.zeros([], dtype))
+
+
+def _uniform(
+    own: Function, shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None, seed: Any = None
+) -> Any:
+    here = _step_of_rows(_first(shape))
+    if here is None:
+        return own(shape, minval, maxval, dtype, seed)
+    kind = tf.as_dtype(dtype or keras.config.floatx())
+    drawn = _rows_of(here, tf.raw_ops.StatelessRandomUniformV2, shape, kind, seed)
+    minval, maxval = tf.cast(minval, kind), tf.cast(maxval, kind)
+    return drawn * (maxval - minval) + minval
+
+
+def _normal(
+    own: Function, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None
+) -> Any:
+    here = _step_of_rows(_first(shape))
+    if here is None:
+        return own(shape, mean, stddev, dtype, seed)
+    kind = tf.as_dtype(dtype or keras.config.floatx())
+    drawn = _rows_of(here, tf.raw_ops.StatelessRandomNormalV2, shape, kind, seed)
+    return drawn * tf.cast(stddev, kind) + tf.cast(mean, kind)
+
+
+def _whole_batch(own: Function, shape: Any, *args: Any, **kwargs: Any) -> Any:
+    """Draws for the whole batch, and takes this replica's rows."""
+    here = _step_of_rows(_first(shape))
+    if here is None:
+        return own(shape, *args, **kwargs)
+    return _taken(here, functools.partial(own, **kwargs), shape, args)
+
+
+def _taken(here: ReplicaStep, draw: Function, shape: Any, args: Sequence[Any] = ()) -> Any:
+    rows, *others = tf.unstack(shape) if tf.is_tensor(shape) else shape
+    per_row = rows // tf.cast(_own_rows(here), rows.dtype) if tf.is_tensor(rows) else (
+        rows // here.rows
+    )
+    total = _as(here.total, per_row) * per_row
+    before = _as(here.before, per_row) * per_row
+    return draw([total, *others], *args)[before : before + rows]
+
+
+def _as(count: Any, like: Any) -> Any:
+    return tf.cast(count, like.dtype) if tf.is_tensor(like) else count
+
+
+def _own_rows(here: ReplicaStep) -> Any:
+    """Returns the rows of this replica's tensors, which are a stand-in's if it has no examples."""
+    return here.rows if isinstance(here.rows, int) else tf.maximum(here.rows, 1)
+
+
+def _first(shape: Any) -> Any:
+    """Returns the first size in a shape: an int, or None if it is known only when a step runs."""
+    if tf.is_tensor(shape):
+        shape = tf.get_static_value(shape, partial=True)
+    if shape is None:
+        return None
+    first = next(iter(shape), 0)
+    return None if first is None or tf.is_tensor(first) else int(first)
+
+
+def _step_of_rows(first: int | None, multiples: bool = False) -> ReplicaStep | None:
+    """Returns the step if numbers with such a first size belong to the rows of its batch."""
+    here = step.current_several()
+    if here is None or here.rows is None:
+        return None
+    if not isinstance(here.rows, int):  # Then a size that is known has nothing to do with rows.
+        return here if first is None else None
+    if first is None or here.rows == 0:
+        return None
+    return here if first == here.rows or (multiples and first % here.rows == 0) else None
+
+
+def _rows_of(here: ReplicaStep, op: Function, shape: Any, dtype: tf.DType, seed: Any) -> tf.Tensor:
+    """Draws this replica's rows of what an op draws for the whole batch."""
+    seed = keras_internals.seed_of(seed)
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    if dtype not in _FOUR_PER_COUNT or here.trace is not None:  # XLA draws in another order.
+        def draw(shape: Any) -> tf.Tensor:
+            return op(shape=shape, key=key, counter=counter, alg=_PHILOX, dtype=dtype)
+
+        drawn = _taken(here, draw, shape)
+    else:
+        shape = tf.cast(tf.convert_to_tensor(shape), tf.int64)
+        size = tf.reduce_prod(shape)
+        start = tf.cast(here.before, tf.int64) * (size // tf.cast(_own_rows(here), tf.int64))
+        extra = start % 4
+        moved = tf.stack([counter[0] + tf.cast(start // 4, tf.uint64), counter[1]])
+        drawn = op(shape=[size + extra], key=key, counter=moved, alg=_PHILOX, dtype=dtype)
+        drawn = tf.reshape(drawn[extra:], shape)
+    return drawn

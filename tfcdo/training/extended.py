@@ -1,0 +1,339 @@
+"""Shared by both strategies: where a step begins, and the work for TensorFlow."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import keras_internals, tf_internals
+from tfcdo.cluster import session
+from tfcdo.execute.base import ConfiguredCrossDeviceOps
+from tfcdo.execute.explain import Explanation
+from tfcdo.training import parts, statistics, step
+from tfcdo.training.step import ReplicaStep
+
+
+class ReducesStructures:
+    """Has a strategy run Keras's steps, and reduce and gather structures of values."""
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs a function on each replica."""
+        with step.of_keras(keras_internals.is_step(fn)):
+            return super().run(fn, args, kwargs, options)  # type: ignore[misc]
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Reduces a value, or each component of a structure of values."""
+        # Keras 3 reduces scalars along axis 0, where they have none.
+        reduce = super().reduce  # type: ignore[misc]
+        if statistics.is_averaged(value):
+            return statistics.reduced(reduce, reduce_op, value, axis)
+        return tf.nest.map_structure(
+            lambda one: reduce(reduce_op, one, axis=None if _is_scalar(one) else axis), value
+        )
+
+    def gather(self, value: Any, axis: Any) -> Any:
+        """Concatenates a value, or each of a structure of values over the replicas, in one go."""
+        extended = self.extended  # type: ignore[attr-defined]
+        flat = tf.nest.flatten(value)
+        on_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+        if not tf.nest.is_nested(value) or not flat or on_replica:
+            # One value as TensorFlow has it; on a replica, its error. On several hosts what follows
+            # would take a replica's tensor for a component, and gather it.
+            return super().gather(value, axis)  # type: ignore[misc]
+        device = tf_internals.current_device() or extended._default_device or "/device:CPU:0"
+        gathered = extended._batch_gather_to([(one, device) for one in flat], axis)
+        return tf.nest.pack_sequence_as(value, [extended._local_results(g)[0] for g in gathered])
+
+    def state_bytes(self, optimizer: Any) -> dict[str, int]:
+        """Returns the bytes of an optimizer's variables on each device of this host.
+
+        Args:
+          optimizer: a Keras optimizer.
+
+        Returns:
+          The bytes, by the device's name; empty before the optimizer has variables.
+
+        Example:
+          >>> import keras
+          >>> import tfcdo
+          >>> tfcdo.MirroredStrategy(["/cpu:0"]).state_bytes(keras.optimizers.SGD())
+          {}
+        """
+        held: dict[str, int] = {}
+        for variable in optimizer.variables if optimizer.built else ():
+            value = keras_internals.value_of(variable)
+            for component in getattr(value, "values", (value,)):
+                num_bytes = component.shape.num_elements() * component.dtype.size
+                held[component.device] = held.get(component.device, 0) + num_bytes
+        return dict(sorted(held.items()))
+
+    def explain(
+        self, shapes: Iterable[Any], dtype: Any = "float32", shard_optimizer_state: bool | None = None
+    ) -> Explanation:
+        """Describes the all-reduce of such a batch in this strategy, without running it.
+
+        Packs are in the order in which they are sent. On several hosts these are the devices, links
+        and packs of this host; `bytes_between_hosts` is what it sends to the others.
+
+        Args:
+          shapes: the shape of each value, fully known, in any form that `tf.TensorShape` takes.
+          dtype: the dtype of all values.
+          shard_optimizer_state: whether the values are the gradients of variables whose optimizer
+            state is sharded; None for the strategy's own setting.
+
+        Returns:
+          The algorithm and why, packs, copy trees, bytes between devices and to other hosts, and
+          graph ops; its `str` is made to be read.
+
+        Raises:
+          ValueError: if a shape is not fully known; and as `reduce` of the cross-device ops.
+          TypeError: if `shapes` is not a list, `dtype` is not a dtype, or the strategy's
+            `cross_device_ops` is not one of tfcdo's.
+          RuntimeError: as `reduce` of the cross-device ops.
+
+        Example:
+          >>> import tfcdo
+          >>> tfcdo.MirroredStrategy(["/cpu:0"]).explain([(1000,), (10,)]).num_packs
+          1
+        """
+        extended = self.extended  # type: ignore[attr-defined]
+        ops = extended._cross_device_ops
+        if not isinstance(ops, ConfiguredCrossDeviceOps):
+            raise TypeError(f"cross_device_ops must be one of tfcdo's to be explained; got {ops!r}")
+        if shard_optimizer_state is None:
+            shard_optimizer_state = extended.shard_optimizer_state
+        return ops.explain(shapes, dtype, extended.worker_devices, shard_optimizer_state)
+
+
+def _components(value: Any) -> tuple[Any, ...]:
+    return value.values if isinstance(value, tf_internals.DistributedValues) else (value,)
+
+
+def _is_scalar(value: Any) -> bool:
+    component = _components(value)[0]
+    shape = getattr(component, "shape", None)
+    return isinstance(component, (int, float, complex)) or (
+        shape is not None and tf.TensorShape(shape).rank == 0
+    )
+
+
+class ReplicaExtended:
+    """Starts a step on all replicas or on none, and lets each replica work alone in it."""
+
+    sums_once = True  # For `updates`.
+    shard_optimizer_state = False
+    synchronize_batch_norm = False
+    checks_in_sync = False
+
+    def _use_merge_call(self) -> bool:
+        here = step.current()
+        return here is None or not here.alone
+
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        run = super()._call_for_each_replica  # type: ignore[misc]
+        replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
+        args, kwargs = args or (), kwargs or {}
+        if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            return self._run_function(run, fn, args, kwargs)
+        meeting = step.all_running()
+        if meeting is not None:  # Replicas have met in a step, and go on from there.
+            return run(_entering(fn, meeting), args, kwargs)
+        is_keras = step.is_of_keras()
+        steps = self._steps(args, kwargs) if replicas > 1 else [ReplicaStep(0, 1)]
+        begin = list(tf_internals.tensors_of_graph((args, kwargs)))
+        if not is_keras and steps[0].can_be_empty:
+            begin += [_none_empty(steps)]
+        # Else a replica whose iterator has ended would stop after some of the others' updates.
+        all_have_data = [tf.group(*begin)] if begin and not tf.executing_eagerly() else []
+
+        @tf.autograph.experimental.do_not_convert
+        def with_examples(*args: Any, **kwargs: Any) -> Any:
+            here = step.current()
+            if is_keras and here is not None and here.can_be_empty:
+                args, kwargs = tf.nest.map_structure(
+                    functools.partial(_or_stand_in, here), (args, kwargs)
+                )
+                return tf.nest.map_structure(functools.partial(_or_nothing, here), fn(*args, **kwargs))
+            return fn(*args, **kwargs)
+
+        with step.running(steps), tf.control_dependencies(all_have_data):
+            result = run(_entering(with_examples, steps, all_have_data), args, kwargs)
+            if steps[0].can_be_empty:
+                statistics.adopt(steps)
+        return result
+
+    def _run_function(self, run: Any, fn: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a `tf.function` for all replicas at once, as TensorFlow does."""
+        if tf_internals.is_compiled(fn):
+            return run(fn, args, kwargs)
+        if not hasattr(self, "_functions"):
+            self._functions: Any = weakref.WeakKeyDictionary()
+        if fn not in self._functions:
+            known = weakref.ref(fn)
+
+            @tf.autograph.experimental.do_not_convert
+            def on_all(*args: Any, **kwargs: Any) -> Any:
+                function = tf_internals.converted(known().python_function)  # type: ignore[union-attr]
+                return self._call_for_each_replica(function, args, kwargs)
+
+            self._functions[fn] = tf_internals.with_python_function(fn, on_all)
+        return self._functions[fn](*args, **kwargs)
+
+    def _steps(self, args: Any, kwargs: Any) -> list[ReplicaStep]:
+        """Returns each replica's view of a step that begins with these arguments."""
+        devices = self.worker_devices  # type: ignore[attr-defined]
+        replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
+        views = [ReplicaStep(index, replicas) for index in range(len(devices))]
+        batch = next(filter(None, (self._batch(one) for one in tf.nest.flatten((args, kwargs)))), None)
+        if batch is None:
+            return views
+        static = {component.shape[0] for component in batch}
+        hosts = replicas // len(devices)
+        if len(static) == 1 and None not in static and (hosts == 1 or not tf.executing_eagerly()):
+            rows = [int(static.pop())] * replicas
+        elif hosts == 1 and None not in static:
+            rows = [int(component.shape[0]) for component in batch]
+        else:
+            own = []
+            for device, component in zip(devices, batch, strict=True):
+                with tf.device(device):
+                    own.append(parts.rows_of(component))
+            rows = own if hosts == 1 else self._of_all_hosts(own)
+        first = self._first_replica()
+        total = sum(rows) if isinstance(rows[0], int) else tf.add_n([tf.identity(r) for r in rows])
+        befores = [0 * rows[0]]
+        for count in rows:
+            befores.append(befores[-1] + count)
+        return [
+            ReplicaStep(index, replicas, rows[first + index], befores[first + index], total)
+            for index in range(len(devices))
+        ]
+
+    def _first_replica(self) -> int:
+        return int(self._get_replica_id_in_sync_group(0))  # type: ignore[attr-defined]
+
+    def _of_all_hosts(self, own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns a number of each replica of all hosts, from those of this host."""
+        replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
+        first, vectors = self._first_replica(), []
+        for index, (count, device) in enumerate(
+            zip(own, self.worker_devices, strict=True)  # type: ignore[attr-defined]
+        ):
+            with tf.device(device):
+                vectors.append(tf.one_hot(first + index, replicas, dtype=tf.int64) * count)
+        value = tf_internals.per_replica(vectors)
+        of_all = self.reduce_to("SUM", value, value)  # type: ignore[attr-defined]
+        return tf.unstack(_components(of_all)[0], replicas)
+
+    def _batch(self, value: Any) -> tuple[Any, ...] | None:
+        """Returns the replicas' components of a value if these are rows; else None."""
+        distributed = isinstance(value, tf_internals.DistributedValues)
+        alone = len(self.worker_devices) == 1  # type: ignore[attr-defined]
+        components = _components(value)
+        if not distributed and not alone:
+            return None
+        if any(not tf.is_tensor(one) or tf_internals.is_variable(one) for one in components):
+            return None
+        return components if all(one.shape.rank for one in components) else None
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        if not self._use_merge_call():
+            raise RuntimeError(
+                "a replica cannot meet the others in an optimizer's update, where it works alone; "
+                f"got an all-reduce of {value}"
+            )
+        # Where replicas meet. On several hosts, TensorFlow has each replica start a collective.
+        reduce = tf.distribute.StrategyExtended._replica_ctx_all_reduce
+        return reduce(self, reduce_op, value, options)
+
+    def _create_variable(self, next_creator: Any, **options: Any) -> Any:
+        kept = statistics.as_kept(options)
+        with tf.control_dependencies(None):  # Its first value does not depend on data.
+            variable = super()._create_variable(next_creator, **kept)  # type: ignore[misc]
+        if isinstance(variable, tf_internals.SyncOnReadVariable):
+            return statistics.OwnVariable(
+                variable.distribute_strategy, variable.values, variable.aggregation
+            )
+        return variable
+
+    def batch_gather(self, values: Sequence[Any], axis: int) -> list[Any]:
+        """Concatenates each value over all replicas, for all replicas."""
+        return list(self._batch_gather_to([(one, one) for one in values], axis))
+
+    def _batch_gather_to(self, value_destination_pairs: Any, axis: Any, options: Any = None) -> Any:
+        ops = self._cross_device_ops  # type: ignore[attr-defined]
+        pairs = [(self._distributed(one), to) for one, to in value_destination_pairs]
+        distributed = (isinstance(one, tf_internals.DistributedValues) for one, _ in pairs)
+        if isinstance(ops, ConfiguredCrossDeviceOps) and all(distributed):
+            return ops._batch_gather([(one, self._located(to)) for one, to in pairs], axis, options)
+        return super()._batch_gather_to(pairs, axis, options)  # type: ignore[misc]
+
+    def _distributed(self, value: Any) -> Any:
+        """Returns a value as it is to be gathered; for several hosts to say otherwise."""
+        return value
+
+    def _located(self, destinations: Any) -> Any:
+        """Returns where results are to be; for several hosts to say otherwise."""
+        return destinations
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        distribute = super()._experimental_distribute_dataset  # type: ignore[misc]
+        if not tf.executing_eagerly() or not isinstance(dataset, tf.data.Dataset):
+            return distribute(dataset, options)
+        several = self._in_multi_worker_mode()  # type: ignore[attr-defined]
+        replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
+        dataset = parts.prepared(dataset, session.current() if several else None)
+        if not parts.is_cut_here(dataset, several, replicas):
+            return distribute(dataset, options)
+        count = len(self.worker_devices)  # type: ignore[attr-defined]
+        own = parts.cut(dataset, self._first_replica(), count, replicas)
+        return tf_internals.distributed_dataset(self, own, dataset.cardinality(), options)
+
+
+def _entering(fn: Any, steps: Sequence[ReplicaStep], after: Sequence[Any] = ()) -> Any:
+    """Returns a function that enters the step of the replica that calls it."""
+
+    @tf.autograph.experimental.do_not_convert
+    def on_replica(*args: Any, **kwargs: Any) -> Any:
+        with step.entered(steps[tf_internals.replica_on_host()]), tf.control_dependencies(after):
+            return fn(*args, **kwargs)
+
+    return on_replica
+
+
+def _none_empty(steps: Sequence[ReplicaStep]) -> Any:
+    """Returns an op that fails if a replica has no examples in a loop that is not Keras's."""
+    rows = [tf.cast(here.rows, tf.int64) for here in steps]
+    return tf.debugging.assert_positive(
+        tf.stack(rows),
+        f"a batch has fewer examples than the {steps[0].replicas} replicas, and layers may fail on "
+        "none: use dataset.batch(n, drop_remainder=True), or batches of which the last has enough "
+        "examples; Model.fit, evaluate and predict accept such a batch. Examples per replica",
+    )
+
+
+def _or_stand_in(here: ReplicaStep, value: Any) -> Any:
+    """Returns a tensor of rows, or one row of zeros on a replica without examples."""
+    if not isinstance(value, tf.Tensor) or not value.shape.rank or (value.shape[0] or 0) > 0:
+        return value
+    if tf.executing_eagerly():
+        return tf.zeros([1, *value.shape[1:]], value.dtype)
+    one = tf.concat([[1], tf.shape(value)[1:]], 0)
+    rows = tf.cond(here.has_rows, lambda: value, lambda: tf.zeros(one, value.dtype))
+    rows.set_shape(value.shape)
+    return rows
+
+
+def _or_nothing(here: ReplicaStep, value: Any) -> Any:
+    """Returns a result, without the row of a stand-in."""
+    if not isinstance(value, tf.Tensor) or not value.shape.rank:
+        return value
+    if tf.executing_eagerly():
+        return value if here.has_rows else value[:0]
+    if value.shape[0] is not None:
+        return value
+    return value[: tf.where(here.has_rows, tf.shape(value)[0], 0)]

@@ -1,0 +1,92 @@
+"""Losses: each example counts the same, however the examples are dealt to the replicas.
+
+Keras divides a replica's loss by that replica's number of values, and by the number of replicas.
+These functions stand before Keras's own and divide by the numbers of all replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import keras_internals
+from tfcdo.training import step
+from tfcdo.training.step import SUM, ReplicaStep
+
+Function = Callable[..., Any]
+_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+def install() -> None:
+    """Has these functions stand before Keras's."""
+    module = keras_internals.LOSSES
+    keras_internals.extend(module, "scale_loss_for_distribution", _scaled)
+    keras_internals.extend(module, "unscale_loss_for_distribution", _unscaled)
+    keras_internals.extend(module, "reduce_values", _reduced)
+    keras_internals.extend(module, "apply_mask", _masked)
+    keras_internals.extend(keras_internals.CompileLoss, "call", _compiled_loss)
+
+
+def _scaled(own: Function, value: Any) -> Any:
+    """Stands for `scale_loss_for_distribution`: a mean counts by the replica's share of examples."""
+    here = step.current_several()
+    return own(value) if here is None or here.is_even else here.keep(value * here.share(value.dtype))
+
+
+def _unscaled(own: Function, value: Any) -> Any:
+    """Stands for `unscale_loss_for_distribution`: Keras weights the result by the examples."""
+    here = step.current_several()
+    # Where Keras does not know their number, it counts each replica's loss once.
+    if here is None or here.is_even or here.rows is None or here.reports:
+        return own(value)
+    ratio = tf.cast(here.total, tf.float64) / tf.cast(tf.maximum(here.rows, 1), tf.float64)
+    return value * tf.cast(ratio, value.dtype)
+
+
+def _compiled_loss(own: Function, loss: Any, y_true: Any, y_pred: Any, *args: Any, **kw: Any) -> Any:
+    """Stands for `CompileLoss.call`, which also reports the loss of each output."""
+    here = step.current_several()
+    rows = keras_internals.map_structure(lambda one: one.shape[0] if len(one.shape) else 0, y_pred)
+    if here is None or None not in tf.nest.flatten(rows):
+        return own(loss, y_true, y_pred, *args, **kw)
+    with step.changed(reports=True):
+        return own(loss, y_true, y_pred, *args, **kw)
+
+
+def _reduced(
+    own: Function, values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size"
+) -> Any:
+    """Stands for `reduce_values`, which sums or averages the losses of examples."""
+    here = step.current_several()
+    if here is None or reduction in (None, "none"):
+        return own(values, sample_weight, reduction)
+    values = here.keep(values)
+    if values.shape.rank == 0:  # A loss of the whole batch, such as Dice: Keras does not scale it.
+        return values if reduction == "sum" else values * here.share(values.dtype)
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        weights = here.keep(tf.cast(sample_weight, values.dtype))
+        return tf.math.divide_no_nan(tf.reduce_sum(values), _over_all(tf.reduce_sum(weights)))
+    return own(values, sample_weight, reduction)
+
+
+def _masked(own: Function, sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
+    """Stands for `apply_mask`: a mean is one over all values that masks keep on any replica."""
+    here = step.current_several()
+    if here is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
+        return own(sample_weight, mask, dtype, reduction)
+    # Keras multiplies by the ratio of all values to those kept, of this replica.
+    mask = here.keep(tf.cast(mask, dtype))
+    kept = tf.reduce_sum(mask)
+    scaled = tf.math.divide_no_nan(kept, _over_all(kept) * here.share(dtype))
+    weighted = own(sample_weight, mask, dtype, reduction)
+    return weighted * scaled
+
+
+
+
+def _over_all(count: tf.Tensor) -> tf.Tensor:
+    """Returns the sum of a number over all replicas."""
+    total: tf.Tensor = tf.distribute.get_replica_context().all_reduce(SUM, count)
+    return total

@@ -1,0 +1,198 @@
+"""What tfcdo does where a Keras model or optimizer is used under one of its strategies.
+
+`install` is the list of all functions that stand before Keras's own. With other strategies, and on
+one replica, Keras's are called as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfcdo import keras_internals, tf_internals
+from tfcdo.training import digests, draws, jit, losses, sharding, statistics, step, updates
+
+Function = Callable[..., Any]
+
+
+def install() -> None:
+    """Has tfcdo's functions stand before Keras's; later calls do nothing."""
+    extend = keras_internals.extend
+    for optimizer_class in (
+        keras_internals.BaseOptimizer,
+        keras.optimizers.LossScaleOptimizer,
+        keras.optimizers.MultiOptimizer,
+    ):
+        extend(optimizer_class, "apply", _apply)
+    extend(keras_internals.BaseOptimizer, "__init__", _init_optimizer)
+    extend(keras_internals.BaseOptimizer, "apply_gradients", _apply_gradients)
+    extend(keras_internals.BaseOptimizer, "build", _build_optimizer)
+    extend(keras_internals.BaseOptimizer, "_update_model_variables_moving_average", _unless_owner)
+    optimizer = keras_internals.TFOptimizer
+    extend(optimizer, "_overwrite_model_variables_with_average_value", _unless_owner)
+    extend(optimizer, "_all_reduce_sum_gradients", _already_summed)
+    extend(optimizer, "add_variable_from_reference", _add_slot)
+    for name in ("assign", "assign_add", "assign_sub"):
+        extend(optimizer, name, _note_rows)
+    trainer = keras_internals.Trainer
+    extend(trainer, "make_train_function", functools.partial(_make, "train"))
+    extend(trainer, "make_test_function", functools.partial(_make, "test"))
+    extend(trainer, "make_predict_function", _make_predict)
+    extend(trainer, "_maybe_symbolic_build", _symbolic_build)
+    extend(trainer, "fit", _fit)
+    losses.install()
+    draws.install()
+    statistics.install()
+
+
+def _apply(own: Function, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    def call(grads: Any, variables: Any) -> Any:
+        return own(optimizer, grads, variables)
+
+    return updates.apply(optimizer, call, optimizer.apply, grads, trainable_variables)
+
+
+def _apply_gradients(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:
+    # An optimizer's own `apply` may change gradients before Keras's is called.
+    def call(grads: Any, variables: Any) -> Any:
+        return own(optimizer, list(zip(grads, variables, strict=True)))
+
+    def again(grads: Any, variables: Any) -> Any:
+        return optimizer.apply_gradients(list(zip(grads, variables, strict=True)))
+
+    pairs = list(grads_and_vars)
+    grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
+    here = step.current()
+    if type(optimizer).apply is keras.optimizers.Optimizer.apply or here is None:
+        return call(grads, variables)  # `apply` comes next.
+    return updates.apply(optimizer, call, again, grads, variables)
+
+
+def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    """Makes the count of steps, and the learning rate, variables that each replica updates."""
+    # Keras has the first replica's number sent to the others, where replicas meet.
+
+    def create(make: Function, **options: Any) -> tf.Variable:
+        if options.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            options["aggregation"] = tf.VariableAggregation.NONE
+        return make(**options)
+
+    ours = getattr(tf.distribute.get_strategy().extended, "sums_once", False)
+    with tf.variable_creator_scope(create) if ours else contextlib.nullcontext():
+        own(optimizer, *args, **kwargs)
+
+
+def _extended_of(optimizer: Any) -> Any:
+    """Returns the extended of the strategy of tfcdo's that an optimizer was made for; else None."""
+    strategy = keras_internals.strategy_of(optimizer)
+    extended = strategy.extended
+    ours = getattr(extended, "sums_once", False) and strategy.num_replicas_in_sync > 1
+    return extended if ours else None
+
+
+def _build_optimizer(own: Function, optimizer: Any, variables: Any) -> Any:
+    extended = _extended_of(optimizer)
+    if extended is not None and extended.shard_optimizer_state and not optimizer.built:
+        sharding.assign_owners(keras_internals.strategy_of(optimizer), variables)
+    return own(optimizer, variables)
+
+
+def _add_slot(
+    own: Function, optimizer: Any, reference_variable: Any, name: Any = None, **options: Any
+) -> Any:
+    extended = _extended_of(optimizer)
+    if extended is None or keras_internals.is_overwritten(reference_variable):
+        return own(optimizer, reference_variable, name=name, **options)
+    if name == "gradient_accumulator":
+        return keras_internals.accumulator_like(optimizer, reference_variable)
+    # SwapEMAWeights swaps a variable with its moving average, which is on all devices, too.
+    if not extended.shard_optimizer_state or name == "average":
+        return own(optimizer, reference_variable, name=name, **options)
+    device = sharding.device_of_slots(keras_internals.strategy_of(optimizer), reference_variable)
+    if device is None:
+        return own(optimizer, reference_variable, name=name, **options)
+    with tf_internals.plain_variables(device):
+        return own(optimizer, reference_variable, name=name, **options)
+
+
+def _unless_owner(own: Function, optimizer: Any, variables: Any) -> None:
+    """Leaves moving averages for when an owner has sent its variables."""
+    here = step.current()
+    if here is None or here.update is None:
+        own(optimizer, variables)
+
+
+def _already_summed(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:
+    here = step.current()
+    return list(grads_and_vars) if here is not None and here.alone else own(optimizer, grads_and_vars)
+
+
+def _note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None:
+    """Notes which rows of a variable its owner writes."""
+    here = step.current()
+    if here is not None and here.update is not None:
+        written = here.update.written.setdefault(id(keras_internals.value_of(variable)), [])
+        written.append(getattr(value, "indices", None))
+    own(optimizer, variable, value)
+
+
+def _is_ours(model: Any) -> bool:
+    return getattr(model.distribute_strategy.extended, "sums_once", False)
+
+
+def _symbolic_build(own: Function, model: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+    """Builds a model from the spec of its batches, where Keras takes a batch of its iterator."""
+    # Keras takes a batch, and begins again. A generator cannot begin again.
+    if iterator is None:
+        return own(model, data_batch=data_batch)
+    keras_internals.note_iterator(model, iterator)
+    spec = keras_internals.element_spec(iterator)
+    if not _is_ours(model) or spec is None:
+        return own(model, iterator=iterator)
+    return own(model, data_batch=keras_internals.map_structure(_of_any_batch, spec))
+
+
+def _of_any_batch(spec: Any) -> Any:
+    """Returns a tensor's spec for any number of examples; None for a value that is no tensor."""
+    spec = tf_internals.spec_of_component(spec)
+    if not isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec, tf.RaggedTensorSpec)):
+        return None
+    if spec.shape.rank in (None, 0) or not isinstance(spec, tf.TensorSpec):
+        return spec
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+
+
+def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+    with keras_internals.fitting():
+        return own(model, *args, **kwargs)
+
+
+def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
+    """Makes a function as Keras does; XLA compiles the step on each replica, not the whole."""
+    before = getattr(model, f"{name}_function")
+    if not _is_ours(model):
+        return own(model, force)
+    several = model.distribute_strategy.num_replicas_in_sync > 1
+    if several and model.jit_compile and (before is None or force):
+        jit.make_function(model, name)
+    else:
+        own(model, force)
+    function = getattr(model, f"{name}_function")
+    if name == "test":
+        statistics.synchronize(model)
+    elif function is not before and model.distribute_strategy.extended.checks_in_sync:
+        model.train_function = functools.partial(digests.run_checked, function, model, [])
+    return None
+
+
+def _make_predict(own: Function, model: Any, force: bool = False) -> Any:
+    own(model, force)
+    if _is_ours(model):
+        statistics.synchronize(model)
+
+

@@ -1,0 +1,197 @@
+"""Cuts each batch of a dataset into the replicas' parts, which differ by one example at most."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import log, tf_internals
+from tfcdo.cluster import agreement
+from tfcdo.cluster.session import Session
+
+_POLICY = tf.data.experimental.AutoShardPolicy
+_READERS = ("RecordDataset", "TextLineDataset")
+_Composite = (tf.SparseTensor, tf.RaggedTensor)
+
+
+def made_from(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """Yields a dataset and all that it is made from."""
+    left = [dataset]
+    while left:
+        one = left.pop()
+        yield one
+        left += tf_internals.inputs_of(one)
+
+
+def prepared(dataset: tf.data.Dataset, session: Session | None) -> tf.data.Dataset:
+    """Returns a dataset that can be distributed; warns of one that trains otherwise than expected.
+
+    The session is the one of several hosts.
+    """
+    if int(dataset.cardinality()) == 0:
+        log.warn_once(
+            "a dataset without elements is distributed; Keras's fit and evaluate end with "
+            "StopIteration where one device trains nothing"
+        )
+    if session is not None:
+        _warn_if_unlike(dataset, session)
+    python = (node.op for part in made_from(dataset) for node in _nodes(part))
+    return _copied(dataset) if any("PyFunc" in op for op in python) else dataset
+
+
+def is_cut_here(dataset: tf.data.Dataset, several_hosts: bool, replicas: int) -> bool:
+    """Returns whether tfcdo cuts a dataset's batches, rather than TensorFlow."""
+    if replicas == 1:
+        return False
+    if not several_hosts:
+        # TensorFlow cuts batches that are always full, and that divide, into the same parts.
+        rows = _static_rows(dataset.element_spec)
+        return rows is None or rows % replicas != 0
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy == _POLICY.AUTO:  # TensorFlow deals files to hosts, if there are any.
+        return not any(map(_reads_files, made_from(dataset)))
+    return policy == _POLICY.DATA
+
+
+def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.data.Dataset:
+    """Returns the parts of replicas [first, first + count) of each batch, one after the other.
+
+    Parts differ by at most one example, the larger ones first. A batch with fewer examples than
+    replicas leaves some parts empty.
+    """
+    for spec in tf.nest.flatten(dataset.element_spec):
+        if getattr(spec, "shape", tf.TensorShape(None)).rank == 0:
+            raise ValueError(
+                "the dataset must have batches, to be divided among replicas; got elements of "
+                f"{dataset.element_spec}: call .batch(n) on it"
+            )
+    rows = _static_rows(dataset.element_spec)
+    size = rows // replicas if rows is not None and rows % replicas == 0 else None
+    is_tuple = type(dataset.element_spec) is tuple  # Of a named one, `flat_map` passes no parts.
+
+    @tf.autograph.experimental.do_not_convert
+    def parts(*elements: Any) -> tf.data.Dataset:
+        batch = elements if is_tuple else elements[0]
+        indices = tf.data.Dataset.range(first, first + count)
+        return indices.map(lambda index: _part(batch, index, replicas, size))
+
+    number = int(dataset.cardinality())
+    parts_of_all = dataset.flat_map(parts)
+    if number != tf.data.UNKNOWN_CARDINALITY:
+        number = number * count if number >= 0 else number
+        parts_of_all = parts_of_all.apply(tf.data.experimental.assert_cardinality(number))
+    return parts_of_all.prefetch(count)
+
+
+@tf.autograph.experimental.do_not_convert
+def _part(batch: Any, index: tf.Tensor, replicas: int, size: int | None) -> Any:
+    def own(value: Any) -> Any:
+        if not tf.is_tensor(value):
+            return value
+        begin, rows = place(rows_of(value), index, replicas)
+        if isinstance(value, tf.SparseTensor):
+            others = value.dense_shape[1:]
+            return tf.sparse.slice(
+                value,
+                tf.concat([[begin], tf.zeros_like(others)], 0),
+                tf.concat([[rows], others], 0),
+            )
+        part = value[begin : begin + rows]
+        if size is not None and not isinstance(value, _Composite):
+            part.set_shape([size, *value.shape[1:]])
+        return part
+
+    # A dataset's structure is TensorFlow's, with composite tensors as leaves.
+    return tf.nest.map_structure(own, batch)
+
+
+def place(rows: Any, index: Any, replicas: int) -> tuple[Any, Any]:
+    """Returns where a replica's part of some rows begins, and how many rows it has."""
+    each, more = rows // replicas, rows % replicas
+    if tf.is_tensor(rows):
+        has_more = tf.cast(index < more, rows.dtype)
+        return index * each + tf.minimum(index, more), each + has_more
+    return index * each + min(index, more), each + (index < more)
+
+
+def rows_of(value: Any) -> Any:
+    """Returns the number of rows of a tensor, dense or not, as int64."""
+    if isinstance(value, tf.SparseTensor):
+        return value.dense_shape[0]
+    if isinstance(value, tf.RaggedTensor):
+        return value.nrows(tf.int64)
+    return tf.shape(value, tf.int64)[0]
+
+
+def _static_rows(spec: Any) -> int | None:
+    """Returns the number of examples in each batch, if it is known and the same in all tensors."""
+    shapes = [getattr(one, "shape", None) for one in tf.nest.flatten(spec)]
+    rows = {shape[0] if shape is not None and shape.rank else None for shape in shapes}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def _copied(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset of copies: replicas might write into an array that Python still has."""
+    # TensorFlow takes a NumPy array as it is if its address divides by 64. It splits the batch, and
+    # then takes the last part to be alone in using the memory, so that an op may write into it.
+    is_tuple = type(dataset.element_spec) is tuple  # Of a named one, `map` passes no parts.
+
+    @tf.autograph.experimental.do_not_convert
+    def copies(*parts: Any) -> Any:
+        own = tf.nest.map_structure(_copy, parts, expand_composites=True)
+        return own if is_tuple else own[0]
+
+    return dataset.map(copies)
+
+
+def _copy(value: Any) -> Any:
+    is_number = tf.is_tensor(value) and value.dtype not in (tf.string, tf.variant, tf.resource)
+    return tf.raw_ops.DeepCopy(x=value) if is_number else value
+
+
+def _warn_if_unlike(dataset: tf.data.Dataset, session: Session) -> None:
+    """Warns if hosts take their parts of one dataset in unlike orders."""
+    if dataset.options().experimental_distribute.auto_shard_policy == _POLICY.OFF:
+        return
+    parts = list(made_from(dataset))
+    # TensorFlow deals out the files, if there are any, before all else.
+    seeds = [] if any(map(_reads_files, parts)) else [s for part in parts for s in _seeds(part)]
+    if (0, 0) in seeds:
+        how = "without a seed"
+    elif seeds and session.differing(_kind(dataset), json.dumps(seeds)):
+        how = "with other seeds than on another host"
+    else:
+        return
+    log.warn_once(
+        f"a dataset is shuffled {how}: each host draws another order and takes its part of it, so "
+        "an epoch has some examples twice and others not at all; call "
+        "keras.utils.set_random_seed(n) with the same n on all hosts before the data is made, give "
+        "shuffle(), or whatever shuffles, the same seed on all hosts, or use "
+        "tfcdo.keras.resumable_dataset"
+    )
+
+
+def _kind(dataset: tf.data.Dataset) -> str:
+    return agreement.digest({"elements": str(dataset.element_spec)})
+
+
+def _reads_files(dataset: tf.data.Dataset) -> bool:
+    kinds = [type(dataset).__name__, *(node.op for node in _nodes(dataset))]
+    return any(reader in kind for kind in kinds for reader in _READERS)
+
+
+def _seeds(dataset: tf.data.Dataset) -> Iterator[tuple[int, int]]:
+    """Yields the seeds of a dataset's random orders; two zeros are no seed."""
+    # `shuffle` and the choices of `sample_from_datasets`; Keras shuffles the indices of arrays.
+    yield from tf_internals.seeds_of(dataset)
+    for node in _nodes(dataset):
+        if node.op == "RandomShuffle":
+            yield node.attr["seed"].i, node.attr["seed2"].i
+
+
+def _nodes(dataset: tf.data.Dataset) -> Sequence[Any]:
+    """Returns the nodes of a dataset's functions, and of the functions in these."""
+    return tf_internals.nodes_of(dataset)

@@ -1,0 +1,188 @@
+"""Sharded optimizer state: each variable is updated on one device, which sends it to the others.
+
+A replica works alone, as after any sum, but only on the variables that it owns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import keras_internals, tf_internals
+from tfcdo.execute.base import ConfiguredCrossDeviceOps
+from tfcdo.plan import owners
+from tfcdo.training import step
+
+_OWNER = "tfcdo_owner"  # The index of its owner's device, an attribute of TensorFlow's variable.
+
+
+@dataclasses.dataclass
+class OwnUpdate:
+    """One replica's update of the variables that it owns.
+
+    Attributes:
+      written: the indices of the rows that were written to each variable, by the identity of its
+        component; None for all rows.
+    """
+
+    written: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
+
+
+def check_strategy(extended: Any) -> None:
+    """Raises a TypeError unless a strategy sums with one of tfcdo's all-reduce classes."""
+    ops = extended._cross_device_ops
+    if not isinstance(ops, ConfiguredCrossDeviceOps) or ops.is_one_device:
+        raise TypeError(
+            "shard_optimizer_state=True needs cross_device_ops that is one of tfcdo's all-reduce "
+            f"classes, such as tfcdo.AutoAllReduce(), or None; got {ops!r}"
+        )
+
+
+def assign_owners(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
+    """Deals variables to the devices of this host by their bytes, before slots are made for them."""
+    values = [keras_internals.value_of(variable) for variable in variables]
+    free = [
+        value
+        for value in values
+        if isinstance(value, tf_internals.DistributedValues) and not hasattr(value, _OWNER)
+    ]
+    sizes = [value.shape.num_elements() * value.dtype.size for value in free]
+    dealt = owners.deal(sizes, len(strategy.extended.worker_devices))
+    for value, owner in zip(free, dealt, strict=True):
+        setattr(value, _OWNER, owner)
+
+
+def device_of_slots(strategy: tf.distribute.Strategy, variable: Any) -> str | None:
+    """Returns the device on which the slots of a variable are made; None for all devices."""
+    owner = getattr(keras_internals.value_of(variable), _OWNER, None)
+    return None if owner is None else strategy.extended.worker_devices[owner]
+
+
+def update(
+    strategy: tf.distribute.Strategy,
+    leaf: Any,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    overwriting: Sequence[Any] = (),
+    overwritten: Sequence[Any] = (),
+) -> None:
+    """Sums gradients on the owners of their variables, updates these there, and sends them.
+
+    Each replica also overwrites some variables with the largest of the replicas' gradients.
+    """
+    values = [keras_internals.value_of(variable) for variable in variables]
+    owner = [getattr(value, _OWNER) for value in values]
+    devices = strategy.extended.worker_devices
+    grads = [_in_dtype(grad, value.dtype) for grad, value in zip(grads, values, strict=True)]
+    owned = strategy.extended._cross_device_ops.reduce_to_owners(grads, owner, devices)
+    sums = list(owned.sums)
+    # No owner begins before all sums are there, so a step that fails until then changes nothing.
+    ready = [] if tf.executing_eagerly() else tf.nest.flatten(sums, expand_composites=True)
+    with tf.control_dependencies([tf.group(*ready)] if ready else []):
+        sums = _clipped(leaf, owner, sums, devices)
+        changed: list[Any] = [None] * len(sums)
+        kept = keras_internals.slots_on_all_devices(leaf, variables)
+
+        @tf.autograph.experimental.do_not_convert
+        def on_owner(scales: Sequence[Any]) -> None:
+            here = step.current()
+            assert here is not None
+            mine = [at for at, index in enumerate(owner) if index == here.replica]
+            own_update = OwnUpdate()
+            with step.changed(alone=True, update=own_update):
+                keras_internals.apply_without_average(
+                    leaf,
+                    [*(sums[at] for at in mine), *scales],
+                    [*(variables[at] for at in mine), *overwritten],
+                )
+            for at in mine:
+                changed[at] = _changed(leaf, values[at].values[here.replica], own_update)
+
+        strategy.extended.call_for_each_replica(on_owner, args=(list(overwriting),))
+    for value, at, arrived in zip(values, owner, owned.send(changed), strict=True):
+        _assign(value.values, at, arrived, devices)
+    for slot, at in kept:  # Small ones, such as the rows' means of Adafactor.
+        _send_slot(slot.values, owner[at], devices)
+    if leaf.use_ema:
+        strategy.extended.call_for_each_replica(_average, args=(leaf,))
+
+
+def _in_dtype(grad: Any, dtype: tf.DType) -> Any:
+    """Returns a gradient in the dtype of its variable, which is sent back in its place."""
+    parts = getattr(grad, "values", (grad,)) if not tf.is_tensor(grad) else (grad,)
+    if all(part.dtype == dtype for part in parts):
+        return grad
+    cast = []
+    for part in parts:
+        with tf.device(part.device):
+            cast.append(tf.cast(part, dtype))
+    return tf_internals.per_replica(cast)
+
+
+def _clipped(
+    leaf: Any, owner: Sequence[int], sums: Sequence[Any], devices: Sequence[str]
+) -> list[Any]:
+    """Clips by the norm of all gradients, which no owner has alone."""
+    # Keras clips again by the norm of an owner's part, which is no larger: it changes nothing then.
+    limit = leaf.global_clipnorm
+    if not limit or limit <= 0:
+        return list(sums)
+    # Keras divides by these before it clips.
+    limit *= (leaf.gradient_accumulation_steps or 1) * (leaf.loss_scale_factor or 1)
+    squares = []
+    for total, at in zip(sums, owner, strict=True):
+        with tf.device(devices[at]):
+            squares.append(tf.reduce_sum(tf.square(getattr(total, "values", total))))
+    with tf.device(devices[0]):  # In the order of the variables, as Keras adds them.
+        norm = tf.sqrt(tf.add_n([tf.cast(square, tf.float32) for square in squares]))
+        scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+    clipped = []
+    for total, at in zip(sums, owner, strict=True):
+        with tf.device(devices[at]):
+            factor = tf.cast(scale, total.dtype)
+            if isinstance(total, tf.IndexedSlices):
+                clipped.append(
+                    tf.IndexedSlices(total.values * factor, total.indices, total.dense_shape)
+                )
+            else:
+                clipped.append(total * factor)
+    return clipped
+
+
+def _changed(leaf: Any, component: tf.Variable, own_update: OwnUpdate) -> Any:
+    """Returns a variable's new value, or only the rows that were written, if these were all."""
+    value = tf.convert_to_tensor(component)
+    indices = own_update.written.get(id(component), [None])
+    all_rows = indices[0] is None or any(each is not indices[0] for each in indices)
+    if all_rows or keras_internals.decays_weights(leaf):
+        return value
+    return tf.IndexedSlices(tf.gather(value, indices[0]), indices[0])
+
+
+def _assign(
+    components: Sequence[tf.Variable], owner: int, arrived: Sequence[Any], devices: Sequence[str]
+) -> None:
+    """Gives the components of all devices but the owner's their new values."""
+    for index, (component, value) in enumerate(zip(components, arrived, strict=True)):
+        if index == owner:
+            continue
+        with tf.device(devices[index]):
+            if isinstance(value, tf.IndexedSlices):
+                component.scatter_update(value)
+            else:
+                component.assign(value)
+
+
+def _send_slot(components: Sequence[tf.Variable], owner: int, devices: Sequence[str]) -> None:
+    value = components[owner].read_value()
+    _assign(components, owner, [value] * len(components), devices)
+
+
+@tf.autograph.experimental.do_not_convert
+def _average(leaf: Any) -> None:
+    """Updates the moving averages of all variables, once all replicas have their new values."""
+    with step.changed(alone=True):
+        keras_internals.update_average(leaf)

@@ -1,0 +1,176 @@
+"""Variables of which each replica keeps its own: moving statistics, metrics, accumulators.
+
+A layer such as `BatchNormalization` updates its statistics on each replica from that replica's part
+of a batch. TensorFlow takes such a variable for one that all replicas hold alike, and reads and
+saves the first replica's. tfcdo's strategies make it one of which each replica has its own and
+whose value, where replicas meet, is the mean: what tf.keras asked for and Keras 3 does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfcdo import keras_internals, tf_internals
+from tfcdo.training import step
+from tfcdo.training.step import SUM
+
+_AUTO = (None, tf.VariableSynchronization.AUTO)
+_NONE = (None, tf.VariableAggregation.NONE)
+MEAN = tf.VariableAggregation.MEAN
+
+
+class OwnVariable(tf_internals.SyncOnReadVariable):
+    """A variable of which each replica keeps its own, unchanged by a replica without examples."""
+
+    is_shared = False  # Whether all replicas assign the same number, examples or not.
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Assigns a value, of this replica or of all."""
+        return super().assign(self._or(value, self.read_value), *args, **kwargs)
+
+    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Adds a value, of this replica or of all."""
+        return super().assign_add(self._or(value, self._zeros), *args, **kwargs)
+
+    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Subtracts a value, of this replica or of all."""
+        return super().assign_sub(self._or(value, self._zeros), *args, **kwargs)
+
+    def _zeros(self) -> tf.Tensor:
+        return tf.zeros([], self.dtype)
+
+    def _or(self, value: Any, instead: Callable[[], tf.Tensor]) -> Any:
+        """Returns a value, or one that changes nothing where a step has no examples here."""
+        here = step.current_several()
+        if here is None or here.alone or here.reports or not here.can_be_empty:
+            return value
+        if self.is_shared:
+            return value
+        here.writes[id(self)] = self
+        return tf.where(here.has_rows, tf.cast(value, self.dtype), instead())
+
+
+def as_kept(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments of `tf.Variable` that also say whether each replica keeps its own."""
+    kept = dict(options)
+    if options.get("trainable") is not False or options.get("synchronization") not in _AUTO:
+        return kept
+    aggregation, dtype = options.get("aggregation"), options.get("dtype")
+    is_float = dtype is not None and tf.as_dtype(dtype).is_floating
+    # A statistic belongs to no other variable, as an optimizer's slots do.
+    if aggregation in _NONE and is_float and options.get("colocate_with") is None:
+        kept["synchronization"] = tf.VariableSynchronization.ON_READ
+        kept["aggregation"] = MEAN
+    elif aggregation == tf.VariableAggregation.SUM and keras_internals.adds_metrics_twice:
+        # A metric's: each replica keeps its own part, which are summed when they are read. Keras
+        # 3.7 to 3.9 has them summed when they are written, twice (keras-team/keras#21467).
+        kept["synchronization"] = tf.VariableSynchronization.ON_READ
+    return kept
+
+
+def is_averaged(value: Any) -> bool:
+    """Tells whether a value is a variable whose replicas are averaged when it is read."""
+    return isinstance(value, OwnVariable) and value.aggregation == MEAN
+
+
+def reduced(reduce: Callable[..., Any], reduce_op: Any, variable: Any, axis: Any) -> tf.Tensor:
+    """Reduces a variable that `is_averaged`, in 64 bits, by a strategy's method."""
+    # There the mean of equal numbers is that number: weights of a frozen layer stay as they are.
+    own = [tf.cast(component.read_value(), tf.float64) for component in variable.values]
+    result = reduce(reduce_op, tf_internals.per_replica(own), axis=axis)
+    return tf.cast(result, variable.dtype)
+
+
+def adopt(steps: Sequence[step.ReplicaStep]) -> None:
+    """Has replicas without examples take the mean of the others' new statistics, on this host."""
+    written = {key: one for here in steps for key, one in here.writes.items()}
+    statistics = [one for one in written.values() if is_averaged(one)]
+    if not statistics or len(steps) == 1:
+        return
+    have = [tf.cast(here.rows, tf.int64) > 0 for here in steps]
+
+    def take() -> tf.Tensor:
+        for variable in statistics:
+            parts, weights = [], [tf.cast(one, tf.float64) for one in have]
+            for component, weight in zip(variable.values, weights, strict=True):
+                parts.append(tf.cast(component.read_value(), tf.float64) * weight)
+            mean = tf.cast(tf.add_n(parts) / tf.add_n(weights), variable.dtype)
+            for component, one in zip(variable.values, have, strict=True):
+                with tf.device(component.device):
+                    component.assign(tf.where(one, component.read_value(), mean))
+        return tf.constant(True)
+
+    some_empty = tf.logical_and(tf.reduce_any(have), tf.logical_not(tf.reduce_all(have)))
+    tf.cond(some_empty, take, lambda: tf.constant(False))
+
+
+def synchronize(model: keras.Model) -> None:
+    """Gives all replicas, on all hosts, the mean of a model's moving statistics."""
+    strategy = model.distribute_strategy
+    variables = [one for one in model.non_trainable_variables if is_averaged(one.value)]
+    if not variables or strategy.num_replicas_in_sync == 1:
+        return
+    of_replicas = []
+    for index, device in enumerate(strategy.extended.worker_devices):
+        with tf.device(device):
+            own = [variable.value.values[index].read_value() for variable in variables]
+            of_replicas.append(tf.concat([tf.reshape(_wide(one), [-1]) for one in own], 0))
+    with strategy.scope():  # As one value: it is sent once, and exactly.
+        means = strategy.reduce("MEAN", tf_internals.per_replica(of_replicas), axis=None)
+    sizes = [variable.value.shape.num_elements() for variable in variables]
+    for variable, mean in zip(variables, tf.split(means, sizes), strict=True):
+        for component in variable.value.values:
+            with tf.device(component.device):
+                component.assign(tf.cast(tf.reshape(mean, component.shape), component.dtype))
+
+
+def _wide(value: tf.Tensor) -> tf.Tensor:
+    return tf.cast(value, tf.float64)
+
+
+def install() -> None:
+    """Has these functions stand before those of `BatchNormalization`."""
+    layer = keras.layers.BatchNormalization
+    keras_internals.extend(layer, "__init__", _synchronized_if_asked)
+    keras_internals.extend(layer, "_moments", _moments)
+
+
+def _synchronized_if_asked(own: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+    own(layer, *args, **kwargs)
+    extended = tf.distribute.get_strategy().extended
+    if getattr(extended, "synchronize_batch_norm", False):
+        layer.synchronized = True
+
+
+def _moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
+    """Stands for `_moments`: the mean and variance of the examples of all replicas, if asked for."""
+    here = step.current_several()
+    if here is None or not layer.synchronized:
+        return own(layer, inputs, mask)
+    for variable in (layer.moving_mean, layer.moving_variance):
+        if isinstance(variable.value, OwnVariable):
+            variable.value.is_shared = True
+    axes = [axis for axis in range(len(inputs.shape)) if axis != layer.axis % len(inputs.shape)]
+    inputs = here.keep(inputs)
+    weights = tf.ones([], inputs.dtype)
+    if mask is not None:
+        weights = tf.cast(tf.expand_dims(mask, -1), inputs.dtype)
+    weights = here.keep(tf.broadcast_to(weights, tf.shape(inputs)))
+    count = tf.reduce_sum(weights, axes)
+    # Sums of the differences from a mean: the difference of two large numbers has few digits.
+    count, total = _together([count, tf.reduce_sum(inputs * weights, axes)])
+    mean = tf.math.divide_no_nan(total, count)
+    shape = [-1 if axis not in axes else 1 for axis in range(len(inputs.shape))]
+    squares = tf.square(inputs - tf.reshape(mean, shape)) * weights
+    [square] = _together([tf.reduce_sum(squares, axes)])
+    return mean, tf.math.divide_no_nan(square, count)
+
+
+def _together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums vectors of one size over all replicas; alone, so that a wire dtype leaves them exact."""
+    summed = tf.distribute.get_replica_context().all_reduce(SUM, tf.stack(values))
+    return tf.unstack(summed)

@@ -1,0 +1,141 @@
+"""`ReplicaStep`: what a replica knows about the step that it runs.
+
+`ReplicaExtended` makes one for each replica where a step begins. Everything in training that depends
+on the running step reads it here, and nothing else keeps such state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# TensorFlow traces each replica in a thread of its own, and starts all of them from one thread.
+_LOCAL = threading.local()
+SUM = tf.distribute.ReduceOp.SUM
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaStep:
+    """One replica's view of a running step.
+
+    The numbers of examples are ints if all replicas are known to have equally many, else 0-D int64
+    tensors; None if the step has no batch.
+
+    Attributes:
+      replica: the replica's index on this host.
+      replicas: the number of replicas on all hosts.
+      rows: the number of this replica's examples.
+      before: the number of examples on the replicas before it.
+      total: the number of examples on all replicas.
+      writes: the distributed variables that the step's replicas assign, by identity.
+      alone: whether the replica works alone: nothing may meet the other replicas.
+      trace: what XLA compiles of the step, see `jit.py`; None if it compiles nothing.
+      update: the sharded update that the replica makes, see `sharding.py`; None for all variables.
+      reports: whether losses are being reported once per batch, see `losses.py`.
+    """
+
+    replica: int
+    replicas: int
+    rows: Any = None
+    before: Any = None
+    total: Any = None
+    writes: dict[int, Any] = dataclasses.field(default_factory=dict)
+    alone: bool = False
+    trace: Any = None
+    update: Any = None
+    reports: bool = False
+
+    @property
+    def is_even(self) -> bool:
+        """Returns whether all replicas are known to have equally many examples, at least one."""
+        return isinstance(self.rows, int) and 0 < self.rows * self.replicas == self.total
+
+    @property
+    def can_be_empty(self) -> bool:
+        """Returns whether this replica may have no examples, and a stand-in for one."""
+        return self.rows is not None and not (isinstance(self.rows, int) and self.rows > 0)
+
+    @property
+    def has_rows(self) -> Any:
+        """Returns whether this replica has examples: a bool or a 0-D tensor."""
+        return self.rows > 0
+
+    def share(self, dtype: Any) -> tf.Tensor:
+        """Returns this replica's part of all examples, a number from 0 to 1."""
+        if self.rows is None or self.is_even:
+            return tf.cast(1.0 / self.replicas, dtype)
+        return tf.cast(tf.cast(self.rows, tf.float64) / tf.cast(self.total, tf.float64), dtype)
+
+    def keep(self, values: Any) -> Any:
+        """Returns values, or zeros on a replica without examples, whose own may be NaN."""
+        if not self.can_be_empty:
+            return values
+        return tf.nest.map_structure(
+            lambda value: tf.where(self.has_rows, value, tf.zeros([], value.dtype))
+            if tf.is_tensor(value)
+            else value,
+            values,
+            expand_composites=True,
+        )
+
+
+def current() -> ReplicaStep | None:
+    """Returns the step that this thread's replica runs; None outside of a step."""
+    return getattr(_LOCAL, "step", None)
+
+
+def current_several() -> ReplicaStep | None:
+    """Returns the step that this thread's replica runs with other replicas; else None."""
+    step = current()
+    if step is None or step.replicas == 1 or tf.distribute.in_cross_replica_context():
+        return None
+    return step
+
+
+def all_running() -> Sequence[ReplicaStep] | None:
+    """Returns the steps of all replicas of this host, where these meet during a step; else None."""
+    return getattr(_LOCAL, "steps", None)
+
+
+@contextlib.contextmanager
+def running(steps: Sequence[ReplicaStep]) -> Iterator[None]:
+    """Notes the steps of all replicas in the thread that starts them."""
+    yield from _with("steps", steps)
+
+
+@contextlib.contextmanager
+def entered(step: ReplicaStep) -> Iterator[ReplicaStep]:
+    """Makes a step the current one of this thread's replica."""
+    yield from _with("step", step)
+
+
+@contextlib.contextmanager
+def of_keras(is_keras: bool) -> Iterator[bool]:
+    """Notes whether the step that begins now is one of Keras's `fit`, `evaluate` or `predict`."""
+    yield from _with("is_keras", is_keras)
+
+
+def is_of_keras() -> bool:
+    """Returns whether the step that begins now is one of Keras's."""
+    return bool(getattr(_LOCAL, "is_keras", False))
+
+
+def changed(**changes: Any) -> contextlib.AbstractContextManager[ReplicaStep]:
+    """Changes attributes of the current step for a while."""
+    step = current()
+    assert step is not None
+    return entered(dataclasses.replace(step, **changes))
+
+
+def _with(name: str, value: Any) -> Iterator[Any]:
+    before = getattr(_LOCAL, name, None)
+    setattr(_LOCAL, name, value)
+    try:
+        yield value
+    finally:
+        setattr(_LOCAL, name, before)

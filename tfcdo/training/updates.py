@@ -1,0 +1,243 @@
+"""An optimizer's update: replicas sum once, then each works alone.
+
+`apply` stands before each Keras optimizer's own `apply`. It sums the gradients where the replicas
+meet, and calls the optimizer again on each replica, which then works alone: Keras clips,
+accumulates, decays, updates and averages from the same sums, bitwise identically on each replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcdo import keras_internals, tf_internals
+from tfcdo.training import sharding, step
+from tfcdo.training.step import SUM
+
+# Calls the optimizer's own method with gradients and variables.
+Call = Callable[[Sequence[Any], Sequence[Any] | None], Any]
+
+
+def apply(
+    optimizer: Any, own: Call, again: Call, grads: Sequence[Any], variables: Sequence[Any] | None
+) -> Any:
+    """Applies gradients of this replica; `own` is Keras's method, `again` calls this one again."""
+    strategy = tf.distribute.get_strategy()
+    here = step.current()
+    if not _sums(strategy) or (here is not None and here.alone):
+        return own(grads, variables)
+    _check_made_here(optimizer, strategy, variables)
+    grads = list(grads)
+    variables = None if variables is None else list(variables)
+    if not grads or here is None:
+        return own(grads, variables)
+    if here.trace is not None:
+        return here.trace.defer(grads, variables)
+    context = tf.distribute.get_replica_context()
+    if not optimizer.built and variables is not None:
+        context.merge_call(lambda strategy: keras_internals.build(optimizer, variables))
+    known = keras_internals.trainable_variables(optimizer) if variables is None else variables
+    if len(grads) != len(known):
+        return own(grads, variables)  # Keras raises the error.
+    grads = here.keep(grads)
+    leaves = keras_internals.leaves(optimizer)
+    shards = strategy.extended.shard_optimizer_state
+    if not shards and not any(leaf.gradient_accumulation_steps for leaf in leaves):
+        sums = context.merge_call(lambda strategy, grads: summed(strategy, grads, known), [grads])
+        with step.changed(alone=True):
+            return again(sums, variables)
+    if leaves != [optimizer]:  # Its parts come here again, each with gradients of its own.
+        return own(_finite_on_all(context, grads), variables)
+    context.merge_call(lambda strategy, grads: _update(strategy, optimizer, grads, known), [grads])
+    return optimizer.iterations
+
+
+def _sums(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether this is a replica of a strategy of tfcdo's, and not the only one."""
+    ours = getattr(strategy.extended, "sums_once", False) and strategy.num_replicas_in_sync > 1
+    return ours and not tf.distribute.in_cross_replica_context()
+
+
+def _check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | None) -> None:
+    """Raises a ValueError unless an optimizer and its variables were made in the strategy's scope."""
+    for leaf in (optimizer, *keras_internals.leaves(optimizer)):
+        if keras_internals.strategy_of(leaf) is not strategy:
+            raise ValueError(
+                f"the optimizer {leaf.name!r} must be made in the scope of the strategy that runs "
+                f"it, {type(strategy).__name__}; it was made outside: move the line that makes "
+                "it, or that calls model.compile with its name, into `with strategy.scope():`"
+            )
+    for variable in variables or ():
+        value = keras_internals.value_of(variable)
+        if getattr(value, "distribute_strategy", strategy) is not strategy or not isinstance(
+            value, tf_internals.DistributedValues
+        ):
+            raise ValueError(
+                f"the variable {getattr(variable, 'path', value.name)!r} must be made in the scope "
+                f"of the strategy that trains it, {type(strategy).__name__}; it was made outside: "
+                "move the line that makes the model into `with strategy.scope():`"
+            )
+
+
+def summed(
+    strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]
+) -> list[Any]:
+    """Sums gradients over all replicas; where these meet. None stays None."""
+    grads = unified(strategy, grads, variables)
+    results = _largest(strategy, grads, variables)
+    at = [i for i, grad in enumerate(grads) if grad is not None and i not in results]
+    if at:
+        sums = strategy.extended.batch_reduce_to(SUM, [(grads[i], grads[i]) for i in at])
+        results.update(zip(at, sums, strict=True))
+    return [results.get(i) for i in range(len(grads))]
+
+
+def _largest(
+    strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]
+) -> dict[int, Any]:
+    """Returns the largest of the replicas' gradients of variables that these overwrite."""
+    # The scales of float8, which Keras gets as gradients.
+    at = [i for i, v in enumerate(variables) if keras_internals.is_overwritten(v) and grads[i] is not None]
+    if not at:
+        return {}
+    rows = [
+        _on_each(strategy, lambda grad: tf.convert_to_tensor(grad)[None], grads[i]) for i in at
+    ]
+    largest = {}
+    for i, of_all in zip(at, strategy.extended.batch_gather(rows, 0), strict=True):
+        largest[i] = _on_each(strategy, lambda all_grads: tf.reduce_max(all_grads, 0), of_all)
+    return largest
+
+
+def _on_each(strategy: tf.distribute.Strategy, function: Any, value: Any) -> Any:
+    """Calls a function with each replica's component of a value, on that replica's device."""
+    results = []
+    for device, own in zip(
+        strategy.extended.worker_devices, getattr(value, "values", (value,)), strict=True
+    ):
+        with tf.device(device):
+            results.append(function(own))
+    return tf_internals.per_replica(results)
+
+
+def unified(
+    strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]
+) -> list[Any]:
+    """Gives each variable a gradient of one kind on all replicas of this host."""
+    devices = strategy.extended.worker_devices
+    return [
+        _unified(grad, list(variable.shape), devices)
+        for grad, variable in zip(grads, variables, strict=True)
+    ]
+
+
+def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:
+    if grad is None or len(devices) == 1:
+        return grad
+    if not isinstance(grad, tf.distribute.DistributedValues):
+        # TensorFlow's classes would count a tensor of all replicas once for all.
+        copies = []
+        for device in devices:
+            with tf.device(device):
+                copies.append(tf.nest.map_structure(tf.identity, grad, expand_composites=True))
+        return tf_internals.per_replica(copies)
+    present = [part for part in grad.values if part is not None]
+    kinds = {isinstance(part, tf.IndexedSlices) for part in present}
+    if len(present) == len(grad.values) and len(kinds) == 1:
+        return grad
+    dtype, parts = present[0].dtype, []
+    for part, device in zip(grad.values, devices, strict=True):
+        with tf.device(device):
+            if part is None and kinds == {True}:
+                no_indices = tf.zeros([0], present[0].indices.dtype)
+                part = tf.IndexedSlices(tf.zeros([0, *shape[1:]], dtype), no_indices)
+            elif part is None:
+                part = tf.zeros(shape, dtype)
+            if isinstance(part, tf.IndexedSlices):
+                part = tf.IndexedSlices(part.values, part.indices, tf.constant(shape))
+            if kinds != {True}:
+                part = tf.convert_to_tensor(part)
+        parts.append(part)
+    return tf_internals.per_replica(parts)
+
+
+def _finite_on_all(context: Any, grads: list[Any]) -> list[Any]:
+    """Returns gradients of which one is NaN if another replica has one that is not finite."""
+    # A LossScaleOptimizer looks for such gradients on each replica, before there is a sum.
+    at = next((i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)), None)
+    if at is None:
+        at = next(i for i, g in enumerate(grads) if g is not None)
+        grads[at] = tf.convert_to_tensor(grads[at])
+    finite = [
+        tf.reduce_all(tf.math.is_finite(getattr(grad, "values", grad)))
+        for grad in grads
+        if grad is not None
+    ]
+    failures = context.all_reduce(SUM, tf.cast(tf.logical_not(tf.reduce_all(finite)), tf.float32))
+    nan = tf.constant(float("nan"), grads[at].dtype)
+    grads[at] = tf.where(failures > 0, nan, grads[at])
+    return grads
+
+
+def _update(
+    strategy: tf.distribute.Strategy, leaf: Any, grads: Sequence[Any], variables: Sequence[Any]
+) -> None:
+    """Updates, or accumulates, with an optimizer that wraps no others; where the replicas meet."""
+    shards = strategy.extended.shard_optimizer_state
+    grads = unified(strategy, grads, variables)
+    at = [i for i, grad in enumerate(grads) if grad is not None]
+    grads, variables = [grads[i] for i in at], [variables[i] for i in at]
+
+    def work(grads: Sequence[Any]) -> None:
+        _alone(strategy, lambda grads: leaf.apply(grads, variables), grads)
+
+    def update(grads: Sequence[Any]) -> None:
+        if not shards:
+            work(summed(strategy, grads, variables))
+            return
+        pairs: tuple[list[Any], list[Any]] = ([], [])
+        for grad, variable in zip(grads, variables, strict=True):
+            pairs[keras_internals.is_overwritten(variable)].append((grad, variable))
+        owned, whole = ([*zip(*some, strict=True)] or [(), ()] for some in pairs)
+        sharding.update(strategy, leaf, *owned, *whole)
+
+    # While gradients accumulate, nothing is sent but the scales of float8.
+    if shards or leaf.gradient_accumulation_steps:
+        for i, largest in _largest(strategy, grads, variables).items():
+            grads[i] = largest
+    if not leaf.gradient_accumulation_steps:
+        update(grads)
+        return
+    # A replica cannot meet the others in a `tf.cond` of its own, so the branch is chosen here.
+    tf.cond(
+        keras_internals.is_update_due(leaf),
+        lambda: update(_alone(strategy, lambda grads: _taken(leaf, grads, variables), grads)),
+        lambda: work(grads),
+    )
+
+
+def _alone(strategy: tf.distribute.Strategy, function: Any, grads: Sequence[Any]) -> Any:
+    """Calls a function on each replica, which works alone."""
+
+    @tf.autograph.experimental.do_not_convert
+    def on_replica(grads: Sequence[Any]) -> Any:
+        with step.changed(alone=True):
+            return function(grads)
+
+    return strategy.extended.call_for_each_replica(on_replica, args=(list(grads),))
+
+
+def _taken(leaf: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Returns a replica's gradients and what it has accumulated, whose place is then empty."""
+    accumulators = keras_internals.accumulators(leaf, variables)
+    sums = []
+    for grad, accumulator, variable in zip(grads, accumulators, variables, strict=True):
+        if not keras_internals.is_overwritten(variable):
+            grad = accumulator.value + tf.convert_to_tensor(grad)
+        sums.append(grad)
+    for accumulator, variable in zip(accumulators, variables, strict=True):
+        if not keras_internals.is_overwritten(variable):
+            accumulator.assign(tf.zeros_like(accumulator.value))
+    return sums
