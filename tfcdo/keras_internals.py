@@ -52,7 +52,7 @@ NAMES: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (_loss, "scale_loss_for_distribution", ("value",)),
     (_loss, "unscale_loss_for_distribution", ("value",)),
     (_compile_utils.CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight")),
-    (keras.layers.BatchNormalization, "__init__", ("self",)),
+    (keras.layers.BatchNormalization, "build", ("self", "input_shape")),
     (keras.layers.BatchNormalization, "_moments", ("self", "inputs", "mask")),
     (Trainer, "fit", ("self", "x")),
     (Trainer, "make_train_function", ("self", "force")),
@@ -207,12 +207,13 @@ def apply_without_average(leaf: Any, grads: Sequence[Any], variables: Sequence[A
 def update_average(leaf: Any) -> None:
     """Updates the moving averages of all variables after a step, and overwrites these if due."""
     known = leaf._trainable_variables
+    leaf._iterations.assign_sub(1)  # Keras counts a step after its averages.
     BaseOptimizer._update_model_variables_moving_average.tfcdo_extends(leaf, known)
     if leaf.ema_overwrite_frequency:
         overwrite = TFOptimizer._overwrite_model_variables_with_average_value.tfcdo_extends
-        updates = (leaf._iterations - 1) // (leaf.gradient_accumulation_steps or 1) + 1
-        is_due = tf.equal(updates % leaf.ema_overwrite_frequency, 0)
+        is_due = tf.equal((leaf.iterations + 1) % leaf.ema_overwrite_frequency, 0)
         tf.cond(is_due, lambda: overwrite(leaf, known), lambda: None)
+    leaf._iterations.assign_add(1)
 
 
 def accumulator_like(optimizer: Any, reference_variable: Any) -> keras.Variable:

@@ -35,7 +35,8 @@ def install() -> None:
 
 def _dropout(own: Function, inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
     shape = tf.shape(inputs) if noise_shape is None else noise_shape
-    first = inputs.shape[0] if noise_shape is None or noise_shape[0] is None else noise_shape[0]
+    is_of_rows = noise_shape is None or noise_shape[0] is None
+    first = inputs.shape[0] if is_of_rows else _first(noise_shape)
     here = _step_of_rows(first, multiples=True)
     if here is None or rate in (0.0, 1.0):
         return own(inputs, rate, noise_shape, seed)

@@ -135,15 +135,14 @@ def _wide(value: tf.Tensor) -> tf.Tensor:
 def install() -> None:
     """Has these functions stand before those of `BatchNormalization`."""
     layer = keras.layers.BatchNormalization
-    keras_internals.extend(layer, "__init__", _synchronized_if_asked)
+    keras_internals.extend(layer, "build", _build_layer)
     keras_internals.extend(layer, "_moments", _moments)
 
 
-def _synchronized_if_asked(own: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
-    own(layer, *args, **kwargs)
-    extended = tf.distribute.get_strategy().extended
-    if getattr(extended, "synchronize_batch_norm", False):
+def _build_layer(own: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+    if getattr(tf.distribute.get_strategy().extended, "synchronize_batch_norm", False):
         layer.synchronized = True
+    own(layer, *args, **kwargs)
 
 
 def _moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
