@@ -191,7 +191,12 @@ def slots_on_all_devices(leaf: Any, variables: Sequence[Any]) -> list[tuple[Any,
         for slot, variable in zip(slots, of_all, strict=True):
             value = value_of(slot) if isinstance(slot, keras.Variable) else None
             at = known.get(id(value_of(variable)))
-            if at is not None and value is not None and hasattr(value, "values") and len(slot.shape):
+            if (
+                at is not None
+                and value is not None
+                and hasattr(value, "values")
+                and len(slot.shape)
+            ):
                 found.append((value, at))
     return found
 

@@ -269,7 +269,9 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         self._devices_wanted = devices_per_worker
         self._network: between.Network | None = None
         # One host alone has nothing to compare.
-        self.checks_in_sync = switches["check_in_sync"] and cluster is not None and len(cluster.tasks) > 1
+        self.checks_in_sync = (
+            switches["check_in_sync"] and cluster is not None and len(cluster.tasks) > 1
+        )
         settings = {
             "devices_per_worker": devices_per_worker or virtual_devices.devices_here(None)[1],
             **_settings(options, cross_device_ops, wire_between, error_feedback),

@@ -26,9 +26,9 @@ from tfcdo import private_names
 
 private_names.check(__spec__)
 
-from tensorflow.python.distribute import collective_all_reduce_strategy as _collective_strategy
 from tensorflow.python.autograph.core import ag_ctx as _ag_ctx
 from tensorflow.python.autograph.impl import api as _autograph
+from tensorflow.python.distribute import collective_all_reduce_strategy as _collective_strategy
 from tensorflow.python.distribute import device_util as _device_util
 from tensorflow.python.distribute import input_util as _input_util
 from tensorflow.python.distribute import mirrored_strategy as _mirrored_strategy
@@ -76,7 +76,8 @@ def with_python_function(function: Any, python_function: Callable[..., Any]) -> 
 def converted(python_function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a Python function as a strategy runs it: AutoGraph converts it."""
     enabled = _ag_ctx.ControlStatusCtx(_ag_ctx.Status.ENABLED)
-    return _autograph.tf_convert(python_function, enabled)
+    function: Callable[..., Any] = _autograph.tf_convert(python_function, enabled)
+    return function
 
 
 def distributed_dataset(

@@ -52,8 +52,8 @@ class BackupAndRestore(Callback):
     started again ends with the weights of an undisturbed one, bit for bit. On another number of
     replicas or hosts it goes on with the same global batches.
 
-    The data must come in the same order again: pass `tfcdo.keras.resumable_dataset(...)` to `fit`, which
-    starts at any example, or a `tf.data.Dataset` that gives the same batches each time, whose
+    The data must come in the same order again: pass `tfcdo.keras.resumable_dataset(...)` to `fit`,
+    which starts at any example, or a `tf.data.Dataset` that gives the same batches each time, whose
     first ones are taken and dropped. If the data cannot be resumed, the log says so at the start.
 
     One host, the chief (`tfcdo.is_chief()`), writes the backups in the background. A backup is
@@ -310,8 +310,8 @@ class BackupAndRestore(Callback):
                 log.warn_once(f"a training with this data cannot be resumed exactly: {reason}")
         elif self._iterator.steps_per_epoch is None:
             raise ValueError(
-                "fit must get steps_per_epoch for data of tfcdo.keras.resumable_dataset, which has no end; "
-                "got None"
+                "fit must get steps_per_epoch for data of tfcdo.keras.resumable_dataset, which has "
+                "no end; got None"
             )
         else:
             order.first.assign(self._progress.examples)

@@ -19,8 +19,8 @@ _ENDLESS = 1 << 62
 # `index_shuffle` puts this number before the two of a seed, but cannot do so for several seeds.
 _FIRST_SEED = 498247692
 _REMEDY = (
-    "use tfcdo.keras.resumable_dataset(data, batch_size), or a dataset that gives the same batches each "
-    "time, such as .shuffle(n, seed=7, reshuffle_each_iteration=False)"
+    "use tfcdo.keras.resumable_dataset(data, batch_size), or a dataset that gives the same batches "
+    "each time, such as .shuffle(n, seed=7, reshuffle_each_iteration=False)"
 )
 
 

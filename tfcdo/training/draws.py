@@ -33,7 +33,9 @@ def install() -> None:
         keras_internals.extend(module, name, _whole_batch)
 
 
-def _dropout(own: Function, inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
+def _dropout(
+    own: Function, inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None
+) -> Any:
     shape = tf.shape(inputs) if noise_shape is None else noise_shape
     is_of_rows = noise_shape is None or noise_shape[0] is None
     first = inputs.shape[0] if is_of_rows else _first(noise_shape)
@@ -50,7 +52,12 @@ def _dropout(own: Function, inputs: Any, rate: Any, noise_shape: Any = None, see
 
 
 def _uniform(
-    own: Function, shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None, seed: Any = None
+    own: Function,
+    shape: Any,
+    minval: Any = 0.0,
+    maxval: Any = 1.0,
+    dtype: Any = None,
+    seed: Any = None,
 ) -> Any:
     here = _step_of_rows(_first(shape))
     if here is None:
@@ -62,7 +69,12 @@ def _uniform(
 
 
 def _normal(
-    own: Function, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None
+    own: Function,
+    shape: Any,
+    mean: Any = 0.0,
+    stddev: Any = 1.0,
+    dtype: Any = None,
+    seed: Any = None,
 ) -> Any:
     here = _step_of_rows(_first(shape))
     if here is None:
@@ -82,8 +94,8 @@ def _whole_batch(own: Function, shape: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _taken(here: ReplicaStep, draw: Function, shape: Any, args: Sequence[Any] = ()) -> Any:
     rows, *others = tf.unstack(shape) if tf.is_tensor(shape) else shape
-    per_row = rows // tf.cast(_own_rows(here), rows.dtype) if tf.is_tensor(rows) else (
-        rows // here.rows
+    per_row = (
+        rows // tf.cast(_own_rows(here), rows.dtype) if tf.is_tensor(rows) else (rows // here.rows)
     )
     total = _as(here.total, per_row) * per_row
     before = _as(here.before, per_row) * per_row
@@ -126,6 +138,7 @@ def _rows_of(here: ReplicaStep, op: Function, shape: Any, dtype: tf.DType, seed:
     seed = keras_internals.seed_of(seed)
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     if dtype not in _FOUR_PER_COUNT or here.trace is not None:  # XLA draws in another order.
+
         def draw(shape: Any) -> tf.Tensor:
             return op(shape=shape, key=key, counter=counter, alg=_PHILOX, dtype=dtype)
 

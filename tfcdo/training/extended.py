@@ -72,7 +72,10 @@ class ReducesStructures:
         return dict(sorted(held.items()))
 
     def explain(
-        self, shapes: Iterable[Any], dtype: Any = "float32", shard_optimizer_state: bool | None = None
+        self,
+        shapes: Iterable[Any],
+        dtype: Any = "float32",
+        shard_optimizer_state: bool | None = None,
     ) -> Explanation:
         """Describes the all-reduce of such a batch in this strategy, without running it.
 
@@ -157,7 +160,9 @@ class ReplicaExtended:
                 args, kwargs = tf.nest.map_structure(
                     functools.partial(_or_stand_in, here), (args, kwargs)
                 )
-                return tf.nest.map_structure(functools.partial(_or_nothing, here), fn(*args, **kwargs))
+                return tf.nest.map_structure(
+                    functools.partial(_or_nothing, here), fn(*args, **kwargs)
+                )
             return fn(*args, **kwargs)
 
         with step.running(steps), tf.control_dependencies(all_have_data):
@@ -188,7 +193,9 @@ class ReplicaExtended:
         devices = self.worker_devices  # type: ignore[attr-defined]
         replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
         views = [ReplicaStep(index, replicas) for index in range(len(devices))]
-        batch = next(filter(None, (self._batch(one) for one in tf.nest.flatten((args, kwargs)))), None)
+        batch = next(
+            filter(None, (self._batch(one) for one in tf.nest.flatten((args, kwargs)))), None
+        )
         if batch is None:
             return views
         static = {component.shape[0] for component in batch}
@@ -227,7 +234,7 @@ class ReplicaExtended:
                 vectors.append(tf.one_hot(first + index, replicas, dtype=tf.int64) * count)
         value = tf_internals.per_replica(vectors)
         of_all = self.reduce_to("SUM", value, value)  # type: ignore[attr-defined]
-        return tf.unstack(_components(of_all)[0], replicas)
+        return list(tf.unstack(_components(of_all)[0], replicas))
 
     def _batch(self, value: Any) -> tuple[Any, ...] | None:
         """Returns the replicas' components of a value if these are rows; else None."""

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfcdo import keras_internals
 from tfcdo.training import step
-from tfcdo.training.step import SUM, ReplicaStep
+from tfcdo.training.step import SUM
 
 Function = Callable[..., Any]
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -30,9 +30,11 @@ def install() -> None:
 
 
 def _scaled(own: Function, value: Any) -> Any:
-    """Stands for `scale_loss_for_distribution`: a mean counts by the replica's share of examples."""
+    """Stands for `scale_loss_for_distribution`: a mean counts by this replica's share of rows."""
     here = step.current_several()
-    return own(value) if here is None or here.is_even else here.keep(value * here.share(value.dtype))
+    return (
+        own(value) if here is None or here.is_even else here.keep(value * here.share(value.dtype))
+    )
 
 
 def _unscaled(own: Function, value: Any) -> Any:
@@ -45,7 +47,9 @@ def _unscaled(own: Function, value: Any) -> Any:
     return value * tf.cast(ratio, value.dtype)
 
 
-def _compiled_loss(own: Function, loss: Any, y_true: Any, y_pred: Any, *args: Any, **kw: Any) -> Any:
+def _compiled_loss(
+    own: Function, loss: Any, y_true: Any, y_pred: Any, *args: Any, **kw: Any
+) -> Any:
     """Stands for `CompileLoss.call`, which also reports the loss of each output."""
     here = step.current_several()
     rows = keras_internals.map_structure(lambda one: one.shape[0] if len(one.shape) else 0, y_pred)
@@ -82,8 +86,6 @@ def _masked(own: Function, sample_weight: Any, mask: Any, dtype: Any, reduction:
     scaled = tf.math.divide_no_nan(kept, _over_all(kept) * here.share(dtype))
     weighted = own(sample_weight, mask, dtype, reduction)
     return weighted * scaled
-
-
 
 
 def _over_all(count: tf.Tensor) -> tf.Tensor:

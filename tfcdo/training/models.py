@@ -129,7 +129,9 @@ def _unless_owner(own: Function, optimizer: Any, variables: Any) -> None:
 
 def _already_summed(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:
     here = step.current()
-    return list(grads_and_vars) if here is not None and here.alone else own(optimizer, grads_and_vars)
+    return (
+        list(grads_and_vars) if here is not None and here.alone else own(optimizer, grads_and_vars)
+    )
 
 
 def _note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None:
@@ -194,5 +196,3 @@ def _make_predict(own: Function, model: Any, force: bool = False) -> Any:
     own(model, force)
     if _is_ours(model):
         statistics.synchronize(model)
-
-

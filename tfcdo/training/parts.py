@@ -53,7 +53,7 @@ def is_cut_here(dataset: tf.data.Dataset, several_hosts: bool, replicas: int) ->
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy == _POLICY.AUTO:  # TensorFlow deals files to hosts, if there are any.
         return not any(map(_reads_files, made_from(dataset)))
-    return policy == _POLICY.DATA
+    return bool(policy == _POLICY.DATA)
 
 
 def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.data.Dataset:

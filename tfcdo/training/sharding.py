@@ -42,7 +42,7 @@ def check_strategy(extended: Any) -> None:
 
 
 def assign_owners(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
-    """Deals variables to the devices of this host by their bytes, before slots are made for them."""
+    """Deals variables to the devices of this host by their bytes, before their slots are made."""
     values = [keras_internals.value_of(variable) for variable in variables]
     free = [
         value

@@ -146,7 +146,7 @@ def _build_layer(own: Callable[..., None], layer: Any, *args: Any, **kwargs: Any
 
 
 def _moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
-    """Stands for `_moments`: the mean and variance of the examples of all replicas, if asked for."""
+    """Stands for `_moments`: mean and variance of the examples of all replicas, if asked for."""
     here = step.current_several()
     if here is None or not layer.synchronized:
         return own(layer, inputs, mask)
@@ -172,4 +172,4 @@ def _moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any
 def _together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums vectors of one size over all replicas; alone, so that a wire dtype leaves them exact."""
     summed = tf.distribute.get_replica_context().all_reduce(SUM, tf.stack(values))
-    return tf.unstack(summed)
+    return list(tf.unstack(summed))
