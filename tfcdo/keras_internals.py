@@ -23,24 +23,27 @@ from keras.src.losses import loss as _loss
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import compile_utils as _compile_utils
 
-from tfcdo import log
+from tfcdo import log, private_names, version
 
 TFEpochIterator = _trainer.TFEpochIterator
 Trainer = _trainer.TensorFlowTrainer
 
-# Owner, name and the parameters that tfcdo relies on; "" for an attribute that is read.
-_SELF = ("self",)
-NAMES: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+NAMES: tuple[private_names.Member, ...] = (
     (BaseOptimizer, "__init__", ("self", "learning_rate")),
     (BaseOptimizer, "apply", ("self", "grads", "trainable_variables")),
     (BaseOptimizer, "apply_gradients", ("self", "grads_and_vars")),
     (BaseOptimizer, "build", ("self", "variables")),
+    (BaseOptimizer, "_accumulated_gradients", ()),
     (BaseOptimizer, "_get_variable_index", ("self", "variable")),
+    (BaseOptimizer, "_iterations", ()),
     (BaseOptimizer, "_overwrite_variable_with_gradient", ("self", "variable")),
+    (BaseOptimizer, "_track_variable", ("self", "variable")),
+    (BaseOptimizer, "_trainable_variables", ()),
     (BaseOptimizer, "_update_model_variables_moving_average", ("self", "trainable_variables")),
     (TFOptimizer, "_overwrite_model_variables_with_average_value", ("self", "trainable_variables")),
     (TFOptimizer, "_all_reduce_sum_gradients", ("self", "grads_and_vars")),
     (TFOptimizer, "_apply_weight_decay", ("self", "variables")),
+    (TFOptimizer, "_distribution_strategy", ()),
     (TFOptimizer, "add_variable_from_reference", ("self", "reference_variable", "name")),
     (TFOptimizer, "assign", ("self", "variable", "value")),
     (TFOptimizer, "assign_add", ("self", "variable", "value")),
@@ -55,12 +58,14 @@ NAMES: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (keras.layers.BatchNormalization, "build", ("self", "input_shape")),
     (keras.layers.BatchNormalization, "_moments", ("self", "inputs", "mask")),
     (Trainer, "fit", ("self", "x")),
+    (Trainer, "_initial_epoch", ()),
     (Trainer, "make_train_function", ("self", "force")),
     (Trainer, "make_test_function", ("self", "force")),
     (Trainer, "_make_function", ("self", "step_function")),
     (Trainer, "make_predict_function", ("self", "force")),
     (Trainer, "_maybe_symbolic_build", ("self", "iterator", "data_batch")),
     (Trainer, "_symbolic_build", ("self", "data_batch")),
+    (TFEpochIterator, "_distributed_dataset", ()),
     *(
         (_random, name, parameters)
         for name, parameters in {
@@ -79,31 +84,9 @@ NAMES: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
 )
 
 
-def missing(names: Sequence[tuple[Any, str, tuple[str, ...]]]) -> list[str]:
-    """Returns which names, and which of their parameters, do not exist, in words."""
-    absent = []
-    for owner, name, parameters in names:
-        member = inspect.getattr_static(owner, name, None)
-        where = f"{owner.__name__}.{name}"
-        if member is None:
-            absent.append(where)
-            continue
-        known = inspect.signature(getattr(owner, name)).parameters
-        open_ended = any(one.kind is one.VAR_KEYWORD for one in known.values())
-        lacking = [one for one in parameters if one not in known and not open_ended]
-        absent += [f"{where}({one})" for one in lacking]
-    return absent
-
-
-def check(names: Sequence[tuple[Any, str, tuple[str, ...]]] = NAMES) -> None:
+def check(names: Sequence[private_names.Member] = NAMES) -> None:
     """Raises an ImportError that lists all names that Keras lacks."""
-    absent = missing(names)
-    if absent:
-        raise ImportError(
-            f"tfcdo uses names of Keras that are not in Keras {keras.__version__}: "
-            f"{', '.join(absent)}. docs/versions.md lists the versions that tfcdo's tests ran on: "
-            "install one of those, or a tfcdo that supports yours"
-        )
+    private_names.check_members("Keras", keras.__version__, names)
 
 
 def extend(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -289,6 +272,11 @@ def element_spec(iterator: Any) -> Any:
     return getattr(dataset, "element_spec", None)
 
 
+def set_initial_epoch(model: Any, epoch: int | None) -> None:
+    """Sets the epoch that a model's running `fit` begins with; None for its argument's."""
+    model._initial_epoch = epoch
+
+
 def symbolic_build(model: Any, spec: Any) -> None:
     """Makes all variables of a model from the spec of a batch, as its first step would."""
     with model.distribute_strategy.scope():
@@ -311,7 +299,7 @@ def seed_of(seed: Any) -> tf.Tensor:
 RANDOM = _random
 LOSSES = _loss
 CompileLoss = _compile_utils.CompileLoss
-adds_metrics_twice = (3, 7) <= tuple(map(int, keras.__version__.split(".")[:2])) < (3, 10)
+adds_metrics_twice = version.adds_metrics_twice(keras.__version__)
 
 check()
 if keras.backend.backend() != "tensorflow":

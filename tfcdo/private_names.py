@@ -1,7 +1,8 @@
-"""Tells which of TensorFlow's private names are missing, all at once and at import.
+"""Tells which private names of TensorFlow and Keras are missing, all at once and at import.
 
-`tfcdo.tf_internals` is the only file that uses such names. They change without notice: a TensorFlow
-that lacks some is refused before it is used, with an error from which a reader can go on.
+`tfcdo.tf_internals` and `tfcdo.keras_internals` are the only files that use such names. They change
+without notice: a version that lacks some is refused before it is used, with an error that lists
+them. An override whose base was renamed would otherwise just never be called.
 """
 
 from __future__ import annotations
@@ -9,9 +10,15 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import inspect
 import json
 import pkgutil
+from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
+from typing import Any
+
+# Owner, name and the parameters that tfcdo relies on; an attribute that is read has none.
+Member = tuple[Any, str, tuple[str, ...]]
 
 
 def check(spec: ModuleSpec) -> None:
@@ -31,6 +38,44 @@ def check(spec: ModuleSpec) -> None:
         f"{', '.join(names)}. Versions on which tfcdo's tests were run: {', '.join(known)}. "
         "Install one of those, or a tfcdo that knows yours"
     )
+
+
+def check_members(library: str, version: str, members: Iterable[Member]) -> None:
+    """Raises an ImportError that lists all members that a library lacks."""
+    absent = missing_members(members)
+    if absent:
+        raise ImportError(
+            f"tfcdo uses names of {library} that are not in {library} {version}: "
+            f"{', '.join(absent)}. docs/versions.md lists the versions that tfcdo's tests ran on: "
+            "install one of those, or a tfcdo that supports yours"
+        )
+
+
+def missing_members(members: Iterable[Member]) -> list[str]:
+    """Returns the members, and those of their parameters, that do not exist."""
+    absent = []
+    for owner, name, parameters in members:
+        where = f"{owner.__name__}.{name}"
+        if inspect.getattr_static(owner, name, None) is None:
+            # Attributes of objects are named only in the code of their class.
+            if parameters or name not in _names_in_code(owner):
+                absent.append(where)
+        elif parameters:
+            absent += [f"{where}({one})" for one in _lacking(getattr(owner, name), parameters)]
+    return absent
+
+
+def _lacking(function: Any, parameters: Sequence[str]) -> list[str]:
+    """Returns the parameters that a function does not accept."""
+    known = inspect.signature(function).parameters
+    return [one for one in parameters if one not in known]
+
+
+def _names_in_code(owner: Any) -> set[str]:
+    """Returns the names that the methods of a class use."""
+    functions = [value for base in inspect.getmro(owner) for value in vars(base).values()]
+    unwrapped = map(inspect.unwrap, filter(inspect.isfunction, functions))
+    return {name for function in unwrapped for name in function.__code__.co_names}
 
 
 def missing(source: str, package: str = "tensorflow.python") -> list[str]:

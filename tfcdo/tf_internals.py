@@ -5,6 +5,7 @@ new TensorFlow version is the work of one file. Nothing here reduces anything: t
 classes that `tf.distribute.MirroredStrategy` hands over, the spelling of device names, and the
 registry of kernels.
 """
+# Longer than 400 lines: all private names of TensorFlow are in one file.
 
 from __future__ import annotations
 
@@ -54,6 +55,69 @@ MultiWorkerExtended: type[Any] = _collective_strategy.CollectiveAllReduceExtende
 record_operation = _record.record_operation
 # The public name is a function that makes one.
 OPTIONS_TYPE = type(tf.distribute.experimental.CommunicationOptions())
+
+# All that tfcdo's subclasses override, call through `super()` or read of these classes. The tests
+# compare this list with the subclasses.
+_STEP = ("self", "fn", "args", "kwargs")
+_REDUCED = ("self", "reduce_op", "value")
+_REDUCED_TO = ("self", "reduce_op", "per_replica_value", "destinations", "options")
+_REDUCED_PAIRS = ("self", "reduce_op", "value_destination_pairs", "options")
+_OF_BOTH: Mapping[str, tuple[str, ...]] = {
+    "_batch_gather_to": ("self", "value_destination_pairs", "axis", "options"),
+    "_call_for_each_replica": _STEP,
+    "_container_strategy": ("self",),
+    "_create_variable": ("self", "next_creator"),
+    "_cross_device_ops": (),
+    "_default_device": (),
+    "_experimental_distribute_dataset": ("self", "dataset", "options"),
+    "_get_replica_id_in_sync_group": ("self", "replica_id"),
+    "_in_multi_worker_mode": ("self",),
+    "_input_workers_with_options": ("self", "options"),
+    "_local_results": ("self", "val"),
+    "_num_replicas_in_sync": (),
+    "_replica_ctx_all_reduce": (*_REDUCED, "options"),
+    "_use_merge_call": ("self",),
+    "batch_reduce_to": ("self", "reduce_op", "value_destination_pairs"),
+    "call_for_each_replica": ("self", "fn", "args"),
+    "reduce_to": (*_REDUCED, "destinations"),
+    "worker_devices": (),
+}
+_OF_SEVERAL_HOSTS: Mapping[str, tuple[str, ...]] = {
+    "__init__": ("self", "container_strategy", "cluster_resolver", "communication_options"),
+    "_batch_reduce_to": _REDUCED_PAIRS,
+    "_gather_to_implementation": ("self", "value", "destinations", "axis", "options"),
+    "_get_cross_device_ops": ("self", "value"),
+    "_get_variable_creator_initial_value": ("self", "replica_id", "device", "primary_var"),
+    "_host_cross_device_ops": (),
+    "_initialize_local_devices": ("self", "cluster_resolver", "worker_device"),
+    "_reduce_to": (*_REDUCED, "destinations", "options"),
+    "_std_server_started": (),
+    "should_checkpoint": (),
+}
+_OF_CROSS_DEVICE_OPS: Mapping[str, tuple[str, ...]] = {
+    "_gather_implementation": ("self", "per_replica_value", "destinations", "axis", "options"),
+    "batch_reduce": _REDUCED_PAIRS,
+    "batch_reduce_implementation": _REDUCED_PAIRS,
+    "broadcast_implementation": ("self", "tensor", "destinations"),
+    "reduce": _REDUCED_TO,
+    "reduce_implementation": _REDUCED_TO,
+}
+OVERRIDES: tuple[private_names.Member, ...] = (
+    (tf.distribute.Strategy, "run", (*_STEP, "options")),
+    (tf.distribute.Strategy, "reduce", (*_REDUCED, "axis")),
+    (tf.distribute.Strategy, "gather", ("self", "value", "axis")),
+    *((MirroredExtended, *member) for member in _OF_BOTH.items()),
+    *((MultiWorkerExtended, *member) for member in (*_OF_BOTH.items(), *_OF_SEVERAL_HOSTS.items())),
+    (SyncOnReadVariable, "__init__", ("self", "strategy", "values", "aggregation")),
+    *(
+        (SyncOnReadVariable, name, ("self", "value"))
+        for name in ("assign", "assign_add", "assign_sub")
+    ),
+    (SyncOnReadVariable, "read_value", ("self",)),
+    (Trackable, "_track_trackable", ("self", "trackable", "name", "overwrite")),
+    *((tf.distribute.CrossDeviceOps, *member) for member in _OF_CROSS_DEVICE_OPS.items()),
+)
+private_names.check_members("TensorFlow", tf.__version__, OVERRIDES)
 
 _WRITE_SECONDS = 10.0
 

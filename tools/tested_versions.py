@@ -16,7 +16,7 @@ import platform
 import sys
 import xml.etree.ElementTree as ElementTree
 
-from tfcdo import keras_calls
+from tfcdo import version
 
 _ROOT = pathlib.Path(__file__).absolute().parents[1]
 # In the package, because an error about an unknown TensorFlow names the known ones.
@@ -91,7 +91,7 @@ def _combination(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
         tuple(int(number) for number in str(entry[name]).split(".") if number.isdigit())
         for name in ("tensorflow", "python")
     )
-    return tensorflow, python[:2], not keras_calls.adds_metrics_twice(str(entry["keras"]))
+    return tensorflow, python[:2], not version.adds_metrics_twice(str(entry["keras"]))
 
 
 def main() -> None:

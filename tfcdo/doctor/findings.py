@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from tfcdo import keras_calls
+from tfcdo import version
 from tfcdo.doctor.answers import Copies, Failure, Sums, Versions
 from tfcdo.doctor.examination import COMPARED, Pair, Report
 
@@ -60,7 +60,7 @@ def _versions(report: Report) -> Iterator[Finding]:
         yield Finding(WRONG, found.problem, found.remedy)
     else:
         yield Finding(OK, f"TensorFlow {found.tensorflow} can be used")
-        if found.keras and keras_calls.adds_metrics_twice(found.keras):
+        if found.keras and version.adds_metrics_twice(found.keras):
             text = (
                 f"under TensorFlow's strategies, metrics of Keras {found.keras} are wrong: it adds "
                 "up the replicas' parts twice (keras-team/keras#21467)"

@@ -136,7 +136,9 @@ class BackupAndRestore(Callback):
         restored = self._newest_of_all_hosts()
         self._restored: Any = restored
         self._progress = _Progress()
-        self.model._initial_epoch = None  # An earlier `fit` may have ended with an error.
+        keras_internals.set_initial_epoch(
+            self.model, None
+        )  # An earlier `fit` may have ended with an error.
         if restored is not None:
             self._restore(*restored)
         elif others := self._folder.backups_of_others():
@@ -207,7 +209,7 @@ class BackupAndRestore(Callback):
         if self._memory is not None:
             self._memory.remove()
             backup_folder.remove_abandoned(self.backup_dir)  # Of hosts that have left.
-        self.model._initial_epoch = None
+        keras_internals.set_initial_epoch(self.model, None)
         if self.delete_checkpoint and strategies.is_chief():
             self._folder.remove()
 
@@ -297,7 +299,7 @@ class BackupAndRestore(Callback):
         training_state.check_same_model(self.model, header, str(self.backup_dir))
         training_state.restore(self.model, header, arrays)
         self._progress = _Progress(**header["progress"])
-        self.model._initial_epoch = self._progress.epoch
+        keras_internals.set_initial_epoch(self.model, self._progress.epoch)
 
     def _begin_data(self) -> data_order.Order | None:
         """Has a `resumable_dataset` dataset start where training goes on; names other data."""
