@@ -136,9 +136,8 @@ class BackupAndRestore(Callback):
         restored = self._newest_of_all_hosts()
         self._restored: Any = restored
         self._progress = _Progress()
-        keras_internals.set_initial_epoch(
-            self.model, None
-        )  # An earlier `fit` may have ended with an error.
+        # An earlier `fit` may have ended with an error.
+        keras_internals.set_initial_epoch(self.model, None)
         if restored is not None:
             self._restore(*restored)
         elif others := self._folder.backups_of_others():
