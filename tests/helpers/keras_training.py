@@ -19,11 +19,12 @@ Data = tuple[np.ndarray, np.ndarray]
 BATCH = 30  # Divides by 1, 2, 3 and 5 replicas.
 
 
-def strategy_of(count: int, ops: Any = None) -> tf.distribute.Strategy:
+def strategy_of(count: int, ops: Any = None, **options: Any) -> tf.distribute.Strategy:
+    """Makes a strategy of tfcdo's; one replica is one device, without a strategy."""
     if count == 1:
         return tf.distribute.get_strategy()
     ops = ops or tfcdo.HierarchicalCopyAllReduce()
-    return tf.distribute.MirroredStrategy(tu.device_names(count), cross_device_ops=ops)
+    return tfcdo.MirroredStrategy(tu.device_names(count), ops, **options)
 
 
 def dense_data(examples: int = BATCH) -> Data:
@@ -58,7 +59,7 @@ def model_of(layers: Layers, optimizer: Any, run_eagerly: bool = True) -> keras.
     """Makes a model; a few steps are quicker eagerly than traced."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential(layers())
-    model.compile(optimizer, "mse", auto_scale_loss=False, run_eagerly=run_eagerly)
+    model.compile(optimizer, "mse", run_eagerly=run_eagerly)
     return model
 
 
@@ -68,11 +69,12 @@ def trained_eagerly(
     steps: int = 4,
     layers: Layers = dense_layers,
     data: Callable[[], Data] = dense_data,
-    ops: Any = None,
     scale_of: Callable[[int], float] = lambda step: 1.0,
+    strategy: Any = None,
+    **options: Any,
 ) -> keras.Model:
     """Trains in a loop of one's own, without `fit` and without a `tf.function`."""
-    strategy = strategy_of(count, ops)
+    strategy = strategy or strategy_of(count, **options)
     with strategy.scope():
         model = model_of(layers, make())
         model.optimizer.build(model.trainable_variables)
@@ -119,12 +121,19 @@ def fitted(
     run_eagerly: bool = True,
     layers: Layers = dense_layers,
     strategy: Any = None,
+    examples: int = 4 * BATCH,
+    **options: Any,
 ) -> keras.Model:
-    with (strategy or strategy_of(count)).scope():
+    with (strategy or strategy_of(count, **options)).scope():
         model = model_of(layers, make(), run_eagerly)
-    inputs, targets = dense_data(4 * BATCH)
-    options = {"epochs": epochs, "callbacks": list(callbacks), "shuffle": False, "verbose": 0}
-    model.fit(inputs, targets, BATCH, **options)
+    model.fit(
+        *dense_data(examples),
+        BATCH,
+        epochs=epochs,
+        callbacks=list(callbacks),
+        shuffle=False,
+        verbose=0,
+    )
     return model
 
 

@@ -1,0 +1,339 @@
+"""Every optimizer and every option of Keras on several replicas: each trains as on one device.
+
+The oracle is Keras's own optimizer on one device. A whole and a sharded state have the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from typing import Any
+from unittest import mock
+
+import keras
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+from keras import optimizers as ko
+from keras_training import (
+    BATCH,
+    Make,
+    TrainingTestCase,
+    dense_data,
+    dense_layers,
+    fitted,
+    model_of,
+    strategy_of,
+    trained_eagerly,
+    word_data,
+    word_layers,
+)
+
+import tfcdo
+from tfcdo import keras_internals
+
+OPTIONS: dict[str, Make] = {
+    "clipnorm": lambda: ko.SGD(0.3, clipnorm=0.05),
+    "clipvalue": lambda: ko.SGD(0.3, clipvalue=0.02, loss_scale_factor=8.0),
+    "global_clipnorm": lambda: ko.SGD(0.3, momentum=0.5, global_clipnorm=0.05),
+    "accumulation": lambda: ko.Adam(0.05, gradient_accumulation_steps=2, global_clipnorm=0.05),
+    "schedule": lambda: ko.SGD(
+        ko.schedules.ExponentialDecay(0.5, 1, 0.7), gradient_accumulation_steps=3
+    ),
+    "average": lambda: ko.SGD(
+        0.2,
+        use_ema=True,
+        ema_momentum=0.7,
+        ema_overwrite_frequency=2,
+        gradient_accumulation_steps=2,
+        weight_decay=0.1,
+    ),
+    "loss_scale": lambda: ko.LossScaleOptimizer(
+        ko.SGD(0.2, clipnorm=0.05, gradient_accumulation_steps=2), 16.0, dynamic_growth_steps=2
+    ),
+    "several": lambda: ko.MultiOptimizer(
+        ko.OptimizerMap(
+            ko.SGD(0.2, clipnorm=0.05), {".*bias": ko.Adam(0.1, gradient_accumulation_steps=2)}
+        )
+    ),
+}
+OPTIMIZERS = [
+    name
+    for name, item in vars(ko).items()
+    if isinstance(item, type)
+    and issubclass(item, ko.Optimizer)
+    and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+]
+
+
+@functools.cache
+def fitted_alone(option: str) -> keras.Model:
+    return fitted(1, OPTIONS[option])
+
+
+class UpdatesTest(TrainingTestCase):
+    def assert_sharded(self, whole: keras.Model, sharded: keras.Model) -> None:
+        """Asserts the bits of the training with a whole state, and slots on one device each."""
+        self.assert_same_training(whole, sharded, 0.0)
+        for slot in sharded.optimizer.variables:
+            if len(slot.shape) and slot.synchronization != "on_read":
+                everywhere = slot.path.endswith("_average")
+                self.assertEqual(everywhere, hasattr(slot.value, "values"), slot.path)
+
+    @parameterized.parameters(*zip(OPTIONS, (3, 2, 5, 3, 2, 3, 3, 2)))
+    def test_each_option(self, option, count):
+        # Overwriting at every other step, rather than update, differs from the sixth step on.
+        steps = 8 if option == "average" else 4
+        expected = trained_eagerly(1, OPTIONS[option], steps)
+        whole = trained_eagerly(count, OPTIONS[option], steps)
+        self.assert_same_training(expected, whole)
+        self.assert_moved(expected)
+        sharded = trained_eagerly(count, OPTIONS[option], steps, shard_optimizer_state=True)
+        self.assert_sharded(whole, sharded)
+
+    @parameterized.parameters(*OPTIMIZERS)
+    def test_each_optimizer(self, name):
+        def make():
+            return getattr(ko, name)(0.1, global_clipnorm=0.1, gradient_accumulation_steps=2)
+
+        expected = trained_eagerly(1, make)
+        self.assert_moved(expected)
+        model = trained_eagerly(3, make, shard_optimizer_state=True)
+        self.assert_same_training(expected, model, 2e-5)
+
+    @parameterized.parameters(
+        ("loss_scale", 2, False),
+        ("average", 3, True),
+        ("several", 2, True),
+    )
+    def test_fit_in_a_graph(self, option, count, sharded):
+        # `fit` ends by giving the variables their moving average.
+        make = OPTIONS[option]
+        model = fitted(count, make, run_eagerly=False, shard_optimizer_state=sharded)
+        # TensorFlow rewrites the arithmetic of graphs.
+        self.assert_same_training(fitted_alone(option), model, 1e-5 if sharded else 2e-6)
+
+    @parameterized.parameters(
+        ("loss_scale", False, False), ("average", True, False), ("several", False, True)
+    )
+    def test_one_replica_of_a_strategy(self, option, sharded, run_eagerly):
+        strategy = tfcdo.MirroredStrategy(
+            ["CPU:0"], tfcdo.AutoAllReduce(), shard_optimizer_state=sharded
+        )
+        model = fitted(1, OPTIONS[option], run_eagerly=run_eagerly, strategy=strategy)
+        self.assert_same_training(fitted_alone(option), model)
+
+    @parameterized.parameters(
+        (lambda: ko.SGD(0.2),),
+        (lambda: ko.Adagrad(0.2),),
+        (lambda: ko.RMSprop(0.05),),
+        (lambda: ko.SGD(0.2, weight_decay=0.1, clipnorm=0.05),),
+        (OPTIONS["accumulation"],),
+    )
+    def test_rows_of_embeddings(self, make):
+        """Words repeat: Keras squares their rows, and takes their norm, one by one."""
+        train = functools.partial(trained_eagerly, layers=word_layers, data=word_data)
+        expected = train(1, make)
+        whole = train(3, make)
+        self.assert_same_training(expected, whole)
+        self.assert_sharded(whole, train(3, make, shard_optimizer_state=True))
+        self.assert_moved(expected, word_layers)
+
+    def test_loss_scaling_that_compile_adds(self):
+        keras.config.set_dtype_policy("mixed_float16")
+        self.addCleanup(keras.config.set_dtype_policy, "float32")
+
+        def layers() -> list[Any]:
+            # A smaller loss: no gradient overflows, which one of 30 examples does before one of 10.
+            return [*dense_layers(), keras.layers.Rescaling(0.01, dtype="float32")]
+
+        def make() -> Any:
+            return ko.SGD(0.3, clipnorm=0.001)
+
+        expected, model = (fitted(count, make, layers=layers) for count in (1, 3))
+        self.assertIsInstance(model.optimizer, ko.LossScaleOptimizer)
+        self.assert_same_training(expected, model, 1e-3)
+
+    def test_callbacks_find_what_they_change(self):
+        def make() -> Any:
+            return ko.SGD(0.2, use_ema=True, ema_momentum=0.7, clipnorm=0.05)
+
+        def with_callbacks(count: int) -> keras.Model:
+            schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+            swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+            return fitted(count, make, epochs=2, callbacks=[schedule, swap])
+
+        expected, model = with_callbacks(1), with_callbacks(2)
+        self.assert_same_training(expected, model)
+        self.assertAllClose(0.2 / 4, model.optimizer.learning_rate)
+
+
+class UsersOptimizersTest(TrainingTestCase):
+    @parameterized.parameters(False, True)
+    def test_as_on_one_device(self, applies: bool):
+        class SignedMomentum(ko.Optimizer):
+            def build(self, variables: Any) -> None:
+                super().build(variables)
+                self.momenta = [self.add_variable_from_reference(v, "m") for v in variables]
+
+            def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+                momentum = self.momenta[self._get_variable_index(variable)]
+                self.assign(momentum, 0.5 * momentum + gradient)
+                self.assign_sub(variable, learning_rate * keras.ops.tanh(momentum))
+
+        class Halving(SignedMomentum):
+            def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+                # Not linear: it must get the sums.
+                return super().apply([grad * abs(grad) for grad in grads], trainable_variables)
+
+        make = functools.partial(Halving if applies else SignedMomentum, 0.3, clipnorm=0.2)
+        expected = fitted(1, make)
+        self.assert_moved(expected)
+        for sharded in (False, True):
+            model = fitted(3, make, shard_optimizer_state=sharded)
+            self.assert_same_training(expected, model)
+
+    def test_the_optimizer_of_a_model_is_the_users_own(self):
+        with strategy_of(2).scope():
+            own = ko.SGD(0.1)
+            model = model_of(dense_layers, own)
+        self.assertIs(own, model.optimizer)
+        self.assertIs(ko.SGD, type(own))
+        self.assertEqual("keras.optimizers", ko.serialize(model.optimizer)["module"])
+
+
+class OwnLoopTest(TrainingTestCase):
+    def test_nothing_is_sent_while_gradients_accumulate(self):
+        ops = tfcdo.ReductionToOneDevice()
+        sums: list[list[int]] = []
+        original = ops.batch_reduce
+
+        def batch_reduce(reduce_op: Any, pairs: Any, options: Any = None) -> Any:
+            pairs = list(pairs)
+            sums[-1].append(len(pairs))
+            return original(reduce_op, pairs, options)
+
+        def count_from_here(step: int) -> float:
+            sums.append([])
+            return 1.0
+
+        with (
+            mock.patch.object(ops, "batch_reduce", batch_reduce),
+            mock.patch.object(ops, "reduce", side_effect=AssertionError),
+        ):
+            trained_eagerly(
+                3,
+                lambda: ko.Adam(0.1, clipnorm=1.0, gradient_accumulation_steps=3),
+                steps=6,
+                ops=ops,
+                scale_of=count_from_here,
+            )
+        # Both gradients in one batch, at each update.
+        self.assertEqual(sums, [[], [], [2], [], [], [2]])
+
+    @parameterized.product(
+        sharded=[False, True], keras_variables=[False, True], pairs=[False, True]
+    )
+    def test_traced_before_anything_is_built(self, sharded, keras_variables, pairs):
+        strategy = strategy_of(3, shard_optimizer_state=sharded)
+        make = keras.Variable if keras_variables else tf.Variable
+        with strategy.scope():
+            variables = [make([1.0, 2.0]), make([[3.0]])]
+            optimizer = ko.Adam(0.1, global_clipnorm=1.0)
+
+        @tf.function
+        def step(x: tf.Tensor) -> None:
+            def on_replica() -> None:
+                gradients = [x * tf.convert_to_tensor(one) for one in variables]
+                if pairs:
+                    optimizer.apply_gradients(zip(gradients, variables, strict=True))
+                else:
+                    optimizer.apply(gradients, variables)
+
+            strategy.run(on_replica)
+
+        alone = ko.Adam(0.1, global_clipnorm=1.0)
+        expected = [keras.Variable(one.numpy()) for one in variables]
+        for x in (1.0, -3.0):
+            step(tf.constant(x))
+            alone.apply([3 * x * one.value for one in expected], expected)
+        for own, other in zip(variables, expected, strict=True):
+            for component in keras_internals.value_of(own).values:
+                self.assertAllClose(other, component, rtol=1e-6)
+
+    def test_replicas_meet_once_for_gradients(self):
+        strategy = strategy_of(3)
+        with strategy.scope():
+            model = model_of(
+                lambda: [keras.layers.Input((4,)), keras.layers.Dense(2)], OPTIONS["loss_scale"]()
+            )
+            optimizer = ko.Adam(0.1, global_clipnorm=1.0, use_ema=True, weight_decay=0.1)
+            optimizer.build(model.trainable_variables)
+        meetings = []
+        merge_call = tf.distribute.ReplicaContext.merge_call
+
+        def counted(context: Any, *args: Any, **kwargs: Any) -> Any:
+            meetings.append(context.replica_id_in_sync_group)
+            return merge_call(context, *args, **kwargs)
+
+        def step() -> None:
+            variables = model.trainable_variables
+            optimizer.apply([tf.convert_to_tensor(one) for one in variables], variables)
+
+        with mock.patch.object(tf.distribute.ReplicaContext, "merge_call", counted):
+            tu.traced_ops(lambda: strategy.run(step))
+        self.assertLen(meetings, 3)
+
+    @parameterized.parameters(("optimizer", "optimizer 'sgd"), ("model", "variable 'sequential"))
+    def test_made_outside_of_the_scope(self, outside, named):
+        strategy = strategy_of(2)
+        made: dict[str, Any] = {}
+        for name, make in (
+            ("optimizer", ko.SGD),
+            ("model", lambda: keras.Sequential(dense_layers())),
+        ):
+            with strategy.scope() if name != outside else tf.distribute.get_strategy().scope():
+                made[name] = make()
+        variables = made["model"].trainable_variables
+        gradients = [tf.ones(one.shape) for one in variables]
+
+        @tf.function
+        def step() -> None:
+            strategy.run(lambda: made["optimizer"].apply(gradients, variables))
+
+        with self.assertRaisesRegex(ValueError, f"the {named}.* must be made in the scope of"):
+            step()
+
+    def test_optimizer_of_fit_made_outside_of_the_scope(self):
+        optimizer = ko.SGD()
+        with strategy_of(2).scope():
+            model = model_of(dense_layers, optimizer)
+        with self.assertRaisesRegex(ValueError, "'sgd.*' must be made in the scope of the strategy"):
+            model.fit(*dense_data(), BATCH, verbose=0)
+
+
+class SavedTest(TrainingTestCase):
+    @parameterized.parameters(False, True)
+    def test_saved_amid_an_accumulation(self, sharded):
+        def make() -> Any:
+            return ko.Adam(0.1, clipnorm=0.1, gradient_accumulation_steps=3)
+
+        path = pathlib.Path(self.get_temp_dir()) / "model.keras"
+        inputs, targets = dense_data(5 * BATCH)
+        options: dict[str, Any] = {"shuffle": False, "verbose": 0}
+        whole = model_of(dense_layers, make())
+        whole.fit(inputs, targets, BATCH, **options)
+
+        with strategy_of(3, shard_optimizer_state=sharded).scope():
+            model = model_of(dense_layers, make())
+        model.fit(inputs[: 2 * BATCH], targets[: 2 * BATCH], BATCH, **options)
+        model.save(path)
+        for count in (1, 2):
+            with strategy_of(count).scope():
+                loaded = keras.models.load_model(path)
+            loaded.fit(inputs[2 * BATCH :], targets[2 * BATCH :], BATCH, **options)
+            self.assert_same_training(whole, loaded)
+
+
+if __name__ == "__main__":
+    tf.test.main()
