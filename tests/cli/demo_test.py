@@ -42,12 +42,12 @@ class DemoTest(absltest.TestCase):
         difference, *_, verdict = table["Largest weight difference from one-device training"]
         self.assertLess(float(difference), 1e-5)
         self.assertEqual(verdict, "ok")
-        self.assertGreater(float(table["Clipping by Keras alone"][0]), 1e-3)
+        self.assertGreater(float(table["Clipping under TensorFlow's strategy"][0]), 1e-3)
         self.assertEqual(table["1 + 2 + 3 by tfcdo's copies"], ["6 6 6", "6 6 6", "ok"])
         # What fails without tfcdo comes after the verdict, and is not one.
         self.assertNotIn("not ok", output)
         ours, _, others = output.partition("All checks passed.")
-        for shown in ("1 + 2 + 3 by TensorFlow's copies", "Clipping by Keras alone"):
+        for shown in ("1 + 2 + 3 by TensorFlow's copies", "Clipping under TensorFlow's strategy"):
             self.assertNotIn(shown, ours)
             self.assertIn(shown, others)
 

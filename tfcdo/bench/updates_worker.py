@@ -13,7 +13,6 @@ import tensorflow as tf
 import tfcdo
 from tfcdo.bench import devices as bench_devices
 from tfcdo.bench import updates, worker_pool
-from tfcdo.keras import DistributedOptimizer
 
 _SEED = 7
 _SHOWN_WEIGHTS = 8  # Number of weights shown of each variable.
@@ -25,20 +24,19 @@ class _Updates:
     def __init__(self, kind: str, num_devices: str, name: str) -> None:
         self._devices = bench_devices.choose_devices(int(num_devices))
         names = list(self._devices.names)
-        make = tf.distribute.MirroredStrategy if kind == "tf" else tfcdo.MirroredStrategy
-        self._strategy = make(names)
+        self._strategy = (
+            tf.distribute.MirroredStrategy(names)
+            if kind == "tf"
+            else tfcdo.MirroredStrategy(names, shard_optimizer_state=kind == "sharded")
+        )
         generator = np.random.default_rng(_SEED)
         with self._strategy.scope():
             self._variables = [
                 keras.Variable(generator.normal(0, 0.01, shape).astype(np.float32))
                 for shape in updates.SHAPES
             ]
-            optimizer = keras.optimizers.get(name)
-            if kind != "tf":
-                sharded = kind == "sharded"
-                optimizer = DistributedOptimizer(optimizer, shard_optimizer_state=sharded)
-            optimizer.build(self._variables)
-        self._optimizer = optimizer
+            self._optimizer = keras.optimizers.get(name)
+            self._optimizer.build(self._variables)
         self._function = tf.function(lambda: self._strategy.run(self._on_replica))
 
     def _on_replica(self) -> None:
