@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: gradients that differ in kind between replicas, float8, threads."""
+"""Gradients that differ in kind between replicas, or are not finite; float8; threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from keras import optimizers as ko
 from keras_training import TrainingTestCase, fitted, strategy_of
 
 import tfcdo
-from tfcdo.keras import DistributedOptimizer, updates
 
 _TABLE = np.arange(8.0, dtype=np.float32).reshape([4, 2]) - 2
 _ROWS = np.array([3, 0, 3])
@@ -47,21 +46,20 @@ def total(kinds: Any) -> np.ndarray:
 
 class UnlikeKindsTest(TrainingTestCase):
     @parameterized.parameters(
-        ((nothing, table, table), 2),
-        ((table, nothing, nothing), None),
-        ((rows, table, rows), None),
-        ((table, rows, nothing), 2),
-        ((nothing, rows, rows), 2),
+        ((nothing, table, table), 2, False),
+        ((nothing, table, table), 2, True),
+        ((table, nothing, nothing), None, True),
+        ((rows, table, rows), None, False),
+        ((table, rows, nothing), 2, False),
     )
-    def test_as_on_one_device(self, kinds, accumulation):
-        def make() -> Any:
-            return ko.Adam(0.1, global_clipnorm=1.0, gradient_accumulation_steps=accumulation)
-
-        def trained(count: int, gradient_of: Callable[[int], Any], optimizer: Any) -> Any:
-            strategy = strategy_of(count)
+    def test_as_on_one_device(self, kinds, accumulation, sharded):
+        def trained(count: int, gradient_of: Callable[[int], Any]) -> Any:
+            strategy = strategy_of(count, shard_optimizer_state=sharded)
             with strategy.scope():
                 own = [keras.Variable(np.ones_like(_TABLE)) for _ in range(2)]
-                optimizer = optimizer()
+                optimizer = ko.Adam(
+                    0.1, global_clipnorm=1.0, gradient_accumulation_steps=accumulation
+                )
 
             def on_replica() -> None:
                 replica = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -75,46 +73,91 @@ class UnlikeKindsTest(TrainingTestCase):
             return own
 
         of_all = tf.constant(total(kinds), tf.float32)
-        expected = trained(1, lambda _: of_all, make)
-        actual = trained(
-            3, lambda replica: kinds[replica](replica), lambda: DistributedOptimizer(make())
-        )
+        expected = trained(1, lambda _: of_all)
+        actual = trained(3, lambda replica: kinds[replica](replica))
         for one, other in zip(expected, actual, strict=True):
             self.assertAllClose(one, other, rtol=1e-5)
             self.assert_bitwise_equal([copy.read_value() for copy in other.value.values])
         self.assertNotAllClose(np.ones_like(_TABLE), expected[0])
 
-    @parameterized.parameters(
-        (tfcdo.ReductionToOneDevice, lambda: rows(1)),
-        (tf.distribute.ReductionToOneDevice, lambda: table(0)),
-    )
-    def test_a_shared_one_counts_once_for_each_replica(self, ops, gradient):
-        strategy = strategy_of(3, ops())
+    def test_rows_on_some_replicas_only(self):
+        """A replica without a gradient adds no rows: SGD adds those of the others."""
+        strategy = strategy_of(3)
         with strategy.scope():
             variable = keras.Variable(np.zeros_like(_TABLE))
-            optimizer = DistributedOptimizer(ko.SGD(1.0))
+            optimizer = ko.SGD(1.0)
+        kinds = (nothing, rows, rows)
+
+        def on_replica() -> None:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            optimizer.apply([kinds[int(replica)](int(replica))], [variable])
+
+        strategy.run(on_replica)
+        for component in variable.value.values:
+            self.assertAllClose(-total(kinds), component)
+
+    @parameterized.product(of_rows=[False, True], ops=[None, tfcdo.ReductionToOneDevice])
+    def test_a_shared_one_counts_once_for_each_replica(self, of_rows, ops):
+        strategy = strategy_of(3, ops and ops())
+        with strategy.scope():
+            variable = keras.Variable(np.zeros_like(_TABLE))
+            optimizer = ko.SGD(1.0)
             optimizer.build([variable])
-        shared = gradient()
+        shared = rows(1) if of_rows else table(0)
         strategy.run(lambda: optimizer.apply([shared], [variable]))
         self.assertAllClose(-3 * tf.convert_to_tensor(shared), variable)
-
-    def test_one_gradient_that_is_not_finite_is_enough(self):
-        strategy = strategy_of(2)
-        rows = tf.IndexedSlices(tf.constant([1.0]), tf.constant([0]))
-        for last, expected in ((np.inf, False), (np.nan, False), (1.0, True)):
-            gradients = [tf.constant(1.0), None, rows, tf.constant([1.0, last])]
-            finite = strategy.run(updates._finite_on_all_replicas, args=(gradients,))
-            self.assertAllEqual([expected] * 2, finite.values)
 
     def test_no_replica_has_one(self):
         strategy = strategy_of(2)
         with strategy.scope():
             own = [keras.Variable([1.0]), keras.Variable([1.0])]
-            optimizer = DistributedOptimizer(ko.SGD(0.5, weight_decay=0.1))
+            optimizer = ko.SGD(0.5, weight_decay=0.1)
         with self.assertWarnsRegex(UserWarning, "Gradients do not exist"):
             strategy.run(lambda: optimizer.apply([None, tf.ones([1])], own))
         self.assertAllEqual([1.0], own[0])
         self.assertNotAllEqual([1.0], own[1])
+
+
+class LossScaleTest(TrainingTestCase):
+    @parameterized.parameters(
+        (0, None, False, False),
+        (2, None, False, False),
+        (2, None, True, True),
+        (0, 2, False, False),
+        (2, 2, True, False),
+        (2, 2, False, True),
+    )
+    def test_overflow_on_one_replica_only(self, replica, accumulation, of_rows, sharded):
+        """Keras alone looks at the first replica, and lets an overflow on another one in."""
+        strategy = strategy_of(3, shard_optimizer_state=sharded)
+        with strategy.scope():
+            variable = keras.Variable([1.0, 2.0])
+            inner = ko.SGD(0.5, gradient_accumulation_steps=accumulation)
+            optimizer = ko.LossScaleOptimizer(inner, initial_scale=8.0, dynamic_growth_steps=2)
+            optimizer.build([variable])
+
+        @tf.function
+        def step(bad: tf.Tensor) -> None:
+            def on_replica() -> None:
+                own = tf.distribute.get_replica_context().replica_id_in_sync_group
+                gradient = tf.where(bad & (own == replica), np.inf, 8.0) * tf.ones([2])
+                if of_rows:
+                    gradient = tf.IndexedSlices(gradient, tf.range(2), tf.constant([2]))
+                optimizer.apply([gradient], [variable])
+
+            strategy.run(on_replica)
+
+        scales = []
+        for bad in (True, False, False):
+            step(tf.constant(bad))
+            scales.append(float(optimizer.dynamic_scale.numpy()))
+        self.assertEqual(scales, [4.0, 4.0, 8.0])
+        updates = 1 if accumulation else 2
+        self.assertEqual(int(optimizer.iterations.numpy()), updates)
+        # By the sum of three gradients of 8, unscaled by 4; or once by the mean of two such sums.
+        change = updates * 0.5 * 6.0
+        for copy in strategy.experimental_local_results(variable.value):
+            self.assertAllClose([1.0 - change, 2.0 - change], copy)
 
 
 def float8_layers() -> list[Any]:
@@ -128,17 +171,17 @@ def float8_layers() -> list[Any]:
 
 
 class Float8Test(TrainingTestCase):
-    def test_as_on_one_device(self):
+    @parameterized.parameters(False, True)
+    def test_as_on_one_device(self, sharded):
         def make() -> Any:
             return ko.LossScaleOptimizer(
                 ko.SGD(0.1, clipnorm=0.5, gradient_accumulation_steps=2), 4.0
             )
 
-        expected = fitted(1, make, run_eagerly=False, layers=float8_layers)
-        wrapped = fitted(
-            3, lambda: DistributedOptimizer(make()), run_eagerly=False, layers=float8_layers
-        )
-        self.assert_same_training(expected, wrapped, 1e-5)
+        options: dict[str, Any] = {"run_eagerly": False, "layers": float8_layers}
+        expected = fitted(1, make, **options)
+        model = fitted(3, make, shard_optimizer_state=sharded, **options)
+        self.assert_same_training(expected, model, 1e-5)
         history = expected.layers[0].inputs_amax_history.numpy()
         self.assertLen(np.flatnonzero(history), 2)
 
@@ -146,21 +189,20 @@ class Float8Test(TrainingTestCase):
 class ThreadsTest(TrainingTestCase):
     def test_two_threads_trace_steps_of_one_optimizer(self):
         strategy = strategy_of(2)
+        both_trace = threading.Barrier(2, timeout=30)
+        first_to_meet, other_is_here = threading.Semaphore(1), threading.Event()
+
+        class Slow(ko.SGD):
+            def update_step(self, *arguments: Any) -> None:
+                # On the first replica of each, wait for the other thread, which may have to wait.
+                if first_to_meet.acquire(blocking=False):
+                    other_is_here.wait(0.5)
+                super().update_step(*arguments)
+
         with strategy.scope():
             variable = keras.Variable([1.0, 2.0])
-            optimizer = DistributedOptimizer(ko.SGD(0.25, clipnorm=100.0))
+            optimizer = Slow(0.25, clipnorm=100.0)
             optimizer.build([variable])
-        both_trace = threading.Barrier(2, timeout=30)
-        inner_apply = optimizer.inner_optimizer.apply
-
-        def slow_apply(*arguments: Any) -> None:
-            # On the first replica of each, wait for the other thread, which may have to wait.
-            if first_to_meet.acquire(blocking=False):
-                other_is_here.wait(0.5)
-            inner_apply(*arguments)
-
-        first_to_meet, other_is_here = threading.Semaphore(1), threading.Event()
-        optimizer.inner_optimizer.apply = slow_apply
         errors: list[BaseException] = []
 
         def train(factor: float) -> None:
