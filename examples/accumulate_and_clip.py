@@ -1,7 +1,7 @@
 """Accumulates gradients and clips their sum: `python examples/accumulate_and_clip.py`.
 
-Keras alone cannot accumulate on several replicas, and clips on each of them before the sum. Inside
-a `tfcdo.keras.DistributedOptimizer` it does both as on one device.
+Under TensorFlow's strategy Keras cannot accumulate, and clips on each replica before the sum. Under
+tfcdo's it does both as on one device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 import tfcdo
-import tfcdo.keras
 
 GLOBAL_BATCH = 24
 STEPS_PER_UPDATE = 4
@@ -28,9 +27,8 @@ def train(strategy: tf.distribute.Strategy) -> keras.Model:
         model = keras.Sequential([keras.layers.Input([8]), keras.layers.Dense(1)])
         # One update for four batches, from the mean of their gradients. Until then each replica
         # adds to its own accumulators, and nothing is sent.
-        optimizer = tfcdo.keras.DistributedOptimizer(
-            keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.5),
-            gradient_accumulation_steps=STEPS_PER_UPDATE,
+        optimizer = keras.optimizers.SGD(
+            0.1, momentum=0.9, clipnorm=0.5, gradient_accumulation_steps=STEPS_PER_UPDATE
         )
         model.compile(optimizer, "mse")
     model.fit(inputs, targets, batch_size=GLOBAL_BATCH, epochs=2, shuffle=False, verbose=0)

@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 import tfcdo
-import tfcdo.keras
 
 GLOBAL_BATCH = 48
 
@@ -31,8 +30,8 @@ def train(strategy: tf.distribute.Strategy) -> keras.Model:
             [keras.layers.Input([8]), keras.layers.Dense(16, "relu"), keras.layers.Dense(3)]
         )
         model.compile(
-            # Sums gradients over the replicas before it clips them, as one device does.
-            tfcdo.keras.DistributedOptimizer(keras.optimizers.Adam(0.02, global_clipnorm=1.0)),
+            # Clips the sum of the replicas' gradients, as one device does.
+            keras.optimizers.Adam(0.02, global_clipnorm=1.0),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )

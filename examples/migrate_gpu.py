@@ -1,6 +1,6 @@
 """Moves a training from TensorFlow's MirroredStrategy to tfcdo's: `python examples/migrate_gpu.py`.
 
-`train_before` is an ordinary script; `train_after` has the two changed lines. On a machine with
+`train_before` is an ordinary script; `train_after` has the one changed line. On a machine with
 several GPUs both use all of them; without, three virtual CPU devices stand for them.
 """
 
@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 import tfcdo
-import tfcdo.keras
 
 GLOBAL_BATCH = 48
 
@@ -44,12 +43,11 @@ def train_before(devices: list[str] | None = None) -> keras.Model:
 
 
 def train_after(devices: list[str] | None = None) -> keras.Model:
-    """Trains under tfcdo's strategy, and clips the sum of the gradients instead of each part."""
+    """Trains under tfcdo's strategy, which clips the sum of the gradients, not each part."""
     strategy = tfcdo.MirroredStrategy(devices)  # was: tf.distribute
     with strategy.scope():
         model = make_model()
         optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.5)
-        optimizer = tfcdo.keras.DistributedOptimizer(optimizer)  # new
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.fit(make_data(), epochs=2, shuffle=False, verbose=0)
     return model

@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 import tfcdo
-import tfcdo.keras
 
 
 def train(strategy: tf.distribute.Strategy) -> tuple[keras.Model, float]:
@@ -30,8 +29,7 @@ def train(strategy: tf.distribute.Strategy) -> tuple[keras.Model, float]:
             ]
         )
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.02))
-        # The DistributedOptimizer must be the outermost one.
-        model.compile(tfcdo.keras.DistributedOptimizer(optimizer), "mse", auto_scale_loss=False)
+        model.compile(optimizer, "mse")
     history = model.fit(inputs, targets, batch_size=24, epochs=4, shuffle=False, verbose=0)
     return model, history.history["loss"][-1]
 

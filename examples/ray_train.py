@@ -33,7 +33,7 @@ def train_one_worker(config):
     x = np.random.default_rng(0).normal(size=(STEPS * BATCH, 16)).astype("float32")
     backup = tfcdo.keras.BackupAndRestore(f"{config['folder']}/backup", save_freq=10)
 
-    data = tfcdo.keras.resumable((x, x[:, :4] ** 2), BATCH, seed=1)
+    data = tfcdo.keras.resumable_dataset((x, x[:, :4] ** 2), BATCH, seed=1)
     history = model.fit(
         data, epochs=EPOCHS, steps_per_epoch=STEPS, verbose=0, callbacks=[backup]
     ).history

@@ -48,11 +48,18 @@ def _trained(name: str) -> tf.keras.Model:
 class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
     def test_there_are_no_others(self):
         names = {path.stem for path in _EXAMPLES.glob("*.py")}
-        tested = {"keras_fit", "embeddings", "accumulate_and_clip", "mixed_precision"}
-        others = {"own_loop", "migrate_gpu", "own_algorithm", "multi_worker", "ray_train"}
+        tested = {"keras_fit", "embeddings", "accumulate_and_clip", "contrastive"}
+        others = {
+            "mixed_precision",
+            "own_loop",
+            "migrate_gpu",
+            "own_algorithm",
+            "multi_worker",
+            "ray_train",
+        }
         self.assertEqual(names, tested | others)
 
-    @parameterized.parameters("keras_fit", "embeddings", "accumulate_and_clip")
+    @parameterized.parameters("keras_fit", "embeddings", "accumulate_and_clip", "contrastive")
     def test_keras_trains_as_on_one_device(self, name):
         expected_weights = _load(name).train(_one()).weights
         for own, expected in zip(_trained(name).weights, expected_weights, strict=True):
