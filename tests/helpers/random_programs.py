@@ -246,7 +246,9 @@ def _data(case: Case) -> tuple[np.ndarray, Any, Any]:
     if case.loss in ("entropy", "dice"):
         drawn = np.exp(drawn) / np.exp(drawn).sum(-1, keepdims=True)
     targets = [one.astype(keras.config.floatx()) for one in drawn]
-    weights = [rng.uniform(0.2, 2, [case.examples, *steps]).astype(keras.config.floatx()) for _ in targets]
+    weights = [
+        rng.uniform(0.2, 2, [case.examples, *steps]).astype(keras.config.floatx()) for _ in targets
+    ]
     one = case.outputs == 1
     return (
         inputs,

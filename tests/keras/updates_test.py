@@ -308,7 +308,9 @@ class OwnLoopTest(TrainingTestCase):
         optimizer = ko.SGD()
         with strategy_of(2).scope():
             model = model_of(dense_layers, optimizer)
-        with self.assertRaisesRegex(ValueError, "'sgd.*' must be made in the scope of the strategy"):
+        with self.assertRaisesRegex(
+            ValueError, "'sgd.*' must be made in the scope of the strategy"
+        ):
             model.fit(*dense_data(), BATCH, verbose=0)
 
 
