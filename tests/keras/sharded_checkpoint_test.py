@@ -23,17 +23,13 @@ from keras_training import (
     trained_eagerly,
 )
 
-from tfcdo.keras import BackupAndRestore, DistributedOptimizer
+from tfcdo.keras import BackupAndRestore
 
 DATA = functools.partial(dense_data, 60)  # Divides by four.
 
 
 def adam(**options: Any) -> keras.optimizers.Optimizer:
     return ko.Adam(0.05, global_clipnorm=0.5, **options)
-
-
-def sharded() -> DistributedOptimizer:
-    return DistributedOptimizer(adam(), shard_optimizer_state=True)
 
 
 @functools.cache
@@ -43,7 +39,7 @@ def undisturbed() -> keras.Model:
 
 @functools.cache
 def half_trained() -> keras.Model:
-    return trained_eagerly(4, sharded, 2, data=DATA)
+    return trained_eagerly(4, adam, 2, data=DATA, shard_optimizer_state=True)
 
 
 class CheckpointTest(TrainingTestCase):
@@ -55,38 +51,26 @@ class CheckpointTest(TrainingTestCase):
         train_eagerly(model, strategy, range(2, 4), DATA)
         self.assert_same_training(undisturbed(), model, 2e-5)
 
-    @parameterized.parameters(2, 0)
-    def test_load_model_elsewhere(self, count):
+    @parameterized.parameters((2, False), (3, True), (1, False))
+    def test_load_model_elsewhere(self, count, shards):
         path = self._path("m.keras")
         half_trained().save(path)
-        # Without a scope: on TensorFlow's default strategy.
-        strategy = strategy_of(count) if count else tf.distribute.get_strategy()
+        strategy = strategy_of(count, shard_optimizer_state=shards)
         with strategy.scope():
             model = keras.models.load_model(path)
-        self.assertTrue(model.optimizer.shard_optimizer_state)
+        self.assertIs(ko.Adam, type(model.optimizer))
         self._assert_goes_on(model, strategy)
 
-    @parameterized.parameters(
-        (sharded, "weights.h5"), (lambda: DistributedOptimizer(adam()), "keras")
-    )
-    def test_load_weights_on_two_devices(self, make, suffix):
+    @parameterized.parameters((True, "weights.h5"), (False, "keras"))
+    def test_load_weights_on_two_devices(self, shards, suffix):
         path = self._path(f"m.{suffix}")
         half_trained().save(path) if suffix == "keras" else half_trained().save_weights(path)
-        strategy = strategy_of(2)
+        strategy = strategy_of(2, shard_optimizer_state=shards)
         with strategy.scope():
-            model = model_of(dense_layers, make())
+            model = model_of(dense_layers, adam())
             model.optimizer.build(model.trainable_variables)
             model.load_weights(path)
         self._assert_goes_on(model, strategy)
-
-    def test_load_weights_with_keras_alone(self):
-        path = self._path("m.keras")
-        half_trained().save(path)
-        model = keras.models.load_model(path, compile=False)
-        model.compile(adam(), "mse")
-        model.optimizer.build(model.trainable_variables)
-        model.load_weights(path)
-        self._assert_goes_on(model, strategy_of(1))
 
     def test_the_same_file_as_keras_alone(self):
         def datasets(model: keras.Model) -> list[Any]:
@@ -101,51 +85,32 @@ class CheckpointTest(TrainingTestCase):
     def test_a_state_saved_by_keras_alone_is_loaded(self):
         path = self._path("m.weights.h5")
         trained_eagerly(1, adam, 2, data=DATA).save_weights(path)
-        strategy = strategy_of(4)
+        strategy = strategy_of(4, shard_optimizer_state=True)
         with strategy.scope():
-            model = model_of(dense_layers, sharded())
+            model = model_of(dense_layers, adam())
             model.optimizer.build(model.trainable_variables)
             model.load_weights(path)
         self._assert_goes_on(model, strategy)
 
-    @parameterized.parameters(sharded, lambda: DistributedOptimizer(adam()))
-    def test_tensorflow_checkpoint(self, make):
+    @parameterized.parameters((2, True), (2, False), (1, False))
+    def test_tensorflow_checkpoint(self, count, shards):
         source = half_trained()
         prefix = tf.train.Checkpoint(model=source, optimizer=source.optimizer).save(self._path("c"))
-        strategy = strategy_of(2)
+        strategy = strategy_of(count, shard_optimizer_state=shards)
         with strategy.scope():
-            model = model_of(dense_layers, make())
+            model = model_of(dense_layers, adam())
             restore = tf.train.Checkpoint(model=model, optimizer=model.optimizer).restore(prefix)
             model.optimizer.build(model.trainable_variables)
             restore.assert_existing_objects_matched()
         self._assert_goes_on(model, strategy)
 
-    def test_tensorflow_checkpoint_with_keras_alone(self):
-        source = half_trained()
-        optimizer = source.optimizer.inner_optimizer
-        prefix = tf.train.Checkpoint(model=source, optimizer=optimizer).save(self._path("c"))
-        model = model_of(dense_layers, adam())
-        model.optimizer.build(model.trainable_variables)
-        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-        checkpoint.restore(prefix).assert_existing_objects_matched()
-        self._assert_goes_on(model, strategy_of(1))
-
     def test_backup(self):
         folder = self._path("backup")
         expected = fitted(1, adam, epochs=2)
-        fitted(3, sharded, 1, [BackupAndRestore(folder, delete_checkpoint=False)])
-        model = fitted(2, sharded, 2, [BackupAndRestore(folder)])
+        again = BackupAndRestore(folder, delete_checkpoint=False)
+        fitted(3, adam, 1, [again], shard_optimizer_state=True)
+        model = fitted(2, adam, 2, [BackupAndRestore(folder)], shard_optimizer_state=True)
         self.assert_same_training(expected, model, 2e-5)
-
-    def test_the_state_of_another_optimizer(self):
-        path = self._path("m.weights.h5")
-        half_trained().save_weights(path)
-        with strategy_of(2).scope():
-            optimizer = DistributedOptimizer(ko.SGD(0.1), shard_optimizer_state=True)
-            model = model_of(dense_layers, optimizer)
-            model.optimizer.build(model.trainable_variables)
-            with self.assertRaisesRegex(ValueError, "one of SGD, with 2 variables; got 6 variab"):
-                model.load_weights(path)
 
 
 if __name__ == "__main__":

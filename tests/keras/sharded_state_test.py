@@ -13,7 +13,6 @@ from absl.testing import parameterized
 from keras import optimizers as ko
 from keras_training import (
     BATCH,
-    Make,
     TrainingTestCase,
     dense_data,
     fitted,
@@ -22,15 +21,8 @@ from keras_training import (
 )
 
 import tfcdo
-from tfcdo.keras import DistributedOptimizer
 
-
-def sharded(make: Make) -> Make:
-    return lambda: DistributedOptimizer(make(), shard_optimizer_state=True)
-
-
-def unsharded(make: Make) -> Make:
-    return lambda: DistributedOptimizer(make())
+sharded = functools.partial(trained_eagerly, shard_optimizer_state=True)
 
 
 class OptionsTest(TrainingTestCase):
@@ -38,8 +30,7 @@ class OptionsTest(TrainingTestCase):
         """The callback swaps the weights of all devices with their averages, and back."""
         make = functools.partial(ko.Adam, 0.05, use_ema=True, ema_momentum=0.7)
         data, losses = dense_data(), []
-        for count, optimizer in ((1, make), (3, sharded(make))):
-            model = trained_eagerly(count, optimizer)
+        for model in (trained_eagerly(1, make), sharded(3, make)):
             swap = [keras.callbacks.SwapEMAWeights()]
             losses.append(model.evaluate(*data, BATCH, verbose=0, callbacks=swap))
             losses.append(model.evaluate(*data, BATCH, verbose=0))
@@ -49,8 +40,14 @@ class OptionsTest(TrainingTestCase):
     def test_weights_of_an_epoch_are_the_averages(self):
         make = functools.partial(ko.Adam, 0.05, use_ema=True, ema_momentum=0.7)
         expected, model = (
-            fitted(count, optimizer, 2, [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
-            for count, optimizer in ((1, make), (3, sharded(make)))
+            fitted(
+                count,
+                make,
+                2,
+                [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)],
+                shard_optimizer_state=True,
+            )
+            for count in (1, 3)
         )
         self.assert_same_training(expected, model, 2e-5)
 
@@ -60,15 +57,15 @@ class OptionsTest(TrainingTestCase):
             optimizer.exclude_from_weight_decay(var_names=["bias"])
             return optimizer
 
-        expected = trained_eagerly(3, unsharded(make))
-        self.assert_same_training(expected, trained_eagerly(3, sharded(make)), 0.0)
-        decaying = trained_eagerly(3, unsharded(lambda: ko.AdamW(0.05, weight_decay=0.3)))
+        expected = trained_eagerly(3, make)
+        self.assert_same_training(expected, sharded(3, make), 0.0)
+        decaying = trained_eagerly(3, lambda: ko.AdamW(0.05, weight_decay=0.3))
         self.assertNotAllEqual(expected.get_weights()[1], decaying.get_weights()[1])
 
     def test_wire_dtype_casts_gradients_but_not_weights(self):
         ops = functools.partial(tfcdo.HierarchicalCopyAllReduce, wire_dtype="bfloat16")
-        model = trained_eagerly(2, sharded(lambda: ko.SGD(0.2)), ops=ops())
-        exact = trained_eagerly(2, sharded(lambda: ko.SGD(0.2)))
+        model = sharded(2, lambda: ko.SGD(0.2), ops=ops())
+        exact = sharded(2, lambda: ko.SGD(0.2))
         self.assert_same_training(exact, model, 2e-2)
         weights = model.get_weights()[0]
         self.assertNotAllEqual(weights, exact.get_weights()[0])
@@ -77,12 +74,16 @@ class OptionsTest(TrainingTestCase):
 
 
 class TrafficTest(TrainingTestCase):
-    @parameterized.parameters((lambda: ko.SGD(0.2), True), (lambda: ko.Adam(0.2), False))
+    @parameterized.parameters(
+        (lambda: ko.SGD(0.2), True),
+        (lambda: ko.Adam(0.2), False),
+        (lambda: ko.SGD(0.2, weight_decay=0.1), False),
+    )
     def test_only_rows_are_sent_back_if_only_rows_change(self, make, only_rows):
-        strategy = strategy_of(2)
+        strategy = strategy_of(2, shard_optimizer_state=True)
         with strategy.scope():
             table = keras.Variable(np.ones([1000, 2], np.float32))
-            optimizer = sharded(make)()
+            optimizer = make()
             optimizer.build([table])
 
         def step() -> None:
@@ -94,13 +95,32 @@ class TrafficTest(TrainingTestCase):
         scattered = [op for op in ops if op.type == "ResourceScatterUpdate"]
         self.assertLen(scattered, 1 if only_rows else 0)
 
+    @parameterized.parameters(lambda: ko.SGD(0.2, weight_decay=0.1), lambda: ko.Adagrad(0.2))
+    def test_all_replicas_hold_the_same_after_rows(self, make):
+        """Weight decay changes rows that have no gradient, too."""
+        results = []
+        for shards in (False, True):
+            strategy = strategy_of(2, shard_optimizer_state=shards)
+            with strategy.scope():
+                table, optimizer = keras.Variable(np.ones([6, 2], np.float32)), make()
+
+            def step(optimizer: Any = optimizer, table: Any = table) -> None:
+                gradient = tf.IndexedSlices(tf.ones([2, 2]), tf.constant([4, 1]), tf.constant([6, 2]))
+                optimizer.apply([gradient], [table])
+
+            for _ in range(2):
+                strategy.run(step)
+            results += [component.read_value() for component in table.value.values]
+        self.assert_bitwise_equal(results)
+
     def test_state_is_dealt_evenly(self):
-        strategy = strategy_of(4)
+        strategy = strategy_of(4, shard_optimizer_state=True)
         with strategy.scope():
             variables = [keras.Variable(np.zeros([size], np.float32)) for size in range(100, 200)]
-            optimizer = sharded(ko.Adam)()
+            optimizer = ko.Adam()
+            self.assertEqual(strategy.state_bytes(optimizer), {})
             optimizer.build(variables)
-        held = optimizer.state_bytes()
+        held = strategy.state_bytes(optimizer)
         self.assertCountEqual(held, strategy.extended.worker_devices)
         quarter = 2 * 4 * sum(range(100, 200)) / 4
         for number in held.values():
@@ -109,76 +129,22 @@ class TrafficTest(TrainingTestCase):
 
 class RefusalsTest(TrainingTestCase):
     def test_not_a_bool(self):
-        with self.assertRaisesRegex(TypeError, "must be True or False; got 1"):
-            DistributedOptimizer(ko.SGD(), shard_optimizer_state=1)  # type: ignore[arg-type]
+        with self.assertRaisesRegex(TypeError, "shard_optimizer_state must be True or False; got 1"):
+            tfcdo.MirroredStrategy(tu.device_names(2), shard_optimizer_state=1)  # type: ignore[arg-type]
 
-    def test_optimizer_of_elsewhere(self):
-        optimizer = ko.SGD()
-        with strategy_of(2).scope(), self.assertRaisesRegex(ValueError, "make both in strategy.sc"):
-            DistributedOptimizer(optimizer, shard_optimizer_state=True)
-
-    def test_built_optimizer(self):
-        with strategy_of(2).scope():
-            optimizer = ko.SGD()
-            optimizer.build([keras.Variable(1.0)])
-            with self.assertRaisesRegex(ValueError, "not built yet; got sgd.*make a new one"):
-                DistributedOptimizer(optimizer, shard_optimizer_state=True)
-
-    @parameterized.parameters(None, 2)
-    def test_model_of_elsewhere(self, count):
-        if count:
-            with strategy_of(count).scope():
-                variable = keras.Variable([1.0])
-        else:
-            variable = keras.Variable([1.0])
-        with strategy_of(2).scope():
-            optimizer = sharded(ko.SGD)()
-            with self.assertRaisesRegex(ValueError, "make the model in strategy.scope"):
-                optimizer.build([variable])
-
-    @parameterized.parameters(
-        lambda: tf.distribute.MirroredStrategy(tu.device_names(2)),
-        lambda: tfcdo.MirroredStrategy(tu.device_names(2), tfcdo.ReductionToOneDevice()),
-    )
-    def test_other_sums(self, make):
-        with (
-            make().scope(),
-            self.assertRaisesRegex(TypeError, "needs a strategy that sums with one of tfcdo's"),
-        ):
-            sharded(ko.SGD)()
-
-    def test_optimizers_by_a_function(self):
-        @functools.cache
-        def adam() -> keras.optimizers.Optimizer:
-            return ko.Adam()
-
-        def choose(_: Any) -> keras.optimizers.Optimizer:
-            return adam()
-
-        with strategy_of(2).scope():
-            optimizer = sharded(lambda: ko.MultiOptimizer(choose))()
-            with self.assertRaisesRegex(ValueError, "given an OptimizerMap"):
-                optimizer.build([keras.Variable([1.0])])
-
-    def test_slots_of_no_variable(self):
-        class Custom(ko.SGD):
-            def build(self, variables: Any) -> None:
-                super().build(variables)
-                self.add_variable(shape=(3,), name="mine")
-
-        with strategy_of(2).scope():
-            optimizer = sharded(Custom)()
-            with self.assertRaisesRegex(ValueError, "Custom makes 'custom/mine' elsewhere"):
-                optimizer.build([keras.Variable([1.0])])
+    @parameterized.parameters(tf.distribute.ReductionToOneDevice, tfcdo.ReductionToOneDevice)
+    def test_other_sums(self, ops):
+        with self.assertRaisesRegex(TypeError, "is one of tfcdo's all-reduce classes"):
+            strategy_of(2, ops(), shard_optimizer_state=True)
 
 
 class FailureTest(TrainingTestCase):
     def test_a_step_that_fails_changes_no_weights(self):
         """The gradient of the last variable fails; no owner has begun by then."""
-        strategy = strategy_of(3)
+        strategy = strategy_of(3, shard_optimizer_state=True)
         with strategy.scope():
             variables = [keras.Variable(np.ones([4], np.float32)) for _ in range(6)]
-            optimizer = sharded(lambda: ko.SGD(0.2, weight_decay=0.1))()
+            optimizer = ko.SGD(0.2, weight_decay=0.1)
             optimizer.build(variables)
 
         @tf.function
@@ -196,6 +162,23 @@ class FailureTest(TrainingTestCase):
         after = [component.numpy() for one in variables for component in one.value.values]
         self.assertAllEqual(before, after)
         step(tf.ones([4]))
+
+    def test_slots_of_no_variable(self):
+        """An optimizer's own variables are on all devices, as they belong to none of the model's."""
+
+        class Custom(ko.SGD):
+            def build(self, variables: Any) -> None:
+                super().build(variables)
+                self.mine = self.add_variable(shape=(3,), name="mine")
+
+        strategy = strategy_of(2, shard_optimizer_state=True)
+        with strategy.scope():
+            optimizer = Custom(0.5)
+            variable = keras.Variable([1.0])
+            optimizer.build([variable])
+        strategy.run(lambda: optimizer.apply([tf.ones([1])], [variable]))
+        self.assertLen(optimizer.mine.value.values, 2)
+        self.assertAllClose([0.0], variable)
 
 
 if __name__ == "__main__":
