@@ -30,10 +30,9 @@ _TRAININGS_HEADING = """
 The same model, batches and seed, trained for 4 steps on one device and on 2, 3 and 5 virtual
 ones, or on as many replicas as a row says: the largest difference of weights, and of all losses and
 metrics that `fit` and `evaluate` report, over all numbers of replicas. TensorFlow's column is
-`tf.distribute.MirroredStrategy` with `ReductionToOneDevice`, whose sums are correct, and Keras's
-optimizer; tfcdo's is `tfcdo.MirroredStrategy` with `tfcdo.keras.DistributedOptimizer` around the
-same optimizer and the callback `tfcdo.keras.SynchronizeStatistics`, and with `weight_by_examples`
-where a row says so.
+`tf.distribute.MirroredStrategy` with `ReductionToOneDevice`, whose sums are correct. In tfcdo's
+only the strategy's line is changed, to `tfcdo.MirroredStrategy()`, or to one with the option that a
+row names.
 ✓: equal but for rounding; ~: not, for the reason given; ✗: an error, or a silent difference.
 
 | Keras {keras} | TensorFlow {tensorflow} | tfcdo |

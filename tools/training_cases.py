@@ -14,9 +14,11 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, optimizers
 
+import tfcdo.keras
+
 EXAMPLES = 60
 BATCH = 30  # Divides by 2, 3 and 5 replicas.
-Data = tuple[np.ndarray, ...]
+Data = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,11 +34,12 @@ class Training:
       fit: further arguments of `fit`.
       metrics: the names of metrics.
       tolerance: how much weights and reported numbers may differ, relative to 1 or their size.
-      weighted: whether tfcdo's `weight_by_examples` is used.
       evaluate_batch: the size of the batches of `evaluate`, if that is called too.
       saved_only: whether `evaluate` in the strategy is compared with that of the saved model,
         rather than the training with that on one device.
       reason: why it cannot be as on one device.
+      loop: whether to train in an own loop instead of `fit`.
+      options: arguments of tfcdo's strategy.
       counts: the numbers of replicas to compare with one device.
       wire_dtype: the dtype of gradients on their way, for tfcdo alone.
     """
@@ -49,10 +52,11 @@ class Training:
     fit: dict[str, Any] = dataclasses.field(default_factory=dict)
     metrics: tuple[str, ...] = ("mae",)
     tolerance: float = 2e-5
-    weighted: bool = False
     evaluate_batch: int | None = None
     saved_only: bool = False
     reason: str = ""
+    loop: bool = False
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     counts: tuple[int, ...] = (2, 3, 5)
     wire_dtype: str | None = None
 
@@ -82,11 +86,6 @@ def words() -> Data:
     return inputs, inputs[:, :2] / np.float32(4)
 
 
-def different_words() -> Data:
-    inputs = np.random.default_rng(0).permutation(4 * EXAMPLES).reshape([EXAMPLES, 4])
-    return inputs, inputs[:, :2] / np.float32(2 * EXAMPLES)
-
-
 def weighted_numbers() -> Data:
     return *numbers(), np.linspace(0.2, 2, EXAMPLES, dtype=np.float32)
 
@@ -102,6 +101,11 @@ def sentences() -> Data:
     return words, words[:, :, None] / np.float32(4)
 
 
+def tagged_sentences() -> Data:
+    words, targets = sentences()
+    return words, (targets, words[:, :, None] % 2)
+
+
 def stack(*parts: Any, shape: tuple[int, ...] = (6,), dtype: str = "float32") -> keras.Model:
     return keras.Sequential([layers.Input(shape, dtype=dtype), *parts])
 
@@ -110,8 +114,9 @@ def dense(*between: Any, **options: Any) -> keras.Model:
     return stack(layers.Dense(4, activation="tanh", **options), *between, layers.Dense(2))
 
 
-def convolutional() -> keras.Model:
+def convolutional(*before: Any) -> keras.Model:
     return stack(
+        *before,
         layers.Conv2D(3, 3, activation="tanh"),
         layers.GlobalAveragePooling2D(),
         layers.Dense(2),
@@ -119,26 +124,33 @@ def convolutional() -> keras.Model:
     )
 
 
-def recurrent() -> keras.Model:
-    return stack(layers.LSTM(3), layers.Dense(2), shape=(4, 3))
+def recurrent(**options: Any) -> keras.Model:
+    return stack(layers.LSTM(3, **options), layers.Dense(2), shape=(4, 3))
 
 
-def attention() -> keras.Model:
+def attention(dropout: float = 0.0) -> keras.Model:
     inputs = keras.Input((4, 3))
-    attended = layers.MultiHeadAttention(2, 2)(inputs, inputs)
+    attended = layers.MultiHeadAttention(2, 2, dropout=dropout)(inputs, inputs)
     summed = layers.LayerNormalization()(inputs + attended)
     return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(summed)))
 
 
-def embedding(words: int = 9) -> keras.Model:
+def embedding() -> keras.Model:
     return stack(
-        layers.Embedding(words, 3), layers.Flatten(), layers.Dense(2), shape=(4,), dtype="int32"
+        layers.Embedding(9, 3), layers.Flatten(), layers.Dense(2), shape=(4,), dtype="int32"
     )
 
 
 def masked() -> keras.Model:
     embedding = layers.Embedding(9, 3, mask_zero=True)
     return stack(embedding, layers.Dense(1), shape=(6,), dtype="int32")
+
+
+def tagger() -> keras.Model:
+    inputs = keras.Input((6,), dtype="int32")
+    embedded = layers.Embedding(9, 3, mask_zero=True)(inputs)
+    tags = layers.Dense(1, activation="sigmoid")(embedded)
+    return keras.Model(inputs, [layers.Dense(1)(embedded), tags])
 
 
 def normalized(**options: Any) -> keras.Model:
@@ -153,33 +165,80 @@ class Penalty(layers.Layer):
         return inputs
 
 
+class Contrastive(keras.losses.Loss):
+    """Compares each prediction with the targets of the whole batch."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        y_true, y_pred = tfcdo.keras.global_batch((y_true, y_pred))
+        similarities = tf.matmul(y_pred, tf.cast(y_true, y_pred.dtype), transpose_b=True)
+        own = tf.range(tf.shape(similarities)[0])
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(own, similarities)
+
+
 def sixteen_bits() -> keras.Model:
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
     model = dense()
-    for layer in model.layers:
-        layer.dtype_policy = keras.DTypePolicy("mixed_float16")
+    keras.config.set_dtype_policy(before)
     return model
 
 
+def two_optimizers() -> Any:
+    chosen = optimizers.OptimizerMap(optimizers.SGD(0.1), {".*bias": optimizers.Adam(0.05)})
+    return optimizers.MultiOptimizer(chosen)
+
+
+def embedded(name: str, optimizer: Callable[[], Any], **others: Any) -> Training:
+    """Trains an embedding with words that are several times in each batch."""
+    return Training(
+        f"an embedding of repeated words, {name}", embedding, optimizer, words, **others
+    )
+
+
+def uneven(what: str, examples: int, build: Callable[[], keras.Model], **others: Any) -> Training:
+    """Trains on batches of which the last does not divide."""
+    name = f"a last batch of {examples} example{'s' * (examples > 1)}, {what}"
+    return Training(name, build, data=lambda: numbers(BATCH + examples), **others)
+
+
+XLA: dict[str, Any] = {
+    "compile": {"jit_compile": True},
+    "reason": "TensorFlow compiles no step with XLA for several CPU devices",
+}
 TRAININGS = (
     Training("a dense model", dense),
+    Training("an own loop", dense, lambda: optimizers.Adam(0.05, clipnorm=0.1), loop=True),
     Training("a convolutional model", convolutional, data=pictures),
     Training("a recurrent model", recurrent, data=sequences),
     Training("an attention model", attention, data=sequences),
-    Training("an embedding", embedding, data=words),
+    embedded("`SGD`", lambda: optimizers.SGD(0.1, momentum=0.5)),
+    embedded("`Adam`", lambda: optimizers.Adam(0.05)),
+    embedded("`RMSprop`", lambda: optimizers.RMSprop(0.05)),
+    embedded("`Adagrad`", lambda: optimizers.Adagrad(0.1)),
+    embedded("`clipnorm`", lambda: optimizers.SGD(0.5, clipnorm=0.05)),
+    embedded("`global_clipnorm`", lambda: optimizers.SGD(0.5, global_clipnorm=0.05)),
+    embedded(
+        "`gradient_accumulation_steps`",
+        lambda: optimizers.Adam(0.05, gradient_accumulation_steps=2),
+    ),
+    embedded(
+        "`Adam`, `shard_optimizer_state=True`",
+        lambda: optimizers.Adam(0.05),
+        options={"shard_optimizer_state": True},
+    ),
     Training("`clipnorm`", dense, lambda: optimizers.SGD(0.5, clipnorm=0.05)),
     Training("`clipvalue`", dense, lambda: optimizers.SGD(0.5, clipvalue=0.02)),
     Training("`global_clipnorm`", dense, lambda: optimizers.SGD(0.5, global_clipnorm=0.05)),
     Training(
-        # Keras on one device takes two norms of a word that is twice in a batch.
-        "`global_clipnorm`, an embedding of different words",
-        lambda: embedding(4 * EXAMPLES),
-        lambda: optimizers.SGD(0.5, global_clipnorm=0.05),
-        different_words,
-    ),
-    Training(
         "`gradient_accumulation_steps`",
         dense,
         lambda: optimizers.Adam(0.05, gradient_accumulation_steps=2, global_clipnorm=0.1),
+    ),
+    Training(
+        "`gradient_accumulation_steps`, `shard_optimizer_state=True`",
+        dense,
+        lambda: optimizers.Adam(0.05, gradient_accumulation_steps=2, global_clipnorm=0.1),
+        options={"shard_optimizer_state": True},
     ),
     Training("`use_ema`", dense, lambda: optimizers.SGD(0.2, use_ema=True, ema_momentum=0.6)),
     Training(
@@ -199,15 +258,8 @@ TRAININGS = (
         ),
         counts=(1,),
     ),
-    Training(
-        "1 replica: `LossScaleOptimizer` and `gradient_accumulation_steps`",
-        dense,
-        lambda: optimizers.LossScaleOptimizer(
-            optimizers.SGD(0.2, clipnorm=0.1, gradient_accumulation_steps=2), 16.0
-        ),
-        counts=(1,),
-    ),
     Training("`AdamW`, weight decay", dense, lambda: optimizers.AdamW(0.05, weight_decay=0.1)),
+    Training("`MultiOptimizer`", dense, two_optimizers),
     Training(
         "`LossScaleOptimizer` and `clipnorm`",
         dense,
@@ -216,9 +268,16 @@ TRAININGS = (
         ),
     ),
     Training(
-        "`LossScaleOptimizer`, float16",
+        "`LossScaleOptimizer` and `gradient_accumulation_steps`",
+        dense,
+        lambda: optimizers.LossScaleOptimizer(
+            optimizers.SGD(0.2, clipnorm=0.1, gradient_accumulation_steps=2), 16.0
+        ),
+    ),
+    Training(
+        "`mixed_float16`, with the `LossScaleOptimizer` that `compile` adds",
         sixteen_bits,
-        lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.2), 2.0**10),
+        lambda: optimizers.SGD(0.2, global_clipnorm=0.5),
         tolerance=2e-3,
     ),
     Training("`BatchNormalization(synchronized=True)`", lambda: normalized(synchronized=True)),
@@ -234,7 +293,12 @@ TRAININGS = (
         "`BatchNormalization()`",
         normalized,
         reason="each replica normalizes its own part of a batch, as Keras means it; "
-        "`synchronized=True` is the other way",
+        "`synchronize_batch_norm=True` of tfcdo's strategies is the other way",
+    ),
+    Training(
+        "`BatchNormalization()`, `synchronize_batch_norm=True`",
+        normalized,
+        options={"synchronize_batch_norm": True},
     ),
     Training(
         "`BatchNormalization()`: `evaluate` in the strategy and with the saved model",
@@ -242,50 +306,55 @@ TRAININGS = (
         evaluate_batch=BATCH,
         saved_only=True,
     ),
-    Training(
-        "`Dropout`",
-        lambda: dense(layers.Dropout(0.5, seed=1)),
-        reason="all replicas draw the same mask, each for its own part of a batch",
+    *(
+        Training(f"`{type(make()).__name__}`", lambda make=make: dense(make()))  # type: ignore[misc]
+        for make in (
+            lambda: layers.Dropout(0.5),
+            lambda: layers.GaussianNoise(0.2),
+            lambda: layers.GaussianDropout(0.3),
+            lambda: layers.AlphaDropout(0.3),
+        )
     ),
+    *(
+        Training(
+            f"`{type(make()).__name__}`",
+            lambda make=make: convolutional(make()),  # type: ignore[misc]
+            data=pictures,
+        )
+        for make in (
+            lambda: layers.SpatialDropout2D(0.5),
+            lambda: layers.RandomFlip(),
+            lambda: layers.RandomRotation(0.2),
+            lambda: layers.RandomTranslation(0.2, 0.2),
+            lambda: layers.RandomZoom(0.2),
+            lambda: layers.RandomContrast(0.5, value_range=(-3, 3)),
+            lambda: layers.RandomBrightness(0.5, value_range=(-3, 3)),
+        )
+    ),
+    Training("dropout in attention", lambda: attention(0.3), data=sequences),
+    Training(
+        "dropout in a recurrent layer",
+        lambda: recurrent(dropout=0.2, recurrent_dropout=0.2),
+        data=sequences,
+    ),
+    Training("`Dropout`, `jit_compile=True`", lambda: dense(layers.Dropout(0.5)), **XLA),
     Training("metrics over batches that do not divide", dense, evaluate_batch=14),
+    Training("a first batch that does not divide", dense, data=lambda: numbers(BATCH - 7)),
+    uneven("a dense model", 7, dense),
+    uneven("a dense model", 1, dense),
+    uneven("`Dropout`", 7, lambda: dense(layers.Dropout(0.5))),
+    uneven("`Dropout`", 1, lambda: dense(layers.Dropout(0.5))),
+    uneven("`BatchNormalization(synchronized=True)`", 1, lambda: normalized(synchronized=True)),
+    Training("sentences with a mask", masked, data=sentences),
     Training(
-        "a first batch that does not divide, `weight_by_examples`",
-        dense,
-        data=lambda: numbers(BATCH - 7),
-        weighted=True,
+        "two outputs with a mask",
+        tagger,
+        data=tagged_sentences,
+        compile={"loss": ["mse", "binary_crossentropy"]},
+        metrics=(),
     ),
-    Training(
-        "a last batch that does not divide",
-        dense,
-        data=lambda: numbers(BATCH + 7),
-        reason="the mean of unequal means; `tfcdo.keras.weight_by_examples(model)` corrects it",
-    ),
-    Training(
-        "a last batch that does not divide, `weight_by_examples`",
-        dense,
-        data=lambda: numbers(BATCH + 7),
-        weighted=True,
-    ),
-    Training(
-        "a last batch of 1 example, `weight_by_examples`",
-        dense,
-        data=lambda: numbers(BATCH + 1),
-        weighted=True,
-    ),
-    Training(
-        "sentences with a mask",
-        masked,
-        data=sentences,
-        reason="the mean of means over unequal numbers of words; "
-        "`tfcdo.keras.weight_by_examples(model)` corrects it",
-    ),
-    Training("sentences with a mask, `weight_by_examples`", masked, data=sentences, weighted=True),
-    Training(
-        "a last batch of 1 example, `BatchNormalization()`",
-        normalized,
-        data=lambda: numbers(BATCH + 1),
-        reason="the statistics of no examples are NaN: `drop_remainder=True`",
-    ),
+    Training("a loss over the whole batch, `global_batch`", dense, compile={"loss": Contrastive()}),
+    uneven("`global_batch`", 7, dense, compile={"loss": Contrastive()}),
     Training("sample weights", dense, data=weighted_numbers),
     Training(
         "class weights",
@@ -299,10 +368,5 @@ TRAININGS = (
     Training("`add_loss`", lambda: dense(Penalty())),
     Training("`steps_per_execution=2`", dense, compile={"steps_per_execution": 2}),
     Training("`run_eagerly=True`", dense, compile={"run_eagerly": True}),
-    Training(
-        "`jit_compile=True`",
-        dense,
-        compile={"jit_compile": True},
-        reason="TensorFlow compiles no step with XLA for several CPU devices",
-    ),
+    Training("`jit_compile=True`", dense, **XLA),
 )

@@ -6,6 +6,7 @@ import functools
 import pathlib
 import tempfile
 from collections.abc import Mapping
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,7 +15,6 @@ from compat_rows import Row, first_words
 from training_cases import BATCH, Training
 
 import tfcdo
-from tfcdo.keras import DistributedOptimizer, SynchronizeStatistics, weight_by_examples
 
 # Weights and reported numbers of a training; or how much two trainings differ in each.
 Seen = tuple[list[np.ndarray], list[float]]
@@ -25,7 +25,7 @@ def differences(training: Training, library: str, count: int) -> Differences | s
     """Trains on several replicas and compares with one device."""
     try:
         with tempfile.TemporaryDirectory() as folder:
-            model, seen = train(training, library, _strategy(training, library, count))
+            model, seen = train(training, _strategy(training, library, count))
             if training.saved_only:
                 path = pathlib.Path(folder) / "model.keras"
                 model.save(path)
@@ -39,23 +39,23 @@ def differences(training: Training, library: str, count: int) -> Differences | s
 
 @functools.lru_cache(maxsize=1)
 def _on_one_device(training: Training) -> Seen:
-    return train(training, "one device", tf.distribute.get_strategy())[1]
+    return train(training, tf.distribute.get_strategy())[1]
 
 
-def train(
-    training: Training, library: str, strategy: tf.distribute.Strategy
-) -> tuple[keras.Model, Seen]:
+def train(training: Training, strategy: tf.distribute.Strategy) -> tuple[keras.Model, Seen]:
     """Trains, and returns the model with its weights and the numbers that it reported."""
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        optimizer = training.optimizer()
-        if library == "tfcdo":
-            optimizer = DistributedOptimizer(optimizer)
         model = training.build()
         arguments = {"loss": "mse", "metrics": list(training.metrics), **training.compile}
-        model.compile(optimizer, auto_scale_loss=False, **arguments)
-    if training.weighted and library == "tfcdo":
-        weight_by_examples(model)
+        model.compile(training.optimizer(), **arguments)
+    reported = _loop(training, model) if training.loop else _fit(training, model)
+    if training.evaluate_batch:
+        reported += _evaluate(training, model)
+    return model, (model.get_weights(), reported)
+
+
+def _fit(training: Training, model: keras.Model) -> list[float]:
     inputs, targets, *weights = training.data()
     history = model.fit(
         inputs,
@@ -65,20 +65,38 @@ def train(
         sample_weight=weights[0] if weights else None,
         shuffle=False,
         verbose=0,
-        callbacks=[SynchronizeStatistics()] if library == "tfcdo" else [],
         **training.fit,
     ).history
-    reported = [number for name in sorted(history) for number in history[name]]
-    if training.evaluate_batch:
-        reported += _evaluate(training, model)
-    return model, (model.get_weights(), reported)
+    return [number for name in sorted(history) for number in history[name]]
+
+
+def _loop(training: Training, model: keras.Model) -> list[float]:
+    strategy = model.distribute_strategy
+    data = tf.data.Dataset.from_tensor_slices(training.data()).batch(BATCH)
+
+    def step(inputs: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((model(inputs, training=True) - targets) ** 2) / BATCH
+        gradients = tape.gradient(loss, [one.value for one in model.trainable_variables])
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    @tf.function
+    def train_step(batch: Any) -> tf.Tensor:
+        return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
+
+    return [
+        float(train_step(batch))
+        for _ in range(2)
+        for batch in strategy.experimental_distribute_dataset(data)
+    ]
 
 
 def _strategy(training: Training, library: str, count: int) -> tf.distribute.Strategy:
     devices = [f"CPU:{index}" for index in range(count)]
     if library == "tfcdo":
         ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype=training.wire_dtype)
-        return tfcdo.MirroredStrategy(devices, ops)
+        return tfcdo.MirroredStrategy(devices, ops, **training.options)
     return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
 
 
