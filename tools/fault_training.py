@@ -68,7 +68,7 @@ def train(folder: pathlib.Path, slow: bool) -> None:
     features = np.random.default_rng(SEED).normal(size=(_EXAMPLES, 16)).astype(np.float32)
     targets = np.tanh(features.sum(axis=1, keepdims=True) / 4)
     model.fit(
-        tfcdo.keras.resumable((features, targets), _BATCH, seed=SEED),
+        tfcdo.keras.resumable_dataset((features, targets), _BATCH, seed=SEED),
         epochs=EPOCHS,
         steps_per_epoch=STEPS,
         verbose=0,
