@@ -1,6 +1,6 @@
-"""tfcdo: Keras on several devices and hosts trains as on one device.
+"""tfcdo: train Keras 3 on several devices or hosts, with one-device results.
 
-strategy = tf.distribute.MirroredStrategy(cross_device_ops=tfcdo.HierarchicalCopyAllReduce())
+strategy = tfcdo.MirroredStrategy()  # several hosts: tfcdo.MultiWorkerMirroredStrategy()
 """
 
 from __future__ import annotations
@@ -11,15 +11,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfcdo import keras as keras
     from tfcdo import plan as plan
+    from tfcdo import plot as plot
     from tfcdo import topology as topology
+    from tfcdo.cluster.delays import HostDelay as HostDelay
     from tfcdo.cluster.errors import ClusterError as ClusterError
+    from tfcdo.cluster.errors import DisagreementError as DisagreementError
+    from tfcdo.cluster.errors import LateHostError as LateHostError
+    from tfcdo.cluster.errors import RendezvousError as RendezvousError
     from tfcdo.cross_device_ops import AllReduceCrossDeviceOps as AllReduceCrossDeviceOps
     from tfcdo.cross_device_ops import AutoAllReduce as AutoAllReduce
     from tfcdo.cross_device_ops import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
     from tfcdo.cross_device_ops import NcclAllReduce as NcclAllReduce
     from tfcdo.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
+    from tfcdo.execute.explain import Explanation as Explanation
     from tfcdo.execute.nccl import NcclStatus as NcclStatus
     from tfcdo.execute.nccl import nccl_status as nccl_status
+    from tfcdo.plot.trace import Trace as Trace
     from tfcdo.plot.trace import trace as trace
     from tfcdo.strategies import MirroredStrategy as MirroredStrategy
     from tfcdo.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
@@ -35,9 +42,15 @@ _MODULES = {
     "HierarchicalCopyAllReduce": "cross_device_ops",
     "NcclAllReduce": "cross_device_ops",
     "ReductionToOneDevice": "cross_device_ops",
+    "HostDelay": "cluster.delays",
     "ClusterError": "cluster.errors",
+    "DisagreementError": "cluster.errors",
+    "LateHostError": "cluster.errors",
+    "RendezvousError": "cluster.errors",
+    "Explanation": "execute.explain",
     "NcclStatus": "execute.nccl",
     "nccl_status": "execute.nccl",
+    "Trace": "plot.trace",
     "trace": "plot.trace",
     "MirroredStrategy": "strategies",
     "MultiWorkerMirroredStrategy": "strategies",
@@ -45,7 +58,7 @@ _MODULES = {
     "__version__": "version",
     "configure_virtual_cpus": "virtual_devices",
 }
-_PACKAGES = ("keras", "plan", "topology")
+_PACKAGES = ("keras", "plan", "plot", "topology")
 __all__ = [*_MODULES, *_PACKAGES]
 
 

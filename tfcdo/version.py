@@ -1,6 +1,6 @@
 """The version of tfcdo, read by the package's metadata without importing TensorFlow."""
 
-__version__ = "1.0.0"
+__version__ = "0.9.0"
 
 
 def adds_metrics_twice(keras: str) -> bool:
