@@ -153,6 +153,8 @@ def distributed_dataset(
         extended._input_workers_with_options(options),
         extended._container_strategy(),
         num_replicas_in_sync=None,
+        # Without one, TensorFlow may copy the dataset, and the values of its variables.
+        input_context=tf.distribute.InputContext(),
         options=options,
     )
     distributed._cardinality = cardinality  # In batches of all replicas.
