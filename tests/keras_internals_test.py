@@ -35,7 +35,16 @@ def _imported(tree: ast.AST) -> Iterator[str]:
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    return name == "src" or (name.startswith("_") and not name.startswith("__"))
+
+
+def _attribute(node: ast.AST) -> str:
+    """The name of an attribute that a node reads or sets, with `getattr` or without."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        return ast.unparse(node.args[1]).strip("'")
+    return ""
 
 
 class DoorsTest(tf.test.TestCase, parameterized.TestCase):
@@ -61,9 +70,7 @@ class DoorsTest(tf.test.TestCase, parameterized.TestCase):
             others = {
                 f"{ast.unparse(node)} in line {node.lineno}"
                 for node in ast.walk(tree)
-                if isinstance(node, ast.Attribute)
-                and (_is_private(node.attr) or ast.unparse(node) == "keras.src")
-                and node.attr not in own
+                if _attribute(node) not in own and _is_private(_attribute(node))
             }
             self.assertEmpty(others, f"{name}: put them into {' or '.join(_DOORS)}")
 

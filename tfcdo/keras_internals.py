@@ -22,6 +22,9 @@ from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as _loss
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import compile_utils as _compile_utils
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tfcdo import log, private_names, version
 
@@ -66,6 +69,12 @@ NAMES: tuple[private_names.Member, ...] = (
     (Trainer, "_maybe_symbolic_build", ("self", "iterator", "data_batch")),
     (Trainer, "_symbolic_build", ("self", "data_batch")),
     (TFEpochIterator, "_distributed_dataset", ()),
+    (TFEpochIterator, "data_adapter", ()),
+    (TFEpochIterator, "steps_per_epoch", ()),
+    (TFEpochIterator, "steps_per_execution", ()),
+    (TFDatasetAdapter, "_dataset", ()),
+    (ArrayDataAdapter, "_shuffle", ()),
+    (PyDatasetAdapter, "shuffle", ()),
     *(
         (_random, name, parameters)
         for name, parameters in {
@@ -270,6 +279,17 @@ def element_spec(iterator: Any) -> Any:
     """Returns the spec of the batches of a model's iterator."""
     dataset = getattr(iterator, "_distributed_dataset", None)
     return getattr(dataset, "element_spec", None)
+
+
+def dataset_of(iterator: Any) -> Any:
+    """Returns the dataset that a model's iterator was made of; None for other data."""
+    return getattr(iterator.data_adapter, "_dataset", None)
+
+
+def is_shuffled(iterator: Any) -> bool:
+    """Returns whether Keras shuffles the data of a model's iterator."""
+    adapter = iterator.data_adapter
+    return bool(getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False)))
 
 
 def set_initial_epoch(model: Any, epoch: int | None) -> None:

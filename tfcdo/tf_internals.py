@@ -176,6 +176,11 @@ def seeds_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     return [(int(dataset._seed), int(dataset._seed2))] if hasattr(dataset, "_seed2") else []
 
 
+def is_reshuffled(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a dataset draws another order each time."""
+    return getattr(dataset, "_reshuffle_each_iteration", False) is not False
+
+
 def nodes_of(dataset: tf.data.Dataset) -> list[Any]:
     """Returns the nodes of a dataset's functions, and of the functions in these."""
     nodes: list[Any] = []

@@ -112,9 +112,8 @@ def build(model: keras.Model, epoch_iterator: Any) -> None:
 
 def why_not(epoch_iterator: Any) -> str | None:
     """Returns why the data that a `fit` takes cannot be resumed, in words; None if it can."""
-    adapter = epoch_iterator.data_adapter
-    kind = type(adapter).__name__
-    shuffle = getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False))
+    kind = type(epoch_iterator.data_adapter).__name__
+    shuffle = keras_internals.is_shuffled(epoch_iterator)
     reason = None
     if kind == "ArrayDataAdapter" and shuffle:
         reason = "fit(shuffle=True) draws another order in each epoch of each process"
@@ -123,7 +122,7 @@ def why_not(epoch_iterator: Any) -> str | None:
     elif kind == "PyDatasetAdapter" and shuffle:
         reason = "fit(shuffle=True) draws another order of a PyDataset's batches in each epoch"
     for dataset in _datasets(epoch_iterator):
-        if getattr(dataset, "_reshuffle_each_iteration", False) is not False:
+        if tf_internals.is_reshuffled(dataset):
             reason = "its shuffle() has reshuffle_each_iteration=True, which is the default"
         elif dataset.options().deterministic is False:
             reason = "its options have deterministic=False"
@@ -185,5 +184,5 @@ def _indices(positions: tf.Tensor, size: int, seed: int) -> tf.Tensor:
 
 def _datasets(epoch_iterator: Any) -> Iterable[tf.data.Dataset]:
     """Returns the dataset that a `fit` takes, and all that it is made from."""
-    dataset = getattr(epoch_iterator.data_adapter, "_dataset", None)
+    dataset = keras_internals.dataset_of(epoch_iterator)
     return parts.made_from(dataset) if isinstance(dataset, tf.data.Dataset) else ()
