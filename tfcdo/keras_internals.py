@@ -31,6 +31,12 @@ from tfcdo import log, private_names, version
 TFEpochIterator = _trainer.TFEpochIterator
 Trainer = _trainer.TensorFlowTrainer
 
+# Optimizers that hand gradients on to others; Keras has the second one since 3.15.
+WRAPPERS = tuple(
+    getattr(keras.optimizers, name)
+    for name in ("LossScaleOptimizer", "MultiOptimizer")
+    if hasattr(keras.optimizers, name)
+)
 NAMES: tuple[private_names.Member, ...] = (
     (BaseOptimizer, "__init__", ("self", "learning_rate")),
     (BaseOptimizer, "apply", ("self", "grads", "trainable_variables")),
@@ -39,7 +45,6 @@ NAMES: tuple[private_names.Member, ...] = (
     (BaseOptimizer, "_accumulated_gradients", ()),
     (BaseOptimizer, "_get_variable_index", ("self", "variable")),
     (BaseOptimizer, "_iterations", ()),
-    (BaseOptimizer, "_overwrite_variable_with_gradient", ("self", "variable")),
     (BaseOptimizer, "_track_variable", ("self", "variable")),
     (BaseOptimizer, "_trainable_variables", ()),
     (BaseOptimizer, "_update_model_variables_moving_average", ("self", "trainable_variables")),
@@ -51,8 +56,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (TFOptimizer, "assign", ("self", "variable", "value")),
     (TFOptimizer, "assign_add", ("self", "variable", "value")),
     (TFOptimizer, "assign_sub", ("self", "variable", "value")),
-    (keras.optimizers.LossScaleOptimizer, "apply", ("self", "grads", "trainable_variables")),
-    (keras.optimizers.MultiOptimizer, "apply", ("self", "grads", "trainable_variables")),
+    *((wrapper, "apply", ("self", "grads", "trainable_variables")) for wrapper in WRAPPERS),
     (_loss, "reduce_values", ("values", "sample_weight", "reduction")),
     (_loss, "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
     (_loss, "scale_loss_for_distribution", ("value",)),

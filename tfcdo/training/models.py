@@ -23,11 +23,7 @@ Function = Callable[..., Any]
 def install() -> None:
     """Has tfcdo's functions stand before Keras's; later calls do nothing."""
     extend = keras_internals.extend
-    for optimizer_class in (
-        keras_internals.BaseOptimizer,
-        keras.optimizers.LossScaleOptimizer,
-        keras.optimizers.MultiOptimizer,
-    ):
+    for optimizer_class in (keras_internals.BaseOptimizer, *keras_internals.WRAPPERS):
         extend(optimizer_class, "apply", _apply)
     extend(keras_internals.BaseOptimizer, "__init__", _init_optimizer)
     extend(keras_internals.BaseOptimizer, "apply_gradients", _apply_gradients)
