@@ -220,14 +220,19 @@ def update_average(leaf: Any) -> None:
 def accumulator_like(optimizer: Any, reference_variable: Any) -> keras.Variable:
     """Makes an accumulator of gradients of which each replica has its own."""
     path = getattr(reference_variable, "path", None) or reference_variable.name
-    with keras.name_scope(optimizer.name):
+
+    def on_read(make: Callable[..., Any], **options: Any) -> Any:
+        # Keras's variables have had these two arguments since 3.10.
+        options["synchronization"] = tf.VariableSynchronization.ON_READ
+        options["aggregation"] = tf.VariableAggregation.SUM
+        return make(**options)
+
+    with keras.name_scope(optimizer.name), tf.variable_creator_scope(on_read):
         accumulator = keras.Variable(
             "zeros",
             shape=tuple(reference_variable.shape),
             dtype=keras.backend.standardize_dtype(reference_variable.dtype),
             trainable=False,
-            synchronization="on_read",
-            aggregation="sum",
             name=f"{path}_gradient_accumulator".replace("/", "_").replace(":", "_"),
         )
     optimizer._track_variable(accumulator)
