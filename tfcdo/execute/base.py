@@ -193,7 +193,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
           devices: the replicas' devices. None: the current strategy's devices or, outside a
             strategy, the devices that `tf.distribute.MirroredStrategy()` would take.
           shard_optimizer_state: whether the values are the gradients of variables whose optimizer
-            state is sharded; see `tfcdo.keras.DistributedOptimizer`.
+            state is sharded; see `tfcdo.MirroredStrategy`.
 
         Returns:
           The algorithm and why, packs, copy trees, bytes between devices and hosts, and graph ops;
