@@ -68,7 +68,7 @@ class DoorsTest(tf.test.TestCase, parameterized.TestCase):
                     own.add(name.removeprefix("self."))
         for name, tree in _trees(*_DOORS):
             others = {
-                f"{ast.unparse(node)} in line {node.lineno}"
+                f"{ast.unparse(node)} in line {getattr(node, 'lineno', 0)}"
                 for node in ast.walk(tree)
                 if _attribute(node) not in own and _is_private(_attribute(node))
             }
