@@ -1,0 +1,199 @@
+"""How strategies cut batches, and which datasets they warn of."""
+
+from __future__ import annotations
+
+import typing
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+
+import tfcdo
+from tfcdo import log
+from tfcdo.training import parts
+
+_Dataset = tf.data.Dataset
+_POLICY = tf.data.experimental.AutoShardPolicy
+
+
+def _with_policy(dataset, policy):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    return dataset.with_options(options)
+
+
+def _of_its_own():
+    return _with_policy(_Dataset.range(4).shuffle(4), _POLICY.OFF)
+
+
+def _lines(name):
+    return tf.data.TextLineDataset(name).map(tf.strings.length)
+
+
+class _Pair(typing.NamedTuple):
+    first: tf.Tensor
+    second: tf.Tensor
+
+
+def _flat(element):
+    return [
+        one.numpy() for one in tf.nest.flatten(element, expand_composites=True) if one is not None
+    ]
+
+
+class CutTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters((12, 5), (13, 5), (5, 5), (3, 5), (1, 2), (0, 3), (7, 3), (10, 1))
+    def test_parts_differ_by_one_example_at_most(self, rows, replicas):
+        indices = list(range(rows))
+        found = [parts.place(rows, index, replicas) for index in range(replicas)]
+        own = [indices[begin : begin + count] for begin, count in found]
+        self.assertEqual([list(part) for part in np.array_split(indices, replicas)], own)
+        for index, place in enumerate(found):
+            traced = parts.place(tf.constant(rows), tf.constant(index), replicas)
+            self.assertEqual(place, tuple(map(int, traced)))
+
+    # On three replicas; each batch is checked against numpy's rows.
+    @parameterized.named_parameters(
+        ("one", lambda numbers: numbers),
+        ("tuple_of_one", lambda numbers: (numbers,)),
+        ("dict", lambda numbers: {"a": numbers, "b": (numbers * 2, None)}),
+        ("named_tuple", lambda numbers: _Pair(numbers, tf.stack([numbers] * 2, 1))),
+        ("sparse", lambda numbers: (numbers, tf.sparse.from_dense(tf.stack([numbers] * 2, 1)))),
+        (
+            "ragged",
+            lambda numbers: (numbers, tf.RaggedTensor.from_row_lengths(numbers, numbers**0)),
+        ),
+    )
+    def test_structures(self, make):
+        dataset = _Dataset.range(1, 18).batch(7).map(make)  # 7, 7 and 3 examples.
+        cut = list(parts.cut(dataset, 0, 3, 3))
+        self.assertEqual(9, int(parts.cut(dataset, 0, 3, 3).cardinality()))
+        for number, batch in enumerate(dataset):
+            own = cut[3 * number : 3 * number + 3]
+            rows = [3, 2, 2] if number < 2 else [1, 1, 1]
+            starts = np.cumsum([0, *rows])
+            for part, start, count in zip(own, starts, rows):
+                tf.nest.assert_same_structure(batch, part)
+                for whole, mine in zip(tf.nest.flatten(batch), tf.nest.flatten(part), strict=True):
+                    if whole is not None:
+                        self.assertAllEqual(_dense(whole)[start : start + count], _dense(mine))
+
+    def test_parts_of_hosts_are_contiguous(self):
+        """Host 1 of two, with two replicas each, has the last rows of each batch."""
+        dataset = _Dataset.range(10).batch(10)
+        self.assertEqual([[0, 1, 2], [3, 4, 5]], _lists(parts.cut(dataset, 0, 2, 4)))
+        self.assertEqual([[6, 7], [8, 9]], _lists(parts.cut(dataset, 2, 2, 4)))
+        self.assertEqual([[0], [1], [], []], _lists(parts.cut(_Dataset.range(2).batch(9), 0, 4, 4)))
+
+    def test_shapes_stay_known_where_batches_divide(self):
+        full = _Dataset.range(12).batch(6, drop_remainder=True)
+        self.assertEqual([2], parts.cut(full, 0, 3, 3).element_spec.shape)
+        self.assertEqual([None], parts.cut(full, 0, 4, 4).element_spec.shape.as_list())
+
+    def test_infinite_and_unknown_lengths_stay(self):
+        numbers = _Dataset.range(6).batch(2)
+        for dataset in (numbers.repeat(), numbers.filter(lambda _: True)):
+            cut = parts.cut(dataset, 0, 2, 2)
+            self.assertEqual(int(dataset.cardinality()), int(cut.cardinality()))
+
+    @parameterized.named_parameters(
+        ("unknown_rows", lambda d: d.batch(6), False, 3, True),
+        ("rows_divide", lambda d: d.batch(6, drop_remainder=True), False, 3, False),
+        ("rows_do_not_divide", lambda d: d.batch(7, drop_remainder=True), False, 3, True),
+        ("one_replica", lambda d: d.batch(7), False, 1, False),
+        ("hosts", lambda d: d.batch(6, drop_remainder=True), True, 3, True),
+        ("hosts_with_data", lambda d: _with_policy(d.batch(6), _POLICY.DATA), True, 3, True),
+        ("hosts_with_own_data", lambda d: _with_policy(d.batch(6), _POLICY.OFF), True, 3, False),
+        ("hosts_with_file", lambda d: _with_policy(d.batch(6), _POLICY.FILE), True, 3, False),
+        ("files", lambda _: tf.data.TextLineDataset([__file__] * 2).batch(6), True, 3, False),
+    )
+    def test_who_cuts(self, make, several, replicas, expected):
+        dataset = make(_Dataset.range(20))
+        self.assertEqual(expected, parts.is_cut_here(dataset, several, replicas))
+
+    def test_a_dataset_without_batches(self):
+        with self.assertRaisesRegex(ValueError, r"must have batches.*call \.batch\(n\) on it"):
+            parts.cut(_Dataset.range(5), 0, 2, 2)
+
+    def test_a_strategy_hands_out_these_parts(self):
+        strategy = tfcdo.MirroredStrategy(tu.device_names(5))
+        distributed = strategy.experimental_distribute_dataset(_Dataset.range(17).batch(12))
+        rows = [[len(part) for part in batch.values] for batch in distributed]
+        self.assertEqual([[3, 3, 2, 2, 2], [1] * 5], rows)
+
+
+def _lists(dataset):
+    return [part.numpy().tolist() for part in dataset]
+
+
+def _dense(value):
+    if isinstance(value, tf.SparseTensor):
+        return tf.sparse.to_dense(value)
+    return value.to_tensor() if isinstance(value, tf.RaggedTensor) else value
+
+
+class PreparedTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("shuffle", lambda: _Dataset.range(4).shuffle(4).batch(2).prefetch(1)),
+        ("in_a_zip", lambda: _Dataset.zip(_Dataset.range(3), _Dataset.range(3).shuffle(3))),
+        ("sample", lambda: _Dataset.sample_from_datasets([_Dataset.range(3), _Dataset.range(3)])),
+        ("indices", lambda: _Dataset.range(1).map(lambda _: tf.random.shuffle(tf.range(9)))),
+    )
+    def test_unseeded(self, make):
+        self.assertTrue(self.warned(make))
+
+    @parameterized.named_parameters(
+        ("no_shuffle", lambda: _Dataset.range(4).batch(2)),
+        ("seed", lambda: _Dataset.range(4).shuffle(4, seed=0).batch(2)),
+        ("random_numbers", lambda: _Dataset.range(4).map(lambda _: tf.random.uniform([]))),
+        ("policy_off", _of_its_own),
+        ("files", lambda: _Dataset.list_files(__file__).interleave(_lines).shuffle(4)),
+        ("files_of_a_reader", lambda: tf.data.TextLineDataset([__file__] * 2).shuffle(4)),
+    )
+    def test_alike_on_all_hosts(self, make):
+        self.assertFalse(self.warned(make))
+
+    @parameterized.named_parameters(
+        ("one", lambda number: number),
+        ("tuple_of_one", lambda number: (number,)),
+        ("tuple", lambda number: (number, {"text": tf.constant("a"), "none": None})),
+        ("named_tuple", lambda number: _Pair(number, tf.ragged.constant([[1], [2, 3]]))),
+        ("sparse", lambda number: [number, tf.sparse.from_dense([0, 1])]),
+    )
+    def test_copies_of_arrays_have_the_same_structure(self, make):
+        def element(_):
+            return make(tf.numpy_function(lambda: np.float32(3), [], tf.float32))
+
+        dataset = _Dataset.range(2).map(element)
+        copies = parts.prepared(dataset, None)
+        self.assertIsNot(dataset, copies)
+        self.assertEqual(dataset.element_spec, copies.element_spec)
+        pairs = zip(dataset, copies, strict=True)
+        for one, copy in pairs:
+            for own, expected in zip(_flat(copy), _flat(one), strict=True):
+                self.assertAllEqual(expected, own)
+
+    def test_no_copies_of_tensors(self):
+        dataset = _Dataset.range(2).map(lambda number: number + 1)
+        self.assertIs(dataset, parts.prepared(dataset, None))
+
+    def test_global_seed(self):
+        self.assertFalse(self.warned(lambda: _Dataset.range(4).shuffle(4), global_seed=3))
+
+    # Keras gives such a seed to datasets from directories, a number from numpy.
+    def test_another_host_has_another_seed(self):
+        self.assertTrue(self.warned(lambda: _Dataset.range(4).shuffle(4, seed=5), differing=[1]))
+        self.assertFalse(self.warned(lambda: _Dataset.range(4), differing=[1]))
+
+    def warned(self, make, differing=(), global_seed=None):
+        tf.random.set_seed(global_seed)  # tf.test.TestCase has set one.
+        session = mock.Mock(**{"differing.return_value": list(differing)})
+        with mock.patch.object(log, "warn_once") as warn:
+            parts.prepared(make(), session)
+        return warn.called
+
+
+if __name__ == "__main__":
+    tf.test.main()
