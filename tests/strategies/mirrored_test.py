@@ -16,7 +16,7 @@ import testing_utils as tu
 from absl.testing import parameterized
 
 import tfcdo
-from tfcdo import log, replica_extended, strategies
+from tfcdo import log, strategies
 
 
 class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
@@ -91,13 +91,13 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         ("nccl", tfcdo.HierarchicalCopyAllReduce(), True, False, "HierarchicalCopyAllReduce"),
     )
     def test_one_collective_over_all_gpus(self, hint, ops, can_run, expected, warning):
-        status = replica_extended.nccl.NcclStatus(can_run, "no GPU", "buy one")
+        status = strategies.nccl.NcclStatus(can_run, "no GPU", "buy one")
         with (
-            mock.patch.object(replica_extended.nccl, "nccl_status", return_value=status),
-            mock.patch.object(replica_extended.log, "warn_once") as warn,
+            mock.patch.object(strategies.nccl, "nccl_status", return_value=status),
+            mock.patch.object(strategies.log, "warn_once") as warn,
         ):
-            self.assertEqual(expected, replica_extended.runs_flat(hint, ops, tu.device_names(2)))
-            self.assertFalse(replica_extended.runs_flat(hint, ops, tu.device_names(1)))
+            self.assertEqual(expected, strategies._runs_flat(hint, ops, tu.device_names(2)))
+            self.assertFalse(strategies._runs_flat(hint, ops, tu.device_names(1)))
         if warning is None:
             warn.assert_not_called()
         else:

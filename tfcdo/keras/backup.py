@@ -58,7 +58,7 @@ class BackupAndRestore(Callback):
 
     One host, the chief (`tfcdo.is_chief()`), writes the backups in the background. A backup is
     visible when it is complete, and the two newest are kept. Give this callback to `fit` after
-    those that change the model, such as `SynchronizeStatistics`. The state of other callbacks is
+    those that change the model, such as `SwapEMAWeights`. The state of other callbacks is
     not part of a backup. When training continues inside an epoch, they are called for its first
     batches too.
 

@@ -1,7 +1,7 @@
 """`ReplicaStep`: what a replica knows about the step that it runs.
 
-`ReplicaExtended` makes one for each replica where a step begins. Everything in training that depends
-on the running step reads it here, and nothing else keeps such state.
+`ReplicaExtended` makes one for each replica where a step begins. Everything in training that
+depends on the running step reads it here, and nothing else keeps such state.
 """
 
 from __future__ import annotations
@@ -75,13 +75,14 @@ class ReplicaStep:
         """Returns values, or zeros on a replica without examples, whose own may be NaN."""
         if not self.can_be_empty:
             return values
-        return tf.nest.map_structure(
-            lambda value: tf.where(self.has_rows, value, tf.zeros([], value.dtype))
-            if tf.is_tensor(value)
-            else value,
-            values,
-            expand_composites=True,
-        )
+        return tf.nest.map_structure(self._kept, values)
+
+    def _kept(self, value: Any) -> Any:
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(self._kept(value.values), value.indices, value.dense_shape)
+        if not tf.is_tensor(value):
+            return value
+        return tf.where(self.has_rows, value, tf.zeros([], value.dtype))
 
 
 def current() -> ReplicaStep | None:

@@ -26,18 +26,21 @@ def apply(
     """Applies gradients of this replica; `own` is Keras's method, `again` calls this one again."""
     strategy = tf.distribute.get_strategy()
     here = step.current()
-    if not _sums(strategy) or (here is not None and here.alone):
+    if not _is_replica(strategy) or here is None or here.alone:
         return own(grads, variables)
-    _check_made_here(optimizer, strategy, variables)
     grads = list(grads)
     variables = None if variables is None else list(variables)
-    if not grads or here is None:
+    _check_made_here(optimizer, strategy, variables)
+    if not grads:
         return own(grads, variables)
     if here.trace is not None:
         return here.trace.defer(grads, variables)
     context = tf.distribute.get_replica_context()
     if not optimizer.built and variables is not None:
         context.merge_call(lambda strategy: keras_internals.build(optimizer, variables))
+    if here.replicas == 1:
+        with step.changed(alone=True):
+            return own(grads, variables)
     known = keras_internals.trainable_variables(optimizer) if variables is None else variables
     if len(grads) != len(known):
         return own(grads, variables)  # Keras raises the error.
@@ -49,19 +52,19 @@ def apply(
         with step.changed(alone=True):
             return again(sums, variables)
     if leaves != [optimizer]:  # Its parts come here again, each with gradients of its own.
-        return own(_finite_on_all(context, grads), variables)
+        return own(_finite_on_all(context, list(grads)), variables)
     context.merge_call(lambda strategy, grads: _update(strategy, optimizer, grads, known), [grads])
     return optimizer.iterations
 
 
-def _sums(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether this is a replica of a strategy of tfcdo's, and not the only one."""
-    ours = getattr(strategy.extended, "sums_once", False) and strategy.num_replicas_in_sync > 1
+def _is_replica(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether this is a replica of a strategy of tfcdo's."""
+    ours = getattr(strategy.extended, "sums_once", False)
     return ours and not tf.distribute.in_cross_replica_context()
 
 
 def _check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | None) -> None:
-    """Raises a ValueError unless an optimizer and its variables were made in the strategy's scope."""
+    """Raises a ValueError unless an optimizer and its variables are of the strategy's scope."""
     for leaf in (optimizer, *keras_internals.leaves(optimizer)):
         if keras_internals.strategy_of(leaf) is not strategy:
             raise ValueError(
@@ -99,12 +102,14 @@ def _largest(
 ) -> dict[int, Any]:
     """Returns the largest of the replicas' gradients of variables that these overwrite."""
     # The scales of float8, which Keras gets as gradients.
-    at = [i for i, v in enumerate(variables) if keras_internals.is_overwritten(v) and grads[i] is not None]
+    at = [
+        i
+        for i, v in enumerate(variables)
+        if keras_internals.is_overwritten(v) and grads[i] is not None
+    ]
     if not at:
         return {}
-    rows = [
-        _on_each(strategy, lambda grad: tf.convert_to_tensor(grad)[None], grads[i]) for i in at
-    ]
+    rows = [_on_each(strategy, lambda grad: tf.convert_to_tensor(grad)[None], grads[i]) for i in at]
     largest = {}
     for i, of_all in zip(at, strategy.extended.batch_gather(rows, 0), strict=True):
         largest[i] = _on_each(strategy, lambda all_grads: tf.reduce_max(all_grads, 0), of_all)

@@ -1,0 +1,186 @@
+"""Random numbers of the whole batch: K replicas draw for their rows what one device draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from keras import layers as kl
+from keras_training import TrainingTestCase, model_of, strategy_of
+
+_STEPS, _WIDTH = 5, 3
+RANDOM: dict[str, Callable[[], list[Any]]] = {
+    "dropout": lambda: [kl.Dropout(0.4)],
+    "noise_shape": lambda: [kl.Dropout(0.4, noise_shape=(None, 1, _WIDTH))],
+    "spatial": lambda: [kl.SpatialDropout1D(0.4)],
+    "gaussian_noise": lambda: [kl.GaussianNoise(0.5)],
+    "gaussian_dropout": lambda: [kl.GaussianDropout(0.4)],
+    "alpha_dropout": lambda: [kl.AlphaDropout(0.4)],
+    "lstm": lambda: [kl.LSTM(4, dropout=0.3, recurrent_dropout=0.3, return_sequences=True)],
+    "gru": lambda: [kl.GRU(4, dropout=0.3, recurrent_dropout=0.3, return_sequences=True)],
+    "bidirectional": lambda: [kl.Bidirectional(kl.SimpleRNN(3, dropout=0.3, return_sequences=True))],
+    "reshaped": lambda: [
+        kl.Reshape([_STEPS * _WIDTH]),
+        kl.Dropout(0.4),
+        kl.Reshape([_STEPS, _WIDTH]),
+    ],
+    "distributed": lambda: [kl.TimeDistributed(kl.Dropout(0.4))],
+}
+
+
+def layers_with(name: str) -> Callable[[], list[Any]]:
+    return lambda: [
+        kl.Input([_STEPS, _WIDTH]),
+        *RANDOM[name](),
+        kl.Flatten(),
+        kl.Dense(2),
+    ]
+
+
+def data(examples: int) -> tuple[np.ndarray, np.ndarray]:
+    inputs = np.random.default_rng(0).normal(size=[examples, _STEPS, _WIDTH]).astype(np.float32)
+    return inputs, inputs[:, :2, 0] + 1
+
+
+def fitted(
+    count: int,
+    layers: Callable[[], list[Any]],
+    examples: int,
+    run_eagerly: bool = False,
+    jit: bool = False,
+    values: Callable[[int], Any] = data,
+) -> keras.Model:
+    with strategy_of(count).scope():
+        model = model_of(layers, "sgd")
+        sgd = keras.optimizers.SGD(0.1)
+        model.compile(sgd, "mse", run_eagerly=run_eagerly, jit_compile=jit)
+    model.fit(*values(examples), 6, epochs=2, shuffle=False, verbose=0)
+    return model
+
+
+class DrawsTest(TrainingTestCase):
+    # A last batch of 5 or of 1 example, of 6; the latter leaves replicas without any.
+    @parameterized.parameters(
+        *((name, 3, 11) for name in RANDOM),
+        *((name, 5, 7) for name in ("dropout", "lstm", "gaussian_noise")),
+    )
+    def test_as_on_one_device(self, name, count, examples):
+        layers = layers_with(name)
+        expected = fitted(1, layers, examples)
+        model = fitted(count, layers, examples)
+        self.assert_same_training(expected, model)
+
+    @parameterized.parameters("dropout", "spatial", "gru", "gaussian_noise")
+    def test_eagerly(self, name):
+        layers = layers_with(name)
+        expected = fitted(1, layers, 7, run_eagerly=True)
+        self.assert_same_training(expected, fitted(3, layers, 7, run_eagerly=True))
+
+    def test_attention(self):
+        def attention() -> list[Any]:
+            inputs = keras.Input([_STEPS, _WIDTH])
+            x = kl.MultiHeadAttention(2, 3, dropout=0.3)(inputs, inputs)
+            return [keras.Model(inputs, kl.Dense(2)(kl.Flatten()(x)))]
+
+        self.assert_same_training(fitted(1, attention, 11), fitted(3, attention, 11))
+
+    @parameterized.parameters(
+        lambda: kl.RandomFlip(),
+        lambda: kl.RandomTranslation(0.3, 0.3),
+        lambda: kl.RandomRotation(0.2),
+        lambda: kl.RandomZoom(0.3),
+        lambda: kl.RandomContrast(0.5),
+        lambda: kl.RandomBrightness(0.5, value_range=(0.0, 1.0)),
+    )
+    def test_preprocessing(self, make):
+        def layers() -> list[Any]:
+            return [kl.Input([6, 6, 2]), make(), kl.Flatten(), kl.Dense(2)]
+
+        def images(examples: int) -> tuple[np.ndarray, np.ndarray]:
+            drawn = np.random.default_rng(0).uniform(size=[examples, 6, 6, 2]).astype(np.float32)
+            return drawn, drawn[:, 0, 0]
+
+        expected, model = (fitted(count, layers, 11, values=images) for count in (1, 3))
+        self.assert_same_training(expected, model, 1e-5)
+
+    @parameterized.parameters(
+        lambda shape, seed: keras.random.uniform(shape, -1.0, 2.0, seed=seed),
+        lambda shape, seed: keras.random.normal(shape, 1.0, 2.0, seed=seed),
+        lambda shape, seed: keras.random.truncated_normal(shape, seed=seed),
+        lambda shape, seed: keras.ops.cast(keras.random.randint(shape, 0, 9, seed=seed), "float32"),
+        lambda shape, seed: keras.random.gamma(shape, 0.5, seed=seed),
+        lambda shape, seed: keras.random.uniform(shape, dtype="float64", seed=seed),
+        lambda shape, seed: keras.random.normal(shape, dtype="float16", seed=seed),
+    )
+    def test_functions(self, draw):
+        """What is drawn is used as it is, so that each number is compared."""
+
+        class Adds(kl.Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.seed = keras.random.SeedGenerator(3)
+
+            def call(self, inputs: Any, training: bool = False) -> Any:
+                return inputs + keras.ops.cast(draw(keras.ops.shape(inputs), self.seed), "float32")
+
+        def predicted(count: int) -> Any:
+            with strategy_of(count).scope():
+                model = keras.Sequential([kl.Input([_STEPS, _WIDTH]), Adds()])
+                model.compile("sgd", "mse")
+            return model.predict(data(11)[0], 6, verbose=0)
+
+        expected = predicted(1)
+        self.assertNotAllClose(data(11)[0], expected)
+        for count in (2, 5):
+            self.assertAllClose(expected, predicted(count), 1e-6, 1e-6)
+
+    def test_numbers_that_do_not_belong_to_rows_are_equal_on_all_replicas(self):
+        class NoisyScale(kl.Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.seed = keras.random.SeedGenerator(3)
+
+            def call(self, inputs: Any) -> Any:
+                return inputs * keras.random.normal([_WIDTH], 1.0, seed=self.seed)
+
+        def layers() -> list[Any]:
+            return [kl.Input([_STEPS, _WIDTH]), NoisyScale(), kl.Flatten(), kl.Dense(2)]
+
+        self.assert_same_training(fitted(1, layers, 11), fitted(3, layers, 11))
+
+    def test_xla_trains_as_one_device_with_xla(self):
+        layers = layers_with("dropout")
+        expected, model = (fitted(count, layers, 12, jit=True) for count in (1, 3))
+        self.assert_same_training(expected, model, 3e-5)
+
+    def test_own_loop(self):
+        def trained(count: int) -> keras.Model:
+            strategy = strategy_of(count)
+            with strategy.scope():
+                model = model_of(layers_with("dropout"), keras.optimizers.SGD(0.1))
+            batches = tf.data.Dataset.from_tensor_slices(data(11)).batch(6)
+
+            @tf.function
+            def step(batch: Any) -> None:
+                def on_replica(batch: Any) -> None:
+                    with tf.GradientTape() as tape:
+                        errors = (model(batch[0], training=True) - batch[1]) ** 2
+                        loss = tf.reduce_sum(errors) / 6
+                    variables = model.trainable_variables
+                    model.optimizer.apply(tape.gradient(loss, variables), variables)
+
+                strategy.run(on_replica, (batch,))
+
+            for batch in strategy.experimental_distribute_dataset(batches):
+                step(batch)
+            return model
+
+        self.assert_same_training(trained(1), trained(3))
+
+
+if __name__ == "__main__":
+    tf.test.main()
