@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import tensorflow as tf
 
@@ -23,8 +22,6 @@ from tfcdo.plan.options import Options
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.topology.topology import Topology
 
-SparseAsDense = bool | Literal["auto"]
-
 
 class ReductionToOneDevice(ConfiguredCrossDeviceOps):
     """Copies all values to one device, accumulates them there, and copies the result back.
@@ -34,8 +31,9 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
         first destination of each reduction.
       accumulation_fn: called with the list of the replicas' tensors, in the order of the replicas,
         on that device; returns their sum or another combination. None for
-        `tf.math.add_n`, in 32 bits for 16-bit floats. `tf.IndexedSlices` are always added by index.
-      sparse_as_dense: how `tf.IndexedSlices` are sent; see `AllReduceCrossDeviceOps`.
+        `tf.math.add_n`, in 32 bits for 16-bit floats. It does not get `tf.IndexedSlices`.
+      sparse_as_dense: see `AllReduceCrossDeviceOps`.
+      sum_equal_rows: the same.
       wire_dtype: see `AllReduceCrossDeviceOps`. Values already on the device are exact, and
         the result only if it is copied from there.
       error_feedback: see `AllReduceCrossDeviceOps`.
@@ -56,11 +54,12 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
         reduce_to_device: str | None = None,
         accumulation_fn: Callable[[list[tf.Tensor]], tf.Tensor] | None = None,
         *,
-        sparse_as_dense: SparseAsDense = "auto",
+        sparse_as_dense: bool = False,
+        sum_equal_rows: bool = False,
         wire_dtype: str | tf.DType | None = None,
         error_feedback: bool = False,
     ) -> None:
-        common = class_options(wire_dtype, error_feedback, sparse_as_dense)
+        common = class_options(wire_dtype, error_feedback, sparse_as_dense, sum_equal_rows)
         if reduce_to_device is not None:
             check_device("reduce_to_device", reduce_to_device)
         if accumulation_fn is not None and not callable(accumulation_fn):
@@ -108,12 +107,18 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         `tfcdo.topology.measure` writes it; None: detect automatically, without measurements.
       require_nccl: raise `RuntimeError` where NCCL cannot sum some values, rather than use copy
         trees; only with "nccl". This is not about `tf.IndexedSlices`, which go along copy trees.
-      sparse_as_dense: how `tf.IndexedSlices` are sent. "auto": as rows, or as the table where a
-        replica's rows have more bytes than the table (decided when the step runs, if sizes are not
-        known before). The result is `tf.IndexedSlices` in both cases: rows sorted by index, each
-        index once, so an optimizer updates only these rows. False: always as rows. True: each
-        replica's slices become a dense tensor first, and the result is dense, as in Horovod;
-        slices without `dense_shape` are sent as rows.
+      sparse_as_dense: whether each replica's `tf.IndexedSlices` become a dense tensor first, and the
+        result is dense, as in Horovod. False: the result has the rows of all replicas one after the
+        other, which is what one device has for the whole batch. With a dense gradient an optimizer
+        squares and clips the sum of the rows of an index, and changes all rows of the table, where
+        it would square and clip each row and may leave others as they are: Adam, RMSprop, Adagrad
+        and clipping train otherwise. The table is sent once in each direction, the rows of all
+        replicas are sent to each replica. Slices without `dense_shape` are sent as rows.
+      sum_equal_rows: whether rows of the same index are added before they are copied to the
+        replicas, as rows or as tables, whichever has fewer bytes. The result is `tf.IndexedSlices`
+        of each index once, sorted. Where words repeat, this sends fewer bytes, and an optimizer
+        that squares or clips rows trains otherwise than on one device. SGD without clipping does
+        not.
       wire_dtype: "bfloat16" or "float16" to send float32 and float64 in 16 bits: they are cast
         before each copy to another device and added in their own dtype where they arrive, so that
         only copies are rounded, never partial sums. Replicas stay bitwise identical. None to
@@ -128,11 +133,12 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
 
     Raises:
       ValueError: if a number is negative, the algorithm is unknown, NCCL is required with another
-        algorithm, `sparse_as_dense` is none of its values, `wire_dtype` is another dtype, or None
+        algorithm, `wire_dtype` is another dtype, or None
         although there is `error_feedback`; when values are reduced, if copy trees do not span their
         devices.
-      TypeError: if a number is not an int, `topology` not a topology, `require_nccl` or
-        `error_feedback` not a bool or `wire_dtype` not a dtype.
+      TypeError: if a number is not an int, `topology` not a topology, `require_nccl`,
+        `sparse_as_dense`, `sum_equal_rows` or `error_feedback` not a bool, or `wire_dtype` not a
+        dtype.
 
     References:
       Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
@@ -153,11 +159,12 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         *,
         topology: Topology | str | os.PathLike[str] | None = None,
         require_nccl: bool = False,
-        sparse_as_dense: SparseAsDense = "auto",
+        sparse_as_dense: bool = False,
+        sum_equal_rows: bool = False,
         wire_dtype: str | tf.DType | None = None,
         error_feedback: bool = False,
     ) -> None:
-        common = class_options(wire_dtype, error_feedback, sparse_as_dense)
+        common = class_options(wire_dtype, error_feedback, sparse_as_dense, sum_equal_rows)
         algorithm = arguments.check_algorithm(all_reduce_alg)
         measured = arguments.read_topology(topology)
         if not isinstance(require_nccl, bool):
@@ -210,7 +217,8 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
       num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value.
       topology: the machine, see `AllReduceCrossDeviceOps`. Only the copy trees use it.
       require_nccl: raise `RuntimeError`, when values are reduced, instead of using copy trees.
-      sparse_as_dense: how `tf.IndexedSlices` are sent; see `AllReduceCrossDeviceOps`.
+      sparse_as_dense: see `AllReduceCrossDeviceOps`.
+      sum_equal_rows: the same.
       wire_dtype: see `AllReduceCrossDeviceOps`.
       error_feedback: the same.
 
@@ -229,7 +237,8 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         *,
         topology: Topology | str | os.PathLike[str] | None = None,
         require_nccl: bool = False,
-        sparse_as_dense: SparseAsDense = "auto",
+        sparse_as_dense: bool = False,
+        sum_equal_rows: bool = False,
         wire_dtype: str | tf.DType | None = None,
         error_feedback: bool = False,
     ) -> None:
@@ -239,6 +248,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
             topology=topology,
             require_nccl=require_nccl,
             sparse_as_dense=sparse_as_dense,
+            sum_equal_rows=sum_equal_rows,
             wire_dtype=wire_dtype,
             error_feedback=error_feedback,
         )
@@ -256,7 +266,8 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     Args:
       num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value.
       topology: the machine, see `AllReduceCrossDeviceOps`.
-      sparse_as_dense: how `tf.IndexedSlices` are sent; see `AllReduceCrossDeviceOps`.
+      sparse_as_dense: see `AllReduceCrossDeviceOps`.
+      sum_equal_rows: the same.
       wire_dtype: see `AllReduceCrossDeviceOps`.
       error_feedback: the same.
 
@@ -275,7 +286,8 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         num_packs: int = 1,
         *,
         topology: Topology | str | os.PathLike[str] | None = None,
-        sparse_as_dense: SparseAsDense = "auto",
+        sparse_as_dense: bool = False,
+        sum_equal_rows: bool = False,
         wire_dtype: str | tf.DType | None = None,
         error_feedback: bool = False,
     ) -> None:
@@ -284,6 +296,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
             num_packs,
             topology=topology,
             sparse_as_dense=sparse_as_dense,
+            sum_equal_rows=sum_equal_rows,
             wire_dtype=wire_dtype,
             error_feedback=error_feedback,
         )
@@ -304,7 +317,8 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         trees are used for all sizes; None to plan here. With a plan, NCCL is not used.
       nccl: whether NCCL may be taken; False keeps to copy trees. So does a `wire_dtype`, in which
         NCCL would also add.
-      sparse_as_dense: how `tf.IndexedSlices` are sent; see `AllReduceCrossDeviceOps`.
+      sparse_as_dense: see `AllReduceCrossDeviceOps`.
+      sum_equal_rows: the same.
       wire_dtype: see `AllReduceCrossDeviceOps`.
       error_feedback: the same.
 
@@ -328,7 +342,8 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         topology: Topology | str | os.PathLike[str] | None = None,
         plan: str | os.PathLike[str] | None = None,
         nccl: bool = True,
-        sparse_as_dense: SparseAsDense = "auto",
+        sparse_as_dense: bool = False,
+        sum_equal_rows: bool = False,
         wire_dtype: str | tf.DType | None = None,
         error_feedback: bool = False,
     ) -> None:
@@ -336,6 +351,7 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
             "auto",
             topology=topology,
             sparse_as_dense=sparse_as_dense,
+            sum_equal_rows=sum_equal_rows,
             wire_dtype=wire_dtype,
             error_feedback=error_feedback,
         )

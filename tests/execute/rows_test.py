@@ -1,4 +1,4 @@
-"""Rows: slices are added by index, as rows or as tables, and numpy in float64 agrees."""
+"""Rows: one after the other, or added by index as rows or tables; numpy in float64 agrees."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def all_reduce(
     tree: CopyTree,
     values: Sequence[Sequence[tf.IndexedSlices]],
     divide: int | None = None,
-    tables: Any = "smaller",
+    sum_equal: bool = True,
 ) -> list[list[tf.IndexedSlices]]:
     """Runs a plan with one pack of all values: `[value][device]`."""
     specs = [ValueSpec(own[0].dtype.name, (None, 2), rows=True) for own in values]
-    plan = one_pack(tree, *specs, kind="rows", root=RootStep(divide=divide), tables=tables)
+    plan = one_pack(tree, *specs, kind="rows", root=RootStep(divide=divide), sum_equal_rows=sum_equal)
     return interpreter.run(plan, values, tu.device_names(tree.num_devices), interpreter.Runtime())
 
 
@@ -131,7 +131,7 @@ class GraphsTest(tf.test.TestCase, parameterized.TestCase):
                 for rank in range(3)
             ]
         )
-        return make().batch_reduce(tu.SUM, [(value, value)])[0].values[2]
+        return make(sum_equal_rows=True).batch_reduce(tu.SUM, [(value, value)])[0].values[2]
 
     @parameterized.parameters((OPS[0], None), (OPS[1], (4, 1)), (OPS[0], (1000, 1)))
     def test_of_tensorflow_1(self, make, dense_shape):
@@ -214,7 +214,7 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
                 for rank, dtype in enumerate(dtypes)
             ]
         )
-        (result,) = tu.all_reduce(make(), tu.SUM, [value])
+        (result,) = tu.all_reduce(make(sum_equal_rows=True), tu.SUM, [value])
         expected = {5: 30.0, 2**33: float(wide), **{r: float(r) for r in range(3) if r != wide}}
         for one in result.values:
             self.assertEqual(tf.int64, one.indices.dtype)
@@ -224,14 +224,14 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     def test_indices_outside_of_the_table(self):
         """Rows keep them, for the optimizer to refuse or ignore; a table has no place for them."""
 
-        def reduce(indices, with_tables):
+        def reduce(indices, sum_equal):
             own = tf.IndexedSlices(
                 tf.ones([len(indices), 2]), tf.constant(indices), tf.constant([3, 2])
             )
-            tables = "smaller" if with_tables else "never"
-            return all_reduce(two_level(1), [[own]], tables=tables)[0][0]
+            return all_reduce(two_level(1), [[own]], sum_equal=sum_equal)[0][0]
 
-        self.assertAllEqual([-1, 0, 7], reduce([7, -1, 0, 0, 0], False).indices)
+        self.assertAllEqual([7, -1, 0, 0, 0], reduce([7, -1, 0, 0, 0], False).indices)
+        self.assertAllEqual([-1, 7], reduce([7, -1], True).indices)
         self.assertAllEqual([0], reduce([-1, -1, 0, 0, 0], True).indices)
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "is out of range"):
             reduce([7, -1, 0, 0, 0], True)
@@ -240,10 +240,26 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         tfcdo.ReductionToOneDevice, tfcdo.HierarchicalCopyAllReduce, tfcdo.NcclAllReduce,
         tfcdo.AllReduceCrossDeviceOps, tfcdo.AutoAllReduce,
     )  # fmt: skip
-    def test_sparse_as_dense_is_checked(self, cls):
-        for bad in ("yes", None, 1.5):
-            with self.assertRaisesRegex(ValueError, "sparse_as_dense must be 'auto', True or"):
-                cls(sparse_as_dense=bad)
+    def test_options_are_checked(self, cls):
+        for name in ("sparse_as_dense", "sum_equal_rows"):
+            for bad in ("auto", None, 1):
+                with self.assertRaisesRegex(TypeError, f"{name} must be True or False; got"):
+                    cls(**{name: bad})
+
+    @parameterized.product(tree=TREES[::4], divide=(None, 2), several=(False, True))
+    def test_one_replica_after_the_other(self, tree, divide, several):
+        """No sum, no order but that of the replicas; on one replica the value itself."""
+        count = tree.num_devices
+        given = [slices_on(tree, seed, most=9) for seed in ((1, 2) if several else (1,))]
+        results = all_reduce(tree, given, divide, sum_equal=False)
+        for parts, result in zip(given, results, strict=True):
+            values = np.concatenate([part.values for part in parts]) / np.float32(divide or 1)
+            for name, part in zip(tu.device_names(count), result, strict=True):
+                self.assertEqual([name] * 2, [part.values.device, part.indices.device])
+                self.assertAllEqual(np.concatenate([p.indices for p in parts]), part.indices)
+                self.assertAllEqual(values, part.values)
+            if count == 1 and divide is None:
+                self.assertIs(parts[0].values, result[0].values)
 
     def test_dense_on_demand(self):
         """As in Horovod; slices without a shape stay rows, and a warning says so."""
@@ -256,7 +272,7 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             dense, sparse = ops.batch_reduce(tu.MEAN, [(value, value) for value in values])
         self.assertIn("sparse_as_dense=True", logs.output[0])
         self.assertAllEqual([[[0, 0], [0, 0], [2, 2]]] * 2, dense.values)
-        self.assertAllEqual([2], sparse.values[0].indices)
+        self.assertAllEqual([2] * 4, sparse.values[0].indices)
 
     @parameterized.product(tree=TREES[2::5], most=(2, 40))
     def test_rows_are_copied_along_the_edges_only(self, tree, most):
@@ -275,18 +291,20 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         """A table of a terabyte: dense, it would not fit into memory."""
         shape = tf.constant([2**30, 256], tf.int64)
         own = [tf.IndexedSlices(tf.ones([1, 256]), tf.constant([rank]), shape) for rank in range(3)]
-        [results] = all_reduce(two_level(3), [own])
-        self.assertAllEqual([0, 1, 2], results[2].indices)
+        for sum_equal in (False, True):
+            [results] = all_reduce(two_level(3), [own], sum_equal=sum_equal)
+            self.assertAllEqual([0, 1, 2], results[2].indices)
 
     @parameterized.parameters(
-        (tfcdo.ReductionToOneDevice, "auto", 4),
-        (functools.partial(tfcdo.ReductionToOneDevice, "/cpu:3"), "auto", 40),
-        (tfcdo.HierarchicalCopyAllReduce, "auto", 40),
-        (tfcdo.AutoAllReduce, True, 4),
+        (tfcdo.ReductionToOneDevice, {"sum_equal_rows": True}, 4),
+        (functools.partial(tfcdo.ReductionToOneDevice, "/cpu:3"), {"sum_equal_rows": True}, 40),
+        (tfcdo.HierarchicalCopyAllReduce, {"sum_equal_rows": True}, 40),
+        (tfcdo.HierarchicalCopyAllReduce, {}, 40),
+        (tfcdo.AutoAllReduce, {"sparse_as_dense": True}, 4),
     )
-    def test_gradient(self, make, sparse_as_dense, most):
+    def test_gradient(self, make, options, most):
         """Each row gets what all devices' results send back to its index."""
-        ops = make(sparse_as_dense=sparse_as_dense)
+        ops = make(**options)
         given = slices_on(two_level(3), 5, most)
         weights = [tu.numbers((6, 2), tf.float32, rank) for rank in range(len(given))]
 

@@ -110,18 +110,17 @@ class OneHostTest(parameterized.TestCase):
         self.assertEqual({pack.to for pack in made.packs}, {to})
         self.assertEqual({pack.kind for pack in made.packs}, {"user" if asked.user else "sum"})
 
-    @parameterized.parameters(("auto", "smaller"), (False, "never"))
-    def test_rows(self, sparse_as_dense, tables):
+    @parameterized.parameters(False, True)
+    def test_rows(self, sum_equal):
         rows = [ValueSpec(d, (None, 2), rows=True) for d in ("float32", "int32", "float32")]
-        made = plan(batch(*rows, op="mean"), sparse_as_dense=sparse_as_dense)
+        made = plan(batch(*rows, op="mean"), sum_equal_rows=sum_equal)
         self.assertEqual(contents(made), [[(0, 0, None), (2, 0, None)], [(1, 0, None)]])
         self.assertEqual([pack.dtype for pack in made.packs], ["float32", "float64"])
         for pack in made.packs:
-            self.assertEqual((pack.kind, pack.tables, pack.to), ("rows", tables, None))
+            self.assertEqual((pack.kind, pack.sum_equal_rows, pack.to), ("rows", sum_equal, None))
             self.assertEqual(pack.root, RootStep(divide=K))
-        # Away from the replicas, rows are always sent as rows.
-        [pack] = plan(batch(rows[0], to=(1,)), sparse_as_dense=sparse_as_dense).packs
-        self.assertEqual((pack.tables, pack.to, pack.tree), ("never", (1,), star(K, 1)))
+        [pack] = plan(batch(rows[0], to=(1,)), sum_equal_rows=sum_equal).packs
+        self.assertEqual((pack.to, pack.tree), ((1,), star(K, 1)))
 
     @parameterized.parameters((None, 3, None), ((1,), 3, (1,)), ((3,), 4, (3,)))
     def test_gather(self, to, nodes, expected):

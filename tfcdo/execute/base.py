@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import tf_internals
+from tfcdo import checks, tf_internals
 from tfcdo.execute import copy_trees, explain, nccl, request
 from tfcdo.execute.between import Network
 from tfcdo.execute.codec import check_wire_dtype
@@ -53,19 +53,18 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         """Has the `repr` show these arguments, and common ones that are not the default."""
         common = {
             "sparse_as_dense": self._options.sparse_as_dense,
+            "sum_equal_rows": self._options.sum_equal_rows,
             "wire_dtype": self._options.wire,
+            "error_feedback": self._options.error_feedback,
         }
-        if self._options.wire is not None:
-            common["error_feedback"] = self._options.error_feedback
-        defaults = ("auto", None)
-        shown = {name: value for name, value in common.items() if value not in defaults}
-        self._arguments = {**arguments, **shown}
+        self._arguments = {**arguments, **{name: value for name, value in common.items() if value}}
 
     @property
     def compared_among_hosts(self) -> dict[str, str]:
         """Returns the class and its arguments, by name: all hosts must have the same."""
         arguments = {
             "sparse_as_dense": self._options.sparse_as_dense,
+            "sum_equal_rows": self._options.sum_equal_rows,
             "wire_dtype": self._options.wire,
             "error_feedback": self._options.error_feedback,
             **self._arguments,
@@ -362,11 +361,19 @@ def _compared(value: Any) -> str:
 
 
 def class_options(
-    wire_dtype: Any = None, error_feedback: Any = False, sparse_as_dense: Any = "auto"
+    wire_dtype: Any = None,
+    error_feedback: Any = False,
+    sparse_as_dense: Any = False,
+    sum_equal_rows: Any = False,
 ) -> dict[str, Any]:
     """Checks the arguments that all classes have; returns them as fields of `Options`."""
-    if not isinstance(sparse_as_dense, bool) and sparse_as_dense != "auto":
-        raise ValueError(f"sparse_as_dense must be 'auto', True or False; got {sparse_as_dense!r}")
+    checks.check_bool("sparse_as_dense", sparse_as_dense)
+    checks.check_bool("sum_equal_rows", sum_equal_rows)
     wire = check_wire_dtype("wire_dtype", wire_dtype)
     request.check_error_feedback(error_feedback, wire)
-    return {"wire": wire, "error_feedback": error_feedback, "sparse_as_dense": sparse_as_dense}
+    return {
+        "wire": wire,
+        "error_feedback": error_feedback,
+        "sparse_as_dense": sparse_as_dense,
+        "sum_equal_rows": sum_equal_rows,
+    }

@@ -90,7 +90,7 @@ def _reduce_pack(
     match pack.kind:
         case "rows":
             by_value = list(zip(*[own or [None] * len(pack.slices) for own in held], strict=True))
-            total = rows.reduce_up(tree, by_value, devices, pack.tables == "smaller")
+            total = rows.reduce_up(tree, by_value, devices, pack.sum_equal_rows)
         case "concat":
             collected = copy_trees.collect(tree, held, devices)
             with tf.device(root):
@@ -138,7 +138,9 @@ def _root_step(plan: Plan, index: int, total: list[Any], root: str, runtime: Run
         with tf.name_scope("across_hosts"):
             match pack.kind:
                 case "rows":
-                    total = rows.add_other_hosts(total, runtime.exchange, root)
+                    total = rows.add_other_hosts(
+                        total, runtime.exchange, root, pack.sum_equal_rows
+                    )
                 case "concat":
                     total = runtime.exchange.concat(total, runtime.axis, root)
                 case _:

@@ -103,7 +103,7 @@ def questions(
     user: bool,  # Whether there is an accumulation_fn.
 ) -> list[Question]:
     """Divides a batch into questions: one for each set of devices, and for rows."""
-    one_device, tables = options.one_device, options.sparse_as_dense is True
+    one_device, tables = options.one_device, options.sparse_as_dense
     groups: dict[Any, list[int]] = {}
     if network is not None:
         reductions = [_placed(reduction, network) for reduction in reductions]

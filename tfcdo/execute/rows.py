@@ -1,10 +1,12 @@
-"""Rows: `tf.IndexedSlices` added up by index at the root of a copy tree.
+"""Rows: `tf.IndexedSlices` brought together at the root of a copy tree.
 
-Only rows are sent, never the whole table, and rows of the same index are added once,
-before they are copied down: the optimizer gets each row once, sorted by index. Where a replica's
-rows have more bytes than the table, as for a small table in a large batch, each device forms the
-table's sum instead, the tables are added like dense values, and the root takes the rows that were
-touched out of it: the result is the same, but for the order of the additions.
+All replicas get the rows of all replicas one after the other, as one device makes them for the
+whole batch: an optimizer may square or clip each row as it comes.
+
+With `sum_equal_rows`, rows of the same index are added at the root, before they are copied down:
+the optimizer gets each row once, sorted by index. Where a replica's rows have more bytes than the
+table, as for a small table in a large batch, each device then forms the table's sum, the tables
+are added like dense values, and the root takes the rows that were touched out of it.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ Parts = Sequence[tf.IndexedSlices | None]
 
 
 def reduce_up(
-    tree: CopyTree, values: Sequence[Parts], devices: Sequence[str], with_tables: bool
+    tree: CopyTree, values: Sequence[Parts], devices: Sequence[str], sum_equal: bool
 ) -> list[tf.IndexedSlices]:
-    """Adds each value on the root, which gets all that are added as rows together."""
-    choices = [with_tables and table_is_smaller(parts, devices) for parts in values]
+    """Brings each value to the root: one replica's rows after the other's, or their sums."""
+    if not sum_equal:
+        return [join(parts, devices[tree.root]) for parts in _collect(tree, values, devices)]
+    choices = [table_is_smaller(parts, devices) for parts in values]
     as_rows = [parts for parts, choice in zip(values, choices, strict=True) if choice is False]
     sums = iter(_add_rows(tree, as_rows, devices))
     return [
@@ -59,12 +63,32 @@ def _add_rows(
     tree: CopyTree, values: Sequence[Parts], devices: Sequence[str]
 ) -> list[tf.IndexedSlices]:
     """Brings all values' rows to the root and adds them there."""
+    return [add(parts, devices[tree.root]) for parts in _collect(tree, values, devices)]
+
+
+def _collect(
+    tree: CopyTree, values: Sequence[Parts], devices: Sequence[str]
+) -> list[tuple[tf.IndexedSlices, ...]]:
+    """Brings all values' rows to the root; returns the replicas' parts of each value, in order."""
     if not values:
         return []
     held = [None if None in own else to_tensors(own) for own in zip(*values, strict=True)]
     first = [_present(parts)[0] for parts in values]
     collected = [from_tensors(there, first) for there in copy_trees.collect(tree, held, devices)]
-    return [add(parts, devices[tree.root]) for parts in zip(*collected, strict=True)]
+    return list(zip(*collected, strict=True))
+
+
+def join(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:
+    """Lays slices of one table one after the other, unchanged."""
+    if len(parts) == 1:
+        return parts[0]
+    with tf.device(device):
+        dtype = _index_dtype(parts)
+        return tf.IndexedSlices(
+            tf.concat([part.values for part in parts], 0),
+            tf.concat([tf.cast(part.indices, dtype) for part in parts], 0),
+            parts[0].dense_shape,
+        )
 
 
 def _add_tables(tree: CopyTree, parts: Parts, devices: Sequence[str]) -> tf.IndexedSlices:
@@ -126,15 +150,15 @@ def from_tensors(
 
 
 def add_other_hosts(
-    totals: Sequence[tf.IndexedSlices], exchange: Exchange, device: str
+    totals: Sequence[tf.IndexedSlices], exchange: Exchange, device: str, sum_equal: bool
 ) -> list[tf.IndexedSlices]:
-    """Adds the rows of all hosts, of several tables together: bitwise the same on all hosts."""
+    """Joins, or adds, the rows of all hosts, of several tables together: the same on all hosts."""
     with tf.device(device):
         sent = to_tensors(_with_indices_as(total, tf.int64) for total in totals)
     received = from_tensors(exchange.all_gather(sent, device), totals)
     with tf.device(device):
         return [
-            _with_indices_as(add([joined], device), total.indices.dtype)
+            _with_indices_as(add([joined], device) if sum_equal else joined, total.indices.dtype)
             for joined, total in zip(received, totals, strict=True)
         ]
 

@@ -319,7 +319,7 @@ def _rows(
             own,
             root=root,
             to=tuple(sorted(set(to))) or None,
-            tables="smaller" if options.sparse_as_dense == "auto" and not tree else "never",
+            sum_equal_rows=options.sum_equal_rows,
         )
         for ((dtype, to, _), members), own in zip(groups.items(), trees, strict=True)
     )

@@ -32,9 +32,8 @@ class Options:
     nccl: Literal["never", "always", "auto"] = "never"  # "auto" takes it where it is faster.
     require_nccl: bool = False  # Whether to raise where NCCL was requested and cannot run.
     one_device: bool = False  # Whether batches have a root, on which everything is reduced.
-    # Whether `tf.IndexedSlices` become tables first; "auto" adds them as tables where these have
-    # fewer bytes.
-    sparse_as_dense: bool | Literal["auto"] = "auto"
+    sparse_as_dense: bool = False  # Whether `tf.IndexedSlices` become tables first.
+    sum_equal_rows: bool = False  # Whether those that stay rows have rows of one index added.
     wire: str | None = None  # The dtype that float32 and float64 gradients are cast to.
     error_feedback: bool = False  # Whether rounding errors are added to the next step's values.
     saved: Evaluation | None = None  # The plan in a file whose schedule `algorithm` is.

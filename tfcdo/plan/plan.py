@@ -167,7 +167,8 @@ class RootStep:
 class PlannedPack:
     """Values, or parts of values, that are reduced together."""
 
-    # How a node combines its children's parts: "user" by an accumulation_fn, "rows" adds by index.
+    # How a node combines its children's parts: "user" by an accumulation_fn, "rows" one after the
+    # other.
     kind: Literal["sum", "user", "rows", "concat"]
     tensors: tuple[FusedTensor, ...]
     dtype: str  # The dtype that values are packed in; "" for a gather, which mixes them.
@@ -175,8 +176,8 @@ class PlannedPack:
     codec: Codec = IDENTITY  # How values are encoded on the edges of the tree, or before NCCL.
     root: RootStep = RootStep()
     to: tuple[int, ...] | None = None  # The nodes that get the result; None for all.
-    # Whether rows are added as tables where these have fewer bytes, which the running step finds.
-    tables: Literal["never", "smaller"] = "never"
+    # Whether rows of the same index are added, as rows or, where these have fewer bytes, as tables.
+    sum_equal_rows: bool = False
     # The window: an earlier pack with the same tree, whose result a leaf holds before it sends this
     # one; None for no window.
     after: int | None = None
