@@ -94,9 +94,8 @@ def _whole_batch(own: Function, shape: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _taken(here: ReplicaStep, draw: Function, shape: Any, args: Sequence[Any] = ()) -> Any:
     rows, *others = tf.unstack(shape) if tf.is_tensor(shape) else shape
-    per_row = (
-        rows // tf.cast(_own_rows(here), rows.dtype) if tf.is_tensor(rows) else (rows // here.rows)
-    )
+    own = _own_rows(here)
+    per_row = rows // (tf.cast(own, rows.dtype) if tf.is_tensor(rows) else own)
     total = _as(here.total, per_row) * per_row
     before = _as(here.before, per_row) * per_row
     return draw([total, *others], *args)[before : before + rows]
@@ -108,7 +107,8 @@ def _as(count: Any, like: Any) -> Any:
 
 def _own_rows(here: ReplicaStep) -> Any:
     """Returns the rows of this replica's tensors, which are a stand-in's if it has no examples."""
-    return here.rows if isinstance(here.rows, int) else tf.maximum(here.rows, 1)
+    known = here.known_rows
+    return tf.maximum(here.rows, 1) if known is None else max(known, 1)
 
 
 def _first(shape: Any) -> Any:
@@ -126,11 +126,11 @@ def _step_of_rows(first: int | None, multiples: bool = False) -> ReplicaStep | N
     here = step.current_several()
     if here is None or here.rows is None:
         return None
-    if not isinstance(here.rows, int):  # Then a size that is known has nothing to do with rows.
-        return here if first is None else None
-    if first is None or here.rows == 0:
-        return None
-    return here if first == here.rows or (multiples and first % here.rows == 0) else None
+    known = here.known_rows
+    if first is None or known is None:  # A size of rows is known if their number is.
+        return here if first is known else None
+    known = max(known, 1)
+    return here if first == known or (multiples and first % known == 0) else None
 
 
 def _rows_of(here: ReplicaStep, op: Function, shape: Any, dtype: tf.DType, seed: Any) -> tf.Tensor:

@@ -199,7 +199,7 @@ class ReplicaExtended:
         if batch is None:
             return views
         static = {component.shape[0] for component in batch}
-        hosts = replicas // len(devices)
+        hosts, first = replicas // len(devices), self._first_replica()
         if len(static) == 1 and None not in static and (hosts == 1 or not tf.executing_eagerly()):
             rows = [int(static.pop())] * replicas
         elif hosts == 1 and None not in static:
@@ -210,7 +210,7 @@ class ReplicaExtended:
                 with tf.device(device):
                     own.append(parts.rows_of(component))
             rows = own if hosts == 1 else self._of_all_hosts(own)
-        first = self._first_replica()
+            rows[first : first + len(devices)] = own  # Some may be known while a step is traced.
         total = sum(rows) if isinstance(rows[0], int) else tf.add_n([tf.identity(r) for r in rows])
         befores = [0 * rows[0]]
         for count in rows:

@@ -123,7 +123,8 @@ def rows_of(value: Any) -> Any:
         return value.dense_shape[0]
     if isinstance(value, tf.RaggedTensor):
         return value.nrows(tf.int64)
-    return tf.shape(value, tf.int64)[0]
+    known = value.shape[0] if value.shape.rank else None
+    return tf.shape(value, tf.int64)[0] if known is None else tf.constant(known, tf.int64)
 
 
 def _static_rows(spec: Any) -> int | None:

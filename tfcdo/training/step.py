@@ -65,6 +65,12 @@ class ReplicaStep:
         """Returns whether this replica has examples: a bool or a 0-D tensor."""
         return self.rows > 0
 
+    @property
+    def known_rows(self) -> int | None:
+        """Returns the number of this replica's examples; None if it is not known yet."""
+        known = self.rows if isinstance(self.rows, int) else tf.get_static_value(self.rows)
+        return None if known is None else int(known)
+
     def share(self, dtype: Any) -> tf.Tensor:
         """Returns this replica's part of all examples, a number from 0 to 1."""
         if self.rows is None or self.is_even:
