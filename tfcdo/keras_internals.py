@@ -51,6 +51,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (TFOptimizer, "_overwrite_model_variables_with_average_value", ("self", "trainable_variables")),
     (TFOptimizer, "_all_reduce_sum_gradients", ("self", "grads_and_vars")),
     (TFOptimizer, "_apply_weight_decay", ("self", "variables")),
+    (TFOptimizer, "_backend_update_step", ("self", "grads", "trainable_variables", "learning_rate")),
     (TFOptimizer, "_distribution_strategy", ()),
     (TFOptimizer, "add_variable_from_reference", ("self", "reference_variable", "name")),
     (TFOptimizer, "assign", ("self", "variable", "value")),
@@ -166,10 +167,12 @@ def is_update_due(leaf: Any) -> tf.Tensor:
     return tf.equal((leaf._iterations + 1) % leaf.gradient_accumulation_steps, 0)
 
 
-def decays_weights(leaf: Any) -> bool:
-    """Returns whether an optimizer changes all rows of a table by weight decay."""
-    return bool(leaf.weight_decay) or (
-        inspect.unwrap(type(leaf)._apply_weight_decay) is not TFOptimizer._apply_weight_decay
+def changes_all_rows(leaf: Any, variable: Any) -> bool:
+    """Returns whether an update of some rows of a table may also change others."""
+    return (
+        bool(leaf.weight_decay or leaf.ema_overwrite_frequency)
+        or getattr(variable, "constraint", None) is not None
+        or inspect.unwrap(type(leaf)._apply_weight_decay) is not TFOptimizer._apply_weight_decay
     )
 
 
@@ -180,7 +183,7 @@ def slots_on_all_devices(leaf: Any, variables: Sequence[Any]) -> list[tuple[Any,
     of_all = trainable_variables(leaf)
     found = []
     for name, slots in vars(leaf).items():
-        if name in ("_trainable_variables", "_accumulated_gradients") or "moving_average" in name:
+        if name in ("_trainable_variables", "_accumulated_gradients"):
             continue
         if not isinstance(slots, (list, tuple)) or len(slots) != len(of_all):
             continue
@@ -197,24 +200,25 @@ def slots_on_all_devices(leaf: Any, variables: Sequence[Any]) -> list[tuple[Any,
     return found
 
 
-def apply_without_average(leaf: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Applies gradients as an optimizer does, but leaves moving averages for `update_average`."""
-    if not grads:  # Keras would not count this step.
+def apply_to_own(leaf: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Applies gradients on a replica that owns some of the variables, or none."""
+    if all(map(is_overwritten, variables)):  # Keras's `apply` would leave all of this out.
+        leaf._backend_update_step([], [], leaf.learning_rate)  # Nadam has a product of its own.
+        if leaf.use_ema:
+            _update_averages(leaf)
+    if grads:
+        leaf.apply(grads, variables)
+    else:
         leaf._iterations.assign_add(1)
-        return
-    leaf.apply(grads, variables)
 
 
-def update_average(leaf: Any) -> None:
-    """Updates the moving averages of all variables after a step, and overwrites these if due."""
+def _update_averages(leaf: Any) -> None:
     known = leaf._trainable_variables
-    leaf._iterations.assign_sub(1)  # Keras counts a step after its averages.
-    BaseOptimizer._update_model_variables_moving_average.tfcdo_extends(leaf, known)
+    leaf._update_model_variables_moving_average(known)
     if leaf.ema_overwrite_frequency:
-        overwrite = TFOptimizer._overwrite_model_variables_with_average_value.tfcdo_extends
         is_due = tf.equal((leaf.iterations + 1) % leaf.ema_overwrite_frequency, 0)
-        tf.cond(is_due, lambda: overwrite(leaf, known), lambda: None)
-    leaf._iterations.assign_add(1)
+        overwrite = leaf._overwrite_model_variables_with_average_value
+        tf.cond(is_due, lambda: overwrite(known), lambda: None)
 
 
 def accumulator_like(optimizer: Any, reference_variable: Any) -> keras.Variable:

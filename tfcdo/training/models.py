@@ -28,9 +28,7 @@ def install() -> None:
     extend(keras_internals.BaseOptimizer, "__init__", _init_optimizer)
     extend(keras_internals.BaseOptimizer, "apply_gradients", _apply_gradients)
     extend(keras_internals.BaseOptimizer, "build", _build_optimizer)
-    extend(keras_internals.BaseOptimizer, "_update_model_variables_moving_average", _unless_owner)
     optimizer = keras_internals.TFOptimizer
-    extend(optimizer, "_overwrite_model_variables_with_average_value", _unless_owner)
     extend(optimizer, "_all_reduce_sum_gradients", _already_summed)
     extend(optimizer, "add_variable_from_reference", _add_slot)
     for name in ("assign", "assign_add", "assign_sub"):
@@ -114,13 +112,6 @@ def _add_slot(
         return own(optimizer, reference_variable, name=name, **options)
     with tf_internals.plain_variables(device):
         return own(optimizer, reference_variable, name=name, **options)
-
-
-def _unless_owner(own: Function, optimizer: Any, variables: Any) -> None:
-    """Leaves moving averages for when an owner has sent its variables."""
-    here = step.current()
-    if here is None or here.update is None:
-        own(optimizer, variables)
 
 
 def _already_summed(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:

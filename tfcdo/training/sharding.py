@@ -81,33 +81,32 @@ def update(
     sums = list(owned.sums)
     # No owner begins before all sums are there, so a step that fails until then changes nothing.
     ready = [] if tf.executing_eagerly() else tf.nest.flatten(sums, expand_composites=True)
-    with tf.control_dependencies([tf.group(*ready)] if ready else []):
-        sums = _clipped(leaf, owner, sums, devices)
-        changed: list[Any] = [None] * len(sums)
-        kept = keras_internals.slots_on_all_devices(leaf, variables)
+    all_there = [tf.group(*ready)] if ready else []
+    sums = _clipped(leaf, owner, sums, devices)
+    changed: list[Any] = [None] * len(sums)
+    kept = keras_internals.slots_on_all_devices(leaf, variables)
 
-        @tf.autograph.experimental.do_not_convert
-        def on_owner(scales: Sequence[Any]) -> None:
-            here = step.current()
-            assert here is not None
-            mine = [at for at, index in enumerate(owner) if index == here.replica]
-            own_update = OwnUpdate()
-            with step.changed(alone=True, update=own_update):
-                keras_internals.apply_without_average(
-                    leaf,
-                    [*(sums[at] for at in mine), *scales],
-                    [*(variables[at] for at in mine), *overwritten],
-                )
+    @tf.autograph.experimental.do_not_convert
+    def on_owner(scales: Sequence[Any]) -> None:
+        here = step.current()
+        assert here is not None
+        mine = [at for at, index in enumerate(owner) if index == here.replica]
+        own_update = OwnUpdate()
+        with step.changed(alone=True, update=own_update), tf.control_dependencies(all_there):
+            keras_internals.apply_to_own(
+                leaf,
+                [*(sums[at] for at in mine), *scales],
+                [*(variables[at] for at in mine), *overwritten],
+            )
             for at in mine:
-                changed[at] = _changed(leaf, values[at].values[here.replica], own_update)
+                component = values[at].values[here.replica]
+                changed[at] = _changed(leaf, variables[at], component, own_update)
 
-        strategy.extended.call_for_each_replica(on_owner, args=(list(overwriting),))
+    strategy.extended.call_for_each_replica(on_owner, args=(list(overwriting),))
     for value, at, arrived in zip(values, owner, owned.send(changed), strict=True):
         _assign(value.values, at, arrived, devices)
-    for slot, at in kept:  # Small ones, such as the rows' means of Adafactor.
+    for slot, at in kept:  # Averages of variables, and small ones, such as Adafactor's.
         _send_slot(slot.values, owner[at], devices)
-    if leaf.use_ema:
-        strategy.extended.call_for_each_replica(_average, args=(leaf,))
 
 
 def _in_dtype(grad: Any, dtype: tf.DType) -> Any:
@@ -152,12 +151,12 @@ def _clipped(
     return clipped
 
 
-def _changed(leaf: Any, component: tf.Variable, own_update: OwnUpdate) -> Any:
+def _changed(leaf: Any, variable: Any, component: tf.Variable, own_update: OwnUpdate) -> Any:
     """Returns a variable's new value, or only the rows that were written, if these were all."""
     value = tf.convert_to_tensor(component)
     indices = own_update.written.get(id(component), [None])
     all_rows = indices[0] is None or any(each is not indices[0] for each in indices)
-    if all_rows or keras_internals.decays_weights(leaf):
+    if all_rows or keras_internals.changes_all_rows(leaf, variable):
         return value
     return tf.IndexedSlices(tf.gather(value, indices[0]), indices[0])
 
@@ -179,10 +178,3 @@ def _assign(
 def _send_slot(components: Sequence[tf.Variable], owner: int, devices: Sequence[str]) -> None:
     value = components[owner].read_value()
     _assign(components, owner, [value] * len(components), devices)
-
-
-@tf.autograph.experimental.do_not_convert
-def _average(leaf: Any) -> None:
-    """Updates the moving averages of all variables, once all replicas have their new values."""
-    with step.changed(alone=True):
-        keras_internals.update_average(leaf)
