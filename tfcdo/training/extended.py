@@ -148,7 +148,8 @@ class ReplicaExtended:
         is_keras = step.is_of_keras()
         steps = self._steps(args, kwargs) if replicas > 1 else [ReplicaStep(0, 1)]
         begin = list(tf_internals.tensors_of_graph((args, kwargs)))
-        if not is_keras and steps[0].can_be_empty:
+        some_may_be_empty = any(here.can_be_empty for here in steps)
+        if not is_keras and some_may_be_empty:
             begin += [_none_empty(steps)]
         # Else a replica whose iterator has ended would stop after some of the others' updates.
         all_have_data = [tf.group(*begin)] if begin and not tf.executing_eagerly() else []
@@ -167,7 +168,7 @@ class ReplicaExtended:
 
         with step.running(steps), tf.control_dependencies(all_have_data):
             result = run(_entering(with_examples, steps, all_have_data), args, kwargs)
-            if steps[0].can_be_empty:
+            if some_may_be_empty:
                 statistics.adopt(steps)
         return result
 
