@@ -1,8 +1,8 @@
 """Random training programs, each run on one device and on several replicas.
 
-`case(seed)` draws a program, and `differences(case)` trains it both ways. Run as a script, it tries
-many seeds and prints those that differ. A difference of float32 alone is rounding that an optimizer
-has made large: such a case is repeated in float64, where it must disappear.
+`case(seed)` draws a program, and `compare(case)` trains it both ways. Run as a script, it tries many
+seeds and prints those that differ. A difference of float32 alone is rounding that an optimizer has
+made large: such a case is repeated in float64, where it must disappear.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
+from keras_training import is_own_of_each
 
 import tfcdo
 
-EMBEDDINGS = False  # Whether models of words, which repeat in a batch, are drawn.
 TOLERANCES = {"float32": 2e-5, "float64": 1e-6}  # Parts of the largest value.
 
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -38,7 +38,8 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Lamb": {"learning_rate": [0.01]},
     "Muon": {"learning_rate": [0.01]},
 }
-_MODELS = ["dense", "dense", "convolutional", "recurrent", "attention"]
+# Words repeat in a batch.
+_MODELS = ("dense", "dense", "convolutional", "recurrent", "attention", "words", "words_recurrent")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Case:
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
-def case(seed: int, embeddings: bool | None = None) -> Case:
+def case(seed: int) -> Case:
     """Draws a program."""
     rng = np.random.default_rng(seed)
 
@@ -89,9 +90,7 @@ def case(seed: int, embeddings: bool | None = None) -> Case:
     def chance(probability: float) -> bool:
         return bool(rng.random() < probability)
 
-    with_words = EMBEDDINGS if embeddings is None else embeddings
-    models = [*_MODELS, "words", "words_recurrent"] if with_words else _MODELS
-    model = one_of(*models)
+    model = one_of(*_MODELS)
     optimizer = one_of(*(name for name in _OPTIMIZERS if hasattr(keras.optimizers, name)))
     settings = {name: one_of(*values) for name, values in _OPTIMIZERS[optimizer].items()}
     settings["nesterov"] = settings.get("nesterov") and settings["momentum"] > 0
@@ -295,45 +294,52 @@ def trained(case: Case, replicas: int) -> dict[str, list[np.ndarray]]:
             continue
         value = variable.value
         components = getattr(value, "values", (value,))
-        if hasattr(value, "values") and variable.synchronization == "on_read":
+        if is_own_of_each(variable):
             components = (variable.numpy(),)
         results[variable.path] = [np.asarray(component) for component in components]
     return results
 
 
-def differences(case: Case) -> list[str]:
-    """Trains a case on one device and on its replicas, and says what differs, and by how much."""
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a case's training on several replicas has in common with one device's."""
+
+    largest: float  # The largest difference, as a part of the largest value beside it.
+    found: tuple[str, ...]  # What differs, and by how much; empty if it is rounding only.
+
+
+def compare(case: Case) -> Outcome:
+    """Trains a case on one device and on its replicas; float64 tells rounding from differences."""
+    outcome = _differences(case)
+    if not outcome.found or any("replicas differ" in one for one in outcome.found):
+        return outcome
+    floatx = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    try:
+        in_float64 = _differences(case)
+    finally:
+        keras.config.set_floatx(floatx)
+    if not in_float64.found:
+        return in_float64
+    found = (*outcome.found, "in float64:", *in_float64.found)
+    return Outcome(outcome.largest, found)
+
+
+def _differences(case: Case) -> Outcome:
     expected, actual = trained(case, 0), trained(case, case.replicas)
     tolerance = TOLERANCES[keras.config.floatx()]
-    found = []
+    found, differences = [], []
     # Slots of the optimizer may have other names.
     for (name, [one]), components in zip(expected.items(), actual.values(), strict=True):
         if any(own.tobytes() != components[0].tobytes() for own in components):
             found.append(f"{name}: replicas differ")
         own = components[0].astype(np.float64)
         largest = max(np.abs(one).max(initial=0), 1e-3)
-        difference = np.abs(own - one).max(initial=0) / largest
+        difference = float(np.abs(own - one).max(initial=0) / largest)
+        differences.append(difference)
         if not difference <= tolerance:
             found.append(f"{name}: {difference:.2g}")
-    return found
-
-
-def failures(case: Case) -> list[str]:
-    """Returns the differences of a case that are not rounding, or the error that it raises."""
-    try:
-        found = differences(case)
-        if found and not any("replicas differ" in one for one in found):
-            floatx = keras.config.floatx()
-            keras.config.set_floatx("float64")
-            try:
-                in_float64 = differences(case)
-            finally:
-                keras.config.set_floatx(floatx)
-            found = in_float64 and [*found, "in float64:", *in_float64]
-    except Exception as error:  # Any error is a result.
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        return [f"{type(error).__name__} at {last.filename}:{last.lineno}: {str(error)[:1000]}"]
-    return found
+    return Outcome(max(differences), tuple(found))
 
 
 def main() -> None:
@@ -341,19 +347,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=300, help="number of seeds")
     parser.add_argument("--first", type=int, default=0, help="first seed")
-    parser.add_argument("--embeddings", action="store_true", help="draw models of words, too")
     arguments = parser.parse_args()
     tf.get_logger().setLevel("ERROR")
-    failed = 0
+    failed, largest = 0, 0.0
     for seed in range(arguments.first, arguments.first + arguments.count):
-        drawn = case(seed, arguments.embeddings or None)
-        found = failures(drawn)
-        if found:
+        drawn = case(seed)
+        try:
+            outcome = compare(drawn)
+        except Exception as error:  # Any error is a result.
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{type(error).__name__} at {last.filename}:{last.lineno}"
+            outcome = Outcome(0.0, (f"{where}: {str(error)[:1000]}",))
+        if outcome.found:
             failed += 1
-            print(f"FAILS {drawn}\n  " + "\n  ".join(found), flush=True)
+            print(f"FAILS {drawn}\n  " + "\n  ".join(outcome.found), flush=True)
         else:
-            print(f"ok {seed}", flush=True)
-    print(f"{failed} of {arguments.count} fail")
+            largest = max(largest, outcome.largest)
+            print(f"ok {seed} {outcome.largest:.1e}", flush=True)
+    print(f"{failed} of {arguments.count} fail; the largest difference of others: {largest:.1e}")
     sys.exit(failed > 0)
 
 

@@ -5,8 +5,11 @@ The oracle is Keras's own optimizer on one device. A whole and a sharded state h
 
 from __future__ import annotations
 
+import copy
 import functools
 import pathlib
+import pickle
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -315,6 +318,10 @@ class OwnLoopTest(TrainingTestCase):
             model.fit(*dense_data(), BATCH, verbose=0)
 
 
+def _pickled(model: keras.Model) -> keras.Model:
+    return pickle.loads(pickle.dumps(model))
+
+
 class SavedTest(TrainingTestCase):
     @parameterized.parameters(False, True)
     def test_saved_amid_an_accumulation(self, sharded):
@@ -336,6 +343,19 @@ class SavedTest(TrainingTestCase):
                 loaded = keras.models.load_model(path)
             loaded.fit(inputs[2 * BATCH :], targets[2 * BATCH :], BATCH, **options)
             self.assert_same_training(whole, loaded)
+
+    @parameterized.parameters(
+        (copy.deepcopy, False), (copy.deepcopy, True), (_pickled, False), (_pickled, True)
+    )
+    def test_a_copy_has_the_state_and_trains_on(self, copied, sharded):
+        strategy = strategy_of(2, shard_optimizer_state=sharded)
+        model = fitted(2, OPTIONS["accumulation"], strategy=strategy, examples=3 * BATCH)
+        with strategy.scope(), warnings.catch_warnings():
+            warnings.filterwarnings("error", "Skipping variable loading")
+            own = copied(model)
+        for one in (model, own):
+            one.fit(*dense_data(3 * BATCH), BATCH, shuffle=False, verbose=0)
+        self.assert_same_training(model, own)
 
 
 if __name__ == "__main__":
