@@ -75,6 +75,8 @@ def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) ->
     def create(make: Function, **options: Any) -> tf.Variable:
         if options.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             options["aggregation"] = tf.VariableAggregation.NONE
+            # Not a statistic, whose mean hosts would have to meet for to read it.
+            options["synchronization"] = tf.VariableSynchronization.ON_WRITE
         return make(**options)
 
     ours = getattr(tf.distribute.get_strategy().extended, "sums_once", False)
