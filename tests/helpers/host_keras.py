@@ -125,6 +125,27 @@ def shuffled(strategy: Any) -> dict[str, np.ndarray]:
     return {"seen": 20 * model.get_weights()[0]}
 
 
+def uneven_loop(strategy: Any) -> dict[str, np.ndarray]:
+    """Drops out in a loop of one's own, whose batches leave one host fewer examples than the other.
+
+    In most of them, a host's own replicas have equally many.
+    """
+    with scope(strategy):
+        dropout = keras.layers.Dropout(0.5, seed=5)
+
+    @tf.function
+    def dropped(inputs: Any) -> Any:
+        if strategy is None:
+            return dropout(inputs, training=True)
+        outputs = strategy.run(lambda part: dropout(part, training=True), (inputs,))
+        return strategy.gather(outputs, axis=0)
+
+    data = tf.data.Dataset.from_tensor_slices(np.ones([17, 7], np.float32)).batch(6)
+    if strategy:
+        data = strategy.experimental_distribute_dataset(data)
+    return {"dropped": np.concatenate([dropped(inputs) for inputs in data])}
+
+
 def unlike_sizes(strategy: Any) -> dict[str, np.ndarray]:
     """Predicts and reduces values whose sizes change, more often than keys come back."""
     inputs = np.arange(34 * 4, dtype=np.float32).reshape([34, 4])

@@ -19,6 +19,7 @@ _TRAININGS = {
     "mixed_float16": 5e-3,
     "jit": 3e-5,
     "callbacks": 1e-5,
+    "uneven_loop": 0.0,
 }
 
 
