@@ -73,6 +73,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (Trainer, "make_predict_function", ("self", "force")),
     (Trainer, "_maybe_symbolic_build", ("self", "iterator", "data_batch")),
     (Trainer, "_symbolic_build", ("self", "data_batch")),
+    (_trainer, "_multi_worker_concat", ("v", "strategy")),
     (TFEpochIterator, "_distributed_dataset", ()),
     (TFEpochIterator, "data_adapter", ()),
     (TFEpochIterator, "steps_per_epoch", ()),
@@ -249,11 +250,12 @@ _running_fits = 0
 _iterators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def is_step(function: Any) -> bool:
-    """Returns whether a function is a step of Keras's `fit`, `evaluate` or `predict`."""
+def method_of_step(function: Any) -> str | None:
+    """Returns "fit" for a step of `fit` or `evaluate`, "predict" for one of `predict`; else None."""
     owner = getattr(function, "__self__", None)
-    named = getattr(function, "__module__", None) == _trainer.__name__
-    return named or isinstance(owner, keras.Model) or getattr(function, "is_keras_step", False)
+    if isinstance(owner, keras.Model) or getattr(function, "is_keras_step", False):
+        return "fit"
+    return "predict" if getattr(function, "__module__", None) == _trainer.__name__ else None
 
 
 @contextlib.contextmanager
@@ -331,6 +333,7 @@ def seed_of(seed: Any) -> tf.Tensor:
 
 RANDOM = _random
 LOSSES = _loss
+TRAINER = _trainer
 CompileLoss = _compile_utils.CompileLoss
 adds_metrics_twice = version.adds_metrics_twice(keras.__version__)
 

@@ -145,7 +145,7 @@ def converted(python_function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def distributed_dataset(
-    extended: Any, dataset: tf.data.Dataset, cardinality: tf.Tensor, options: Any
+    extended: Any, dataset: tf.data.Dataset, cardinality: int, options: Any
 ) -> Any:
     """Returns a distributed dataset whose elements are handed to this host's replicas in turn."""
     distributed = _input_util.get_distributed_dataset(

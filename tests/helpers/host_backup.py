@@ -72,8 +72,7 @@ def main(folder: str, *faults: str) -> None:
         )
         adam = keras.optimizers.Adam(0.05, gradient_accumulation_steps=2)
         # A few steps are quicker eagerly than traced.
-        optimizer = tfcdo.keras.DistributedOptimizer(adam)
-        model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=True)
+        model.compile(adam, "mse", metrics=["mae"], run_eagerly=True)
     drawn = np.random.default_rng(0)
     arrays = drawn.normal(size=[45, 4]), drawn.normal(size=[45, 1])
     if run and f",{host}" in faults[run - 1]:
@@ -90,7 +89,7 @@ def main(folder: str, *faults: str) -> None:
     if host == 1 and run < len(faults):
         callbacks.append(_Fault(faults[run].partition(",")[0], _FAULT_BATCHES[run]))
     history = model.fit(
-        tfcdo.keras.resumable(arrays, _BATCH, seed=1),
+        tfcdo.keras.resumable_dataset(arrays, _BATCH, seed=1),
         steps_per_epoch=_STEPS,
         epochs=_EPOCHS,
         verbose=0,

@@ -20,7 +20,6 @@ import numpy as np
 import tensorflow as tf
 
 import tfcdo
-from tfcdo.keras import weight_by_examples
 
 GLOBAL_BATCH = 24  # Divides by 2 x 2 replicas.
 NUM_EXAMPLES = 4 * GLOBAL_BATCH
@@ -135,7 +134,6 @@ def end_of_data(strategy: Any) -> dict[str, np.ndarray]:
         )
 
     if strategy:
-        model = weight_by_examples(model)
         own = parts[strategy.cluster_resolver.task_id]
         batches = [own[start : start + 2] for start in range(0, len(own), 2)]
         data = strategy.distribute_datasets_from_function(lambda _: unknown_length(batches))

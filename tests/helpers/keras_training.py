@@ -164,16 +164,3 @@ class TrainingTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
         start = model_of(layers, "sgd").get_weights()
         moved = [np.abs(a - b).max() for a, b in zip(start, model.get_weights(), strict=True)]
         self.assertGreater(max(moved), 0.003)
-
-
-def with_tables(make: Make) -> keras.Optimizer:
-    """Makes an optimizer that gets the gradient of a table as a table instead of rows.
-
-    Keras alone squares rows, and takes their norm, before those of equal index are added.
-    """
-    optimizer = make()
-    apply = optimizer.apply
-    optimizer.apply = lambda gradients, variables=None: apply(
-        [tf.convert_to_tensor(one) for one in gradients], variables
-    )
-    return optimizer

@@ -115,7 +115,7 @@ class BackupFolderTest(parameterized.TestCase):
 
 class ResumableTest(tf.test.TestCase):
     def test_every_epoch_has_each_example_once_in_its_own_order(self):
-        data = tfcdo.keras.resumable(np.arange(10), batch_size=4, seed=5)
+        data = tfcdo.keras.resumable_dataset(np.arange(10), batch_size=4, seed=5)
         examples = np.concatenate([batch.numpy() for batch in data.take(10)])
         epochs = examples.reshape(4, 10)
         for epoch, order in enumerate(epochs):
@@ -140,7 +140,7 @@ class ResumableTest(tf.test.TestCase):
             def __getitem__(self, index: int) -> Any:
                 return {"x": np.float32(index), "y": np.full([2], index**2)}
 
-        data = tfcdo.keras.resumable(Squares(), 2, shuffle=False)
+        data = tfcdo.keras.resumable_dataset(Squares(), 2, shuffle=False)
         batches = [tf.nest.map_structure(lambda x: x.numpy().tolist(), b) for b in data.take(2)]
         self.assertEqual(
             batches,
@@ -149,13 +149,13 @@ class ResumableTest(tf.test.TestCase):
 
     def test_bad_input(self):
         with self.assertRaisesRegex(ValueError, r"arrays of the same length; got \[2, 3\]"):
-            tfcdo.keras.resumable((np.zeros(2), np.zeros(3)), 1)
+            tfcdo.keras.resumable_dataset((np.zeros(2), np.zeros(3)), 1)
         with self.assertRaisesRegex(ValueError, "at least one example; got none"):
-            tfcdo.keras.resumable(np.zeros([0, 2]), 1)
+            tfcdo.keras.resumable_dataset(np.zeros([0, 2]), 1)
         with self.assertRaisesRegex(TypeError, "data must be arrays, .* got 5"):
-            tfcdo.keras.resumable(5, 1)
+            tfcdo.keras.resumable_dataset(5, 1)
         with self.assertRaisesRegex(ValueError, "batch_size must be at least 1"):
-            tfcdo.keras.resumable(np.zeros(2), 0)
+            tfcdo.keras.resumable_dataset(np.zeros(2), 0)
 
     def test_data_that_cannot_be_resumed_is_named_at_the_start(self):
         folder = self.enter_context(tempfile.TemporaryDirectory())
@@ -184,7 +184,7 @@ class ResumableTest(tf.test.TestCase):
         model.compile("sgd", "mse", run_eagerly=True)
         with self.assertRaisesRegex(ValueError, "steps_per_epoch .* got None"):
             model.fit(
-                tfcdo.keras.resumable(np.zeros(4), 2),
+                tfcdo.keras.resumable_dataset(np.zeros(4), 2),
                 verbose=0,
                 callbacks=[tfcdo.keras.BackupAndRestore(folder)],
             )

@@ -71,18 +71,17 @@ def _layers(exact: bool) -> list[Any]:
     ]
 
 
-def _optimizer(exact: bool, shard: bool) -> keras.Optimizer:
+def _optimizer(exact: bool) -> keras.Optimizer:
     rate = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.9)
     accumulating = {"gradient_accumulation_steps": 2} if exact else {}
-    adam = keras.optimizers.Adam(rate, use_ema=True, ema_momentum=0.9, **accumulating)
-    return tfcdo.keras.DistributedOptimizer(adam, shard_optimizer_state=shard)
+    return keras.optimizers.Adam(rate, use_ema=True, ema_momentum=0.9, **accumulating)
 
 
 def _data(kind: str = "resumable") -> tf.data.Dataset:
     drawn = np.random.default_rng(0)
     arrays = drawn.normal(size=[_EXAMPLES, 4]), drawn.normal(size=[_EXAMPLES, 1])
     if kind == "resumable":
-        return tfcdo.keras.resumable(arrays, _BATCH, seed=3)
+        return tfcdo.keras.resumable_dataset(arrays, _BATCH, seed=3)
     dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(_BATCH)  # Seven batches.
     return dataset.repeat() if kind == "endless" else dataset
 
@@ -106,12 +105,13 @@ class _Training:
                 {"wire_dtype": "bfloat16", "error_feedback": True} if feedback else {}
             )
             ops = tfcdo.AutoAllReduce(**wire)
-            strategy = tfcdo.MirroredStrategy(tu.device_names(replicas), ops)
+            devices = tu.device_names(replicas)
+            strategy = tfcdo.MirroredStrategy(devices, ops, shard_optimizer_state=shard)
         keras.utils.set_random_seed(0)
         with strategy.scope():
             self.model = keras.Sequential(_layers(exact))
             self.model.compile(
-                _optimizer(exact, shard), "mse", metrics=["mae"], steps_per_execution=at_once
+                _optimizer(exact), "mse", metrics=["mae"], steps_per_execution=at_once
             )
         self.record = _Record()
         steps = None if data == "finite" else _STEPS

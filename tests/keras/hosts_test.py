@@ -1,4 +1,4 @@
-"""Tests of what tfcdo.keras adds, on two hosts of two devices each, compared with one device."""
+"""Keras trainings on two hosts of two devices each, compared with one device."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _TRAININGS = {
     "mixed_float16": 5e-3,
     "jit": 3e-5,
     "callbacks": 1e-5,
+    "uneven_loop": 0.0,
 }
 
 
@@ -57,8 +58,8 @@ class HostsTest(tf.test.TestCase):
             for host in results["in_sync"]:
                 self.assertRegex(
                     str(host["message"]),
-                    r"^after step 2, replica 3 \(host 1\) holds other numbers of \S*kernel than "
-                    r"replica 0, by 0\.5\S* at most; of \d+ variables 1 differ somewhere$",
+                    r"^after execution 3 of the train step, replica 3 \(host 1\) holds other "
+                    r"numbers of \S*kernel than replica 0, by 0\.5\S* at most; of \d+ variables 1 ",
                 )
         with self.subTest("other weights are found at once"):
             for host in results["other_weights"]:

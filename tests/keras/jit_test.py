@@ -9,22 +9,21 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
-import testing_utils as tu
 from absl.testing import parameterized
 from keras import optimizers as ko
-from keras_training import TrainingTestCase, dense_data, dense_layers, word_data, word_layers
+from keras_training import (
+    TrainingTestCase,
+    dense_data,
+    dense_layers,
+    strategy_of,
+    word_data,
+    word_layers,
+)
 
-import tfcdo
-from tfcdo import log, xla
-from tfcdo.keras import DistributedOptimizer, jit_compile, weight_by_examples
+from tfcdo import log
+from tfcdo.keras import jit_compile
 
 _TOLERANCE = 3e-5
-
-
-def _strategy(count: int, kind: Any = tfcdo.MirroredStrategy) -> tf.distribute.Strategy:
-    if count == 1:
-        return tf.distribute.get_strategy()
-    return kind(tu.device_names(count), tfcdo.ReductionToOneDevice())
 
 
 def _compiled(strategy: Any, layers: Any, optimizer: Any, jit: bool, **options: Any) -> Any:
@@ -32,9 +31,7 @@ def _compiled(strategy: Any, layers: Any, optimizer: Any, jit: bool, **options: 
     with strategy.scope():
         model = options.pop("model_class", keras.Sequential)(layers())
         metrics = {"metrics": ["mae"], "weighted_metrics": ["mse"]}
-        model.compile(
-            optimizer(), "mse", jit_compile=jit, auto_scale_loss=False, **metrics, **options
-        )
+        model.compile(optimizer(), "mse", jit_compile=jit, **metrics, **options)
     return model
 
 
@@ -64,13 +61,11 @@ def _results_of_training(model: Any) -> list[np.ndarray]:
 
 
 def _accumulating() -> Any:
-    return DistributedOptimizer(
-        ko.Adam(0.05, clipnorm=0.1, epsilon=1e-3), gradient_accumulation_steps=2
-    )
+    return ko.Adam(0.05, clipnorm=0.1, epsilon=1e-3, gradient_accumulation_steps=2)
 
 
 def _scaling() -> Any:
-    return DistributedOptimizer(ko.LossScaleOptimizer(ko.SGD(0.05), 16.0, dynamic_growth_steps=2))
+    return ko.LossScaleOptimizer(ko.SGD(0.05), 16.0, dynamic_growth_steps=2)
 
 
 def _unknown_to_xla(inputs: tf.Tensor) -> tf.Tensor:
@@ -124,39 +119,35 @@ class JitTest(TrainingTestCase):
         self.assertLen(told, len(steps))
         self.assertNotIn("jit_compile", self.warned())
 
-    # The last batch has one example, which leaves a replica without any. TensorFlow's own strategy
-    # needs batches that divide.
+    # The last batch has one example, which leaves a replica without any.
     @parameterized.parameters(False, True)
     def test_trains_as_one_device(self, words):
         layers, data = (word_layers, word_data) if words else (dense_layers, dense_data)
-        examples = 24 if words else 25
         optimizer = _scaling if words else _accumulating
-        kind = tf.distribute.MirroredStrategy if words else tfcdo.MirroredStrategy
         steps = 2 if words else 1
-        model = _compiled(
-            _strategy(2, kind), layers, optimizer, jit=True, steps_per_execution=steps
-        )
-        results = _fit(weight_by_examples(model), data(examples))
+        model = _compiled(strategy_of(2), layers, optimizer, jit=True, steps_per_execution=steps)
+        results = _fit(model, data(25))
         self.assertTrue(model.jit_compile)
         self.assert_compiled("train_step", "test_step")
-        alone = _fit(_compiled(_strategy(1), layers, optimizer, jit=False), data(examples))
+        alone = _fit(_compiled(strategy_of(1), layers, optimizer, jit=False), data(25))
         self.assert_close(alone, results)
 
     def test_statistics_are_as_without_xla(self):
         def layers() -> list[Any]:
             return [*dense_layers(), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
 
-        strategy, sgd = _strategy(2), functools.partial(ko.SGD, 0.05)
+        strategy, sgd = strategy_of(2), functools.partial(ko.SGD, 0.05)
         self.assert_close(
             *[_results_of_training(_compiled(strategy, layers, sgd, jit)) for jit in (False, True)]
         )
 
     def test_an_op_that_xla_does_not_know(self):
-        strategy, sgd = _strategy(2), functools.partial(ko.SGD, 0.05)
+        strategy, sgd = strategy_of(2), functools.partial(ko.SGD, 0.05)
         model = _compiled(strategy, _with_string_op, sgd, jit=True)
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "unsupported operations.*AsSt"):
             model.fit(*dense_data(12), 12, verbose=0)
-        model.compile(ko.SGD(0.05), "mse", jit_compile=False)
+        with strategy.scope():
+            model.compile(ko.SGD(0.05), "mse", jit_compile=False)
         model.fit(*dense_data(12), 12, verbose=0)
 
     @parameterized.parameters(
@@ -167,7 +158,7 @@ class JitTest(TrainingTestCase):
     def test_own_train_step(self, model_class, reason):
         sgd = functools.partial(ko.SGD, 0.05)
         models = (
-            _compiled(_strategy(count), dense_layers, sgd, count > 1, model_class=model_class)
+            _compiled(strategy_of(count), dense_layers, sgd, count > 1, model_class=model_class)
             for count in (1, 2)
         )
         self.assert_close(*map(_results_of_training, models))
@@ -179,14 +170,14 @@ class JitTest(TrainingTestCase):
 
     def test_a_layer_in_which_replicas_meet(self):
         layers = [*dense_layers(), keras.layers.BatchNormalization(synchronized=True)]
-        model = _compiled(_strategy(2), lambda: layers, functools.partial(ko.SGD, 0.05), jit=True)
+        model = _compiled(strategy_of(2), lambda: layers, functools.partial(ko.SGD, 0.05), jit=True)
         model.fit(*dense_data(12), 12, verbose=0)
         self.assertIn("its replicas meet in it", self.warned())
 
     def test_auto_is_without_xla_under_a_strategy(self):
         devices = [mock.Mock(device_type="GPU")]
         with (
-            _strategy(2).scope(),
+            strategy_of(2).scope(),
             mock.patch.object(tf.config, "list_physical_devices", return_value=devices),
         ):
             model = keras.Sequential(dense_layers())
@@ -194,7 +185,7 @@ class JitTest(TrainingTestCase):
             self.assertFalse(model.jit_compile)
 
     def test_own_loop(self):
-        strategy = _strategy(2)
+        strategy = strategy_of(2)
         with strategy.scope():
             weight = tf.Variable([2.0])
             optimizer = ko.SGD(0.25)
@@ -218,7 +209,7 @@ class JitTest(TrainingTestCase):
     )
     def test_bad_arguments(self, arguments, message):
         with self.assertRaisesRegex(TypeError, message):
-            xla.jit_compile(**arguments)
+            jit_compile(**arguments)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Any
 
 import keras
 import numpy as np
@@ -13,9 +12,7 @@ from absl.testing import parameterized
 from keras_training import TrainingTestCase
 
 import tfcdo
-from tfcdo import moving_statistics
-from tfcdo.keras import SynchronizeStatistics
-from tfcdo.keras.statistics import statistics_of
+from tfcdo.training import statistics
 
 
 def model_with_statistics() -> keras.Model:
@@ -38,10 +35,10 @@ def data(examples: int = 24) -> tuple[np.ndarray, np.ndarray]:
     return inputs, inputs.sum(1, keepdims=True)
 
 
-def trained(strategy: tf.distribute.Strategy, *callbacks: Any) -> keras.Model:
+def trained(strategy: tf.distribute.Strategy) -> keras.Model:
     with strategy.scope():
         model = model_with_statistics()
-    model.fit(*data(), 6, verbose=0, shuffle=False, callbacks=list(callbacks))
+    model.fit(*data(), 6, verbose=0, shuffle=False)
     return model
 
 
@@ -61,10 +58,9 @@ class StatisticsTest(TrainingTestCase):
 
     def test_saved_used_and_loaded_agree(self):
         path = pathlib.Path(self.get_temp_dir()) / "model.keras"
-        devices = tu.device_names(3)
-        strategy = tf.distribute.MirroredStrategy(devices, tfcdo.HierarchicalCopyAllReduce())
-        means = [np.mean(own, 0, np.float64) for own in by_replica(trained(strategy))]
-        model = trained(strategy, SynchronizeStatistics())
+        model = trained(tfcdo.MirroredStrategy(tu.device_names(3)))
+        means = [np.mean(own, 0, np.float64) for own in by_replica(model)]
+        inside = model.evaluate(*data(), 6, verbose=0)
         for mean, own in zip(means, by_replica(model), strict=True):
             self.assert_bitwise_equal([tf.constant(copy) for copy in own])
             self.assertAllClose(mean, own[0], rtol=1e-6)
@@ -73,8 +69,7 @@ class StatisticsTest(TrainingTestCase):
         self.assertAllEqual(first, model.layers[0].get_weights()[0])
         model.save(path)
         loaded = keras.models.load_model(path)
-        inside, outside = (m.evaluate(*data(), 6, verbose=0) for m in (model, loaded))
-        self.assertAllClose(inside, outside, rtol=1e-6)
+        self.assertAllClose(inside, loaded.evaluate(*data(), 6, verbose=0), rtol=1e-6)
 
     def test_validation_within_fit_uses_them_too(self):
         strategy = tfcdo.MirroredStrategy(tu.device_names(3))
@@ -87,7 +82,6 @@ class StatisticsTest(TrainingTestCase):
             shuffle=False,
             validation_data=data(12),
             validation_batch_size=6,
-            callbacks=[SynchronizeStatistics()],
         ).history
         self.assertAllClose(
             history["val_loss"][-1], model.evaluate(*data(12), 6, verbose=0), rtol=1e-6
@@ -103,38 +97,26 @@ class StatisticsTest(TrainingTestCase):
         expected = np.random.default_rng(0).normal(size=50).astype(np.float32)
         frozen.assign(expected)
         self.assertAllEqual(expected, frozen)
-        synchronize = SynchronizeStatistics()
-        synchronize.set_model(model)
-        synchronize.on_epoch_end(0)
+        model.predict(np.zeros([7, 40]), verbose=0)
         for copy in strategy.experimental_local_results(frozen.value):
             self.assertAllEqual(expected, copy)
 
-    def test_each_model_and_method(self):
-        strategy = tf.distribute.MirroredStrategy(
-            tu.device_names(2), tfcdo.HierarchicalCopyAllReduce()
-        )
-        synchronize = SynchronizeStatistics()
-        for method in ("evaluate", "predict"):
-            with strategy.scope():
-                model = model_with_statistics()
-            mean = model.layers[1].non_trainable_variables[0].value
+    @parameterized.parameters("evaluate", "predict")
+    def test_each_method(self, method):
+        with tfcdo.MirroredStrategy(tu.device_names(2)).scope():
+            model = model_with_statistics()
+        given = data(6) if method == "evaluate" else data(6)[:1]
+        mean = model.layers[1].non_trainable_variables[0].value
+        for turn in (1.0, 2.0):  # A function that has been made is not made again.
             for replica, copy in enumerate(mean.values):
-                copy.assign([1.0 + replica, 2.0, 4.0 * replica])
-            given = data(6) if method == "evaluate" else data(6)[:1]
-            getattr(model, method)(*given, verbose=0, callbacks=[synchronize])
+                copy.assign([turn + replica, 2.0, 4.0 * replica])
+            getattr(model, method)(*given, verbose=0)
             for copy in mean.values:
-                self.assertAllEqual([1.5, 2.0, 2.0], copy)
-
-    def test_frozen_weights_are_none(self):
-        layers = [keras.layers.Dense(1), keras.layers.BatchNormalization()]
-        layers[0].trainable = layers[1].trainable = False
-        model = keras.Sequential([keras.Input([2]), *layers])
-        names = [variable.name for variable in statistics_of(model)]
-        self.assertEqual(["moving_mean", "moving_variance"], names)
+                self.assertAllEqual([turn + 0.5, 2.0, 2.0], copy)
 
     def test_one_replica(self):
-        expected = trained(tf.distribute.get_strategy(), SynchronizeStatistics())
-        model = trained(tfcdo.MirroredStrategy(tu.device_names(1)), SynchronizeStatistics())
+        expected = trained(tf.distribute.get_strategy())
+        model = trained(tfcdo.MirroredStrategy(tu.device_names(1)))
         self.assert_same_training(expected, model)
 
 
@@ -146,7 +128,7 @@ class WireTest(TrainingTestCase):
 
         def fitted(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
             with strategy.scope():
-                normalization = keras.layers.BatchNormalization(synchronized=True, momentum=0.5)
+                normalization = keras.layers.BatchNormalization(momentum=0.5)
                 model = keras.Sequential([keras.layers.Input((4,)), normalization])
                 model.compile("sgd", "mse")
             model.fit(inputs, inputs, 6, verbose=0, shuffle=False)
@@ -154,7 +136,8 @@ class WireTest(TrainingTestCase):
             return model.get_weights()
 
         ops = tfcdo.AutoAllReduce(wire_dtype="bfloat16")
-        gamma, beta, mean, variance = fitted(tfcdo.MirroredStrategy(tu.device_names(3), ops))
+        strategy = tfcdo.MirroredStrategy(tu.device_names(3), ops, synchronize_batch_norm=True)
+        gamma, beta, mean, variance = fitted(strategy)
         expected = fitted(tf.distribute.get_strategy())
         self.assertAllClose(expected[0], gamma, rtol=0.01)
         self.assertAllClose(expected[1], beta, rtol=0.01)
@@ -173,7 +156,7 @@ class CreationTest(parameterized.TestCase):
     )
     def test_other_variables_stay_as_they_are(self, **changes):
         options = {"trainable": False, "dtype": "float32", **changes}
-        self.assertEqual(moving_statistics.as_kept(options), options)
+        self.assertEqual(statistics.as_kept(options), options)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class ReducesStructures:
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs a function on each replica."""
-        with step.of_keras(keras_internals.is_step(fn)):
+        with step.of_keras(keras_internals.method_of_step(fn)):
             return super().run(fn, args, kwargs, options)  # type: ignore[misc]
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
@@ -145,7 +145,7 @@ class ReplicaExtended:
         meeting = step.all_running()
         if meeting is not None:  # Replicas have met in a step, and go on from there.
             return run(_entering(fn, meeting), args, kwargs)
-        is_keras = step.is_of_keras()
+        is_keras = step.method_of_keras() is not None
         steps = self._steps(args, kwargs) if replicas > 1 else [ReplicaStep(0, 1)]
         begin = list(tf_internals.tensors_of_graph((args, kwargs)))
         some_may_be_empty = any(here.can_be_empty for here in steps)
@@ -201,7 +201,10 @@ class ReplicaExtended:
             return views
         static = {component.shape[0] for component in batch}
         hosts, first = replicas // len(devices), self._first_replica()
-        if len(static) == 1 and None not in static and (hosts == 1 or not tf.executing_eagerly()):
+        # Between hosts only a dataset's own shapes are the same. Inside of its function, `fit` takes
+        # batches of these; what is an argument of a function has the shapes of this host's part.
+        of_dataset = step.method_of_keras() == "fit" and not tf.executing_eagerly()
+        if len(static) == 1 and None not in static and (hosts == 1 or of_dataset):
             rows = [int(static.pop())] * replicas
         elif hosts == 1 and None not in static:
             rows = [int(component.shape[0]) for component in batch]
@@ -299,7 +302,7 @@ class ReplicaExtended:
             return distribute(dataset, options)
         count = len(self.worker_devices)  # type: ignore[attr-defined]
         own = parts.cut(dataset, self._first_replica(), count, replicas)
-        return tf_internals.distributed_dataset(self, own, dataset.cardinality(), options)
+        return tf_internals.distributed_dataset(self, own, int(dataset.cardinality()), options)
 
 
 def _entering(fn: Any, steps: Sequence[ReplicaStep], after: Sequence[Any] = ()) -> Any:
@@ -328,9 +331,9 @@ def _or_stand_in(here: ReplicaStep, value: Any) -> Any:
     """Returns a tensor of rows, or one row of zeros on a replica without examples."""
     if not isinstance(value, tf.Tensor) or not value.shape.rank or (value.shape[0] or 0) > 0:
         return value
-    if tf.executing_eagerly():
-        return tf.zeros([1, *value.shape[1:]], value.dtype)
     one = tf.concat([[1], tf.shape(value)[1:]], 0)
+    if value.shape[0] == 0:
+        return tf.zeros(one, value.dtype)
     rows = tf.cond(here.has_rows, lambda: value, lambda: tf.zeros(one, value.dtype))
     rows.set_shape(value.shape)
     return rows
@@ -340,8 +343,8 @@ def _or_nothing(here: ReplicaStep, value: Any) -> Any:
     """Returns a result, without the row of a stand-in."""
     if not isinstance(value, tf.Tensor) or not value.shape.rank:
         return value
-    if tf.executing_eagerly():
-        return value if here.has_rows else value[:0]
+    if here.known_rows is not None:
+        return value if here.known_rows else value[:0]
     if value.shape[0] is not None:
         return value
     return value[: tf.where(here.has_rows, tf.shape(value)[0], 0)]

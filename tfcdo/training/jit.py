@@ -93,7 +93,7 @@ def make_function(model: keras.Model, name: str) -> None:
 class _KerasStep:
     """A step of Keras that XLA compiles."""
 
-    is_keras_step = True  # For `keras_internals.is_step`.
+    is_keras_step = True  # For `keras_internals.method_of_step`.
 
     def __init__(self, step: Callable[..., Any], optimizer: Any) -> None:
         self._call = jit_compile(step, optimizer)

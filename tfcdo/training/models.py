@@ -39,6 +39,7 @@ def install() -> None:
     extend(trainer, "make_predict_function", _make_predict)
     extend(trainer, "_maybe_symbolic_build", _symbolic_build)
     extend(trainer, "fit", _fit)
+    extend(keras_internals.TRAINER, "_multi_worker_concat", _in_order_of_replicas)
     losses.install()
     draws.install()
     statistics.install()
@@ -74,6 +75,8 @@ def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) ->
     def create(make: Function, **options: Any) -> tf.Variable:
         if options.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             options["aggregation"] = tf.VariableAggregation.NONE
+            # Not a statistic, whose mean hosts would have to meet for to read it.
+            options["synchronization"] = tf.VariableSynchronization.ON_WRITE
         return make(**options)
 
     ours = getattr(tf.distribute.get_strategy().extended, "sums_once", False)
@@ -183,3 +186,12 @@ def _make_predict(own: Function, model: Any, force: bool = False) -> Any:
     own(model, force)
     if _is_ours(model):
         statistics.synchronize(model)
+
+
+def _in_order_of_replicas(own: Function, value: Any, strategy: tf.distribute.Strategy) -> Any:
+    """Concatenates all hosts' results in the order of the replicas."""
+    # Keras expects the first replicas' parts of all hosts before the second replicas', which is how
+    # TensorFlow deals a batch. Here each host has one part of a batch: see `parts.cut`.
+    if getattr(strategy.extended, "sums_once", False):
+        return strategy.gather(value, axis=0)
+    return own(value, strategy)

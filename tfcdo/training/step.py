@@ -122,14 +122,15 @@ def entered(step: ReplicaStep) -> Iterator[ReplicaStep]:
 
 
 @contextlib.contextmanager
-def of_keras(is_keras: bool) -> Iterator[bool]:
-    """Notes whether the step that begins now is one of Keras's `fit`, `evaluate` or `predict`."""
-    yield from _with("is_keras", is_keras)
+def of_keras(method: str | None) -> Iterator[str | None]:
+    """Notes which method of Keras begins a step: "fit", "predict", or None in an own loop."""
+    yield from _with("method", method)
 
 
-def is_of_keras() -> bool:
-    """Returns whether the step that begins now is one of Keras's."""
-    return bool(getattr(_LOCAL, "is_keras", False))
+def method_of_keras() -> str | None:
+    """Returns which method of Keras begins a step now; None in an own loop."""
+    method: str | None = getattr(_LOCAL, "method", None)
+    return method
 
 
 def changed(**changes: Any) -> contextlib.AbstractContextManager[ReplicaStep]:
