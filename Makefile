@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 4 --dist worksteal
 PYTEST := $(BIN)/python -m pytest $(WORKERS)
 
-.PHONY: help demo test test-fast test-versions lint wheel check-wheel coverage docs compat faults ray-test bench third-party clean
+.PHONY: help demo test test-fast test-nightly test-versions lint wheel check-wheel coverage docs compat faults ray-test bench third-party clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -38,6 +38,9 @@ test: $(VENV)/.installed-dev ## Run all tests
 
 test-fast: $(VENV)/.installed-dev ## Run one test of each kind, between two edits
 	@$(PYTEST) -q @tests/fast_tests.txt
+
+test-nightly: $(VENV)/.installed-dev ## Compare 300 random programs with one device
+	@TFCDO_PROGRAMS=300 $(BIN)/python -m pytest -q -s tests/keras/programs_test.py
 
 test-versions: $(VENV)/.installed-versions ## Run test-fast on TensorFlow 2.16 to the newest: docs/versions.md
 	@$(BIN)/nox $(SESSIONS)
