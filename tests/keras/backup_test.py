@@ -71,10 +71,11 @@ def _layers(exact: bool) -> list[Any]:
     ]
 
 
-def _optimizer(exact: bool) -> keras.Optimizer:
+def _optimizer() -> keras.Optimizer:
     rate = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.9)
-    accumulating = {"gradient_accumulation_steps": 2} if exact else {}
-    return keras.optimizers.Adam(rate, use_ema=True, ema_momentum=0.9, **accumulating)
+    return keras.optimizers.Adam(
+        rate, use_ema=True, ema_momentum=0.9, gradient_accumulation_steps=2
+    )
 
 
 def _data(kind: str = "resumable") -> tf.data.Dataset:
@@ -110,9 +111,7 @@ class _Training:
         keras.utils.set_random_seed(0)
         with strategy.scope():
             self.model = keras.Sequential(_layers(exact))
-            self.model.compile(
-                _optimizer(exact), "mse", metrics=["mae"], steps_per_execution=at_once
-            )
+            self.model.compile(_optimizer(), "mse", metrics=["mae"], steps_per_execution=at_once)
         self.record = _Record()
         steps = None if data == "finite" else _STEPS
         self.history = self.model.fit(
@@ -195,6 +194,7 @@ class ExactTest(BackupTestCase):
         self.assertNotIn(0, training.record.logs)
 
     def test_on_other_numbers_of_replicas(self):
+        """Amid an accumulation, after odd numbers of batches."""
         undisturbed = _undisturbed(exact=False)
         for after, replicas in (3, 2), (9, 1):
             self.interrupted(after, self.backup(save_freq=1), replicas=replicas, exact=False)
@@ -292,6 +292,16 @@ class _First(keras.callbacks.Callback):
 
 
 class BadInputTest(BackupTestCase):
+    # Noticed by the next backup, and at the end.
+    @parameterized.parameters(3, _EPOCHS * _STEPS)
+    def test_a_backup_that_cannot_be_written_ends_the_training(self, save_freq: int):
+        full = OSError("No space left on device")
+        with (
+            mock.patch.object(backup_folder.BackupFolder, "write", side_effect=full),
+            self.assertRaisesRegex(OSError, "No space left"),
+        ):
+            _Training(self.backup(save_freq=save_freq), exact=False)
+
     def test_another_model_or_optimizer(self):
         self.interrupted(1, self.backup(save_freq=1), exact=False)
         names = self.names()

@@ -41,7 +41,7 @@ class ComparisonTest(TrainingTestCase):
         self.assertIsNone(comparison.difference())
         _break(model, variable, replica)
         self.assertRegex(
-            comparison.difference(),
+            str(comparison.difference()),
             rf"^replica {replica} holds other numbers of \S*{variable} than replica 0, by "
             r"0\.25\d* at most; of 6 variables 1 differ somewhere$",
         )
