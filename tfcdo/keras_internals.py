@@ -251,7 +251,7 @@ _iterators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def method_of_step(function: Any) -> str | None:
-    """Returns "fit" for a step of `fit` or `evaluate`, "predict" for one of `predict`; else None."""
+    """Returns "fit" for a step of `fit` or `evaluate`, "predict" for `predict`'s; else None."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, keras.Model) or getattr(function, "is_keras_step", False):
         return "fit"

@@ -201,8 +201,8 @@ class ReplicaExtended:
             return views
         static = {component.shape[0] for component in batch}
         hosts, first = replicas // len(devices), self._first_replica()
-        # Between hosts only a dataset's own shapes are the same. Inside of its function, `fit` takes
-        # batches of these; what is an argument of a function has the shapes of this host's part.
+        # Between hosts only a dataset's own shapes are the same. `fit` takes its batches inside of
+        # its function; an argument of a function has the shapes of this host's part.
         of_dataset = step.method_of_keras() == "fit" and not tf.executing_eagerly()
         if len(static) == 1 and None not in static and (hosts == 1 or of_dataset):
             rows = [int(static.pop())] * replicas
