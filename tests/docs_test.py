@@ -240,22 +240,10 @@ def _strings(file: pathlib.Path) -> Iterator[str]:
 
 
 # virtual_devices is no case: its example must come before TensorFlow starts.
-_MODULES = (
-    *(f"tfcdo.plan.{name}" for name in ("algorithms", "copy_tree", "lower_bound", "packing")),
-    *(f"tfcdo.plan.{name}" for name in ("plan", "schedule", "simulator")),
-    *(f"tfcdo.topology.{name}" for name in ("detection", "measurement", "presets", "topology")),
-    "tfcdo.cross_device_ops",
-    "tfcdo.execute.nccl",
-    "tfcdo.keras.backup",
-    "tfcdo.keras.in_sync",
-    "tfcdo.keras.optimizer",
-    "tfcdo.keras.statistics",
-    "tfcdo.keras.trace_summary",
-    "tfcdo.keras.uneven",
-    "tfcdo.plot.gantt",
-    "tfcdo.replica_extended",
-    "tfcdo.plot.trace",
-    "tfcdo.plot.trees",
+_MODULES = sorted(
+    ".".join(file.relative_to(_ROOT).with_suffix("").parts)
+    for file in (_ROOT / "tfcdo").rglob("*.py")
+    if ">>> " in file.read_text(encoding="utf-8") and file.stem != "virtual_devices"
 )
 
 
@@ -273,7 +261,9 @@ class DocstringsTest(parameterized.TestCase):
     def test_examples_of(self, name: str):
         told: list[str] = []
         runner = doctest.DocTestRunner(verbose=False)
-        for examples in doctest.DocTestFinder().find(importlib.import_module(name)):
+        public = {"tfcdo": tfcdo, **{one: getattr(tfcdo, one) for one in tfcdo.__all__}}
+        module = importlib.import_module(name)
+        for examples in doctest.DocTestFinder().find(module, extraglobs=public):
             runner.run(examples, out=told.append)
         self.assertEqual(runner.failures, 0, "".join(told))
         self.assertGreater(runner.tries, 0, f"{name} has no example")

@@ -127,7 +127,8 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         up differently, or if this host's port is in use; the message names it.
 
     Example:
-      >>> strategy = MultiWorkerMirroredStrategy()  # Without TF_CONFIG, one host on its own.
+      >>> # Without TF_CONFIG, one host on its own.
+      >>> strategy = MultiWorkerMirroredStrategy(devices_per_worker=1)
       >>> strategy.num_replicas_in_sync
       1
     """

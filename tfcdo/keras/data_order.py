@@ -68,7 +68,7 @@ def resumable_dataset(
     Example:
       >>> data = resumable_dataset((np.arange(4), np.arange(4) * 2), batch_size=2, seed=1)
       >>> [x.numpy().tolist() for x, y in data.take(4)]
-      [[2, 1], [0, 3], [2, 0], [1, 3]]
+      [[0, 3], [1, 2], [0, 3], [2, 1]]
     """
     checks.check_int("batch_size", batch_size, at_least=1)
     checks.check_int("seed", seed, at_least=0)
