@@ -51,7 +51,11 @@ NAMES: tuple[private_names.Member, ...] = (
     (TFOptimizer, "_overwrite_model_variables_with_average_value", ("self", "trainable_variables")),
     (TFOptimizer, "_all_reduce_sum_gradients", ("self", "grads_and_vars")),
     (TFOptimizer, "_apply_weight_decay", ("self", "variables")),
-    (TFOptimizer, "_backend_update_step", ("self", "grads", "trainable_variables", "learning_rate")),
+    (
+        TFOptimizer,
+        "_backend_update_step",
+        ("self", "grads", "trainable_variables", "learning_rate"),
+    ),
     (TFOptimizer, "_distribution_strategy", ()),
     (TFOptimizer, "add_variable_from_reference", ("self", "reference_variable", "name")),
     (TFOptimizer, "assign", ("self", "variable", "value")),

@@ -44,7 +44,10 @@ def main() -> None:
     import training_cases
 
     trainings = {one.name: one for one in training_cases.TRAININGS}
-    lines = [f"| Keras {keras.__version__} | TensorFlow {tf.__version__} | tfcdo |", "|---|---|---|"]
+    lines = [
+        f"| Keras {keras.__version__} | TensorFlow {tf.__version__} | tfcdo |",
+        "|---|---|---|",
+    ]
     for name, label in ROWS.items():
         cells = [cell(trainings[name], library) for library in ("TensorFlow", "tfcdo")]
         lines.append(f"| {label} | {cells[0]} | {cells[1]} |")

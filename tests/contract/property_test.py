@@ -111,7 +111,7 @@ class BatchReduceTest(tu.ValuesMixin, tf.test.TestCase):
                 self.assertAllEqual(own[0].dense_shape, table.dense_shape)
                 indices = [row for rows in value.rows[:count] for row in rows]
                 if "sum_equal_rows" in ops._arguments:
-                    indices = np.unique(indices)
+                    indices = np.unique(indices).tolist()
                 self.assertAllEqual(indices, table.indices)
                 dtype_found, table = table.values.dtype, tu.dense(table, hypothesis_batches.ROWS)
             else:

@@ -122,7 +122,7 @@ class MeanTest(tf.test.TestCase, parameterized.TestCase):
         rows = tf.IndexedSlices(tf.constant([[100], [-128]], tf.int8), tf.constant([2, 5]))
         (result,) = tu.all_reduce(ops, MEAN, [tu.per_replica([rows] * 3)])
         self.assertEqual(tf.float32, result.value.dtype)
-        third = np.float32([[100], [-128]]) / 3
+        third = np.array([[100], [-128]], np.float32) / 3
         self.assertAllEqual(np.concatenate([third] * 3), result.value.values)
 
 

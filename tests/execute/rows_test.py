@@ -87,7 +87,9 @@ def all_reduce(
 ) -> list[list[tf.IndexedSlices]]:
     """Runs a plan with one pack of all values: `[value][device]`."""
     specs = [ValueSpec(own[0].dtype.name, (None, 2), rows=True) for own in values]
-    plan = one_pack(tree, *specs, kind="rows", root=RootStep(divide=divide), sum_equal_rows=sum_equal)
+    plan = one_pack(
+        tree, *specs, kind="rows", root=RootStep(divide=divide), sum_equal_rows=sum_equal
+    )
     return interpreter.run(plan, values, tu.device_names(tree.num_devices), interpreter.Runtime())
 
 

@@ -1,7 +1,7 @@
 """Random training programs, each run on one device and on several replicas.
 
-`case(seed)` draws a program, and `compare(case)` trains it both ways. Run as a script, it tries many
-seeds and prints those that differ. A difference of float32 alone is rounding that an optimizer has
+`case(seed)` draws a program, and `compare(case)` trains it both ways. Run as a script, it tries
+many seeds and prints those that differ. A difference of float32 alone is rounding that an optimizer has
 made large: such a case is repeated in float64, where it must disappear.
 """
 
@@ -111,7 +111,7 @@ def case(seed: int) -> Case:
     examples = batch * steps - (int(rng.integers(batch)) if chance(0.7) else 0)
     eager = chance(0.15)
     jit = not eager and chance(0.06)
-    masked = model == "recurrent" and chance(0.5) or model == "words_recurrent" and chance(0.5)
+    masked = (model == "recurrent" and chance(0.5)) or (model == "words_recurrent" and chance(0.5))
     weighted = chance(0.3)
     return Case(
         seed=seed,

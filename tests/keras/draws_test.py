@@ -22,7 +22,9 @@ RANDOM: dict[str, Callable[[], list[Any]]] = {
     "alpha_dropout": lambda: [kl.AlphaDropout(0.4)],
     "lstm": lambda: [kl.LSTM(4, dropout=0.3, recurrent_dropout=0.3, return_sequences=True)],
     "gru": lambda: [kl.GRU(4, dropout=0.3, recurrent_dropout=0.3, return_sequences=True)],
-    "bidirectional": lambda: [kl.Bidirectional(kl.SimpleRNN(3, dropout=0.3, return_sequences=True))],
+    "bidirectional": lambda: [
+        kl.Bidirectional(kl.SimpleRNN(3, dropout=0.3, return_sequences=True))
+    ],
     "reshaped": lambda: [
         kl.Reshape([_STEPS * _WIDTH]),
         kl.Dropout(0.4),

@@ -70,7 +70,7 @@ def trained_on_sentences(
             losses,
             # Reported once for each batch.
             metrics={"tags": "accuracy"},
-            loss_weights={name: 0.5 for name in losses},
+            loss_weights=dict.fromkeys(losses, 0.5),
             jit_compile=jit,
             run_eagerly=run_eagerly,
         )

@@ -105,7 +105,9 @@ class TrafficTest(TrainingTestCase):
                 table, optimizer = keras.Variable(np.ones([6, 2], np.float32)), make()
 
             def step(optimizer: Any = optimizer, table: Any = table) -> None:
-                gradient = tf.IndexedSlices(tf.ones([2, 2]), tf.constant([4, 1]), tf.constant([6, 2]))
+                gradient = tf.IndexedSlices(
+                    tf.ones([2, 2]), tf.constant([4, 1]), tf.constant([6, 2])
+                )
                 optimizer.apply([gradient], [table])
 
             for _ in range(2):
@@ -129,7 +131,9 @@ class TrafficTest(TrainingTestCase):
 
 class RefusalsTest(TrainingTestCase):
     def test_not_a_bool(self):
-        with self.assertRaisesRegex(TypeError, "shard_optimizer_state must be True or False; got 1"):
+        with self.assertRaisesRegex(
+            TypeError, "shard_optimizer_state must be True or False; got 1"
+        ):
             tfcdo.MirroredStrategy(tu.device_names(2), shard_optimizer_state=1)  # type: ignore[arg-type]
 
     @parameterized.parameters(tf.distribute.ReductionToOneDevice, tfcdo.ReductionToOneDevice)
@@ -164,7 +168,7 @@ class FailureTest(TrainingTestCase):
         step(tf.ones([4]))
 
     def test_slots_of_no_variable(self):
-        """An optimizer's own variables are on all devices, as they belong to none of the model's."""
+        """An optimizer's own variables belong to none of the model's: they are on all devices."""
 
         class Custom(ko.SGD):
             def build(self, variables: Any) -> None:

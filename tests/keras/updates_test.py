@@ -312,9 +312,7 @@ class OwnLoopTest(TrainingTestCase):
         optimizer = ko.SGD()
         with strategy_of(2).scope():
             model = model_of(dense_layers, optimizer)
-        with self.assertRaisesRegex(
-            ValueError, "'sgd.*' must be made in the scope of"
-        ):
+        with self.assertRaisesRegex(ValueError, "'sgd.*' must be made in the scope of"):
             model.fit(*dense_data(), BATCH, verbose=0)
 
 

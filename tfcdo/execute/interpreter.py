@@ -138,9 +138,7 @@ def _root_step(plan: Plan, index: int, total: list[Any], root: str, runtime: Run
         with tf.name_scope("across_hosts"):
             match pack.kind:
                 case "rows":
-                    total = rows.add_other_hosts(
-                        total, runtime.exchange, root, pack.sum_equal_rows
-                    )
+                    total = rows.add_other_hosts(total, runtime.exchange, root, pack.sum_equal_rows)
                 case "concat":
                     total = runtime.exchange.concat(total, runtime.axis, root)
                 case _:
