@@ -108,8 +108,8 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
       require_nccl: raise `RuntimeError` where NCCL cannot sum some values, rather than use copy
         trees; only with "nccl". This is not about `tf.IndexedSlices`, which go along copy trees.
       sparse_as_dense: whether each replica's `tf.IndexedSlices` become a dense tensor first, and
-        the result is dense, as in Horovod. False: the result has the rows of all replicas one after the
-        other, which is what one device has for the whole batch. With a dense gradient an optimizer
+        the result is dense, as in Horovod. False: the result has the rows of all replicas one after
+        the other, as one device has them for the whole batch. With a dense gradient an optimizer
         squares and clips the sum of the rows of an index, and changes all rows of the table, where
         it would square and clip each row and may leave others as they are: Adam, RMSprop, Adagrad
         and clipping train otherwise. The table is sent once in each direction, the rows of all

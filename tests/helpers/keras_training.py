@@ -49,7 +49,8 @@ def word_data(examples: int = BATCH) -> Data:
 def word_layers() -> list[Any]:
     return [
         keras.layers.Input((3,), dtype="int32"),
-        keras.layers.Embedding(9, 2),
+        # A constraint changes rows that no word has touched.
+        keras.layers.Embedding(9, 2, embeddings_constraint=keras.constraints.MaxNorm(0.05)),
         keras.layers.Flatten(),
         keras.layers.Dense(2),
     ]

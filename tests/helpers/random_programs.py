@@ -1,8 +1,8 @@
 """Random training programs, each run on one device and on several replicas.
 
 `case(seed)` draws a program, and `compare(case)` trains it both ways. Run as a script, it tries
-many seeds and prints those that differ. A difference of float32 alone is rounding that an optimizer has
-made large: such a case is repeated in float64, where it must disappear.
+many seeds and prints those that differ. A difference of float32 alone is rounding that an optimizer
+has made large: such a case is repeated in float64, where it must disappear.
 """
 
 from __future__ import annotations
