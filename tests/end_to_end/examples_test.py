@@ -1,4 +1,4 @@
-"""The examples, against training on one device; that of Ray has its own file."""
+"""The examples, against training on one device; those of Ray and of backends have own files."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
             "own_algorithm",
             "multi_worker",
             "ray_train",
+            "backends",
         }
         self.assertEqual(names, tested | others)
 

@@ -22,6 +22,8 @@ Function = Callable[..., Any]
 
 def install() -> None:
     """Has tfcdo's functions stand before Keras's; later calls do nothing."""
+    if keras.backend.backend() != "tensorflow":
+        return  # `keras_internals` has said so.
     extend = keras_internals.extend
     for optimizer_class in (keras_internals.BaseOptimizer, *keras_internals.WRAPPERS):
         extend(optimizer_class, "apply", _apply)

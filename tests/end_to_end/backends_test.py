@@ -1,0 +1,97 @@
+"""One script on Keras's backends TensorFlow and JAX: the same losses, those of one device."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import runpy
+import subprocess
+import sys
+import unittest
+from unittest import mock
+
+import keras
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tfcdo
+
+_EXAMPLE = pathlib.Path(__file__).absolute().parents[2] / "examples" / "backends.py"
+_CLUSTER = {"worker": ["localhost:1", "localhost:2"]}
+
+
+@functools.cache
+def losses_on(backend: str) -> list[float]:
+    """Runs the example in a process of its own, as a backend is chosen once."""
+    ran = subprocess.run(
+        [sys.executable, _EXAMPLE],
+        env={
+            **os.environ,
+            "KERAS_BACKEND": backend,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    found = re.search(rf"^{backend} on 4 devices: (.*)$", ran.stdout, re.MULTILINE)
+    assert found, ran.stdout + ran.stderr
+    return json.loads(found[1])
+
+
+class BackendsTest(tf.test.TestCase, parameterized.TestCase):
+    def test_tensorflow(self):
+        with (
+            mock.patch.object(tfcdo.keras, "set_distribution"),
+            mock.patch.object(tfcdo, "configure_virtual_cpus"),
+        ):
+            expected = runpy.run_path(str(_EXAMPLE))["losses"]["loss"]
+        self.assertAllClose(expected, losses_on("tensorflow"), 1e-5, 1e-5)
+
+    @unittest.skipUnless(importlib.util.find_spec("jax"), "needs JAX: pip install 'tfcdo[docs]'")
+    def test_jax(self):
+        self.assertAllClose(losses_on("tensorflow"), losses_on("jax"), 1e-5, 1e-5)
+
+
+class SetDistributionTest(tf.test.TestCase, parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.addCleanup(tf.distribute.experimental_set_strategy, None)
+
+    def test_devices_of_the_distribution(self):
+        data_parallel = keras.distribution.DataParallel(devices=["cpu:0"])
+        tfcdo.keras.set_distribution(data_parallel)
+        strategy = tf.distribute.get_strategy()
+        self.assertIsInstance(strategy, tfcdo.MirroredStrategy)
+        self.assertEqual(["CPU:0"], [one[-5:] for one in strategy.extended.worker_devices])
+        model = keras.Sequential([keras.layers.Input([2]), keras.layers.Dense(1)])
+        self.assertIs(strategy, model.distribute_strategy)
+        tfcdo.keras.set_distribution(keras.distribution.DataParallel)
+        count = len(keras.distribution.list_devices())
+        self.assertEqual(count, tf.distribute.get_strategy().num_replicas_in_sync)
+        tfcdo.keras.set_distribution(None)
+        self.assertFalse(tf.distribute.has_strategy())
+
+    def test_what_tensorflow_lacks(self):
+        mesh = keras.distribution.DeviceMesh((1, 1), ["batch", "model"], ["cpu:0"])
+        layout = keras.distribution.LayoutMap(mesh)
+        parallel = keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
+        with self.assertRaisesRegex(TypeError, "distribution must be .*shard_optimizer_state"):
+            tfcdo.keras.set_distribution(parallel)
+
+    def test_several_hosts_need_the_class(self):
+        data_parallel = keras.distribution.DataParallel(devices=["cpu:0"])
+        tf_config = {"cluster": _CLUSTER, "task": {"type": "worker", "index": 0}}
+        with (
+            mock.patch.dict(os.environ, TF_CONFIG=json.dumps(tf_config)),
+            self.assertRaisesRegex(ValueError, "must be the class keras.distribution.DataParallel"),
+        ):
+            tfcdo.keras.set_distribution(data_parallel)
+
+
+if __name__ == "__main__":
+    tf.test.main()
