@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from tfcdo.topology.links import Resource, link_name, ordered_pairs
@@ -59,6 +60,35 @@ def draw_machine(num_devices: int, seed: int) -> Topology:
                 held = [bridges[ends]]
         routes.append(Route(source, target, held, via_host=(source, target) not in wires))
     return Topology.from_routes(f"drawn:{num_devices}:{seed}", num_devices, routes)
+
+
+def draw_buses(num_devices: int, seed: int) -> Topology:
+    """Draws a machine of unlike wires, of which three in five share one or two buses."""
+    rng = random.Random(f"buses {num_devices} {seed}")
+    buses = [Resource(f"bus {i}", _speed(rng)) for i in range(rng.randint(1, 2))]
+    bus_of = [rng.choice(buses) for _ in range(num_devices)]
+    held: dict[tuple[int, int], tuple[float, list[Resource]]] = {}
+    for a, b in itertools.combinations(range(num_devices), 2):
+        shared = list(dict.fromkeys((bus_of[a], bus_of[b]))) if rng.random() < 0.6 else []
+        held[a, b] = held[b, a] = _speed(rng), shared
+    routes = [
+        Route(*pair, [Resource(link_name(*pair), held[pair][0]), *held[pair][1]])
+        for pair in ordered_pairs(num_devices)
+    ]
+    return Topology.from_routes(f"buses:{num_devices}:{seed}", num_devices, routes)
+
+
+def draw_slow_link(num_devices: int, seed: int) -> Topology:
+    """Draws a machine of equal wires but for one, 3 to 100 times slower one way or both."""
+    rng = random.Random(f"slow link {num_devices} {seed}")
+    speed, factor = _speed(rng), 10 ** rng.uniform(0.5, 2)
+    a, b = rng.sample(range(num_devices), 2)
+    slow = {(a, b), (b, a)} if rng.random() < 0.5 else {(a, b)}
+    routes = [
+        Route(*pair, [Resource(link_name(*pair), speed / factor if pair in slow else speed)])
+        for pair in ordered_pairs(num_devices)
+    ]
+    return Topology.from_routes(f"slow link:{num_devices}:{seed}", num_devices, routes)
 
 
 def _connected(num_devices: int, rng: random.Random) -> list[tuple[int, int]]:

@@ -12,10 +12,10 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import networkx as nx
-from drawn_machines import draw_machine
+from drawn_machines import draw_buses, draw_machine, draw_slow_link
 
 from tfcdo.plan import algorithms, lower_bound, simulator
 from tfcdo.topology.presets import preset
@@ -95,9 +95,11 @@ def row(name: str, machines: Iterable[Topology], num_bytes: int) -> str:
     )
 
 
-def drawn(sizes: Sequence[int], seeds: int) -> list[Topology]:
+def drawn(
+    sizes: Sequence[int], seeds: int, draw: Callable[[int, int], Topology] = draw_machine
+) -> list[Topology]:
     """Returns machines of several sizes."""
-    return [draw_machine(devices, seed) for devices in sizes for seed in range(seeds)]
+    return [draw(devices, seed) for devices in sizes for seed in range(seeds)]
 
 
 def groups() -> dict[str, list[Topology]]:
@@ -105,6 +107,8 @@ def groups() -> dict[str, list[Topology]]:
     presets = (("nvswitch", 8), ("nvswitch", 16), ("pcie", 4), ("pcie", 8), ("fully_connected", 8))
     return {
         "drawn, 2 to 4 devices": drawn((2, 3, 4), 5),
+        "shared buses, 2 to 4 devices": drawn((2, 3, 4), 4, draw_buses),
+        "one slow link, 2 to 4 devices": drawn((2, 3, 4), 4, draw_slow_link),
         "drawn, 5 to 9 devices": drawn(range(5, 10), 3),
         "drawn, 10 to 16 devices": drawn(range(10, 17), 2),
         "drawn, 17 to 32 devices": drawn((17, 20, 24, 28, 32), 2),

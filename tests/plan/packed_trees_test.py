@@ -9,7 +9,7 @@ import sys
 import hypothesis
 import plan_testing
 from absl.testing import absltest, parameterized
-from drawn_machines import draw_machine
+from drawn_machines import draw_buses, draw_machine, draw_slow_link
 from hypothesis import strategies as st
 
 from tfcdo.plan import algorithms, copy_tree, packed_trees, simulator
@@ -42,6 +42,12 @@ class RatiosTest(plan_testing.PlanTestCase):
         (preset("nvswitch"), {100 * MB: 1.28}),
         (preset("pcie"), {100 * MB: 1.12}),
         (draw_machine(9, 2), {GB: 1.15}),
+        # Few devices with unlike links, shared buses or one slow link, and larger parts.
+        (draw_machine(3, 52), {GB: 1.12}),
+        (draw_buses(4, 52), {GB: 1.08}),
+        (draw_slow_link(4, 52), {GB: 1.07}),
+        (DGX1.subset((0, 1, 5, 6)), {GB: 1.085}),
+        (DGX1.subset((0, 4, 5, 6, 1)), {GB: 1.19}),
     )
     def test_ratio(self, machine, most):
         for num_bytes, ratio in most.items():
