@@ -104,10 +104,10 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         `tfcdo launch` says, else all GPUs, or all (virtual) CPU devices that are configured.
       wire_between: "bfloat16" or "float16" to send all-reduced float32 and float64 values between
         hosts in half of the bytes or less, "int8" for about a quarter. Sums are formed in the
-        values' own dtype: each value that is sent is rounded once, and each sum once; docs/wire.md
-        has the bound. Packs under 4 KiB, values that are reduced alone (losses, metrics,
-        statistics), rows and gathered values are exact. NCCL then does not all-reduce over all
-        GPUs: it would add in 16 bits.
+        values' own dtype: each value that is sent is rounded once, and each sum once;
+        docs/wire-numerics.md has the bound. Packs under 4 KiB, values that are reduced alone
+        (losses, metrics, statistics), rows and gathered values are exact. NCCL then does not
+        all-reduce over all GPUs: it would add in 16 bits.
       error_feedback: whether the errors of `wire_between` are added to the values of the next step;
         recommended with "int8". They are kept in variables as large as the gradients, saved with
         `tf.train.Checkpoint(ops=strategy.cross_device_ops)`. Errors inside a host are the
@@ -200,7 +200,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
           the first host has ended.
 
         Example:
-          >>> tfcdo.MultiWorkerMirroredStrategy().host_delays()  # Without TF_CONFIG.
+          >>> MultiWorkerMirroredStrategy().host_delays()  # Without TF_CONFIG.
           ()
         """
         joined = session.current()

@@ -205,7 +205,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
           RuntimeError: as `reduce`.
 
         Example:
-          >>> ops = HierarchicalCopyAllReduce(num_packs=2)
+          >>> import tfcdo
+          >>> ops = tfcdo.HierarchicalCopyAllReduce(num_packs=2)
           >>> ops.explain([(1000,)], devices=["/cpu:0", "/cpu:1"]).num_packs
           2
         """
