@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 import tfcdo
-from tfcdo.plan import CopyTree, algorithms, path, simulator
+from tfcdo import plan
+from tfcdo.plan import CopyTree, path
 from tfcdo.topology import preset
 
 ALONG_NVLINKS = (0, 1, 2, 3, 7, 6, 5, 4)
@@ -23,11 +24,11 @@ def ring_in_order(order: Sequence[int]) -> tuple[CopyTree, ...]:
     return tuple(path((*order[i:], *order[:i]), root=order[i]) for i in range(len(order)))
 
 
-def milliseconds(algorithm: algorithms.Algorithm, num_bytes: int) -> float:
+def milliseconds(algorithm: str | Sequence[CopyTree], num_bytes: int) -> float:
     """Returns the simulated time of an all-reduce on a DGX-1."""
     machine = preset("dgx1")
-    schedule = algorithms.scheduler(algorithm, machine)(num_bytes, None)
-    return 1e3 * simulator.robust_seconds(schedule, machine)
+    schedule = plan.make_schedule(algorithm, machine, num_bytes)
+    return 1e3 * plan.robust_seconds(schedule, machine)
 
 
 def all_reduce(trees: Sequence[CopyTree], devices: Sequence[str]) -> list[tf.Tensor]:

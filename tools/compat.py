@@ -15,29 +15,76 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from compat_cases import CASES, Case, Refused
-from compat_rows import Row, first_words
+from compat_rows import MAX_CELL, Row, escaped, first_words
+
+from tfcdo import version
 
 # By kind of work, seconds that a worker may take for all of it.
 TIMEOUT_SECONDS = {"calls": 120, "trainings": 1800}
 LIBRARIES = ("TensorFlow", "tfcdo")
-_TRAININGS_HEADING = """
-## Keras on 2, 3 and 5 replicas, against one device
+# The trainings that a user meets first, by their names.
+FIRST = (
+    "`global_clipnorm`",
+    "`gradient_accumulation_steps`",
+    "`Dropout`",
+    "a last batch of 7 examples, a dense model",
+    "a first batch that does not divide",
+    "sentences with a mask",
+    "an embedding of repeated words, `Adam`",
+    "`mixed_float16`, with the `LossScaleOptimizer` that `compile` adds",
+    "`jit_compile=True`",
+    "`BatchNormalization()`",
+)
+_PAGE = """\
+# Compatibility
 
-The same model, batches and seed, trained for 4 steps on one device and on 2, 3 and 5 virtual
-ones, or on as many replicas as a row says: the largest difference of weights, and of all losses and
-metrics that `fit` and `evaluate` report, over all numbers of replicas. TensorFlow's column is
-`tf.distribute.MirroredStrategy` with `ReductionToOneDevice`, whose sums are correct. In tfcdo's
-only the strategy's line is changed, to `tfcdo.MirroredStrategy()`, or to one with the option that a
-row names.
-✓: equal but for rounding; ~: not, for the reason given; ✗: an error, or a silent difference.
+tfcdo gives the results of one device in {tfcdo_equal} of {trainings} trainings, and TensorFlow's
+strategy in {tensorflow_equal}. Of {calls} single calls, tfcdo's classes pass {tfcdo_passed} and
+TensorFlow's {tensorflow_passed}.
 
-| Keras {keras} | TensorFlow {tensorflow} | tfcdo |
-|---|---|---|
+Made by `make compat` on virtual CPU devices; do not edit. TensorFlow {tensorflow}, Keras {keras},
+tfcdo {tfcdo}.
+
+✓: equal to one device up to rounding, or a correct result. ~: not equal, for the reason given. ✗:
+an incorrect result, or an error.
+
+## Ten cases that users meet first
+
+The number is the largest difference of a weight from one-device training. The next section
+explains it.
+
+{first}
+## Keras trainings
+
+The same model, batches and seed are trained for 4 steps on one device and on 2, 3 and 5 virtual
+ones, or on the number of replicas in the row. The first number is the largest difference of
+weights. The second one is the largest difference of the losses and metrics that `fit` and
+`evaluate` report. Both are the largest over all numbers of replicas.
+
+TensorFlow's column is `tf.distribute.MirroredStrategy` with `ReductionToOneDevice`, whose sums
+are correct. In tfcdo's column only the strategy is changed: to `tfcdo.MirroredStrategy()`, or to
+one with the option in the row.
+
+{training_tables}
+## Single calls
+
+Each call is made with TensorFlow's class and with tfcdo's class of the same name. A call with an
+incorrect argument passes if its error names the argument.
+
+{call_tables}
+## Messages in full
+
+<details>
+<summary>The messages that the tables shorten</summary>
+
+{messages}
+</details>
 """
+Rows = Mapping[str, Sequence[Row]]
 
 
 def run(names: Sequence[str], command: Sequence[str], seconds: float) -> list[Row]:
@@ -63,30 +110,52 @@ def run(names: Sequence[str], command: Sequence[str], seconds: float) -> list[Ro
     return rows
 
 
-def table(rows: Mapping[str, Sequence[Row]]) -> str:
-    """Returns a line for each case, TensorFlow's outcome before tfcdo's."""
-    return "".join(
-        f"| {theirs.name} | {theirs.cell} | {ours.cell} |\n"
-        for theirs, ours in zip(*(rows[library] for library in LIBRARIES), strict=True)
+def page(calls: Rows, trainings: Rows) -> str:
+    """Writes the page, in Markdown, from the rows of each library."""
+    import compat_cases
+    import training_cases
+
+    both = [*zip(calls["TensorFlow"], calls["tfcdo"], strict=True)]
+    both += zip(trainings["TensorFlow"], trainings["tfcdo"], strict=True)
+    pairs = {theirs.name: (theirs, ours) for theirs, ours in both}
+    texts = [row.text for pair in both for row in pair if len(row.text) > MAX_CELL]
+    return _PAGE.format(
+        **{
+            f"{library.lower()}_{word}": sum(row.mark == "✓" for row in rows[library])
+            for word, rows in (("equal", trainings), ("passed", calls))
+            for library in LIBRARIES
+        },
+        trainings=len(trainings["tfcdo"]),
+        calls=len(calls["tfcdo"]),
+        **{package: version_of(package) for package in ("tensorflow", "keras")},
+        tfcdo=version.__version__,
+        first=_table(
+            (theirs.name, theirs.verdict, ours.verdict)
+            for theirs, ours in (pairs[name] for name in FIRST)
+        ),
+        training_tables=_folded(training_cases.SUBJECTS, pairs),
+        call_tables=_folded(compat_cases.SUBJECTS, pairs),
+        messages="".join(f"* {escaped(text)}\n" for text in dict.fromkeys(texts)),
     )
 
 
-def page(calls: Mapping[str, Sequence[Row]], trainings: Mapping[str, Sequence[Row]]) -> str:
-    """Writes the page, in Markdown."""
-    version = version_of("tensorflow")
-    failed = {name: sum(row.mark == "✗" for row in rows) for name, rows in calls.items()}
-    return (
-        "# The same cases through TensorFlow's classes and tfcdo's\n\n"
-        "Made by `make compat`, which runs both on virtual CPU devices; do not edit.\n"
-        f"TensorFlow {version}. ✗: an incorrect result, or an error that does not name the "
-        "problem.\n"
-        f"TensorFlow's classes fail {failed['TensorFlow']} of {len(CASES)} cases and tfcdo's "
-        f"{failed['tfcdo']}.\n\n"
-        f"| case | TensorFlow {version} | tfcdo |\n|---|---|---|\n"
-        + table(calls)
-        + _TRAININGS_HEADING.format(keras=version_of("keras"), tensorflow=version)
-        + table(trainings)
-    )
+def _folded(subjects: Mapping[str, Sequence[Any]], pairs: Mapping[str, tuple[Row, Row]]) -> str:
+    """Returns a table for each subject, with the numbers of its good rows as the title."""
+    parts = []
+    for subject, cases in subjects.items():
+        rows = [pairs[case.name] for case in cases]
+        theirs, ours = (sum(row.mark == "✓" for row in side) for side in zip(*rows, strict=True))
+        table = _table((theirs.name, theirs.cell, ours.cell) for theirs, ours in rows)
+        parts.append(
+            f"<details>\n<summary>{subject}: TensorFlow {theirs} of {len(rows)}, "
+            f"tfcdo {ours} of {len(rows)}</summary>\n\n{table}\n</details>\n"
+        )
+    return "\n".join(parts)
+
+
+def _table(lines: Iterable[tuple[str, str, str]]) -> str:
+    rows = (f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(("| case | TensorFlow | tfcdo |\n", "|---|---|---|\n", *rows))
 
 
 def version_of(package: str) -> str:

@@ -204,7 +204,7 @@ def _counting(count: int) -> Case:
 
 _EMBEDDING = [[1.0], [0.0], [0.0], [6.0]]
 
-CASES = (
+SUMS = (
     *map(_counting, (1, 2, 3, 4, 5, 6, 7, 8)),
     Case(
         "3 devices, MEAN of 1, 2, 3",
@@ -217,6 +217,8 @@ CASES = (
         6.0,
     ),
     Case("Keras `fit` on 3 devices", _fit, "the weights of one-device training"),
+)
+PACKS = (
     Case(
         "3 devices, 4 packs",
         lambda lib: _sum(lib.HierarchicalCopyAllReduce(4), _values(*[[1.0] * 8] * 3)),
@@ -282,6 +284,8 @@ CASES = (
         lambda lib: _traced(lib.HierarchicalCopyAllReduce()),
         [[4.0, 6.0]] * 2,
     ),
+)
+EMBEDDINGS_AND_DEVICES = (
     Case(
         "`IndexedSlices`",
         lambda lib: _sum(lib.HierarchicalCopyAllReduce(), _embedding()),
@@ -315,6 +319,8 @@ CASES = (
         lambda lib: _gather(lib.HierarchicalCopyAllReduce()),
         [[1.0], [2.0], [3.0], [4.0]],
     ),
+)
+ARGUMENTS = (
     Case(
         "gather of replicas with unlike shapes, (2, 1) and (1, 2) along axis 0",
         lambda lib: _gather_unlike_shapes(lib.HierarchicalCopyAllReduce()),
@@ -371,6 +377,13 @@ CASES = (
         Refused("value_destination_pairs"),
     ),
 )
+SUBJECTS = {
+    "Sums": SUMS,
+    "Packs and dtypes": PACKS,
+    "Embeddings and destinations": EMBEDDINGS_AND_DEVICES,
+    "Incorrect arguments": ARGUMENTS,
+}
+CASES = tuple(case for part in SUBJECTS.values() for case in part)
 
 
 def _two_dtypes() -> Any:

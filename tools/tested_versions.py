@@ -29,8 +29,10 @@ _HEADING = """\
 # Versions
 
 Made by `make test-versions`: each line is a run of the fast tests (`tests/fast_tests.txt`, one of
-each kind) in an environment of its own, on Linux. A combination that is not here was not run; tfcdo
-is developed on the newest TensorFlow and Python 3.11, where each submission runs all tests.
+each kind) in an environment of its own, on Linux. A combination that is not in the table was not
+run. A run shows tfcdo as it was on its date, without features that are newer.
+
+tfcdo is developed on the newest TensorFlow and Python 3.11, where each submission runs all tests.
 
 | | Keras 3 | tf_keras (Keras 2) |
 |---|---|---|

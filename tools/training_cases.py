@@ -205,12 +205,14 @@ XLA: dict[str, Any] = {
     "compile": {"jit_compile": True},
     "reason": "TensorFlow compiles no step with XLA for several CPU devices",
 }
-TRAININGS = (
+MODELS = (
     Training("a dense model", dense),
     Training("an own loop", dense, lambda: optimizers.Adam(0.05, clipnorm=0.1), loop=True),
     Training("a convolutional model", convolutional, data=pictures),
     Training("a recurrent model", recurrent, data=sequences),
     Training("an attention model", attention, data=sequences),
+)
+EMBEDDINGS = (
     embedded("`SGD`", lambda: optimizers.SGD(0.1, momentum=0.5)),
     embedded("`Adam`", lambda: optimizers.Adam(0.05)),
     embedded("`RMSprop`", lambda: optimizers.RMSprop(0.05)),
@@ -226,6 +228,8 @@ TRAININGS = (
         lambda: optimizers.Adam(0.05),
         options={"shard_optimizer_state": True},
     ),
+)
+OPTIMIZERS = (
     Training("`clipnorm`", dense, lambda: optimizers.SGD(0.5, clipnorm=0.05)),
     Training("`clipvalue`", dense, lambda: optimizers.SGD(0.5, clipvalue=0.02)),
     Training("`global_clipnorm`", dense, lambda: optimizers.SGD(0.5, global_clipnorm=0.05)),
@@ -280,6 +284,8 @@ TRAININGS = (
         lambda: optimizers.SGD(0.2, global_clipnorm=0.5),
         tolerance=2e-3,
     ),
+)
+NORMALIZATION = (
     Training("`BatchNormalization(synchronized=True)`", lambda: normalized(synchronized=True)),
     Training(
         # In 16 bits, the variance of these inputs is lost in the rounding of their mean.
@@ -292,8 +298,7 @@ TRAININGS = (
     Training(
         "`BatchNormalization()`",
         normalized,
-        reason="each replica normalizes its own part of a batch, as Keras means it; "
-        "`synchronize_batch_norm=True` of tfcdo's strategies is the other way",
+        reason="each replica normalizes its own part, as in Keras",
     ),
     Training(
         "`BatchNormalization()`, `synchronize_batch_norm=True`",
@@ -306,6 +311,8 @@ TRAININGS = (
         evaluate_batch=BATCH,
         saved_only=True,
     ),
+)
+RANDOM_NUMBERS = (
     *(
         Training(f"`{type(make()).__name__}`", lambda make=make: dense(make()))  # type: ignore[misc]
         for make in (
@@ -338,6 +345,8 @@ TRAININGS = (
         data=sequences,
     ),
     Training("`Dropout`, `jit_compile=True`", lambda: dense(layers.Dropout(0.5)), **XLA),
+)
+UNEVEN_BATCHES = (
     Training("metrics over batches that do not divide", dense, evaluate_batch=14),
     Training("a first batch that does not divide", dense, data=lambda: numbers(BATCH - 7)),
     uneven("a dense model", 7, dense),
@@ -353,6 +362,8 @@ TRAININGS = (
         compile={"loss": ["mse", "binary_crossentropy"]},
         metrics=(),
     ),
+)
+LOSSES = (
     Training("a loss over the whole batch, `global_batch`", dense, compile={"loss": Contrastive()}),
     uneven("`global_batch`", 7, dense, compile={"loss": Contrastive()}),
     Training("sample weights", dense, data=weighted_numbers),
@@ -366,7 +377,20 @@ TRAININGS = (
     ),
     Training("regularization losses", lambda: dense(kernel_regularizer="l2")),
     Training("`add_loss`", lambda: dense(Penalty())),
+)
+EXECUTION = (
     Training("`steps_per_execution=2`", dense, compile={"steps_per_execution": 2}),
     Training("`run_eagerly=True`", dense, compile={"run_eagerly": True}),
     Training("`jit_compile=True`", dense, **XLA),
 )
+SUBJECTS = {
+    "Models": MODELS,
+    "Embeddings": EMBEDDINGS,
+    "Optimizers": OPTIMIZERS,
+    "Batch normalization": NORMALIZATION,
+    "Random numbers": RANDOM_NUMBERS,
+    "Uneven batches and masks": UNEVEN_BATCHES,
+    "Losses and weights": LOSSES,
+    "Execution": EXECUTION,
+}
+TRAININGS = tuple(training for part in SUBJECTS.values() for training in part)

@@ -82,7 +82,8 @@ class CommandTest(cli_testing.CommandTestCase):
         result = _tfcdo("demo", hidden=module)
         self.assertEqual(result.returncode, 1)
         self.assertEqual(
-            result.stderr, f"tfcdo: {package} is not installed: pip install 'tfcdo[{extra}]'\n"
+            result.stderr,
+            f"tfcdo: {package} is not installed: in a clone of tfcdo, pip install '.[{extra}]'\n",
         )
 
     def test_matplotlib_is_missed_before_anything_is_computed(self):
@@ -90,7 +91,8 @@ class CommandTest(cli_testing.CommandTestCase):
         result = _tfcdo(*arguments, hidden="matplotlib")
         self.assertEqual((result.returncode, result.stdout), (1, ""))
         self.assertEqual(
-            result.stderr, "tfcdo: matplotlib is not installed: pip install 'tfcdo[plot]'\n"
+            result.stderr,
+            "tfcdo: matplotlib is not installed: in a clone of tfcdo, pip install '.[plot]'\n",
         )
 
     def test_a_missing_module_that_no_extra_brings_is_not_hidden(self):

@@ -21,7 +21,7 @@ from absl.testing import absltest
 _SECONDS = 1200  # Alone on a machine with two cores it takes about five minutes.
 
 
-@unittest.skipUnless(importlib.util.find_spec("ray"), "needs Ray: pip install 'tfcdo[ray]'")
+@unittest.skipUnless(importlib.util.find_spec("ray"), "needs Ray: pip install '.[ray]'")
 class RayTest(absltest.TestCase):
     def test_five_kills_and_three_changes_of_size_end_with_the_weights_of_one_device(self):
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))

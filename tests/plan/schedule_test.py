@@ -101,6 +101,22 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
         with self.assertRaisesRegex(ValueError, "one of one_device, ring, .*auto; got 'rings'"):
             algorithms.make_schedule("rings", preset("dgx1"), 100)
 
+    def test_trees_of_a_user_get_the_packs_in_turn(self):
+        trees = [star(4, 2), binomial(4, 1)]
+        schedule = algorithms.make_schedule(trees, preset("nvswitch", 4), 10, 3)
+        self.assertEqual([pack.tree for pack in schedule.packs], [*trees, trees[0]])
+        self.assertEqual([pack.size for pack in schedule.packs], [3, 3, 4])
+
+    @parameterized.parameters(
+        ([star(3, 0)], ValueError, r"algorithm\[0\] must span the 4 devices .* a tree over 3"),
+        ([], ValueError, "a name or at least one copy tree; got"),
+        ([(None, 0)], TypeError, r"a name or a list of copy trees; got \[\(None, 0\)\]"),
+        (5, TypeError, "a name or a list of copy trees; got 5"),
+    )
+    def test_invalid_trees(self, trees, error, message):
+        with self.assertRaisesRegex(error, message):
+            algorithms.make_schedule(trees, preset("nvswitch", 4), 10)
+
     @parameterized.product(
         plan=[
             lambda *sizes: algorithms.make_schedule("ring", *sizes),

@@ -100,7 +100,7 @@ def _problem_of_devices(devices: Sequence[str]) -> tuple[str, str] | None:
     if types[0] not in tf_internals.device_types_with_kernel(OP):
         return (
             f"no {OP} kernel is registered for {types[0]} devices in this TensorFlow",
-            "use tfcdo.HierarchicalCopyAllReduce() here, or GPUs and a TensorFlow built with NCCL",
+            "use tfcdo.AutoAllReduce() here, or GPUs and a TensorFlow built with NCCL",
         )
     return _problem_of_physical_devices([spec.device_index for spec in specs], types[0])
 

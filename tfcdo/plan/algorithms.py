@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from tfcdo import checks, log
 from tfcdo.plan import copy_tree, lower_bound, packed_trees, simulator
@@ -85,7 +85,7 @@ def scheduler(algorithm: Algorithm, topology: Topology) -> Scheduler:
 
 
 def make_schedule(
-    algorithm: str,
+    algorithm: str | Sequence[CopyTree],
     topology: Topology,
     num_bytes: int,
     num_packs: int | None = None,
@@ -94,7 +94,8 @@ def make_schedule(
 
     Args:
       algorithm: one of `ALGORITHMS`; "packed_trees" plans for this machine, "auto" takes the
-        fastest of the others.
+        fastest of the others. Or copy trees over the topology's devices, which the packs get in
+        turn.
       topology: the machine.
       num_bytes: how many bytes each device holds; 0 gives a schedule without packs.
       num_packs: cut the data into this many packs whose sizes differ by at most one byte; by
@@ -105,8 +106,10 @@ def make_schedule(
       The same arguments give the same schedule, in any process.
 
     Raises:
-      ValueError: if the algorithm is unknown, `num_bytes` is negative or `num_packs` is below 1.
-      TypeError: if `num_bytes` or `num_packs` is not an int.
+      ValueError: if the algorithm is unknown or its trees have another number of devices,
+        `num_bytes` is negative or `num_packs` is below 1.
+      TypeError: if `algorithm` is neither a name nor copy trees, or `num_bytes` or `num_packs` is
+        not an int.
 
     Example:
       >>> from tfcdo import plan
@@ -115,9 +118,17 @@ def make_schedule(
       >>> len(schedule.packs), schedule.packs[3].size, schedule.packs[3].tree.root
       (8, 100, 3)
     """
-    check_algorithm(algorithm)
     checks.check_sizes(num_bytes, num_packs)
+    if not isinstance(algorithm, str):
+        return scheduler(_checked_trees(algorithm), topology)(num_bytes, num_packs)
+    check_algorithm(algorithm)
     return _make_schedule(algorithm, topology, num_bytes, num_packs)
+
+
+def _checked_trees(trees: Any) -> tuple[CopyTree, ...]:
+    if isinstance(trees, Sequence) and all(isinstance(tree, CopyTree) for tree in trees):
+        return tuple(trees)
+    raise TypeError(f"algorithm must be a name or a list of copy trees; got {trees!r}")
 
 
 # Behind the checks, because to the cache 1e8 and True are the same as 10**8 and 1.

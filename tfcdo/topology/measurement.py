@@ -234,7 +234,7 @@ def _cliques_over_edges(edges: Sequence[tuple[Pair, Pair]]) -> Iterator[list[Pai
         import networkx as nx
     except ImportError as error:
         raise ImportError(
-            "measuring links needs networkx: pip install 'tfcdo[cli]' or 'tfcdo[plot]'"
+            "measuring links needs networkx: in a clone of tfcdo, pip install '.[cli]'"
         ) from error
     covered: set[Sequence[Pair]] = set()
     cliques = map(sorted, nx.find_cliques(nx.Graph(edges)))
