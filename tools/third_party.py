@@ -31,6 +31,9 @@ has the largest difference of the results to one device. ✓: at most 3e-5. The 
 | library | program | TensorFlow | tfcdo |
 |---|---|---|---|
 {rows}
+
+In BERT's row, Keras clips each replica's gradients before they are summed under TensorFlow's
+strategy.
 """
 
 

@@ -195,9 +195,9 @@ def keras_hub_gpt2(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     inputs = {"token_ids": TOKENS, "padding_mask": np.ones_like(TOKENS)}
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     targets = np.roll(TOKENS, -1, axis=1)
-    return _fit(
-        keras, strategy, make, inputs, targets, optimizer=keras.optimizers.SGD(0.1), loss=loss
-    )
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.1)
+    return _fit(keras, strategy, make, inputs, targets, optimizer=optimizer, loss=loss)
 
 
 def keras_rs(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
@@ -211,9 +211,9 @@ def keras_rs(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
         crossed = library.layers.FeatureCross()(embedded, embedded)
         return keras.Model(tokens, keras.layers.Dense(1)(crossed))
 
-    return _fit(
-        keras, strategy, make, TOKENS, TARGETS, optimizer=keras.optimizers.SGD(0.1), loss="mse"
-    )
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.1)
+    return _fit(keras, strategy, make, TOKENS, TARGETS, optimizer=optimizer, loss="mse")
 
 
 def recommenders(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
