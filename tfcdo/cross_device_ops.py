@@ -109,16 +109,16 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         trees; only with "nccl". This is not about `tf.IndexedSlices`, which go along copy trees.
       sparse_as_dense: whether each replica's `tf.IndexedSlices` become a dense tensor first, and
         the result is dense, as in Horovod. False: the result has the rows of all replicas one after
-        the other, as one device has them for the whole batch. With a dense gradient an optimizer
-        squares and clips the sum of the rows of an index, and changes all rows of the table, where
-        it would square and clip each row and may leave others as they are: Adam, RMSprop, Adagrad
-        and clipping train otherwise. The table is sent once in each direction, the rows of all
-        replicas are sent to each replica. Slices without `dense_shape` are sent as rows.
+        the other, as one device has them for the whole batch. True sends the table once in each
+        direction, instead of the rows of all replicas to each replica. It changes the training with
+        Adam, RMSprop, Adagrad and clipping: they square or clip the sum of the rows of an index,
+        not each row, and change all rows of the table. Slices without `dense_shape` are sent as
+        rows.
       sum_equal_rows: whether rows of the same index are added before they are copied to the
         replicas, as rows or as tables, whichever has fewer bytes. The result is `tf.IndexedSlices`
-        of each index once, sorted. Where words repeat, this sends fewer bytes, and an optimizer
-        that squares or clips rows trains otherwise than on one device. SGD without clipping does
-        not.
+        of each index once, sorted. This sends fewer bytes where words repeat. It changes the
+        training with optimizers that square or clip rows; SGD without clipping trains as on one
+        device.
       wire_dtype: "bfloat16" or "float16" to send float32 and float64 in 16 bits: they are cast
         before each copy to another device and added in their own dtype where they arrive, so that
         only copies are rounded, never partial sums. Replicas stay bitwise identical. None to

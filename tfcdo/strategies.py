@@ -1,4 +1,4 @@
-"""TensorFlow's strategies, on which Keras 3 works and whose all-reduces are tfcdo's."""
+"""TensorFlow's strategies with tfcdo's all-reduces, for Keras 3."""
 # Longer than 400 lines: half of them are the documentation of two public classes.
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BYTES_PER_PACK = 4 << 20
 
 
 class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
-    """`tf.distribute.MirroredStrategy` with tfcdo's all-reduces, on which Keras 3 works.
+    """`tf.distribute.MirroredStrategy` for Keras 3: trains as one device, with tfcdo's all-reduces.
 
     Args:
       devices: the devices' names, one replica each; None for all GPUs, or the CPU.
@@ -85,7 +85,7 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
 
 
 class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMirroredStrategy):
-    """`tf.distribute.MultiWorkerMirroredStrategy` with tfcdo's all-reduces, on which Keras 3 works.
+    """`tf.distribute.MultiWorkerMirroredStrategy` for Keras 3, with tfcdo's all-reduces.
 
     Inside a host, values are summed as `cross_device_ops` says; between hosts, one device a host
     exchanges each pack. Where NCCL can run, and neither `implementation` nor `cross_device_ops`

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.metadata
 import pathlib
 import platform
@@ -15,6 +14,7 @@ from typing import Any
 
 import compat
 import compat_rows
+import loss_curves
 import performance
 import tensorflow as tf
 import tested_versions
@@ -25,6 +25,8 @@ from compat_cases import CASES, Case, Refused
 from performance import AUTO, BEGIN, DEFAULT, END, Target
 from training_cases import TRAININGS, Training, dense
 from training_runs import judge as judge_training
+
+import tfcdo
 
 PAGE = pathlib.Path(compat.__file__).parent.parent / "docs" / "compat.md"
 _LIBRARY = types.SimpleNamespace()
@@ -127,7 +129,6 @@ class PageTest(absltest.TestCase):
         version = compat.version_of("tensorflow")
         if f"TensorFlow {version}," not in page:
             self.skipTest(f"docs/compat.md is not of TensorFlow {version}")
-        tfcdo = importlib.import_module("tfcdo")
         lines = page.splitlines()
         with contextlib.ExitStack() as stack:
             # Another test file of this process may have loaded NCCL's kernel for CPUs.
@@ -206,6 +207,17 @@ class RecordTest(absltest.TestCase):
 
 
 class TrainingsTest(tf.test.TestCase):
+    def test_losses_of_the_picture(self):
+        one = tf.distribute.MirroredStrategy(tu.device_names(1))
+        theirs = tf.distribute.MirroredStrategy(tu.device_names(4))
+        ours = tfcdo.MirroredStrategy(tu.device_names(4))
+        losses = [loss_curves.train(strategy, epochs=1)[0] for strategy in (one, theirs, ours)]
+        self.assertAllClose(losses[2], losses[0], rtol=1e-4)
+        self.assertGreater(abs(losses[1] - losses[0]), 0.1)
+        names = ("one device", "4 devices, TensorFlow", "4 devices, tfcdo")
+        drawn = loss_curves.draw(dict(zip(names, ([loss] for loss in losses), strict=True)))
+        self.assertLen(drawn.axes[0].lines, 3)
+
     def test_accuracy_is_that_of_float32(self):
         wires = ("float32", "float16, error feedback")
         accuracies = [wire.recommender_accuracy(one, 2, 8_000, 40, 30) for one in wires]

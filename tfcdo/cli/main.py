@@ -25,7 +25,9 @@ def main() -> None:
         if missing not in _EXTRAS:
             raise
         package, extra = _EXTRAS[missing]
-        sys.exit(f"tfcdo: {package} is not installed: in a clone of tfcdo, pip install '.[{extra}]'")
+        sys.exit(
+            f"tfcdo: {package} is not installed: in a clone of tfcdo, pip install '.[{extra}]'"
+        )
 
 
 if __name__ == "__main__":

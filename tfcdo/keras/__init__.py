@@ -1,4 +1,4 @@
-"""Additions for Keras beside the strategies."""
+"""Additions for Keras, next to the strategies."""
 
 from __future__ import annotations
 
