@@ -192,6 +192,19 @@ def _maximum(library: Any) -> Any:
     return _sum(ops, _values([1.0, 9.0], [5.0, 2.0]))
 
 
+def _data_parallel(library: Any) -> int:
+    """Sets Keras's distribution by Keras's function, or by tfcdo's; returns the replicas."""
+    import keras
+    import tensorflow as tf
+
+    set_distribution = getattr(library, "keras", keras.distribution).set_distribution
+    set_distribution(keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]))
+    try:
+        return tf.distribute.get_strategy().num_replicas_in_sync
+    finally:
+        set_distribution(None)
+
+
 def _counting(count: int) -> Case:
     """Returns the case of the sum of 1, 2, ... over as many devices."""
     held = range(1, count + 1)
@@ -217,6 +230,7 @@ SUMS = (
         6.0,
     ),
     Case("Keras `fit` on 3 devices", _fit, "the weights of one-device training"),
+    Case("replicas of `DataParallel` over 2 devices", _data_parallel, 2),
 )
 PACKS = (
     Case(
