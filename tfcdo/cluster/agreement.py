@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from absl import logging
 
-from tfcdo.cluster import config, difference
+from tfcdo.cluster import config, protocol
 from tfcdo.cluster.errors import DisagreementError, LateHostError
 
 Description = Mapping[str, Any]
@@ -112,7 +112,7 @@ class Agreement:
                     details = f"{names[0]} comes to the {brief(mine)}, "
                     details += f"{names[1]} to the {brief(strange[0])}"
                 else:
-                    details = difference.between(mine, names[0], strange[0], names[1])
+                    details = protocol.differences(mine, names[0], strange[0], names[1])
                 return f"the programs of {me} and {they} differ: {details}"
         return None
 

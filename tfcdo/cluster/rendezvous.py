@@ -30,7 +30,7 @@ import msgspec
 from absl import logging
 
 from tfcdo import environment
-from tfcdo.cluster import config, difference
+from tfcdo.cluster import config, protocol
 from tfcdo.cluster.errors import RendezvousError
 
 Setting = str | int | float | bool | None | list[str]
@@ -159,7 +159,7 @@ def _await_all(job: _Job, listener: socket.socket, arrived: dict[int, _Arrival])
             arrived[host] = new
             if not problem and new.greeting.settings != dict(job.settings):
                 names = cluster.name(0), cluster.name(host)
-                details = difference.between(
+                details = protocol.differences(
                     job.settings, names[0], new.greeting.settings, names[1]
                 )
                 problem = f"the hosts are not set up alike: {details}"

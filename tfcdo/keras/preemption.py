@@ -97,7 +97,7 @@ class Preemption:
 
     def _must_leave_alone(self) -> bool:
         """Returns whether this host was told to leave; others learn it from `_listen`."""
-        return _signalled.is_set() or (self._session is None and environment.resize_is_wanted())
+        return _signalled.is_set()
 
     def _end_with_the_run(self) -> None:
         """Ends this process when `tfcdo launch` ends a run that has failed."""
@@ -123,8 +123,6 @@ class Preemption:
                     return
                 if tf_internals.preemption_notice(0.01) is not None:
                     self._announce("TensorFlow's notice")
-                elif environment.resize_is_wanted():
-                    self._announce("the number of workers changes")
         except tf.errors.OpError as error:  # The chief is gone, and the training fails by itself.
             logging.info("tfcdo: notices of preemption are no longer heard: %s", error)
         finally:
