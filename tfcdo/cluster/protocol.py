@@ -101,18 +101,21 @@ class Kinds:
 
     def name(self, description: Description) -> str:
         """Returns a kind's name; no other membership's kind has it."""
-        return digest({**description, "membership": self._membership})
+        return digest(self._complete(description))
+
+    def _complete(self, description: Description) -> Description:
+        return {**description, "membership": self._membership}
 
     def come_to(self, description: Description) -> int | None:
         """Notes that this host comes to a kind; returns its place if it must be announced."""
         name = self.name(description)
         place = None if name in self.own else len(self.own)
-        self.own.setdefault(name, description)
+        self.own.setdefault(name, self._complete(description))
         return place
 
-    def hear(self, host: int, description: Description) -> None:
-        """Notes what another host has announced."""
-        self.heard[host][self.name(description)] = description
+    def hear(self, host: int, announced: Description) -> None:
+        """Notes what another host has announced, as it stands in that host's `own`."""
+        self.heard[host][digest(announced)] = announced
 
     def late(self, name: str) -> int | None:
         """Returns a host that has not announced a kind, or None: then the chief may number it."""
@@ -191,32 +194,47 @@ class Leaving:
 
     def __init__(self, host: int, hosts: int) -> None:
         self._host = host
-        self._begun = [None if other != host else 0 for other in range(hosts)]
-        self.is_noticed = False
+        self._begun: list[int | None] = [None] * hosts
+        self._begun[host] = 0
+        self._is_held = False
         self.decision: int | None = None
         self.is_off = False  # No step is common, or the others cannot be asked.
 
-    def may_begin(self, call: int) -> bool:
-        """Returns whether the host begins a call, the first being 1; else it waits."""
-        if self.is_noticed:
-            return self.decision is not None and call <= self.decision
-        self._begun[self._host] = call
-        return True
+    def hold(self) -> None:
+        """Begins no call until there is a decision: this machine will be taken away."""
+        self._is_held = True
+
+    def may_begin(self, call: int) -> bool | None:
+        """Returns whether the host begins a call, the first being 1; None: wait, or is off."""
+        if not self._is_held:
+            self._begun[self._host] = call
+            return True
+        return None if self.decision is None else call <= self.decision
+
+    def must_leave(self, calls: int) -> bool | None:
+        """Returns whether to leave after this many calls, with a backup; None: wait, or is off."""
+        if not self._is_held:
+            return False
+        return None if self.decision is None else calls >= self.decision
 
     def notice(self) -> int:
         """Returns the last call that has begun here, for the others to hear."""
-        self.is_noticed = True
+        self._is_held = True
         return self._begun[self._host] or 0
 
     def hear(self, host: int, begun: int) -> None:
         """Hears which call another host has begun."""
         self._begun[host] = begun
 
+    @property
+    def unheard(self) -> list[int]:
+        """Returns the hosts that have not said which call they have begun."""
+        return [host for host, begun in enumerate(self._begun) if begun is None]
+
     def proposal(self, waited: float) -> str | None:
-        """Returns what to propose, or None to wait."""
-        known = [begun for begun in self._begun if begun is not None]
-        if len(known) == len(self._begun):
-            return str(max(known))
+        """Returns what to propose after waiting for the others, or None to wait on."""
+        if not self.unheard:
+            return str(max(begun for begun in self._begun if begun is not None))
         return NO_STEP if waited >= ANSWER_SECONDS else None
 
     def decide(self, decision: str | None) -> None:
@@ -224,10 +242,6 @@ class Leaving:
         self.is_off = decision in (None, NO_STEP)
         if decision is not None and not self.is_off:
             self.decision = int(decision)
-
-    def must_leave(self, calls: int) -> bool | None:
-        """Returns whether to leave after this many calls, with a backup; None: wait, or is off."""
-        return None if self.decision is None else calls >= self.decision
 
 
 def may_end(written: Iterable[bool]) -> bool:

@@ -192,7 +192,7 @@ class BackupAndRestore(Callback):
         is_due = isinstance(self.save_freq, int) and _passes(self._progress, new, self.save_freq)
         if is_due or (self.snapshot_every and _passes(self._progress, new, self.snapshot_every)):
             self._save(to_disk=is_due)
-        if self._preemption.must_leave(self._calls):
+        if not self._is_complete() and self._preemption.must_leave(self._calls):
             self._leave()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -203,8 +203,9 @@ class BackupAndRestore(Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Removes the backups, because the training is complete; Keras calls it."""
+        self._preemption.complete()
+        self._finish_writing()  # A SIGTERM meanwhile does not end the process.
         self._preemption.stop()
-        self._finish_writing()
         if self._memory is not None:
             self._memory.remove()
             backup_folder.remove_abandoned(self.backup_dir)  # Of hosts that have left.
@@ -243,20 +244,22 @@ class BackupAndRestore(Callback):
 
     def _leave(self) -> None:
         """Makes a backup and ends the process, as all hosts do after this step."""
-        parameters = self.params or {}
-        is_last_epoch = self._progress.epoch == parameters.get("epochs", 0) - 1
-        if is_last_epoch and self._progress.batch >= (parameters.get("steps") or math.inf):
-            return  # The training is complete.
         if self._saved_position != self._progress.position:
             self._save()
         self._finish_writing()
-        self._preemption.wait_for_all()
+        self._preemption.wait_for_backup()
         logging.info(
             "tfcdo: leaving after epoch %d, batch %d, with a backup: this machine, or another "
             "host's, will be taken away",
             *self._progress.position,
         )
         raise SystemExit(environment.RESTART_STATUS)
+
+    def _is_complete(self) -> bool:
+        """Returns whether the last batch of the last epoch is done."""
+        parameters = self.params or {}
+        is_last_epoch = self._progress.epoch == parameters.get("epochs", 0) - 1
+        return is_last_epoch and self._progress.batch >= (parameters.get("steps") or math.inf)
 
     def _newest_of_all_hosts(self) -> tuple[backup_folder.Header, Any] | None:
         """Returns the newest complete backup that any host finds."""
