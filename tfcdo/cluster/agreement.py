@@ -77,9 +77,9 @@ class Agreement:
             with self._lock:
                 return self._kinds.numbers.setdefault(name, number)
         while (host := self._kinds.late(name)) is not None:
-            ready = functools.partial(self._has_announced, host, name)
+            has_come = functools.partial(self._has_announced, host, name)
             who = functools.partial(self._cluster.name, host)
-            self._wait(ready, description, who, self._timeout)
+            self._wait(has_come, description, who, self._timeout)
         with self._lock:
             is_new = name not in self._kinds.numbers  # Else another thread came to the same.
             number = self._kinds.give_number(name, size)

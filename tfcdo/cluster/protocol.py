@@ -3,7 +3,7 @@
 Events go in, with the time where it matters, and decisions come out. There are no sockets, threads,
 clocks, files or TensorFlow here: `rendezvous`, `agreement`, `watch`, `keras.preemption`,
 `keras.backup_folder` and `launch.supervisor` bring events and carry decisions out. A simulator,
-tests/cluster/simulator.py, runs the same rules on millions of schedules of faults.
+tests/helpers/simulator.py, runs the same rules on millions of schedules of faults.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 Description = Mapping[str, Any]
@@ -37,16 +37,14 @@ class Meeting:
         self.membership = membership  # Names these processes; a restarted one is not of them.
         self._deadline = deadline
         self._problem = ""
-        self.arrived: dict[int, Hashable] = {}  # The connection of each host that is there.
+        self.arrived: dict[int, Any] = {}  # The connection of each host that is there.
 
     @property
     def missing(self) -> list[int]:
         """Returns the hosts that have not come."""
         return [host for host in range(1, len(self._names)) if host not in self.arrived]
 
-    def arrive(
-        self, host: int, settings: Settings, connection: Hashable, now: float
-    ) -> Hashable | None:
+    def arrive(self, host: int, settings: Settings, connection: Any, now: float) -> Any:
         """Counts a host in, perhaps again; returns the connection that is of no more use."""
         if not 0 < host < len(self._names):
             return connection
@@ -59,7 +57,7 @@ class Meeting:
             self._deadline = min(self._deadline, now + _TELL_SECONDS)
         return before
 
-    def lose(self, connection: Hashable) -> None:
+    def lose(self, connection: Any) -> None:
         """Forgets a host whose connection has ended: it has more to say only in a new one."""
         self.arrived = {h: other for h, other in self.arrived.items() if other != connection}
 

@@ -60,13 +60,14 @@ class Process:
         self._events = events
         self._folder = tempfile.TemporaryDirectory(prefix="tfcdo-launch-")
         self._failure_file = pathlib.Path(self._folder.name, "failed")
-        self._end, end = os.pipe()
+        path = pathlib.Path(self._folder.name, "end")
+        os.mkfifo(path)
+        self._end = path.open("r+b", buffering=0)
         self._guard = subprocess.Popen(
-            [sys.executable, guard.__file__, str(end), *command],
+            [sys.executable, guard.__file__, str(path), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=[end],
             env={
                 **os.environ,
                 **spec.environment,
@@ -78,7 +79,6 @@ class Process:
             # Ctrl-C in the terminal reaches the launcher only, which passes it on once.
             start_new_session=True,
         )
-        os.close(end)
         assert self._guard.stdout
         assert self._guard.stderr
         streams = (
@@ -88,7 +88,8 @@ class Process:
         self._readers = [
             threading.Thread(target=self._read, args=stream, daemon=True) for stream in streams
         ]
-        for thread in (*self._readers, threading.Thread(target=self._wait, daemon=True)):
+        waiters = [threading.Thread(target=t, daemon=True) for t in (self._wait, self._reap)]
+        for thread in (*self._readers, *waiters):
             thread.start()
 
     def send(self, number: int) -> None:
@@ -114,13 +115,15 @@ class Process:
         self._folder.cleanup()
 
     def _wait(self) -> None:
-        with open(self._end) as end:  # noqa: PTH123 - it is a descriptor
-            status, moment = (end.read() or "0 0").split()
-        ended = protocol.End(self._number, int(status), float(moment))
-        if not ended.at:  # The guard itself was killed.
-            killed = self._guard.wait()
-            ended = protocol.End(self._number, 128 - killed, time.monotonic())
-        self._events.put(ended)
+        """Hears how and when the worker has ended, from its guard, or that the guard has."""
+        status, moment, *_ = self._end.read(200).split()
+        self._events.put(protocol.End(self._number, int(status), float(moment)))
+
+    def _reap(self) -> None:
+        status = self._guard.wait()
+        # The guard itself may have been killed, and has then written nothing.
+        status = status if status >= 0 else 128 - status
+        self._end.write(f"{status} {time.monotonic()}\n".encode())
 
     def _read(self, stream: IO[bytes], prefix: bytes, printed: IO[bytes]) -> None:
         is_quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "0") >= "2"

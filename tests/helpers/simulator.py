@@ -1,6 +1,6 @@
 """Runs the rules of `tfcdo.cluster.protocol` on made-up hosts, launchers, messages and faults.
 
-    python tests/cluster/simulator.py [--schedules 1000000] [--seed 0]
+    python tests/helpers/simulator.py [--schedules 1000000] [--seed 0]
 
 A schedule is drawn from its seed, which replays it: the number of hosts, who launches them, the
 delay of each message, and up to three faults, each after some number of events, also while the job
@@ -415,8 +415,8 @@ class _Process:
                 )
             number = self.kinds.give_number(name, 1)
             values = self.store.values
-            announced = (f"announced/{h}/{len(self.numbers)}" for h in range(self.world.hosts))
-            if not all(key in values for key in announced):
+            keys = (f"announced/{h}/{len(self.numbers)}" for h in range(self.world.hosts))
+            if not all(key in values for key in keys):
                 raise BrokenError("a collective has a number before all have come to it")
             yield from self.set_once(key, str(number))
         else:
