@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 4 --dist worksteal
 PYTEST := $(BIN)/python -m pytest $(WORKERS)
 
-.PHONY: help demo test test-fast test-nightly test-versions lint wheel check-wheel coverage docs compat faults ray-test bench third-party clean
+.PHONY: help demo test test-fast test-nightly test-versions lint wheel check-wheel coverage docs compat faults simulate ray-test bench third-party clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -70,8 +70,11 @@ docs: $(VENV)/.installed-docs ## Build the documentation in build/docs; a warnin
 compat: $(VENV)/.installed-dev ## Run TensorFlow's classes and tfcdo's side by side: docs/compat.md
 	@$(BIN)/python tools/compat.py docs/compat.md
 
-faults: $(VENV)/.installed-dev ## Kill, stop, take away and add hosts of small trainings, half an hour: docs/faults.md
+faults: $(VENV)/.installed-dev ## Kill, stop and take away hosts of small trainings, half an hour: docs/faults.md
 	@PYTHONPATH=.:tests/helpers $(BIN)/python tools/faults.py docs/faults.md
+
+simulate: $(VENV)/.installed-dev ## Run a million schedules of faults on the cluster's rules, half an hour
+	@PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/simulator.py --schedules 1000000
 
 RAY := .venv-ray/bin
 ray-test: .venv-ray/.installed ## Kill, lose and add workers of a training on Ray Train

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfcdo.cluster.agreement import digest
+from tfcdo.cluster.protocol import digest
 from tfcdo.execute import arguments
 from tfcdo.execute.base import ConfiguredCrossDeviceOps, class_options
 from tfcdo.execute.devices import check_device

@@ -12,9 +12,6 @@ RESTART_COUNT = "TFCDO_RESTART_COUNT"
 # A file that is there once another worker of this run has failed: a SIGTERM then comes from
 # `tfcdo launch`, which ends the run, and there is nobody to back up with.
 FAILURE_FILE = "TFCDO_FAILURE_FILE"
-# A file that is there once `tfcdo launch` wants to start all workers again, with another number:
-# they leave after the same step, with a backup.
-RESIZE_FILE = "TFCDO_RESIZE_FILE"
 # The exit status of a worker that has made a backup and asks to be started again (EX_TEMPFAIL).
 RESTART_STATUS = 75
 # The secret of hosts that meet at the start; `tfcdo launch` makes one for the workers of a host.
@@ -41,14 +38,5 @@ def cluster_token() -> str:
 
 def another_has_failed() -> bool:
     """Returns whether `tfcdo launch` ends this run because a worker has failed."""
-    return _exists(FAILURE_FILE)
-
-
-def resize_is_wanted() -> bool:
-    """Returns whether `tfcdo launch` waits for a backup, to change the number of workers."""
-    return _exists(RESIZE_FILE)
-
-
-def _exists(variable: str) -> bool:
-    path = os.environ.get(variable, "")
+    path = os.environ.get(FAILURE_FILE, "")
     return bool(path) and os.path.exists(path)  # noqa: PTH110 - called by a signal's handler

@@ -283,8 +283,9 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         if joined is not None:
             # TensorFlow's constructor would wait without end for hosts with another strategy.
             joined.agree({"what": "strategy", **settings})
+        membership = ""
         if not tf_internals.tensorflow_has_started():
-            _prepare(cluster, settings, devices_per_worker, timeout)
+            membership = _prepare(cluster, settings, devices_per_worker, timeout)
         elif cluster is not None and joined is None:
             raise RuntimeError(
                 "MultiWorkerMirroredStrategy must be made before anything else of TensorFlow runs, "
@@ -297,7 +298,11 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         ops = cross_device_ops or _default_ops(self.worker_devices)
         if cluster is not None and len(cluster.tasks) > 1:
             joined = session.join(
-                cluster, tf_internals.KeyValueStore, tf_internals.abort_collectives, timeout
+                cluster,
+                tf_internals.KeyValueStore,
+                tf_internals.abort_collectives,
+                timeout,
+                membership,
             )
             hint = options.implementation.value.lower()
             devices = self.worker_devices
@@ -400,13 +405,13 @@ def _prepare(
     own_settings: Mapping[str, Any],
     devices_per_worker: int | None,
     timeout: float,
-) -> None:
-    """Prepares the process before TensorFlow starts."""
+) -> str:
+    """Prepares the process before TensorFlow starts; returns the name of the hosts' membership."""
     has_gpus = bool(tf.config.get_visible_devices("GPU"))
     if devices_per_worker is not None and not has_gpus:
         virtual_devices.configure_virtual_cpus(devices_per_worker)
     if cluster is None or len(cluster.tasks) == 1:
-        return
+        return ""
     if not has_gpus:
         virtual_devices.configure_threads(
             devices_per_worker or virtual_devices.devices_here(None)[1]
@@ -417,13 +422,14 @@ def _prepare(
         "version of TensorFlow": tf.__version__,
         **own_settings,
     }
-    rendezvous.meet(cluster, settings, timeout, environment.cluster_token())
+    membership = rendezvous.meet(cluster, settings, timeout, environment.cluster_token())
     tf_internals.configure_coordination(
         leader=cluster.tasks[0].device_prefix,
         jobs=collections.Counter(task.job for task in cluster.tasks),
         start_seconds=_SERVER_START_SECONDS,
         heartbeat_seconds=_HEARTBEAT_SECONDS,
     )
+    return membership
 
 
 def _runs_flat(hint: str, ops: Any, devices: Sequence[str]) -> bool:

@@ -1,9 +1,8 @@
 """A small training that may be disturbed at any moment.
 
-    tfcdo launch --workers 2 tools/fault_training.py FOLDER [slow]
+    tfcdo launch --workers 2 tools/fault_training.py FOLDER
 
-"slow": the first run after a fault takes longer, so that a host can join it. Without TF_CONFIG it
-trains on one device, without tfcdo's strategy. See `faults`.
+Without TF_CONFIG it trains on one device, without tfcdo's strategy. See `faults`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _BYTES_PER_PACK = 2048
 PAUSE_SECONDS = 0.03
 
 
-def train(folder: pathlib.Path, slow: bool) -> None:
+def train(folder: pathlib.Path) -> None:
     """One host of a training: a small Keras model, on batches that are the same in each run."""
     task = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
     run = int(os.environ.get(environment.RESTART_COUNT, "0"))
@@ -54,7 +53,7 @@ def train(folder: pathlib.Path, slow: bool) -> None:
             if step != self._before:
                 with (folder / f"steps-{run}-{task}").open("a") as file:
                     file.write(f"{step} {time.time()}\n")
-                time.sleep(PAUSE_SECONDS * (10 if slow and run == 1 else 1))
+                time.sleep(PAUSE_SECONDS)
 
     strategy = tf.distribute.get_strategy()
     if "TF_CONFIG" in os.environ:
@@ -79,4 +78,4 @@ def train(folder: pathlib.Path, slow: bool) -> None:
 
 
 if __name__ == "__main__":
-    train(pathlib.Path(sys.argv[1]), slow=sys.argv[2:] == ["slow"])
+    train(pathlib.Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Kills, stops, takes away and adds hosts of small trainings; makes a table of the results.
+"""Kills, stops and takes away hosts of small trainings; makes a table of the results.
 
     python tools/faults.py docs/faults.md [--share 0.1]
 
@@ -31,11 +31,10 @@ import numpy as np
 import warm_python
 from fault_training import EPOCHS, PAUSE_SECONDS, SEED, STEPS
 
-COUNTS = {"kill": 20, "notice": 10, "join": 10, "stop": 5}
+COUNTS = {"kill": 20, "notice": 10, "stop": 5}
 NAMES = {
     "kill": "killed (SIGKILL)",
     "notice": "will be taken away (SIGTERM)",
-    "join": "killed; the job goes on with one host fewer, and later takes one in",
     "stop": "stopped (SIGSTOP)",
 }
 _SIGNALS = {"notice": signal.SIGTERM, "stop": signal.SIGSTOP}
@@ -61,7 +60,6 @@ class Outcome:
 
     repeated: int  # Steps that were trained more than once.
     seconds: float  # From the fault to the end of the first step after it.
-    joined: float | None  # Seconds without a step while a host was taken in.
     from_one_device: float  # Largest difference of a weight.
     from_hosts: float  # The same, from the undisturbed training on the same hosts.
     problem: str  # Empty if the result is correct.
@@ -74,8 +72,8 @@ def draw_cases(share: float = 1.0) -> list[Case]:
     for kind, count in COUNTS.items():
         for _ in range(math.ceil(count * share)):
             hosts = drawn.randint(2, 4)
-            # Not so late that the training could end before the fault or the join.
-            step = drawn.randrange(1, EPOCHS * STEPS * (1 if kind == "join" else 2) // 3)
+            # Not so late that the training could end before the fault.
+            step = drawn.randrange(1, EPOCHS * STEPS * 2 // 3)
             # The next step begins after a pause, so that most faults come inside a step.
             delay = drawn.uniform(PAUSE_SECONDS, 3 * PAUSE_SECONDS)
             cases.append(Case(kind, hosts, drawn.randrange(hosts), step, delay))
@@ -97,12 +95,10 @@ def undisturbed_weights(hosts: int) -> list[np.ndarray]:
 
 def run_case(case: Case) -> Outcome:
     """Runs one case."""
-    workers = f"{case.hosts - 1}:{case.hosts}" if case.kind == "join" else str(case.hosts)
-    rules = ["--rejoin-after", "10"] if case.kind == "join" else ["--max-restarts", "1"]
     with tempfile.TemporaryDirectory(prefix="tfcdo-faults-") as name:
         folder = pathlib.Path(name)
-        launch = ["--workers", workers, *rules, "--grace", "2"]
-        process = _start(folder, *launch, slow=case.kind == "join")
+        launch = ["--workers", str(case.hosts), "--max-restarts", "1", "--grace", "2"]
+        process = _start(folder, *launch)
         with _ended(process):
             try:
                 done = folder / f"steps-0-{case.victim}"
@@ -120,22 +116,20 @@ def run_case(case: Case) -> Outcome:
 
 
 def _outcome(case: Case, folder: pathlib.Path, fault: float) -> Outcome:
-    count = 3 if case.kind == "join" else 2
-    runs = [_steps(folder / f"steps-{run}-0") for run in range(count)]
+    runs = [_steps(folder / f"steps-{run}-0") for run in range(2)]
     if not all(runs):
-        return _failed(f"steps of {count} runs: {[*map(len, runs)]}")
+        return _failed(f"steps of 2 runs: {[*map(len, runs)]}")
     weights = [_weights(folder, host) for host in range(case.hosts)]
     from_one_device = max(_difference(own, undisturbed_weights(0)) for own in weights)
     from_hosts = max(_difference(own, undisturbed_weights(case.hosts)) for own in weights)
     problem = ""
     if not from_one_device <= LARGEST_DIFFERENCE:
         problem = f"differs by {from_one_device:.2g} from one device"
-    elif from_hosts and case.kind != "join":
+    elif from_hosts:
         problem = f"differs by {from_hosts:.2g} from the same hosts"
     return Outcome(
         repeated=sum(map(len, runs)) - EPOCHS * STEPS,
         seconds=runs[1][0][1] - fault,
-        joined=runs[2][0][1] - runs[1][-1][1] if case.kind == "join" else None,
         from_one_device=from_one_device,
         from_hosts=from_hosts,
         problem=problem,
@@ -143,10 +137,10 @@ def _outcome(case: Case, folder: pathlib.Path, fault: float) -> Outcome:
 
 
 def _failed(problem: str) -> Outcome:
-    return Outcome(0, math.nan, None, math.nan, math.nan, " ".join(problem.split()))
+    return Outcome(0, math.nan, math.nan, math.nan, " ".join(problem.split()))
 
 
-def _start(folder: pathlib.Path, *launch: str, slow: bool = False) -> subprocess.Popen[bytes]:
+def _start(folder: pathlib.Path, *launch: str) -> subprocess.Popen[bytes]:
     """Starts a training under `tfcdo launch`, or alone if that gets no arguments."""
     # TensorFlow's import takes longer than everything else that a host does here.
     command = [warm_python.executable()]
@@ -156,7 +150,7 @@ def _start(folder: pathlib.Path, *launch: str, slow: bool = False) -> subprocess
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(
-            [*command, fault_training.__file__, str(folder), *(["slow"] if slow else [])],
+            [*command, fault_training.__file__, str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -201,7 +195,7 @@ def document(results: Sequence[tuple[Case, Outcome]]) -> str:
     """Returns the page: the method, a summary and the table."""
     done = collections.Counter(case.kind for case, _ in results)
     lines = [
-        "# Faults: hosts that are killed, stopped, taken away or added",
+        "# Faults: hosts that are killed, stopped or taken away",
         "",
         "Made by `make faults` (`python tools/faults.py docs/faults.md`), on one machine whose "
         f"processes are the hosts. Moments and hosts are drawn (seed {SEED}). Each training has "
@@ -210,9 +204,8 @@ def document(results: Sequence[tuple[Case, Outcome]]) -> str:
         f"takes most of the seconds (load of this machine at the end: {os.getloadavg()[2]:.0f}).",
         "",
         "A result is correct if the weights of all hosts differ by at most "
-        f"{LARGEST_DIFFERENCE:g} from an undisturbed training on one device. Where the number of "
-        "hosts did not change, they must also be bitwise identical to an undisturbed training "
-        "on the same hosts.",
+        f"{LARGEST_DIFFERENCE:g} from an undisturbed training on one device. They "
+        "must also be bitwise identical to an undisturbed training on the same hosts.",
         "",
         "Cases in this table: "
         + ", ".join(f"{done[kind]} of {count} ({kind})" for kind, count in COUNTS.items())
@@ -236,15 +229,13 @@ def document(results: Sequence[tuple[Case, Outcome]]) -> str:
     lines += [
         "",
         "| case | hosts | host | after step | steps repeated | seconds until training went on | "
-        "seconds without a step for the join | difference from one device | from the same hosts | "
-        "result |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "difference from one device | from the same hosts | result |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for case, outcome in results:
-        joined = "-" if outcome.joined is None else f"{outcome.joined:.1f}"
         lines.append(
             f"| {case.kind} | {case.hosts} | {case.victim} | {case.step} | {outcome.repeated} | "
-            f"{outcome.seconds:.1f} | {joined} | {outcome.from_one_device:.2g} | "
+            f"{outcome.seconds:.1f} | {outcome.from_one_device:.2g} | "
             f"{outcome.from_hosts:.2g} | {outcome.problem or 'correct'} |"
         )
     return "\n".join(lines) + "\n"

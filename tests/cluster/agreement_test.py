@@ -12,7 +12,7 @@ import numpy as np
 from absl import logging
 from absl.testing import absltest, parameterized
 
-from tfcdo.cluster import agreement, config, errors, progress, session, watch
+from tfcdo.cluster import agreement, config, errors, progress, protocol, session, watch
 
 SPEC = {"worker": ["a:1", "b:2", "c:3"]}
 
@@ -75,7 +75,7 @@ def on_all_hosts(program: Callable[[int, agreement.Agreement], Any], timeout: fl
 class AgreementTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        self.enterContext(mock.patch.object(agreement, "_GRACE", 0.5))
+        self.enterContext(mock.patch.object(protocol, "GRACE", 0.5))
         self.enterContext(mock.patch.object(agreement, "_POLL", 0.15))
 
     def enterContext(self, context):  # noqa: N802 (of Python 3.11, here for 3.10)
@@ -155,7 +155,7 @@ class AgreementTest(parameterized.TestCase):
         self.assertRegex(hosts[0].find_mismatch() or "", message)
 
     def test_a_host_that_does_not_come(self):
-        self.enterContext(mock.patch.object(agreement, "LOG_AFTER", 0.3))
+        self.enterContext(mock.patch.object(protocol, "LOG_AFTER", 0.3))
         with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
             ends = on_all_hosts(
                 lambda host, own: None if host == 1 else own.number(kind("f[4]"), 2), 1.5

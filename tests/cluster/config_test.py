@@ -8,7 +8,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from tfcdo.cluster import config, difference
+from tfcdo.cluster import config, protocol
 
 TWO = {"worker": ["a:1", "b:2"]}
 
@@ -95,10 +95,10 @@ class DifferenceTest(absltest.TestCase):
         right = {"a": 2, "b": [1, 3], "c": [], "d": 6, "same": 0, "only another": 8}
         self.assertEqual(
             "a: 1 on x, 2 on y; b, element 1 of 2: 2 on x, 3 on y; c: 1 on x, 0 on y; and 1 more",
-            difference.between(left, "x", right, "y"),
+            protocol.differences(left, "x", right, "y"),
         )
         self.assertEqual(
-            "e: nothing on x, 6 on y", difference.between({"a": 1}, "x", {"a": 1, "e": 6}, "y")
+            "e: nothing on x, 6 on y", protocol.differences({"a": 1}, "x", {"a": 1, "e": 6}, "y")
         )
 
 

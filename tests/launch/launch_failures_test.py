@@ -66,6 +66,23 @@ class FailureTest(LaunchTestCase):
         )
         self.assert_ended("worker0", "worker1")
 
+    def test_the_first_that_ended_is_blamed_though_its_end_is_seen_last(self):
+        # As of a large process: its memory, here its child, takes a while to be freed.
+        result = self.launch(
+            *("--workers", "2", "train.py"),
+            script="""
+            mark(f"worker{task}")
+            while not os.path.exists(f"worker{1 - task}"): time.sleep(0.01)
+            if task == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            pid = int(open("worker1").read())
+            while os.path.exists(f"/proc/{pid}/fd/0"): time.sleep(0.001)
+            sys.exit(1)  # Because the other one is gone.
+            """,
+        )
+        self.assertEqual(result.returncode, 128 + signal.SIGKILL, result.stderr)
+        self.assertIn("worker 1 failed: exit status 137 (SIGKILL)", result.stderr)
+
     def test_restarts_have_new_ports_and_count(self):
         script = f"""
         count = int(os.environ["{environment.RESTART_COUNT}"])
@@ -102,8 +119,7 @@ class RestartAskedTest(LaunchTestCase):
         self.assertEqual(
             result.stderr.splitlines(),
             [
-                "tfcdo: worker 1 has made a backup and asks to be started again; waiting for the "
-                "others to do so",
+                "tfcdo: worker 1 asks to be started again, after a backup; waiting for the others",
                 "tfcdo: starting all workers again, as asked after a backup",
             ],
         )

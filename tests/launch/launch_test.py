@@ -10,12 +10,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from unittest import mock
 
+import cli_testing
 from absl.testing import absltest, parameterized
 from launch_testing import SECONDS, LaunchTestCase
 
 from tfcdo import environment
-from tfcdo.launch import cluster, output
+from tfcdo.cli import launch
+from tfcdo.launch import cluster, worker
 
 
 class WorkersTest(LaunchTestCase):
@@ -123,16 +126,118 @@ class WorkersTest(LaunchTestCase):
         )
         result = self.launch("--workers", "3", "--gpus-per-worker", "2", "train.py")
         self.assertEqual(result.returncode, 2)
-        self.assertIn("needs 6 GPUs for 3 workers on this host; CUDA_VISIBLE_DEV", result.stderr)
+        self.assertIn("3 workers on this machine with 2 GPUs each need 6 GPUs; CUDA", result.stderr)
+
+    @parameterized.parameters(
+        ("0,1,2,3", 2, ["0,1", "2,3"]),
+        ("0,1,2,3", 3, ["0", "1", "2"]),
+        ("0,1", 1, ["0,1"]),
+        ("", 2, ["", ""]),
+        ("-1", 2, ["-1", "-1"]),
+    )
+    def test_no_two_workers_get_one_gpu(self, visible, workers, expected):
+        self.enter_context(_variable("CUDA_VISIBLE_DEVICES", visible))
+        result = self.launch(
+            *("--workers", str(workers), "train.py"),
+            script="print(os.environ['CUDA_VISIBLE_DEVICES'])",
+        )
+        lines = sorted(result.stdout.splitlines())
+        self.assertEqual([line.partition(" | ")[2] for line in lines], expected, result.stderr)
+        self.assertEqual("3 workers use 3 of 4 GPUs" in result.stderr, workers == 3)
+
+    def test_too_few_gpus(self):
+        self.enter_context(_variable("CUDA_VISIBLE_DEVICES", "0"))
+        self.assert_refused("with 1 GPU each need 2 GPUs", "--workers", "2", "train.py")
+
+    def test_a_machines_share_of_a_cluster(self):
+        with cluster.reserved_ports(1) as [address]:
+            pass
+        first = int(address.rpartition(":")[2])
+        result = self.launch(
+            *("--hosts", f"a:7000,{address}", "--index", "1", "--workers", "2", "train.py"),
+            script="print(os.environ['TF_CONFIG'])",
+        )
+        addresses = ("a:7000", "a:7001", address, f"127.0.0.1:{first + 1}")
+        self.assertCountEqual(
+            result.stdout.splitlines(),
+            [f"worker {n} | {cluster.tf_config(addresses, n)}" for n in (2, 3)],
+            result.stderr,
+        )
 
     def test_addresses(self):
-        self.assertEqual(("a:2222", "[::1]:2222"), cluster.parse_hosts("a:2222, [::1]:2222"))
+        self.assertEqual(("a:2222", "[::1]:2222"), launch.parse_hosts("a:2222, [::1]:2222"))
 
     def test_a_module(self):
         result = self.launch(
             "--workers", "1", "-m", "train", "a", script="print(__name__, sys.argv[1:])"
         )
         self.assertEqual(result.stdout, "worker 0 | __main__ ['a']\n")
+
+
+# What Slurm's scontrol prints for the nodes of a step, one a line.
+_SCONTROL = """#!/bin/sh
+[ "$*" = "show hostnames node[1-2]" ] && printf 'node1\\nnode2\\n'
+"""
+
+
+class SlurmTest(LaunchTestCase):
+    """The contract of environment variables: two nodes with two tasks each, and a fake scontrol."""
+
+    def variables(self, rank: int, **changed: str) -> dict[str, str]:
+        (self.folder / "scontrol").write_text(_SCONTROL)
+        (self.folder / "scontrol").chmod(0o755)
+        return {
+            "PATH": f"{self.folder}{os.pathsep}{os.environ['PATH']}",
+            "SLURM_JOB_ID": "1262",
+            "SLURM_STEP_ID": "1",
+            "SLURM_STEP_NODELIST": "node[1-2]",
+            "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+            "SLURM_NTASKS": "4",
+            "SLURM_PROCID": str(rank),
+            "SLURM_NODEID": str(rank // 2),
+            "SLURM_LOCALID": str(rank % 2),
+            **changed,
+        }
+
+    def test_each_task_is_a_worker_with_its_gpus(self):
+        addresses = ("node1:10208", "node1:10209", "node2:10208", "node2:10209")
+        for rank in range(4):
+            variables = self.variables(rank, CUDA_VISIBLE_DEVICES="4,5")
+            with mock.patch.dict(os.environ, variables):
+                result = self.launch(
+                    *("--slurm", "train.py", "-x"),
+                    script="print(os.environ['TF_CONFIG'], os.environ['CUDA_VISIBLE_DEVICES'])",
+                )
+            expected = f"{cluster.tf_config(addresses, rank)} {4 + rank % 2}"
+            self.assertEqual(result.stdout, f"worker {rank} | {expected}\n", result.stderr)
+
+    def test_gpus_that_slurm_has_bound_stay(self):
+        variables = self.variables(1, CUDA_VISIBLE_DEVICES="0,1", SLURM_GPUS_PER_TASK="2")
+        with mock.patch.dict(os.environ, variables):
+            result = self.launch(
+                "--slurm", "train.py", script="print(os.environ['CUDA_VISIBLE_DEVICES'])"
+            )
+        self.assertEqual(result.stdout, "worker 1 | 0,1\n", result.stderr)
+
+    def test_unequal_nodes(self):
+        changed = {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
+        with mock.patch.dict(os.environ, self.variables(3, **changed)):
+            place = launch.place_in_slurm(os.environ)
+        self.assertEqual(place.addresses[2:], ("node1:10210", "node2:10208"))
+        self.assertEqual((place.own, place.first_here, place.here), (range(3, 4), 0, 1))
+
+    @parameterized.parameters(
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID to a number; got 'x'"),
+        ({"SLURM_NODEID": "0", "SLURM_LOCALID": "1"}, "use srun --distribution=block"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4"}, "of node 1 of \\['node1', 'node2'\\]"),
+        ({"SLURM_STEP_NODELIST": "other"}, "of node 1 of \\[\\]"),
+    )
+    def test_another_place_is_refused(self, changed: dict[str, str], message: str):
+        with (
+            mock.patch.dict(os.environ, self.variables(2, **changed)),
+            self.assertRaisesRegex(ValueError, message),
+        ):
+            launch.place_in_slurm(os.environ)
 
 
 class OutputTest(LaunchTestCase):
@@ -148,8 +253,8 @@ class OutputTest(LaunchTestCase):
             """,
         )
         self.assertEqual(result.returncode, 0)
-        for worker in range(3):
-            prefix = f"worker {worker} | "
+        for number in range(3):
+            prefix = f"worker {number} | "
             for text, word in ((result.stdout, "out"), (result.stderr, "error")):
                 own = [line for line in text.splitlines() if line.startswith(prefix)]
                 expected = [f"{prefix}{word} {number}" for number in range(300)]
@@ -218,13 +323,17 @@ class OutputTest(LaunchTestCase):
         ([b"x" * 65_536, b"y", b"z\n"], [b"x" * 65_536 + b"y", b"z"]),
     )
     def test_splitter(self, chunks: list[bytes], expected: list[bytes]):
-        self.assertEqual(list(output.lines(chunks)), expected)
+        self.assertEqual(list(worker.split_lines(chunks)), expected)
 
 
 class ArgumentsTest(LaunchTestCase):
     @parameterized.parameters(
         (["train.py"], "either --workers N"),
-        (["--workers", "2", "--hosts", "a:1,b:1", "train.py"], "give --hosts either alone"),
+        (["--workers", "2", "--hosts", "a:1,b:1", "train.py"], "--hosts needs --index"),
+        (["--workers", "1:4", "train.py"], "got '1:4': for workers that come and go use Ray Train"),
+        (["--workers", "257", "train.py"], "expected a number from 1 to 256; got '257'"),
+        (["--workers", "2", "--slurm", "train.py"], "either --slurm, or --workers"),
+        (["--slurm", "train.py"], "--slurm: srun must set SLURM_JOB_ID to a number; got ''"),
         (["--workers", "2", "--nnodes", "2", "train.py"], "number of --hosts, 1; got 2"),
         (["--workers", "0", "train.py"], "--workers"),
         (["--workers", "2"], "SCRIPT"),
@@ -252,9 +361,19 @@ class ArgumentsTest(LaunchTestCase):
             )
         self.assertEqual((result.returncode, result.stdout), (1, ""))
         (line,) = result.stderr.splitlines()
-        self.assertIn(f"--hosts {address}: ", line)
+        self.assertIn(f"{address}: ", line)
         self.assertIn("Address already in use", line)
         self.assertFalse((self.folder / "started").exists())
+
+    def test_the_help_begins_with_examples(self):
+        text = cli_testing.run_tfcdo("launch", "--help").output
+        self.assertLess(text.index("Examples:"), text.index("--nproc-per-node"))
+        self.assertNotIn("RANGE", text)
+        for group in ("Workers:", "Devices:", "Failures:", "Other:"):
+            self.assertIn(f"\n{group}\n", text)
+        for parameter in launch.launch.params:
+            for name in parameter.opts if parameter.param_type_name == "option" else ():
+                self.assertIn(name, text)
 
     def test_tensorflow_is_not_imported(self):
         code = (

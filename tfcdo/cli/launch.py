@@ -6,10 +6,12 @@ import contextlib
 import functools
 import os
 import pathlib
+import re
 import secrets
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import NamedTuple, TextIO
 
 import click
 from rich.console import Console
@@ -18,82 +20,144 @@ from rich.text import Text
 from tfcdo import environment
 from tfcdo.cli import options
 from tfcdo.cluster import config
-from tfcdo.launch import cluster, member, pool, supervisor, worker
+from tfcdo.launch import cluster, supervisor, worker
 
 _MOST_WORKERS = 256
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+_EXAMPLES = (
+    ("Three workers with two devices each, on this machine", ""),
+    ("", "tfcdo launch --workers 3 --devices-per-worker 2 train.py --epochs 5"),
+    ("Start all again after a failure, at most three times", ""),
+    ("", "tfcdo launch --workers 2 --max-restarts 3 train.py"),
+    ("Two machines, one worker each: the first line on a, the second on b", ""),
+    ("", "tfcdo launch --hosts a:2222,b:2222 --index 0 train.py"),
+    ("", "tfcdo launch --hosts a:2222,b:2222 --index 1 train.py"),
+    ("Slurm: each task of srun is a worker", ""),
+    ("", "srun tfcdo launch --slurm train.py"),
+    ("A module instead of a script", ""),
+    ("", "tfcdo launch --workers 2 -m my_project.train"),
+)
+_GROUPS = {
+    "Workers": ("workers", "hosts", "index", "nnodes", "slurm"),
+    "Devices": ("devices_per_worker", "gpus_per_worker"),
+    "Failures": ("max_restarts", "grace"),
+    "Other": ("module", "help"),
+}
 
 
-def _parse_workers(text: str) -> tuple[int, int]:
-    """Reads "4" as (4, 4) and "1:4" as (1, 4)."""
-    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
-    least, most = numbers[0], numbers[-1]
-    if len(numbers) > 2 or not 1 <= least <= most <= _MOST_WORKERS:
+# Jobs of Slurm take turns in so many ranges of ports, below those that Linux gives to anybody.
+_FIRST_PORT, _PORTS, _JOBS = 10_000, 16, 1_250
+_SLURM_NUMBERS = ("JOB_ID", "STEP_ID", "NTASKS", "PROCID", "NODEID", "LOCALID")
+# Then Slurm has bound GPUs to the task already.
+_BOUND_BY_SLURM = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
+
+
+class Place(NamedTuple):
+    """The addresses of all workers, those that this launcher starts, and all of its machine."""
+
+    addresses: tuple[str, ...]
+    own: range
+    first_here: int  # Which of the machine's workers the launcher's first one is,
+    here: int  # and how many it has.
+
+
+class _Command(click.Command):
+    """Has a help that begins with examples, and has the options in groups."""
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the examples, and then the text."""
+        formatter.write_paragraph()
+        formatter.write_text("Run a training script in several workers.")
+        with formatter.section("Examples"):
+            for text, command in _EXAMPLES:
+                formatter.write(" " * formatter.current_indent)
+                formatter.write(f"{text}:\n" if text else f"  {command}\n")
+        super().format_help_text(ctx, formatter)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options in their groups."""
+        records = {p.name: p.get_help_record(ctx) for p in self.get_params(ctx)}
+        for group, names in _GROUPS.items():
+            with formatter.section(group):
+                formatter.write_dl([found for name in names if (found := records.get(name))])
+
+
+def _parse_workers(text: str) -> int:
+    """Reads a number of workers."""
+    if ":" in text:
         raise ValueError(
-            f"expected N or MIN:MAX with 1 <= MIN <= MAX <= {_MOST_WORKERS}, such as 4 or 1:4; "
-            f"got {text!r}"
+            f"a job has a fixed number of workers; got {text!r}: for workers that come and go use "
+            "Ray Train, see docs/ray.md"
         )
-    return least, most
+    if not (text.isdecimal() and 1 <= int(text) <= _MOST_WORKERS):
+        raise ValueError(f"expected a number from 1 to {_MOST_WORKERS}; got {text!r}")
+    return int(text)
 
 
-_HOSTS = options.Parsed("hosts", cluster.parse_hosts)
-
-
-def _seconds(name: str, text: str, default: float) -> Any:
-    # A day is the longest of all times.
-    return options.option(name, click.FloatRange(0, 86_400), text, default, metavar="SECONDS")
+def parse_hosts(text: str) -> tuple[str, ...]:
+    """Returns the addresses in a text such as "a:2222,[::1]:2222"; raises a `ValueError`."""
+    addresses = tuple(part.strip() for part in text.split(","))
+    for address in addresses:
+        config.split_address(address)
+        if addresses.count(address) > 1:
+            raise ValueError(f"each host must be named once; got {address!r} twice")
+    return addresses
 
 
 @click.command(
+    cls=_Command,
     # Later arguments go to the script, even if they look like options.
-    context_settings={"allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
 )
 @options.option(
     "--workers --nproc-per-node --nproc_per_node",
     options.Parsed("workers", _parse_workers),
-    "Number of workers, all on this host unless --meet is given.",
-    metavar="N|MIN:MAX",
-)
-@options.option("--hosts", _HOSTS, "Addresses of the workers, one a host.", metavar="A:PORT,...")
-@options.option("--nnodes", click.IntRange(1), "Number of hosts, to be checked against --hosts.")
-@options.option(
-    "--index --node-rank --node_rank", click.IntRange(0), "Number of this host in --hosts, from 0."
+    "Number of workers on this machine.",
+    metavar="N",
 )
 @options.option(
-    "--meet",
-    _HOSTS,
-    "Address of the first host's launcher, for --workers MIN:MAX with --hosts.",
-    metavar="A:PORT",
+    "--hosts",
+    options.Parsed("hosts", parse_hosts),
+    "Addresses of all machines, where their first workers listen.",
+    metavar="A:PORT,...",
 )
-@_seconds("--join-timeout", "Time to wait for MAX workers at the start, MIN after faults.", 600.0)
-@_seconds("--rejoin-after", "Time until a worker that was left out is tried again.", 60.0)
+@options.option(
+    "--index --node-rank --node_rank",
+    click.IntRange(0),
+    "Number of this machine in --hosts, from 0.",
+    metavar="I",
+)
+@options.option("--nnodes", click.IntRange(1), "Number of --hosts, as a check.", metavar="N")
+@options.option("--slurm", bool, "Take the workers from Slurm's variables.", is_flag=True)
 @options.option(
     "-g --devices-per-worker",
     click.IntRange(1, 256),
-    "Number of devices of each worker; default: visible GPUs, or one CPU.",
+    "Number of devices per worker; default: its GPUs, or one CPU.",
     metavar="D",
 )
 @options.option(
     "--gpus-per-worker",
     click.IntRange(1, 64),
-    "Number of GPUs that each worker sees, the first worker the first.",
+    "Number of GPUs per worker; default: an equal share.",
     metavar="D",
 )
+@options.option("--max-restarts", click.IntRange(0), "Number of restarts.", 0, metavar="N")
 @options.option(
-    "--max-restarts", click.IntRange(0), "Number of restarts of all workers after a failure.", 0
+    "--grace",
+    click.FloatRange(0, 86_400),
+    "Time from SIGTERM to SIGKILL for workers that must end.",
+    10.0,
+    metavar="SECONDS",
 )
-@_seconds("--grace", "Time between SIGTERM and SIGKILL for workers that must end.", 10.0)
-@options.option("-m --module", bool, "SCRIPT as a module's name, as in `python -m`.", is_flag=True)
+@options.option("-m --module", bool, "SCRIPT is a module's name, as in python -m.", is_flag=True)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 def launch(
-    workers: tuple[int, int] | None,
+    workers: int | None,
     hosts: tuple[str, ...] | None,
-    nnodes: int | None,
     index: int | None,
-    meet: tuple[str, ...] | None,
-    join_timeout: float,
-    rejoin_after: float,
+    nnodes: int | None,
+    slurm: bool,
     devices_per_worker: int | None,
     gpus_per_worker: int | None,
     max_restarts: int,
@@ -102,145 +166,130 @@ def launch(
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
-    """Run a training script in several workers.
+    """Each worker runs SCRIPT with this Python.
 
-    Each worker is this Python with SCRIPT and ARGS. It finds in TF_CONFIG where the workers are
-    and which it is. Its output has its name in front of each line. When a worker fails, the others
-    are ended, and the first failure's exit status is returned. SIGINT (Ctrl-C), SIGTERM and
-    SIGHUP are passed on and end the job; SIGUSR1 and SIGUSR2 are only passed on. No process that a
-    worker started is left, even when the launcher is killed. After a restart, the script continues
-    from its own checkpoint; TFCDO_RESTART_COUNT has the number of restarts. torchrun's names
-    --nproc-per-node, --nnodes and --node-rank are accepted.
-
-    \b
-    Three workers with two devices each, on this host:
-      tfcdo launch --workers 3 --devices-per-worker 2 train.py --epochs 5
-    Two hosts: the first line on host a, the second on host b:
-      tfcdo launch --hosts a:2222,b:2222 --index 0 train.py
-      tfcdo launch --hosts a:2222,b:2222 --index 1 train.py
-    Two to four workers, of which some may fail and come back:
-      tfcdo launch --workers 2:4 train.py
-    A module instead of a script, started again at most three times:
-      tfcdo launch --workers 2 --max-restarts 3 -m my_project.train
-    """  # noqa: D301 - click wants the character \b itself, and not its two letters.
-    # torchrun's users write --nproc-per-node 1 for one worker on each host.
-    if hosts is not None and meet is None and workers == (1, 1):
-        workers = None
-    _check_where(workers, hosts, nnodes, index, meet)
-    gpus = _gpus(gpus_per_worker, workers[1] if workers and not hosts else 1)
+    TF_CONFIG gives it all addresses and its own index. Its name is in front of each line of its
+    output. When a worker fails, the others are ended, and the exit status of the first failure is
+    returned. SIGINT (Ctrl-C), SIGTERM and SIGHUP are passed on and end the job; SIGUSR1 and SIGUSR2
+    are only passed on. No process that a worker started is left, even when the launcher is killed.
+    After a restart, the script continues from its own checkpoint; TFCDO_RESTART_COUNT has the
+    number of restarts. torchrun's names --nproc-per-node, --nnodes and --node-rank are accepted.
+    """
+    place = _place(workers, hosts, index, nnodes, slurm)
+    gpus = _gpus(gpus_per_worker, place.here if place else workers or 1)
     if not module and not pathlib.Path(script).exists():
         raise click.UsageError(f"{script!r}: there is no such script (-m runs a module)")
     # Of the workers' TensorFlow, errors are enough, unless the user wants more.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    command = (sys.executable, *(["-m"] if module else []), script, *arguments)
     each = devices_per_worker
     variables = {environment.DEVICES_PER_WORKER: str(each)} if each else {}
-    address = config.split_address(meet[0]) if meet else None
-    if address and index:
-        assert hosts
-        spec = _spec(index, len(hosts), _visible(gpus, 0))
-        token = environment.cluster_token()
-        return member.Member(command, spec, address, token, join_timeout, grace).run()
-    elastic = None
-    if workers and (workers[0] < workers[1] or address):
-        port = address[1] if address else None
-        if meet:
-            _check_port(meet[0], "--meet", "launcher")
-        token = environment.cluster_token()
-        elastic = pool.Pool(*workers, max_restarts, join_timeout, rejoin_after, port, token)
     job = supervisor.Job(
-        command=command,
-        workers=functools.partial(_workers, workers, hosts, index, variables, gpus, elastic),
+        command=(sys.executable, *(["-m"] if module else []), script, *arguments),
+        workers=functools.partial(_workers, workers or 0, place, variables, gpus),
         max_restarts=max_restarts,
         grace_seconds=grace,
-        pool=elastic,
     )
     return supervisor.run(job)
 
 
-def _check_where(
-    workers: tuple[int, int] | None,
+def _place(
+    workers: int | None,
     hosts: tuple[str, ...] | None,
-    nnodes: int | None,
     index: int | None,
-    meet: tuple[str, ...] | None,
-) -> None:
-    """Raises a UsageError unless it is said on which hosts the workers are."""
+    nnodes: int | None,
+    slurm: bool,
+) -> Place | None:
+    """Returns the workers of this machine among those of several; None for a job on one."""
     count = len(hosts or [1])
-    most = workers and workers[1]
     options.refuse(
         {
             f"--nnodes must be the number of --hosts, {count}; got {nnodes}": (
                 nnodes not in (None, count)
             ),
-            "give either --workers N, to start all workers on this host, or --hosts A:PORT,B:PORT "
-            "--index I, to start worker I of several hosts": workers is None and hosts is None,
-            "--index needs --hosts: --workers starts all workers": not hosts and index is not None,
-            "--meet needs --hosts: --workers starts all workers": not hosts and meet,
-            "give --hosts either alone, or with both --workers MIN:MAX and --meet A:PORT": (
-                hosts and (workers is None) != (meet is None)
+            "give either --slurm, or --workers or --hosts": slurm and (workers or hosts or index),
+            "give either --workers N, to start all workers on this machine, --hosts A:PORT,B:PORT "
+            "--index I, to start machine I's workers of several machines, or --slurm": (
+                workers is None and hosts is None and not slurm
             ),
-            f"--hosts needs --index: which of the {count} this host is, from 0": (
+            "--index needs --hosts: --workers starts all workers": not hosts and index is not None,
+            f"--hosts needs --index: which of the {count} this machine is, from 0": (
                 hosts and index is None
             ),
             f"--index must be less than the number of hosts, {count}; got {index}": (
                 (index or 0) >= count
             ),
-            f"--meet must be one address; got {','.join(meet or ())}": meet and len(meet) != 1,
-            f"MAX of --workers must be the number of hosts, {count}; got {most}": (
-                hosts and workers and most != count
-            ),
         }
     )
+    if slurm:
+        try:
+            return place_in_slurm(os.environ)
+        except ValueError as error:
+            raise click.UsageError(f"--slurm: {error}") from error
+    return None if hosts is None else place_of_host(hosts, index or 0, workers or 1)
+
+
+def place_of_host(hosts: Sequence[str], index: int, workers: int) -> Place:
+    """Returns the workers of one host, whose ports begin with the host's own."""
+    split = [address.rpartition(":")[::2] for address in hosts]
+    addresses = tuple(f"{name}:{int(port) + w}" for name, port in split for w in range(workers))
+    return Place(addresses, range(index * workers, (index + 1) * workers), 0, workers)
+
+
+def place_in_slurm(variables: Mapping[str, str]) -> Place:
+    """Returns the place of a task of `srun`, which is one worker; raises a `ValueError`."""
+    numbers = {name: variables.get(f"SLURM_{name}", "") for name in _SLURM_NUMBERS}
+    for name, text in numbers.items():
+        if not text.isdecimal():
+            raise ValueError(f"srun must set SLURM_{name} to a number; got {text!r}")
+    job, step, count, rank, node, local = map(int, numbers.values())
+    names = variables.get("SLURM_STEP_NODELIST", "")
+    shown = subprocess.run(["scontrol", "show", "hostnames", names], stdout=-1, text=True)
+    hosts, deals = shown.stdout.split(), variables.get("SLURM_STEP_TASKS_PER_NODE", "")
+    # Such as "2(x3),1": two tasks on each of three nodes, one on the fourth.
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", deals)
+    tasks = [int(each) for each, times in found for _ in range(int(times or 1))]
+    if len(tasks) != len(hosts) or sum(tasks) != count or sum(tasks[:node]) + local != rank:
+        raise ValueError(
+            f"task {rank} of {count} must be task {local} of node {node} of {hosts}, with "
+            f"SLURM_STEP_TASKS_PER_NODE={deals}: use srun --distribution=block"
+        )
+    first = _FIRST_PORT + _PORTS * ((job + step) % _JOBS)  # Other jobs on a node have others.
+    addresses = [f"{h}:{first + task}" for h, each in zip(hosts, tasks) for task in range(each)]
+    return Place(tuple(addresses), range(rank, rank + 1), local, tasks[node])
 
 
 @contextlib.contextmanager
 def _workers(
-    count: tuple[int, int] | None,
-    hosts: tuple[str, ...] | None,
-    index: int | None,
-    variables: Mapping[str, str],
-    gpus: Sequence[str],
-    elastic: pool.Pool | None,
+    count: int, place: Place | None, variables: Mapping[str, str], gpus: Sequence[str]
 ) -> Iterator[Sequence[worker.WorkerSpec]]:
-    """Gives the place of each worker of one run; on one host, with free ports of its own."""
-    most = count[1] if count else len(hosts or ())
-    slots = elastic.ready if elastic else range(most)
-    if hosts is not None and index is not None and index in slots:
-        _check_port(hosts[index], "--hosts", "worker")
-    if count:
-        # A token of each run's own keeps out workers that an earlier run has left.
-        token = environment.cluster_token() or secrets.token_hex(16)
-        variables = {**variables, environment.CLUSTER_TOKEN: token}
+    """Gives the workers of one run; on one machine, with free ports and a token of their own."""
     with contextlib.ExitStack() as stack:
-        if hosts is None:
-            addresses = stack.enter_context(cluster.reserved_ports(len(slots)))
+        if place is None:
+            addresses = stack.enter_context(cluster.reserved_ports(count))
+            place = Place(addresses, range(count), 0, count)
+            # It keeps out workers that an earlier run has left.
+            token = environment.cluster_token() or secrets.token_hex(16)
+            variables = {**variables, environment.CLUSTER_TOKEN: token}
         else:
-            addresses = tuple(hosts[slot] for slot in slots)
+            for number in place.own:
+                _check_port(place.addresses[number])
         yield [
             _spec(
-                slot,
-                most,
+                number,
+                len(place.addresses),
                 {
-                    "TF_CONFIG": cluster.tf_config(addresses, task),
+                    "TF_CONFIG": cluster.tf_config(place.addresses, number),
                     **variables,
-                    # Those of another host are its own launcher's.
-                    **_visible(gpus, slot if hosts is None else 0),
+                    **({"CUDA_VISIBLE_DEVICES": gpus[place.first_here + turn]} if gpus else {}),
                 },
             )
-            for task, slot in enumerate(slots)
-            if count or slot == index
+            for turn, number in enumerate(place.own)
         ]
 
 
-def _visible(gpus: Sequence[str], number: int) -> dict[str, str]:
-    """Returns the variable by which one of this host's workers sees its GPUs."""
-    return {"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else {}
-
-
-def _gpus(each: int | None, num_workers: int) -> list[str]:
-    """Returns for each worker of this host the value of CUDA_VISIBLE_DEVICES; [] to leave it."""
-    if each is None:
+def _gpus(each: int | None, workers: int) -> list[str]:
+    """Returns CUDA_VISIBLE_DEVICES of each worker of this machine; [] to leave it as it is."""
+    if each is None and workers == 1:
         return []
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
@@ -248,35 +297,40 @@ def _gpus(each: int | None, num_workers: int) -> list[str]:
 
         names = [str(number) for number in range(len(detection.gpus_of_nvidia_smi()))]
     else:
-        names = [name.strip() for name in given.split(",") if name.strip()]
-    if len(names) < each * num_workers:
+        names = [name for part in given.split(",") if (name := part.strip()) and name != "-1"]
+    if each is None:
+        if not names or any(os.environ.get(name) for name in _BOUND_BY_SLURM):
+            return []
+        each = len(names) // workers or 1
+        if len(names) > each * workers:
+            worker.report(f"{workers} workers use {each * workers} of {len(names)} GPUs")
+    if len(names) < each * workers:
         source = "nvidia-smi shows" if given is None else "CUDA_VISIBLE_DEVICES names"
         raise click.UsageError(
-            f"--gpus-per-worker {each} needs {each * num_workers} GPUs for {num_workers} workers "
-            f"on this host; {source} {len(names)}"
+            f"{workers} workers on this machine with {each} GPU{'s' * (each > 1)} each need "
+            f"{each * workers} GPUs; {source} {len(names)} (CUDA_VISIBLE_DEVICES=-1 trains on CPUs)"
         )
-    return [",".join(names[each * worker :][:each]) for worker in range(num_workers)]
+    return [",".join(names[each * number :][:each]) for number in range(workers)]
 
 
-def _check_port(address: str, option: str, listener: str) -> None:
+def _check_port(address: str) -> None:
     try:
         cluster.check_port_is_free(address)
     except OSError as error:
         raise click.ClickException(
-            f"{option} {address}: this host's {listener} cannot listen at port "
+            f"{address}: this machine's worker cannot listen at port "
             f"{address.rpartition(':')[2]}: {error.strerror}"
         ) from error
 
 
-def _spec(slot: int, count: int, variables: Mapping[str, str]) -> worker.WorkerSpec:
-    name = f"worker {slot}"
+def _spec(number: int, count: int, variables: Mapping[str, str]) -> worker.WorkerSpec:
+    name = f"worker {number}"
     prefix = f"{name:{len(f'worker {count - 1}')}} | "
     return worker.WorkerSpec(
         name=name,
-        prefix=_coloured(prefix, slot, sys.stdout),
-        error_prefix=_coloured(prefix, slot, sys.stderr),
+        prefix=_coloured(prefix, number, sys.stdout),
+        error_prefix=_coloured(prefix, number, sys.stderr),
         environment=variables,
-        slot=slot,
     )
 
 

@@ -10,29 +10,19 @@ meets one of another kind, and hosts whose programs differ learn where.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from absl import logging
 
-from tfcdo.cluster import config, difference
+from tfcdo.cluster import config, protocol
 from tfcdo.cluster.errors import DisagreementError, LateHostError
+from tfcdo.cluster.protocol import LATE, Description
 
-Description = Mapping[str, Any]
-
-LOG_AFTER = 60.0  # Seconds until the log says who is waited for.
-# Two hosts that have been waiting for this long, each for something that the other has not come to,
-# run different programs. Not at once, because several threads of one program may start collectives,
-# and their order is not the same on all hosts.
-_GRACE = 10.0
 _POLL = 0.5
-# By how much the other hosts are more patient than the chief, which knows who is late.
-_PATIENCE = 5.0
-LATE = "timed out"  # How each reason of this kind begins.
 SAME_CALLS = (
     "all hosts must make the same calls, such as fit, evaluate, predict and save, on the same "
     "number of batches"
@@ -55,64 +45,67 @@ class Store(Protocol):
         """Removes a key, so that it can be written again."""
 
 
-def digest(description: Description) -> str:
-    """Returns a short name for a description: equal for equal ones, on every host."""
-    text = json.dumps(description, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 class Agreement:
     """This host's part in agreeing on kinds of collectives; waits `timeout` seconds for a host."""
 
-    def __init__(self, store: Store, cluster: config.Cluster, timeout: float) -> None:
+    def __init__(
+        self, store: Store, cluster: config.Cluster, timeout: float, membership: str = ""
+    ) -> None:
         self._store = store
         self._cluster = cluster
         self._timeout = timeout
-        self._lock = threading.Lock()  # Guards the next three; never held while waiting.
-        self._own: dict[str, Description] = {}
-        self._numbers: dict[str, int] = {}
-        self._next_number = 0
+        self._kinds = protocol.Kinds(cluster.index, len(cluster.tasks), membership)
+        self._lock = threading.Lock()  # Guards the kinds; never held while waiting.
         self._reading = threading.Lock()  # One thread at a time reads the others' announcements.
-        self._announced: dict[int, dict[str, Description]] = {h: {} for h in cluster.others}
 
     def number(self, description: Description, size: int) -> int:
         """Returns the first of `size` numbers of a kind: the same on all hosts, no other kind's."""
         # The first call waits for the other hosts.
-        name = digest(description)
+        name = self._kinds.name(description)
         with self._lock:
-            if name in self._numbers:
-                return self._numbers[name]
-            place = None if name in self._own else len(self._own)
-            self._own.setdefault(name, description)
+            if name in self._kinds.numbers:
+                return self._kinds.numbers[name]
+            place = self._kinds.come_to(description)
+            announced = self._kinds.own[name]
         if place is not None:
-            self._store.set(f"announced/{self._cluster.index}/{place}", json.dumps(description))
-        number = self._lead(name, description, size) if self._cluster.is_chief else None
-        if number is None:
-            number = self._follow(name, description)
+            self._store.set(f"announced/{self._cluster.index}/{place}", json.dumps(announced))
+        key = f"agreed/{name}"
+        if not self._cluster.is_chief:
+            ready = functools.partial(self._store.get, key, _POLL)
+            chief = functools.partial(self._late_chief, name)
+            number = int(self._wait(ready, description, chief, self._timeout + protocol.PATIENCE))
+            with self._lock:
+                return self._kinds.numbers.setdefault(name, number)
+        while (host := self._kinds.late(name)) is not None:
+            has_come = functools.partial(self._has_announced, host, name)
+            who = functools.partial(self._cluster.name, host)
+            self._wait(has_come, description, who, self._timeout)
         with self._lock:
-            self._numbers[name] = number
+            is_new = name not in self._kinds.numbers  # Else another thread came to the same.
+            number = self._kinds.give_number(name, size)
+        if is_new:
+            self._store.set(key, str(number))
         return number
 
     def find_mismatch(self) -> str | None:
         """Says how programs differ if a host has come to a collective that is unknown here."""
-        with self._lock:
-            own = dict(self._own)
-            waiting = [d for name, d in own.items() if name not in self._numbers]
         # The chief hears all; any other host only the chief, which speaks up if a third differs.
         for host in self._cluster.others if self._cluster.is_chief else (0,):
-            strange = [d for name, d in self._heard(host, 0.01).items() if name not in own]
-            if strange:
+            self._hear(host, 0.01)
+            with self._lock:
+                stray = self._kinds.stray(host)
+            if stray is not None:
+                mine, strange = stray
                 me, they = self._cluster.name(self._cluster.index), self._cluster.name(host)
-                mine = waiting[-1] if waiting else None
                 if mine is None:
-                    return f"{they} has come to the {brief(strange[0])}, and {me} has not"
+                    return f"{they} has come to the {brief(strange)}, and {me} has not"
                 # Not "here" and "there": each host reads the same text.
                 names = f"host {self._cluster.index}", f"host {host}"
-                if mine.get("what") != strange[0].get("what"):
+                if mine.get("what") != strange.get("what"):
                     details = f"{names[0]} comes to the {brief(mine)}, "
-                    details += f"{names[1]} to the {brief(strange[0])}"
+                    details += f"{names[1]} to the {brief(strange)}"
                 else:
-                    details = difference.between(mine, names[0], strange[0], names[1])
+                    details = protocol.differences(mine, names[0], strange, names[1])
                 return f"the programs of {me} and {they} differ: {details}"
         return None
 
@@ -149,38 +142,15 @@ class Agreement:
         except Exception as problem:  # The chief or another host is gone: there is nobody to tell.
             logging.info("tfcdo: could not wait for the other hosts: %s", problem)
 
-    def _lead(self, name: str, description: Description, size: int) -> int:
-        for host in self._cluster.others:
-            self._wait(
-                functools.partial(self._has_announced, host, name),
-                description,
-                functools.partial(self._cluster.name, host),
-                self._timeout,
-            )
-        with self._lock:
-            if name in self._numbers:  # Another thread came to the same collective.
-                return self._numbers[name]
-            number = self._next_number
-            self._next_number += size
-            self._numbers[name] = number
-        self._store.set(f"agreed/{name}", str(number))
-        return number
-
     def _has_announced(self, host: int, name: str) -> bool | None:
-        return True if name in self._heard(host, _POLL) else None
+        self._hear(host, _POLL)
+        return True if name in self._kinds.heard[host] else None
 
-    def _follow(self, name: str, description: Description) -> int:
-        def late() -> str:
-            chief = self._cluster.name(0)
-            return f"a host that {chief} waits for" if name in self._heard(0, 0.01) else chief
-
-        agreed = self._wait(
-            lambda: self._store.get(f"agreed/{name}", _POLL),
-            description,
-            late,
-            self._timeout + _PATIENCE,
-        )
-        return int(agreed)
+    def _late_chief(self, name: str) -> str:
+        self._hear(0, 0.01)
+        chief = self._cluster.name(0)
+        has_come = name in self._kinds.heard[0]
+        return f"a host that {chief} waits for" if has_come else chief
 
     def _wait(
         self,
@@ -191,43 +161,37 @@ class Agreement:
     ) -> Any:
         """Waits until `ready` returns something, or raises why it will not, or who is `late`."""
         start = time.monotonic()
-        next_line = LOG_AFTER
-        while True:
-            found = ready()
-            if found is not None:
-                return found
+        wait = protocol.Wait(timeout)
+        me = self._cluster.name(self._cluster.index)
+        while (found := ready()) is None:
             waited = time.monotonic() - start
-            reason = self.failure()
-            if reason is not None:
-                raise (LateHostError if reason.startswith(LATE) else DisagreementError)(reason)
-            if waited >= _GRACE:
-                reason = self.find_mismatch()
-                if reason is not None:
-                    self.fail(reason)
-                    raise DisagreementError(reason)
-            if waited < min(timeout, next_line):
-                continue
-            message = (
-                f"has waited {waited:.0f} s for {late()} to come to its first {brief(description)}"
-            )
-            me = self._cluster.name(self._cluster.index)
-            if waited >= timeout:
-                reason = f"{LATE}: {me} {message}; {SAME_CALLS}"
-                self.fail(reason)
-                raise LateHostError(reason)
-            logging.warning("tfcdo: %s %s", me, message)
-            next_line += LOG_AFTER
 
-    def _heard(self, host: int, timeout: float) -> Mapping[str, Description]:
-        """Reads a host's announcements since the last call; returns all that there are."""
+            def line(waited: float = waited) -> str:
+                come = f"{late()} to come to its first {brief(description)}"
+                return f"{me} has waited {waited:.0f} s for {come}"
+
+            verdict, text = wait.look(waited, self.failure, self.find_mismatch, line)
+            if verdict == "say":
+                logging.warning("tfcdo: %s", text)
+            elif verdict != "wait":
+                assert text is not None
+                is_late = text.startswith(LATE)
+                if verdict == "fail":
+                    text = f"{text}; {SAME_CALLS}" if is_late else text
+                    self.fail(text)
+                raise (LateHostError if is_late else DisagreementError)(text)
+        return found
+
+    def _hear(self, host: int, timeout: float) -> None:
+        """Reads a host's announcements since the last call."""
         with self._reading:
-            heard = self._announced[host]
             while True:
-                text = self._store.get(f"announced/{host}/{len(heard)}", timeout)
+                place = len(self._kinds.heard[host])
+                text = self._store.get(f"announced/{host}/{place}", timeout)
                 if text is None:
-                    return dict(heard)
-                description = json.loads(text)
-                heard[digest(description)] = description
+                    return
+                with self._lock:
+                    self._kinds.hear(host, json.loads(text))
                 timeout = 0.01
 
 

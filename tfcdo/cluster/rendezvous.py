@@ -30,7 +30,7 @@ import msgspec
 from absl import logging
 
 from tfcdo import environment
-from tfcdo.cluster import config, difference
+from tfcdo.cluster import config, protocol
 from tfcdo.cluster.errors import RendezvousError
 
 Setting = str | int | float | bool | None | list[str]
@@ -40,8 +40,6 @@ _FIRST_LINE = 10.0  # Seconds until the log says who is waited for; then each mi
 _NEXT_LINES = 60.0
 _RETRY = 0.2
 _POLL = 0.1
-# By how much the others are more patient than the chief, which knows who is missing.
-_PATIENCE = 5.0
 # How long one message may take, and how large it may be: strangers can send as well.
 _MESSAGE_SECONDS = 5.0
 _MAX_BYTES = 1 << 20
@@ -79,14 +77,16 @@ class _ProofError(ValueError):
     """The sender of a message does not know the job's token."""
 
 
-def meet(cluster: config.Cluster, settings: Settings, timeout: float, token: str) -> None:
-    """Waits until all hosts are there, know the token, have equal settings, and can be reached."""
+def meet(cluster: config.Cluster, settings: Settings, timeout: float, token: str) -> str:
+    """Waits until all hosts are there, know the token, have equal settings, and can be reached.
+
+    Returns the name of this membership, which no other start of the hosts has.
+    """
     job = _Job(cluster, settings, token, time.monotonic() + timeout)
     with _listen(cluster) as listener:
         if cluster.is_chief:
-            _lead(job, listener)
-        else:
-            _follow(job)
+            return _lead(job, listener)
+        return _follow(job)
 
 
 def _listen(cluster: config.Cluster) -> socket.socket:
@@ -106,67 +106,59 @@ def _listen(cluster: config.Cluster) -> socket.socket:
         ) from error
 
 
-def _lead(job: _Job, listener: socket.socket) -> None:
-    """Waits for all others, compares, and tells them why not to go on, or "": the chief's part."""
-    arrived: dict[int, _Arrival] = {}
-    problem = ""
+def _lead(job: _Job, listener: socket.socket) -> str:
+    """Waits for all others, and tells them why not to go on, or "": the chief's part."""
+    membership = secrets.token_hex(8)
+    names = [job.cluster.name(host) for host in range(len(job.cluster.tasks))]
+    meeting = protocol.Meeting(names, job.settings, membership, job.deadline)
+    arrivals: dict[socket.socket, _Arrival] = {}
+    problem = _await_all(meeting, listener, arrivals, job.token)
     try:
-        _await_all(job, listener, arrived)
-        for host in job.cluster.others:
-            _check_reachable(job.cluster, host)
+        if not problem:
+            for host in job.cluster.others:
+                _check_reachable(job.cluster, host)
     except RendezvousError as error:
         problem = str(error)
-    for arrival in arrived.values():
-        _answer(arrival, problem, job.token)
+    for arrival in arrivals.values():
+        _answer(arrival, problem, membership, job.token)
     if problem:
         raise RendezvousError(problem)
+    return membership
 
 
-def _await_all(job: _Job, listener: socket.socket, arrived: dict[int, _Arrival]) -> None:
-    """Waits until each host has come; one that has ended meanwhile is missing again."""
-    cluster, deadline = job.cluster, job.deadline
+def _await_all(
+    meeting: protocol.Meeting,
+    listener: socket.socket,
+    arrivals: dict[socket.socket, _Arrival],
+    token: str,
+) -> str:
+    """Brings connections to the meeting until it decides."""
     lines = _Lines()
-    problem = hint = ""
-    arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
-    while len(arrived) < len(cluster.others):
-        missing = [cluster.name(host) for host in cluster.others if host not in arrived]
-        waiting = f"waiting for {', '.join(missing)} to start{hint}"
-        lines.log(waiting)
-        if time.monotonic() > deadline:
-            raise RendezvousError(problem or f"timed out {waiting}")
-        peers = [arrival.peer for arrival in arrived.values()]
-        ready = connection.wait([listener, *peers], _POLL)
+    hint = ""
+    new: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
+    while (problem := meeting.decide(time.monotonic())) is None:
+        lines.log(meeting.waiting_for() + hint)
+        ready = connection.wait([listener, *arrivals], _POLL)
         if listener in ready:
             with contextlib.suppress(OSError):
                 peer, _ = listener.accept()
-                threading.Thread(
-                    target=_hear, args=(peer, job.token, arrivals), daemon=True
-                ).start()
-        for host, arrival in list(arrived.items()):
-            if arrival.peer in ready:  # It has no more to say, so it has ended.
-                arrived.pop(host).peer.close()
-        while not arrivals.empty():
-            new = arrivals.get()
-            if new is None:
+                threading.Thread(target=_hear, args=(peer, token, new), daemon=True).start()
+        for peer in [peer for peer in arrivals if peer in ready]:
+            meeting.lose(peer)  # It has no more to say, so it has ended.
+            arrivals.pop(peer).peer.close()
+        while not new.empty():
+            arrival = new.get()
+            if arrival is None:
                 hint = f" (a host came that does not know this job's {_TOKEN})"
                 continue
-            host = new.greeting.host
-            if host not in cluster.others:
-                _answer(new, f"the cluster has no other host {host}", job.token)
-                continue
-            if host in arrived:
-                arrived[host].peer.close()  # It has been started again.
-            arrived[host] = new
-            if not problem and new.greeting.settings != dict(job.settings):
-                names = cluster.name(0), cluster.name(host)
-                details = difference.between(
-                    job.settings, names[0], new.greeting.settings, names[1]
-                )
-                problem = f"the hosts are not set up alike: {details}"
-                # All are to learn of it, also those that are still on their way.
-                deadline = min(deadline, time.monotonic() + _FIRST_LINE)
-    if problem:
-        raise RendezvousError(problem)
+            host, settings = arrival.greeting.host, arrival.greeting.settings
+            arrivals[arrival.peer] = arrival
+            before = meeting.arrive(host, settings, arrival.peer, time.monotonic())
+            if before is arrival.peer:
+                _answer(arrivals.pop(before), f"the cluster has no other host {host}", "", token)
+            elif before is not None:  # It has been started again.
+                arrivals.pop(before).peer.close()
+    return problem + (hint if problem.startswith(protocol.LATE) else "")
 
 
 def _hear(peer: socket.socket, token: str, arrivals: queue.SimpleQueue[_Arrival | None]) -> None:
@@ -185,9 +177,10 @@ def _hear(peer: socket.socket, token: str, arrivals: queue.SimpleQueue[_Arrival 
         peer.close()  # A port scan, or a probe of another host.
 
 
-def _answer(arrival: _Arrival, error: str, token: str) -> None:
+def _answer(arrival: _Arrival, error: str, membership: str, token: str) -> None:
+    content = {"error": error, "membership": membership}
     with contextlib.suppress(OSError), arrival.peer:
-        arrival.peer.sendall(_seal({"error": error}, arrival.greeting.nonce, token))
+        arrival.peer.sendall(_seal(content, arrival.greeting.nonce, token))
 
 
 def _check_reachable(cluster: config.Cluster, host: int) -> None:
@@ -201,27 +194,27 @@ def _check_reachable(cluster: config.Cluster, host: int) -> None:
         ) from error
 
 
-def _follow(job: _Job) -> None:
+def _follow(job: _Job) -> str:
     """Goes to the chief and waits for its answer: the part of all other hosts."""
     chief = job.cluster.name(0)
     lines = _Lines()
     problem = "no attempt yet"
-    while time.monotonic() < job.deadline:
+    while protocol.may_keep_asking(time.monotonic(), job.deadline, False):
         try:
-            error = _ask_chief(job, lines)
+            answer = _ask_chief(job, lines)
         except (OSError, ValueError) as failure:
             problem = str(failure)
         else:
-            if error:
-                raise RendezvousError(error)
-            return
+            if answer["error"]:
+                raise RendezvousError(answer["error"])
+            return answer["membership"]
         lines.log(f"waiting for {chief} to start: {problem}")
         time.sleep(_RETRY)
     raise RendezvousError(f"timed out waiting for {chief} to start: {problem}")
 
 
-def _ask_chief(job: _Job, lines: _Lines) -> str:
-    """Greets the chief and returns its answer: why the hosts cannot go on, or nothing."""
+def _ask_chief(job: _Job, lines: _Lines) -> dict[str, str]:
+    """Greets the chief and returns its answer: the membership, or why the hosts cannot go on."""
     chief = job.cluster.name(0)
     address = config.split_address(job.cluster.tasks[0].address)
     with socket.create_connection(address, timeout=_MESSAGE_SECONDS) as peer:
@@ -233,9 +226,10 @@ def _ask_chief(job: _Job, lines: _Lines) -> str:
         peer.sendall(_seal(greeting, hello[1].decode(), job.token))
         while not connection.wait([peer], timeout=1.0):
             lines.log(f"{chief} is there and waits for other hosts")
-            if time.monotonic() > job.deadline + _PATIENCE:
-                return f"timed out: {chief} is there, but not all other hosts are"
-        return str(_open(_receive_line(peer), nonce, job.token, dict[str, str])["error"])
+            if not protocol.may_keep_asking(time.monotonic(), job.deadline, True):
+                return {"error": f"timed out: {chief} is there, but not all other hosts are"}
+        answer: dict[str, str] = _open(_receive_line(peer), nonce, job.token, dict[str, str])
+        return answer
 
 
 def _seal(message: _Greeting | dict[str, str], nonce: str, token: str) -> bytes:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfcdo.cluster import agreement, blackbox, config, watch
-from tfcdo.cluster.agreement import LATE, Agreement, Store, digest
+from tfcdo.cluster.agreement import Agreement, Store
 from tfcdo.cluster.errors import LateHostError
+from tfcdo.cluster.protocol import LATE, digest
 
 # A key comes back after this many uses of its kind, long after the last one has ended. TensorFlow
 # never forgets a key, so this is also the number that it keeps for each collective.
@@ -24,12 +25,17 @@ class Session:
     """A host's connection to the others: keys for collectives, and an eye on their progress."""
 
     def __init__(
-        self, cluster: config.Cluster, store: Store, abort: watch.Abort, timeout: float
+        self,
+        cluster: config.Cluster,
+        store: Store,
+        abort: watch.Abort,
+        timeout: float,
+        membership: str = "",
     ) -> None:
         self.cluster = cluster
         self.store = store
-        self._timeout = timeout
-        self._agreement = Agreement(store, cluster, timeout)
+        self.timeout = timeout
+        self._agreement = Agreement(store, cluster, timeout, membership)
         self.watch = watch.Watch(cluster, store, self._agreement, abort, timeout)
         self._lock = threading.Lock()
         self._rounds: dict[str, Iterator[int]] = {}
@@ -51,7 +57,7 @@ class Session:
                     self.store.set(name, text)
                     self._texts[name] = text
         self.agree(description)
-        agreed = self._texts.get(name) or self.store.get(name, self._timeout)
+        agreed = self._texts.get(name) or self.store.get(name, self.timeout)
         if agreed is None:
             raise LateHostError(f"{LATE}: {self.cluster.name(0)} does not answer")
         self._texts[name] = agreed
@@ -98,12 +104,16 @@ def current() -> Session | None:
 
 
 def join(
-    cluster: config.Cluster, make_store: Callable[[], Store], abort: watch.Abort, timeout: float
+    cluster: config.Cluster,
+    make_store: Callable[[], Store],
+    abort: watch.Abort,
+    timeout: float,
+    membership: str = "",
 ) -> Session:
     """Returns the session of this process, made by the first strategy, whose cluster is for all."""
     global _current
     if _current is None:
-        _current = Session(cluster, make_store(), abort, timeout)
+        _current = Session(cluster, make_store(), abort, timeout, membership)
         atexit.register(_current.leave)
         blackbox.listen()
     if _current.cluster != cluster:

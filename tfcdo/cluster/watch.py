@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from absl import logging
 
-from tfcdo.cluster import agreement, blackbox, config, delays, progress
+from tfcdo.cluster import agreement, blackbox, config, delays, progress, protocol
 
 # Ends all collectives of this process: takes whether it was a matter of time, and why.
 Abort = Callable[[bool, str], None]
@@ -50,14 +50,14 @@ class Watch:
         self._lock = threading.Lock()
         self._watched: dict[str, progress.Kind] = {}
         self._published: str | None = None
-        self._next_line = agreement.LOG_AFTER
+        self._wait = protocol.Wait(timeout, _NEWS_AFTER)
         self._has_written = False
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
     def add(self, description: agreement.Description, marks: progress.EventCounter) -> None:
         """Starts to watch a kind of collectives, unless it does already."""
-        name = agreement.digest(description)
+        name = protocol.digest(description)
         with self._lock:
             self._watched.setdefault(name, progress.Kind(name, description, marks))
             if self._thread is None:
@@ -116,25 +116,29 @@ class Watch:
         now = self._clock()
         waiting = self._longest_waiting(now)
         waited = 0.0 if waiting is None else now - waiting.since
-        reason = self._agreement.failure() if waited >= _NEWS_AFTER else None
-        if reason is None and (waiting is None or waited < _SUSPECT_AFTER):
+        if waiting is None or waited < _NEWS_AFTER:
+            self._wait = protocol.Wait(self._timeout, _NEWS_AFTER)
             self._publish(None)
-            self._next_line = agreement.LOG_AFTER
             self._compare(now)
             return False
-        assert waiting is not None
-        self._publish(json.dumps([waiting.name, waiting.count]))
-        reason = reason or self._agreement.find_mismatch()
-        if reason is not None:
-            self._give_up(False, reason)
+        if waited >= _SUSPECT_AFTER:
+            self._publish(json.dumps([waiting.name, waiting.count]))
+        verdict, text = self._wait.look(
+            waited,
+            self._agreement.failure,
+            self._agreement.find_mismatch,
+            lambda: self._line(waiting, waited),
+        )
+        if verdict == "say":
+            logging.warning("tfcdo: %s", text)
+        elif verdict != "wait":
+            assert text is not None
+            is_late = verdict == "fail" and text.startswith(protocol.LATE)
+            self._give_up(is_late, f"{text}; {agreement.SAME_CALLS}" if is_late else text)
             return True
-        if waited >= self._timeout:
-            line = self._line(waiting, waited)
-            self._give_up(True, f"{agreement.LATE}: {line}; {agreement.SAME_CALLS}")
-            return True
-        if waited >= self._next_line:
-            self._next_line += agreement.LOG_AFTER
-            logging.warning("tfcdo: %s", self._line(waiting, waited))
+        elif waited < _SUSPECT_AFTER:
+            self._publish(None)
+            self._compare(now)
         return False
 
     def _longest_waiting(self, now: float) -> progress.Kind | None:

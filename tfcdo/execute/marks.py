@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.cluster import progress
-from tfcdo.cluster.agreement import digest
+from tfcdo.cluster.protocol import digest
 from tfcdo.execute import handles
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from absl import logging
 
 from tfcdo import checks, environment, keras_internals, log, strategies
+from tfcdo.cluster import protocol
 from tfcdo.keras import (
     backup_folder,
     data_order,
@@ -133,6 +134,9 @@ class BackupAndRestore(Callback):
             backup_folder.remove_abandoned()
         named = self._folder.training() if strategies.is_chief() else ""
         self._training = host_exchange.gather_json(strategy, named or secrets.token_hex(8))[0]
+        self._take_folders()
+        # All hosts come to this when the chief has taken the folder: then nobody else adds to it.
+        self._run = host_exchange.gather_json(strategy, secrets.token_hex(8))[0]
         restored = self._newest_of_all_hosts()
         self._restored: Any = restored
         self._progress = _Progress()
@@ -146,12 +150,11 @@ class BackupAndRestore(Callback):
                 f"backups of another class, which cannot be read: {', '.join(others[:3])}; load "
                 "the weights yourself, or use the class that made them"
             )
-        self._saved_position = self._progress.position
+        # A backup that was restored may be in the memory of one machine only.
+        self._saved_position = None if restored else self._progress.position
         self._order = self._begin_data()
-        for folder in self._folders():
-            folder.take(self._training)
-            if restored is not None:
-                folder.remove_after(self._progress.position)
+        for folder in self._folders() if restored else ():
+            folder.remove_after(self._progress.position)
         self._calls = 0
         self._preemption = preemption.Preemption()
         self._preemption.start()
@@ -192,7 +195,7 @@ class BackupAndRestore(Callback):
         is_due = isinstance(self.save_freq, int) and _passes(self._progress, new, self.save_freq)
         if is_due or (self.snapshot_every and _passes(self._progress, new, self.snapshot_every)):
             self._save(to_disk=is_due)
-        if self._preemption.must_leave(self._calls):
+        if not self._is_complete() and self._preemption.must_leave(self._calls):
             self._leave()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -203,8 +206,9 @@ class BackupAndRestore(Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Removes the backups, because the training is complete; Keras calls it."""
+        self._preemption.complete()
+        self._finish_writing()  # A SIGTERM meanwhile does not end the process.
         self._preemption.stop()
-        self._finish_writing()
         if self._memory is not None:
             self._memory.remove()
             backup_folder.remove_abandoned(self.backup_dir)  # Of hosts that have left.
@@ -221,7 +225,8 @@ class BackupAndRestore(Callback):
         """Copies the state between two steps, and has it written; all hosts must call it."""
         position = self._progress.position
         header, values = training_state.copy(self.model, with_metrics=position[1] > 0)
-        header |= {"training": self._training, "progress": dataclasses.asdict(self._progress)}
+        header |= {"training": self._training, "run": self._run}
+        header |= {"progress": dataclasses.asdict(self._progress)}
         if to_disk:
             self._saved_position = position
         self._finish_writing()
@@ -243,14 +248,10 @@ class BackupAndRestore(Callback):
 
     def _leave(self) -> None:
         """Makes a backup and ends the process, as all hosts do after this step."""
-        parameters = self.params or {}
-        is_last_epoch = self._progress.epoch == parameters.get("epochs", 0) - 1
-        if is_last_epoch and self._progress.batch >= (parameters.get("steps") or math.inf):
-            return  # The training is complete.
         if self._saved_position != self._progress.position:
             self._save()
         self._finish_writing()
-        self._preemption.wait_for_all()
+        self._preemption.wait_for_backup()
         logging.info(
             "tfcdo: leaving after epoch %d, batch %d, with a backup: this machine, or another "
             "host's, will be taken away",
@@ -258,36 +259,49 @@ class BackupAndRestore(Callback):
         )
         raise SystemExit(environment.RESTART_STATUS)
 
+    def _is_complete(self) -> bool:
+        """Returns whether the last batch of the last epoch is done."""
+        parameters = self.params or {}
+        is_last_epoch = self._progress.epoch == parameters.get("epochs", 0) - 1
+        return is_last_epoch and self._progress.batch >= (parameters.get("steps") or math.inf)
+
     def _newest_of_all_hosts(self) -> tuple[backup_folder.Header, Any] | None:
         """Returns the newest complete backup that any host finds."""
         strategy = self.model.distribute_strategy
         host, _ = host_exchange.host_of(strategy)
         found = filter(None, (self._folder.newest(), self._newest_in_memory()))
-        own = max(found, key=lambda backup: backup.position, default=None)
-        positions = [
-            position and tuple(position)
-            for position in host_exchange.gather_json(strategy, own and own.position)
-        ]
-        newest = max(filter(None, positions), default=None)
-        if newest is None:
+        own = max(found, key=lambda backup: backup.name, default=None)
+        names = host_exchange.gather_json(strategy, own and own.name)
+        choice = protocol.choose([name and tuple(name) for name in names])
+        if choice is None:
             return None
-        source = positions.index(newest)
-        if any(position != newest for position in positions):
+        if choice.is_sent:
             # A host on a new machine, or whose file system is not up to date.
-            data = own.path.read_bytes() if own is not None and host == source else b""
-            data = host_exchange.gather(strategy, data)[source]
-            if own is None or own.position != newest:
+            data = own.path.read_bytes() if own is not None and host == choice.source else b""
+            data = host_exchange.gather(strategy, data)[choice.source]
+            if own is None or own.name != choice.position:
                 return backup_folder.read(io.BytesIO(data))
         assert own is not None
         return own.header, own.arrays
+
+    def _take_folders(self) -> None:
+        """Makes this process the one that writes to its folders."""
+        if strategies.is_chief():
+            self._folder.take(self._training)
+        if self._memory is not None:
+            try:
+                is_own = self._memory.training() in ("", self._training)
+            except RuntimeError as error:
+                log.warn_once(f"backups in memory are not used: {error}")
+                is_own = False
+            if not is_own:
+                self._memory.remove()  # Its training's folder was removed.
+            self._memory.take(self._training)
 
     def _newest_in_memory(self) -> backup_folder.Backup | None:
         if self._memory is None:
             return None
         try:
-            if self._memory.training() != self._training:
-                self._memory.remove()  # Its training's folder was removed.
-                return None
             return self._memory.newest()
         except RuntimeError as error:
             log.warn_once(f"backups in memory are not used: {error}")

@@ -14,12 +14,13 @@ import shutil
 import socket
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import IO, Any
 
 import numpy as np
 
 from tfcdo import log
+from tfcdo.cluster import protocol
 from tfcdo.keras import host_exchange
 
 Header = Mapping[str, Any]
@@ -44,6 +45,11 @@ class Backup:
     header: Header
     arrays: Arrays
     path: pathlib.Path
+
+    @property
+    def name(self) -> protocol.Position:
+        """Returns the position and the run: another run's backup may have other bits."""
+        return (*self.position, str(self.header.get("run", "")))
 
 
 class BackupFolder:
@@ -77,9 +83,16 @@ class BackupFolder:
         try:
             # Others must not read weights in a folder that the user has not chosen.
             self.path.mkdir(0o777 if self._durable else 0o700, parents=True, exist_ok=True)
-            for left in self.path.glob("writing-*"):
-                left.unlink(missing_ok=True)
-            self._write(_OWNER, lambda file: file.write(json.dumps(owner).encode()))
+            for operation in protocol.take_folder():
+                if operation == "enter name":
+                    entering = self.path / f"owner-{self._run}"
+                    with entering.open("wb") as file:
+                        file.write(json.dumps(owner).encode())
+                        self._sync(file.fileno())
+                    self._publish(entering, _OWNER)
+                elif operation == "remove unfinished":
+                    for left in self.path.glob("writing-*"):
+                        left.unlink(missing_ok=True)
         except OSError as error:
             raise _with_path(error, "backup_dir", self.path) from error
 
@@ -121,10 +134,8 @@ class BackupFolder:
     def write(self, position: Position, header: Header, arrays: Arrays) -> None:
         """Adds a backup, and removes all but the newest two; after an error these stay."""
         try:
-            self._check_owner()
             text = np.frombuffer(json.dumps(header).encode(), np.uint8)
-            everything = {_HEADER: text, **arrays}
-            self._write(self.file(position).name, lambda file: host_exchange.save(file, everything))
+            self._add(self.file(position).name, {_HEADER: text, **arrays})
             for old in self.positions()[_KEPT:]:
                 self.file(old).unlink(missing_ok=True)
         except OSError as error:
@@ -144,34 +155,58 @@ class BackupFolder:
         with contextlib.suppress(OSError):
             self.path.rmdir()
 
-    def _check_owner(self) -> None:
-        owner = json.loads((self.path / _OWNER).read_text())
-        if owner["run"] != self._run:
-            raise RuntimeError(
-                f"another job uses backup_dir {str(self.path)!r}: process {owner['process']} on "
-                f"{owner['host']} began after this one; give each job a folder of its own"
-            )
-
-    def _write(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
-        """Writes a file that becomes visible when it is complete."""
+    def _add(self, name: str, arrays: Arrays) -> None:
+        """Writes a file that becomes visible when it is complete, if the folder is still ours."""
         writing = self.path / f"writing-{self._run}"
+        operations = protocol.add_backup(self._run)
+        answer: Any = None
         try:
-            with writing.open("wb") as file:
-                write(file)
-                if self._durable:
-                    file.flush()
-                    os.fsync(file.fileno())
-            writing.replace(self.path / name)
+            # Open from its creation: a name that another owner has removed stays removed.
+            with contextlib.ExitStack() as stack:
+                while True:
+                    operation = operations.send(answer)
+                    if operation == "create":
+                        file = stack.enter_context(writing.open("wb"))
+                    elif operation == "read name":
+                        owner = json.loads((self.path / _OWNER).read_text())
+                        answer = owner["run"]
+                    elif operation == "fill":
+                        host_exchange.save(file, arrays)
+                        file.flush()
+                        self._sync(file.fileno())
+                    elif operation == "publish":
+                        answer = self._publish(writing, name)
+                    else:
+                        writing.unlink(missing_ok=True)
+        except StopIteration as end:
+            if not end.value:
+                owner = json.loads((self.path / _OWNER).read_text())
+                raise RuntimeError(
+                    f"another job uses backup_dir {str(self.path)!r}: process {owner['process']} "
+                    f"on {owner['host']} began after this one; give each job a folder of its own"
+                ) from None
         except OSError:
             with contextlib.suppress(OSError):
                 writing.unlink()
             raise
+
+    def _publish(self, writing: pathlib.Path, name: str) -> bool:
+        """Makes a file visible; returns whether it is still there."""
+        try:
+            writing.replace(self.path / name)
+        except FileNotFoundError:
+            return False
         if self._durable:
             folder = os.open(self.path, os.O_RDONLY)
             try:
-                os.fsync(folder)
+                self._sync(folder)
             finally:
                 os.close(folder)
+        return True
+
+    def _sync(self, descriptor: int) -> None:
+        if self._durable:
+            os.fsync(descriptor)
 
 
 def in_memory(backup_dir: pathlib.Path, host: int) -> BackupFolder:

@@ -1,6 +1,6 @@
 """Notices that a machine will be taken away: all hosts leave after the same step.
 
-Once there is a notice, each host publishes the step that it has begun, and waits for all steps.
+`cluster.protocol.Leaving` has the rules; here are the threads, the signals and the store.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import itertools
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
 from tfcdo import environment, keras_internals, log, tf_internals, wakeup
-from tfcdo.cluster import session
+from tfcdo.cluster import errors, protocol, session
 
 _POLL = 1.0
-# All hosts answer from a thread of their own, in which no step can hold them up.
-_ANSWER_SECONDS = 20.0
 
 _fits = itertools.count()  # Hosts count the same trainings.
 _signalled = threading.Event()  # This machine will be taken away, in the next training too.
@@ -32,11 +32,11 @@ class Preemption:
     def __init__(self) -> None:
         self._session = session.current()
         self._prefix = f"preemption/{next(_fits)}"
-        self._lock = threading.Lock()
-        self._begun = 0
-        self._published = False
-        self._last: int | None = None  # None: a host did not answer.
-        self._agreed = threading.Event()
+        cluster = self._session.cluster if self._session else None
+        hosts = len(cluster.tasks) if cluster else 1
+        self._leaving = protocol.Leaving(cluster.index if cluster else 0, hosts)
+        self._lock = threading.Lock()  # Guards what this host has begun.
+        self._decided = threading.Event()
         self._ended = threading.Event()
         self._previous_handler: Any = None
 
@@ -59,6 +59,12 @@ class Preemption:
         if self._session is not None:
             threading.Thread(target=self._listen, name="tfcdo preemption", daemon=True).start()
 
+    def complete(self) -> None:
+        """Tells hosts that leave which call was the last one here: the training is complete."""
+        if self._session is not None and not self._decided.is_set():
+            with contextlib.suppress(tf.errors.OpError):  # Told already, or the chief is gone.
+                self._tell_begun()
+
     def stop(self) -> None:
         """Ends listening."""
         self._ended.set()
@@ -68,36 +74,50 @@ class Preemption:
 
     def may_begin(self, call: int) -> bool:
         """Returns whether to begin a call of the train function, the first being 1, or to leave."""
-        with self._lock:
-            if not self._published and not self._must_leave_alone():
-                self._begun = call
-                return True
-        return not self.must_leave(call - 1)
+        if self._session is None:
+            return not _signalled.is_set()
+        return self._ask(self._leaving.may_begin, call)
 
     def must_leave(self, calls: int) -> bool:
         """Returns whether to leave now that this many calls are done, and one has not begun."""
         if self._session is None:
-            return self._must_leave_alone()
-        if _signalled.is_set():
-            self._announce("a host got SIGTERM")
-        if not (_signalled.is_set() or self._published):
-            return False
-        if not self._agreed.wait(_ANSWER_SECONDS) or self._last is None:
+            return _signalled.is_set()
+        return self._ask(self._leaving.must_leave, calls)
+
+    def wait_for_backup(self) -> None:
+        """Waits until the chief has written the backup, before any host ends."""
+        if self._session is None:
+            return
+        cluster, store = self._session.cluster, self._session.store
+        key = f"{self._prefix}/written"
+        if cluster.is_chief:
+            store.set(key, "")
+            return
+        start = time.monotonic()
+        # An error of TensorFlow, which ends this host, says that the chief is gone.
+        while not protocol.may_end([store.get(key, _POLL) is not None]):
+            if time.monotonic() - start > self._session.timeout:
+                raise errors.LateHostError(
+                    f"{protocol.LATE}: {cluster.name(0)} has not written its backup for "
+                    f"{self._session.timeout:.0f} s"
+                )
+
+    def _ask(self, question: Callable[[int], bool | None], calls: int) -> bool:
+        """Asks what to do, and waits for the hosts' decision where that is needed."""
+        with self._lock:
+            if _signalled.is_set():
+                self._leaving.hold()
+            answer = question(calls)
+        if answer is None:
+            if _signalled.is_set():
+                self._announce("a host got SIGTERM")
+            # The listening thread ends in bounded time.
+            self._decided.wait()
+            answer = question(calls)
+        if answer is None:
             logging.warning("tfcdo: leaving without a new backup, because a host does not answer")
-            raise SystemExit(environment.RESTART_STATUS)
-        return calls >= self._last
-
-    def wait_for_all(self) -> None:
-        """Waits until all hosts have come here: the chief, when its backup is written."""
-        if self._session is not None:
-            cluster, store = self._session.cluster, self._session.store
-            store.set(f"{self._prefix}/left/{cluster.index}", "")
-            for host in cluster.others:
-                store.get(f"{self._prefix}/left/{host}", _ANSWER_SECONDS)
-
-    def _must_leave_alone(self) -> bool:
-        """Returns whether this host was told to leave; others learn it from `_listen`."""
-        return _signalled.is_set() or (self._session is None and environment.resize_is_wanted())
+            raise SystemExit(128 + signal.SIGTERM)
+        return answer
 
     def _end_with_the_run(self) -> None:
         """Ends this process when `tfcdo launch` ends a run that has failed."""
@@ -123,29 +143,38 @@ class Preemption:
                     return
                 if tf_internals.preemption_notice(0.01) is not None:
                     self._announce("TensorFlow's notice")
-                elif environment.resize_is_wanted():
-                    self._announce("the number of workers changes")
         except tf.errors.OpError as error:  # The chief is gone, and the training fails by itself.
             logging.info("tfcdo: notices of preemption are no longer heard: %s", error)
+            self._leaving.decide(None)
         finally:
-            self._agreed.set()
+            self._decided.set()
+
+    def _tell_begun(self) -> None:
+        """Tells the other hosts which call this one has begun; it then begins no other."""
+        assert self._session is not None
+        with self._lock:
+            begun = self._leaving.notice()
+        self._session.store.set(f"{self._prefix}/begun/{self._session.cluster.index}", str(begun))
 
     def _agree(self) -> None:
-        """Publishes this host's step, and takes the greatest of all."""
+        """Takes the hosts' decision, which the first of them makes that has heard all."""
         assert self._session is not None
         cluster, store = self._session.cluster, self._session.store
-        with self._lock:
-            self._published = True
-            begun = self._begun
-        store.set(f"{self._prefix}/begun/{cluster.index}", str(begun))
-        steps = [begun]
-        for host in cluster.others:
-            text = store.get(f"{self._prefix}/begun/{host}", _ANSWER_SECONDS)
-            if text is None:
-                logging.warning("tfcdo: %s does not say in which step it is", cluster.name(host))
-                return
-            steps.append(int(text))
-        self._last = max(steps)
+        with contextlib.suppress(tf.errors.AlreadyExistsError):  # The training is complete here.
+            self._tell_begun()
+        start = time.monotonic()
+        while (proposal := self._leaving.proposal(time.monotonic() - start)) is None:
+            host = self._leaving.unheard[0]
+            text = store.get(f"{self._prefix}/begun/{host}", _POLL)
+            if text is not None:
+                self._leaving.hear(host, int(text))
+        if proposal == protocol.NO_STEP:
+            late = ", ".join(cluster.name(host) for host in self._leaving.unheard)
+            logging.warning("tfcdo: a host does not say in which step it is: %s", late)
+        key = f"{self._prefix}/decision"
+        with contextlib.suppress(tf.errors.AlreadyExistsError):  # Another host was first.
+            store.set(key, proposal)
+        self._leaving.decide(store.get(key, protocol.ANSWER_SECONDS))
 
 
 def _handle(number: int, frame: Any) -> None:

@@ -10,16 +10,6 @@ from collections.abc import Iterator, Sequence
 from tfcdo.cluster import config
 
 
-def parse_hosts(text: str) -> tuple[str, ...]:
-    """Returns the addresses in a text such as "a:2222,[::1]:2222"; raises a `ValueError`."""
-    addresses = tuple(part.strip() for part in text.split(","))
-    for address in addresses:
-        config.split_address(address)
-        if addresses.count(address) > 1:
-            raise ValueError(f"each host must be named once; got {address!r} twice")
-    return addresses
-
-
 def tf_config(addresses: Sequence[str], index: int) -> str:
     """Returns the value of TF_CONFIG for one worker."""
     return json.dumps(

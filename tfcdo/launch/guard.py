@@ -1,7 +1,8 @@
 """A process between the launcher and one worker, which leaves nothing behind: a script.
 
 Each byte of its input is a signal for the worker's process group. At the end of the input, also
-when the launcher is killed, it kills the worker; at the worker's end, all that this has started.
+when the launcher is killed, it kills the worker. When the worker has ended, it first writes how and
+when to a named pipe, and then ends all that the worker has started.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 import psutil
@@ -45,7 +47,7 @@ def end_descendants() -> None:
         psutil.wait_procs(descendants, timeout=_SECONDS_A_ROUND)
 
 
-def main(command: Sequence[str]) -> int:
+def main(end: str, command: Sequence[str]) -> int:
     """Runs a worker until it ends or the launcher does; returns its status as a shell does."""
     adopt_orphans()
     wakeups, wakeup_writer = os.pipe()
@@ -63,7 +65,7 @@ def main(command: Sequence[str]) -> int:
     )
     sources = [sys.stdin.fileno(), wakeups]
     # How it ended, once it has; it is left to be reaped.
-    while not (end := os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+    while not (result := os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
         for source in select.select(sources, [], [])[0]:
             received = os.read(source, 4096)
             if source == wakeups:
@@ -74,8 +76,12 @@ def main(command: Sequence[str]) -> int:
                 # Not reaped yet, so its number is still its own.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(worker.pid, number)
+    status = result.si_status + (0 if result.si_code == os.CLD_EXITED else 128)
+    with contextlib.suppress(OSError):  # The launcher is gone.
+        writer = os.open(end, os.O_WRONLY | os.O_NONBLOCK)
+        os.write(writer, f"{status} {time.monotonic()}\n".encode())
     end_descendants()
-    return end.si_status + (0 if end.si_code == os.CLD_EXITED else 128)
+    return status
 
 
 def _end_with_parent(parent: int) -> None:
@@ -92,4 +98,4 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,4 +1,4 @@
-"""A worker's process, its launcher's events and the launcher's signals."""
+"""A worker's process, its output in lines, and the events of its launcher."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import IO
 
 from tfcdo import environment
-from tfcdo.launch import guard, output
+from tfcdo.cluster import protocol
+from tfcdo.launch import guard
 
 # Signals that end the job, and those that are only passed on.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-# A worker is told by files: that another one has failed, and that their number changes.
-FAILED = "failed"
-RESIZE = "resize"
-# How long a worker that leaves may take to back up, at least.
-_LEAVE_SECONDS = 30.0
 # Lines without an error that TensorFlow prints before it has read TF_CPP_MIN_LOG_LEVEL.
 _EARLY_LINE = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\) "
     rb"|[IW]0000 00:00:[\d.]+ +\d+ \S+:\d+\] "
 )
+# A carriage return alone ends a line too: progress bars redraw theirs with it. One at the end of
+# what has arrived may be half of "\r\n".
+_LINE_END = re.compile(rb"\r?\n|\r(?!\n|\Z)")
+# A line that is longer is printed in parts, so that memory is bounded.
+_MAX_LINE_BYTES = 65_536
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,49 +44,34 @@ class WorkerSpec:
     prefix: bytes  # Printed before each line of its output.
     error_prefix: bytes
     environment: Mapping[str, str]  # Variables added to the launcher's own.
-    slot: int = 0  # Which of the greatest number of workers; stays when there are fewer.
 
 
-def seconds_to_leave(grace_seconds: float) -> float:
-    """Returns how long workers may take that leave after a backup: a step and the backup."""
-    return max(_LEAVE_SECONDS, grace_seconds)
-
-
-@dataclasses.dataclass(frozen=True)
-class Exit:
-    """A worker has ended: a `Process`, or one on another machine."""
-
-    process: Any
-    status: int  # As a shell has it.
-
-
-# A worker's end, a signal to the launcher, the error of an output that takes no more, and the
-# message of another launcher, which is None when that one is gone.
-Events = queue.SimpleQueue[Exit | signal.Signals | OSError | Mapping[str, Any] | None]
+# A worker's end, a signal to the launcher, and the error of an output that takes no more.
+Events = queue.SimpleQueue[protocol.End | signal.Signals | OSError]
 
 
 class Process:
     """A worker that runs, behind its guard."""
 
     def __init__(
-        self,
-        spec: WorkerSpec,
-        command: Sequence[str],
-        events: Events,
+        self, number: int, spec: WorkerSpec, command: Sequence[str], events: Events
     ) -> None:
-        self.spec = spec
+        self._number = number
         self._events = events
         self._folder = tempfile.TemporaryDirectory(prefix="tfcdo-launch-")
+        self._failure_file = pathlib.Path(self._folder.name, "failed")
+        path = pathlib.Path(self._folder.name, "end")
+        os.mkfifo(path)
+        self._end = path.open("r+b", buffering=0)
         self._guard = subprocess.Popen(
-            [sys.executable, guard.__file__, *command],
+            [sys.executable, guard.__file__, str(path), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={
                 **os.environ,
                 **spec.environment,
-                environment.FAILURE_FILE: self._file(FAILED),
-                environment.RESIZE_FILE: self._file(RESIZE),
+                environment.FAILURE_FILE: str(self._failure_file),
                 # Lines come as they are printed, not 8 KB of them at a time.
                 "PYTHONUNBUFFERED": "1",
             },
@@ -102,7 +88,8 @@ class Process:
         self._readers = [
             threading.Thread(target=self._read, args=stream, daemon=True) for stream in streams
         ]
-        for thread in (*self._readers, threading.Thread(target=self._wait, daemon=True)):
+        waiters = [threading.Thread(target=t, daemon=True) for t in (self._wait, self._reap)]
+        for thread in (*self._readers, *waiters):
             thread.start()
 
     def send(self, number: int) -> None:
@@ -111,10 +98,10 @@ class Process:
         with contextlib.suppress(BrokenPipeError):
             self._guard.stdin.write(bytes([number]))
 
-    def tell(self, name: str) -> None:
-        """Tells the worker `FAILED` or `RESIZE`."""
+    def tell_of_failure(self) -> None:
+        """Tells the worker that another one has failed."""
         with contextlib.suppress(FileNotFoundError):  # It has ended.
-            pathlib.Path(self._file(name)).touch()
+            self._failure_file.touch()
 
     def drain(self, seconds: float) -> None:
         """Waits, for at most so long, until the output of a worker that has ended is printed."""
@@ -122,18 +109,25 @@ class Process:
         for reader in self._readers:
             reader.join(max(0.0, deadline - time.monotonic()))
 
-    def _file(self, name: str) -> str:
-        return str(pathlib.Path(self._folder.name, name))
+    def close(self) -> None:
+        """Waits for the guard, which ends when nothing is left that its worker has started."""
+        self._guard.wait()
+        self._folder.cleanup()
 
     def _wait(self) -> None:
+        """Hears how and when the worker has ended, from its guard, or that the guard has."""
+        status, moment, *_ = self._end.read(200).split()
+        self._events.put(protocol.End(self._number, int(status), float(moment)))
+
+    def _reap(self) -> None:
         status = self._guard.wait()
-        self._folder.cleanup()
-        # The guard itself may have been killed.
-        self._events.put(Exit(self, status if status >= 0 else 128 - status))
+        # The guard itself may have been killed, and has then written nothing.
+        status = status if status >= 0 else 128 - status
+        self._end.write(f"{status} {time.monotonic()}\n".encode())
 
     def _read(self, stream: IO[bytes], prefix: bytes, printed: IO[bytes]) -> None:
         is_quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "0") >= "2"
-        for line in output.lines(iter(lambda: os.read(stream.fileno(), 65_536), b"")):
+        for line in split_lines(iter(lambda: os.read(stream.fileno(), 65_536), b"")):
             if is_quiet and _EARLY_LINE.match(line):
                 continue
             try:
@@ -142,6 +136,25 @@ class Process:
                 printed.flush()
             except OSError as error:
                 self._events.put(error)
+
+
+def report(message: str) -> None:
+    """Tells the user a sentence."""
+    sys.stderr.write(f"tfcdo: {message}\n")
+    sys.stderr.flush()
+
+
+def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields the lines of a stream of bytes, without their ends."""
+    rest = b""
+    for chunk in chunks:
+        *complete, rest = _LINE_END.split(rest + chunk)
+        yield from complete
+        if len(rest) > _MAX_LINE_BYTES:
+            yield rest.removesuffix(b"\r")
+            rest = b""
+    if rest:
+        yield rest.removesuffix(b"\r")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import log, tf_internals
-from tfcdo.cluster import agreement
+from tfcdo.cluster import protocol
 from tfcdo.cluster.session import Session
 
 _POLICY = tf.data.experimental.AutoShardPolicy
@@ -176,7 +176,7 @@ def _warn_if_unlike(dataset: tf.data.Dataset, session: Session) -> None:
 
 
 def _kind(dataset: tf.data.Dataset) -> str:
-    return agreement.digest({"elements": str(dataset.element_spec)})
+    return protocol.digest({"elements": str(dataset.element_spec)})
 
 
 def _reads_files(dataset: tf.data.Dataset) -> bool:

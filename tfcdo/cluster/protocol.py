@@ -1,0 +1,477 @@
+"""The rules by which hosts decide together, and a launcher about its workers; nothing else.
+
+Events go in, with the time where it matters, and decisions come out. There are no sockets, threads,
+clocks, files or TensorFlow here: `rendezvous`, `agreement`, `watch`, `keras.preemption`,
+`keras.backup_folder` and `launch.supervisor` bring events and carry decisions out. A simulator,
+tests/helpers/simulator.py, runs the same rules on millions of schedules of faults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any
+
+Description = Mapping[str, Any]
+Settings = Mapping[str, Any]
+
+_MOST_DIFFERENCES = 3  # That a message names.
+
+
+# Meeting: before TensorFlow starts, all hosts come to the chief, and all go on or none does.
+
+PATIENCE = 5.0  # By how much the others are more patient than the chief, which knows who is late.
+_TELL_SECONDS = 10.0  # So that all learn that settings differ, also those on their way.
+
+
+class Meeting:
+    """The chief's part in a meeting: who is there, and whether all can go on."""
+
+    def __init__(
+        self, names: Sequence[str], settings: Settings, membership: str, deadline: float
+    ) -> None:
+        self._names = names
+        self._settings = dict(settings)
+        self.membership = membership  # Names these processes; a restarted one is not of them.
+        self._deadline = deadline
+        self._problem = ""
+        self.arrived: dict[int, Any] = {}  # The connection of each host that is there.
+
+    @property
+    def missing(self) -> list[int]:
+        """Returns the hosts that have not come."""
+        return [host for host in range(1, len(self._names)) if host not in self.arrived]
+
+    def arrive(self, host: int, settings: Settings, connection: Any, now: float) -> Any:
+        """Counts a host in, perhaps again; returns the connection that is of no more use."""
+        if not 0 < host < len(self._names):
+            return connection
+        before = self.arrived.get(host)
+        self.arrived[host] = connection
+        if not self._problem and dict(settings) != self._settings:
+            names = self._names[0], self._names[host]
+            details = differences(self._settings, names[0], settings, names[1])
+            self._problem = f"the hosts are not set up alike: {details}"
+            self._deadline = min(self._deadline, now + _TELL_SECONDS)
+        return before
+
+    def lose(self, connection: Any) -> None:
+        """Forgets a host whose connection has ended: it has more to say only in a new one."""
+        self.arrived = {h: other for h, other in self.arrived.items() if other != connection}
+
+    def decide(self, now: float) -> str | None:
+        """Returns None to wait, "" if all can go on, or why they cannot."""
+        if self.missing and now <= self._deadline:
+            return None
+        return self._problem or (f"timed out {self.waiting_for()}" if self.missing else "")
+
+    def waiting_for(self) -> str:
+        """Names the hosts that are missing."""
+        return f"waiting for {', '.join(self._names[host] for host in self.missing)} to start"
+
+
+def may_keep_asking(now: float, deadline: float, greeted: bool) -> bool:
+    """Returns whether a host goes on waiting for the chief, which it has greeted or not."""
+    return now < deadline + (PATIENCE if greeted else 0.0)
+
+
+# Agreement: a collective has a number that all hosts know and no other collective has.
+
+
+def digest(description: Description) -> str:
+    """Returns a short name for a description: equal for equal ones, on every host."""
+    text = json.dumps(description, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Kinds:
+    """What one host knows of the kinds of collectives that hosts have come to."""
+
+    def __init__(self, host: int, hosts: int, membership: str = "") -> None:
+        self._membership = membership
+        self._next_number = 0
+        self.own: dict[str, Description] = {}
+        self.numbers: dict[str, int] = {}
+        self.heard: list[dict[str, Description]] = [{} for _ in range(hosts)]
+        self.others = [other for other in range(hosts) if other != host]
+
+    def name(self, description: Description) -> str:
+        """Returns a kind's name; no other membership's kind has it."""
+        return digest(self._complete(description))
+
+    def _complete(self, description: Description) -> Description:
+        return {**description, "membership": self._membership}
+
+    def come_to(self, description: Description) -> int | None:
+        """Notes that this host comes to a kind; returns its place if it must be announced."""
+        name = self.name(description)
+        place = None if name in self.own else len(self.own)
+        self.own.setdefault(name, self._complete(description))
+        return place
+
+    def hear(self, host: int, announced: Description) -> None:
+        """Notes what another host has announced, as it stands in that host's `own`."""
+        self.heard[host][digest(announced)] = announced
+
+    def late(self, name: str) -> int | None:
+        """Returns a host that has not announced a kind, or None: then the chief may number it."""
+        return next((host for host in self.others if name not in self.heard[host]), None)
+
+    def give_number(self, name: str, size: int) -> int:
+        """Returns the first of `size` numbers that the chief gives to a kind, once."""
+        if name not in self.numbers:
+            self.numbers[name] = self._next_number
+            self._next_number += size
+        return self.numbers[name]
+
+    def stray(self, host: int) -> tuple[Description | None, Description] | None:
+        """Returns what this host waits in and what another one has come to, if that is unknown."""
+        strange = [d for name, d in self.heard[host].items() if name not in self.own]
+        waiting = [d for name, d in self.own.items() if name not in self.numbers]
+        return (waiting[-1] if waiting else None, strange[0]) if strange else None
+
+
+# Progress and failure: who waits looks for a reason, says for whom, and gives up in the end.
+
+LOG_AFTER = 60.0  # Seconds until the log says who is waited for.
+# Two hosts that have been waiting for this long, each for something that the other has not come to,
+# run different programs. Not at once, because several threads of one program may start collectives,
+# and their order is not the same on all hosts.
+GRACE = 10.0
+LATE = "timed out"  # How each reason of this kind begins.
+
+
+class Wait:
+    """One wait for other hosts."""
+
+    def __init__(self, timeout: float, news_after: float = 0.0) -> None:
+        self._timeout = timeout
+        self._news_after = news_after
+        self._next_line = LOG_AFTER
+
+    def look(
+        self,
+        waited: float,
+        failure: Callable[[], str | None],
+        mismatch: Callable[[], str | None],
+        line: Callable[[], str],
+    ) -> tuple[str, str | None]:
+        """Returns what to do, and a text.
+
+        "wait"; "say" a line; "stop", for another host's reason; "fail", and tell others the reason.
+        """
+        reason = failure() if waited >= self._news_after else None
+        if reason is not None:
+            return "stop", reason
+        reason = mismatch() if waited >= GRACE else None
+        if reason is not None:
+            return "fail", reason
+        if waited >= self._timeout:
+            return "fail", f"{LATE}: {line()}"
+        if waited >= self._next_line:
+            self._next_line += LOG_AFTER
+            return "say", line()
+        return "wait", None
+
+
+# Leaving: all hosts leave after the same step, with a backup, or none has one.
+
+ANSWER_SECONDS = 20.0  # How long a host may take to say which step it has begun.
+NO_STEP = "none"
+
+
+class Leaving:
+    """One host's part in leaving after the same step.
+
+    After a notice each host says which call it has begun, and begins no other. Whoever has heard
+    all proposes the last one of them; whoever has waited too long proposes that there is none. The
+    first proposal is the decision: the store keeps one, and all read it.
+    """
+
+    def __init__(self, host: int, hosts: int) -> None:
+        self._host = host
+        self._begun: list[int | None] = [None] * hosts
+        self._begun[host] = 0
+        self._is_held = False
+        self.decision: int | None = None
+        self.is_off = False  # No step is common, or the others cannot be asked.
+
+    def hold(self) -> None:
+        """Begins no call until there is a decision: this machine will be taken away."""
+        self._is_held = True
+
+    def may_begin(self, call: int) -> bool | None:
+        """Returns whether the host begins a call, the first being 1; None: wait, or is off."""
+        if not self._is_held:
+            self._begun[self._host] = call
+            return True
+        return None if self.decision is None else call <= self.decision
+
+    def must_leave(self, calls: int) -> bool | None:
+        """Returns whether to leave after this many calls, with a backup; None: wait, or is off."""
+        if not self._is_held:
+            return False
+        return None if self.decision is None else calls >= self.decision
+
+    def notice(self) -> int:
+        """Returns the last call that has begun here, for the others to hear."""
+        self._is_held = True
+        return self._begun[self._host] or 0
+
+    def hear(self, host: int, begun: int) -> None:
+        """Hears which call another host has begun."""
+        self._begun[host] = begun
+
+    @property
+    def unheard(self) -> list[int]:
+        """Returns the hosts that have not said which call they have begun."""
+        return [host for host, begun in enumerate(self._begun) if begun is None]
+
+    def proposal(self, waited: float) -> str | None:
+        """Returns what to propose after waiting for the others, or None to wait on."""
+        if not self.unheard:
+            return str(max(begun for begun in self._begun if begun is not None))
+        return NO_STEP if waited >= ANSWER_SECONDS else None
+
+    def decide(self, decision: str | None) -> None:
+        """Takes the decision from the store; None if the store is gone."""
+        self.is_off = decision in (None, NO_STEP)
+        if decision is not None and not self.is_off:
+            self.decision = int(decision)
+
+
+def may_end(written: Iterable[bool]) -> bool:
+    """Returns whether a host that leaves may end: all have written their backups."""
+    return all(written)
+
+
+# Backups: all hosts restore the same one, and a folder has one writer.
+
+# Epoch, batches done in it, and the run that wrote it: another run may have other bits.
+Position = tuple[int, int, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The backup that all hosts restore, and who sends it to those that do not have it."""
+
+    position: Position
+    source: int
+    is_sent: bool
+
+
+def choose(found: Sequence[Position | None]) -> Choice | None:
+    """Chooses among the newest whole backup of each host."""
+    newest = max((position for position in found if position), default=None)
+    if newest is None:
+        return None
+    return Choice(newest, found.index(newest), any(own != newest for own in found))
+
+
+# The operations on a folder, each of which happens at once. A writer creates its file before it
+# looks who owns the folder; a new owner enters its name before it removes files. So either the
+# writer sees the new name, or its file is gone when it is to become visible.
+
+Operations = Generator[str, Any, bool]
+
+
+def take_folder() -> Operations:
+    """Takes a folder over: what an earlier owner is still writing never becomes visible."""
+    yield "enter name"
+    yield "remove unfinished"
+    return True
+
+
+def add_backup(run: str) -> Operations:
+    """Adds a backup; returns whether the folder still was this run's."""
+    yield "create"
+    owner = yield "read name"
+    if owner != run:
+        yield "remove own"
+        return False
+    yield "fill"
+    is_there = yield "publish"
+    return bool(is_there)
+
+
+# Supervision: what a launcher does when its workers end.
+
+RESTART_STATUS = 75  # Of a worker that asks to be started again, when all backups are written.
+_KILLED = 128 + 9
+_SIGTERM, _SIGKILL, _SIGCONT = 15, 9, 18
+TELL_OF_FAILURE = 0  # Not a signal: the worker learns that another one has failed.
+# Workers that end within this time may end because of each other; the first of them is to blame.
+SETTLE_SECONDS = 0.3
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """A worker has ended: its status as a shell has it, and when, on the launcher's clock."""
+
+    worker: int
+    status: int
+    at: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Send:
+    """Send a worker a signal."""
+
+    worker: int
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Say:
+    """Tell the user; {} stands for the workers."""
+
+    text: str
+    workers: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a run has ended."""
+
+    status: int
+    signal: int = 0  # That ended the launcher.
+    has_left: bool = False  # After a backup, to be started again.
+    blamed: int | None = None
+
+
+Actions = list[Send | Say]
+
+
+class Supervision:
+    """One run of workers: all end when one fails, and who leaves after a backup is let go."""
+
+    def __init__(self, workers: int, grace: float, leave: float) -> None:
+        self.running = set(range(workers))
+        self.deadline: float | None = None  # When to call `tick`.
+        self._grace = grace
+        self._leave = leave
+        self._failures: list[End] = []
+        self._signal = 0
+        self._has_left = self._is_settled = self._is_killing = False
+
+    def end(self, event: End, now: float) -> Actions:
+        """A worker has ended."""
+        self.running.discard(event.worker)
+        if not event.status or self._signal:
+            return []
+        if event.status == RESTART_STATUS:
+            return self._let_go(event.worker, now)
+        if self._is_settled:
+            # What follows the request to end does not count, but nobody asked for a SIGKILL yet.
+            if event.status == _KILLED and not self._is_killing:
+                self._failures.append(event)
+            return []
+        self._failures.append(event)
+        if len(self._failures) == 1 and not self._has_left:
+            self.deadline = now + SETTLE_SECONDS
+        return [] if self.running or self._has_left else self._settle(now)
+
+    def ask(self, number: int, now: float) -> Actions:
+        """A signal asks the launcher to end."""
+        if self._signal:  # Somebody who asks twice does not want to wait.
+            return self._kill()
+        self._signal = number
+        return [Say(f"got {_name(number)}: passing it on to the workers"), *self._stop(number, now)]
+
+    def tick(self, now: float) -> Actions:
+        """Time has passed, perhaps until the deadline."""
+        if self.deadline is None or now < self.deadline:
+            return []
+        if self._signal or self._has_left or self._is_settled:
+            return self._kill()
+        return self._settle(now)
+
+    def result(self) -> Result:
+        """Returns how the run has ended, once nothing is running."""
+        if self._signal:
+            return Result(128 + self._signal, self._signal)
+        blamed = self._blamed()
+        if self._has_left:
+            return Result(RESTART_STATUS, has_left=True)
+        return Result(blamed.status, blamed=blamed.worker) if blamed else Result(0)
+
+    def _blamed(self) -> End | None:
+        # No process kills itself because others fail. It may be the last that is seen to have
+        # ended: its memory is freed first, and others notice that it is gone.
+        return min(self._failures, key=lambda end: (end.status != _KILLED, end.at), default=None)
+
+    def _let_go(self, worker: int, now: float) -> Actions:
+        if self._has_left:
+            return []
+        self._has_left = True
+        if not self.running:
+            return [Say("{} asks to be started again, after a backup", (worker,))]
+        self.deadline = now + self._leave
+        return [
+            Say("{} asks to be started again, after a backup; waiting for the others", (worker,))
+        ]
+
+    def _settle(self, now: float) -> Actions:
+        """Decides who has failed, and ends the others."""
+        blamed = self._blamed()
+        assert blamed is not None
+        self._is_settled = True
+        others = "; ending the others" if self.running else ""
+        text = f"{{}} failed: exit status {blamed.status}{_signal_of(blamed.status)}{others}"
+        tell: Actions = [Send(worker, TELL_OF_FAILURE) for worker in self.running]
+        return [Say(text, (blamed.worker,)), *tell, *self._stop(_SIGTERM, now)]
+
+    def _stop(self, number: int, now: float) -> Actions:
+        self.deadline = now + self._grace
+        # A stopped process does not act on signals.
+        return [Send(w, sent) for w in sorted(self.running) for sent in (number, _SIGCONT)]
+
+    def _kill(self) -> Actions:
+        self.deadline = None
+        self._is_killing = True
+        workers = tuple(sorted(self.running))
+        say: Actions = [Say("killing {}", workers)] if workers else []
+        return [*say, *(Send(worker, _SIGKILL) for worker in workers)]
+
+
+def _name(number: int) -> str:
+    import signal
+
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
+def _signal_of(status: int) -> str:
+    name = _name(status - 128)
+    return f" ({name})" if name.startswith("SIG") else ""
+
+
+# Words.
+
+
+def differences(left: Settings, left_name: str, right: Settings, right_name: str) -> str:
+    """Says where two descriptions, JSON values by name, differ; of lists, in which element."""
+    found = [
+        _difference(key, left[key], left_name, right[key], right_name)
+        for key in left
+        if key in right and left[key] != right[key]
+    ]
+    if not found:  # A name that only one of them has counts if they agree in all others.
+        for key in sorted(left.keys() ^ right.keys()):
+            here, there = (side.get(key, "nothing") for side in (left, right))
+            found.append(_difference(key, here, left_name, there, right_name))
+    rest = len(found) - _MOST_DIFFERENCES
+    return "; ".join(found[:_MOST_DIFFERENCES]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def _difference(key: str, left: Any, left_name: str, right: Any, right_name: str) -> str:
+    if isinstance(left, list) and isinstance(right, list):
+        if len(left) != len(right):
+            return f"{key}: {len(left)} on {left_name}, {len(right)} on {right_name}"
+        index = next(i for i, pair in enumerate(zip(left, right)) if pair[0] != pair[1])
+        key, left, right = f"{key}, element {index} of {len(left)}", left[index], right[index]
+    return f"{key}: {left} on {left_name}, {right} on {right_name}"
