@@ -198,7 +198,7 @@ class RefusedTest(tf.test.TestCase):
             return ops.batch_reduce(SUM, [(value, value)])[0].values
 
         with self.assertRaisesRegex(
-            ValueError, r"whose shapes are known .*float32 of shape \(None"
+            ValueError, r"whose shapes are known .*got float32\[\?"
         ):
             reduce(tf.constant(3))
 

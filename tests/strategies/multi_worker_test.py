@@ -13,7 +13,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 from wire_bounds import block_error_bound, error_bound
 
-from tfcdo.execute import codec
+from tfcdo.exchange import rounding
 
 _TIMEOUT = 240.0
 _UNLIKE = ("unlike_correct", "unlike_refused")
@@ -42,7 +42,7 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
                 "flat",
             ),
         ),
-        (3, 1, ("values", "wire_between")),
+        (3, 1, ("values", "exchanges")),
     )
     def test_as_one_device(self, hosts, devices, names):
         with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +52,7 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
             if "flat" in names:
                 with self.subTest("flat"):
                     self.check_flat(folder, hosts, devices)
-            if "wire_between" in names:
+            if "exchanges" in names:
                 self.check_wire(folder, hosts, devices)
             for name in TRAINING.keys() & set(names):
                 results = [
@@ -73,7 +73,7 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
 
     def check_wire(self, folder, hosts, devices):
         """Asserts the error's bound, and the same bits on all replicas of all hosts."""
-        files = [np.load(pathlib.Path(folder, f"wire_between-{host}.npz")) for host in range(hosts)]
+        files = [np.load(pathlib.Path(folder, f"exchanges-{host}.npz")) for host in range(hosts)]
         results = {}
         for key in files[0]:
             replicas = [replica for file in files for replica in file[key]]
@@ -106,7 +106,7 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
         steps = host_wire.FEEDBACK_STEPS
         exact = steps * values.sum(0, np.float64)
         largest = np.abs(values).reshape(num_hosts, -1, values.shape[1]).sum(1).max(1).sum()
-        roundoff = codec.ROUNDOFF[name]
+        roundoff = rounding.ROUNDOFF[name]
         bound = (2 * roundoff / (1 - roundoff) ** 2 + steps * 2.0**-21) * largest
         self.assertLess(np.abs(results[f"{name} feedback"] - exact).max(), bound)
         without = steps * results[f"{name} float32"].astype(np.float64)

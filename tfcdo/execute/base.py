@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import checks, tf_internals
+from tfcdo.exchange.protocol import SUM
 from tfcdo.execute import copy_trees, explain, nccl, request
 from tfcdo.execute.between import Network
 from tfcdo.execute.codec import check_wire_dtype
@@ -298,7 +299,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         between = ""
         if self._network is not None and self._network.hint != "nccl":
             between = next((reason for _, reason in reasons if reason), "") or (
-                "ask for implementation NCCL in communication_options, and leave wire_between out"
+                "ask for implementation NCCL in communication_options, and leave exchange out"
             )
         topology, origin = self._topology_of(options, devices)
         return deciding.decide(batch, options, Machine(topology, origin, tuple(reasons), between))
@@ -315,13 +316,14 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         return detection.detect(tuple(devices)), "was detected"
 
     def _residuals(self, plan: Plan, question: Question) -> Residuals | None:
-        if self._feedback is None or not plan.has_feedback:
+        if self._feedback is None or not plan.has_state:
             return None
-        for value, asked in zip(question.values, question.batch.requests, strict=True):
-            if asked.value.size is None:
+        for pack in plan.packs:
+            value = plan.values[pack.slices[0].value]
+            if pack.codec.feedback and value.size is None:
                 raise ValueError(
                     "error_feedback needs values whose shapes are known while a function is "
-                    f"traced; got {value[0].dtype.name} of shape {value[0].shape}"
+                    f"traced; got {value}"
                 )
         return self._feedback.residuals(summary.residual_key(plan), question.devices)
 
@@ -347,7 +349,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         ops = copy.copy(self)
         ops._network = network
         ops._options = dataclasses.replace(self._options, between=between)
-        if between.error_feedback and ops._feedback is None:
+        # The exchange may keep state; without a variable's path nobody knows.
+        if between.exchange != SUM and ops._feedback is None:
             ops._feedback = ErrorFeedback()
             ops._track_trackable(ops._feedback, "error_feedback", overwrite=True)
         return ops
