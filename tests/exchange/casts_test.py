@@ -42,7 +42,7 @@ class SharesTest(tf.test.TestCase, parameterized.TestCase):
         result = _step(hosts, values)
         flat = np.stack(values)
         if wire == "int8":
-            _, block = hosts.exchange.layout(flat.shape[1], hosts.hosts)
+            _, block = BY_NAME[wire].layout(flat.shape[1], hosts.hosts)
             bound = block_error_bound(flat, hosts.hosts, block)
         else:
             magnitudes = np.sum(np.abs(flat), 0)

@@ -42,7 +42,9 @@ def batch(
 ) -> Batch:
     """A batch of values on CPUs; `nodes` counts destinations that are not replicas too."""
     everyone = tuple(range(replicas))
-    requests = tuple(Request(value, everyone if to is None else to, exact, exchange) for value in values)
+    requests = tuple(
+        Request(value, everyone if to is None else to, exact, exchange) for value in values
+    )
     names = tuple(f"CPU:{node}" for node in range(nodes or replicas))
     hosts = settings.pop("hosts", 1)
     return Batch(op, replicas, hosts, names, requests, **settings)
@@ -256,12 +258,10 @@ class HostsTest(parameterized.TestCase):
         between = BetweenHosts(4 << 12)
         made = plan(batch(*values, hosts=2, exchange=PowerSGD(2)), between=between)
         # The last values first; 16 KiB hold no more than one of the matrices and the vector.
-        self.assertEqual(
-            contents(made), [[(3, 0, 7000)], [(2, 0, 3), (1, 0, 2000), (0, 0, 2000)]]
-        )
+        self.assertEqual(contents(made), [[(3, 0, 7000)], [(2, 0, 3), (1, 0, 2000), (0, 0, 2000)]])
         self.assertEqual(made.spec(made.packs[1]).shapes, ((3,), (1000, 2), (40, 50)))
         made = plan(batch(*values, hosts=2, exchange=self.CAST), between=between)
-        self.assertEqual([made.spec(pack).shapes for pack in made.packs][0], ((3667,),))
+        self.assertEqual(made.spec(made.packs[0]).shapes, ((3667,),))
 
     @parameterized.parameters(
         {"exact": True}, {"to": (1,)}, {"value": "int64"}, {"value": "float16"}, {"value": "int32"}

@@ -145,7 +145,7 @@ def _check(exchange: Cast | Blocks, accepted: Sequence[str]) -> None:
 
 
 # The names that `exchange=` accepts.
-BY_NAME: dict[str, Exchange] = {
+BY_NAME: dict[str, Cast | Blocks] = {
     "bfloat16": Cast("bfloat16"),
     "float16": Cast("float16"),
     "int8": Blocks("int8"),

@@ -179,6 +179,11 @@ class CheckedPeers:
         itemsize = dtypes.itemsize(dtypes.SUM_DTYPE.get(dtype, dtype))
         if kind != "all_reduce":
             itemsize = dtypes.itemsize(dtype)
+            if itemsize < 2:
+                raise RuntimeError(
+                    f"tensors of 8 bits must be bitcast to float16 for peers.{kind}, as no "
+                    f"collective copies them; got {dtype} from {self._exchange}"
+                )
         expected = self._cost[number] if number < len(self._cost) else None
         # The size of a tensor, or of the pack, may not be known until the step runs.
         elements = tensor.shape.num_elements()

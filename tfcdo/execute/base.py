@@ -258,11 +258,21 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
             results.update(question.run(plan, self._network, residuals, self._accumulate, axis))
         return [results[position] for position in range(len(results))]
 
+    def sum_gradients(self, pairs: Sequence[tuple[Any, Any]], paths: Sequence[str]) -> list[Any]:
+        """Sums the gradients of the variables of some paths, as `batch_reduce` does."""
+        reductions = request.check_pairs(pairs, by_strategy=True)
+        return self._run(self._plans_of("sum", request.named(reductions, paths)))
+
     def reduce_to_owners(
-        self, values: Sequence[Any], owners: Sequence[int], devices: Sequence[str]
+        self,
+        values: Sequence[Any],
+        paths: Sequence[str],
+        owners: Sequence[int],
+        devices: Sequence[str],
     ) -> Owned:
         """Sums each value on its owner, one of the devices; `Owned.send` sends the new values."""
-        found = self._plans_of("sum", request.check_owned(values, owners, devices))
+        reductions = request.check_owned(values, owners, devices)
+        found = self._plans_of("sum", request.named(reductions, paths))
         return Owned(tuple(self._run(found)), tuple(found))
 
     def _plans_of(

@@ -131,6 +131,14 @@ def check_owned(
     ]
 
 
+def named(reductions: Sequence[Reduction], paths: Sequence[str]) -> list[Reduction]:
+    """Returns reductions of the gradients of the variables of some paths."""
+    return [
+        dataclasses.replace(reduction, path=path)
+        for reduction, path in zip(reductions, paths, strict=True)
+    ]
+
+
 def check_pair(value: Any, destinations: Any, name: str = "") -> Reduction:
     """Checks one value and its destinations; `name` begins error messages."""
     try:
