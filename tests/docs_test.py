@@ -97,7 +97,7 @@ class CodeTest(parameterized.TestCase):
                 self.check_names(block.text)
             elif block.language == "python":
                 with contextlib.redirect_stdout(io.StringIO()):
-                    exec(compile(block.text, page, "exec"), names)
+                    exec(compile(block.text, page, "exec", dont_inherit=True), names)
             elif block.language == "diff":
                 self.check_names(re.sub(r"^-.*\n|^[ +]", "", block.text, flags=re.MULTILINE))
             elif block.language == "pycon":

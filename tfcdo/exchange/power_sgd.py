@@ -60,24 +60,25 @@ class PowerSGD(Exchange):
 
     def state(self, pack: PackSpec, hosts: int) -> dict[str, np.ndarray]:
         """Returns a factor and an error for each matrix, and the number of steps."""
-        state = {}
+        state: dict[str, np.ndarray] = {"step": np.array(0, np.int64)} if self.start_step else {}
         for i, (n, m) in self._matrices(pack.shapes).items():
             drawn = np.random.RandomState(i).normal(size=(m, self.rank))
             state[f"factor{i}"] = drawn.astype(pack.dtype)
             if self.error_feedback:
                 state[f"error{i}"] = np.zeros((n, m), pack.dtype)
-        return state | ({"step": np.array(0, np.int64)} if self.start_step else {})
+        return state
 
     def cost(self, pack: PackSpec, hosts: int) -> tuple[Collective, ...]:
         """Returns an all-reduce of P and of all that is exact, and one of Q."""
-        found, item = self._matrices(pack.shapes), dtypes.itemsize(pack.dtype)
-        exact = pack.size - sum(n * m for n, m in found.values())
-        first = exact + sum(n * self.rank for n, _ in found.values())
-        second = sum(m * self.rank for _, m in found.values())
-        varies = self.start_step > 0
-        return tuple(
-            Collective("all_reduce", item * size, varies) for size in (first, second) if size
+        sizes, item = self._matrices(pack.shapes).values(), dtypes.itemsize(pack.dtype)
+        first = pack.size + sum(n * self.rank - n * m for n, m in sizes)
+        second = sum(m * self.rank for _, m in sizes)
+        late = self.start_step > 0 and second > 0
+        calls = (
+            Collective("all_reduce", item * first, late),
+            Collective("all_reduce", item * second),
         )
+        return calls if second else calls[:1]
 
     def run(
         self, tensors: Sequence[Any], state: Mapping[str, Any], peers: Peers
@@ -85,58 +86,55 @@ class PowerSGD(Exchange):
         """Adds up the tensors of all hosts; see `Exchange.run`."""
         import tensorflow as tf
 
-        def joined(parts: Sequence[Any]) -> Any:
-            return tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
-
-        def cut(flat: Any, shapes: Sequence[Any]) -> list[Any]:
-            parts = tf.split(flat, [math.prod(shape) for shape in shapes])
-            return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+        from tfcdo.exchange.rounding import cut, laid_out
 
         def in_phase(exact: Any, compressed: Any) -> Any:
-            if not self.start_step:
-                return compressed()
-            return tf.cond(state["step"] < self.start_step, exact, compressed)
+            late = self.start_step > 0
+            return (
+                tf.cond(state["step"] < self.start_step, exact, compressed)
+                if late
+                else compressed()
+            )
 
         shapes = [tuple(tensor.shape) for tensor in tensors]
         found = self._matrices(shapes)
-        others = [i for i in range(len(tensors)) if i not in found]
-        own = {i: tf.reshape(tensors[i], size) for i, size in found.items()}
-        if self.error_feedback:
-            own = {i: matrix + state[f"error{i}"] for i, matrix in own.items()}
-        of_p = [(n, self.rank) for n, _ in found.values()]
-        of_q = [(m, self.rank) for _, m in found.values()]
-
-        def sent_first() -> Any:
-            products = [tf.matmul(own[i], state[f"factor{i}"]) for i in found]
-            return joined(products + [tensors[i] for i in others])
-
-        first = peers.all_reduce(in_phase(lambda: joined(tensors), sent_first))
         if not found:
-            return cut(first, shapes), dict(state)
+            return cut(peers.all_reduce(laid_out(tensors)), shapes), state
+        others = [i for i in range(len(tensors)) if i not in found]
+        of_p = [(n, self.rank) for n, _ in found.values()] + [shapes[i] for i in others]
+        of_q = [(m, self.rank) for _, m in found.values()]
+        own = [tf.reshape(tensors[i], size) for i, size in found.items()]
+        if self.error_feedback:
+            own = [matrix + state[f"error{i}"] for i, matrix in zip(found, own, strict=True)]
 
-        def factors() -> tuple[list[Any], Any]:
-            products = cut(first, of_p + [shapes[i] for i in others])[: len(found)]
-            bases = [tf.linalg.qr(product)[0] for product in products]
-            back = [tf.matmul(own[i], p, transpose_a=True) for i, p in zip(found, bases)]
-            return bases, joined(back)
+        def products() -> Any:
+            thin = [tf.matmul(mine, state[f"factor{i}"]) for i, mine in zip(found, own)]
+            return laid_out(thin + [tensors[i] for i in others])
 
-        none = [tf.zeros(shape, first.dtype) for shape in of_p + of_q]
-        bases, back = in_phase(lambda: (none[: len(found)], joined(none[len(found) :])), factors)
-        total = peers.all_reduce(back)
+        def bases() -> list[Any]:
+            thin = cut(first, of_p)[: len(found)]
+            least = np.finfo(first.dtype.as_numpy_dtype).tiny
+            # Scaled, so that no square overflows.
+            scales = [tf.maximum(tf.reduce_max(tf.abs(p)), least) for p in thin]
+            return [tf.linalg.qr(p / scale)[0] for p, scale in zip(thin, scales)]
+
+        first = peers.all_reduce(in_phase(lambda: laid_out(tensors), products))
+        basis = in_phase(lambda: [tf.zeros(s, first.dtype) for s in of_p[: len(found)]], bases)
+        back = [tf.matmul(mine, p, transpose_a=True) for mine, p in zip(own, basis)]
+        total = cut(peers.all_reduce(laid_out(back)), of_q)
 
         def results() -> tuple[list[Any], dict[str, Any]]:
-            exact = cut(first, of_p + [shapes[i] for i in others])[len(found) :]
-            sums, changed = dict(zip(others, exact, strict=True)), dict(state)
-            for i, p, q, mine in zip(found, bases, cut(total, of_q), cut(back, of_q), strict=True):
+            changed = dict(state)
+            sums = dict(zip(others, cut(first, of_p)[len(found) :]))
+            for i, p, q, mine, matrix in zip(found, basis, total, back, own, strict=True):
                 sums[i] = tf.reshape(tf.matmul(p, q, transpose_b=True), shapes[i])
-                # Of a scale that no step of tiny or large values can spoil.
                 scale = tf.reduce_mean(tf.abs(q))
-                is_usable = tf.math.is_finite(scale) & (scale > 0)
-                changed[f"factor{i}"] = tf.where(is_usable, q / scale, state[f"factor{i}"])
+                usable = tf.math.is_finite(scale) & (scale > 0)
+                changed[f"factor{i}"] = tf.where(usable, q / scale, state[f"factor{i}"])
                 if self.error_feedback:
-                    error = own[i] - tf.matmul(p, mine, transpose_b=True)
-                    kept = tf.math.is_finite(tf.reduce_sum(error))
-                    changed[f"error{i}"] = tf.where(kept, error, state[f"error{i}"])
+                    error = matrix - tf.matmul(p, mine, transpose_b=True)
+                    usable = tf.math.is_finite(tf.reduce_sum(tf.abs(error)))
+                    changed[f"error{i}"] = tf.where(usable, error, state[f"error{i}"])
             return [sums[i] for i in range(len(tensors))], changed
 
         sums, changed = in_phase(lambda: (cut(first, shapes), dict(state)), results)

@@ -164,6 +164,18 @@ def rounding_error(carried: tf.Tensor, arrived: tf.Tensor, before: tf.Tensor) ->
     return tf.where(tf.math.is_finite(arrived), carried - arrived, before)
 
 
+def laid_out(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns tensors laid end to end, as one vector."""
+    flat = [each if each.shape.rank == 1 else tf.reshape(each, int64(-1)) for each in tensors]
+    return flat[0] if len(flat) == 1 else tf.concat(flat, 0)
+
+
+def cut(flat: tf.Tensor, shapes: Sequence[Sequence[int]]) -> list[tf.Tensor]:
+    """Cuts a vector into tensors of some shapes, which are laid end to end in it."""
+    parts = tf.split(flat, int64(*map(math.prod, shapes)), num=len(shapes))
+    return [tf.reshape(part, int64(*shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+
 def int64(*numbers: Any) -> tf.Tensor:
     """Returns sizes or a shape as an op takes them."""
     # TensorFlow 2.21 mixes up 32-bit ones: of eager ops that several threads run on a virtual CPU

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.cluster.session import NUM_KEYS, Session
+from tfcdo.exchange import rounding
 from tfcdo.exchange.protocol import CheckedPeers, Exchange, Kind, PackSpec
 from tfcdo.execute import collective_dtypes, gradients, handles, numerics
 from tfcdo.execute.marks import Marks
@@ -374,7 +375,7 @@ def _gradient_of_sums(network: Network, device: str) -> gradients.JointGradient:
 
     def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
         with tf.device(device):
-            flat = numerics.laid_out(upstream)
+            flat = rounding.laid_out(upstream)
         description = _describe_one_collective("gradient of an all-reduce", [flat], [device])
         [total] = Collectives(network, description).all_reduce_flat([flat], [device])
         with tf.device(device):

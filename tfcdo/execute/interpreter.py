@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfcdo.exchange import rounding
 from tfcdo.execute import copy_trees, nccl, numerics, planned, rows
 from tfcdo.execute.between import Collectives
 from tfcdo.execute.codec import PackCodec
@@ -174,7 +175,7 @@ def _exchanged(
             name: variables[name].read_value() if variables else tf.zeros(value.shape, value.dtype)
             for name, value in initial.items()
         }
-        given = [numerics.laid_out(total)]
+        given = [rounding.laid_out(total)]
         if exchange.whole_values:
             parts = [
                 part

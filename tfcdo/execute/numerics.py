@@ -61,12 +61,6 @@ def flatten(tensor: tf.Tensor) -> tf.Tensor:
     return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, int64([-1]))
 
 
-def laid_out(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns tensors laid end to end, as one vector."""
-    flat = [flatten(tensor) for tensor in tensors]
-    return flat[0] if len(flat) == 1 else tf.concat(flat, 0)
-
-
 def like(tensors: Sequence[tf.Tensor], flat: tf.Tensor) -> list[tf.Tensor]:
     """Cuts a vector into tensors of these shapes."""
     parts = [flat]
