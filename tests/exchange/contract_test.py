@@ -159,7 +159,7 @@ class BrokenTest(parameterized.TestCase):
         ("another call", "call 0 of .* is .*broadcast.*cost has .*all_reduce"),
         ("other bytes", "num_bytes=36.*cost has .*num_bytes=40"),
         ("two calls", "call 1 of .* cost has None"),
-        ("another shape", r"run must return \[\('float32', TensorShape\(\[10\]\)\)\]"),
+        ("another shape", r"run must return sums of \['float32'\] and \[TensorShape\(\[10\]\)\]"),
         ("another dtype", "returns .*float64"),
         ("more state", "run must return a state like"),
         ("unlike", "sum 0 differs between hosts 0 and 1"),

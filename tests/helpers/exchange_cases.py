@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -57,10 +58,12 @@ SHAPES = ((64, 48), (48,), (3, 3, 8, 24), (700,), (4, 5))
 STEPS = 8
 
 
-def shapes_for(exchange: Exchange) -> tuple[tuple[int, ...], ...]:
+def shapes_for(
+    exchange: Exchange, order: Sequence[int] = range(len(SHAPES))
+) -> tuple[tuple[int, ...], ...]:
     """Returns the shapes of the tensors that an exchange gets for a pack of all values."""
     if exchange.whole_values:
-        return SHAPES
+        return tuple(SHAPES[index] for index in order)
     return ((sum(int(np.prod(shape)) for shape in SHAPES),),)
 
 
@@ -70,6 +73,9 @@ def numbers(replica: int, step: int, dtype: str = "float32") -> list[np.ndarray]
     return [draw.normal(size=shape).astype(dtype) for shape in SHAPES]
 
 
-def given(exchange: Exchange, values: list[np.ndarray]) -> list[np.ndarray]:
+def given(
+    exchange: Exchange, values: Sequence[np.ndarray], order: Sequence[int] = range(len(SHAPES))
+) -> list[np.ndarray]:
     """Returns values as an exchange gets them."""
+    values = [values[index] for index in order]
     return values if exchange.whole_values else [np.concatenate([np.ravel(v) for v in values])]

@@ -213,17 +213,19 @@ class CheckedPeers:
                 f"{self._cost[len(self.calls) :]}"
             )
         names = [tensor.dtype.name for tensor in tensors]
-        wanted = [
-            (dtypes.SUM_DTYPE.get(name, name), tensor.shape)
-            for name, tensor in zip(names, tensors, strict=True)
-        ]
-        found = [(total.dtype.name, total.shape) for total in sums]
-        if self._spec.size and found != wanted:
-            raise RuntimeError(f"run must return {wanted}; {self._exchange} returns {found}")
-        kept, new = ({n: (v.dtype, v.shape) for n, v in each.items()} for each in (state, changed))
-        if kept != new:
+        wanted = [dtypes.SUM_DTYPE.get(name, name) for name in names]
+        shapes = [tensor.shape for tensor in tensors]
+        if [total.dtype.name for total in sums] != wanted or not all(
+            total.shape.is_compatible_with(shape) for total, shape in zip(sums, shapes, strict=True)
+        ):
             raise RuntimeError(
-                f"run must return a state like {kept}; {self._exchange} returns {new}"
+                f"run must return sums of {wanted} and {shapes}; {self._exchange} returns {sums}"
+            )
+        if {name: value.dtype for name, value in state.items()} != {
+            name: value.dtype for name, value in changed.items()
+        }:
+            raise RuntimeError(
+                f"run must return a state like {state}; {self._exchange} returns {changed}"
             )
 
 

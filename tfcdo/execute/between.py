@@ -341,6 +341,13 @@ class _RootPeers(CheckedPeers):
 
     def emit(self, kind: Kind, tensor: tf.Tensor, number: int) -> tf.Tensor:
         """Emits a collective; see `CheckedPeers`."""
+        result, shape = self._emitted(kind, tensor, number), tensor.shape
+        if kind == "all_gather" and shape.rank and shape[0] is not None:
+            shape = tf.TensorShape([shape[0] * self.size, *shape[1:]])
+        result.set_shape(shape)  # Which TensorFlow does not know of all collectives.
+        return result
+
+    def _emitted(self, kind: Kind, tensor: tf.Tensor, number: int) -> tf.Tensor:
         # While the second collective of one pack runs, the first one of the next pack does.
         line = str(number or "")
         match kind:
