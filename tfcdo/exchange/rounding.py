@@ -164,6 +164,18 @@ def rounding_error(carried: tf.Tensor, arrived: tf.Tensor, before: tf.Tensor) ->
     return tf.where(tf.math.is_finite(arrived), carried - arrived, before)
 
 
+def orthonormal(matrix: tf.Tensor) -> tf.Tensor:
+    """Returns orthonormal columns that span those of a tall matrix, and any for columns of 0."""
+    # Scaled, so that no square overflows.
+    least = 2.0 ** (1 - dtypes.LARGEST_EXPONENT[matrix.dtype.name])
+    return tf.linalg.qr(matrix / tf.maximum(tf.reduce_max(tf.abs(matrix)), least))[0]
+
+
+def finite_or(tensor: tf.Tensor, otherwise: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor if all its elements are finite, else the other one."""
+    return tf.where(tf.math.is_finite(tf.reduce_sum(tf.abs(tensor))), tensor, otherwise)
+
+
 def laid_out(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns tensors laid end to end, as one vector."""
     flat = [each if each.shape.rank == 1 else tf.reshape(each, int64(-1)) for each in tensors]
