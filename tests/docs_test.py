@@ -200,9 +200,11 @@ class ReferenceTest(absltest.TestCase):
                 module = found[1]
             elif found := re.fullmatch(r"   (\w[\w.]*)|\.\. data:: (\w+)", line):
                 listed.add(f"{module}.{found[1] or found[2]}")
-        packages = (tfcdo, tfcdo.keras, tfcdo.plan, tfcdo.topology)
+        packages = (tfcdo, tfcdo.exchange, tfcdo.keras, tfcdo.plan, tfcdo.topology)
         public = {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
-        public -= {"tfcdo.__version__", "tfcdo.keras", "tfcdo.plan", "tfcdo.topology"}
+        public -= {
+            f"tfcdo.{name}" for name in ("__version__", "exchange", "keras", "plan", "topology")
+        }
         self.assertEmpty(public - listed)
 
 
