@@ -316,7 +316,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
     def test_exchanges_are_checked_before_anything_starts(self):
         make: Any = tfcdo.MultiWorkerMirroredStrategy
 
-        class Unfrozen(tfcdo.exchange.Exchange):
+        class Unfrozen(tfcdo.exchange.Sum):
             pass
 
         for error, pattern, exchange in (

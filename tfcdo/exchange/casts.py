@@ -165,7 +165,7 @@ def check_exchange(name: str, value: Any) -> Exchange:
         raise ValueError(f"{accepted}; got {value!r}")
     if isinstance(value, type) or not isinstance(value, Exchange):
         raise TypeError(f"{accepted}; got {value!r}")
-    parameters = getattr(type(value), "__dataclass_params__", None)
+    parameters = vars(type(value)).get("__dataclass_params__")  # Not of a class that it inherits.
     if parameters is None or not parameters.frozen:
         raise TypeError(
             f"{name} must be of a class with @dataclasses.dataclass(frozen=True), so that hosts "
