@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import checks, tf_internals
-from tfcdo.exchange.protocol import SUM
+from tfcdo.exchange.protocol import SUM, Exchange
 from tfcdo.execute import copy_trees, explain, nccl, request
 from tfcdo.execute.between import Network
 from tfcdo.execute.codec import check_wire_dtype
@@ -257,6 +257,12 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         for (question, plan), residuals in zip(found, kept, strict=True):
             results.update(question.run(plan, self._network, residuals, self._accumulate, axis))
         return [results[position] for position in range(len(results))]
+
+    @property
+    def asks_for_paths(self) -> bool:
+        """Returns whether the path of a gradient's variable decides how hosts add it up."""
+        between = self._options.between
+        return between is not None and not isinstance(between.exchange, Exchange)
 
     def sum_gradients(self, pairs: Sequence[tuple[Any, Any]], paths: Sequence[str]) -> list[Any]:
         """Sums the gradients of the variables of some paths, as `batch_reduce` does."""

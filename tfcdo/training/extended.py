@@ -275,7 +275,7 @@ class ReplicaExtended:
         """Sums gradients of the variables of some paths over all replicas, for all replicas."""
         ops = self._cross_device_ops  # type: ignore[attr-defined]
         pairs = [(grad, self._located(grad)) for grad in grads]
-        if not isinstance(ops, ConfiguredCrossDeviceOps):
+        if not isinstance(ops, ConfiguredCrossDeviceOps) or not ops.asks_for_paths:
             return list(self.batch_reduce_to("SUM", pairs))  # type: ignore[attr-defined]
         return ops.sum_gradients(pairs, paths)
 
