@@ -98,7 +98,7 @@ class CodeTest(parameterized.TestCase):
                 self.check_names(block.text)
             elif block.language == "python":
                 with contextlib.redirect_stdout(io.StringIO()):
-                    exec(compile(block.text, page, "exec"), names)
+                    exec(compile(block.text, page, "exec", dont_inherit=True), names)
             elif block.language == "diff":
                 after = re.sub(r"^-.*\n|^[ +]", "", block.text, flags=re.MULTILINE)
                 # The data is the reader's.
@@ -204,7 +204,7 @@ class ReferenceTest(absltest.TestCase):
                 module = found[1]
             elif found := re.fullmatch(r"   (\w[\w.]*)|\.\. data:: (\w+)", line):
                 listed.add(f"{module}.{found[1] or found[2]}")
-        packages = (tfcdo, tfcdo.keras, tfcdo.plan, tfcdo.topology)
+        packages = (tfcdo, tfcdo.exchange, tfcdo.keras, tfcdo.plan, tfcdo.topology)
         public = {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
         public -= {"tfcdo.__version__", *(f"tfcdo.{name}" for name in tfcdo._PACKAGES)}
         self.assertEmpty(public - listed)

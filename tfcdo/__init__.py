@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tfcdo import exchange as exchange
     from tfcdo import keras as keras
     from tfcdo import plan as plan
     from tfcdo import plot as plot
@@ -58,7 +59,7 @@ _MODULES = {
     "__version__": "version",
     "configure_virtual_cpus": "virtual_devices",
 }
-_PACKAGES = ("keras", "plan", "plot", "topology")
+_PACKAGES = ("exchange", "keras", "plan", "plot", "topology")
 __all__ = [*_MODULES, *_PACKAGES]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,9 +20,12 @@ from tfcdo.cross_device_ops import (
     NcclAllReduce,
     ReductionToOneDevice,
 )
-from tfcdo.execute import between, codec, nccl
-from tfcdo.execute.request import check_cross_device_ops, check_error_feedback
+from tfcdo.exchange.casts import check_exchange
+from tfcdo.exchange.protocol import SUM, Exchange, identity
+from tfcdo.execute import between, nccl
+from tfcdo.execute.request import check_cross_device_ops
 from tfcdo.plan.options import BetweenHosts
+from tfcdo.plan.plan import ValueSpec
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
 from tfcdo.training import models, sharding
@@ -102,16 +106,15 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         `NcclAllReduce` where NCCL can run, else `AutoAllReduce`.
       devices_per_worker: how many devices of this host to use, as many on each host; None for what
         `tfcdo launch` says, else all GPUs, or all (virtual) CPU devices that are configured.
-      wire_between: "bfloat16" or "float16" to send all-reduced float32 and float64 values between
-        hosts in half of the bytes or less, "int8" for about a quarter. Sums are formed in the
-        values' own dtype: each value that is sent is rounded once, and each sum once;
-        docs/wire-numerics.md has the bound. Packs under 4 KiB, values that are reduced alone
-        (losses, metrics, statistics), rows and gathered values are exact. NCCL then does not
-        all-reduce over all GPUs: it would add in 16 bits.
-      error_feedback: whether the errors of `wire_between` are added to the values of the next step;
-        recommended with "int8". They are kept in variables as large as the gradients, saved with
-        `tf.train.Checkpoint(ops=strategy.cross_device_ops)`. Errors inside a host are the
-        `error_feedback` of `cross_device_ops`.
+      exchange: how hosts add up gradients of float32 and float64: "bfloat16" or "float16" to send
+        them in half of the bytes or less, "int8" for about a quarter, an object of
+        `tfcdo.exchange` or a class of your own, or a function to one from a variable's path (None
+        for a value that no Keras optimizer reduces) and a `ValueSpec`. None for exact sums.
+        docs/wire-numerics.md has the bounds of the error. Packs under 4 KiB, values that are
+        reduced alone (losses, metrics, statistics), values whose size is not known while a function
+        is traced, rows and gathered values are exact. NCCL then does not all-reduce over all GPUs.
+        Its state, such as rounding errors, is in variables, saved with
+        `tf.train.Checkpoint(ops=strategy.cross_device_ops)`.
       shard_optimizer_state: see `MirroredStrategy`; the state is sharded within each host.
       synchronize_batch_norm: see `MirroredStrategy`.
       check_in_sync: whether Keras's `fit` compares digests of the weights of all replicas after
@@ -119,8 +122,8 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         not checked.
 
     Raises:
-      ValueError: if TF_CONFIG or the cluster resolver contradicts itself, `wire_between` is
-        another dtype, or there is error feedback without it.
+      ValueError: if TF_CONFIG or the cluster resolver contradicts itself, or `exchange` is the name
+        of another dtype.
       TypeError: if an argument is of another type.
       RuntimeError: if TensorFlow has already started, or there are fewer devices.
       RendezvousError: (a RuntimeError) if a host does not come in time, cannot be reached or is set
@@ -140,8 +143,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         *,
         cross_device_ops: AllReduceCrossDeviceOps | ReductionToOneDevice | None = None,
         devices_per_worker: int | None = None,
-        wire_between: str | tf.DType | None = None,
-        error_feedback: bool = False,
+        exchange: str | Exchange | Callable[[str | None, ValueSpec], Exchange] | None = None,
         shard_optimizer_state: bool = False,
         synchronize_batch_norm: bool = False,
         check_in_sync: bool = True,
@@ -149,8 +151,8 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         if communication_options is None:
             communication_options = tf.distribute.experimental.CommunicationOptions()
         _check_host_arguments(communication_options, cross_device_ops, devices_per_worker)
-        wire = codec.check_wire_dtype("wire_between", wire_between, codec.BETWEEN_DTYPES)
-        check_error_feedback(error_feedback, wire, "wire_between")
+        if not inspect.isroutine(exchange):  # A function is asked for each variable.
+            exchange = SUM if exchange is None else check_exchange("exchange", exchange)
         switches = {
             "shard_optimizer_state": shard_optimizer_state,
             "synchronize_batch_norm": synchronize_batch_norm,
@@ -167,8 +169,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
                 communication_options,
                 cross_device_ops,
                 devices_per_worker or environment.devices_per_worker(),
-                wire,
-                error_feedback,
+                exchange,
                 switches,
             ),
         )
@@ -178,7 +179,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
     def cross_device_ops(self) -> AllReduceCrossDeviceOps | ReductionToOneDevice:
         """The object that reduces: yours, connected to the other hosts.
 
-        It has the rounding errors of `error_feedback`, for checkpoints and `reset_error_feedback`.
+        It has the state of `exchange`, for checkpoints and `reset_error_feedback`.
 
         Returns:
           An object of the class that was given, or of the default one.
@@ -259,8 +260,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         options: Any,
         cross_device_ops: AllReduceCrossDeviceOps | ReductionToOneDevice | None,
         devices_per_worker: int | None,
-        wire_between: str | None,
-        error_feedback: bool,
+        exchange: Any,
         switches: Mapping[str, bool],
     ) -> None:
         if resolver is None:
@@ -276,7 +276,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         )
         settings = {
             "devices_per_worker": devices_per_worker or virtual_devices.devices_here(None)[1],
-            **_settings(options, cross_device_ops, wire_between, error_feedback),
+            **_settings(options, cross_device_ops, exchange),
             **{name: str(value) for name, value in switches.items()},
         }
         joined = session.current()
@@ -306,7 +306,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
             )
             hint = options.implementation.value.lower()
             devices = self.worker_devices
-            flat = wire_between is None and _runs_flat(hint, cross_device_ops, devices)
+            flat = exchange == SUM and _runs_flat(hint, cross_device_ops, devices)
             most = options.bytes_per_pack or _BYTES_PER_PACK
             settings["what"] = "machine of a strategy"
             settings["cross_device_ops in use"] = f"{type(ops).__name__}, {flat=}"
@@ -315,9 +315,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
             self._network = between.Network(
                 joined, "nccl" if flat else hint, devices, Topology.from_json(text)
             )
-            ops = ops._between(
-                self._network, BetweenHosts(most, flat, wire_between, error_feedback)
-            )
+            ops = ops._between(self._network, BetweenHosts(most, flat, exchange))
         # Only now, because TensorFlow's constructor insists on its own.
         self._cross_device_ops = self._host_cross_device_ops = ops
 
@@ -387,16 +385,15 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         return initial_value
 
 
-def _settings(
-    options: Any, ops: Any, wire_between: str | None, error_feedback: bool
-) -> dict[str, Any]:
+def _settings(options: Any, ops: Any, exchange: Any) -> dict[str, Any]:
     """Returns the strategy's arguments by name, as hosts compare them."""
     return {
         **(ops.compared_among_hosts if ops else {"cross_device_ops": "by default"}),
         "communication_options.implementation": options.implementation.value,
         "communication_options.bytes_per_pack": str(options.bytes_per_pack),
-        "wire_between": str(wire_between),
-        "error_feedback": str(error_feedback),
+        "exchange": identity(exchange)
+        if isinstance(exchange, Exchange)
+        else getattr(exchange, "__qualname__", "a function"),
     }
 
 

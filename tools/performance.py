@@ -21,7 +21,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 AUTO, DEFAULT = "tfcdo.AutoAllReduce", "tf.CollectiveAllReduce"
-HOSTS, HOSTS_CAST = "tfcdo.MultiWorkerMirroredStrategy", "the same, wire_between='bfloat16'"
+HOSTS, HOSTS_CAST = "tfcdo.MultiWorkerMirroredStrategy", "the same, exchange='bfloat16'"
 BEGIN, END = "<!-- made by tools/performance.py: begin -->", "<!-- end -->"
 
 # One measurement, as `tfcdo bench --json` writes it.

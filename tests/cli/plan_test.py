@@ -202,7 +202,7 @@ class HostsTest(CommandTestCase):
         output = self.output_of(
             "plan",
             *("--hosts", "4", "--topology", "pcie", "--network", "1.25G", "-b", "10MB"),
-            *("--wire-between", "bfloat16"),
+            *("--exchange", "bfloat16"),
         )
         self.assertIn("across 4 hosts with 1.25 GB/s of bfloat16", " ".join(output.split()))
         rows = rows_of_table(output)
@@ -235,7 +235,7 @@ class WrongTest(CommandTestCase):
         ("'fast' is not a bandwidth", "-t", "dgx1", "--hosts", "2", "--network", "fast"),
         ("'0' is not a bandwidth", "-t", "dgx1", "--hosts", "2", "--network", "0"),
         ("--save are for one host", "-t", "dgx1", "--hosts", "2", "--save", "a.json"),
-        ("--wire-between needs --hosts", "-t", "dgx1", "--wire-between", "bfloat16"),
+        ("--exchange needs --hosts", "-t", "dgx1", "--exchange", "bfloat16"),
         ("--network .*needs --hosts", "-t", "dgx1", "--network", "12.5G"),
         ("--topology': 'here:17': at most 16 devices", "-t", "here:17"),
         ("draw one host", "-t", "dgx1", "--hosts", "2", "--draw", "a.png"),
@@ -245,9 +245,9 @@ class WrongTest(CommandTestCase):
         self.assert_refused(pattern, "plan", *arguments)
 
     def test_before_this_machine_is_measured(self):
-        arguments = ("-t", "here", "--wire-between", "bfloat16")
+        arguments = ("-t", "here", "--exchange", "bfloat16")
         with mock.patch.dict(sys.modules, tensorflow=None):
-            self.assert_refused("--wire-between needs --hosts", "plan", *arguments)
+            self.assert_refused("--exchange needs --hosts", "plan", *arguments)
 
     @parameterized.parameters(
         (b"", "file: no table of `nvidia-smi topo -m`"),

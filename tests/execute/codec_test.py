@@ -8,8 +8,9 @@ from absl.testing import parameterized
 from testing_utils import EAGER, FUNCTION
 from wire_bounds import roundoff
 
+from tfcdo import dtypes
+from tfcdo.exchange import rounding
 from tfcdo.execute import codec
-from tfcdo.plan.decide import codec_for
 
 WIRES = ("bfloat16", "float16")
 DTYPES = (tf.float32, tf.float64)
@@ -26,9 +27,9 @@ def _there_and_back(
 
     def both() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         tensor = tf.constant(values)
-        own = codec_for(wire_dtype, tensor.dtype.name)
-        largest = codec.largest_magnitude([tensor])
-        scale = codec.scale_for(largest, own, num_terms) if own.scale else None
+        largest = rounding.largest_magnitude([tensor])
+        scaled = dtypes.needs_scale(wire_dtype, tensor.dtype.name)
+        scale = rounding.scale_for(largest, wire_dtype, num_terms) if scaled else None
         sent = codec.encode(tensor, wire_dtype, scale)
         return (
             sent,

@@ -197,9 +197,7 @@ class RefusedTest(tf.test.TestCase):
             value = tu.per_replica([tf.ones([size]), tf.ones([size])])
             return ops.batch_reduce(SUM, [(value, value)])[0].values
 
-        with self.assertRaisesRegex(
-            ValueError, r"whose shapes are known .*float32 of shape \(None"
-        ):
+        with self.assertRaisesRegex(ValueError, r"whose shapes are known .*got float32\[\?"):
             reduce(tf.constant(3))
 
     def test_graphs_of_tensorflow_1(self):

@@ -57,7 +57,7 @@ def mixed_float16(strategy: Any) -> dict[str, np.ndarray]:
 
     In one step of each epoch one replica's gradients are infinite: all hosts have to leave it out.
     """
-    casting = host_wire.other_strategy(strategy, wire_between="float16") if strategy else None
+    casting = host_wire.other_strategy(strategy, exchange="float16") if strategy else None
     with scope(casting):
         optimizer = ko.LossScaleOptimizer(ko.SGD(0.1), 16.0, dynamic_growth_steps=2)
         model = model_of(_half_layers, optimizer, run_eagerly=False)

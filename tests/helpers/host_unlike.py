@@ -93,12 +93,12 @@ SETTINGS: Sequence[tuple[Any, ...]] = (
     ("require_nccl", _ops(_nccl), _ops(_nccl, require_nccl=True), "False", "True"),
     ("nccl", _ops(_auto), _ops(_auto, nccl=False), "True", "False"),
     ("reduce_to_device", _ops(_one, "/cpu:0"), _ops(_one, "CPU:1"), "CPU:0", "CPU:1"),
-    ("wire_between", dict, lambda: {"wire_between": "bfloat16"}, "None", "bfloat16"),
+    ("exchange", dict, lambda: {"exchange": "bfloat16"}, "Sum", "Cast.dtype='bfloat16'"),
     (
-        "error_feedback",
-        lambda: {"wire_between": "int8"},
-        lambda: {"wire_between": "int8", "error_feedback": True},
-        *("False", "True"),
+        "exchange",
+        lambda: {"exchange": "int8"},
+        lambda: {"exchange": tfcdo.exchange.Blocks("int8", error_feedback=True)},
+        *("error_feedback=False", "error_feedback=True"),
     ),
     ("bytes_per_pack", _options(), _options(bytes_per_pack=64), "0", "64"),
     ("implementation", _options(), _options(implementation=_BETWEEN_NCCL), "AUTO", "NCCL"),
@@ -192,7 +192,7 @@ def unlike_correct(strategy: Any) -> None:
         detection.detect_with_reason.cache_clear()
         _check_sums(
             strategy,
-            {"wire_between": "bfloat16"},
+            {"exchange": "bfloat16"},
             {"cross_device_ops": tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")},
             {"cross_device_ops": tfcdo.AllReduceCrossDeviceOps("packed_trees", 0)},
         )

@@ -1,4 +1,4 @@
-"""Work of hosts in tests of `wire_between`: all-reduces of values that a cast may round."""
+"""Work of hosts in tests of `exchange`: all-reduces of values that a cast may round."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ import tfcdo
 from tfcdo import tf_internals
 
 WIRE_DTYPES = ("bfloat16", "float16", "int8")
+KEEPING = {
+    "bfloat16": tfcdo.exchange.Cast("bfloat16", error_feedback=True),
+    "float16": tfcdo.exchange.Cast("float16", error_feedback=True),
+    "int8": tfcdo.exchange.Blocks("int8", error_feedback=True),
+}
 FEEDBACK_STEPS = 20
 _INFINITE = (np.nan, np.inf, -np.inf, np.inf, 1.0)
 
@@ -63,16 +68,16 @@ def other_strategy(
     )
 
 
-def wire_between(strategy: Any) -> dict[str, np.ndarray]:
+def exchanges(strategy: Any) -> dict[str, np.ndarray]:
     """Sums each case with nothing cast and with each wire dtype, and takes means of integers."""
     results = _sums("uncast", strategy)
     for name in WIRE_DTYPES:
-        cast = other_strategy(strategy, wire_between=name)
+        cast = other_strategy(strategy, exchange=name)
         results |= _sums(name, cast)
         results |= _gradient(name, cast)
         results |= _explained(name, cast)
         _state(cast)
-        keeping = other_strategy(strategy, wire_between=name, error_feedback=True)
+        keeping = other_strategy(strategy, exchange=KEEPING[name])
         results |= _feedback(name, keeping)
     return results
 
@@ -191,7 +196,7 @@ def _state(strategy: Any) -> None:
 def functions_end(strategy: Any) -> None:
     """Asserts that graphs of sums between hosts and of their gradients end with their functions."""
     for wire in (None, "int8"):
-        other = other_strategy(strategy, wire_between=wire)
+        other = other_strategy(strategy, exchange=wire)
         ops = other.cross_device_ops
 
         def step(ops: Any = ops, devices: Any = other.extended.worker_devices) -> Any:

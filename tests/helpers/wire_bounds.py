@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfcdo.execute import codec
-from tfcdo.plan.decide import codec_for
+from tfcdo import dtypes
+from tfcdo.exchange import rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def error_bound(
     wire = _FORMATS[wire_dtype]
     growth = _growth(depth, num_devices, wire_dtype, dtype)
     lost = _FORMATS[dtype.name].lost
-    if codec_for(wire_dtype, dtype.name).scale:
+    if dtypes.needs_scale(wire_dtype, dtype.name):
         # A scale leaves the largest magnitude at least at half of 2^exponent, less one rounding.
         largest = np.max(magnitudes, initial=0.0)
         lost += wire.lost * largest * (1 + wire.roundoff) * 2.0**-wire.exponent
@@ -132,5 +132,5 @@ def block_error_bound(terms: Any, num_terms: int, block: int | None = None) -> n
     padded = np.pad(terms, ((0, 0), (0, -size % block)))
     largest = padded.reshape(num_hosts, -1, block).max(axis=2).sum(axis=0)
     growth = (1 + _FORMATS["float32"].roundoff) ** (num_terms + 4)
-    relative = 2 * codec.ROUNDOFF["int8"] * growth + growth - 1
+    relative = 2 * rounding.ROUNDOFF["int8"] * growth + growth - 1
     return np.repeat(relative * largest, block)[:size] + (num_hosts + 1) * 2.0**-125

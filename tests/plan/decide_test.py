@@ -10,9 +10,10 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from tfcdo import log
+from tfcdo.exchange import Blocks, Cast, Exchange, PowerSGD, Sum
 from tfcdo.plan import algorithms
 from tfcdo.plan.copy_tree import star
-from tfcdo.plan.decide import MIN_ENCODED_BYTES, decide, nccl_dtypes
+from tfcdo.plan.decide import MIN_EXCHANGED_BYTES, decide, nccl_dtypes
 from tfcdo.plan.options import BetweenHosts, Machine, Options
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import IDENTITY, Batch, Codec, Plan, PlannedPack, Request, RootStep, ValueSpec
@@ -20,9 +21,9 @@ from tfcdo.topology.measured import Measured
 from tfcdo.topology.presets import preset
 
 K = 3
-SUM = RootStep("sum")
+SUM = RootStep(Sum())
 # float32 values of this size are just encoded between hosts.
-LARGE = MIN_ENCODED_BYTES // 4
+LARGE = MIN_EXCHANGED_BYTES // 4
 
 
 def f32(*shape: int) -> ValueSpec:
@@ -36,11 +37,14 @@ def batch(
     nodes: int | None = None,
     exact: bool = False,
     replicas: int = K,
+    exchange: Exchange | None = None,
     **settings: Any,
 ) -> Batch:
     """A batch of values on CPUs; `nodes` counts destinations that are not replicas too."""
     everyone = tuple(range(replicas))
-    requests = tuple(Request(value, everyone if to is None else to, exact) for value in values)
+    requests = tuple(
+        Request(value, everyone if to is None else to, exact, exchange) for value in values
+    )
     names = tuple(f"CPU:{node}" for node in range(nodes or replicas))
     hosts = settings.pop("hosts", 1)
     return Batch(op, replicas, hosts, names, requests, **settings)
@@ -224,7 +228,8 @@ class OneHostTest(parameterized.TestCase):
 
 
 class HostsTest(parameterized.TestCase):
-    BETWEEN = BetweenHosts(64, wire="bfloat16")
+    BETWEEN = BetweenHosts(64)
+    CAST = Cast("bfloat16")
 
     def test_packs_in_the_order_of_the_backward_pass(self):
         made = plan(batch(f32(20), f32(3), f32(5), hosts=2), between=BetweenHosts(64))
@@ -237,44 +242,51 @@ class HostsTest(parameterized.TestCase):
         self.assertEqual([pack.size for pack in made.packs], [10, 10])
 
     def test_small_packs_are_not_encoded(self):
-        between = BetweenHosts(4 << 20, wire="bfloat16")
-        for size, expected in ((LARGE, RootStep("shares", Codec("bfloat16"))), (LARGE - 1, SUM)):
-            [pack] = plan(batch(f32(size), hosts=2), between=between).packs
+        between = BetweenHosts(4 << 20)
+        for size, expected in ((LARGE, RootStep(self.CAST)), (LARGE - 1, SUM)):
+            asked = batch(f32(size), hosts=2, exchange=self.CAST)
+            [pack] = plan(asked, between=between).packs
             self.assertEqual(pack.root, expected)
             self.assertEqual(pack.codec, IDENTITY)
-        asked = batch(ValueSpec("float64", (LARGE,)), op="mean", hosts=2)
-        [pack] = plan(asked, between=between).packs
-        self.assertEqual(pack.root, RootStep("shares", Codec("bfloat16", scale=True), 2 * K))
-        for feedback in (False, True):
-            between = BetweenHosts(4 << 20, wire="int8", error_feedback=feedback)
+        for exchange in (self.CAST, Blocks(error_feedback=True)):
+            asked = batch(ValueSpec("float64", (LARGE,)), op="mean", hosts=2, exchange=exchange)
             [pack] = plan(asked, between=between).packs
-            self.assertEqual(
-                pack.root, RootStep("shares", Codec("int8", True, feedback, 256), 2 * K)
-            )
+            self.assertEqual(pack.root, RootStep(exchange, 2 * K))
+
+    def test_values_stay_whole_where_the_exchange_wants_that(self):
+        values = [f32(40, 50), f32(1000, 2), f32(3), f32(70, 100)]
+        between = BetweenHosts(4 << 12)
+        made = plan(batch(*values, hosts=2, exchange=PowerSGD(2)), between=between)
+        # The last values first; 16 KiB hold no more than one of the matrices and the vector.
+        self.assertEqual(contents(made), [[(3, 0, 7000)], [(2, 0, 3), (1, 0, 2000), (0, 0, 2000)]])
+        self.assertEqual(made.spec(made.packs[1]).shapes, ((3,), (1000, 2), (40, 50)))
+        made = plan(batch(*values, hosts=2, exchange=self.CAST), between=between)
+        self.assertEqual(made.spec(made.packs[0]).shapes, ((3667,),))
 
     @parameterized.parameters(
         {"exact": True}, {"to": (1,)}, {"value": "int64"}, {"value": "float16"}, {"value": "int32"}
     )
     def test_other_values_are_not_encoded(self, value: str = "float32", **where: Any):
-        asked = batch(ValueSpec(value, (4 * LARGE,)), hosts=2, op="mean", **where)
-        made = plan(asked, between=BetweenHosts(4 << 20, wire="float16"))
+        specs = ValueSpec(value, (4 * LARGE,))
+        asked = batch(specs, hosts=2, op="mean", exchange=self.CAST, **where)
+        made = plan(asked, between=BetweenHosts(4 << 20))
         # Even the mean of int32, which is added as float64.
-        self.assertEqual({pack.root for pack in made.packs}, {RootStep("sum", divide=2 * K)})
+        self.assertEqual({pack.root for pack in made.packs}, {RootStep(Sum(), divide=2 * K)})
 
     def test_a_mean_of_integers_of_one_replica_a_host(self):
         [pack] = plan(batch(ValueSpec("int32", (2,)), op="mean", replicas=1, hosts=2)).packs
-        self.assertEqual((pack.dtype, pack.root), ("float64", RootStep("sum", divide=2)))
+        self.assertEqual((pack.dtype, pack.root), ("float64", RootStep(Sum(), divide=2)))
 
-    def test_sizes_that_are_not_known_are_encoded(self):
-        asked = batch(ValueSpec("float32", (None,)), hosts=2)
-        self.assertEqual(plan(asked, between=self.BETWEEN).packs[0].root.hosts, "shares")
+    def test_sizes_that_are_not_known_are_exact(self):
+        asked = batch(ValueSpec("float32", (None,)), hosts=2, exchange=self.CAST)
+        self.assertEqual(plan(asked, between=self.BETWEEN).packs[0].root, SUM)
 
     def test_rows_and_gathers(self):
         rows = batch(ValueSpec("float32", (None, 2), rows=True), op="mean", hosts=2)
         gather = batch(f32(4), op="gather", hosts=2)
         for asked, divide in ((rows, 2 * K), (gather, None)):
             [pack] = plan(asked, between=self.BETWEEN).packs
-            self.assertEqual(pack.root, RootStep("gather", divide=divide))
+            self.assertEqual(pack.root, RootStep(divide=divide))
 
     def test_one_collective_over_all_devices(self):
         made = plan(batch(f32(20), f32(3), hosts=2), between=BetweenHosts(64, flat=True))

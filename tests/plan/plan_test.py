@@ -7,11 +7,10 @@ from typing import Any
 
 from absl.testing import absltest, parameterized
 
+from tfcdo.exchange import Blocks, Cast, PackSpec, Sum, casts
 from tfcdo.plan import summary
 from tfcdo.plan.copy_tree import chain, star
-from tfcdo.plan.decide import codec_for
 from tfcdo.plan.plan import (
-    SHARE_ALIGNMENT,
     Codec,
     FusedTensor,
     Plan,
@@ -123,10 +122,9 @@ class SummaryTest(parameterized.TestCase):
             dataclasses.replace(made, hosts=2),
         ):
             self.assertEqual(key, summary.residual_key(other))
-        between = Codec("int8", scale=True, feedback=True, block=256)
-        shared = dataclasses.replace(one, root=RootStep("shares", between))
+        shared = dataclasses.replace(one, root=RootStep(Blocks(error_feedback=True)))
         on_two = dataclasses.replace(made, hosts=2, packs=(shared,))
-        self.assertTrue(on_two.has_feedback)
+        self.assertTrue(on_two.has_state)
         keys = {
             summary.residual_key(each) for each in (on_two, dataclasses.replace(on_two, hosts=3))
         }
@@ -168,16 +166,16 @@ class SummaryTest(parameterized.TestCase):
         )
 
     def test_collectives_and_bytes_between_hosts(self):
-        added = plan(pack((0, 0, 10), (1, 0, 5), root=RootStep("sum")), hosts=2)
+        added = plan(pack((0, 0, 10), (1, 0, 5), root=RootStep(Sum())), hosts=2)
         self.assertEqual(summary.num_collectives(added, len), 1)
         self.assertEqual(summary.bytes_between_hosts(added), 4 * 15)
-        shares = RootStep("shares", Codec("bfloat16"))
+        shares = RootStep(Cast("bfloat16"))
         encoded = plan(
-            pack((0, 0, 10), root=RootStep("sum")), pack((1, 0, 5), root=shares), hosts=2
+            pack((0, 0, 10), root=RootStep(Sum())), pack((1, 0, 5), root=shares), hosts=2
         )
         self.assertEqual(summary.num_collectives(encoded, len), 3)
         # 10 floats as they are, and 5 padded to two shares, in 16 bits, there and back.
-        self.assertEqual(summary.bytes_between_hosts(encoded), 40 + 2 * (2 * SHARE_ALIGNMENT))
+        self.assertEqual(summary.bytes_between_hosts(encoded), 40 + 2 * (2 * casts.SHARE_ALIGNMENT))
 
     @parameterized.parameters(
         ("bfloat16", 1, 1, (1, 32), 64),
@@ -189,11 +187,12 @@ class SummaryTest(parameterized.TestCase):
     )
     def test_layout_of_shares(self, wire, size, hosts, layout, num_bytes):
         """Blocks of int8 are equal and at most 256 values; each has a scale of 4 bytes."""
-        codec = codec_for(wire, "float32")
-        self.assertEqual(codec.share_layout(size, hosts), layout)
-        self.assertEqual(codec.share_bytes(size, hosts, "float32"), num_bytes)
+        exchange = casts.BY_NAME[wire]
+        self.assertEqual(exchange.layout(size, hosts), layout)
+        _, gathered = exchange.cost(PackSpec("float32", ((size,),)), hosts)
+        self.assertEqual(gathered.num_bytes, num_bytes)
         self.assertGreaterEqual(hosts * layout[0] * layout[1], size)
-        root = RootStep("shares", codec)
+        root = RootStep(exchange)
         made = plan(
             pack((0, 0, size), root=root), values=(ValueSpec("float32", (size,)),), hosts=hosts
         )
@@ -202,10 +201,10 @@ class SummaryTest(parameterized.TestCase):
     def test_collectives_of_gathers(self):
         specs = (ValueSpec("int32", (None,)), ValueSpec("float32", (None,)))
         tensors = tuple(FusedTensor((Slice(index, 0, None),)) for index in (0, 1))
-        gathered = PlannedPack("concat", tensors, "", star(3), root=RootStep("gather"))
+        gathered = PlannedPack("concat", tensors, "", star(3))
         self.assertEqual(summary.num_collectives(plan(gathered, values=specs), len), 3)
         rows = ValueSpec("bfloat16", (None, 2), rows=True)
-        added = PlannedPack("rows", tensors[:1], "bfloat16", star(3), root=RootStep("gather"))
+        added = PlannedPack("rows", tensors[:1], "bfloat16", star(3))
         made = plan(added, values=(rows,))
         self.assertEqual(summary.gathered_dtypes(made, added), {"float32", "int64"})
         self.assertEqual(summary.num_collectives(made, len), 3)

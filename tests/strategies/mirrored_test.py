@@ -300,36 +300,33 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
     def test_each_argument_is_compared_among_hosts(self):
         options = tf.distribute.experimental.CommunicationOptions
         ring = tf.distribute.experimental.CommunicationImplementation.RING
-        for ops, wire, feedback, changes in (
-            (tfcdo.AutoAllReduce(), None, False, {}),
-            (None, "float16", False, {}),
-            (None, None, True, {}),
-            (None, None, False, {"bytes_per_pack": 1000}),
-            (None, None, False, {"implementation": ring}),
+        exact: Any = tfcdo.exchange.Sum()
+        for ops, exchange, changes in (
+            (tfcdo.AutoAllReduce(), exact, {}),
+            (None, tfcdo.exchange.Cast("float16"), {}),
+            (None, lambda path, spec: exact, {}),
+            (None, exact, {"bytes_per_pack": 1000}),
+            (None, exact, {"implementation": ring}),
         ):
             self.assertNotEqual(
-                strategies._settings(options(), None, None, False),
-                strategies._settings(options(**changes), ops, wire, feedback),
+                strategies._settings(options(), None, exact),
+                strategies._settings(options(**changes), ops, exchange),
             )
 
-    def test_casts_between_hosts_are_checked_before_anything_starts(self):
+    def test_exchanges_are_checked_before_anything_starts(self):
         make: Any = tfcdo.MultiWorkerMirroredStrategy
-        for error, pattern, arguments in (
-            (
-                ValueError,
-                "wire_between must be 'bfloat16', 'float16', 'int8', .* got 'int4'",
-                "int4",
-            ),
-            (TypeError, "wire_between must be .* got 8", 8),
+
+        class Unfrozen(tfcdo.exchange.Sum):
+            pass
+
+        for error, pattern, exchange in (
+            (ValueError, "exchange must be 'bfloat16', 'float16', 'int8', .* got 'int4'", "int4"),
+            (TypeError, "exchange must be .* got 8", 8),
+            (TypeError, "exchange must be .* got <class", tfcdo.exchange.PowerSGD),
+            (TypeError, r"exchange must be of a class with @dataclasses.*frozen", Unfrozen()),
         ):
             with self.assertRaisesRegex(error, pattern):
-                make(wire_between=arguments)
-        with self.assertRaisesRegex(TypeError, "error_feedback must be True or False; got 1"):
-            make(wire_between="int8", error_feedback=1)
-        with self.assertRaisesRegex(
-            ValueError, "error_feedback must be False without wire_between"
-        ):
-            make(error_feedback=True)
+                make(exchange=exchange)
         with self.assertRaisesRegex(ValueError, "wire_dtype must be 'bfloat16', 'float16', the tf"):
             tfcdo.AutoAllReduce(wire_dtype="int8")
 

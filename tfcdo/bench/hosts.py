@@ -34,7 +34,7 @@ def run(
     """Trains a model on the same data under each strategy, a step of each in turn."""
     names = {
         "tfcdo": "tfcdo.MultiWorkerMirroredStrategy",
-        **{f"tfcdo {wire}": f"the same, wire_between={wire!r}" for wire in WIRES},
+        **{f"tfcdo {wire}": f"the same, exchange={wire!r}" for wire in WIRES},
         "tf": "tf.distribute.MultiWorkerMirroredStrategy",
     }
     command = [*opened.command, sys.executable, "-m", "tfcdo.bench.hosts_worker"]

@@ -14,7 +14,7 @@ import tensorflow as tf
 import tfcdo
 from tfcdo import tf_internals
 from tfcdo.bench import hosts, worker_pool
-from tfcdo.execute import codec
+from tfcdo.exchange import rounding
 
 _SEED = 7
 _LEARNING_RATE = 0.01
@@ -175,7 +175,7 @@ class _Trainings:
             "tfcdo": tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=devices),
             **{
                 f"tfcdo {wire}": tfcdo.MultiWorkerMirroredStrategy(
-                    devices_per_worker=devices, wire_between=wire
+                    devices_per_worker=devices, exchange=wire
                 )
                 for wire in hosts.WIRES
             },
@@ -197,7 +197,7 @@ class _Trainings:
         tolerance = 0.0
         if name == "tfcdo int8":  # The bound of the error; 16 bits are exact here.
             most = _LARGEST * self._trainings["tf"].num_replicas
-            tolerance = 2.01 * codec.ROUNDOFF["int8"] * most
+            tolerance = 2.01 * rounding.ROUNDOFF["int8"] * most
         return self._trainings[name].count_wrong(tolerance)
 
     def step(self, name: str) -> float:

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tfcdo.cli import machine, options
+from tfcdo.exchange.casts import BY_NAME
+from tfcdo.exchange.protocol import SUM, PackSpec
 from tfcdo.plan import algorithms
-from tfcdo.plan.decide import codec_for
 from tfcdo.plan.evaluation import Evaluation, evaluate_all
-from tfcdo.plan.plan import IDENTITY
 from tfcdo.plan.simulator import bottleneck
 from tfcdo.plan.task_graph import Hosts
 from tfcdo.topology.topology import Topology
@@ -75,7 +75,7 @@ _MAX_PACKS = 4096
     "12.5G",
 )
 @options.option(
-    "--wire-between",
+    "--exchange",
     click.Choice(["bfloat16", "float16", "int8"]),
     "Dtype in which hosts send float32.",
 )
@@ -94,7 +94,7 @@ def plan(
     gantt_file: pathlib.Path | None,
     num_hosts: int | None,
     network: float,
-    wire_between: str | None,
+    exchange: str | None,
     measures: bool,
 ) -> None:
     """Compare the all-reduce algorithms on a machine, without that machine.
@@ -115,7 +115,7 @@ def plan(
             f"--draw and --gantt are one file: {gantt_file}": len(set(drawn)) < len(drawn),
             "--measure measures this machine: -t here": measures and isinstance(wanted, Topology),
             "--network is between hosts: it needs --hosts": is_network_given and not num_hosts,
-            "--wire-between needs --hosts": wire_between and not num_hosts,
+            "--exchange needs --hosts": exchange and not num_hosts,
             "--draw and --gantt draw one host: leave --hosts out": drawn and num_hosts,
             "--num-packs and --save are for one host": (num_packs or saved_file) and num_hosts,
         }
@@ -132,11 +132,13 @@ def plan(
         topology = wanted
     size, hosts = format_bytes(num_bytes), None
     if num_hosts:
-        codec = codec_for(wire_between, "float32") if wire_between else IDENTITY
-        sent = codec.share_bytes(1 << 20, 1, "float32") / (4 << 20)
-        hosts = Hosts(num_hosts, network, sent=sent)
+        pack = PackSpec("float32", ((1 << 20,),))
+        way = BY_NAME[exchange] if exchange else SUM
+        costs = [each.cost(pack, num_hosts) for each in (way, SUM)]
+        sent, whole = (sum(each.bytes_sent(num_hosts) for each in cost) for cost in costs)
+        hosts = Hosts(num_hosts, network, sent=sent / whole)
         rate = f"{format_bytes(round(network))}/s"
-        size += f" across {num_hosts} hosts with {rate} of {wire_between or 'network'}"
+        size += f" across {num_hosts} hosts with {rate} of {exchange or 'network'}"
     try:
         with options.status(console, "Planning ..."):
             found = evaluate_all(topology, num_bytes, num_packs, hosts)

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import checks, tf_internals
+from tfcdo.exchange.protocol import SUM, Exchange
 from tfcdo.execute import copy_trees, explain, nccl, request
 from tfcdo.execute.between import Network
 from tfcdo.execute.codec import check_wire_dtype
@@ -258,11 +259,27 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
             results.update(question.run(plan, self._network, residuals, self._accumulate, axis))
         return [results[position] for position in range(len(results))]
 
+    @property
+    def asks_for_paths(self) -> bool:
+        """Returns whether the path of a gradient's variable decides how hosts add it up."""
+        between = self._options.between
+        return between is not None and not isinstance(between.exchange, Exchange)
+
+    def sum_gradients(self, pairs: Sequence[tuple[Any, Any]], paths: Sequence[str]) -> list[Any]:
+        """Sums the gradients of the variables of some paths, as `batch_reduce` does."""
+        reductions = request.check_pairs(pairs, by_strategy=True)
+        return self._run(self._plans_of("sum", request.named(reductions, paths)))
+
     def reduce_to_owners(
-        self, values: Sequence[Any], owners: Sequence[int], devices: Sequence[str]
+        self,
+        values: Sequence[Any],
+        paths: Sequence[str],
+        owners: Sequence[int],
+        devices: Sequence[str],
     ) -> Owned:
         """Sums each value on its owner, one of the devices; `Owned.send` sends the new values."""
-        found = self._plans_of("sum", request.check_owned(values, owners, devices))
+        reductions = request.check_owned(values, owners, devices)
+        found = self._plans_of("sum", request.named(reductions, paths))
         return Owned(tuple(self._run(found)), tuple(found))
 
     def _plans_of(
@@ -299,7 +316,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         between = ""
         if self._network is not None and self._network.hint != "nccl":
             between = next((reason for _, reason in reasons if reason), "") or (
-                "ask for implementation NCCL in communication_options, and leave wire_between out"
+                "ask for implementation NCCL in communication_options, and leave exchange out"
             )
         topology, origin = self._topology_of(options, devices)
         return deciding.decide(batch, options, Machine(topology, origin, tuple(reasons), between))
@@ -316,13 +333,14 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         return detection.detect(tuple(devices)), "was detected"
 
     def _residuals(self, plan: Plan, question: Question) -> Residuals | None:
-        if self._feedback is None or not plan.has_feedback:
+        if self._feedback is None or not plan.has_state:
             return None
-        for value, asked in zip(question.values, question.batch.requests, strict=True):
-            if asked.value.size is None:
+        for pack in plan.packs:
+            value = plan.values[pack.slices[0].value]
+            if pack.codec.feedback and value.size is None:
                 raise ValueError(
                     "error_feedback needs values whose shapes are known while a function is "
-                    f"traced; got {value[0].dtype.name} of shape {value[0].shape}"
+                    f"traced; got {value}"
                 )
         return self._feedback.residuals(summary.residual_key(plan), question.devices)
 
@@ -348,7 +366,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         ops = copy.copy(self)
         ops._network = network
         ops._options = dataclasses.replace(self._options, between=between)
-        if between.error_feedback and ops._feedback is None:
+        # The exchange may keep state; without a variable's path nobody knows.
+        if between.exchange != SUM and ops._feedback is None:
             ops._feedback = ErrorFeedback()
             ops._track_trackable(ops._feedback, "error_feedback", overwrite=True)
         return ops

@@ -18,8 +18,9 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.cluster.session import NUM_KEYS, Session
-from tfcdo.execute import collective_dtypes, gradients, handles, numerics, shares
-from tfcdo.execute.codec import PackCodec
+from tfcdo.exchange import rounding
+from tfcdo.exchange.protocol import CheckedPeers, Exchange, Kind, PackSpec
+from tfcdo.execute import collective_dtypes, gradients, handles, numerics
 from tfcdo.execute.marks import Marks
 from tfcdo.plan import plan as plans
 from tfcdo.plan import summary
@@ -68,15 +69,15 @@ class Network:
         return tuple(device or default for device, default in zip(known, usual, strict=True))
 
 
-def begin_exchange(network: Network | None, plan: Plan) -> Exchange | None:
-    """Begins the exchange of a plan's packs; None if nothing is sent to other hosts."""
-    if network is None or not any(pack.root.hosts for pack in plan.packs):
+def begin_collectives(network: Network | None, plan: Plan) -> Collectives | None:
+    """Begins the collectives of a plan's packs; None if nothing is sent to other hosts."""
+    if network is None or not plan.packs:
         return None
     _check_gathered(plan)
     count = summary.num_collectives(
         plan, lambda names: len(set(map(collective_dtypes.dtype_copied, names)))
     )
-    return Exchange(network, {**describe(plan), "collectives": count})
+    return Collectives(network, {**describe(plan), "collectives": count})
 
 
 _WHAT = {"concat": "gathering", "rows": "all-reduce of slices"}
@@ -97,7 +98,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "packs": [
             f"{'?' if pack.size is None else pack.size} elements on {plan.nodes[root]}, "
             f"packed as {plans.digest(pack.tensors)[:8]}"
-            + (f", sent as {pack.root.codec.dtype}" if pack.root.codec.dtype else "")
+            + (f", by {pack.root.exchange}" if pack.root.exchange else "")
             for pack, root in zip(plan.packs, roots, strict=True)
         ],
         "plan": plan.fingerprint,
@@ -107,7 +108,7 @@ def describe(plan: Plan) -> dict[str, Any]:
 def copy_from_chief(network: Network, value: tf.Tensor, device: str) -> tf.Tensor:
     """Returns the chief's value on every host, on this device, bit for bit."""
     description = _describe_one_collective("initialization", [value], [device])
-    return Exchange(network, description).broadcast(value, device)
+    return Collectives(network, description).broadcast(value, device)
 
 
 def _describe_one_collective(
@@ -136,12 +137,12 @@ def _check_gathered(plan: Plan) -> None:
                 )
 
 
-class Exchange:
+class Collectives:
     """Emits the collectives of all hosts for one batch of values, in a fixed order."""
 
     def __init__(self, network: Network, description: Mapping[str, Any]) -> None:
         # The description is the same on all hosts.
-        self._network = network
+        self.network = network
         self._count: int = description["collectives"]
         self._marks = Marks(network.host_device, description)
         network.session.watch.add(description, self._marks)
@@ -151,43 +152,32 @@ class Exchange:
             )
             self._keys = iter(tf.unstack(keys, self._count))
 
-    def all_reduce(
-        self, tensors: Sequence[tf.Tensor], device: str, codec: PackCodec | None, node: int
-    ) -> list[tf.Tensor]:
-        """Adds up tensors of one device, a node, of each host: bitwise the same on all hosts."""
-        # One collective, or two if encoded. Floats of 16 bits come back in 32.
+    def exchange(
+        self,
+        exchange: Exchange,
+        tensors: Sequence[tf.Tensor],
+        state: Mapping[str, tf.Tensor],
+        spec: PackSpec,
+        device: str,
+    ) -> tuple[list[tf.Tensor], Mapping[str, tf.Tensor]]:
+        """Runs an exchange of tensors of one device of each host; returns sums and new state."""
+        peers = _RootPeers(exchange, spec, self, device)
         with tf.device(device):
-            flat = tensors[0]
-            if len(tensors) > 1:
-                flat = tf.concat([numerics.flatten(tensor) for tensor in tensors], 0)
-            if codec is not None:
-                total = self._sum_of_shares(flat, device, codec, node)
-            else:
-                [total] = self.all_reduce_flat([flat], [device])
-            if len(tensors) == 1:
-                return [total]
-            sizes = tf.stack([numerics.size(tensor) for tensor in tensors])
-            parts = tf.split(total, sizes, num=len(tensors))
-            return [
-                tf.reshape(part, numerics.shape(tensor))
-                for part, tensor in zip(parts, tensors, strict=True)
-            ]
+            sums, changed = exchange.run(tensors, state, peers)
+            peers.check_end(tensors, sums, state, changed)
+            wide = [tf.cast(own, total.dtype) for own, total in zip(tensors, sums, strict=True)]
+            places = (device,) * len(wide)
+            return _gradient_of_sums(self.network, device).of(sums, wide, places), changed
 
     def all_reduce_flat(
         self, tensors: Sequence[tf.Tensor], devices: Sequence[str]
     ) -> list[tf.Tensor]:
         """Adds up one tensor of each device of all hosts by one collective; 16-bit floats in 32."""
-        return self._differentiable(self._sum(tensors, devices), tensors, devices)
-
-    def _differentiable(
-        self, totals: Sequence[tf.Tensor], tensors: Sequence[tf.Tensor], devices: Sequence[str]
-    ) -> list[tf.Tensor]:
-        """Returns sums of all hosts' tensors, whose gradient is the sum of all gradients."""
-        wide = []
+        totals, wide = self.sum(tensors, devices), []
         for tensor, total, device in zip(tensors, totals, devices, strict=True):
             with tf.device(device):
                 wide.append(tf.cast(tensor, total.dtype))
-        return _gradient_of_sum(self._network, tuple(devices)).of(totals, wide, devices)
+        return _gradient_of_sum(self.network, tuple(devices)).of(totals, wide, devices)
 
     def all_gather(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
         """Concatenates the rows of all hosts, in their order; numbers of rows may differ."""
@@ -195,7 +185,7 @@ class Exchange:
         with tf.device(device):
             sent = [collective_dtypes.as_copied(tensor) for tensor in tensors]
             rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in sent])
-            counts = self._copy(tf.raw_ops.CollectiveGatherV2, rows[tf.newaxis], device)
+            counts = self.copy(tf.raw_ops.CollectiveGatherV2, rows[tf.newaxis], device)
             groups: dict[tf.DType, list[int]] = {}
             for index, tensor in enumerate(sent):
                 groups.setdefault(tensor.dtype, []).append(index)
@@ -213,7 +203,7 @@ class Exchange:
         self, tensors: Sequence[tf.Tensor], counts: tf.Tensor, device: str
     ) -> list[tf.Tensor]:
         """Gathers tensors of one dtype, laid end to end; `counts[host, tensor]` are their rows."""
-        num_hosts = self._network.num_hosts
+        num_hosts = self.network.num_hosts
         row_shapes = [numerics.shape(tensor)[1:] for tensor in tensors]
         sizes = counts * tf.stack([tf.reduce_prod(shape) for shape in row_shapes])
         totals = tf.reduce_sum(sizes, 1)
@@ -225,7 +215,7 @@ class Exchange:
         padding = tf.zeros([size - tf.size(flat, tf.int64)], flat.dtype)
         sent = tf.concat([flat, padding], 0)
         key = next(self._keys) + (index + 1) * NUM_KEYS
-        gathered = self._copy(tf.raw_ops.CollectiveGatherV2, sent, device, key=key)
+        gathered = self.copy(tf.raw_ops.CollectiveGatherV2, sent, device, key=key)
         cuts = tf.reshape(tf.concat([sizes, (size - totals)[:, tf.newaxis]], 1), [-1])
         parts = tf.split(gathered, cuts, num=num_hosts * (len(tensors) + 1))
         results = []
@@ -258,14 +248,14 @@ class Exchange:
         with tf.device(device):
             sent = collective_dtypes.as_copied(tensor)
             common = {
-                "group_size": self._network.num_hosts,
+                "group_size": self.network.num_hosts,
                 "group_key": handles.group_key(device),
                 "instance_key": next(self._keys),
-                "communication_hint": self._network.hint,
+                "communication_hint": self.network.hint,
                 "timeout_seconds": 0.0,
             }
             entered = self._marks.mark([sent])
-            if self._network.session.cluster.is_chief:
+            if self.network.session.cluster.is_chief:
                 received = tf.raw_ops.CollectiveBcastSendV2(input=sent, **common)
             else:
                 received = tf.raw_ops.CollectiveBcastRecvV2(
@@ -274,23 +264,10 @@ class Exchange:
             self._marks.mark([received], after=entered)
             return collective_dtypes.restored(received, tensor)
 
-    def _sum_of_shares(
-        self, tensor: tf.Tensor, device: str, codec: PackCodec, node: int
-    ) -> tf.Tensor:
-        """Sums over the hosts, encoded; gradients are not encoded."""
-        total = shares.all_reduce(
-            tensor,
-            codec,
-            node,
-            self._network.session.cluster.index,
-            self._network.num_hosts,
-            # In two lines: while the sums of one pack come, the shares of the next one leave.
-            lambda rows: self._copy(tf.raw_ops.CollectiveAllToAllV2, rows, device, "shares"),
-            lambda rows: self._copy(tf.raw_ops.CollectiveGatherV2, rows, device, "sums"),
-        )
-        return self._differentiable([total], [tensor], [device])[0]
-
-    def _sum(self, tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
+    def sum(
+        self, tensors: Sequence[tf.Tensor], devices: Sequence[str], line: str = ""
+    ) -> list[tf.Tensor]:
+        """Adds up one tensor of each device of all hosts; it has no gradient."""
         parts = []
         for tensor, device in zip(tensors, devices, strict=True):
             with tf.device(device):
@@ -301,13 +278,13 @@ class Exchange:
             with tf.device(device):
                 total = tf.raw_ops.CollectiveReduceV2(
                     input=part,
-                    group_size=self._network.num_hosts * len(devices),
+                    group_size=self.network.num_hosts * len(devices),
                     group_key=handles.group_key(*devices),
                     instance_key=key,
-                    ordering_token=[handles.ordering_token(device)],
+                    ordering_token=[handles.ordering_token(device, line)],
                     merge_op="Add",
                     final_op="Id",
-                    communication_hint=self._network.hint,
+                    communication_hint=self.network.hint,
                 )
                 totals.append(total)
         self._marks.mark(totals, after=entered)
@@ -318,7 +295,7 @@ class Exchange:
                 results.append(numerics.upcast(back))
         return results
 
-    def _copy(
+    def copy(
         self,
         collective: Callable[..., tf.Tensor],
         tensor: tf.Tensor,
@@ -326,14 +303,15 @@ class Exchange:
         line: str = "",
         key: tf.Tensor | None = None,
     ) -> tf.Tensor:
+        """Emits a collective that only copies a tensor, in one of the orders of a device."""
         entered = self._marks.mark([tensor])
         copied = collective(
             input=tensor,
-            group_size=self._network.num_hosts,
+            group_size=self.network.num_hosts,
             group_key=handles.group_key(device),
             instance_key=self._key(tensor) if key is None else key,
             ordering_token=[handles.ordering_token(device, line)],
-            communication_hint=self._network.hint,
+            communication_hint=self.network.hint,
         )
         self._marks.mark([copied], after=entered)
         return copied
@@ -346,9 +324,45 @@ class Exchange:
         return key + (tf.size(tensor) % _NUM_SIZES + 1) * NUM_KEYS
 
     def _next_keys(self, description: Mapping[str, Any]) -> tf.Tensor:
-        keys = self._network.session.next_keys(description, self._count)
-        with tf.device(self._network.host_device):
+        keys = self.network.session.next_keys(description, self._count)
+        with tf.device(self.network.host_device):
             return tf.constant(keys, tf.int32)
+
+
+class _RootPeers(CheckedPeers):
+    """The roots of one pack on all hosts, on one device of each."""
+
+    def __init__(
+        self, exchange: Exchange, spec: PackSpec, collectives: Collectives, device: str
+    ) -> None:
+        cluster = collectives.network.session.cluster
+        super().__init__(exchange, spec, cluster.index, len(cluster.tasks))
+        self._collectives, self._device = collectives, device
+
+    def emit(self, kind: Kind, tensor: tf.Tensor, number: int) -> tf.Tensor:
+        """Emits a collective; see `CheckedPeers`."""
+        result, shape = self._emitted(kind, tensor, number), tensor.shape
+        if kind == "all_gather" and shape.rank and shape[0] is not None:
+            shape = tf.TensorShape([shape[0] * self.size, *shape[1:]])
+        result.set_shape(shape)  # Which TensorFlow does not know of all collectives.
+        return result
+
+    def _emitted(self, kind: Kind, tensor: tf.Tensor, number: int) -> tf.Tensor:
+        # While the second collective of one pack runs, the first one of the next pack does.
+        line = str(number or "")
+        match kind:
+            case "all_reduce":
+                [total] = self._collectives.sum([tensor], [self._device], line)
+                return total
+            case "broadcast":
+                return self._collectives.broadcast(tensor, self._device)
+            case "all_to_all":
+                op = tf.raw_ops.CollectiveAllToAllV2
+            case "all_gather":
+                op = tf.raw_ops.CollectiveGatherV2
+        sent = collective_dtypes.as_copied(tensor)
+        copied = self._collectives.copy(op, sent, self._device, line)
+        return collective_dtypes.restored(copied, tensor)
 
 
 @functools.cache
@@ -357,6 +371,21 @@ def _gradient_of_sum(network: Network, devices: tuple[str, ...]) -> gradients.Jo
 
     def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
         description = _describe_one_collective("gradient of an all-reduce", upstream, devices)
-        return Exchange(network, description).all_reduce_flat(upstream, devices)
+        return Collectives(network, description).all_reduce_flat(upstream, devices)
+
+    return gradients.JointGradient(gradient)
+
+
+@functools.cache
+def _gradient_of_sums(network: Network, device: str) -> gradients.JointGradient:
+    """Returns the gradient of sums of several tensors of a device: the sums of all gradients."""
+
+    def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+        with tf.device(device):
+            flat = rounding.laid_out(upstream)
+        description = _describe_one_collective("gradient of an all-reduce", [flat], [device])
+        [total] = Collectives(network, description).all_reduce_flat([flat], [device])
+        with tf.device(device):
+            return numerics.like(upstream, total)
 
     return gradients.JointGradient(gradient)

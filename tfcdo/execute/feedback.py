@@ -1,19 +1,22 @@
 """Error feedback: the rounding errors of one step are added to the values of the next one.
 
-The residuals are variables, one for each tensor that a device casts: they are kept where they were
-lost, and saved in checkpoints. Whose residuals they are is known by the structure of the batch, the
-`tf.function` that reduces it, and how often it has reduced such a batch before.
+The residuals are variables, one for each tensor that a device casts, and those that exchanges
+between hosts keep: they are where they were lost, and saved in checkpoints. Whose residuals they
+are is known by the structure of the batch, the `tf.function` that reduces it, and how often it has
+reduced such a batch before.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfcdo import tf_internals
@@ -26,12 +29,13 @@ _lock = threading.RLock()
 
 
 class Residuals:
-    """The rounding errors of a batch: one variable for each tensor that a device casts."""
+    """The rounding errors of a batch, and the state of its exchanges, by name."""
 
     def __init__(self, devices: Sequence[str], track: Callable[[str, tf.Variable], None]) -> None:
         self._devices = tuple(devices)
         self._track = track  # Gets a name and each new variable, to save it in checkpoints.
-        self._variables: dict[tuple[int, int, str, int], tf.Variable] = {}
+        self._variables: dict[str, tf.Variable] = {}
+        self._initial: dict[str, Callable[[], Any]] = {}
         # Functions that run eagerly with these residuals: they live as long as these.
         self.functions: dict[Any, Any] = {}
         # Who uses them: a `tf.function`, or a graph that is none's; None for eager use.
@@ -46,28 +50,33 @@ class Residuals:
         """Returns all variables that have been made."""
         return list(self._variables.values())
 
-    def on(
-        self, device: int, pack: int, tensors: Sequence[tf.Tensor], cast: str = ""
-    ) -> list[tf.Variable]:
-        """Returns the variables of a pack's tensors in one cast on a device; new ones are 0."""
-        variables = []
+    def variable(self, device: int, name: str, initial: Callable[[], Any]) -> tf.Variable:
+        """Returns the variable of a name on a device; a new one has the initial value."""
         with _lock:
-            for index, tensor in enumerate(tensors):
-                key = device, pack, cast, index
-                if key not in self._variables:
-                    with tf.init_scope(), tf.device(self._devices[device]):
-                        zeros = tf.zeros(tensor.shape, tensor.dtype)
-                        variable = self._variables[key] = tf_internals.plain_variable(zeros)
-                    with tf.init_scope():
-                        self._track(f"device{device}_pack{pack}{cast}_tensor{index}", variable)
-                variables.append(self._variables[key])
-        return variables
+            key = f"device{device}_{name}"
+            if key not in self._variables:
+                with tf.init_scope(), tf.device(self._devices[device]):
+                    value = tf.convert_to_tensor(initial())
+                    self._variables[key] = tf_internals.plain_variable(value)
+                with tf.init_scope():
+                    self._track(key, self._variables[key])
+                self._initial[key] = initial
+            return self._variables[key]
+
+    def state(
+        self, device: int, name: str, initial: Mapping[str, np.ndarray]
+    ) -> dict[str, tf.Variable]:
+        """Returns the variables of a pack's exchange, by name."""
+        return {
+            each: self.variable(device, f"{name}_{each}", functools.partial(np.copy, value))
+            for each, value in initial.items()
+        }
 
     def reset(self) -> None:
-        """Sets all variables to 0."""
-        for variable in self.variables:
+        """Sets all variables to their initial values."""
+        for key, variable in self._variables.items():
             with tf.device(variable.device):
-                variable.assign(tf.zeros_like(variable))
+                variable.assign(self._initial[key]())
 
     def give_to(self, owner: Any, turn: int) -> None:
         """Makes a function, or None for eager use, the owner."""
@@ -119,7 +128,7 @@ class ErrorFeedback(tf_internals.Trackable):
         return ErrorFeedback()
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Sets residuals by name, also those that are made later; all others become 0."""
+        """Sets residuals by name, also those that are made later; all others begin again."""
         with _lock:
             self.reset()
             self._restored = dict(values)
@@ -129,7 +138,7 @@ class ErrorFeedback(tf_internals.Trackable):
                     self._give_restored(residuals.variables)
 
     def reset(self) -> None:
-        """Sets all residuals to 0."""
+        """Sets all residuals to their initial values."""
         for residuals in self._all():
             residuals.reset()
 

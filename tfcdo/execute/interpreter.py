@@ -12,8 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfcdo.exchange import rounding
 from tfcdo.execute import copy_trees, nccl, numerics, planned, rows
-from tfcdo.execute.between import Exchange
+from tfcdo.execute.between import Collectives
 from tfcdo.execute.codec import PackCodec
 from tfcdo.execute.feedback import Residuals
 from tfcdo.plan.plan import Codec, FusedTensor, Plan, PlannedPack, Slice
@@ -26,8 +27,8 @@ Held = list[Any]
 class Runtime:
     """State and callables that a plan cannot hold."""
 
-    exchange: Exchange | None = None  # None for one host.
-    residuals: Residuals | None = None  # None without error feedback.
+    collectives: Collectives | None = None  # None for one host.
+    residuals: Residuals | None = None  # None where no state is kept.
     # The accumulation_fn of "user" packs; gets tensors, and a name for its op.
     accumulate: Callable[[Sequence[tf.Tensor], str], tf.Tensor] | None = None
     axis: Any = 0  # To gather along.
@@ -133,18 +134,17 @@ def _root_step(plan: Plan, index: int, total: list[Any], root: str, runtime: Run
     """Adds the other hosts' parts, divides and rounds, on the root."""
     pack = plan.packs[index]
     step = pack.root
-    if step.hosts:
-        assert runtime.exchange is not None
+    if runtime.collectives is not None:
         with tf.name_scope("across_hosts"):
             match pack.kind:
                 case "rows":
-                    total = rows.add_other_hosts(total, runtime.exchange, root, pack.sum_equal_rows)
+                    total = rows.add_other_hosts(
+                        total, runtime.collectives, root, pack.sum_equal_rows
+                    )
                 case "concat":
-                    total = runtime.exchange.concat(total, runtime.axis, root)
+                    total = runtime.collectives.concat(total, runtime.axis, root)
                 case _:
-                    assert pack.tree is not None
-                    codec = _codec(pack, index, step.codec, runtime)
-                    total = runtime.exchange.all_reduce(total, root, codec, pack.tree.root)
+                    total = _exchanged(plan, index, total, root, runtime)
     if pack.kind == "concat":
         return total
     dtype = tf.as_dtype(pack.dtype)
@@ -157,6 +157,40 @@ def _root_step(plan: Plan, index: int, total: list[Any], root: str, runtime: Run
                 for own in total
             ]
         return [numerics.finish(own, step.divide, dtype) for own in total]
+
+
+def _exchanged(
+    plan: Plan, index: int, total: list[tf.Tensor], root: str, runtime: Runtime
+) -> list[tf.Tensor]:
+    """Adds the other hosts' sums of a pack by its exchange, which sees a vector or whole values."""
+    pack = plan.packs[index]
+    exchange, spec = pack.root.exchange, plan.spec(pack)
+    assert exchange is not None and runtime.collectives is not None and pack.tree is not None
+    initial = exchange.state(spec, plan.hosts)
+    variables = {}
+    if runtime.residuals is not None:
+        variables = runtime.residuals.state(pack.tree.root, f"pack{index}", initial)
+    with tf.device(root):
+        state = {
+            name: variables[name].read_value() if variables else tf.zeros(value.shape, value.dtype)
+            for name, value in initial.items()
+        }
+        given = [rounding.laid_out(total)]
+        if exchange.whole_values:
+            parts = [
+                part
+                for fused, tensor in zip(pack.tensors, total, strict=True)
+                for part in _unfuse(fused, tensor)
+            ]
+            given = [tf.reshape(p, numerics.int64(s)) for p, s in zip(parts, spec.shapes)]
+    sums, changed = runtime.collectives.exchange(exchange, given, state, spec, root)
+    with tf.device(root):
+        for name, variable in variables.items():
+            variable.assign(changed[name])
+        if not exchange.whole_values:
+            return numerics.like(total, sums[0])
+        by_slice = dict(zip(pack.slices, sums, strict=True))
+        return [_fuse(fused, by_slice) for fused in pack.tensors]
 
 
 def _encoded_down(
@@ -213,9 +247,9 @@ def _reduce_without_tree(
     if not plan.over_hosts:
         codec = _codec(pack, index, pack.codec, runtime)
         return nccl.reduce_pack(held, devices, codec, pack.root.divide)
-    assert runtime.exchange is not None
+    assert runtime.collectives is not None
     results = []
-    totals = runtime.exchange.all_reduce_flat([tensor for (tensor,) in held], devices)
+    totals = runtime.collectives.all_reduce_flat([tensor for (tensor,) in held], devices)
     for total, device in zip(totals, devices, strict=True):
         with tf.device(device):
             results.append([numerics.finish(total, pack.root.divide, tf.as_dtype(pack.dtype))])

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import checks, tf_internals, virtual_devices
+from tfcdo.exchange import rounding
 from tfcdo.execute import codec as codecs
 from tfcdo.execute import gradients, handles, numerics
 from tfcdo.execute.codec import PackCodec
@@ -180,14 +181,13 @@ def _reduce_encoded(
     codec: PackCodec,
     divide: int | None,
 ) -> list[list[tf.Tensor]]:
-    ranks = range(len(devices))
+    ranks, wire = range(len(devices)), codec.codec.dtype
+    assert wire is not None
     carried = _on_each(devices, codec.carry, held, ranks)
     scales: list[Any] = [None] * len(devices)
     if codec.codec.scale:
-        largest = _emit(_on_each(devices, codecs.largest_magnitude, carried), devices, "max")
-        scales = _on_each(
-            devices, lambda one: codecs.scale_for(one, codec.codec, len(devices)), largest
-        )
+        largest = _emit(_on_each(devices, rounding.largest_magnitude, carried), devices, "max")
+        scales = _on_each(devices, lambda one: rounding.scale_for(one, wire, len(devices)), largest)
     bits = _on_each(devices, codec.round, carried, ranks, scales)
     return _on_each(
         devices,

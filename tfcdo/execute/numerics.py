@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo.plan import dtypes
+from tfcdo import dtypes
 
 _WIDER = {tf.as_dtype(dtype): tf.as_dtype(wide) for dtype, wide in dtypes.SUM_DTYPE.items()}
 
@@ -56,16 +56,20 @@ def int64(numbers: Iterable[int | None]) -> tf.Tensor:
     return tf.constant(list(numbers), tf.int64)
 
 
-def stack(numbers: Sequence[Any]) -> tf.Tensor:
-    """Returns sizes or a shape of numbers some of which may be tensors."""
-    if all(isinstance(number, int) for number in numbers):
-        return int64(numbers)
-    return tf.stack([tf.cast(number, tf.int64) for number in numbers])
-
-
 def flatten(tensor: tf.Tensor) -> tf.Tensor:
     """Returns a tensor with one axis, as it is if it has one already."""
     return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, int64([-1]))
+
+
+def like(tensors: Sequence[tf.Tensor], flat: tf.Tensor) -> list[tf.Tensor]:
+    """Cuts a vector into tensors of these shapes."""
+    parts = [flat]
+    if len(tensors) > 1:
+        parts = tf.split(flat, tf.stack([size(tensor) for tensor in tensors]), num=len(tensors))
+    return [
+        part if tensor.shape.rank == 1 else tf.reshape(part, shape(tensor))
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
 
 
 def size(tensor: tf.Tensor) -> tf.Tensor:

@@ -11,8 +11,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import log, tf_internals
+from tfcdo.exchange.protocol import Exchange
 from tfcdo.execute import copy_trees, handles, interpreter
-from tfcdo.execute.between import Network, begin_exchange
+from tfcdo.execute.between import Network, begin_collectives
 from tfcdo.execute.feedback import Residuals
 from tfcdo.execute.interpreter import Runtime
 from tfcdo.execute.request import Reduction
@@ -59,8 +60,8 @@ class Question:
                 for value in results
             ]
         else:
-            exchange = begin_exchange(network, plan)
-            runtime = Runtime(exchange, residuals, accumulate, axis, remembered)
+            collectives = begin_collectives(network, plan)
+            runtime = Runtime(collectives, residuals, accumulate, axis, remembered)
             results = interpreter.run(plan, self.values, devices, runtime)
         found = []
         for position, result, asked in zip(
@@ -121,7 +122,13 @@ def questions(
             if device is not None and device not in nodes:
                 nodes.append(device)
         requests = tuple(
-            Request(spec, _nodes_of(reduction, nodes), is_exact, reduction.owner)
+            Request(
+                spec,
+                _nodes_of(reduction, nodes),
+                is_exact,
+                None if is_exact or op == "gather" else _exchange(options, reduction, spec),
+                reduction.owner,
+            )
             for reduction in members
             for spec in [_gathered(reduction) if op == "gather" else _spec(reduction, as_rows)]
             for is_exact in [reduction.exact or spec.size == 1]
@@ -180,6 +187,11 @@ def _spec(reduction: Reduction, as_rows: bool) -> ValueSpec:
     return ValueSpec(values[0].dtype.name, sizes, table=reduction.is_sparse)
 
 
+def _exchange(options: Options, reduction: Reduction, spec: ValueSpec) -> Exchange | None:
+    between = options.between
+    return None if between is None or spec.rows else between.exchange_of(reduction.path, spec)
+
+
 def _gathered(reduction: Reduction) -> ValueSpec:
     """Describes a value to gather: its sizes may differ between replicas and hosts."""
     rank = reduction.values[0].shape.rank
@@ -212,7 +224,7 @@ def _make_function(
     residuals: Residuals | None = None,
 ) -> Any:
     def reduce(values: Any) -> list[list[Any]]:
-        runtime = Runtime(begin_exchange(network, plan), residuals)
+        runtime = Runtime(begin_collectives(network, plan), residuals)
         return interpreter.run(plan, values, devices, runtime)
 
     return tf.function(reduce, autograph=False)

@@ -23,6 +23,7 @@ class Reduction:
     exact: bool = False  # Never rounded where it is copied: only gradients are.
     # The replica that updates its variable with the sum; None if the sum itself is sent.
     owner: int | None = None
+    path: str | None = None  # Of the variable whose gradient it is; None if that is not known.
 
     @property
     def is_sparse(self) -> bool:
@@ -88,14 +89,14 @@ def check_numeric(reductions: Sequence[Reduction]) -> None:
             )
 
 
-def check_error_feedback(value: Any, wire: str | None, argument: str = "wire_dtype") -> None:
-    """Raises unless `error_feedback` is a bool, and False if the other argument casts nothing."""
+def check_error_feedback(value: Any, wire: str | None) -> None:
+    """Raises unless `error_feedback` is a bool, and False if `wire_dtype` casts nothing."""
     if not isinstance(value, bool):
         raise TypeError(f"error_feedback must be True or False; got {value!r}")
     if value and wire is None:
         raise ValueError(
-            f"error_feedback must be False without {argument}, as nothing is rounded then; "
-            f"got error_feedback=True and {argument}=None"
+            "error_feedback must be False without wire_dtype, as nothing is rounded then; "
+            "got error_feedback=True and wire_dtype=None"
         )
 
 
@@ -127,6 +128,14 @@ def check_owned(
     return [
         dataclasses.replace(pair, devices=tuple(devices), destinations=tuple(devices), owner=owner)
         for pair, owner in zip(pairs, owners, strict=True)
+    ]
+
+
+def named(reductions: Sequence[Reduction], paths: Sequence[str]) -> list[Reduction]:
+    """Returns reductions of the gradients of the variables of some paths."""
+    return [
+        dataclasses.replace(reduction, path=path)
+        for reduction, path in zip(reductions, paths, strict=True)
     ]
 
 

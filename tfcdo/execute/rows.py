@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo.execute import copy_trees, numerics
-from tfcdo.execute.between import Exchange
+from tfcdo.execute.between import Collectives
 from tfcdo.plan.copy_tree import CopyTree
 
 # One value as each node holds it; None for a node without a value.
@@ -150,7 +150,7 @@ def from_tensors(
 
 
 def add_other_hosts(
-    totals: Sequence[tf.IndexedSlices], exchange: Exchange, device: str, sum_equal: bool
+    totals: Sequence[tf.IndexedSlices], exchange: Collectives, device: str, sum_equal: bool
 ) -> list[tf.IndexedSlices]:
     """Joins, or adds, the rows of all hosts, of several tables together: the same on all hosts."""
     with tf.device(device):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
 
-from tfcdo.plan import algorithms, copy_tree, dtypes, nccl_choice, packing
+from tfcdo import dtypes
+from tfcdo.exchange.protocol import SUM, Exchange
+from tfcdo.plan import algorithms, copy_tree, nccl_choice, packing
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.options import Machine, Options
 from tfcdo.plan.packing import PackingOptions
@@ -27,9 +28,9 @@ from tfcdo.plan.plan import (
 )
 from tfcdo.topology.topology import Topology
 
-# Below this a pack is sent between hosts as it is: the second collective would cost more than the
-# bytes that it saves.
-MIN_ENCODED_BYTES = 4096
+# Smaller packs are summed exactly between hosts: a second collective would cost more than the bytes
+# that it saves, and counts keep their digits.
+MIN_EXCHANGED_BYTES = 4096
 
 
 # Plans are small and pure; the bound only keeps a process that draws ever new shapes from growing.
@@ -126,48 +127,42 @@ def _codec(batch: Batch, request: Request, options: Options) -> Codec:
 
 def codec_for(wire: str, dtype: str, feedback: bool = False) -> Codec:
     """Returns the codec that casts a dtype to another one, scaled where the range is smaller."""
-    scale = dtypes.LARGEST_EXPONENT[wire] < dtypes.LARGEST_EXPONENT[dtype]
-    return Codec(wire, scale, feedback, dtypes.BLOCK.get(wire))
+    return Codec(wire, dtypes.needs_scale(wire, dtype), feedback)
 
 
-def _between_codec(batch: Batch, request: Request, options: Options) -> Codec:
-    """Returns how a value is encoded where it is sent to other hosts."""
-    between = options.between
-    if between is None or between.wire is None:
-        return IDENTITY
-    if not batch.is_all_reduce or not _is_cast(request):
-        return IDENTITY
-    return codec_for(between.wire, request.value.dtype, between.error_feedback)
+def _exchange(batch: Batch, request: Request) -> Exchange:
+    """Returns how hosts add a value up, where its pack is large enough."""
+    if request.exchange is None or not batch.is_all_reduce or not _is_cast(request):
+        return SUM
+    return request.exchange
 
 
-def _root_step(batch: Batch, pack: PlannedPack, codec: Codec) -> RootStep:
-    """Returns the root step of a pack of dense values, which a codec encodes between hosts."""
-    divide = _divide(batch)
+def _root_step(batch: Batch, pack: PlannedPack, exchange: Exchange) -> RootStep:
+    """Returns the root step of a pack of dense values, which hosts add up by an exchange."""
     if batch.hosts == 1:
-        return RootStep(divide=divide)
-    if codec.dtype is None or (pack.size is not None and pack.num_bytes < MIN_ENCODED_BYTES):
-        return RootStep("sum", divide=divide)
-    return RootStep("shares", codec, divide)
+        return RootStep(divide=_divide(batch))
+    small = pack.num_bytes < MIN_EXCHANGED_BYTES  # Or of unknown size.
+    return RootStep(SUM if small else exchange, _divide(batch))
 
 
 def _all_reduced(
     batch: Batch, options: Options, machine: Machine
 ) -> tuple[tuple[PlannedPack, ...], str, str]:
     """Packs dense values; those that are encoded alike are planned together."""
-    groups: dict[tuple[Codec, Codec, str | None, int | None], dict[int, ValueSpec]] = {}
+    groups: dict[tuple[Codec, Exchange, str | None, int | None], dict[int, ValueSpec]] = {}
     for index, request in enumerate(batch.requests):
-        codec, between = _codec(batch, request, options), _between_codec(batch, request, options)
+        codec, exchange = _codec(batch, request, options), _exchange(batch, request)
         value = dataclasses.replace(request.value, dtype=packed_dtype(batch, request))
         nccl = None
         if request.owner is None:
             nccl = nccl_choice.why_nccl(batch, value.dtype, options, machine, codec)
-        groups.setdefault((codec, between, nccl, request.owner), {})[index] = value
+        groups.setdefault((codec, exchange, nccl, request.owner), {})[index] = value
     packs: list[PlannedPack] = []
     reasons: list[tuple[int, str, str]] = []
-    for (codec, between, nccl, owner), values in groups.items():
+    for (codec, exchange, nccl, owner), values in groups.items():
         sizes = [(value.size or 0, codec.dtype or value.dtype) for value in values.values()]
         num_bytes = sum(size * dtypes.itemsize(dtype) for size, dtype in sizes)
-        how, topology = _packing(options), machine.topology
+        how, topology = _packing(options, exchange), machine.topology
         algorithm: algorithms.Algorithm
         if owner is not None:
             # The variables of an owner have one tree, whose root it is.
@@ -192,7 +187,7 @@ def _all_reduced(
         reasons.append((num_bytes, name, why))
         offset = len(packs)
         for pack in packing.pack(values, how, algorithm, topology, codec.dtype):
-            root = _root_step(batch, pack, between)
+            root = _root_step(batch, pack, exchange)
             packs.append(
                 dataclasses.replace(
                     pack,
@@ -242,7 +237,7 @@ def _algorithm(options: Options, topology: Topology, num_bytes: int) -> algorith
     return "shuffle" if name == "one_device" else name
 
 
-def _packing(options: Options) -> PackingOptions:
+def _packing(options: Options, exchange: Exchange) -> PackingOptions:
     """Returns how values are packed; across a network, in packs that begin to leave early."""
     if options.between is None:
         return options.packing
@@ -252,6 +247,7 @@ def _packing(options: Options) -> PackingOptions:
         bytes_per_pack=options.packing.bytes_per_pack or options.between.bytes_per_pack,
         # The backward pass makes the gradients of the last variables first: these leave first.
         last_first=True,
+        whole_values=exchange.whole_values,
     )
 
 
@@ -284,7 +280,7 @@ def _on_one_device(
             _codec(batch, request, options),
             to=tuple(sorted(set(request.to))),
         )
-        root_step = _root_step(batch, pack, _between_codec(batch, request, options))
+        root_step = _root_step(batch, pack, _exchange(batch, request))
         alone.append(dataclasses.replace(pack, root=root_step))
     return tuple(alone), "one device", why
 
@@ -310,7 +306,7 @@ def _rows(
     else:
         algorithm = _algorithm(options, machine.topology, 0)
         trees = _trees(algorithm, machine.topology, len(groups))
-    root = RootStep(_gather(batch), divide=_divide(batch), update=batch.has_owners)
+    root = RootStep(divide=_divide(batch), update=batch.has_owners)
     return tuple(
         PlannedPack(
             "rows",
@@ -336,11 +332,7 @@ def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[Planned
         to = tuple(sorted({node for request in batch.requests for node in request.to}))
     sizes = enumerate(request.value.size for request in batch.requests)
     tensors = tuple(_whole(index, size) for index, size in sizes)
-    return (PlannedPack("concat", tensors, "", tree, root=RootStep(_gather(batch)), to=to),)
-
-
-def _gather(batch: Batch) -> Literal["", "gather"]:
-    return "gather" if batch.hosts > 1 else ""
+    return (PlannedPack("concat", tensors, "", tree, to=to),)
 
 
 def _trees(

@@ -33,12 +33,12 @@ class PackDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PlanDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Describes an `Evaluation` in JSON; version 0.1.0 also wrote an `origin`."""
+    """Describes an `Evaluation` in JSON."""
 
+    format: int = serialization.FORMAT
     topology: serialization.TopologyDocument
     algorithm: str
     resolved: str
-    origin: str | msgspec.UnsetType = msgspec.UNSET
     num_devices: int
     size: int
     seconds: float
@@ -120,7 +120,8 @@ class Evaluation:
     def from_json(cls, text: str | bytes) -> Evaluation:
         """Reads a text of `to_json`, or raises `ValueError`; times are taken as they are."""
         try:
-            document = msgspec.json.decode(text, type=PlanDocument)
+            content = serialization.upgraded(msgspec.json.decode(text))
+            document = msgspec.convert(content, PlanDocument)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ValueError(f"not a plan as `tfcdo plan --save` writes it: {error}") from None
         packs = (

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
+from tfcdo.exchange.casts import check_exchange
+from tfcdo.exchange.protocol import SUM, Exchange
 from tfcdo.plan import algorithms
 from tfcdo.plan.evaluation import Evaluation
 from tfcdo.plan.packing import PackingOptions
+from tfcdo.plan.plan import ValueSpec
 from tfcdo.topology.measured import Measured
 from tfcdo.topology.topology import Topology
 
@@ -18,8 +22,16 @@ class BetweenHosts:
 
     bytes_per_pack: int  # The most bytes of a pack where the caller does not say.
     flat: bool = False  # Whether one NCCL collective reduces over all devices of all hosts.
-    wire: str | None = None  # As in `Options`.
-    error_feedback: bool = False
+    # What the roots of hosts do; or a function to one from the path of a value's variable, None if
+    # it has none, and the value's spec.
+    exchange: Exchange | Callable[[str | None, ValueSpec], Exchange] = SUM
+
+    def exchange_of(self, path: str | None, value: ValueSpec) -> Exchange:
+        """Returns the exchange of the gradient of a variable."""
+        if isinstance(self.exchange, Exchange):
+            return self.exchange
+        result = self.exchange(path, value)
+        return check_exchange(f"the result of exchange({path!r}, {value})", result)
 
 
 @dataclasses.dataclass(frozen=True)

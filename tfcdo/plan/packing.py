@@ -7,7 +7,8 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tfcdo.plan import algorithms, dtypes
+from tfcdo import dtypes
+from tfcdo.plan import algorithms
 from tfcdo.plan.plan import FusedTensor, PlannedPack, Slice, ValueSpec
 from tfcdo.plan.schedule import Schedule, cut
 from tfcdo.topology.topology import Topology
@@ -31,6 +32,7 @@ class PackingOptions:
     # values of unknown size are sent alone.
     one_tensor_per_pack: bool = False
     last_first: bool = False  # Whether the last values are packed first, as a backward pass does.
+    whole_values: bool = False  # Whether no value is cut, however large it is.
 
 
 def pack(
@@ -131,11 +133,25 @@ def _cut_line(
         line, sizes = _small_values_grouped(line, itemsize, options)
         ends = list(itertools.accumulate(sizes))
     most = max(1, options.bytes_per_pack // itemsize) if options.bytes_per_pack else size
+    if options.whole_values and options.num_packs:
+        ends = _ends_of_whole_values(line, min(most, -(-size // options.num_packs)))
+    most = size if options.whole_values else most
     rest = list(line[::-1])
     for start, stop, place in zip([0, *ends], ends, places, strict=False):
         limited = cut(stop - start, -(-(stop - start) // most)) if stop - start > most else None
         for first, last in limited or [(start, stop)] * (stop > start):
             yield tuple(_take(rest, last - first)), place
+
+
+def _ends_of_whole_values(line: Sequence[Slice], most: int) -> list[int]:
+    """Returns where packs end: each has the values that fit into so many elements, at least one."""
+    ends, begin, end = [], 0, 0
+    for part in line:
+        if end > begin and end + part.size - begin > most:
+            ends.append(end)
+            begin = end
+        end += part.size
+    return [*ends, end]
 
 
 def _take(rest: list[Slice], size: int) -> Iterator[Slice]:

@@ -19,13 +19,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from tfcdo.plan import dtypes
+from tfcdo import dtypes
+from tfcdo.exchange.protocol import Exchange, PackSpec, identity
 from tfcdo.plan.copy_tree import CopyTree
 
 VERSION = 1
-# Shares are a multiple of this many values, 64 bytes: TensorFlow takes a tensor apart without
-# copying it where the parts are aligned.
-SHARE_ALIGNMENT = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +58,7 @@ class Request:
     value: ValueSpec
     to: tuple[int, ...]  # The nodes that get the result, in the caller's order.
     exact: bool = False  # Whether it is never rounded: only gradients are.
+    exchange: Exchange | None = None  # How hosts add it up where it is not exact; None for a sum.
     owner: int | None = None  # Updates its variable with the sum; None if the sum itself is sent.
 
 
@@ -127,24 +126,6 @@ class Codec:
     dtype: str | None = None  # The dtype that they are cast to; None to send them as they are.
     scale: bool = False  # Whether they are scaled first, as the dtype's range is smaller.
     feedback: bool = False  # Whether rounding errors are added to the values of the next step.
-    block: int | None = None  # The most values that have a scale of their own; None for one scale.
-
-    def share_layout(self, size: Any, hosts: int) -> tuple[Any, Any]:
-        """Returns how an encoded share of values is laid out: the number and size of its blocks.
-
-        The blocks are equal, so that a share has few values more than it must have. `size` is the
-        number of values of all shares, at least 1; it may be a tensor.
-        """
-        blocks = 1 if self.block is None else -(-size // (hosts * self.block))
-        # Values of 8 bits are sent in pairs.
-        unit = SHARE_ALIGNMENT if self.block is None else 2
-        return blocks, -(-size // (hosts * blocks * unit)) * unit
-
-    def share_bytes(self, size: int, hosts: int, dtype: str) -> int:
-        """Returns the bytes of an encoded share of values of a dtype, with its scales."""
-        blocks, block = self.share_layout(size, hosts)
-        scales = blocks * dtypes.itemsize(dtype) if self.scale else 0
-        return int(blocks * block * dtypes.itemsize(self.dtype or dtype) + scales)
 
 
 IDENTITY = Codec()
@@ -154,10 +135,9 @@ IDENTITY = Codec()
 class RootStep:
     """The root's work on a sum, in this order, before the result is broadcast."""
 
-    # How the sums of other hosts are added: "" for one host, "sum" by one collective, "shares" by
-    # an all-to-all and a gather of encoded values, "gather" for rows and concatenations.
-    hosts: Literal["", "sum", "shares", "gather"] = ""
-    codec: Codec = IDENTITY  # How values are encoded between hosts, for "shares".
+    # How the sums of other hosts are added; None for one host, and for rows and concatenations,
+    # which are gathered.
+    exchange: Exchange | None = None
     divide: int | None = None  # The number of replicas of all hosts, for a mean; None for a sum.
     # Whether the root updates variables with the sum, which are broadcast in their own dtype.
     update: bool = False
@@ -279,17 +259,34 @@ class Plan:
         """Returns whether NCCL reduces over all devices of all hosts, without copy trees."""
         return self.hosts > 1 and self.one_function
 
+    def spec(self, pack: PlannedPack) -> PackSpec:
+        """Returns what the exchange of a dense pack sees: one vector, or whole values."""
+        shapes: tuple[tuple[int | None, ...], ...] = ((pack.size,),)
+        if pack.root.exchange is not None and pack.root.exchange.whole_values:
+            shapes = tuple(self.values[part.value].shape or () for part in pack.slices)
+        return PackSpec(dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype), shapes)
+
     @functools.cached_property
-    def has_feedback(self) -> bool:
-        """Returns whether rounding errors are kept for the next step."""
-        return any(pack.codec.feedback or pack.root.codec.feedback for pack in self.packs)
+    def stateful(self) -> tuple[Exchange | None, ...]:
+        """Returns `stateful`; `stateful[p]` is the exchange of pack `p` if it keeps state."""
+        exchanges = [(pack, pack.root.exchange) for pack in self.packs]
+        return tuple(
+            exchange if exchange and exchange.state(self.spec(pack), self.hosts) else None
+            for pack, exchange in exchanges
+        )
+
+    @functools.cached_property
+    def has_state(self) -> bool:
+        """Returns whether rounding errors, or state of exchanges, are kept for the next step."""
+        return any(self.stateful) or any(pack.codec.feedback for pack in self.packs)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Returns a short text that is equal for equal plans, on every host."""
-        return digest([VERSION, dataclasses.replace(self, why="", algorithm="")])
+        exchanges = [pack.root.exchange and identity(pack.root.exchange) for pack in self.packs]
+        return digest([VERSION, dataclasses.replace(self, why="", algorithm=""), exchanges])
 
 
 def digest(value: Any) -> str:
     """Returns a short text that is equal for values with equal JSON."""
-    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()[:16]
+    return hashlib.sha256(msgspec.json.encode(value, enc_hook=repr)).hexdigest()[:16]

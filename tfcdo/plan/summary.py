@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfcdo.plan import dtypes
+from tfcdo import dtypes
+from tfcdo.exchange.protocol import Collective, identity
 from tfcdo.plan.plan import Codec, Plan, PlannedPack, digest
 from tfcdo.plan.schedule import Pack, Schedule
 
@@ -23,25 +24,28 @@ def schedule(plan: Plan) -> Schedule | None:
 
 
 def residual_key(plan: Plan) -> str:
-    """Returns a text that names the rounding errors of a plan in checkpoints.
+    """Returns a text that names the state of a plan, such as rounding errors, in checkpoints.
 
     It depends on nothing but the nodes, the values, and the content, trees and codecs of the packs;
-    and on the number of hosts, where errors of casts between them are kept.
+    and on the exchange and the number of hosts, where an exchange keeps state.
     """
     packs = [
         [
             pack.tree.parents if pack.tree else None,
             _codec_key(pack.codec),
             pack.tensors,
-            *([_codec_key(pack.root.codec), plan.hosts] if pack.root.codec.feedback else []),
+            *(
+                [identity(pack.root.exchange), plan.hosts]
+                if stateful and pack.root.exchange
+                else ()
+            ),
         ]
-        for pack in plan.packs
+        for pack, stateful in zip(plan.packs, plan.stateful, strict=True)
     ]
     return f"2-{digest([plan.nodes, plan.values, packs])}"
 
 
 def _codec_key(codec: Codec) -> dict[str, Any]:
-    # A size of blocks follows from the dtype. Checkpoints from before there were blocks stay valid.
     return {"dtype": codec.dtype, "scale": codec.scale, "feedback": codec.feedback}
 
 
@@ -50,13 +54,18 @@ def num_collectives(plan: Plan, copied_dtypes: Callable[[set[str]], int]) -> int
 
     `copied_dtypes` gives, for the dtypes of a pack, the number of dtypes that gather them.
     """
-    counts = {"": 0, "sum": 1, "shares": 2}
     return sum(
-        counts[pack.root.hosts]
-        if pack.root.hosts != "gather"
+        len(exchanged(plan, pack))
+        if pack.root.exchange is not None
         else 1 + copied_dtypes(gathered_dtypes(plan, pack))
         for pack in plan.packs
     )
+
+
+def exchanged(plan: Plan, pack: PlannedPack) -> Sequence[Collective]:
+    """Returns the collectives of the exchange of a dense pack; none on one host."""
+    exchange = pack.root.exchange
+    return () if exchange is None else tuple(exchange.cost(plan.spec(pack), plan.hosts))
 
 
 def gathered_dtypes(plan: Plan, pack: PlannedPack) -> set[str]:
@@ -94,13 +103,12 @@ def bytes_by_edge(plan: Plan) -> dict[tuple[int, int], int]:
 
 
 def bytes_between_hosts(plan: Plan) -> int:
-    """Returns the bytes of dense values that this host sends to the others."""
-    hosts, total = plan.hosts, 0.0
-    for pack in plan.packs:
-        size, item = pack.size or 0, dtypes.itemsize(dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype))
-        if pack.root.hosts == "sum" and pack.tree is not None:
-            total += 2 * (hosts - 1) / hosts * size * item
-        elif pack.root.hosts == "shares":
-            # A share is sent to each other host, and the sum of the host's own share to all.
-            total += 2 * (hosts - 1) * pack.root.codec.share_bytes(max(size, 1), hosts, pack.dtype)
-    return round(total)
+    """Returns the bytes of dense values that this host sends to the others, but for NCCL's."""
+    return round(
+        sum(
+            collective.bytes_sent(plan.hosts)
+            for pack in plan.packs
+            if pack.tree is not None
+            for collective in exchanged(plan, pack)
+        )
+    )

@@ -14,7 +14,7 @@ import numpy as np
 
 from tfcdo import log
 from tfcdo.cache_folder import cache_folder, write_whole
-from tfcdo.topology.serialization import TopologyDocument
+from tfcdo.topology.serialization import FORMAT, TopologyDocument, upgraded
 from tfcdo.topology.topology import Topology
 
 # A measurement of another version may mean something else.
@@ -22,6 +22,7 @@ _VERSION = 2
 
 
 class _MeasuredDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: int = FORMAT
     topology: TopologyDocument
     date: str
     nccl: tuple[tuple[int, float], ...] = ()
@@ -61,7 +62,7 @@ def read(path: str | os.PathLike[str]) -> Measured:
 
 
 def _decode(content: bytes) -> Measured:
-    document = msgspec.json.decode(content, type=_MeasuredDocument)
+    document = msgspec.convert(upgraded(msgspec.json.decode(content)), _MeasuredDocument)
     return Measured(Topology.from_document(document.topology), document.date, document.nccl)
 
 
@@ -85,7 +86,7 @@ def load(name: str) -> Measured | None:
 def save(measured: Measured, path: str | os.PathLike[str] | None = None) -> pathlib.Path:
     """Writes a measurement, by default in the user's folder; returns the file."""
     file = _file(measured.topology.name) if path is None else pathlib.Path(path)
-    document = vars(measured) | {"topology": measured.topology.to_document()}
+    document = {"format": FORMAT} | vars(measured) | {"topology": measured.topology.to_document()}
     write_whole(file, msgspec.json.format(msgspec.json.encode(document), indent=1))
     return file
 

@@ -1,4 +1,4 @@
-"""Reads and writes the JSON document that describes a topology.
+"""Reads and writes the JSON documents of topologies, and the formats of files that have one.
 
 Links name their resources where a topology numbers them. A bandwidth without a limit is null,
 because JSON has no infinity.
@@ -33,17 +33,29 @@ class LinkDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TopologyDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Describes a `Topology`; version 0.1.0 also wrote three costs that no plan depends on."""
+    """Describes a `Topology`; one in another document has no format of its own."""
 
+    format: int | msgspec.UnsetType = msgspec.UNSET
     name: str
     num_devices: int
     addition_bandwidth: float | None = None
     serial_reduction: bool = False
-    memory_bandwidth: float | msgspec.UnsetType | None = msgspec.UNSET
-    op_seconds: float | msgspec.UnsetType = msgspec.UNSET
-    allocation_bandwidth: float | msgspec.UnsetType | None = msgspec.UNSET
     resources: tuple[ResourceDocument, ...]
     links: tuple[LinkDocument, ...]
+
+
+# The format of the files of topologies, plans and measurements that this version writes.
+FORMAT = 2
+# Fields of format 1, which files do not say: their names now; "" for those that nothing reads.
+_FORMER = {
+    "detour": "via_host",
+    "shared_adder": "serial_reduction",
+    "memory_bandwidth": "",
+    "op_seconds": "",
+    "allocation_bandwidth": "",
+    "origin": "",
+    "format": "",
+}
 
 
 _FIELDS: dict[str, type[msgspec.Struct]] = {
@@ -73,7 +85,7 @@ def decode(text: str) -> TopologyDocument:
     """Reads a JSON text that `encode` or a person has written; raises `ValueError` for others."""
     content = None
     try:
-        content = json.loads(text)
+        content = upgraded(json.loads(text))
         return msgspec.convert(content, TopologyDocument)
     except json.JSONDecodeError as error:
         raise ValueError(f"not a JSON text: {error}") from error
@@ -81,6 +93,26 @@ def decode(text: str) -> TopologyDocument:
         raise ValueError("not a topology: lists or objects are nested too deeply") from None
     except msgspec.ValidationError as error:
         raise ValueError(f"not a topology: {_explain(str(error), content)}") from None
+
+
+def upgraded(content: Any) -> Any:
+    """Returns a file's content as one of this format has it; a newer one is a `ValueError`."""
+    found = content.get("format", 1) if isinstance(content, dict) else FORMAT
+    if not isinstance(found, int) or found == FORMAT:
+        return content
+    if not 0 < found < FORMAT:
+        newer = "; a newer version of tfcdo has written it: update tfcdo" if found > 0 else ""
+        raise ValueError(f"format must be from 1 to {FORMAT}; got {found}{newer}")
+    return _renamed(content)
+
+
+def _renamed(content: Any) -> Any:
+    if isinstance(content, list):
+        return [_renamed(each) for each in content]
+    if not isinstance(content, dict):
+        return content
+    names = {name: _FORMER.get(name, name) for name in content}
+    return {new: _renamed(content[name]) for name, new in names.items() if new}
 
 
 def _explain(message: str, content: Any) -> str:

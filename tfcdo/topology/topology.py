@@ -215,6 +215,7 @@ class Topology:
           >>> from tfcdo.topology import preset
           >>> print(preset("shared_memory", 2).to_json())
           {
+            "format": 2,
             "name": "shared_memory",
             "num_devices": 2,
             "addition_bandwidth": 10000000000.0,
@@ -229,7 +230,9 @@ class Topology:
             ]
           }
         """
-        return serialization.encode(self.to_document())
+        return serialization.encode(
+            msgspec.structs.replace(self.to_document(), format=serialization.FORMAT)
+        )
 
     def to_document(self) -> serialization.TopologyDocument:
         """Returns the document that describes this topology in JSON."""
@@ -248,14 +251,16 @@ class Topology:
 
         Args:
           text: a JSON object with "name", "num_devices", "resources" and "links", perhaps
-            "addition_bandwidth" and "serial_reduction", and nothing else; a link may leave out
-            "latency" and "via_host". A bandwidth of null has no limit.
+            "addition_bandwidth", "serial_reduction" and "format", and nothing else; a link may
+            leave out "latency" and "via_host". A bandwidth of null has no limit. All formats that
+            `to_json` has ever written are read.
 
         Returns:
           The topology.
 
         Raises:
-          ValueError: if the text is not JSON, or not of such an object, or not of a topology.
+          ValueError: if the text is not JSON, or not of such an object, or not of a topology, or if
+            a newer version has written it.
 
         Example:
           >>> from tfcdo.topology import preset

@@ -271,6 +271,14 @@ class ReplicaExtended:
             )
         return variable
 
+    def sum_gradients(self, grads: Sequence[Any], paths: Sequence[str]) -> list[Any]:
+        """Sums gradients of the variables of some paths over all replicas, for all replicas."""
+        ops = self._cross_device_ops  # type: ignore[attr-defined]
+        pairs = [(grad, self._located(grad)) for grad in grads]
+        if not isinstance(ops, ConfiguredCrossDeviceOps) or not ops.asks_for_paths:
+            return list(self.batch_reduce_to("SUM", pairs))  # type: ignore[attr-defined]
+        return ops.sum_gradients(pairs, paths)
+
     def batch_gather(self, values: Sequence[Any], axis: int) -> list[Any]:
         """Concatenates each value over all replicas, for all replicas."""
         return list(self._batch_gather_to([(one, one) for one in values], axis))

@@ -92,7 +92,8 @@ def summed(
     results = _largest(strategy, grads, variables)
     at = [i for i, grad in enumerate(grads) if grad is not None and i not in results]
     if at:
-        sums = strategy.extended.batch_reduce_to(SUM, [(grads[i], grads[i]) for i in at])
+        paths = [variables[i].path for i in at]
+        sums = strategy.extended.sum_gradients([grads[i] for i in at], paths)
         results.update(zip(at, sums, strict=True))
     return [results.get(i) for i in range(len(grads))]
 

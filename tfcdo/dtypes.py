@@ -19,10 +19,13 @@ MEAN_DTYPE = {
 }
 # The largest power of two of a dtype: a value may need a scale to fit a dtype with a smaller one.
 LARGEST_EXPONENT = {"int8": 6, "float16": 15, "bfloat16": 127, "float32": 127, "float64": 1023}
-# The most values that share a scale, where one scale for all would lose too much.
-BLOCK = {"int8": 256}
 # Values of these dtypes are cast where there is a wire dtype.
 CAST = ("float32", "float64")
+
+
+def needs_scale(wire: str, dtype: str) -> bool:
+    """Returns whether values are scaled before a cast, as the wire's range is smaller."""
+    return LARGEST_EXPONENT[wire] < LARGEST_EXPONENT[dtype]
 
 
 def itemsize(dtype: str) -> int:

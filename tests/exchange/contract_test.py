@@ -1,0 +1,236 @@
+"""The contract of exchanges, for all of tfcdo's and the documentation's, on simulated hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import exchange_cases
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from exchange_cases import CASES, STEPS, given, numbers, shapes_for
+
+from tfcdo.exchange import Collective, Exchange, PackSpec, PowerSGD, Rehearsal, Sum, TopK
+from tfcdo.plan.plan import digest
+
+DTYPES = ("float32", "float64")
+
+
+def _values(exchange: Exchange, hosts: int, step: int, dtype: str) -> list[list[np.ndarray]]:
+    return [given(exchange, numbers(host, step, dtype)) for host in range(hosts)]
+
+
+def _exact(values: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+    return [np.asarray(np.sum(each, 0, np.float64)) for each in zip(*values, strict=True)]
+
+
+class ContractTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(name=tuple(CASES), hosts=(2, 3, 5), dtype=DTYPES)
+    def test_within_the_bound_and_alike_on_all_hosts(self, name, hosts, dtype):
+        case = CASES[name]
+        rehearsal = Rehearsal(case.exchange, shapes_for(case.exchange), hosts, dtype)
+        values = _values(case.exchange, hosts, 0, dtype)
+        sums, exact = rehearsal.step(values), _exact(values)
+        largest = sum(max(np.max(np.abs(each)) for each in own) for own in values)
+        for total, wanted in zip(sums, exact, strict=True):
+            self.assertLessEqual(np.max(np.abs(total - wanted)), case.relative * largest)
+        if case.relative > 2.0**-20:  # Something is left out.
+            self.assertGreater(
+                max(np.max(np.abs(a - b)) for a, b in zip(sums, exact)), 1e-4 * largest
+            )
+
+    @parameterized.product(name=tuple(CASES), hosts=(2, 3), dtype=DTYPES)
+    def test_nothing_is_lost(self, name, hosts, dtype):
+        """Over several steps, all is in the results and in what hosts keep."""
+        case = CASES[name]
+        rehearsal = Rehearsal(case.exchange, shapes_for(case.exchange), hosts, dtype)
+        steps = [_values(case.exchange, hosts, step, dtype) for step in range(STEPS)]
+        results = [rehearsal.step(values) for values in steps]
+        exact = [np.sum(each, 0) for each in zip(*map(_exact, steps), strict=True)]
+        for index, wanted in enumerate(exact):
+            total = np.sum([sums[index] for sums in results], 0, np.float64)
+            for state in rehearsal.states:
+                for key in case.keeps:
+                    kept = state.get(key, state.get(f"{key}{index}", 0.0))
+                    total = total + np.reshape(kept, np.shape(total) if np.ndim(kept) else ())
+            # Of casts, the last step's errors are missing: no more than in one step.
+            largest = max(np.max(np.abs(own[index])) for values in steps for own in values)
+            roundoff = 2.0**-20 if dtype == "float32" else 2.0**-49
+            bound = STEPS * hosts * 4 * roundoff
+            if not case.keeps:
+                bound += 2 * case.relative * hosts
+            if name != "PowerSGD late":
+                self.assertLessEqual(np.max(np.abs(total - wanted)), bound * largest)
+
+    @parameterized.parameters(*CASES)
+    def test_not_a_number_and_infinity_arrive_and_spoil_no_later_step(self, name):
+        exchange = CASES[name].exchange
+        rehearsal = Rehearsal(exchange, shapes_for(exchange), 2)
+        rehearsal.step(_values(exchange, 2, 0, "float32"))
+        for number in (np.nan, np.inf, -np.inf):
+            values = numbers(0, 1)
+            values[0][3, 5] = number
+            sums = rehearsal.step([given(exchange, values), given(exchange, numbers(1, 1))])
+            self.assertFalse(all(np.all(np.isfinite(total)) for total in sums))
+            for state in rehearsal.states:
+                for kept in state.values():
+                    self.assertTrue(np.all(np.isfinite(kept)))
+        for total in rehearsal.step(_values(exchange, 2, 2, "float32")):
+            self.assertTrue(np.all(np.isfinite(total)))
+
+    @parameterized.product(name=tuple(CASES), number=(0.0, 1e-42, 3e-30, 1e18))
+    def test_zeros_tiny_and_large_values(self, name, number):
+        """A step of such values spoils no later one."""
+        exchange = CASES[name].exchange
+        rehearsal = Rehearsal(exchange, shapes_for(exchange), 2)
+        ones = [[np.full(each.shape, number, np.float32) for each in own]
+                for own in _values(exchange, 2, 0, "float32")]  # fmt: skip
+        for _ in range(3):
+            for total in rehearsal.step(ones):
+                self.assertAllLessEqual(np.abs(total), 2.1 * number * 3)
+        results = [
+            rehearsal.step(_values(exchange, 2, step, "float32"))[0] for step in range(STEPS)
+        ]
+        self.assertGreater(np.max(np.abs(np.mean(results, 0))), 0.01)
+
+    @parameterized.parameters(*CASES)
+    def test_cost_and_state_are_pure(self, name):
+        exchange = CASES[name].exchange
+        spec = PackSpec("float32", shapes_for(exchange))
+        self.assertEqual(tuple(exchange.cost(spec, 3)), tuple(exchange.cost(spec, 3)))
+        first, second = exchange.state(spec, 3), exchange.state(spec, 3)
+        self.assertEqual(list(first), list(second))
+        for key, value in first.items():
+            self.assertAllEqual(value, second[key])
+        self.assertEqual(hash(exchange), hash(dataclasses.replace(exchange)))  # type: ignore[type-var]
+        self.assertLen(digest([exchange]), 16)
+
+    def test_bytes_of_a_collective(self):
+        kinds: tuple[tuple[Any, float], ...] = (
+            ("all_reduce", 1000), ("all_to_all", 500), ("all_gather", 1000), ("broadcast", 500),
+        )  # fmt: skip
+        for kind, expected in kinds:
+            self.assertEqual(Collective(kind, 1000).bytes_sent(2), expected)
+        self.assertEqual(Collective("all_reduce", 1200).bytes_sent(3), 1600)
+        self.assertEqual(Collective("all_gather", 1200).bytes_sent(3), 2400)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wrong(Sum):
+    """An exchange that breaks its contract in a way."""
+
+    way: str
+
+    def run(
+        self, tensors: Sequence[Any], state: Mapping[str, Any], peers: Any
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        [flat] = tensors
+        match self.way:
+            case "no call":
+                return tensors, {}
+            case "another call":
+                return [peers.broadcast(flat)], {}
+            case "other bytes":
+                return [peers.all_reduce(flat[:-1])], {}
+            case "two calls":
+                return [peers.all_reduce(peers.all_reduce(flat))], {}
+            case "another shape":
+                return [peers.all_reduce(flat)[:-1]], {}
+            case "another dtype":
+                return [tf.cast(peers.all_reduce(flat), tf.float64)], {}
+            case "more state":
+                return [peers.all_reduce(flat)], {"more": flat}
+            case "unlike":
+                return [peers.all_reduce(flat) + float(peers.rank)], {}
+            case "waiting":
+                return [peers.all_reduce(flat) if peers.rank else flat], {}
+        raise AssertionError(self.way)
+
+
+def _as_any(value: object) -> Any:
+    return value
+
+
+class BrokenTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("no call", "leaves out"),
+        ("another call", "call 0 of .* is .*broadcast.*cost has .*all_reduce"),
+        ("other bytes", "num_bytes=36.*cost has .*num_bytes=40"),
+        ("two calls", "call 1 of .* cost has None"),
+        ("another shape", r"run must return sums of \['float32'\] and \[TensorShape\(\[10\]\)\]"),
+        ("another dtype", "returns .*float64"),
+        ("more state", "run must return a state like"),
+        ("unlike", "sum 0 differs between hosts 0 and 1"),
+        ("waiting", "leaves out|waits"),
+    )
+    def test_it_is_refused(self, way, pattern):
+        rehearsal = Rehearsal(_Wrong(way), [(10,)])
+        with self.assertRaisesRegex(RuntimeError, pattern):
+            rehearsal.step([[np.ones(10, np.float32)]] * 2)
+
+    @parameterized.parameters(
+        (ValueError, "rank must be at least 1; got 0", lambda: PowerSGD(0)),
+        (TypeError, "start_step must be an int; got 1.5", lambda: PowerSGD(1, True, _as_any(1.5))),
+        (ValueError, "fraction must be above 0 and at most 1; got 2", lambda: TopK(2)),
+        (TypeError, "fraction must be a number; got '1'", lambda: TopK(_as_any("1"))),
+        (TypeError, "error_feedback must be True or False; got 1", lambda: TopK(0.1, _as_any(1))),
+        (ValueError, "dtype must be 'bfloat16' or 'float16'; got 'int8'",
+         lambda: exchange_cases.Cast("int8")),
+        (ValueError, "dtype must be 'int8'; got 'float16'",
+         lambda: exchange_cases.Blocks("float16")),
+        (ValueError, "block must be at least 2; got 1", lambda: exchange_cases.Blocks(block=1)),
+    )  # fmt: skip
+    def test_arguments(self, error, pattern, make):
+        with self.assertRaisesRegex(error, pattern):
+            make()
+
+
+class PowerSGDTest(tf.test.TestCase):
+    def test_matrices_of_a_low_rank_are_exact_from_the_second_step_on(self):
+        generator = np.random.default_rng(0)
+        left, right = generator.normal(size=(90, 3)), generator.normal(size=(3, 70))
+        matrices = [(left @ np.diag(own) @ right) for own in generator.normal(size=(4, 3))]
+        rehearsal = Rehearsal(PowerSGD(3), [(90, 70)], 4, "float64")
+        for _ in range(3):
+            [total] = rehearsal.step([[matrix] for matrix in matrices])
+            self.assertAllClose(total, np.sum(matrices, 0), rtol=0, atol=1e-9)
+
+    def test_it_finds_the_largest_directions(self):
+        """Without feedback, it comes near the best approximation, which an SVD gives."""
+        generator = np.random.default_rng(1)
+        matrices = generator.normal(size=(2, 60, 80)) + 40 * np.outer(
+            generator.normal(size=60), generator.normal(size=80)
+        )
+        rehearsal = Rehearsal(PowerSGD(1, error_feedback=False), [(60, 80)], 2, "float64")
+        for _ in range(10):
+            [total] = rehearsal.step([[matrix] for matrix in matrices])
+        left, sizes, right = np.linalg.svd(matrices.sum(0))
+        best = sizes[0] * np.outer(left[:, 0], right[0])
+        self.assertAllClose(total, best, rtol=0, atol=1e-6 * sizes[0])
+
+    def test_exact_steps_at_the_beginning(self):
+        exchange = PowerSGD(2, start_step=2)
+        rehearsal = Rehearsal(exchange, shapes_for(exchange), 2)
+        for step in range(4):
+            values = _values(exchange, 2, step, "float32")
+            [total, *_], [wanted, *_] = rehearsal.step(values), _exact(values)
+            error = np.max(np.abs(total - wanted))
+            self.assertEqual(error < 1e-5, step < 2)
+            self.assertEqual([state["step"] for state in rehearsal.states], [step + 1] * 2)
+
+
+class TopKTest(tf.test.TestCase):
+    def test_the_largest_are_sent_and_the_rest_waits(self):
+        rehearsal = Rehearsal(TopK(0.2), [(10,)], 2, "float64")
+        first = np.array([0, 0, 5, 0, 0, -7, 1, 0, 0, 0.0])
+        second = np.array([1, 0, 0, 0, 0, 9, 3, 0, 0, 0.0])
+        [total] = rehearsal.step([[first], [second]])
+        self.assertAllEqual(total, [0, 0, 5, 0, 0, 2, 3, 0, 0, 0])
+        [total] = rehearsal.step([[np.zeros(10)], [np.zeros(10)]])
+        self.assertAllEqual(total, [1, 0, 0, 0, 0, 0, 1, 0, 0, 0])
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,213 @@
+"""One host of a cluster in tests of exchanges: runs scenarios by their names, saves the results."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+import time
+from typing import Any
+from unittest import mock
+
+import exchange_cases
+import host_unlike
+import host_wire
+import keras
+import numpy as np
+import tensorflow as tf
+from exchange_cases import CASES, SHAPES, STEPS
+from host_wire import other_strategy
+
+import tfcdo
+from tfcdo import strategies
+from tfcdo.execute import planned
+
+_ROWS = 40
+SMALL = (7, 3)  # Vectors of so few numbers that their pack is exact.
+
+
+def main(devices: str, folder: str, *names: str) -> None:
+    """Runs scenarios with a number of devices, and saves results in a folder."""
+    tf.get_logger().setLevel("ERROR")
+    # The machine may be so busy that a host that is well says nothing for ten seconds.
+    mock.patch.object(strategies, "_HEARTBEAT_SECONDS", 100.0).start()
+    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0)
+    strategy = tfcdo.MultiWorkerMirroredStrategy(None, options, devices_per_worker=int(devices))
+    host = strategy.cluster_resolver.task_id
+    for name in names:
+        start = time.monotonic()
+        results = _SCENARIOS[name](strategy)
+        print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
+        if results:
+            np.savez(pathlib.Path(folder, f"{name}-{host}.npz"), **results)  # type: ignore[arg-type]
+
+
+def contract(strategy: Any) -> dict[str, np.ndarray]:
+    """Sums with each exchange; returns what each replica of this host gets."""
+    results: dict[str, np.ndarray] = {}
+    for name, case in CASES.items():
+        if strategy.num_replicas_in_sync > 3 or name in ("Cast", "PowerSGD late", "TopK"):
+            results |= _contract(name, other_strategy(strategy, exchange=case.exchange))
+    return results
+
+
+def _contract(name: str, strategy: Any) -> dict[str, np.ndarray]:
+    local = strategy.experimental_local_results
+
+    def distributed(make: Any) -> Any:
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: make(context.replica_id_in_sync_group)
+        )
+
+    @tf.function(autograph=False)
+    def reduce(values: Any) -> Any:
+        def step(values: Any) -> Any:
+            return tf.distribute.get_replica_context().all_reduce("SUM", values)
+
+        return strategy.run(step, (values,))
+
+    def of_step(step: int) -> Any:
+        return distributed(
+            lambda replica: list(map(tf.constant, exchange_cases.numbers(replica, step)))
+        )
+
+    def summed(values: Any) -> list[np.ndarray]:
+        return [np.stack([part.numpy() for part in local(total)]) for total in reduce(values)]
+
+    results = {}
+    for step in range(STEPS):
+        for index, total in enumerate(summed(of_step(step))):
+            results[f"{name} {step} {index}"] = total
+    plan = planned.recent()[0].plan
+    order = [part.value for part in plan.packs[0].slices]
+    results[f"{name} order"] = np.array([order] * len(strategy.extended.worker_devices))
+    _check_state(strategy.cross_device_ops, lambda: summed(of_step(STEPS)))
+    spoiled = of_step(0)
+    if strategy.cluster_resolver.task_id == 0:
+        spoiled = distributed(lambda replica: [tf.fill(s, np.float32(np.nan)) for s in SHAPES])
+    assert not all(np.all(np.isfinite(total)) for total in summed(spoiled))
+    assert all(np.all(np.isfinite(total)) for total in summed(of_step(0)))
+    # Tiny packs are exact, and integers, and rows.
+    for index, size in enumerate(SMALL):
+        value = distributed(
+            lambda replica, size=size: tf.fill([size], 1 + 2.0**-20 * (replica + 1))
+        )
+        total = summed([value, value])[0]
+        replicas = strategy.num_replicas_in_sync
+        expected = replicas + 2.0**-20 * replicas * (replicas + 1) / 2
+        np.testing.assert_allclose(total, np.full_like(total, expected), rtol=2.0**-22)
+        results[f"{name} small {index}"] = total
+    integers = distributed(lambda replica: tf.fill([3000], 1_000_003 * (replica + 1)))
+    assert np.all(summed([integers, integers])[0] == 1_000_003 * replicas * (replicas + 1) // 2)
+    _check_rows(strategy, distributed, reduce)
+    results[f"{name} bytes"] = _bytes(strategy, reduce.get_concrete_function(of_step(0)).graph)
+    return results
+
+
+def _check_state(ops: Any, result: Any) -> None:
+    """Asserts that a checkpoint holds all that the next step depends on."""
+    with tempfile.TemporaryDirectory() as folder:
+        saved = tf.train.Checkpoint(ops=ops).save(f"{folder}/saved")
+        expected = result()
+        result()
+        tf.train.Checkpoint(ops=ops).restore(saved).assert_consumed()
+        for one, other in zip(expected, result(), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def _check_rows(strategy: Any, distributed: Any, reduce: Any) -> None:
+    def rows(replica: int) -> tf.IndexedSlices:
+        values = tf.fill([_ROWS, 50], 1 + 2.0**-20 * (replica + 1))
+        return tf.IndexedSlices(values, tf.range(_ROWS), tf.constant([_ROWS, 50]))
+
+    value = distributed(rows)
+    for part in strategy.experimental_local_results(reduce([value, value])[0]):
+        replicas = strategy.num_replicas_in_sync
+        expected = replicas + 2.0**-20 * replicas * (replicas + 1) / 2
+        table = tf.convert_to_tensor(part).numpy()
+        np.testing.assert_allclose(table, np.full_like(table, expected), rtol=2.0**-22)
+
+
+def _bytes(strategy: Any, graph: tf.Graph) -> np.ndarray:
+    """Returns the bytes of an explanation, and of the graph, for each replica."""
+    hosts = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
+    parts = {
+        "CollectiveReduceV2": 2 * (hosts - 1) / hosts,
+        "CollectiveAllToAllV2": (hosts - 1) / hosts,
+        "CollectiveGatherV2": hosts - 1,
+    }
+    sent = 0.0
+    for op in graph.get_operations():
+        if op.type in parts:
+            size = op.inputs[0].shape.num_elements()
+            sent += np.nan if size is None else size * op.inputs[0].dtype.size * parts[op.type]
+    explained = strategy.explain(SHAPES).bytes_between_hosts
+    return np.array([[explained, sent]] * len(strategy.extended.worker_devices))
+
+
+def unlike(strategy: Any) -> None:
+    """Makes strategies whose exchanges differ between hosts: refused, before any step."""
+    is_chief = strategy.cluster_resolver.task_id == 0
+    for name, case in CASES.items():
+        pattern = "differ: .*exchange: "
+        with host_unlike._disagreeing(f"exchange {name}", pattern):
+            other_strategy(strategy, exchange=case.exchange if is_chief else case.other)
+    # A function of one name that chooses differently is refused before the first byte.
+    exchange = CASES["TopK"].exchange if is_chief else CASES["TopK"].other
+
+    def chosen(path: str | None, spec: Any) -> Any:
+        return exchange
+
+    other = other_strategy(strategy, exchange=chosen)
+
+    def step() -> Any:
+        return tf.distribute.get_replica_context().all_reduce("SUM", [tf.ones([2000])] * 2)
+
+    with host_unlike._disagreeing("function", "differ: .*packs.*by TopK"):
+        other.run(step)
+
+
+def by_path(strategy: Any) -> dict[str, np.ndarray]:
+    """Trains with a function that chooses by path; returns the weights, and what it was asked."""
+    asked = []
+
+    def chosen(path: str | None, spec: Any) -> Any:
+        asked.append((path, spec.shape))
+        return "int8" if path and path.endswith("first/kernel") else tfcdo.exchange.Sum()
+
+    other = other_strategy(strategy, exchange=chosen)
+    with other.scope():
+        keras.utils.set_random_seed(3)
+        layers = keras.layers
+        model = keras.Sequential(
+            [layers.Input((40,)), layers.Dense(50, name="first"), layers.Dense(60, name="second")]
+        )
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    draw = np.random.default_rng(5).normal
+    inputs, targets = draw(size=(32, 40)), draw(size=(32, 60))
+    before = [weight.numpy() for weight in model.weights]
+    model.fit(inputs, targets, 32, shuffle=False, verbose=0)
+    assert {("sequential/first/kernel", (40, 50)), ("sequential/second/bias", (60,))} <= {
+        (path.split("/", 1)[0].rstrip("_0123456789") + "/" + path.split("/", 1)[1], shape)
+        for path, shape in asked
+        if path
+    }, asked
+    packs = _last_plan_exchanges()
+    assert packs == {"Blocks", "Sum"}, packs
+    return {
+        f"weight {i}": np.stack([(w.numpy() - b)] * len(other.extended.worker_devices))
+        for i, (w, b) in enumerate(zip(model.weights, before, strict=True))
+    }
+
+
+def _last_plan_exchanges() -> set[str]:
+    found = (one.plan for one in planned.recent())
+    plan = next(plan for plan in found if len(plan.values) == 4)
+    return {type(pack.root.exchange).__name__ for pack in plan.packs}
+
+
+_SCENARIOS = {
+    "contract": contract,
+    "unlike": unlike,
+    "by_path": by_path,
+    "exchanges": host_wire.exchanges,
+}

@@ -1,0 +1,258 @@
+"""The protocol of what the roots of hosts do with a pack's sum, and the exact sum."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from tfcdo import dtypes
+
+Kind = Literal["all_reduce", "all_to_all", "all_gather", "broadcast"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackSpec:
+    """Describes the tensors of a pack that an exchange gets.
+
+    Attributes:
+      dtype: their dtype, "float32" or "float64" unless the exchange is `Sum`.
+      shapes: their shapes, in the order in which `Exchange.run` gets the tensors.
+    """
+
+    dtype: str
+    shapes: tuple[tuple[int | None, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """Returns the number of elements; 0 if it is not known, which only `Sum` meets."""
+        if any(None in shape for shape in self.shapes):
+            return 0
+        return sum(math.prod(filter(None, shape)) * (0 not in shape) for shape in self.shapes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the number of bytes; 0 if it is not known."""
+        return self.size * dtypes.itemsize(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One call of a method of `Peers`.
+
+    Attributes:
+      kind: the name of the method.
+      num_bytes: the bytes of the tensor that it is given.
+      varies: whether some steps send other numbers of bytes; `num_bytes` is then that of most.
+    """
+
+    kind: Kind
+    num_bytes: int
+    varies: bool = False
+
+    def bytes_sent(self, hosts: int) -> float:
+        """Returns the bytes that each host sends; for a broadcast, on average."""
+        others = hosts - 1
+        parts = {"all_reduce": 2 * others / hosts, "all_gather": others}
+        return self.num_bytes * parts.get(self.kind, others / hosts)
+
+
+class Peers(Protocol):
+    """The roots of a pack on all hosts, as `Exchange.run` sees them.
+
+    Every host must call the same methods in the same order, with tensors of the same shapes, as
+    `Exchange.cost` lists them. A result has the same bits on every host, but for `all_to_all`.
+
+    Attributes:
+      rank: this host's number.
+      size: the number of hosts.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: Any) -> Any:
+        """Adds up the hosts' tensors."""
+
+    def all_to_all(self, rows: Any) -> Any:
+        """Sends row `h` of a tensor to host `h`; returns the rows that arrive, in their order."""
+
+    def all_gather(self, rows: Any) -> Any:
+        """Concatenates the hosts' tensors along the first axis, in the order of the hosts."""
+
+    def broadcast(self, tensor: Any) -> Any:
+        """Returns host 0's tensor."""
+
+
+@runtime_checkable
+class Exchange(Protocol):
+    """What the roots of hosts do with a pack's sum: a frozen dataclass that inherits from this.
+
+    The class and its fields are compared among hosts, and name the state in checkpoints. Only
+    gradients of float32 and float64 in packs of at least 4 KiB reach an exchange; all other values
+    are summed exactly. docs/own-exchange.md has a complete example.
+
+    Attributes:
+      whole_values: whether `run` gets each value whole, with its shape. Else it gets all values of
+        a pack as one vector, and large values are divided among packs.
+    """
+
+    whole_values: ClassVar[bool] = False
+
+    def state(self, pack: PackSpec, hosts: int) -> Mapping[str, np.ndarray]:
+        """Returns the values of the first step of the state that is kept for a pack.
+
+        Args:
+          pack: the tensors' dtype and shapes.
+          hosts: the number of hosts.
+
+        Returns:
+          An array for each name, equal on all hosts; empty, as here, where nothing is kept.
+        """
+        return {}
+
+    def cost(self, pack: PackSpec, hosts: int) -> Sequence[Collective]:
+        """Returns the calls of `Peers` that a step makes for a pack, in their order.
+
+        It must not depend on anything but the fields and arguments.
+
+        Args:
+          pack: the tensors' dtype and shapes.
+          hosts: the number of hosts, at least 2.
+
+        Returns:
+          The calls. `run` is held to them: another call is a `RuntimeError`.
+        """
+        raise NotImplementedError
+
+    def run(
+        self, tensors: Sequence[Any], state: Mapping[str, Any], peers: Peers
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Adds up the tensors of all hosts, in a graph or eagerly, on the current device.
+
+        Args:
+          tensors: this host's sums, with the shapes of the `PackSpec`.
+          state: the tensors of the state, by name.
+          peers: the hosts.
+
+        Returns:
+          The sums, bitwise the same on all hosts, of the same dtypes and shapes as the tensors; and
+          the state for the next step. The gradient of the sums is that of an exact sum.
+        """
+        raise NotImplementedError
+
+
+class CheckedPeers:
+    """`Peers` that hold an exchange to its cost; how they emit a call is for others to say."""
+
+    def __init__(self, exchange: Exchange, spec: PackSpec, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.calls: list[Collective] = []
+        self._exchange, self._spec = exchange, spec
+        self._cost = tuple(exchange.cost(spec, size))
+
+    def emit(self, kind: Kind, tensor: Any, number: int) -> Any:
+        """Emits a call, one of several that have a number."""
+        raise NotImplementedError
+
+    def all_reduce(self, tensor: Any) -> Any:
+        """Adds up the hosts' tensors."""
+        return self._checked("all_reduce", tensor)
+
+    def all_to_all(self, rows: Any) -> Any:
+        """Sends row `h` of a tensor to host `h`; returns the rows that arrive."""
+        return self._checked("all_to_all", rows)
+
+    def all_gather(self, rows: Any) -> Any:
+        """Concatenates the hosts' tensors along the first axis."""
+        return self._checked("all_gather", rows)
+
+    def broadcast(self, tensor: Any) -> Any:
+        """Returns host 0's tensor."""
+        return self._checked("broadcast", tensor)
+
+    def _checked(self, kind: Kind, tensor: Any) -> Any:
+        number, dtype = len(self.calls), tensor.dtype.name
+        itemsize = dtypes.itemsize(dtypes.SUM_DTYPE.get(dtype, dtype))
+        if kind != "all_reduce":
+            itemsize = dtypes.itemsize(dtype)
+            if itemsize < 2:
+                raise RuntimeError(
+                    f"tensors of 8 bits must be bitcast to float16 for peers.{kind}, as no "
+                    f"collective copies them; got {dtype} from {self._exchange}"
+                )
+        expected = self._cost[number] if number < len(self._cost) else None
+        # The size of a tensor, or of the pack, may not be known until the step runs.
+        elements = tensor.shape.num_elements()
+        num_bytes = 0 if elements is None else elements * itemsize
+        call = Collective(kind, num_bytes)
+        if expected and (expected.varies or elements is None or not self._spec.size):
+            call = dataclasses.replace(expected, kind=kind)
+        self.calls.append(call)
+        if expected != call:
+            raise RuntimeError(
+                f"run must make the calls that cost lists; call {number} of {self._exchange} is "
+                f"{call}, and cost has {expected}"
+            )
+        return self.emit(kind, tensor, number)
+
+    def check_end(
+        self,
+        tensors: Sequence[Any],
+        sums: Sequence[Any],
+        state: Mapping[str, Any],
+        changed: Mapping[str, Any],
+    ) -> None:
+        """Raises a `RuntimeError` unless all calls were made and the results are as they must."""
+        if len(self.calls) < len(self._cost):
+            raise RuntimeError(
+                f"run must make the calls that cost lists; {self._exchange} leaves out "
+                f"{self._cost[len(self.calls) :]}"
+            )
+        names = [tensor.dtype.name for tensor in tensors]
+        wanted = [dtypes.SUM_DTYPE.get(name, name) for name in names]
+        shapes = [tensor.shape for tensor in tensors]
+        if [total.dtype.name for total in sums] != wanted or not all(
+            total.shape.is_compatible_with(shape) for total, shape in zip(sums, shapes, strict=True)
+        ):
+            raise RuntimeError(
+                f"run must return sums of {wanted} and {shapes}; {self._exchange} returns {sums}"
+            )
+        if {name: value.dtype for name, value in state.items()} != {
+            name: value.dtype for name, value in changed.items()
+        }:
+            raise RuntimeError(
+                f"run must return a state like {state}; {self._exchange} returns {changed}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum(Exchange):
+    """Adds up values as they are, by one collective.
+
+    Example:
+      >>> Sum().cost(PackSpec("float32", ((1000,),)), hosts=2)
+      (Collective(kind='all_reduce', num_bytes=4000, varies=False),)
+    """
+
+    def cost(self, pack: PackSpec, hosts: int) -> tuple[Collective, ...]:
+        """Returns one all-reduce of all bytes."""
+        return (Collective("all_reduce", pack.num_bytes),)
+
+    def run(
+        self, tensors: Sequence[Any], state: Mapping[str, Any], peers: Peers
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Adds up the tensors of all hosts; see `Exchange.run`."""
+        [flat] = tensors
+        return [peers.all_reduce(flat)], {}
+
+
+SUM = Sum()
+
+
+def identity(exchange: Exchange) -> str:
+    """Returns the class and arguments of an exchange: equal text for equal ones on any host."""
+    return f"{type(exchange).__module__}.{exchange!r}"
