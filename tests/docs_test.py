@@ -37,7 +37,7 @@ _OTHERS = (_ROOT / "README.md", _ROOT / ".github" / "CONTRIBUTING.md")
 _PAGES = {path.name: path for path in (*_OTHERS, *sorted((_ROOT / "docs").glob("*.md")))}
 _FENCE = re.compile(r"^```(\{?[\w-]*\}?)(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 # What is not code, or is taken from a file that has a test of its own.
-_NOT_CODE = {"text", "{toctree}", "{eval-rst}", "{literalinclude}"}
+_NOT_CODE = {"text", "yaml", "{toctree}", "{eval-rst}", "{literalinclude}"}
 # Before a block of Python that cannot run here, with the reason: its names are looked up instead.
 _NOT_RUN = "<!-- not run: "
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
