@@ -11,6 +11,8 @@ ends with the chief, and its collectives, a shared folder, each machine's memory
 allows more than TensorFlow does: any process at a host's address may connect to the chief.
 """
 
+# Longer than 400 lines: made-up processes and the invariants they must keep are one subject.
+
 from __future__ import annotations
 
 import argparse

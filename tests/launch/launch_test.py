@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from unittest import mock
 
 import cli_testing
 from absl.testing import absltest, parameterized
@@ -172,72 +171,6 @@ class WorkersTest(LaunchTestCase):
             "--workers", "1", "-m", "train", "a", script="print(__name__, sys.argv[1:])"
         )
         self.assertEqual(result.stdout, "worker 0 | __main__ ['a']\n")
-
-
-# What Slurm's scontrol prints for the nodes of a step, one a line.
-_SCONTROL = """#!/bin/sh
-[ "$*" = "show hostnames node[1-2]" ] && printf 'node1\\nnode2\\n'
-"""
-
-
-class SlurmTest(LaunchTestCase):
-    """The contract of environment variables: two nodes with two tasks each, and a fake scontrol."""
-
-    def variables(self, rank: int, **changed: str) -> dict[str, str]:
-        (self.folder / "scontrol").write_text(_SCONTROL)
-        (self.folder / "scontrol").chmod(0o755)
-        return {
-            "PATH": f"{self.folder}{os.pathsep}{os.environ['PATH']}",
-            "SLURM_JOB_ID": "1262",
-            "SLURM_STEP_ID": "1",
-            "SLURM_STEP_NODELIST": "node[1-2]",
-            "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-            "SLURM_NTASKS": "4",
-            "SLURM_PROCID": str(rank),
-            "SLURM_NODEID": str(rank // 2),
-            "SLURM_LOCALID": str(rank % 2),
-            **changed,
-        }
-
-    def test_each_task_is_a_worker_with_its_gpus(self):
-        addresses = ("node1:10208", "node1:10209", "node2:10208", "node2:10209")
-        for rank in range(4):
-            variables = self.variables(rank, CUDA_VISIBLE_DEVICES="4,5")
-            with mock.patch.dict(os.environ, variables):
-                result = self.launch(
-                    *("--slurm", "train.py", "-x"),
-                    script="print(os.environ['TF_CONFIG'], os.environ['CUDA_VISIBLE_DEVICES'])",
-                )
-            expected = f"{cluster.tf_config(addresses, rank)} {4 + rank % 2}"
-            self.assertEqual(result.stdout, f"worker {rank} | {expected}\n", result.stderr)
-
-    def test_gpus_that_slurm_has_bound_stay(self):
-        variables = self.variables(1, CUDA_VISIBLE_DEVICES="0,1", SLURM_GPUS_PER_TASK="2")
-        with mock.patch.dict(os.environ, variables):
-            result = self.launch(
-                "--slurm", "train.py", script="print(os.environ['CUDA_VISIBLE_DEVICES'])"
-            )
-        self.assertEqual(result.stdout, "worker 1 | 0,1\n", result.stderr)
-
-    def test_unequal_nodes(self):
-        changed = {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
-        with mock.patch.dict(os.environ, self.variables(3, **changed)):
-            place = launch.place_in_slurm(os.environ)
-        self.assertEqual(place.addresses[2:], ("node1:10210", "node2:10208"))
-        self.assertEqual((place.own, place.first_here, place.here), (range(3, 4), 0, 1))
-
-    @parameterized.parameters(
-        ({"SLURM_PROCID": "x"}, "SLURM_PROCID to a number; got 'x'"),
-        ({"SLURM_NODEID": "0", "SLURM_LOCALID": "1"}, "use srun --distribution=block"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4"}, "of node 1 of \\['node1', 'node2'\\]"),
-        ({"SLURM_STEP_NODELIST": "other"}, "of node 1 of \\[\\]"),
-    )
-    def test_another_place_is_refused(self, changed: dict[str, str], message: str):
-        with (
-            mock.patch.dict(os.environ, self.variables(2, **changed)),
-            self.assertRaisesRegex(ValueError, message),
-        ):
-            launch.place_in_slurm(os.environ)
 
 
 class OutputTest(LaunchTestCase):

@@ -6,6 +6,8 @@ clocks, files or TensorFlow here: `rendezvous`, `agreement`, `watch`, `keras.pre
 tests/helpers/simulator.py, runs the same rules on millions of schedules of faults.
 """
 
+# Longer than 400 lines: all rules that hosts and launchers share, read and simulated together.
+
 from __future__ import annotations
 
 import dataclasses
