@@ -130,6 +130,11 @@ def value_of(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+def path_of(variable: Any) -> str:
+    """Returns the path of a Keras variable; the name of another one."""
+    return str(getattr(variable, "path", variable.name))
+
+
 def leaves(optimizer: Any) -> list[Any]:
     """Returns the optimizers that update variables by themselves, in order."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

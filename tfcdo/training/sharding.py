@@ -77,7 +77,7 @@ def update(
     owner = [getattr(value, _OWNER) for value in values]
     devices = strategy.extended.worker_devices
     grads = [_in_dtype(grad, value.dtype) for grad, value in zip(grads, values, strict=True)]
-    paths = [variable.path for variable in variables]
+    paths = [keras_internals.path_of(variable) for variable in variables]
     owned = strategy.extended._cross_device_ops.reduce_to_owners(grads, paths, owner, devices)
     sums = list(owned.sums)
     # No owner begins before all sums are there, so a step that fails until then changes nothing.

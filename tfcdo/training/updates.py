@@ -78,7 +78,7 @@ def _check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | N
             value, tf_internals.DistributedValues
         ):
             raise ValueError(
-                f"the variable {getattr(variable, 'path', value.name)!r} must be made in the scope "
+                f"the variable {keras_internals.path_of(variable)!r} must be made in the scope "
                 f"of the strategy that trains it, {type(strategy).__name__}; it was made outside: "
                 "move the line that makes the model into `with strategy.scope():`"
             )
@@ -92,7 +92,7 @@ def summed(
     results = _largest(strategy, grads, variables)
     at = [i for i, grad in enumerate(grads) if grad is not None and i not in results]
     if at:
-        paths = [variables[i].path for i in at]
+        paths = [keras_internals.path_of(variables[i]) for i in at]
         sums = strategy.extended.sum_gradients([grads[i] for i in at], paths)
         results.update(zip(at, sums, strict=True))
     return [results.get(i) for i in range(len(grads))]
