@@ -22,7 +22,7 @@ from host_wire import other_strategy
 
 import tfcdo
 from tfcdo import tf_internals
-from tfcdo.cluster import agreement, errors, session
+from tfcdo.cluster import agreement, errors, protocol, session
 from tfcdo.plan import copy_tree, decide, packing
 from tfcdo.topology import detection, measured
 from tfcdo.topology.presets import preset
@@ -125,7 +125,8 @@ def _disagreeing(case: str, pattern: str) -> Iterator[None]:
     apart = session.Session(joined.cluster, Store(), tf_internals.abort_collectives, 60.0)
     with (
         mock.patch.object(session, "_current", apart),
-        mock.patch.multiple(agreement, _GRACE=0.2, _POLL=0.1),
+        mock.patch.object(protocol, "GRACE", 0.2),
+        mock.patch.object(agreement, "_POLL", 0.1),
     ):
         try:
             yield
