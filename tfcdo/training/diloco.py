@@ -65,6 +65,7 @@ class OuterState(tf.Module):
         integer = functools.partial(keras.Variable, "zeros", dtype="int64", trainable=False)
         self.steps = integer(shape=(), name="outer_steps")
         self.examples = integer(shape=(settings.fragments,), name="outer_examples")
+        self._exchange = tf.function(self.exchange, autograph=False)
 
     @property
     def variables_of_all(self) -> list[Any]:
@@ -100,7 +101,7 @@ class OuterState(tf.Module):
         for fragment in sorted(set(self.fragments)) if done else ():
             first = self._first(fragment)
             if done < first or (done - first) % self.period:
-                self.exchange(strategy, fragment)
+                self._exchange(strategy, fragment)
         self.begin_again()
 
     def begin_again(self) -> None:
