@@ -61,9 +61,11 @@ def plain() -> Any:
     return ko.SGD(1.0)
 
 
-def _strategy(every: int, optimizer: Any = None, fragments: int = 1, **options: Any) -> Any:
+def _strategy(
+    every: int, optimizer: Any = None, fragments: int = 1, devices: int = 2, **options: Any
+) -> Any:
     return tfcdo.MultiWorkerMirroredStrategy(
-        devices_per_worker=2, outer=DiLoCo(every, optimizer, fragments), **options
+        devices_per_worker=devices, outer=DiLoCo(every, optimizer, fragments), **options
     )
 
 
@@ -103,6 +105,11 @@ def synchronous() -> dict[str, np.ndarray]:
     return _train(_strategy(1, plain), sgd, UNEVEN)
 
 
+def one_device() -> dict[str, np.ndarray]:
+    """Does the same on one device of each host."""
+    return _train(_strategy(1, plain, devices=1), sgd, UNEVEN)
+
+
 def alone() -> dict[str, np.ndarray]:
     """Trains a number of steps that three does not divide."""
     strategy = _strategy(3)
@@ -132,8 +139,8 @@ class _Saved(keras.callbacks.Callback):
 
 
 def executions() -> dict[str, np.ndarray]:
-    """Takes two steps in each execution."""
-    return _train(_strategy(3), steps_per_execution=2)
+    """Takes two steps in each execution; XLA compiles them."""
+    return _train(_strategy(3), steps_per_execution=2, jit_compile=True)
 
 
 def fragments() -> dict[str, np.ndarray]:
@@ -234,6 +241,7 @@ def other_weights() -> dict[str, np.ndarray]:
 
 SCENARIOS = (
     synchronous,
+    one_device,
     alone,
     executions,
     fragments,
@@ -249,12 +257,8 @@ SCENARIOS = (
 
 def main(folder: str, *names: str) -> None:
     """Runs scenarios, all by default."""
-    host = None
+    host = tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=2).cluster_resolver.task_id
     for scenario in SCENARIOS:
-        if names and scenario.__name__ not in names:
-            continue
-        results = scenario()
-        if host is None:
-            host = tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=2).cluster_resolver.task_id
-        np.savez(pathlib.Path(folder, f"{scenario.__name__}-{host}.npz"), **results)
-        print(scenario.__name__, flush=True)
+        if not names or scenario.__name__ in names:
+            path = pathlib.Path(folder, f"{scenario.__name__}-{host}.npz")
+            np.savez(path, **scenario())
