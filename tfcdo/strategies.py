@@ -217,11 +217,11 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
           >>> MultiWorkerMirroredStrategy().exchange_parameters(keras.optimizers.SGD())
           Traceback (most recent call last):
           ...
-          ValueError: outer must be a tfcdo.exchange.DiLoCo for hosts to exchange parameters; got None
+          ValueError: outer must be a tfcdo.exchange.DiLoCo to exchange parameters; got None
         """
         if self.extended.outer is None:
             raise ValueError(
-                "outer must be a tfcdo.exchange.DiLoCo for hosts to exchange parameters; got None"
+                "outer must be a tfcdo.exchange.DiLoCo to exchange parameters; got None"
             )
         diloco.finish(self, optimizer)
 

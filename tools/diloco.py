@@ -1,4 +1,4 @@
-"""Compares hosts that train alone between exchanges with synchronous training: docs/wire.md's table.
+"""Compares hosts that train alone between exchanges with synchronous training, for docs/wire.md.
 
 sudo python tools/diloco.py --hosts 2 --rate 100 --steps 300 --every 50
 

@@ -55,7 +55,9 @@ class OuterState(tf.Module):
         make = settings.optimizer or _DEFAULT
         self.common = [
             # Not trainable, it would be a statistic, of which each replica has its own.
-            keras.Variable("zeros", shape=tuple(one.shape), dtype=one.dtype, name=f"outer_{one.name}")
+            keras.Variable(
+                "zeros", shape=tuple(one.shape), dtype=one.dtype, name=f"outer_{one.name}"
+            )
             for one in self._trained
         ]
         self.optimizer = keras.optimizers.get(make() if callable(make) else make)
@@ -119,28 +121,21 @@ class OuterState(tf.Module):
         """Exchanges a fragment; where this host's replicas meet."""
         members = [at for at, one in enumerate(self.fragments) if one == fragment]
         trained, common = ([some[at] for at in members] for some in (self._trained, self.common))
-        devices, extended = strategy.extended.worker_devices, strategy.extended
-        examples = []
-        for index, (device, own) in enumerate(zip(devices, _components(self.examples), strict=True)):
-            with tf.device(device):  # All replicas of a host hold the same: one of them counts.
-                examples.append(own[fragment] if index == 0 else tf.zeros([], tf.int64))
-        counts = tf_internals.per_replica(examples)
+        extended, devices = strategy.extended, strategy.extended.worker_devices
+        with tf.device(devices[0]):
+            examples = _components(self.examples)[0][fragment]
+        counts = _of_first(examples, devices)
         with step.host_alone(False):
-            total = _components_of_value(extended.reduce_to(SUM, counts, counts))[0]
+            total = extended.reduce_to(SUM, counts, counts)
         with tf.device(devices[0]):
             # A host counts by its examples, so that each example counts the same.
-            share = tf.math.divide_no_nan(*(tf.cast(n, tf.float64) for n in (examples[0], total)))
-        differences = []
-        for before, now in zip(common, trained, strict=True):
-            parts = []
-            pairs = zip(_components(before), _components(now), strict=True)
-            for index, (device, (old, new)) in enumerate(zip(devices, pairs, strict=True)):
-                with tf.device(device):
-                    part = tf.zeros(new.shape, new.dtype)
-                    if index == 0:
-                        part = (old.read_value() - new.read_value()) * tf.cast(share, new.dtype)
-                    parts.append(part)
-            differences.append(tf_internals.per_replica(parts))
+            of_all = getattr(total, "values", (total,))[0]
+            share = tf.math.divide_no_nan(*(tf.cast(n, tf.float64) for n in (examples, of_all)))
+            changes = []
+            for before, now in zip(common, trained, strict=True):
+                old, new = (_components(one)[0].read_value() for one in (before, now))
+                changes.append((old - new) * tf.cast(share, new.dtype))
+        differences = [_of_first(change, devices) for change in changes]
         with step.host_alone(False):
             means = extended.sum_gradients(differences, [one.path for one in trained])
         updates.alone(strategy, lambda grads: self.optimizer.apply(grads, common), means)
@@ -239,11 +234,18 @@ def _agree(optimizer: Any) -> None:
 
 
 def _components(variable: Any) -> tuple[Any, ...]:
-    return _components_of_value(keras_internals.value_of(variable))
+    """Returns a variable's components on the devices of this host."""
+    components: tuple[Any, ...] = keras_internals.value_of(variable).values
+    return components
 
 
-def _components_of_value(value: Any) -> tuple[Any, ...]:
-    return getattr(value, "values", None) or (value,)
+def _of_first(value: tf.Tensor, devices: Sequence[str]) -> Any:
+    """Returns a value of a host, to be summed over all: its other replicas have zeros."""
+    parts = [value]
+    for device in devices[1:]:
+        with tf.device(device):
+            parts.append(tf.zeros(value.shape, value.dtype))
+    return tf_internals.per_replica(parts)
 
 
 def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:
