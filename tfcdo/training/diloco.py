@@ -1,10 +1,9 @@
 """`outer=DiLoCo(...)`: hosts train alone, and exchange their parameters' differences in turn.
 
-Within `strategy.run` a host is alone: its replicas meet as under `MirroredStrategy`, see
-`step.is_host_alone`. `apply` stands around the update of the outermost optimizer, and counts. Every
-so many updates the hosts meet in it, inside of the traced step: so it does not matter how many
-steps an execution has, or whose loop it is. As hosts take the same number of steps, their counts
-are equal, and all of them take the same branch.
+Within `strategy.run` a host is alone, see `step.is_host_alone`. `apply` stands around the update of
+the outermost optimizer, and counts. Every so many updates the hosts meet in it, inside of the
+traced step, however many steps an execution has. As hosts take the same number of steps, their
+counts are equal, and all of them take the same branch.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ from tfcdo.plan import owners
 from tfcdo.training import step, updates
 from tfcdo.training.step import SUM, ReplicaStep
 
-_DEFAULT = {
-    "class_name": "SGD",
-    "config": {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True},
-}
+_DEFAULT = functools.partial(keras.optimizers.SGD, 0.7, momentum=0.9, nesterov=True)
 _STATE = "tfcdo_outer"  # An attribute of Keras's optimizer, so that checkpoints of it have it.
 _IS_OUTER = "tfcdo_is_outer"
 
@@ -37,7 +33,7 @@ class OuterState(tf.Module):
     """The outer loop's state for one optimizer that updates variables by itself.
 
     Attributes:
-      variables: the parameters, of which each host has its own between two exchanges.
+      trained: the parameters, of which each host has its own between two exchanges.
       common: those of the last exchange, once there were steps after it; equal on all hosts.
       optimizer: the outer optimizer, which updates `common`.
       steps: the number of steps since all hosts were known to have the same parameters; 0 if they
@@ -49,8 +45,8 @@ class OuterState(tf.Module):
         super().__init__()
         self.period = settings.every * (leaf.gradient_accumulation_steps or 1)
         self.interval = self.period // settings.fragments
-        self._trained = tuple(variables)
-        sizes = [one.shape.num_elements() * one.value.dtype.size for one in self._trained]
+        self.trained = tuple(variables)
+        sizes = [one.shape.num_elements() * one.value.dtype.size for one in self.trained]
         self.fragments = owners.deal(sizes, settings.fragments)
         make = settings.optimizer or _DEFAULT
         self.common = [
@@ -58,7 +54,7 @@ class OuterState(tf.Module):
             keras.Variable(
                 "zeros", shape=tuple(one.shape), dtype=one.dtype, name=f"outer_{one.name}"
             )
-            for one in self._trained
+            for one in self.trained
         ]
         self.optimizer = keras.optimizers.get(make() if callable(make) else make)
         setattr(self.optimizer, _IS_OUTER, True)
@@ -82,7 +78,7 @@ class OuterState(tf.Module):
     def begin(self) -> None:
         """Remembers the parameters, if all hosts have the same."""
         is_new = tf.equal(_components(self.steps)[0].read_value(), 0)
-        tf.cond(is_new, lambda: _copy(self._trained, self.common), lambda: None)
+        tf.cond(is_new, lambda: _copy(self.trained, self.common), lambda: None)
 
     def end(self, strategy: tf.distribute.Strategy, rows: Any) -> None:
         """Counts a step, and meets the other hosts if it is time to."""
@@ -120,7 +116,7 @@ class OuterState(tf.Module):
     def exchange(self, strategy: tf.distribute.Strategy, fragment: int) -> None:
         """Exchanges a fragment; where this host's replicas meet."""
         members = [at for at, one in enumerate(self.fragments) if one == fragment]
-        trained, common = ([some[at] for at in members] for some in (self._trained, self.common))
+        trained, common = ([some[at] for at in members] for some in (self.trained, self.common))
         extended, devices = strategy.extended, strategy.extended.worker_devices
         with tf.device(devices[0]):
             examples = _components(self.examples)[0][fragment]
@@ -214,9 +210,9 @@ def common_parameters(model: Any) -> Iterator[None]:
     states = [state for state in states_of(getattr(model, "optimizer", None)) if state.num_steps]
     own = []
     for state in states:
-        for variable in state._trained:
+        for variable in state.trained:
             own += [(one, one.read_value()) for one in _components(variable)]
-        _copy(state.common, state._trained)
+        _copy(state.common, state.trained)
     try:
         yield
     finally:
