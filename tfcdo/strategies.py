@@ -21,6 +21,7 @@ from tfcdo.cross_device_ops import (
     ReductionToOneDevice,
 )
 from tfcdo.exchange.casts import check_exchange
+from tfcdo.exchange.diloco import DiLoCo
 from tfcdo.exchange.protocol import SUM, Exchange, identity
 from tfcdo.execute import between, nccl
 from tfcdo.execute.request import check_cross_device_ops
@@ -28,7 +29,7 @@ from tfcdo.plan.options import BetweenHosts
 from tfcdo.plan.plan import ValueSpec
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
-from tfcdo.training import models, sharding
+from tfcdo.training import diloco, models, sharding, step
 from tfcdo.training.extended import ReducesStructures, ReplicaExtended
 
 models.install()
@@ -115,6 +116,9 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         is traced, rows and gathered values are exact. NCCL then does not all-reduce over all GPUs.
         Its state, such as rounding errors, is in variables, saved with
         `tf.train.Checkpoint(ops=strategy.cross_device_ops)`.
+      outer: a `tfcdo.exchange.DiLoCo`: hosts train alone, and exchange the differences of their
+        parameters, as `exchange` says, every so many updates. `strategy.run` is then one host's:
+        losses are divided by its own batch. None to sum the gradients of all hosts in each step.
       shard_optimizer_state: see `MirroredStrategy`; the state is sharded within each host.
       synchronize_batch_norm: see `MirroredStrategy`.
       check_in_sync: whether Keras's `fit` compares digests of the weights of all replicas after
@@ -144,6 +148,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         cross_device_ops: AllReduceCrossDeviceOps | ReductionToOneDevice | None = None,
         devices_per_worker: int | None = None,
         exchange: str | Exchange | Callable[[str | None, ValueSpec], Exchange] | None = None,
+        outer: DiLoCo | None = None,
         shard_optimizer_state: bool = False,
         synchronize_batch_norm: bool = False,
         check_in_sync: bool = True,
@@ -153,6 +158,8 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         _check_host_arguments(communication_options, cross_device_ops, devices_per_worker)
         if not inspect.isroutine(exchange):  # A function is asked for each variable.
             exchange = SUM if exchange is None else check_exchange("exchange", exchange)
+        if outer is not None and not isinstance(outer, DiLoCo):
+            raise TypeError(f"outer must be a tfcdo.exchange.DiLoCo or None; got {outer!r}")
         switches = {
             "shard_optimizer_state": shard_optimizer_state,
             "synchronize_batch_norm": synchronize_batch_norm,
@@ -170,6 +177,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
                 cross_device_ops,
                 devices_per_worker or environment.devices_per_worker(),
                 exchange,
+                outer,
                 switches,
             ),
         )
@@ -190,6 +198,32 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         """
         ops: AllReduceCrossDeviceOps | ReductionToOneDevice = self.extended._cross_device_ops
         return ops
+
+    def exchange_parameters(self, optimizer: Any) -> None:
+        """Exchanges what hosts have trained since the last exchange of `outer`.
+
+        `Model.fit` calls it at its end; a loop of your own and `train_on_batch` must, for all hosts
+        to have the same model. All hosts must call it, outside of a `tf.function`. Nothing is sent
+        if there were no steps since the last exchange.
+
+        Args:
+          optimizer: the Keras optimizer that was made in this strategy's scope.
+
+        Raises:
+          ValueError: if the strategy has no `outer`.
+
+        Example:
+          >>> import keras
+          >>> MultiWorkerMirroredStrategy().exchange_parameters(keras.optimizers.SGD())
+          Traceback (most recent call last):
+          ...
+          ValueError: outer must be a tfcdo.exchange.DiLoCo to exchange parameters; got None
+        """
+        if self.extended.outer is None:
+            raise ValueError(
+                "outer must be a tfcdo.exchange.DiLoCo to exchange parameters; got None"
+            )
+        diloco.finish(self, optimizer)
 
     def host_delays(self) -> tuple[HostDelay, ...]:
         """Says how far each host was behind the others in the last 10 to 20 steps.
@@ -261,6 +295,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         cross_device_ops: AllReduceCrossDeviceOps | ReductionToOneDevice | None,
         devices_per_worker: int | None,
         exchange: Any,
+        outer: DiLoCo | None,
         switches: Mapping[str, bool],
     ) -> None:
         if resolver is None:
@@ -270,6 +305,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         timeout = options.timeout_seconds or _TIMEOUT_SECONDS
         self._devices_wanted = devices_per_worker
         self._network: between.Network | None = None
+        self.outer = outer
         # One host alone has nothing to compare.
         self.checks_in_sync = (
             switches["check_in_sync"] and cluster is not None and len(cluster.tasks) > 1
@@ -277,6 +313,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         settings = {
             "devices_per_worker": devices_per_worker or virtual_devices.devices_here(None)[1],
             **_settings(options, cross_device_ops, exchange),
+            "outer": outer.identity if outer else "None",
             **{name: str(value) for name, value in switches.items()},
         }
         joined = session.current()
@@ -295,7 +332,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         # sending each other by then would never arrive.
         self._std_server_started = joined is not None
         super().__init__(strategy, cluster_resolver=resolver, communication_options=options)
-        ops = cross_device_ops or _default_ops(self.worker_devices)
+        ops = self._ops_alone = cross_device_ops or _default_ops(self.worker_devices)
         if cluster is not None and len(cluster.tasks) > 1:
             joined = session.join(
                 cluster,
@@ -330,6 +367,25 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
                 f"has here, {available}; got {count}"
             )
         return tuple(f"{worker_device}/device:{kind}:{i}" for i in range(count)), kind
+
+    @property
+    def _cross_device_ops(self) -> Any:
+        return self._ops_alone if step.is_host_alone() else self._ops
+
+    @_cross_device_ops.setter
+    def _cross_device_ops(self, ops: Any) -> None:
+        self._ops = ops
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        of_all: int = super()._num_replicas_in_sync
+        return len(self.worker_devices) if step.is_host_alone() else of_all
+
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
+        if step.is_host_alone():
+            return replica_id
+        of_all: int = super()._get_replica_id_in_sync_group(replica_id)
+        return of_all
 
     def _get_cross_device_ops(self, value: Any) -> Any:
         return self._cross_device_ops

@@ -278,7 +278,7 @@ class NcclOnCpuTest(tf.test.TestCase):
                     self.assertAllEqual([6.0] * 3, ops.reduce(SUM, value, value).values)
         warning.assert_called_once()
         text = warning.call_args.args[0] % warning.call_args.args[1:]
-        self.assertRegex(text, "(?s)NcclAllReduce.*CPU.*HierarchicalCopyAllReduce")
+        self.assertRegex(text, "(?s)NcclAllReduce.*CPU.*AutoAllReduce")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from testing_utils import kernels_for
 
 import tfcdo
 
-REMEDY = "use tfcdo.HierarchicalCopyAllReduce()"
+REMEDY = "use tfcdo.AutoAllReduce()"
 
 
 def gpus(*parts: int, hidden: int = 0) -> Any:

@@ -3,7 +3,8 @@
     tfcdo launch --workers 2 host_backup.py FOLDER FAULT ...
 
 The first fault is the first run's, and so on: a signal to the last host. After "SIGKILL,0" host 0
-has lost its memory, as on a new machine. Each batch has a snapshot, each epoch a backup.
+has lost its memory, as on a new machine. With "outer" before them, hosts train alone between
+exchanges after each fourth batch. Each batch has a snapshot, each epoch a backup.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import tensorflow as tf
 import tfcdo
 import tfcdo.keras
 from tfcdo import environment, strategies
+from tfcdo.exchange import DiLoCo
 from tfcdo.keras import backup_folder, host_exchange
 
 _FAULT_BATCHES = (3, 7, 10)  # Of all epochs.
@@ -55,7 +57,10 @@ def main(folder: str, *faults: str) -> None:
     mock.patch.object(backup_folder, "_MEMORY", memory).start()
     mock.patch.object(strategies, "_HEARTBEAT_SECONDS", 100.0).start()
     mock.patch.object(host_exchange, "_CHUNK", 4096).start()  # A backup has several.
-    strategy = tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=2)
+    outer = None
+    if faults[:1] == ("outer",):  # Two updates are four batches.
+        outer, faults = DiLoCo(2), faults[1:]
+    strategy = tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=2, outer=outer)
     host = strategy.cluster_resolver.task_id
     run = int(os.environ[environment.RESTART_COUNT])
     keras.utils.set_random_seed(0)

@@ -51,6 +51,16 @@ class BackupHostsTest(tf.test.TestCase):
             for name in expected.files:
                 self.assertEqual(expected[name].tobytes(), actual[name].tobytes(), name)
 
+    def test_a_host_is_killed_between_exchanges(self):
+        plain, _ = self.launch("outer")
+        disturbed, result = self.launch("outer", "SIGKILL,1")
+        self.assertRegex(result.stdout, "run 1 goes on after batch [23]\n")
+        for host in 0, 1:
+            expected = np.load(plain / f"host-{host}.npz")
+            actual = np.load(disturbed / f"host-{host}.npz")
+            for name in expected.files:
+                self.assertEqual(expected[name].tobytes(), actual[name].tobytes(), name)
+
 
 if __name__ == "__main__":
     tf.test.main()

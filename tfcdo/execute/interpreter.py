@@ -222,6 +222,8 @@ def _rows_down(
     tree = pack.tree
     assert tree is not None
     sent = rows.to_tensors(result)
+    if pack.to is not None:  # One replica's rows may be on another device, as in `_reduce_pack`.
+        sent = copy_trees.copy(sent, devices[tree.root])
     arrived: Held = []
     for node, copies in enumerate(copy_trees.broadcast_down(tree, sent, devices, pack.to)):
         if copies is None:

@@ -148,7 +148,7 @@ def _problem_of_physical_devices(
     return (
         f"several of the devices are logical devices of one physical GPU, {', '.join(shared)}, "
         "and NCCL takes each physical GPU once",
-        "use tfcdo.HierarchicalCopyAllReduce() on logical devices",
+        "use tfcdo.AutoAllReduce() on logical devices",
     )
 
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfcdo import keras_internals, log, tf_internals
 from tfcdo.keras import host_exchange
+from tfcdo.training import diloco
 
 Arrays = dict[str, np.ndarray]
 Values = Mapping[str, tf.Tensor | np.ndarray]
@@ -23,11 +24,12 @@ _SAME = "same"  # All replicas hold the same.
 _MEAN = "mean"
 _SUM = "sum"
 _OWN = "own"  # Each has its own, which nothing adds up.
+_OF_HOST = "host"  # Hosts train alone; all replicas of a host hold the same.
 
 
 @dataclasses.dataclass(frozen=True)
 class _StateEntry:
-    """One variable: a component for each replica of this host."""
+    """One variable: a component for each replica of this host; others if it is on one device."""
 
     name: str
     combine: str
@@ -49,6 +51,9 @@ def copy(model: keras.Model, with_metrics: bool) -> tuple[dict[str, Any], Values
     for key, slot in [*_keyed("v", slots), *_keyed("m", metrics)]:
         if slot.combine == _SAME:
             shared[key] = _value(slot.components[0])
+            continue
+        if slot.combine == _OF_HOST:
+            own[f"{key}.{host}"] = _value(slot.components[0])
             continue
         for index, component in enumerate(slot.components):
             own[f"{key}.{host * len(slot.components) + index}"] = _value(component)
@@ -155,16 +160,21 @@ def _assign(
     saved: Sequence[Sequence[Any]],
     arrays: Arrays,
 ) -> None:
-    host, _ = host_exchange.host_of(strategy)
+    host, hosts = host_exchange.host_of(strategy)
     for (key, slot), variable in zip(_keyed(prefix, slots), saved, strict=True):
         # A variable of one device is not distributed, and says nothing about replicas.
         combine = slot.combine if variable[3] == _SAME else variable[3]
         if variable[3] == _SAME:
             values = [arrays[key]]
         else:
-            first = arrays[f"{key}.0"]
-            values = [arrays.get(f"{key}.{i}", first) for i in range(header["replicas"])]
-        values = _for_replicas(values, combine, strategy.num_replicas_in_sync)
+            first, of_host = arrays[f"{key}.0"], variable[3] == _OF_HOST
+            count = header["hosts" if of_host else "replicas"]
+            values = [arrays.get(f"{key}.{i}", first) for i in range(count)]
+        if variable[3] == _OF_HOST:  # Other hosts than in the backup begin with the mean.
+            of_hosts = _for_replicas(values, _MEAN, hosts)
+            values = [one for one in of_hosts for _ in strategy.extended.worker_devices]
+        else:
+            values = _for_replicas(values, combine, strategy.num_replicas_in_sync)
         for index, component in enumerate(slot.components):
             value = values[host * len(slot.components) + index]
             dtype = component.dtype.as_numpy_dtype
@@ -190,10 +200,14 @@ def _slots(model: keras.Model) -> list[_StateEntry]:
     metrics = {id(variable) for variable in model.metrics_variables}
     optimizer = getattr(model.optimizer, "variables", ())
     models = [variable for variable in model.variables if id(variable) not in metrics]
-    return [
+    slots = [
         *(_slot(variable, is_state=not variable.trainable) for variable in models),
         *(_slot(variable, is_state=False) for variable in optimizer),
     ]
+    for state in diloco.states_of(model.optimizer):
+        slots = [_of_host(slot) for slot in slots] + [_of_host(_slot(state.examples, False))]
+        slots += [_slot(variable, is_state=False) for variable in state.variables_of_all]
+    return slots
 
 
 def _metric_slots(model: keras.Model) -> list[_StateEntry]:
@@ -212,6 +226,11 @@ def _slot(variable: keras.Variable, is_state: bool) -> _StateEntry:
     elif is_state and value.aggregation == tf.VariableAggregation.NONE:
         combine = _OWN  # Each replica writes to its own, such as the state of a seed.
     return _StateEntry(name, combine, tuple(value.values))
+
+
+def _of_host(slot: _StateEntry) -> _StateEntry:
+    """Returns a variable that is the same on all replicas as one that hosts train alone."""
+    return dataclasses.replace(slot, combine=_OF_HOST) if slot.combine == _SAME else slot
 
 
 def _keyed(prefix: str, slots: Iterable[_StateEntry]) -> list[tuple[str, _StateEntry]]:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfcdo.training import diloco
+
 # Odd numbers without pattern, as in hash functions of 64 bits.
 _OF_INDEX, _FIRST, _SECOND = (
     int(np.uint64(odd).astype(np.int64))
@@ -31,6 +33,11 @@ class WeightComparison:
             if variable.value.synchronization != tf.VariableSynchronization.ON_READ
             and (variable.value.dtype.is_floating or variable.value.dtype.is_integer)
         ]
+        # Between two exchanges, all hosts have the same of the outer loop only.
+        states = diloco.states_of(model.optimizer)
+        common = [one for state in states for one in state.variables_of_all]
+        self._num_of_host = len(self._variables) if states else 0
+        self._variables += common
         self._digests = _digests_of(self._strategy, self._variables)
 
     def difference(self) -> str | None:
@@ -40,19 +47,26 @@ class WeightComparison:
             return None
         with strategy.scope():
             digests = self._digests().numpy()
-            differing = np.flatnonzero((digests != digests[0]).any(0))
+            expected = np.broadcast_to(digests[0], digests.shape).copy()
+            replicas = np.arange(len(digests))
+            of_host = replicas - replicas % len(strategy.extended.worker_devices)
+            alone = slice(self._num_of_host)
+            expected[:, alone] = digests[of_host, alone]
+            differing = np.flatnonzero((digests != expected).any(0))
             if not len(differing):
                 return None
-            first = variables[differing[0]]
-            replica = int(np.flatnonzero(digests[:, differing[0]] != digests[0, differing[0]])[0])
+            at = differing[0]
+            first = variables[at]
+            replica = int(np.flatnonzero(digests[:, at] != expected[:, at])[0])
+            other = int(of_host[replica]) if at < self._num_of_host else 0
             values = strategy.gather(  # This one variable is sent.
                 strategy.run(lambda: tf.cast(tf.convert_to_tensor(first), tf.float64)[None]), axis=0
             ).numpy()
         hosts = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
         host = f" (host {replica * hosts // strategy.num_replicas_in_sync})" if hosts > 1 else ""
         return (
-            f"replica {replica}{host} holds other numbers of {first.path} than replica 0, by "
-            f"{np.abs(values[replica] - values[0]).max():.3g} at most; of {len(variables)} "
+            f"replica {replica}{host} holds other numbers of {first.path} than replica {other}, by "
+            f"{np.abs(values[replica] - values[other]).max():.3g} at most; of {len(variables)} "
             f"variables {len(differing)} differ somewhere"
         )
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
 from tfcdo.cluster import session
+from tfcdo.exchange.diloco import DiLoCo
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.explain import Explanation
 from tfcdo.training import parts, statistics, step
@@ -22,7 +23,8 @@ class ReducesStructures:
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs a function on each replica."""
-        with step.of_keras(keras_internals.method_of_step(fn)):
+        alone = step.is_host_alone() or self.extended.outer is not None  # type: ignore[attr-defined]
+        with step.of_keras(keras_internals.method_of_step(fn)), step.host_alone(alone):
             return super().run(fn, args, kwargs, options)  # type: ignore[misc]
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
@@ -131,6 +133,7 @@ class ReplicaExtended:
     shard_optimizer_state = False
     synchronize_batch_norm = False
     checks_in_sync = False
+    outer: DiLoCo | None = None
 
     def _use_merge_call(self) -> bool:
         here = step.current()
@@ -146,7 +149,8 @@ class ReplicaExtended:
         if meeting is not None:  # Replicas have met in a step, and go on from there.
             return run(_entering(fn, meeting), args, kwargs)
         is_keras = step.method_of_keras() is not None
-        steps = self._steps(args, kwargs) if replicas > 1 else [ReplicaStep(0, 1)]
+        several = replicas > 1 or self.outer is not None
+        steps = self._steps(args, kwargs) if several else [ReplicaStep(0, 1)]
         begin = list(tf_internals.tensors_of_graph((args, kwargs)))
         some_may_be_empty = any(here.can_be_empty for here in steps)
         if not is_keras and some_may_be_empty:
@@ -315,10 +319,12 @@ class ReplicaExtended:
 
 def _entering(fn: Any, steps: Sequence[ReplicaStep], after: Sequence[Any] = ()) -> Any:
     """Returns a function that enters the step of the replica that calls it."""
+    alone = step.is_host_alone()
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(*args: Any, **kwargs: Any) -> Any:
-        with step.entered(steps[tf_internals.replica_on_host()]), tf.control_dependencies(after):
+        here = steps[tf_internals.replica_on_host()]
+        with step.host_alone(alone), step.entered(here), tf.control_dependencies(after):
             return fn(*args, **kwargs)
 
     return on_replica

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
-from tfcdo.training import digests, draws, jit, losses, sharding, statistics, step, updates
+from tfcdo.training import digests, diloco, draws, jit, losses, sharding, statistics, step, updates
 
 Function = Callable[..., Any]
 
@@ -41,6 +41,10 @@ def install() -> None:
     extend(trainer, "make_predict_function", _make_predict)
     extend(trainer, "_maybe_symbolic_build", _symbolic_build)
     extend(trainer, "fit", _fit)
+    for name in ("evaluate", "predict", "save", "save_weights", "get_weights"):
+        extend(keras.Model, name, _with_common_parameters)
+    for name in ("set_weights", "load_weights"):
+        extend(keras.Model, name, _begin_outer_again)
     extend(keras_internals.TRAINER, "_multi_worker_concat", _in_order_of_replicas)
     losses.install()
     draws.install()
@@ -51,7 +55,10 @@ def _apply(own: Function, optimizer: Any, grads: Any, trainable_variables: Any =
     def call(grads: Any, variables: Any) -> Any:
         return own(optimizer, grads, variables)
 
-    return updates.apply(optimizer, call, optimizer.apply, grads, trainable_variables)
+    def update() -> Any:
+        return updates.apply(optimizer, call, optimizer.apply, grads, trainable_variables)
+
+    return diloco.apply(optimizer, trainable_variables, update)
 
 
 def _apply_gradients(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:
@@ -67,7 +74,11 @@ def _apply_gradients(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:
     here = step.current()
     if type(optimizer).apply is keras.optimizers.Optimizer.apply or here is None:
         return call(grads, variables)  # `apply` comes next.
-    return updates.apply(optimizer, call, again, grads, variables)
+
+    def update() -> Any:
+        return updates.apply(optimizer, call, again, grads, variables)
+
+    return diloco.apply(optimizer, variables, update)
 
 
 def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -89,6 +100,8 @@ def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) ->
 def _extended_of(optimizer: Any) -> Any:
     """Returns the extended of the strategy of tfcdo's that an optimizer was made for; else None."""
     strategy = keras_internals.strategy_of(optimizer)
+    if diloco.is_outer(optimizer):
+        return None
     extended = strategy.extended
     ours = getattr(extended, "sums_once", False) and strategy.num_replicas_in_sync > 1
     return extended if ours else None
@@ -98,7 +111,8 @@ def _build_optimizer(own: Function, optimizer: Any, variables: Any) -> Any:
     extended = _extended_of(optimizer)
     if extended is not None and extended.shard_optimizer_state and not optimizer.built:
         sharding.assign_owners(keras_internals.strategy_of(optimizer), variables)
-    return own(optimizer, variables)
+    own(optimizer, variables)
+    diloco.build(keras_internals.strategy_of(optimizer), optimizer, variables)
 
 
 def _add_slot(
@@ -163,7 +177,24 @@ def _of_any_batch(spec: Any) -> Any:
 
 def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     with keras_internals.fitting():
+        history = own(model, *args, **kwargs)
+    if _is_ours(model):
+        diloco.finish(model.distribute_strategy, model.optimizer)
+    return history
+
+
+def _with_common_parameters(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Uses or saves a model's parameters that all hosts have."""
+    with diloco.common_parameters(model):
         return own(model, *args, **kwargs)
+
+
+def _begin_outer_again(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gives a model other parameters, from which all hosts begin."""
+    result = own(model, *args, **kwargs)
+    for state in diloco.states_of(getattr(model, "optimizer", None)):
+        state.begin_again()
+    return result
 
 
 def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
@@ -179,8 +210,13 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
     function = getattr(model, f"{name}_function")
     if name == "test":
         statistics.synchronize(model)
-    elif function is not before and model.distribute_strategy.extended.checks_in_sync:
-        model.train_function = functools.partial(digests.run_checked, function, model, [])
+    elif function is not before:
+        extended = model.distribute_strategy.extended
+        if extended.outer is not None:  # What a step returns is this host's.
+            function = functools.partial(step.run_alone, function)
+        if extended.checks_in_sync:
+            function = functools.partial(digests.run_checked, function, model, [])
+        model.train_function = function
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -28,7 +28,7 @@ class ReplicaStep:
 
     Attributes:
       replica: the replica's index on this host.
-      replicas: the number of replicas on all hosts.
+      replicas: the number of replicas that train together: on all hosts, or on a host alone.
       rows: the number of this replica's examples.
       before: the number of examples on the replicas before it.
       total: the number of examples on all replicas.
@@ -37,6 +37,7 @@ class ReplicaStep:
       trace: what XLA compiles of the step, see `jit.py`; None if it compiles nothing.
       update: the sharded update that the replica makes, see `sharding.py`; None for all variables.
       reports: whether losses are being reported once per batch, see `losses.py`.
+      applies: whether an optimizer is applied, after which hosts may meet, see `diloco.py`.
     """
 
     replica: int
@@ -49,6 +50,7 @@ class ReplicaStep:
     trace: Any = None
     update: Any = None
     reports: bool = False
+    applies: bool = False
 
     @property
     def is_even(self) -> bool:
@@ -99,9 +101,10 @@ def current() -> ReplicaStep | None:
 def current_several() -> ReplicaStep | None:
     """Returns the step that this thread's replica runs with other replicas; else None."""
     step = current()
-    if step is None or step.replicas == 1 or tf.distribute.in_cross_replica_context():
+    if step is None or tf.distribute.in_cross_replica_context():
         return None
-    return step
+    # A host alone with one replica may have no examples where other hosts have some.
+    return step if step.replicas > 1 or step.can_be_empty else None
 
 
 def all_running() -> Sequence[ReplicaStep] | None:
@@ -119,6 +122,23 @@ def running(steps: Sequence[ReplicaStep]) -> Iterator[None]:
 def entered(step: ReplicaStep) -> Iterator[ReplicaStep]:
     """Makes a step the current one of this thread's replica."""
     yield from _with("step", step)
+
+
+def is_host_alone() -> bool:
+    """Returns whether this host trains alone now: see `diloco.py`."""
+    return getattr(_LOCAL, "host_alone", False)
+
+
+@contextlib.contextmanager
+def host_alone(alone: bool) -> Iterator[bool]:
+    """Has this host train alone, or meet the others again."""
+    yield from _with("host_alone", alone)
+
+
+def run_alone(function: Callable[..., Any], /, *args: Any) -> Any:
+    """Calls a function while this host trains alone."""
+    with host_alone(True):
+        return function(*args)
 
 
 @contextlib.contextmanager

@@ -38,13 +38,13 @@ def apply(
     context = tf.distribute.get_replica_context()
     if not optimizer.built and variables is not None:
         context.merge_call(lambda strategy: keras_internals.build(optimizer, variables))
+    grads = here.keep(grads)
     if here.replicas == 1:
         with step.changed(alone=True):
             return own(grads, variables)
     known = keras_internals.trainable_variables(optimizer) if variables is None else variables
     if len(grads) != len(known):
         return own(grads, variables)  # Keras raises the error.
-    grads = here.keep(grads)
     leaves = keras_internals.leaves(optimizer)
     shards = strategy.extended.shard_optimizer_state
     if not shards and not any(leaf.gradient_accumulation_steps for leaf in leaves):
@@ -197,7 +197,7 @@ def _update(
     grads, variables = [grads[i] for i in at], [variables[i] for i in at]
 
     def work(grads: Sequence[Any]) -> None:
-        _alone(strategy, lambda grads: leaf.apply(grads, variables), grads)
+        alone(strategy, lambda grads: leaf.apply(grads, variables), grads)
 
     def update(grads: Sequence[Any]) -> None:
         if not shards:
@@ -219,12 +219,12 @@ def _update(
     # A replica cannot meet the others in a `tf.cond` of its own, so the branch is chosen here.
     tf.cond(
         keras_internals.is_update_due(leaf),
-        lambda: update(_alone(strategy, lambda grads: _taken(leaf, grads, variables), grads)),
+        lambda: update(alone(strategy, lambda grads: _taken(leaf, grads, variables), grads)),
         lambda: work(grads),
     )
 
 
-def _alone(strategy: tf.distribute.Strategy, function: Any, grads: Sequence[Any]) -> Any:
+def alone(strategy: tf.distribute.Strategy, function: Any, grads: Sequence[Any]) -> Any:
     """Calls a function on each replica, which works alone."""
 
     @tf.autograph.experimental.do_not_convert

@@ -1,0 +1,252 @@
+"""`outer=DiLoCo(...)`: hosts train alone, and exchange their parameters' differences in turn.
+
+Within `strategy.run` a host is alone, see `step.is_host_alone`. `apply` stands around the update of
+the outermost optimizer, and counts. Every so many updates the hosts meet in it, inside of the
+traced step, however many steps an execution has. As hosts take the same number of steps, their
+counts are equal, and all of them take the same branch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfcdo import keras_internals, tf_internals
+from tfcdo.cluster import session
+from tfcdo.exchange.diloco import DiLoCo
+from tfcdo.plan import owners
+from tfcdo.training import step, updates
+from tfcdo.training.step import SUM, ReplicaStep
+
+_DEFAULT = functools.partial(keras.optimizers.SGD, 0.7, momentum=0.9, nesterov=True)
+_STATE = "tfcdo_outer"  # An attribute of Keras's optimizer, so that checkpoints of it have it.
+_IS_OUTER = "tfcdo_is_outer"
+
+
+class OuterState(tf.Module):
+    """The outer loop's state for one optimizer that updates variables by itself.
+
+    Attributes:
+      trained: the parameters, of which each host has its own between two exchanges.
+      common: those of the last exchange, once there were steps after it; equal on all hosts.
+      optimizer: the outer optimizer, which updates `common`.
+      steps: the number of steps since all hosts were known to have the same parameters; 0 if they
+        have, so that `common` begins with these.
+      examples: of each fragment, how many examples this host has trained since its exchange.
+    """
+
+    def __init__(self, settings: DiLoCo, leaf: Any, variables: Sequence[Any]) -> None:
+        super().__init__()
+        self.period = settings.every * (leaf.gradient_accumulation_steps or 1)
+        self.interval = self.period // settings.fragments
+        self.trained = tuple(variables)
+        sizes = [one.shape.num_elements() * one.value.dtype.size for one in self.trained]
+        self.fragments = owners.deal(sizes, settings.fragments)
+        make = settings.optimizer or _DEFAULT
+        self.common = [
+            # Not trainable, it would be a statistic, of which each replica has its own.
+            keras.Variable(
+                "zeros", shape=tuple(one.shape), dtype=one.dtype, name=f"outer_{one.name}"
+            )
+            for one in self.trained
+        ]
+        self.optimizer = keras.optimizers.get(make() if callable(make) else make)
+        setattr(self.optimizer, _IS_OUTER, True)
+        _agree(self.optimizer)
+        self.optimizer.build(self.common)
+        integer = functools.partial(keras.Variable, "zeros", dtype="int64", trainable=False)
+        self.steps = integer(shape=(), name="outer_steps")
+        self.examples = integer(shape=(settings.fragments,), name="outer_examples")
+        self._exchange = tf.function(self.exchange, autograph=False)
+
+    @property
+    def variables_of_all(self) -> list[Any]:
+        """Returns the variables that are equal on all hosts."""
+        return [*self.common, *self.optimizer.variables, self.steps]
+
+    @property
+    def num_steps(self) -> int:
+        """Returns the number of steps since all hosts were known to have the same parameters."""
+        return int(_components(self.steps)[0].numpy())
+
+    def begin(self) -> None:
+        """Remembers the parameters, if all hosts have the same."""
+        is_new = tf.equal(_components(self.steps)[0].read_value(), 0)
+        tf.cond(is_new, lambda: _copy(self.trained, self.common), lambda: None)
+
+    def end(self, strategy: tf.distribute.Strategy, rows: Any) -> None:
+        """Counts a step, and meets the other hosts if it is time to."""
+        for component in _components(self.steps):
+            component.assign_add(1)
+        for component in _components(self.examples):
+            with tf.device(component.device):
+                component.assign_add(tf.fill(component.shape, tf.cast(rows, tf.int64)))
+        done = _components(self.steps)[0].read_value()
+        for fragment in sorted(set(self.fragments)):
+            is_due = tf.equal((done - self._first(fragment)) % self.period, 0)
+            meet = functools.partial(self.exchange, strategy, fragment)
+            tf.cond(is_due, meet, lambda: None)
+
+    def finish(self, strategy: tf.distribute.Strategy) -> None:
+        """Exchanges all that hosts have trained since the last exchange."""
+        done = self.num_steps
+        for fragment in sorted(set(self.fragments)) if done else ():
+            first = self._first(fragment)
+            if done < first or (done - first) % self.period:
+                self._exchange(strategy, fragment)
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Notes that all hosts have the same parameters."""
+        for variable in (self.steps, self.examples):
+            for component in _components(variable):
+                with tf.device(component.device):
+                    component.assign(tf.zeros_like(component))
+
+    def _first(self, fragment: int) -> int:
+        """Returns after how many steps a fragment is exchanged for the first time."""
+        return (fragment + 1) * self.interval
+
+    def exchange(self, strategy: tf.distribute.Strategy, fragment: int) -> None:
+        """Exchanges a fragment; where this host's replicas meet."""
+        members = [at for at, one in enumerate(self.fragments) if one == fragment]
+        trained, common = ([some[at] for at in members] for some in (self.trained, self.common))
+        extended, devices = strategy.extended, strategy.extended.worker_devices
+        with tf.device(devices[0]):
+            examples = _components(self.examples)[0][fragment]
+        counts = _of_first(examples, devices)
+        with step.host_alone(False):
+            total = extended.reduce_to(SUM, counts, counts)
+        with tf.device(devices[0]):
+            # A host counts by its examples, so that each example counts the same.
+            of_all = getattr(total, "values", (total,))[0]
+            share = tf.math.divide_no_nan(*(tf.cast(n, tf.float64) for n in (examples, of_all)))
+            changes = []
+            for before, now in zip(common, trained, strict=True):
+                old, new = (_components(one)[0].read_value() for one in (before, now))
+                changes.append((old - new) * tf.cast(share, new.dtype))
+        differences = [_of_first(change, devices) for change in changes]
+        with step.host_alone(False):
+            means = extended.sum_gradients(differences, [one.path for one in trained])
+        updates.alone(strategy, lambda grads: self.optimizer.apply(grads, common), means)
+        _copy(common, trained)
+        for component in _components(self.examples):
+            with tf.device(component.device):
+                others = tf.one_hot(fragment, component.shape[0], 0, 1, dtype=tf.int64)
+                component.assign(component.read_value() * others)
+
+
+def build(strategy: tf.distribute.Strategy, leaf: Any, variables: Sequence[Any]) -> None:
+    """Makes the outer loop's state for an optimizer that has just been built, if there is one."""
+    settings = getattr(strategy.extended, "outer", None)
+    if settings is None or is_outer(leaf) or hasattr(leaf, _STATE):
+        return
+    trained = [one for one in variables if not keras_internals.is_overwritten(one)]
+    with tf.init_scope(), strategy.scope():
+        state = OuterState(settings, leaf, trained)
+        setattr(leaf, _STATE, state)
+        leaf._track_trackable(state, _STATE, overwrite=True)  # Keras's `build` tracks nothing.
+
+
+def is_outer(optimizer: Any) -> bool:
+    """Returns whether this is an outer optimizer."""
+    return getattr(optimizer, _IS_OUTER, False)
+
+
+def states_of(optimizer: Any) -> list[OuterState]:
+    """Returns the outer loop's states of an optimizer's parts; none without an outer loop."""
+    leaves = [] if optimizer is None else keras_internals.leaves(optimizer)
+    return [getattr(leaf, _STATE) for leaf in leaves if hasattr(leaf, _STATE)]
+
+
+def apply(optimizer: Any, variables: Sequence[Any] | None, update: Callable[[], Any]) -> Any:
+    """Calls an optimizer's update on this replica, and meets the other hosts if it is time to."""
+    here, strategy = step.current(), tf.distribute.get_strategy()
+    outer = getattr(strategy.extended, "outer", None)
+    if outer is None or here is None or here.alone or here.applies or here.trace is not None:
+        return update()
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        return update()
+
+    def begin(strategy: tf.distribute.Strategy) -> None:
+        if variables is not None:
+            keras_internals.build(optimizer, variables)
+        for state in states_of(optimizer):
+            state.begin()
+
+    def end(strategy: tf.distribute.Strategy) -> None:
+        steps = step.all_running()
+        assert steps is not None
+        for state in states_of(optimizer):
+            # Without a batch, hosts count the same.
+            state.end(strategy, 1 if steps[0].total is None else steps[0].total)
+
+    context.merge_call(begin)
+    with step.changed(applies=True):
+        result = update()
+    context.merge_call(end)
+    return result
+
+
+def finish(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
+    """Exchanges all that hosts have trained since the last exchange; all hosts must call it."""
+    replicas = len(strategy.extended.worker_devices)
+    steps = [ReplicaStep(index, replicas) for index in range(replicas)]
+    with strategy.scope(), step.running(steps):
+        for state in states_of(optimizer):
+            state.finish(strategy)
+
+
+@contextlib.contextmanager
+def common_parameters(model: Any) -> Iterator[None]:
+    """While this lasts, a model has the parameters of the last exchange."""
+    states = [state for state in states_of(getattr(model, "optimizer", None)) if state.num_steps]
+    own = []
+    for state in states:
+        for variable in state.trained:
+            own += [(one, one.read_value()) for one in _components(variable)]
+        _copy(state.common, state.trained)
+    try:
+        yield
+    finally:
+        for component, value in own:
+            with tf.device(component.device):
+                component.assign(value)
+
+
+def _agree(optimizer: Any) -> None:
+    """Raises an error unless all hosts have made the same outer optimizer."""
+    joined = session.current()
+    if joined is not None:
+        config = {**optimizer.get_config(), "name": type(optimizer).__name__}
+        joined.agree({"what": "outer optimizer", "config": json.dumps(config, default=str)})
+
+
+def _components(variable: Any) -> tuple[Any, ...]:
+    """Returns a variable's components on the devices of this host."""
+    components: tuple[Any, ...] = keras_internals.value_of(variable).values
+    return components
+
+
+def _of_first(value: tf.Tensor, devices: Sequence[str]) -> Any:
+    """Returns a value of a host, to be summed over all: its other replicas have zeros."""
+    parts = [value]
+    for device in devices[1:]:
+        with tf.device(device):
+            parts.append(tf.zeros(value.shape, value.dtype))
+    return tf_internals.per_replica(parts)
+
+
+def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:
+    """Gives variables the values of others, on each device of this host."""
+    for source, target in zip(sources, targets, strict=True):
+        for given, component in zip(_components(source), _components(target), strict=True):
+            with tf.device(component.device):
+                component.assign(tf.cast(given.read_value(), component.dtype))
