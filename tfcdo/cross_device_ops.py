@@ -11,16 +11,17 @@ import os
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
+from typing_extensions import Unpack
 
 from tfcdo.cluster.protocol import digest
 from tfcdo.execute import arguments
-from tfcdo.execute.base import ConfiguredCrossDeviceOps, class_options
+from tfcdo.execute.arguments import AllReduceOptions, CommonOptions
+from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.devices import check_device
 from tfcdo.execute.request import check_count
 from tfcdo.plan import copy_tree
 from tfcdo.plan.options import Options
 from tfcdo.plan.packing import PackingOptions
-from tfcdo.topology.topology import Topology
 
 
 class ReductionToOneDevice(ConfiguredCrossDeviceOps):
@@ -32,11 +33,7 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
       accumulation_fn: called with the list of the replicas' tensors, in the order of the replicas,
         on that device; returns their sum or another combination. None for
         `tf.math.add_n`, in 32 bits for 16-bit floats. It does not get `tf.IndexedSlices`.
-      sparse_as_dense: see `AllReduceCrossDeviceOps`.
-      sum_equal_rows: the same.
-      wire_dtype: see `AllReduceCrossDeviceOps`. Values already on the device are exact, and
-        the result only if it is copied from there.
-      error_feedback: see `AllReduceCrossDeviceOps`.
+      **common: see `CommonOptions`.
 
     Raises:
       ValueError: if `reduce_to_device` does not spell a device, or as `AllReduceCrossDeviceOps`;
@@ -53,13 +50,9 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
         self,
         reduce_to_device: str | None = None,
         accumulation_fn: Callable[[list[tf.Tensor]], tf.Tensor] | None = None,
-        *,
-        sparse_as_dense: bool = False,
-        sum_equal_rows: bool = False,
-        wire_dtype: str | tf.DType | None = None,
-        error_feedback: bool = False,
+        **common: Unpack[CommonOptions],
     ) -> None:
-        common = class_options(wire_dtype, error_feedback, sparse_as_dense, sum_equal_rows)
+        chosen = arguments.check_common(self, common, CommonOptions)
         if reduce_to_device is not None:
             check_device("reduce_to_device", reduce_to_device)
         if accumulation_fn is not None and not callable(accumulation_fn):
@@ -68,11 +61,11 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
                 f"got {accumulation_fn!r}"
             )
         super().__init__(
-            Options("one_device", one_device=True, **common),
+            Options("one_device", one_device=True, **chosen),
             accumulation_fn,
             reduce_to_device,
         )
-        self._show(reduce_to_device=reduce_to_device, accumulation_fn=accumulation_fn)
+        self._arguments = {"reduce_to_device": reduce_to_device, "accumulation_fn": accumulation_fn}
 
     @property
     def compared_among_hosts(self) -> dict[str, str]:
@@ -103,47 +96,15 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         `AutoAllReduce`.
       agg_small_grads_max_bytes: see above.
       agg_small_grads_max_group: see above.
-      topology: the machine that the devices are part of, or a file with one, as
-        `tfcdo.topology.measure` writes it; None: detect automatically, without measurements.
       require_nccl: raise `RuntimeError` where NCCL cannot sum some values, rather than use copy
         trees; only with "nccl". This is not about `tf.IndexedSlices`, which go along copy trees.
-      sparse_as_dense: whether each replica's `tf.IndexedSlices` become a dense tensor first, and
-        the result is dense, as in Horovod. False: the result has the rows of all replicas one after
-        the other, as one device has them for the whole batch. True sends the table once in each
-        direction, instead of the rows of all replicas to each replica. It changes the training with
-        Adam, RMSprop, Adagrad and clipping: they square or clip the sum of the rows of an index,
-        not each row, and change all rows of the table. Slices without `dense_shape` are sent as
-        rows.
-      sum_equal_rows: whether rows of the same index are added before they are copied to the
-        replicas, as rows or as tables, whichever has fewer bytes. The result is `tf.IndexedSlices`
-        of each index once, sorted. This sends fewer bytes where words repeat. It changes the
-        training with optimizers that square or clip rows; SGD without clipping trains as on one
-        device.
-      wire_dtype: "bfloat16" or "float16" to send float32 and float64 in 16 bits: they are cast
-        before each copy to another device and added in their own dtype where they arrive, so that
-        only copies are rounded, never partial sums. Replicas stay bitwise identical. None to
-        send values as they are, as integers, complex numbers, 16-bit floats and
-        `tf.IndexedSlices` always are. Only gradients are cast: batches of several values. Single
-        numbers and values that a strategy reduces alone (losses, metrics, statistics of
-        synchronized layers, variables) are exact. NCCL adds in `wire_dtype` itself.
-      error_feedback: add the rounding errors of a step to the gradients of the next step, so that
-        over many steps nothing is lost: with all-reduces in a `tf.function`, or eagerly in batches
-        of the same shapes. It is kept in variables, saved by `tf.train.Checkpoint(ops=...)` and set
-        to 0 by `reset_error_feedback`. The errors of NCCL's additions are not kept.
+      **common: see `AllReduceOptions`.
 
     Raises:
       ValueError: if a number is negative, the algorithm is unknown, NCCL is required with another
-        algorithm, `wire_dtype` is another dtype, or None
-        although there is `error_feedback`; when values are reduced, if copy trees do not span their
-        devices.
-      TypeError: if a number is not an int, `topology` not a topology, `require_nccl`,
-        `sparse_as_dense`, `sum_equal_rows` or `error_feedback` not a bool, or `wire_dtype` not a
-        dtype.
-
-    References:
-      Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
-      Distributed Training of Speech DNNs", Interspeech 2014; Karimireddy et al., "Error Feedback
-      Fixes SignSGD and other Gradient Compression Schemes", ICML 2019.
+        algorithm, or as `AllReduceOptions`; when values are reduced, if copy trees do not span
+        their devices.
+      TypeError: if a number is not an int, `require_nccl` not a bool, or as `AllReduceOptions`.
 
     Example:
       >>> ops = AllReduceCrossDeviceOps("ring", num_packs=4)
@@ -157,16 +118,11 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
         *,
-        topology: Topology | str | os.PathLike[str] | None = None,
         require_nccl: bool = False,
-        sparse_as_dense: bool = False,
-        sum_equal_rows: bool = False,
-        wire_dtype: str | tf.DType | None = None,
-        error_feedback: bool = False,
+        **common: Unpack[AllReduceOptions],
     ) -> None:
-        common = class_options(wire_dtype, error_feedback, sparse_as_dense, sum_equal_rows)
+        chosen = arguments.check_common(self, common, AllReduceOptions)
         algorithm = arguments.check_algorithm(all_reduce_alg)
-        measured = arguments.read_topology(topology)
         if not isinstance(require_nccl, bool):
             raise TypeError(f"require_nccl must be True or False; got {require_nccl!r}")
         if require_nccl and algorithm != "nccl":
@@ -186,20 +142,19 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
             Options(
                 "hierarchical_copy" if nccl else algorithm,
                 packing,
-                measured,
                 nccl="always" if nccl else "auto" if algorithm == "auto" else "never",
                 require_nccl=require_nccl,
-                **common,
+                **chosen,
             )
         )
-        self._show(
-            all_reduce_alg=algorithm,
-            num_packs=num_packs,
-            agg_small_grads_max_bytes=agg_small_grads_max_bytes,
-            agg_small_grads_max_group=agg_small_grads_max_group,
-            topology=self._options.topology,
-            require_nccl=require_nccl,
-        )
+        self._arguments = {
+            "all_reduce_alg": algorithm,
+            "num_packs": num_packs,
+            "agg_small_grads_max_bytes": agg_small_grads_max_bytes,
+            "agg_small_grads_max_group": agg_small_grads_max_group,
+            "topology": self._options.topology,
+            "require_nccl": require_nccl,
+        }
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):
@@ -215,12 +170,8 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 
     Args:
       num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value.
-      topology: the machine, see `AllReduceCrossDeviceOps`. Only the copy trees use it.
       require_nccl: raise `RuntimeError`, when values are reduced, instead of using copy trees.
-      sparse_as_dense: see `AllReduceCrossDeviceOps`.
-      sum_equal_rows: the same.
-      wire_dtype: see `AllReduceCrossDeviceOps`.
-      error_feedback: the same.
+      **common: see `AllReduceOptions`.
 
     Raises:
       ValueError: if `num_packs` is negative, or as `AllReduceCrossDeviceOps`.
@@ -235,24 +186,15 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         self,
         num_packs: int = 1,
         *,
-        topology: Topology | str | os.PathLike[str] | None = None,
         require_nccl: bool = False,
-        sparse_as_dense: bool = False,
-        sum_equal_rows: bool = False,
-        wire_dtype: str | tf.DType | None = None,
-        error_feedback: bool = False,
+        **common: Unpack[AllReduceOptions],
     ) -> None:
-        super().__init__(
-            "nccl",
-            num_packs,
-            topology=topology,
-            require_nccl=require_nccl,
-            sparse_as_dense=sparse_as_dense,
-            sum_equal_rows=sum_equal_rows,
-            wire_dtype=wire_dtype,
-            error_feedback=error_feedback,
-        )
-        self._show(num_packs=num_packs, topology=self._options.topology, require_nccl=require_nccl)
+        super().__init__("nccl", num_packs, require_nccl=require_nccl, **common)
+        self._arguments = {
+            "num_packs": num_packs,
+            "topology": self._options.topology,
+            "require_nccl": require_nccl,
+        }
 
 
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
@@ -265,11 +207,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 
     Args:
       num_packs: into how many packs all values of one dtype are cut; 0 for one pack per value.
-      topology: the machine, see `AllReduceCrossDeviceOps`.
-      sparse_as_dense: see `AllReduceCrossDeviceOps`.
-      sum_equal_rows: the same.
-      wire_dtype: see `AllReduceCrossDeviceOps`.
-      error_feedback: the same.
+      **common: see `AllReduceOptions`.
 
     Raises:
       ValueError: if `num_packs` is negative, or as `AllReduceCrossDeviceOps`.
@@ -284,23 +222,10 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     def __init__(
         self,
         num_packs: int = 1,
-        *,
-        topology: Topology | str | os.PathLike[str] | None = None,
-        sparse_as_dense: bool = False,
-        sum_equal_rows: bool = False,
-        wire_dtype: str | tf.DType | None = None,
-        error_feedback: bool = False,
+        **common: Unpack[AllReduceOptions],
     ) -> None:
-        super().__init__(
-            "hierarchical_copy",
-            num_packs,
-            topology=topology,
-            sparse_as_dense=sparse_as_dense,
-            sum_equal_rows=sum_equal_rows,
-            wire_dtype=wire_dtype,
-            error_feedback=error_feedback,
-        )
-        self._show(num_packs=num_packs, topology=self._options.topology)
+        super().__init__("hierarchical_copy", num_packs, **common)
+        self._arguments = {"num_packs": num_packs, "topology": self._options.topology}
 
 
 class AutoAllReduce(AllReduceCrossDeviceOps):
@@ -312,15 +237,11 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
     choice and its reason are logged.
 
     Args:
-      topology: the machine, see `AllReduceCrossDeviceOps`.
       plan: the path of a plan that `tfcdo plan --save` has written for this machine, whose copy
         trees are used for all sizes; None to plan here. With a plan, NCCL is not used.
       nccl: whether NCCL may be taken; False keeps to copy trees. So does a `wire_dtype`, in which
         NCCL would also add.
-      sparse_as_dense: see `AllReduceCrossDeviceOps`.
-      sum_equal_rows: the same.
-      wire_dtype: see `AllReduceCrossDeviceOps`.
-      error_feedback: the same.
+      **common: see `AllReduceOptions`.
 
     Raises:
       TypeError: if `topology` is not a topology, `plan` is not a path, `nccl` is not a bool,
@@ -339,22 +260,11 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
     def __init__(
         self,
         *,
-        topology: Topology | str | os.PathLike[str] | None = None,
         plan: str | os.PathLike[str] | None = None,
         nccl: bool = True,
-        sparse_as_dense: bool = False,
-        sum_equal_rows: bool = False,
-        wire_dtype: str | tf.DType | None = None,
-        error_feedback: bool = False,
+        **common: Unpack[AllReduceOptions],
     ) -> None:
-        super().__init__(
-            "auto",
-            topology=topology,
-            sparse_as_dense=sparse_as_dense,
-            sum_equal_rows=sum_equal_rows,
-            wire_dtype=wire_dtype,
-            error_feedback=error_feedback,
-        )
+        super().__init__("auto", **common)
         if not isinstance(nccl, bool):
             raise TypeError(f"nccl must be True or False; got {nccl!r}")
         if not nccl:
@@ -364,7 +274,7 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
             self._options = dataclasses.replace(
                 self._options, algorithm=saved.schedule, nccl="never", saved=saved
             )
-        self._show(topology=self._options.topology, plan=plan, nccl=nccl)
+        self._arguments = {"topology": self._options.topology, "plan": plan, "nccl": nccl}
 
     @property
     def compared_among_hosts(self) -> dict[str, str]:

@@ -27,7 +27,7 @@ from absl.testing import parameterized
 from testing_utils import MEAN, SUM
 
 import tfcdo
-from tfcdo import log
+from tfcdo import cross_device_ops, log
 from tfcdo.plan import algorithms
 
 # One for each way that values take: onto one device; in packs; each for itself but for small ones.
@@ -69,6 +69,7 @@ ALL_REDUCES: list[Any] = [
     tfcdo.NcclAllReduce,
     tfcdo.HierarchicalCopyAllReduce,
 ]
+_COMMON = cross_device_ops.CommonOptions.__doc__ or ""
 
 
 class SignatureTest(parameterized.TestCase):
@@ -83,11 +84,35 @@ class SignatureTest(parameterized.TestCase):
         (tfcdo.HierarchicalCopyAllReduce, "num_packs=1"),
     )
     def test_constructors_are_drop_in(self, cls, expected):
-        parameters = inspect.signature(cls).parameters.values()
+        *parameters, common = inspect.signature(cls).parameters.values()
+        self.assertEqual(common.kind, common.VAR_KEYWORD)
         positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
         self.assertEqual(expected, ", ".join(f"{p.name}={p.default!r}" for p in positional))
         for parameter in parameters:
             self.assertIsNot(parameter.default, parameter.empty)
+
+    @parameterized.parameters(tfcdo.ReductionToOneDevice, tfcdo.AutoAllReduce, *ALL_REDUCES)
+    def test_options_that_several_classes_accept(self, cls):
+        options: dict[str, Any] = {"sparse_as_dense": True, "sum_equal_rows": True}
+        options |= {"wire_dtype": "float16", "error_feedback": True}
+        accepted = cross_device_ops.CommonOptions
+        if cls is not tfcdo.ReductionToOneDevice:
+            options["topology"] = tfcdo.topology.preset("dgx1")
+            accepted = cross_device_ops.AllReduceOptions
+        # As a reference or an editor shows them.
+        self.assertEqual(set(accepted.__annotations__), set(options))
+        for name in options:
+            self.assertIn(f"      {name}: ", (accepted.__doc__ or "") + _COMMON)
+        made = cls(**options)
+        for name, value in options.items():
+            self.assertIn(f"{name}={getattr(value, 'name', value)!r}", repr(made))
+        for unknown in ("wire", "topologie"):
+            message = rf"{cls.__name__}\(\) got an unexpected keyword argument '{unknown}'"
+            with self.assertRaisesRegex(TypeError, message):
+                cls(**{unknown: None})
+        if cls is tfcdo.ReductionToOneDevice:
+            with self.assertRaisesRegex(TypeError, "unexpected keyword argument 'topology'"):
+                cls(topology=None)
 
     def test_classes(self):
         for cls in [tfcdo.ReductionToOneDevice, *ALL_REDUCES]:

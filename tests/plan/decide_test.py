@@ -16,7 +16,7 @@ from tfcdo.plan.copy_tree import star
 from tfcdo.plan.decide import MIN_EXCHANGED_BYTES, decide, nccl_dtypes
 from tfcdo.plan.options import BetweenHosts, Machine, Options
 from tfcdo.plan.packing import PackingOptions
-from tfcdo.plan.plan import IDENTITY, Batch, Codec, Plan, PlannedPack, Request, RootStep, ValueSpec
+from tfcdo.plan.plan import Batch, Plan, PlannedPack, Request, RootStep, ValueSpec
 from tfcdo.topology.measured import Measured
 from tfcdo.topology.presets import preset
 
@@ -144,41 +144,42 @@ class OneHostTest(parameterized.TestCase):
         requests = (Request(f32(4), (0, 1, 2)), Request(f32(), (0, 1, 2), exact=True))
         asked = dataclasses.replace(batch(f32(4)), requests=requests)
         self.assertEqual(contents(plan(asked)), [[(0, 0, 4), (1, 0, 1)]])
-        made = plan(asked, wire="bfloat16")
+        made = plan(asked, wire=Cast("bfloat16"))
         self.assertEqual(contents(made), [[(0, 0, 4)], [(1, 0, 1)]])
-        self.assertEqual([pack.codec for pack in made.packs], [Codec("bfloat16"), IDENTITY])
+        self.assertEqual([pack.wire for pack in made.packs], [Cast("bfloat16"), None])
 
     @parameterized.parameters(
-        ("float32", "bfloat16", Codec("bfloat16")),
-        ("float32", "float16", Codec("float16", scale=True)),
-        ("float64", "bfloat16", Codec("bfloat16", scale=True)),
-        ("int32", "float16", IDENTITY),
-        ("float16", "float16", IDENTITY),
-        ("complex64", "bfloat16", IDENTITY),
+        ("float32", "bfloat16", True, False),
+        ("float32", "float16", True, True),
+        ("float64", "bfloat16", True, True),
+        ("int32", "float16", False, False),
+        ("float16", "float16", False, False),
+        ("complex64", "bfloat16", False, False),
     )
-    def test_codecs(self, dtype, wire, expected):
+    def test_casts(self, dtype, wire, is_cast, scaled):
         asked = batch(ValueSpec(dtype, (8,)))
-        self.assertEqual(plan(asked, wire=wire).packs[0].codec, expected)
-        self.assertEqual(plan(asked).packs[0].codec, IDENTITY)
-        feedback = plan(asked, wire=wire, error_feedback=True).packs[0].codec
-        self.assertEqual(feedback.feedback, expected.dtype is not None)
+        for cast in (Cast(wire), Cast(wire, error_feedback=True)):
+            [pack] = plan(asked, wire=cast).packs
+            self.assertEqual(pack.wire, cast if is_cast else None)
+            self.assertEqual(pack.scaled, scaled)
+        self.assertIsNone(plan(asked).packs[0].wire)
         # One replica sends nothing; of a result elsewhere, no device keeps errors.
-        self.assertEqual(plan(batch(f32(8), replicas=1), wire=wire).packs[0].codec, IDENTITY)
-        sent = plan(batch(f32(8), replicas=1, to=(1,), nodes=2), wire="float16").packs[0].codec
-        self.assertEqual(sent.dtype, "float16")
-        elsewhere = plan(batch(f32(8), to=(1,)), wire=wire, error_feedback=True).packs[0].codec
-        self.assertFalse(elsewhere.feedback)
+        self.assertIsNone(plan(batch(f32(8), replicas=1), wire=cast).packs[0].wire)
+        sent = plan(batch(f32(8), replicas=1, to=(1,), nodes=2), wire=cast).packs[0].wire
+        self.assertEqual(sent, Cast(wire))
+        elsewhere = plan(batch(f32(8), to=(1,)), wire=cast).packs[0].wire
+        self.assertEqual(elsewhere, Cast(wire))
 
     def test_limits_are_of_the_bytes_that_are_sent(self):
         options = PackingOptions(1, bytes_per_pack=8)
         self.assertLen(plan(batch(f32(8)), packing=options).packs, 4)
-        self.assertLen(plan(batch(f32(8)), packing=options, wire="float16").packs, 2)
+        self.assertLen(plan(batch(f32(8)), packing=options, wire=Cast("float16")).packs, 2)
 
         # What is sent in 16 bits is added in 32: concatenating takes twice as long for each byte.
         limit = 6.5e-6 * preset("shared_memory", K).addition_bandwidth
         for size, count in ((int(0.4 * limit), 2), (int(0.2 * limit), 1)):
             asked = batch(f32(size), f32(3))
-            [pack] = plan(asked, "shared_memory", wire="float16").packs
+            [pack] = plan(asked, "shared_memory", wire=Cast("float16")).packs
             self.assertLen(pack.tensors, count)
 
     def test_windows_are_within_their_own_group(self):
@@ -198,7 +199,7 @@ class OneHostTest(parameterized.TestCase):
             made = plan(
                 batch(f32(8), ValueSpec("int64", (8,))),
                 packing=PackingOptions(None),
-                wire="float16",
+                wire=Cast("float16"),
             )
             # Values of two dtypes share the first pack of bytes; leaves wait for the last part.
             shared = plan(batch(f32(10), ValueSpec("int64", (15,))), packing=PackingOptions(None))
@@ -221,7 +222,7 @@ class OneHostTest(parameterized.TestCase):
             plan(asked, algorithm="ring"),
             plan(asked, packing=PackingOptions(2)),
             plan(batch(f32(3), f32(4, 2))),
-            plan(asked, wire="float16"),
+            plan(asked, wire=Cast("float16")),
             plan(batch(f32(4, 2), f32(3), op="mean")),
         ]
         self.assertLen({first.fingerprint, *(other.fingerprint for other in others)}, 6)
@@ -247,7 +248,7 @@ class HostsTest(parameterized.TestCase):
             asked = batch(f32(size), hosts=2, exchange=self.CAST)
             [pack] = plan(asked, between=between).packs
             self.assertEqual(pack.root, expected)
-            self.assertEqual(pack.codec, IDENTITY)
+            self.assertIsNone(pack.wire)
         for exchange in (self.CAST, Blocks(error_feedback=True)):
             asked = batch(ValueSpec("float64", (LARGE,)), op="mean", hosts=2, exchange=exchange)
             [pack] = plan(asked, between=between).packs
@@ -343,13 +344,13 @@ class NcclTest(parameterized.TestCase):
         (batch(ValueSpec("float32", (None, 2), rows=True)), "always", None, set()),
     )
     def test_only_dtypes_that_it_would_add_are_asked_for(self, asked, nccl, wire, expected):
-        self.assertEqual(nccl_dtypes(asked, Options(nccl=nccl, wire=wire)), expected)
+        self.assertEqual(nccl_dtypes(asked, Options(nccl=nccl, wire=wire and Cast(wire))), expected)
         reasons = tuple((dtype, "") for dtype in expected)
-        packs = plan(asked, "nvswitch", reasons, nccl=nccl, wire=wire).packs
+        packs = plan(asked, "nvswitch", reasons, nccl=nccl, wire=wire and Cast(wire)).packs
         self.assertEqual([pack.tree is None for pack in packs], [bool(expected)] * len(packs))
 
     def test_auto_does_not_add_in_16_bits(self):
-        settings = {"algorithm": "auto", "nccl": "auto", "wire": "float16"}
+        settings = {"algorithm": "auto", "nccl": "auto", "wire": Cast("float16")}
         [pack, *_] = plan(batch(f32(4)), "nvswitch", (("float16", ""),), **settings).packs
         self.assertIsNotNone(pack.tree)
 

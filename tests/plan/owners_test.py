@@ -6,6 +6,7 @@ import dataclasses
 
 from absl.testing import absltest, parameterized
 
+from tfcdo.exchange import Cast
 from tfcdo.plan import copy_tree, owners, summary
 from tfcdo.plan.decide import decide
 from tfcdo.plan.options import BetweenHosts, Machine, Options
@@ -72,7 +73,7 @@ class PlanTest(parameterized.TestCase):
         self.assertEqual(*totals)
 
     def test_weights_are_sent_in_their_own_dtype(self):
-        options = Options("one_device", wire="bfloat16")
+        options = Options("one_device", wire=Cast("bfloat16"))
         plan = decide(_batch(2), options, Machine(preset("nvswitch", 2)))
         total = sum(summary.bytes_by_edge(plan).values())
         cast = sum(size for size in SIZES if size != 1)

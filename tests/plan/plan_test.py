@@ -11,7 +11,6 @@ from tfcdo.exchange import Blocks, Cast, PackSpec, Sum, casts
 from tfcdo.plan import summary
 from tfcdo.plan.copy_tree import chain, star
 from tfcdo.plan.plan import (
-    Codec,
     FusedTensor,
     Plan,
     PlannedPack,
@@ -81,7 +80,7 @@ class FingerprintTest(parameterized.TestCase):
     @parameterized.parameters(
         ((PACKS[1], PACKS[0], PACKS[2]),),
         ((pack((0, 0, 5), tree=star(3, 1)), *PACKS[1:]),),
-        ((pack((0, 0, 5), codec=Codec("bfloat16")), *PACKS[1:]),),
+        ((pack((0, 0, 5), wire=Cast("bfloat16")), *PACKS[1:]),),
         ((pack((0, 0, 5), root=RootStep(divide=3)), *PACKS[1:]),),
         ((*PACKS[:2], pack((1, 0, 5), after=0)),),
         ((pack((0, 0, 10)), pack((1, 0, 5))),),
@@ -108,7 +107,7 @@ class SummaryTest(parameterized.TestCase):
                     (FusedTensor((Slice(0, 0, 6),)),),
                     "float32",
                     star(2),
-                    Codec("bfloat16", feedback=True),
+                    Cast("bfloat16", error_feedback=True),
                 ),
             ),
         )
@@ -136,7 +135,7 @@ class SummaryTest(parameterized.TestCase):
             self.assertNotEqual(key, summary.residual_key(other))
 
     def test_schedule(self):
-        made = plan(pack((0, 0, 10), codec=Codec("float16", scale=True)), pack((1, 0, 5)))
+        made = plan(pack((0, 0, 10), wire=Cast("float16")), pack((1, 0, 5)))
         found = summary.schedule(made)
         assert found is not None
         self.assertEqual([(p.start, p.stop) for p in found.packs], [(0, 20), (20, 40)])
@@ -151,7 +150,7 @@ class SummaryTest(parameterized.TestCase):
         for made, expected in (
             # Up and down a chain; 16-bit partial sums are of 32 bits, scales 4 bytes.
             (plan(pack(*both, tree=chain(3))), [60, 60]),
-            (plan(pack(*both, tree=chain(3), codec=Codec("float16", scale=True))), [34, 34]),
+            (plan(pack(*both, tree=chain(3), wire=Cast("float16"))), [34, 34]),
         ):
             up = [summary.bytes_by_edge(made)[edge] for edge in ((2, 1), (1, 0))]
             down = [summary.bytes_by_edge(made)[edge] for edge in ((0, 1), (1, 2))]

@@ -9,11 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import checks, tf_internals
+from tfcdo import tf_internals
 from tfcdo.exchange.protocol import SUM, Exchange
 from tfcdo.execute import copy_trees, explain, nccl, request
 from tfcdo.execute.between import Network
-from tfcdo.execute.codec import check_wire_dtype
 from tfcdo.execute.devices import devices_of, existing_device
 from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback, Residuals
@@ -42,43 +41,39 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
     ) -> None:
         super().__init__()
         self._options = options
-        self._arguments: dict[str, Any] = {}
+        self._arguments: dict[str, Any] = {}  # The others, as `repr` shows them.
         self.accumulation_fn = accumulation_fn
         self.reduce_to_device = reduce_to_device
-        self._feedback = ErrorFeedback() if options.error_feedback else None
+        self._feedback = ErrorFeedback() if options.wire and options.wire.error_feedback else None
         if self._feedback is not None:
             self._track_trackable(self._feedback, "error_feedback")
         self._network: Network | None = None
 
-    def _show(self, **arguments: Any) -> None:
-        """Has the `repr` show these arguments, and common ones that are not the default."""
-        common = {
+    @property
+    def _common(self) -> dict[str, Any]:
+        """Returns the arguments that all classes accept."""
+        wire = self._options.wire
+        return {
             "sparse_as_dense": self._options.sparse_as_dense,
             "sum_equal_rows": self._options.sum_equal_rows,
-            "wire_dtype": self._options.wire,
-            "error_feedback": self._options.error_feedback,
+            "wire_dtype": wire.dtype if wire else None,
+            "error_feedback": wire is not None and wire.error_feedback,
         }
-        self._arguments = {**arguments, **{name: value for name, value in common.items() if value}}
 
     @property
     def compared_among_hosts(self) -> dict[str, str]:
         """Returns the class and its arguments, by name: all hosts must have the same."""
-        arguments = {
-            "sparse_as_dense": self._options.sparse_as_dense,
-            "sum_equal_rows": self._options.sum_equal_rows,
-            "wire_dtype": self._options.wire,
-            "error_feedback": self._options.error_feedback,
-            **self._arguments,
-        }
+        arguments = {**self._common, **self._arguments}
         return {
             "cross_device_ops": type(self).__name__,
             **{f"cross_device_ops.{name}": _compared(each) for name, each in arguments.items()},
         }
 
     def __repr__(self) -> str:
+        shown = {name: value for name, value in self._common.items() if value}
         arguments = ", ".join(
             f"{name}={value.name if isinstance(value, Topology) else value!r}"
-            for name, value in self._arguments.items()
+            for name, value in {**self._arguments, **shown}.items()
         )
         return f"{type(self).__name__}({arguments})"
 
@@ -337,7 +332,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
             return None
         for pack in plan.packs:
             value = plan.values[pack.slices[0].value]
-            if pack.codec.feedback and value.size is None:
+            if pack.wire and pack.wire.error_feedback and value.size is None:
                 raise ValueError(
                     "error_feedback needs values whose shapes are known while a function is "
                     f"traced; got {value}"
@@ -378,22 +373,3 @@ def _compared(value: Any) -> str:
     if isinstance(value, Topology):
         return f"{value.name!r}, {value.fingerprint[:8]}"
     return getattr(value, "__qualname__", repr(value))
-
-
-def class_options(
-    wire_dtype: Any = None,
-    error_feedback: Any = False,
-    sparse_as_dense: Any = False,
-    sum_equal_rows: Any = False,
-) -> dict[str, Any]:
-    """Checks the arguments that all classes have; returns them as fields of `Options`."""
-    checks.check_bool("sparse_as_dense", sparse_as_dense)
-    checks.check_bool("sum_equal_rows", sum_equal_rows)
-    wire = check_wire_dtype("wire_dtype", wire_dtype)
-    request.check_error_feedback(error_feedback, wire)
-    return {
-        "wire": wire,
-        "error_feedback": error_feedback,
-        "sparse_as_dense": sparse_as_dense,
-        "sum_equal_rows": sum_equal_rows,
-    }

@@ -9,53 +9,43 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
+from tfcdo import dtypes
 from tfcdo.exchange import rounding
 from tfcdo.execute import gradients
 from tfcdo.execute.feedback import Residuals
-from tfcdo.plan.plan import Codec
-
-WIRE_DTYPES = ("bfloat16", "float16")  # The dtypes that `wire_dtype=` accepts.
-
-
-def check_wire_dtype(name: str, value: Any) -> str | None:
-    """Returns the argument `name` as the name of a wire dtype, or None."""
-    names = ", ".join(map(repr, WIRE_DTYPES))
-    accepted = f"{name} must be {names}, the tf.DType of one of them, or None"
-    if value is None:
-        return None
-    if not isinstance(value, (str, tf.DType)):
-        raise TypeError(f"{accepted}; got {value!r}")
-    dtype = value if isinstance(value, str) else value.name
-    if dtype not in WIRE_DTYPES:
-        raise ValueError(f"{accepted}; got {value!r}")
-    return dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class PackCodec:
     """The codec of one pack, with the rounding errors that its devices keep."""
 
-    codec: Codec
+    wire: str  # The dtype that is sent.
     dtype: tf.DType  # Of the values.
     residuals: Residuals | None = None  # None without error feedback.
     pack: int = 0  # Its number.
+
+    @property
+    def scaled(self) -> bool:
+        """Returns whether values are scaled before they are cast."""
+        return dtypes.needs_scale(self.wire, self.dtype.name)
 
     def encode(self, tensors: Sequence[tf.Tensor], node: int) -> list[tf.Tensor]:
         """Encodes tensors on the current device, a node's; a scale, if any, comes last."""
         if not tensors:
             return []
         carried = self.carry(tensors, node)
-        scale = _scale_of(carried, self.codec.dtype) if self.codec.scale else None
+        scale = None
+        if self.scaled:
+            scale = rounding.scale_for(rounding.largest_magnitude(carried), self.wire)
         sent = self.round(carried, node, scale)
         return sent if scale is None else [*sent, scale]
 
     def decode(self, sent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Makes the tensors again, on the current device, of a copy of the result of `encode`."""
-        if not self.codec.scale or not sent:
+        if not self.scaled or not sent:
             return [decode(bits, self.dtype) for bits in sent]
         *encoded, scale = sent
         return [decode(bits, self.dtype, scale) for bits in encoded]
@@ -71,8 +61,7 @@ class PackCodec:
         self, tensors: Sequence[tf.Tensor], node: int, scale: tf.Tensor | None
     ) -> list[tf.Tensor]:
         """Casts tensors to the wire's dtype, on the current device, and keeps the errors."""
-        assert self.codec.dtype is not None
-        sent = [encode(tensor, self.codec.dtype, scale) for tensor in tensors]
+        sent = [encode(tensor, self.wire, scale) for tensor in tensors]
         if self.residuals is not None:
             errors = self._errors(tensors, node)
             for error, tensor, bits in zip(errors, tensors, sent, strict=True):
@@ -90,11 +79,6 @@ class PackCodec:
             )
             for index, tensor in enumerate(tensors)
         ]
-
-
-def _scale_of(tensors: Sequence[tf.Tensor], wire: str | None) -> tf.Tensor:
-    assert wire is not None
-    return rounding.scale_for(rounding.largest_magnitude(tensors), wire)
 
 
 def encode(tensor: tf.Tensor, wire_dtype: str, scale: tf.Tensor | None = None) -> tf.Tensor:

@@ -17,7 +17,7 @@ from tfcdo.execute import copy_trees, nccl, numerics, planned, rows
 from tfcdo.execute.between import Collectives
 from tfcdo.execute.codec import PackCodec
 from tfcdo.execute.feedback import Residuals
-from tfcdo.plan.plan import Codec, FusedTensor, Plan, PlannedPack, Slice
+from tfcdo.plan.plan import FusedTensor, Plan, PlannedPack, Slice
 
 # The tensors, or slices, of one pack: `held[node]`, None for a node without a value.
 Held = list[Any]
@@ -86,7 +86,7 @@ def _reduce_pack(
         return _reduce_without_tree(plan, index, held, devices, runtime)
     if after is not None:
         held = _after(pack, held, after, devices)
-    codec = _codec(pack, index, pack.codec, runtime)
+    codec = _codec(pack, index, runtime)
     root = devices[tree.root]
     match pack.kind:
         case "rows":
@@ -112,11 +112,11 @@ def _reduce_pack(
     return _encoded_down(pack, codec, result, devices)
 
 
-def _codec(pack: PlannedPack, index: int, codec: Codec, runtime: Runtime) -> PackCodec | None:
-    if codec.dtype is None:
+def _codec(pack: PlannedPack, index: int, runtime: Runtime) -> PackCodec | None:
+    if pack.wire is None:
         return None
-    residuals = runtime.residuals if codec.feedback else None
-    return PackCodec(codec, tf.as_dtype(pack.dtype), residuals, index)
+    residuals = runtime.residuals if pack.wire.error_feedback else None
+    return PackCodec(pack.wire.dtype, tf.as_dtype(pack.dtype), residuals, index)
 
 
 def _after(pack: PlannedPack, held: Held, after: Held, devices: Sequence[str]) -> Held:
@@ -247,7 +247,7 @@ def _reduce_without_tree(
     """Reduces a pack by collectives over all devices: of this host, or of all hosts."""
     pack = plan.packs[index]
     if not plan.over_hosts:
-        codec = _codec(pack, index, pack.codec, runtime)
+        codec = _codec(pack, index, runtime)
         return nccl.reduce_pack(held, devices, codec, pack.root.divide)
     assert runtime.collectives is not None
     results = []

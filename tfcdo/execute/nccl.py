@@ -181,11 +181,10 @@ def _reduce_encoded(
     codec: PackCodec,
     divide: int | None,
 ) -> list[list[tf.Tensor]]:
-    ranks, wire = range(len(devices)), codec.codec.dtype
-    assert wire is not None
+    ranks, wire = range(len(devices)), codec.wire
     carried = _on_each(devices, codec.carry, held, ranks)
     scales: list[Any] = [None] * len(devices)
-    if codec.codec.scale:
+    if codec.scaled:
         largest = _emit(_on_each(devices, rounding.largest_magnitude, carried), devices, "max")
         scales = _on_each(devices, lambda one: rounding.scale_for(one, wire, len(devices)), largest)
     bits = _on_each(devices, codec.round, carried, ranks, scales)

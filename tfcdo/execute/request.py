@@ -89,17 +89,6 @@ def check_numeric(reductions: Sequence[Reduction]) -> None:
             )
 
 
-def check_error_feedback(value: Any, wire: str | None) -> None:
-    """Raises unless `error_feedback` is a bool, and False if `wire_dtype` casts nothing."""
-    if not isinstance(value, bool):
-        raise TypeError(f"error_feedback must be True or False; got {value!r}")
-    if value and wire is None:
-        raise ValueError(
-            "error_feedback must be False without wire_dtype, as nothing is rounded then; "
-            "got error_feedback=True and wire_dtype=None"
-        )
-
-
 def check_pairs(value_destination_pairs: Any, by_strategy: bool = False) -> list[Reduction]:
     """Checks the pairs that a `batch_reduce` is called with, by a strategy or a direct caller."""
     # An optimizer reduces all gradients in one batch. A synchronized layer reduces each statistic

@@ -9,15 +9,14 @@ import dataclasses
 import functools
 
 from tfcdo import dtypes
+from tfcdo.exchange.casts import Cast
 from tfcdo.exchange.protocol import SUM, Exchange
 from tfcdo.plan import algorithms, copy_tree, nccl_choice, packing
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.options import Machine, Options
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import (
-    IDENTITY,
     Batch,
-    Codec,
     FusedTensor,
     Plan,
     PlannedPack,
@@ -91,9 +90,9 @@ def nccl_dtypes(batch: Batch, options: Options) -> set[str]:
     if batch.replicas == 1 or batch.has_owners or batch.stays_rows:
         return set()
     return {
-        codec.dtype or packed_dtype(batch, request)
+        wire.dtype if wire else packed_dtype(batch, request)
         for request in batch.requests
-        for codec in [_codec(batch, request, options)]
+        for wire in [_wire(batch, request, options)]
     }
 
 
@@ -110,24 +109,19 @@ def _is_cast(request: Request) -> bool:
     return not request.exact and not value.rows and value.dtype in dtypes.CAST
 
 
-def _codec(batch: Batch, request: Request, options: Options) -> Codec:
-    """Returns how a value is encoded where it is copied to another device."""
-    if options.wire is None or not _is_cast(request):
-        return IDENTITY
+def _wire(batch: Batch, request: Request, options: Options) -> Cast | None:
+    """Returns how a value is cast where it is copied to another device; None for as it is."""
+    wire = options.wire
+    if wire is None or not _is_cast(request):
+        return None
     holders = {batch.nodes[node] for node in range(batch.replicas)}
     devices = holders | {batch.nodes[node] for node in request.to}
-    if options.error_feedback and holders == {""} and len(devices) > 2:
-        return IDENTITY  # One argument that all replicas share: no device could keep its errors.
+    if wire.error_feedback and holders == {""} and len(devices) > 2:
+        return None  # One argument that all replicas share: no device could keep its errors.
     # Values of unknown devices are taken to be on different ones.
     if len(devices) == 1 and (devices != {""} or batch.replicas == 1):
-        return IDENTITY
-    feedback = options.error_feedback and batch.is_all_reduce
-    return codec_for(options.wire, request.value.dtype, feedback)
-
-
-def codec_for(wire: str, dtype: str, feedback: bool = False) -> Codec:
-    """Returns the codec that casts a dtype to another one, scaled where the range is smaller."""
-    return Codec(wire, dtypes.needs_scale(wire, dtype), feedback)
+        return None
+    return wire if batch.is_all_reduce else Cast(wire.dtype)
 
 
 def _exchange(batch: Batch, request: Request) -> Exchange:
@@ -149,18 +143,22 @@ def _all_reduced(
     batch: Batch, options: Options, machine: Machine
 ) -> tuple[tuple[PlannedPack, ...], str, str]:
     """Packs dense values; those that are encoded alike are planned together."""
-    groups: dict[tuple[Codec, Exchange, str | None, int | None], dict[int, ValueSpec]] = {}
+    groups: dict[
+        tuple[Cast | None, bool, Exchange, str | None, int | None], dict[int, ValueSpec]
+    ] = {}
     for index, request in enumerate(batch.requests):
-        codec, exchange = _codec(batch, request, options), _exchange(batch, request)
+        wire, exchange = _wire(batch, request, options), _exchange(batch, request)
         value = dataclasses.replace(request.value, dtype=packed_dtype(batch, request))
         nccl = None
         if request.owner is None:
-            nccl = nccl_choice.why_nccl(batch, value.dtype, options, machine, codec)
-        groups.setdefault((codec, exchange, nccl, request.owner), {})[index] = value
+            nccl = nccl_choice.why_nccl(batch, value.dtype, options, machine, wire)
+        scaled = wire is not None and dtypes.needs_scale(wire.dtype, value.dtype)
+        groups.setdefault((wire, scaled, exchange, nccl, request.owner), {})[index] = value
     packs: list[PlannedPack] = []
     reasons: list[tuple[int, str, str]] = []
-    for (codec, exchange, nccl, owner), values in groups.items():
-        sizes = [(value.size or 0, codec.dtype or value.dtype) for value in values.values()]
+    for (wire, _, exchange, nccl, owner), values in groups.items():
+        cast = wire.dtype if wire else None
+        sizes = [(value.size or 0, cast or value.dtype) for value in values.values()]
         num_bytes = sum(size * dtypes.itemsize(dtype) for size, dtype in sizes)
         how, topology = _packing(options, exchange), machine.topology
         algorithm: algorithms.Algorithm
@@ -180,19 +178,19 @@ def _all_reduced(
             name, why = "NCCL", nccl
         else:
             [dtype, *_] = [value.dtype for value in values.values()]
-            wider = dtypes.itemsize(dtype) / dtypes.itemsize(codec.dtype or dtype)
+            wider = dtypes.itemsize(dtype) / dtypes.itemsize(cast or dtype)
             topology = topology.with_slower_additions(wider)
             algorithm = _algorithm(options, topology, num_bytes)
             name, why = _reason(batch, options, machine, algorithm, topology, num_bytes)
         reasons.append((num_bytes, name, why))
         offset = len(packs)
-        for pack in packing.pack(values, how, algorithm, topology, codec.dtype):
+        for pack in packing.pack(values, how, algorithm, topology, cast):
             root = _root_step(batch, pack, exchange)
             packs.append(
                 dataclasses.replace(
                     pack,
                     tree=None if nccl else pack.tree,
-                    codec=codec,
+                    wire=wire,
                     root=dataclasses.replace(root, update=owner is not None),
                     after=None if pack.after is None else pack.after + offset,
                 )
@@ -277,7 +275,7 @@ def _on_one_device(
             (_whole(index, request.value.size),),
             packed_dtype(batch, request),
             tree,
-            _codec(batch, request, options),
+            _wire(batch, request, options),
             to=tuple(sorted(set(request.to))),
         )
         root_step = _root_step(batch, pack, _exchange(batch, request))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 
 from tfcdo import log
+from tfcdo.exchange.casts import Cast
 from tfcdo.plan import algorithms, simulator
 from tfcdo.plan.options import Machine, Options
-from tfcdo.plan.plan import Batch, Codec
+from tfcdo.plan.plan import Batch
 from tfcdo.plan.schedule import size_class
 from tfcdo.topology.measured import Measured
 from tfcdo.units import format_bytes, format_seconds
 
 
 def why_nccl(
-    batch: Batch, dtype: str, options: Options, machine: Machine, codec: Codec
+    batch: Batch, dtype: str, options: Options, machine: Machine, wire: Cast | None
 ) -> str | None:
     """Returns the reason why NCCL adds values of a dtype; None for copy trees.
 
@@ -26,9 +27,9 @@ def why_nccl(
     if options.nccl == "never" or batch.replicas == 1:
         return None
     # NCCL adds encoded values in 16 bits, so only a user who asks for NCCL gets that.
-    if between is None and options.nccl == "auto" and codec.dtype is not None:
+    if between is None and options.nccl == "auto" and wire is not None:
         return None
-    problem = machine.nccl_hosts if between else dict(machine.nccl)[codec.dtype or dtype]
+    problem = machine.nccl_hosts if between else dict(machine.nccl)[wire.dtype if wire else dtype]
     if problem and options.require_nccl:
         raise RuntimeError(f"NCCL cannot run (require_nccl=True): {problem}")
     if between is not None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from tfcdo.exchange.casts import check_exchange
+from tfcdo.exchange.casts import Cast, check_exchange
 from tfcdo.exchange.protocol import SUM, Exchange
 from tfcdo.plan import algorithms
 from tfcdo.plan.evaluation import Evaluation
@@ -46,8 +46,7 @@ class Options:
     one_device: bool = False  # Whether batches have a root, on which everything is reduced.
     sparse_as_dense: bool = False  # Whether `tf.IndexedSlices` become tables first.
     sum_equal_rows: bool = False  # Whether those that stay rows have rows of one index added.
-    wire: str | None = None  # The dtype that float32 and float64 gradients are cast to.
-    error_feedback: bool = False  # Whether rounding errors are added to the next step's values.
+    wire: Cast | None = None  # How float32 and float64 gradients are sent; None for as they are.
     saved: Evaluation | None = None  # The plan in a file whose schedule `algorithm` is.
     between: BetweenHosts | None = None  # None for one host.
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from tfcdo import dtypes
+from tfcdo.exchange.casts import Cast
 from tfcdo.exchange.protocol import Exchange, PackSpec, identity
 from tfcdo.plan.copy_tree import CopyTree
 
@@ -120,18 +121,6 @@ class FusedTensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Codec:
-    """How values are encoded where they are copied."""
-
-    dtype: str | None = None  # The dtype that they are cast to; None to send them as they are.
-    scale: bool = False  # Whether they are scaled first, as the dtype's range is smaller.
-    feedback: bool = False  # Whether rounding errors are added to the values of the next step.
-
-
-IDENTITY = Codec()
-
-
-@dataclasses.dataclass(frozen=True)
 class RootStep:
     """The root's work on a sum, in this order, before the result is broadcast."""
 
@@ -153,7 +142,8 @@ class PlannedPack:
     tensors: tuple[FusedTensor, ...]
     dtype: str  # The dtype that values are packed in; "" for a gather, which mixes them.
     tree: CopyTree | None  # Over all nodes; None where NCCL reduces, over all devices of all hosts.
-    codec: Codec = IDENTITY  # How values are encoded on the edges of the tree, or before NCCL.
+    # How values are cast on the edges of the tree, or before NCCL; None to send them as they are.
+    wire: Cast | None = None
     root: RootStep = RootStep()
     to: tuple[int, ...] | None = None  # The nodes that get the result; None for all.
     # Whether rows of the same index are added, as rows or, where these have fewer bytes, as tables.
@@ -182,7 +172,12 @@ class PlannedPack:
     @property
     def num_sent_bytes(self) -> int:
         """Returns the bytes as a leaf sends them, without scales."""
-        return (self.size or 0) * dtypes.itemsize(self.codec.dtype or self.dtype)
+        return (self.size or 0) * dtypes.itemsize(self.wire.dtype if self.wire else self.dtype)
+
+    @property
+    def scaled(self) -> bool:
+        """Returns whether values are scaled before they are cast."""
+        return self.wire is not None and dtypes.needs_scale(self.wire.dtype, self.dtype)
 
     @property
     def name(self) -> str:
@@ -278,7 +273,9 @@ class Plan:
     @functools.cached_property
     def has_state(self) -> bool:
         """Returns whether rounding errors, or state of exchanges, are kept for the next step."""
-        return any(self.stateful) or any(pack.codec.feedback for pack in self.packs)
+        return any(self.stateful) or any(
+            pack.wire is not None and pack.wire.error_feedback for pack in self.packs
+        )
 
     @functools.cached_property
     def fingerprint(self) -> str:

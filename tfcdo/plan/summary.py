@@ -8,7 +8,7 @@ from typing import Any
 
 from tfcdo import dtypes
 from tfcdo.exchange.protocol import Collective, identity
-from tfcdo.plan.plan import Codec, Plan, PlannedPack, digest
+from tfcdo.plan.plan import Plan, PlannedPack, digest
 from tfcdo.plan.schedule import Pack, Schedule
 
 
@@ -32,7 +32,7 @@ def residual_key(plan: Plan) -> str:
     packs = [
         [
             pack.tree.parents if pack.tree else None,
-            _codec_key(pack.codec),
+            _wire_key(pack),
             pack.tensors,
             *(
                 [identity(pack.root.exchange), plan.hosts]
@@ -45,8 +45,10 @@ def residual_key(plan: Plan) -> str:
     return f"2-{digest([plan.nodes, plan.values, packs])}"
 
 
-def _codec_key(codec: Codec) -> dict[str, Any]:
-    return {"dtype": codec.dtype, "scale": codec.scale, "feedback": codec.feedback}
+def _wire_key(pack: PlannedPack) -> dict[str, Any]:
+    wire = pack.wire
+    feedback = wire is not None and wire.error_feedback
+    return {"dtype": wire and wire.dtype, "scale": pack.scaled, "feedback": feedback}
 
 
 def num_collectives(plan: Plan, copied_dtypes: Callable[[set[str]], int]) -> int:
@@ -88,11 +90,11 @@ def bytes_by_edge(plan: Plan) -> dict[tuple[int, int], int]:
         size = pack.size or 0
         narrow = dtypes.itemsize(pack.dtype)
         wide = dtypes.itemsize(dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype))
-        scale = narrow if pack.codec.scale else 0
+        scale = narrow if pack.scaled else 0
         for child, parent in pack.tree.edges:
             sends = child < plan.replicas
             adds = any(other < plan.replicas for other in pack.tree.children[child])
-            encoded = pack.codec.dtype and dtypes.itemsize(pack.codec.dtype)
+            encoded = pack.wire and dtypes.itemsize(pack.wire.dtype)
             if sends or adds:
                 totals[child, parent] += size * (encoded or (wide if adds else narrow)) + scale
             if pack.root.update:  # Variables are sent as they are.
