@@ -303,8 +303,9 @@ def _start(
     """Starts a training under `tfcdo launch`, or alone if that gets no arguments."""
     # TensorFlow's import takes longer than everything else that a host does here. A process that
     # has imported it already is in the namespace of its parent.
-    command = [warm_python.executable()]
-    if inside is not None:
+    if inside is None:
+        command = [warm_python.executable()]
+    else:
         command = ["nsenter", "--net", "--target", str(inside), sys.executable]
     if launch:
         command += ["-m", "tfcdo.cli.main", "launch", *launch]
