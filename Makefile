@@ -70,8 +70,8 @@ docs: $(VENV)/.installed-docs ## Build the documentation in build/docs; a warnin
 compat: $(VENV)/.installed-dev ## Run TensorFlow's classes and tfcdo's side by side: docs/compat.md
 	@$(BIN)/python tools/compat.py docs/compat.md
 
-faults: $(VENV)/.installed-dev ## Kill, stop and take away hosts of small trainings, half an hour: docs/faults.md
-	@PYTHONPATH=.:tests/helpers $(BIN)/python tools/faults.py docs/faults.md
+faults: $(VENV)/.installed-dev ## Kill, stop, cut off and take away hosts of 200 trainings, two hours: docs/faults.md
+	@PYTHONPATH=.:tests/helpers $(BIN)/python tools/faults.py docs/faults.md $(CASES)
 
 simulate: $(VENV)/.installed-dev ## Run a million schedules of faults on the cluster's rules, half an hour
 	@PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/simulator.py --schedules 1000000

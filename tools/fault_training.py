@@ -47,6 +47,7 @@ def train(folder: pathlib.Path) -> None:
 
         def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
             self._before = int(self.model.optimizer.iterations.numpy())
+            (folder / f"begins-{run}-{task}").touch()
 
         def on_train_batch_end(self, batch: int, logs: object = None) -> None:
             step = int(self.model.optimizer.iterations.numpy())

@@ -1,11 +1,15 @@
-"""Kills, stops and takes away hosts of small trainings; makes a table of the results.
+"""Kills, stops, cuts off and takes away hosts of small trainings; makes a table of the results.
 
-    python tools/faults.py docs/faults.md [--share 0.1]
+    python tools/faults.py docs/faults.md [--count 200] [--seed 7]
 
-Each case is a training of two to four hosts, all processes of this machine under `tfcdo launch`.
-Its final weights are compared with an undisturbed training on one device, and with an undisturbed
-one on the same hosts.
+Each case is a training of two to four hosts, all processes of this machine under `tfcdo launch`;
+where the network is cut, each host is in a network namespace of its own (as root, on Linux). The
+final weights must be bitwise those of an undisturbed training of the same number of hosts, and as
+good as equal to those of one device. No process may be left. The seed replays the cases, but not
+the machine's timing.
 """
+
+# Longer than 400 lines: the cases of a campaign are drawn, run, judged and shown in one place.
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import pathlib
@@ -24,34 +29,60 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import fault_training
 import numpy as np
+import psutil
 import warm_python
-from fault_training import EPOCHS, PAUSE_SECONDS, SEED, STEPS
+from fault_training import EPOCHS, SEED, STEPS
 
-COUNTS = {"kill": 20, "notice": 10, "stop": 5}
-NAMES = {
-    "kill": "killed (SIGKILL)",
-    "notice": "will be taken away (SIGTERM)",
-    "stop": "stopped (SIGSTOP)",
+# The faults of twenty cases, with the number of each; every twenty are shuffled by themselves.
+ROUND = {
+    "kill worker": 5,
+    "kill chief": 3,
+    "kill both": 2,
+    "notice": 4,
+    "pause": 3,
+    "stop": 1,
+    "cut": 2,
 }
-_SIGNALS = {"notice": signal.SIGTERM, "stop": signal.SIGSTOP}
+NAMES = {
+    "kill worker": "a worker is killed (SIGKILL)",
+    "kill chief": "the chief is killed",
+    "kill both": "the chief and a worker are killed",
+    "notice": "a host will be taken away (SIGTERM)",
+    "pause": "a host is stopped and continued (SIGSTOP, SIGCONT)",
+    "stop": "a host is stopped for good",
+    "cut": "the network of a host is cut",
+}
+MOMENTS = {
+    "meeting": "before all hosts have met",
+    "first step": "while the first step is traced",
+    "step": "in a later step",
+    "backup": "while a backup is written",
+    "restart": "while hosts start again after a killed worker",
+}
+CUT_SECONDS = (5.0, 30.0, 90.0)
 LARGEST_DIFFERENCE = 1e-5
 # Everything that takes longer hangs. Most of the time goes into the start of processes.
 LIMIT_SECONDS = 240.0
+_ENDED_SECONDS = 10.0  # After the launcher's end no process may be there for longer.
+_MAX_RESTARTS = 5
+_TOTAL_STEPS = EPOCHS * STEPS
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One fault: of which kind, at which host, and when after the end of which step."""
+    """One fault: of which kind, at which hosts, when, and for how long."""
 
     kind: str
+    moment: str
     hosts: int
-    victim: int
-    step: int
-    delay: float  # Seconds.
+    victims: tuple[int, ...]
+    step: int = 0  # After its end, if the moment is a step or a backup.
+    delay: float = 0.0  # Seconds from the moment to the fault.
+    seconds: float = 0.0  # Until a pause or a cut ends.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,96 +90,228 @@ class Outcome:
     """Outcome of one case."""
 
     repeated: int  # Steps that were trained more than once.
-    seconds: float  # From the fault to the end of the first step after it.
+    seconds: float  # The longest time without a step, from the fault on.
+    useful: float  # Share of the time from the start that the steps of the final weights took.
+    runs: int  # How often the chief was started.
     from_one_device: float  # Largest difference of a weight.
     from_hosts: float  # The same, from the undisturbed training on the same hosts.
     problem: str  # Empty if the result is correct.
 
 
-def draw_cases(share: float = 1.0) -> list[Case]:
-    """Draws the cases, always the same ones; a share of them has some of each kind."""
-    drawn = random.Random(SEED)
-    cases = []
-    for kind, count in COUNTS.items():
-        for _ in range(math.ceil(count * share)):
-            hosts = drawn.randint(2, 4)
-            # Not so late that the training could end before the fault.
-            step = drawn.randrange(1, EPOCHS * STEPS * 2 // 3)
-            # The next step begins after a pause, so that most faults come inside a step.
-            delay = drawn.uniform(PAUSE_SECONDS, 3 * PAUSE_SECONDS)
-            cases.append(Case(kind, hosts, drawn.randrange(hosts), step, delay))
-    return cases
+def draw_cases(count: int = 200, seed: int = SEED) -> list[Case]:
+    """Draws the cases: a smaller number of them has the first ones."""
+    drawn = random.Random(seed)
+    cuts = itertools.cycle(CUT_SECONDS)
+    cases: list[Case] = []
+    while len(cases) < count:
+        kinds = [kind for kind, times in ROUND.items() for _ in range(times)]
+        drawn.shuffle(kinds)
+        cases += [_draw_case(kind, drawn, cuts) for kind in kinds]
+    return cases[:count]
+
+
+def _draw_case(kind: str, drawn: random.Random, cuts: Iterator[float]) -> Case:
+    # Who waits in a meeting for a process that is stopped for good waits ten minutes, as it should.
+    moment = drawn.choice([m for m in MOMENTS if kind != "stop" or m not in ("meeting", "restart")])
+    # A namespace's processes import TensorFlow themselves, which takes a core seconds each.
+    hosts = 2 if kind == "cut" else drawn.randint(2, 4)
+    worker = drawn.randrange(1, hosts)
+    victims = {"kill worker": (worker,), "kill chief": (0,), "kill both": (0, worker)}
+    seconds = {"pause": drawn.uniform(1.0, 8.0), "cut": next(cuts) if kind == "cut" else 0.0}
+    # Longest where processes start.
+    most = {"meeting": 2.0, "first step": 1.0, "step": 0.1, "backup": 0.01, "restart": 4.0}[moment]
+    return Case(
+        kind,
+        moment,
+        hosts,
+        victims.get(kind, (drawn.randrange(hosts),)),
+        # Not so late that the training could end before the fault.
+        step=drawn.randrange(1, _TOTAL_STEPS * 2 // 3),
+        delay=drawn.uniform(0.0, most),
+        seconds=seconds.get(kind, 0.0),
+    )
 
 
 @functools.cache
-def undisturbed_weights(hosts: int) -> list[np.ndarray]:
-    """Returns the final weights of a training without faults; 0 hosts: on one device."""
+def undisturbed(hosts: int) -> tuple[list[np.ndarray], float]:
+    """Returns the final weights of a training without faults, and its share of useful time.
+
+    0 hosts: on one device.
+    """
     with tempfile.TemporaryDirectory(prefix="tfcdo-faults-") as name:
         folder = pathlib.Path(name)
+        start = time.time()
         process = _start(folder, *(["--workers", str(hosts)] if hosts else []))
-        with _ended(process):
+        with _ended([process]):
             _wait_until(lambda: process.poll() is not None, "the end")
         if process.returncode:
             raise RuntimeError(f"it failed:\n{(folder / 'log').read_text()}")
-        return _weights(folder, 0)
+        return _weights(folder, 0), _useful(_runs(folder, 0), start)
 
 
 def run_case(case: Case) -> Outcome:
     """Runs one case."""
-    with tempfile.TemporaryDirectory(prefix="tfcdo-faults-") as name:
+    with tempfile.TemporaryDirectory(prefix="tfcdo-faults-") as name, contextlib.ExitStack() as net:
         folder = pathlib.Path(name)
-        launch = ["--workers", str(case.hosts), "--max-restarts", "1", "--grace", "2"]
-        process = _start(folder, *launch)
-        with _ended(process):
+        begin = time.time()
+        launch = ["--max-restarts", str(_MAX_RESTARTS), "--grace", "2"]
+        if case.kind == "cut":
+            network = net.enter_context(_Network.of(case.hosts))
+            launch += ["--hosts", ",".join(network.addresses)]
+            processes = [
+                _start(folder, "--index", str(host), *launch, inside=namespace)
+                for host, namespace in enumerate(network.namespaces)
+            ]
+        else:
+            network = None
+            processes = [_start(folder, "--workers", str(case.hosts), *launch)]
+        with _ended(processes):
             try:
-                done = folder / f"steps-0-{case.victim}"
-                _wait_until(lambda: len(_steps(done)) >= case.step, f"step {case.step}")
+                _wait_for_moment(case, folder)
                 time.sleep(case.delay)
                 fault = time.time()
-                pid = int((folder / f"pid-0-{case.victim}").read_text())
-                os.kill(pid, _SIGNALS.get(case.kind, signal.SIGKILL))
-                _wait_until(lambda: process.poll() is not None, "the end")
+                _disturb(case, folder, network)
+                _wait_until(lambda: all(p.poll() is not None for p in processes), "the end")
             except TimeoutError as error:
                 return _failed(f"hangs: {error}")
-        if process.returncode:
-            return _failed(f"status {process.returncode}: {(folder / 'log').read_text()[-300:]}")
-        return _outcome(case, folder, fault)
+        statuses = [process.returncode for process in processes]
+        if any(statuses):
+            return _failed(f"status {statuses}: {(folder / 'log').read_text()[-300:]}")
+        if left := _left(folder):
+            return _failed(f"processes are left: {left}")
+        return _outcome(case, folder, begin, fault)
 
 
-def _outcome(case: Case, folder: pathlib.Path, fault: float) -> Outcome:
-    runs = [_steps(folder / f"steps-{run}-0") for run in range(2)]
-    if not all(runs):
-        return _failed(f"steps of 2 runs: {[*map(len, runs)]}")
+def _wait_for_moment(case: Case, folder: pathlib.Path) -> None:
+    """Waits until a training has come to the moment of its fault, or shortly before it."""
+    victim, run = case.victims[0], 0
+    if case.moment == "restart":
+        _wait_until(lambda: len(_steps(folder, 0, 0)) >= case.step, f"step {case.step}")
+        _send(folder, case.hosts - 1, signal.SIGKILL)
+        run = 1
+    if case.moment == "first step":
+        _wait_until(lambda: (folder / f"begins-0-{victim}").exists(), "the first step")
+    elif case.moment in ("step", "backup"):
+        _wait_until(lambda: len(_steps(folder, 0, victim)) >= case.step, f"step {case.step}")
+        if case.moment == "backup":
+            backup = folder / "backup"
+            _wait_until(lambda: any(backup.glob("writing-*")), "a backup that is written")
+    else:
+        _wait_until(lambda: (folder / f"pid-{run}-{victim}").exists(), f"host {victim}")
+
+
+def _disturb(case: Case, folder: pathlib.Path, network: _Network | None) -> None:
+    if network is not None:
+        network.cut(case.victims[0], case.seconds)
+        return
+    number = {"notice": signal.SIGTERM, "pause": signal.SIGSTOP, "stop": signal.SIGSTOP}
+    pids = [_pids(folder, victim)[-1] for victim in case.victims]
+    for pid in pids:
+        _send_to(pid, number.get(case.kind, signal.SIGKILL))
+    if case.kind == "pause":
+        time.sleep(case.seconds)
+        _send_to(pids[0], signal.SIGCONT)
+
+
+class _Network:
+    """Hosts in network namespaces, joined by a bridge in one of its own; nothing else sees it."""
+
+    def __init__(self, namespaces: Sequence[int], switch: int) -> None:
+        self.namespaces, self._switch = namespaces, switch
+        self.addresses = [f"10.0.0.{host + 1}:2222" for host in range(len(namespaces))]
+
+    @classmethod
+    @contextlib.contextmanager
+    def of(cls, hosts: int) -> Iterator[_Network]:
+        """Makes the namespaces, each kept by a process that sleeps."""
+        command = ["unshare", "--net", "sleep", "3600"]
+        with _ended([subprocess.Popen(command) for _ in range(hosts + 1)]) as keepers:
+            *namespaces, switch = (keeper.pid for keeper in keepers)
+            own = pathlib.Path("/proc/self/ns/net").readlink()
+            for pid in (*namespaces, switch):
+                other = pathlib.Path(f"/proc/{pid}/ns/net")
+                _wait_until(lambda other=other: other.readlink() != own, "a namespace")  # type: ignore[misc]
+            network = cls(namespaces, switch)
+            network.run(switch, "link add bridge type bridge")
+            network.run(switch, "link set bridge up")
+            for host, pid in enumerate(namespaces):
+                link = f"link add port{host} type veth peer name eth0 netns {pid}"
+                network.run(switch, link)
+                network.run(switch, f"link set port{host} master bridge up")
+                network.run(pid, f"address add 10.0.0.{host + 1}/24 dev eth0")
+                for name in "lo", "eth0":
+                    network.run(pid, f"link set {name} up")
+            yield network
+
+    def run(self, namespace: int, arguments: str) -> None:
+        """Runs `ip` inside a namespace."""
+        command = ["nsenter", "--net", "--target", str(namespace), "ip", *arguments.split()]
+        subprocess.run(command, check=True)
+
+    def cut(self, host: int, seconds: float) -> None:
+        """Lets nothing through to and from a host, for some time."""
+        self.run(self._switch, f"link set port{host} down")
+        time.sleep(seconds)
+        self.run(self._switch, f"link set port{host} up")
+
+
+def can_cut() -> bool:
+    """Returns whether this process may make network namespaces."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError), _Network.of(2):
+        return True
+    return False
+
+
+def _outcome(case: Case, folder: pathlib.Path, begin: float, fault: float) -> Outcome:
+    runs = _runs(folder, 0)
     weights = [_weights(folder, host) for host in range(case.hosts)]
-    from_one_device = max(_difference(own, undisturbed_weights(0)) for own in weights)
-    from_hosts = max(_difference(own, undisturbed_weights(case.hosts)) for own in weights)
+    from_one_device = max(_difference(own, undisturbed(0)[0]) for own in weights)
+    from_hosts = max(_difference(own, undisturbed(case.hosts)[0]) for own in weights)
     problem = ""
-    if not from_one_device <= LARGEST_DIFFERENCE:
+    if {step for run in runs for step, _ in run} != set(range(1, _TOTAL_STEPS + 1)):
+        problem = "steps are missing"
+    elif not from_one_device <= LARGEST_DIFFERENCE:
         problem = f"differs by {from_one_device:.2g} from one device"
     elif from_hosts:
         problem = f"differs by {from_hosts:.2g} from the same hosts"
+    after = [fault, *(moment for run in runs for _, moment in run if moment > fault)]
     return Outcome(
-        repeated=sum(map(len, runs)) - EPOCHS * STEPS,
-        seconds=runs[1][0][1] - fault,
+        repeated=sum(map(len, runs)) - _TOTAL_STEPS,
+        seconds=max((b - a for a, b in itertools.pairwise(after)), default=0.0),
+        useful=_useful(runs, begin),
+        runs=len(_pids(folder, 0)),
         from_one_device=from_one_device,
         from_hosts=from_hosts,
         problem=problem,
     )
 
 
+def _useful(runs: Sequence[Sequence[tuple[int, float]]], begin: float) -> float:
+    """Returns the time of all steps, each once, as a share of the time until the last one."""
+    moments = [[moment for _, moment in run] for run in runs]
+    steps = [b - a for run in moments for a, b in itertools.pairwise(run)]
+    return _TOTAL_STEPS * statistics.median(steps) / (max(map(max, moments)) - begin)
+
+
 def _failed(problem: str) -> Outcome:
-    return Outcome(0, math.nan, math.nan, math.nan, " ".join(problem.split()))
+    return Outcome(0, math.nan, math.nan, 0, math.nan, math.nan, " ".join(problem.split()))
 
 
-def _start(folder: pathlib.Path, *launch: str) -> subprocess.Popen[bytes]:
+def _start(
+    folder: pathlib.Path, *launch: str, inside: int | None = None
+) -> subprocess.Popen[bytes]:
     """Starts a training under `tfcdo launch`, or alone if that gets no arguments."""
-    # TensorFlow's import takes longer than everything else that a host does here.
-    command = [warm_python.executable()]
+    # TensorFlow's import takes longer than everything else that a host does here. A process that
+    # has imported it already is in the namespace of its parent.
+    if inside is None:
+        command = [warm_python.executable()]
+    else:
+        command = ["nsenter", "--net", "--target", str(inside), sys.executable]
     if launch:
         command += ["-m", "tfcdo.cli.main", "launch", *launch]
     variables = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    with (folder / "log").open("wb") as log:
+    with (folder / "log").open("ab") as log:
         return subprocess.Popen(
             [*command, fault_training.__file__, str(folder)],
             stdin=subprocess.DEVNULL,
@@ -159,13 +322,18 @@ def _start(folder: pathlib.Path, *launch: str) -> subprocess.Popen[bytes]:
 
 
 @contextlib.contextmanager
-def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Ends a training's processes with the block: the launcher's workers end when it does."""
+def _ended(
+    processes: Iterable[subprocess.Popen[bytes]],
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Ends processes with the block: a launcher's workers end when it does."""
+    started = list(processes)
     try:
-        yield
+        yield started
     finally:
-        process.kill()
-        process.wait()
+        for process in started:
+            process.kill()
+        for process in started:
+            process.wait()
 
 
 def _wait_until(condition: Callable[[], bool], name: str) -> None:
@@ -173,13 +341,47 @@ def _wait_until(condition: Callable[[], bool], name: str) -> None:
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"no sign of {name} in {LIMIT_SECONDS:g} s")
-        time.sleep(0.005)
+        time.sleep(0.001)
 
 
-def _steps(path: pathlib.Path) -> list[tuple[int, float]]:
+def _pids(folder: pathlib.Path, host: int) -> list[int]:
+    """Returns the processes that have been a host, the last one last."""
+    paths = [folder / f"pid-{run}-{host}" for run in range(_MAX_RESTARTS + 1)]
+    return [int(path.read_text()) for path in paths if path.exists()]
+
+
+def _send(folder: pathlib.Path, host: int, number: int) -> None:
+    _send_to(_pids(folder, host)[-1], number)
+
+
+def _send_to(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # Another host's end has ended it.
+        os.kill(pid, number)
+
+
+def _left(folder: pathlib.Path) -> list[int]:
+    """Returns those of a training's processes that do not end."""
+    pids = {int(path.read_text()) for path in folder.glob("pid-*")}
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if str(folder) in process.cmdline():  # Else the number is another one's now.
+                processes.append(process)
+    return [process.pid for process in psutil.wait_procs(processes, _ENDED_SECONDS)[1]]
+
+
+def _steps(folder: pathlib.Path, run: int, host: int) -> list[tuple[int, float]]:
     """Returns the numbers and times of the steps that a host has ended."""
+    path = folder / f"steps-{run}-{host}"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [(int(step), float(moment)) for step, moment in map(str.split, lines)]
+
+
+def _runs(folder: pathlib.Path, host: int) -> list[list[tuple[int, float]]]:
+    """Returns the steps of each run of a host that has ended one."""
+    runs = (_steps(folder, run, host) for run in range(_MAX_RESTARTS + 1))
+    return [run for run in runs if run]
 
 
 def _weights(folder: pathlib.Path, host: int) -> list[np.ndarray]:
@@ -191,51 +393,70 @@ def _difference(own: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float
     return max(float(np.abs(a - b).max()) for a, b in zip(own, other, strict=True))
 
 
-def document(results: Sequence[tuple[Case, Outcome]]) -> str:
+def document(results: Sequence[tuple[Case, Outcome]], planned: int, seed: int, note: str) -> str:
     """Returns the page: the method, a summary and the table."""
-    done = collections.Counter(case.kind for case, _ in results)
+    shares = ", ".join(f"{100 * undisturbed(hosts)[1]:.0f} % on {hosts}" for hosts in (2, 3, 4))
+    correct = sum(not outcome.problem for _, outcome in results)
     lines = [
-        "# Faults: hosts that are killed, stopped or taken away",
+        "# Faults: hosts that are killed, stopped, cut off or taken away",
         "",
-        "Made by `make faults` (`python tools/faults.py docs/faults.md`), on one machine whose "
-        f"processes are the hosts. Moments and hosts are drawn (seed {SEED}). Each training has "
-        f"{EPOCHS * STEPS} steps and a `tfcdo.keras.BackupAndRestore(save_freq=10)`. Its gradients "
-        "are reduced in many packs. `tfcdo launch` starts all hosts again after a fault, which "
-        f"takes most of the seconds (load of this machine at the end: {os.getloadavg()[2]:.0f}).",
+        "`make faults` (`python tools/faults.py docs/faults.md`) disturbs trainings on one "
+        "machine, whose processes are the hosts. Kinds, moments and hosts are drawn "
+        f"(seed {seed}). Each training has {_TOTAL_STEPS} steps and a "
+        "`tfcdo.keras.BackupAndRestore(save_freq=10)`. Its gradients are reduced in many packs. "
+        "`tfcdo launch` starts all hosts again after a fault, which takes most of the seconds. "
+        "Where the network is cut, each host has a launcher of its own in its own network "
+        "namespace.",
         "",
-        "A result is correct if the weights of all hosts differ by at most "
-        f"{LARGEST_DIFFERENCE:g} from an undisturbed training on one device. They "
-        "must also be bitwise identical to an undisturbed training on the same hosts.",
+        "A result is correct if the final weights of all hosts are bitwise identical to an "
+        "undisturbed training on the same number of hosts, and differ by at most "
+        f"{LARGEST_DIFFERENCE:g} from one device. No process may be left, and the training may "
+        f"not wait for longer than {LIMIT_SECONDS:g} s. So no host is stopped for good in a "
+        "meeting, where others wait for it for ten minutes.",
         "",
-        "Cases in this table: "
-        + ", ".join(f"{done[kind]} of {count} ({kind})" for kind, count in COUNTS.items())
-        + ".",
+        f"**{correct} of {len(results)} cases are correct**, of {planned} that are planned."
+        + (f" {note}" if note else ""),
         "",
-        "| a host is | cases | correct | steps repeated (median, most) | seconds until training "
-        "went on (median, most) |",
-        "|---|---|---|---|---|",
+        "The share of useful time is the time of the steps, each counted once, of the time from "
+        "the start of the launcher to the last step. The trainings take seconds, so starting "
+        f"hosts is most of it: undisturbed, the share is {shares} hosts.",
+        "",
+        "| fault | cases | correct | steps repeated (median, most) | seconds without a step "
+        "(median, most) | share of useful time (median) |",
+        "|---|---|---|---|---|---|",
     ]
+    done = collections.Counter(case.kind for case, _ in results)
     for kind, name in NAMES.items():
         good = [outcome for case, outcome in results if case.kind == kind and not outcome.problem]
-        columns = ["-", "-"]
+        columns = ["-", "-", "-"]
         if good:
             repeated = [outcome.repeated for outcome in good]
             seconds = [outcome.seconds for outcome in good]
             columns = [
                 f"{statistics.median(repeated):g}, {max(repeated)}",
                 f"{statistics.median(seconds):.1f}, {max(seconds):.1f}",
+                f"{100 * statistics.median(outcome.useful for outcome in good):.0f} %",
             ]
         lines.append(f"| {name} | {done[kind]} | {len(good)} | {' | '.join(columns)} |")
+    lines += ["", "| moment | | cases | correct |", "|---|---|---|---|"]
+    for moment, name in MOMENTS.items():
+        problems = [outcome.problem for case, outcome in results if case.moment == moment]
+        lines.append(f"| {moment} | {name} | {len(problems)} | {problems.count('')} |")
     lines += [
         "",
-        "| case | hosts | host | after step | steps repeated | seconds until training went on | "
-        "difference from one device | from the same hosts | result |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| case | moment | hosts | host | after step | lasts | runs | steps repeated | seconds "
+        "without a step | useful time | difference from one device | from the same hosts | "
+        "result |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case, outcome in results:
+        hosts = ", ".join(map(str, case.victims))
+        step = case.step if case.moment in ("step", "backup", "restart") else "-"
+        lasts = f"{case.seconds:.0f} s" if case.seconds else "-"
         lines.append(
-            f"| {case.kind} | {case.hosts} | {case.victim} | {case.step} | {outcome.repeated} | "
-            f"{outcome.seconds:.1f} | {outcome.from_one_device:.2g} | "
+            f"| {case.kind} | {case.moment} | {case.hosts} | {hosts} | {step} | {lasts} | "
+            f"{outcome.runs} | {outcome.repeated} | {outcome.seconds:.1f} | "
+            f"{100 * outcome.useful:.0f} % | {outcome.from_one_device:.2g} | "
             f"{outcome.from_hosts:.2g} | {outcome.problem or 'correct'} |"
         )
     return "\n".join(lines) + "\n"
@@ -243,15 +464,26 @@ def document(results: Sequence[tuple[Case, Outcome]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--share", type=float, default=1.0, help="share of the cases, up to 1")
+    parser.add_argument("--count", type=int, default=200, help="number of cases")
+    parser.add_argument("--seed", type=int, default=SEED, help="seed of the drawn cases")
     parser.add_argument("path", type=pathlib.Path, help="the document to write")
     arguments = parser.parse_args()
-    results = []
-    for case in draw_cases(arguments.share):
+    cases = draw_cases(arguments.count, arguments.seed)
+    note = ""
+    if not can_cut():
+        kept = [case for case in cases if case.kind != "cut"]
+        note = (
+            f"{len(cases) - len(kept)} cases whose network is cut were left out, because "
+            "`unshare --net` needs root here."
+        )
+        print(note, flush=True)
+        cases = kept
+    results: list[tuple[Case, Outcome]] = []
+    for case in cases:
         outcome = run_case(case)
         print(case, outcome, flush=True)
         results.append((case, outcome))
-        arguments.path.write_text(document(results))
+        arguments.path.write_text(document(results, 200, arguments.seed, note))
     return int(any(outcome.problem for _, outcome in results))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import os
+import re
 import types
 from typing import Any
 
+import simulated_faults
 import simulator
 from absl.testing import absltest, parameterized
 
@@ -187,7 +190,10 @@ _MUTANTS = {
     ),
     "each host decides alone": ({"Leaving": _EachDecides}, "different decisions"),
     "a step begins after the notice": ({"Leaving": _BeginAfterTheNotice}, "different decisions"),
-    "no time-out of the notice": ({"Leaving": _AnswerWithoutEnd}, "does not answer"),
+    "no time-out of the notice": (
+        {"Leaving": _AnswerWithoutEnd},
+        "does not answer|one that has left",
+    ),
     "leaving a step early": ({"Leaving": _LeaveEarly}, "different decisions|left"),
     "nobody waits for the backup": (
         {"may_end": lambda written: True},
@@ -220,6 +226,25 @@ class SimulatorTest(parameterized.TestCase):
     def test_all_invariants_hold(self):
         worlds = simulator.schedules(0, _SCHEDULES)
         self.assertEqual(sum(1 for _ in worlds), _SCHEDULES)
+
+    def test_each_fault_comes_in_each_part_of_a_run(self):
+        seen = collections.defaultdict(set)
+        for world in simulator.schedules(0, 3_000):
+            for line in world.log:
+                kind, phase = re.split(r"^[\d.]+ ([a-z ]+) host \d \(|\)$", line)[1:3]
+                seen[kind].add(phase)
+        self.assertEqual({*seen}, {*simulated_faults.FAULTS})
+        for kind, phases in seen.items():
+            self.assertContainsSubset({"meets", "starts servers", "restores", "step"}, phases, kind)
+
+    def test_a_network_that_lets_one_direction_through(self):
+        world = simulator.World(0)
+        world.now = 5.0
+        world.ways = {(1, simulated_faults.ALL): 12.0}
+        blocked = {way: world.blocked(*way) > 0.0 for way in ((1, 0), (0, 1), (1, 2), (2, 0))}
+        self.assertEqual(blocked, {(1, 0): True, (0, 1): False, (1, 2): True, (2, 0): False})
+        world.now = 13.0
+        self.assertLessEqual(world.blocked(1, 0), 0.0)
 
     def test_a_seed_replays_its_schedule(self):
         first, second = (next(simulator.schedules(82, 1)) for _ in range(2))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import errno
 import os
 import pathlib
+import random
+import resource
 import tempfile
 from typing import Any
 from unittest import mock
@@ -69,6 +72,75 @@ class BackupFolderTest(parameterized.TestCase):
         folder.file((0, 1)).write_bytes(damaged)
         with self.assertRaisesRegex(RuntimeError, r"no backup in '.*backup' can be read: epoch-"):
             folder.newest()
+
+    def test_any_flipped_bit_and_any_length_is_noticed(self):
+        """Whatever is damaged, what is read has the bits that were written."""
+        folder = self.write((0, 1), (0, 2))
+        path = folder.file((0, 2))
+        whole = path.read_bytes()
+        drawn = random.Random(5)
+        damages = [whole[:length] for length in range(0, len(whole), 7)]
+        for position in drawn.sample(range(8 * len(whole)), 1500):
+            flipped = bytearray(whole)
+            flipped[position // 8] ^= 1 << position % 8
+            damages.append(bytes(flipped))
+        positions: collections.Counter[backup_folder.Position] = collections.Counter()
+        for data in damages:
+            path.write_bytes(data)
+            with mock.patch.object(log, "warn_once") as warn:
+                backup = self.newest(folder)
+            positions[backup.position] += 1
+            self.assertEqual(list(backup.header["position"]), list(backup.position))
+            self.assertCountEqual(backup.arrays, _ARRAYS)
+            for name, array in _ARRAYS.items():
+                self.assertEqual(backup.arrays[name].dtype, array.dtype)
+                np.testing.assert_array_equal(backup.arrays[name], array)
+            if backup.position == (0, 1):
+                self.assertIn(f"{path} cannot be read", warn.call_args.args[0])
+        # Some bits, such as times in the archive, have no meaning.
+        self.assertGreater(positions[0, 1], 1000)
+
+    def test_a_half_written_one_is_not_seen_and_removed(self):
+        folder = self.write((0, 1))
+        killed = SystemExit("killed")  # Nothing is cleaned up: no OSError.
+        with mock.patch.object(folder, "_sync", side_effect=killed), self.assertRaises(SystemExit):
+            folder.write((0, 2), {}, _ARRAYS)
+        [left] = self.path.glob("writing-*")
+        self.assertGreater(left.stat().st_size, 0)
+        again = self.folder()
+        self.assertEqual(self.newest(again).position, (0, 1))
+        self.assertFalse(left.exists())
+
+    def test_a_disk_that_fills_up_while_a_backup_is_written(self):
+        folder = self.write((0, 1))
+        large: dict[str, np.ndarray] = {"v0": np.ones([2**18], np.float32)}
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, hard))  # The half of it.
+        try:
+            with self.assertRaisesRegex(OSError, "a backup cannot be written, .* are kept"):
+                folder.write((0, 2), {}, large)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        self.assertEqual(self.newest(folder).position, (0, 1))
+        names = sorted(path.name for path in self.path.iterdir())
+        self.assertEqual(names, ["epoch-00000-batch-00000001.npz", "training.json"])
+        folder.write((0, 2), {"position": (0, 2)}, large)
+        self.assertEqual(self.newest(folder).position, (0, 2))
+
+    def test_a_job_that_takes_the_folder_amid_a_write(self):
+        first = self.write((0, 1))
+        save = host_exchange.save
+
+        def slow(*arguments: Any) -> None:
+            save(*arguments)
+            self.folder()
+
+        with (
+            mock.patch.object(host_exchange, "save", slow),
+            self.assertRaisesRegex(RuntimeError, "another job uses backup_dir"),
+        ):
+            first.write((0, 2), {}, _ARRAYS)
+        self.assertEqual(first.positions(), [(0, 1)])
 
     def test_a_full_disk_leaves_the_last_one(self):
         folder = self.write((0, 1))

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -211,12 +212,67 @@ class ExactTest(BackupTestCase):
             self.addCleanup(preemption._signalled.clear)
             _Training(self.backup(), _Signal(4))
         preemption._signalled.clear()
-        self.assertEqual(self.names(), ["epoch-00000-batch-00000005.npz", "training.json"])
+        self.assertEqual(
+            self.names(), ["epoch-00000-batch-00000005.npz", "progress", "training.json"]
+        )
         self.assert_bitwise_equal(undisturbed, _Training(self.backup()))
         self.assertEqual(signal.getsignal(signal.SIGTERM), signal.SIG_DFL)
 
 
+class ReportTest(BackupTestCase):
+    def resumed(self, **options: Any) -> str:
+        """Goes on for a batch, and returns the report, which is logged once."""
+        with self.assertLogs(level="WARNING") as logs:
+            self.interrupted(_EPOCHS * _STEPS - 1, self.backup(**options), exact=False)
+        [line] = [line for line in logs.output if "resumed" in line]
+        return line
+
+    def test_a_report_of_the_time_and_the_repeated_batches(self):
+        self.interrupted(11, self.backup(save_freq=3), exact=False)
+        mark = self.folder / "progress"
+        now = time.time()
+        os.utime(mark, (now - 7.0, now - 7.0))
+        seconds, rest = re.split(r"resumed after ([\d.]+) s", self.resumed(save_freq=3))[1:]
+        # As many as the test has taken since: the limit of a hang.
+        self.assertBetween(float(seconds), 7.0, 7.0 + 300.0)
+        self.assertEqual(rest, " at epoch 1, batch 2 (2 batches repeated)")
+
+    def test_a_report_without_marks_or_with_a_clock_that_was_set_back(self):
+        for change, report in (
+            (lambda mark: mark.unlink(), "resumed at epoch 2, batch 4"),
+            (lambda mark: mark.write_text("x"), "resumed at epoch 2, batch 4"),
+            (
+                lambda mark: os.utime(mark, (time.time() + 24 * 3600,) * 2),
+                "resumed at epoch 2, batch 4 (1 batch repeated)",
+            ),
+        ):
+            self.interrupted(19, self.backup(save_freq=6), exact=False)
+            change(self.folder / "progress")
+            self.assertEndsWith(self.resumed(save_freq=6), f"tfcdo: {report}")
+            shutil.rmtree(self.folder)
+
+    def test_nothing_is_reported_at_the_beginning(self):
+        with self.assertNoLogs(level="WARNING"):
+            _Training(self.backup(), exact=False)
+        self.assertFalse(self.folder.exists())
+
+
 class SnapshotTest(BackupTestCase):
+    def test_a_clock_that_jumps_leaves_the_own_snapshots(self):
+        memory = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        self.enter_context(mock.patch.object(backup_folder, "_MEMORY", memory))
+        options: dict[str, Any] = {"save_freq": 6, "snapshot_every": 1}
+        self.interrupted(11, self.backup(**options))
+        # As after a restart: the process that has written them is not there any more.
+        [owner] = memory.glob("*/training.json")
+        ended = subprocess.Popen(["true"])
+        ended.wait()
+        owner.write_text(json.dumps(json.loads(owner.read_text()) | {"process": ended.pid}))
+        later = time.time() + 24 * 3600 + 60
+        with mock.patch.object(time, "time", return_value=later):
+            training = _Training(self.backup(**options), _First(self, 11))
+        self.assert_bitwise_equal(_undisturbed(), training)
+
     def test_snapshots_are_newer_than_backups(self):
         memory = self.enter_context(tempfile.TemporaryDirectory())
         self.enter_context(mock.patch.object(backup_folder, "_MEMORY", pathlib.Path(memory)))
@@ -224,7 +280,9 @@ class SnapshotTest(BackupTestCase):
         undisturbed = _undisturbed()
         self.interrupted(11, self.backup(**options))
         self.assertLen(list(pathlib.Path(memory).iterdir()), 1)
-        self.assertEqual(self.names(), ["epoch-00000-batch-00000006.npz", "training.json"])
+        self.assertEqual(
+            self.names(), ["epoch-00000-batch-00000006.npz", "progress", "training.json"]
+        )
         training = _Training(self.backup(**options), _First(self, 11))
         self.assert_bitwise_equal(undisturbed, training)
         self.assertEmpty(list(pathlib.Path(memory).iterdir()))

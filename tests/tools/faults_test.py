@@ -1,11 +1,15 @@
-"""Hosts that are killed and join: a part of `tools/faults.py`, whose table is docs/faults.md."""
+"""Hosts that are killed and cut off: a part of `tools/faults.py`, whose table is docs/faults.md."""
 
 from __future__ import annotations
 
 import collections
+import errno
 import os
 import pathlib
+import signal
 import subprocess
+import sys
+import tempfile
 from unittest import mock
 
 import faults
@@ -24,14 +28,24 @@ if sys.argv[1] == "ends":
     tf_internals.configure_coordination = lambda **_: os._exit(0)
 tfcdo.MultiWorkerMirroredStrategy()
 """
+# Ends with the number of the error.
+_CONNECT = """
+import socket, sys
+with socket.socket() as probe:
+    probe.settimeout(2.0)
+    sys.exit(probe.connect_ex(("10.0.0.2", 2222)))
+"""
 
 
 class FaultsTest(absltest.TestCase):
     def test_a_kill_ends_with_the_same_weights(self):
-        outcome = faults.run_case(faults.Case("kill", 2, victim=1, step=25, delay=0.05))
+        case = faults.Case("kill worker", "step", 2, victims=(1,), step=25, delay=0.05)
+        outcome = faults.run_case(case)
         self.assertEqual(outcome.problem, "")
         self.assertEqual(outcome.from_hosts, 0.0)
         self.assertBetween(outcome.repeated, 1, 30)
+        self.assertEqual(outcome.runs, 2)
+        self.assertBetween(outcome.useful, 0.0, 1.0)
 
     def test_a_host_that_ends_while_the_servers_start(self):
         with cluster.reserved_ports(2) as addresses:
@@ -61,25 +75,62 @@ class FaultsTest(absltest.TestCase):
 class CasesTest(absltest.TestCase):
     def test_drawn_cases(self):
         cases = faults.draw_cases()
-        self.assertEqual(cases, faults.draw_cases())
-        self.assertEqual(collections.Counter(case.kind for case in cases), faults.COUNTS)
+        self.assertEqual(cases, faults.draw_cases(200, faults.SEED))
+        self.assertEqual(cases[:10], faults.draw_cases(10))
+        self.assertNotEqual(cases, faults.draw_cases(200, 8))
+        kinds = collections.Counter(case.kind for case in cases)
+        self.assertEqual(kinds, {kind: 10 * times for kind, times in faults.ROUND.items()})
         self.assertEqual({case.hosts for case in cases}, {2, 3, 4})
-        kinds = collections.Counter(case.kind for case in faults.draw_cases(0.1))
-        self.assertEqual(kinds, {"kill": 2, "notice": 1, "stop": 1})
+        self.assertEqual({case.moment for case in cases}, {*faults.MOMENTS})
+        cuts = {case.seconds for case in cases if case.kind == "cut"}
+        self.assertEqual(cuts, {*faults.CUT_SECONDS})
+        for case in cases:
+            if case.kind.startswith("kill"):
+                self.assertEqual(0 in case.victims, case.kind != "kill worker")
+            self.assertLen(case.victims, 2 if case.kind == "kill both" else 1)
+            self.assertLess(max(case.victims), case.hosts)
 
     def test_a_hang_is_a_problem_and_nothing_is_left(self):
         process = subprocess.Popen(["sleep", "600"])
         self.enter_context(mock.patch.object(faults, "_start", lambda *_, **__: process))
         self.enter_context(mock.patch.object(faults, "LIMIT_SECONDS", 0.2))
-        outcome = faults.run_case(faults.Case("kill", 2, 1, 12, 0.0))
+        outcome = faults.run_case(faults.Case("kill worker", "step", 2, (1,), 12))
         self.assertEqual(outcome.problem, "hangs: no sign of step 12 in 0.2 s")
         self.assertEqual(process.returncode, -9)
+
+    def test_a_process_that_is_left_is_a_problem(self):
+        folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        left = subprocess.Popen(
+            ["sh", "-c", "sleep 600; true", str(folder)], start_new_session=True
+        )
+        self.addCleanup(left.wait)
+        self.addCleanup(os.killpg, left.pid, signal.SIGKILL)
+        (folder / "pid-0-1").write_text(str(left.pid))
+        (folder / "pid-0-2").write_text(str(os.getpid()))  # A number that was given again.
+        self.enter_context(mock.patch.object(faults, "_ENDED_SECONDS", 0.1))
+        self.assertEqual(faults._left(folder), [left.pid])
+
+    def test_a_network_that_is_cut(self):
+        if not faults.can_cut():
+            self.skipTest("network namespaces need root")
+        with faults._Network.of(2) as network:
+            ping = ["nsenter", "--net", "--target", str(network.namespaces[0])]
+            ping += [sys.executable, "-c", _CONNECT]
+            # Nothing listens there: a refusal shows that the host is reached.
+            reached = subprocess.run(ping, check=False, timeout=faults.LIMIT_SECONDS)
+            self.assertEqual(reached.returncode, errno.ECONNREFUSED)
+            stays = mock.patch.object(faults.time, "sleep", side_effect=KeyboardInterrupt)
+            with stays, self.assertRaises(KeyboardInterrupt):
+                network.cut(1, 5.0)
+            cut = subprocess.run(ping, check=False, timeout=faults.LIMIT_SECONDS)
+            self.assertNotIn(cut.returncode, (0, errno.ECONNREFUSED))
 
     def test_the_page_that_is_kept_has_no_wrong_case(self):
         page = pathlib.Path(__file__).parents[2] / "docs" / "faults.md"
         rows = [line.split(" | ") for line in page.read_text().splitlines()]
-        results = {row[-1] for row in rows if row[0].strip("| ") in faults.COUNTS}
-        self.assertEqual(results, {"correct |"})
+        results = [row[-1] for row in rows if row[0].strip("| ") in faults.ROUND]
+        self.assertGreaterEqual(len(results), 10)
+        self.assertEqual({*results}, {"correct |"})
 
 
 if __name__ == "__main__":

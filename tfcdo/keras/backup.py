@@ -67,6 +67,9 @@ class BackupAndRestore(Callback):
     host, all hosts make a backup after the same step and raise `SystemExit` with status 75;
     `tfcdo launch` then starts them again. A handler of the program's own for SIGTERM stays.
 
+    The chief logs once where training has resumed, how long after the last batch before the fault,
+    and how many batches are repeated. For that it keeps a small file, "progress", in the folder.
+
     Args:
       backup_dir: the folder for the backups of one training, on a file system that all hosts
         share, so that the backups are there when the chief is another machine.
@@ -115,6 +118,7 @@ class BackupAndRestore(Callback):
         if snapshot_every is not None:
             checks.check_int("snapshot_every", snapshot_every, at_least=1)
         self.snapshot_every = snapshot_every
+        self._mark: backup_folder.ProgressMark | None = None
         self.backup_dir = pathlib.Path(backup_dir)
         self.save_freq = save_freq
         self.delete_checkpoint = delete_checkpoint
@@ -131,7 +135,7 @@ class BackupAndRestore(Callback):
         self._memory = None
         if self.snapshot_every is not None:
             self._memory = backup_folder.in_memory(self.backup_dir, host)
-            backup_folder.remove_abandoned()
+            backup_folder.remove_abandoned(self.backup_dir, is_complete=False)
         named = self._folder.training() if strategies.is_chief() else ""
         self._training = host_exchange.gather_json(strategy, named or secrets.token_hex(8))[0]
         self._take_folders()
@@ -152,6 +156,7 @@ class BackupAndRestore(Callback):
             )
         # A backup that was restored may be in the memory of one machine only.
         self._saved_position = None if restored else self._progress.position
+        self._begin_marks()
         self._order = self._begin_data()
         for folder in self._folders() if restored else ():
             folder.remove_after(self._progress.position)
@@ -195,6 +200,7 @@ class BackupAndRestore(Callback):
         is_due = isinstance(self.save_freq, int) and _passes(self._progress, new, self.save_freq)
         if is_due or (self.snapshot_every and _passes(self._progress, new, self.snapshot_every)):
             self._save(to_disk=is_due)
+        self._note_progress()
         if not self._is_complete() and self._preemption.must_leave(self._calls):
             self._leave()
 
@@ -211,8 +217,11 @@ class BackupAndRestore(Callback):
         self._preemption.stop()
         if self._memory is not None:
             self._memory.remove()
-            backup_folder.remove_abandoned(self.backup_dir)  # Of hosts that have left.
+            # Of hosts that have left.
+            backup_folder.remove_abandoned(self.backup_dir, is_complete=True)
         keras_internals.set_initial_epoch(self.model, None)
+        if self._mark is not None:
+            self._mark.remove()
         if self.delete_checkpoint and strategies.is_chief():
             self._folder.remove()
 
@@ -258,6 +267,26 @@ class BackupAndRestore(Callback):
             *self._progress.position,
         )
         raise SystemExit(environment.RESTART_STATUS)
+
+    def _begin_marks(self) -> None:
+        """Reads the mark of an earlier run, before this one overwrites it."""
+        if self._mark is not None:
+            self._mark.close()
+        self._mark = backup_folder.ProgressMark(self.backup_dir) if strategies.is_chief() else None
+        self._earlier = self._mark.read() if self._mark else None
+        self._resumed_at = self._progress if self._restored is not None else None
+
+    def _note_progress(self) -> None:
+        """Marks a batch as done; after the first one, the chief reports that training resumed."""
+        if self._mark is None:
+            return
+        self._mark.write(self._progress.batches)
+        if self._resumed_at is not None:
+            # A warning, because others are not shown unless the program asks for them.
+            logging.warning(
+                "tfcdo: %s", _resumption(self._resumed_at, self._earlier, self._mark.read())
+            )
+            self._resumed_at = None
 
     def _is_complete(self) -> bool:
         """Returns whether the last batch of the last epoch is done."""
@@ -345,3 +374,20 @@ class BackupAndRestore(Callback):
 def _passes(progress: _Progress, new: int, every: int) -> bool:
     """Returns whether the last `new` batches have come to, or passed, a multiple of `every`."""
     return progress.batches // every > (progress.batches - new) // every
+
+
+def _resumption(
+    resumed_at: _Progress, earlier: tuple[int, float] | None, now: tuple[int, float] | None
+) -> str:
+    """Says where training has resumed; with marks, after which time and what is repeated.
+
+    The time is from the last batch that was done before the fault to the first one after it.
+    """
+    after = repeated = ""
+    if earlier is not None and earlier[0] >= resumed_at.batches:
+        count = earlier[0] - resumed_at.batches
+        repeated = f" ({count} batch{'es' if count != 1 else ''} repeated)"
+        if now is not None and now[1] >= earlier[1]:  # Else the clock was set back.
+            after = f" after {now[1] - earlier[1]:.1f} s"
+    epoch, batch = resumed_at.position
+    return f"resumed{after} at epoch {epoch}, batch {batch}{repeated}"

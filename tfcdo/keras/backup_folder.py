@@ -13,7 +13,6 @@ import secrets
 import shutil
 import socket
 import time
-import zipfile
 from collections.abc import Mapping
 from typing import IO, Any
 
@@ -29,12 +28,13 @@ Position = tuple[int, int]  # The epoch, and how many of its batches are done.
 
 _NAME = re.compile(r"epoch-(\d+)-batch-(\d+)\.npz")
 _OWNER = "training.json"
+_MARK = "progress"
 _HEADER = "header"
+_NAMES = "arrays"
 _KEPT = 2
 _MEMORY = pathlib.Path("/dev/shm")
 # Snapshots of a job that has ended are kept so long for its next start.
 _ABANDONED_SECONDS = 24 * 3600.0
-_UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class BackupFolder:
             try:
                 with path.open("rb") as file:
                     header, arrays = read(file)
-            except _UNREADABLE as error:
+            except Exception as error:  # Damaged bytes end in errors of many kinds.
                 damaged.append(f"{path.name} ({type(error).__name__}: {error})")
                 log.warn_once(f"the backup {path} cannot be read, so an older one is used: {error}")
                 continue
@@ -134,7 +134,8 @@ class BackupFolder:
     def write(self, position: Position, header: Header, arrays: Arrays) -> None:
         """Adds a backup, and removes all but the newest two; after an error these stay."""
         try:
-            text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+            # The archive's list of its files has no checksum: one that is missing would not show.
+            text = np.frombuffer(json.dumps({**header, _NAMES: [*arrays]}).encode(), np.uint8)
             self._add(self.file(position).name, {_HEADER: text, **arrays})
             for old in self.positions()[_KEPT:]:
                 self.file(old).unlink(missing_ok=True)
@@ -151,7 +152,8 @@ class BackupFolder:
         """Removes all backups, and the folder if nothing else is in it."""
         for position in self.positions():
             self.file(position).unlink(missing_ok=True)
-        (self.path / _OWNER).unlink(missing_ok=True)
+        for name in _OWNER, _MARK:
+            (self.path / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.path.rmdir()
 
@@ -209,6 +211,47 @@ class BackupFolder:
             os.fsync(descriptor)
 
 
+class ProgressMark:
+    """How many batches a training has done, written after each one: for the report of a restart.
+
+    The time of a mark is the file's, so that it is of one clock. The write goes to the system's
+    memory, which outlives the process. Without a mark, the report says less.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path / _MARK
+        self._file: IO[bytes] | None = None
+
+    def read(self) -> tuple[int, float] | None:
+        """Returns the number of batches, and when the last one was done; None if not known."""
+        try:
+            with self._path.open("rb") as file:
+                return int(file.read(32)), os.fstat(file.fileno()).st_mtime
+        except (OSError, ValueError):
+            return None
+
+    def write(self, batches: int) -> None:
+        """Notes that so many batches are done."""
+        with contextlib.suppress(OSError):
+            if self._file is None:
+                # A new file: an earlier job that still runs writes to its own.
+                self._path.unlink(missing_ok=True)
+                self._file = self._path.open("xb", buffering=0)
+            os.pwrite(self._file.fileno(), b"%20d" % batches, 0)
+
+    def close(self) -> None:
+        """Ends writing; the mark stays."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def remove(self) -> None:
+        """Removes the mark, because the training is complete."""
+        self.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+
 def in_memory(backup_dir: pathlib.Path, host: int) -> BackupFolder:
     """Returns the folder in this machine's memory for the backups of one host."""
     if not _MEMORY.is_dir():
@@ -216,13 +259,20 @@ def in_memory(backup_dir: pathlib.Path, host: int) -> BackupFolder:
     return BackupFolder(_MEMORY / f"{_memory_name(backup_dir)}-host-{host}", durable=False)
 
 
-def remove_abandoned(backup_dir: pathlib.Path | None = None) -> None:
-    """Removes ended processes' snapshots: of a complete training, or any that are a day old."""
-    pattern = _memory_name(backup_dir) if backup_dir is not None else f"tfcdo-{os.getuid()}-*"
-    for path in _MEMORY.glob(f"{pattern}-host-*"):
+def remove_abandoned(backup_dir: pathlib.Path, is_complete: bool) -> None:
+    """Removes ended processes' snapshots: of this training if it is complete, else old others'.
+
+    Another training's are removed if they are a day old. This one's are not, however old: a clock
+    may have jumped.
+    """
+    own = f"{_memory_name(backup_dir)}-host-"
+    pattern = f"{own}*" if is_complete else f"tfcdo-{os.getuid()}-*-host-*"
+    for path in _MEMORY.glob(pattern):
+        if not is_complete and path.name.startswith(own):
+            continue
         with contextlib.suppress(OSError):  # Another process was first.
             is_old = time.time() - path.stat().st_mtime > _ABANDONED_SECONDS
-            if (is_old or backup_dir is not None) and not _is_used(path):
+            if (is_old or is_complete) and not _is_used(path):
                 shutil.rmtree(path)
 
 
@@ -246,7 +296,11 @@ def read(file: IO[bytes]) -> tuple[Header, Arrays]:
     """Returns the header and the arrays of a backup; an error if a bit is not as it was."""
     with np.load(file) as archive:
         arrays = dict(archive)
-    return json.loads(arrays.pop(_HEADER).tobytes()), arrays
+    header = json.loads(arrays.pop(_HEADER).tobytes())
+    names = header.pop(_NAMES, arrays)
+    if sorted(arrays) != sorted(names):
+        raise ValueError(f"it has {len(arrays)} of {len(names)} arrays")
+    return header, arrays
 
 
 def _with_path(error: OSError, name: str, path: pathlib.Path) -> OSError:

@@ -1,0 +1,600 @@
+"""Made-up processes, sockets, servers and folders, on which `simulator` runs the cluster's rules.
+
+They stand for: processes, sockets, TensorFlow's servers, its key-value store, which ends with the
+chief, and its collectives, a shared folder, each machine's memory, and guards. More is allowed than
+in TensorFlow: any process at a host's address may connect to the chief.
+"""
+
+# Longer than 400 lines: a host's life, from its start to its last backup, is one subject.
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+from tfcdo.cluster import protocol
+
+if TYPE_CHECKING:
+    from simulator import Launcher, World
+
+Run = Generator[Any, Any, Any]
+
+MEET_SECONDS = 600.0
+_START_SECONDS = 120.0  # TensorFlow's servers.
+COLLECTIVE_SECONDS, HEARTBEAT_SECONDS = 600.0, 10.0
+ALL = -1  # Other hosts, as senders or receivers.
+_NAMES = tuple(f"host {host}" for host in range(4))
+STEP = {"what": "step"}
+_GATHER = {"what": "gather"}
+
+
+class BrokenError(AssertionError):
+    """A schedule broke an invariant."""
+
+
+class ProcessExit(Exception):  # noqa: N818 - a process ends, which is no error
+    def __init__(self, status: int) -> None:
+        self.status = status
+
+
+class _GoneError(Exception):
+    """Another host, or the chief's store, is gone: TensorFlow's errors."""
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """The weights: how many batches they have seen, and which runs have trained them."""
+
+    batches: int = 0
+    runs: tuple[str, ...] = ()
+
+
+class Folder:
+    """A folder of backups: each operation on it happens at once."""
+
+    def __init__(self) -> None:
+        self.owner = ""
+        self.writing: set[str] = set()
+        self.files: dict[tuple[int, int], tuple[str, State, bool]] = {}  # By name: run, whole.
+
+    def newest(self) -> tuple[protocol.Position, State] | None:
+        for name in sorted(self.files, reverse=True):
+            run, state, is_whole = self.files[name]
+            if is_whole:
+                return (*name, run), state
+        return None
+
+    def keep(self, last: tuple[int, int] | None = None) -> None:
+        """Removes what a new run cannot read, or all but the two newest."""
+        names = sorted(self.files, reverse=True)
+        for name in names[2:] if last is None else names:
+            if last is None or name > last:
+                del self.files[name]
+
+
+class Connection:
+    __slots__ = ("answer", "ends", "is_broken", "signal")
+
+    def __init__(self, ends: tuple[Process, Process]) -> None:
+        self.ends = ends
+        self.answer: tuple[str, str] | None = None
+        self.is_broken = False
+        self.signal: list[Any] = []
+
+
+class Cluster:
+    """TensorFlow's servers: the chief's store, and collectives among those that have connected."""
+
+    def __init__(self, chief: Process) -> None:
+        self.chief = chief
+        self.members: dict[int, Process] = {}
+        self.is_started = self.is_broken = False
+        self.values: dict[str, str] = {}
+        self.signals: dict[str, list[Any]] = {}
+        self.slots: dict[Any, dict[int, Any]] = {}
+        self.done: set[Any] = set()
+
+    def signal(self, key: Any) -> list[Any]:
+        return self.signals.setdefault(key, [])
+
+
+class Process:
+    """One process: a worker, or a launcher."""
+
+    def __init__(self, world: World, host: int, job: int) -> None:
+        self.world, self.host, self.job = world, host, job
+        self.is_dead = self.is_stopped = self.is_told = self.is_signalled = False
+        self.is_fitting = self.is_listening = self.has_left = self.is_full = False
+        self.is_cut_off = False  # TensorFlow has given the chief up.
+        self.is_victim = self.is_touched = False  # By a fault, but for a notice.
+        self.status = 0
+        self.ended_at = 0.0
+        self.frozen: list[Any] = []
+        self.connections: list[Connection] = []
+        self.cluster: Cluster | None = None
+        self.inbox: list[Any] = []
+        self.signal: list[Any] = []
+        self.wakeup: list[Any] = []
+        self.state = State()
+        self.writing = False
+        self.phase = "starts"
+        self.launcher: Launcher
+
+    # Processes.
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+        self.world.note_state()
+
+    def main(self) -> Run:
+        """A worker, from its start to its end."""
+        world, rules = self.world, self.world.rules
+        try:
+            yield world.delay(2.0) + (20.0 if self.host == world.late else 0.0)
+            self.enter("meets")
+            yield from (self.lead() if self.host == 0 else self.follow())
+            self.enter("starts servers")
+            yield from self.start_servers()
+            world.memberships.setdefault(self.membership, []).append(self)
+            self.kinds = rules.Kinds(self.host, world.hosts, self.membership)
+            yield from self.fit()
+            yield from self.leave(None)
+            raise ProcessExit(0)
+        except _GoneError as error:
+            yield from self.leave(error)
+            raise ProcessExit(1) from error
+
+    def fit(self) -> Run:
+        world, rules = self.world, self.world.rules
+        self.enter("restores")
+        self.leaving = rules.Leaving(self.host, world.hosts)
+        self.is_fitting = True
+        world.start(self, self.listen())
+        yield from self.restore()
+        first = self.state.batches
+        saved = 0  # What was restored may be in one machine's memory only.
+        for call in range(1, world.steps - first + 1):
+            yield world.delay(0.2)
+            if not (yield from self.may_begin(call)):
+                yield from self.leave_with_backup(saved)
+            self.enter("step")
+            if world.bug == ("ends", self.host) and call == 2:
+                return
+            if world.bug == ("stuck", self.host) and call == 2:
+                yield 2e6
+            yield world.delay(world.step_seconds)
+            yield from self.collective(STEP, self.state)
+            self.state = State(self.state.batches + 1, (*self.state.runs, self.membership))
+            if world.snapshots or self.state.batches % 2 == 0:
+                to_disk = self.state.batches % 2 == 0
+                yield from self.save(to_disk)
+                saved = self.state.batches if to_disk else saved
+            if self.state.batches < world.steps and (yield from self.must_leave(call)):
+                yield from self.leave_with_backup(saved)
+        # The training is complete: what begins after it does not wait for this host.
+        yield from self.set_once(f"begun/{self.host}", str(self.leaving.notice()))
+        yield from self.finish_writing()
+        self.is_fitting = False
+        self.enter("is complete")
+        world.note_complete(self)
+
+    # The meeting, over connections.
+
+    def lead(self) -> Run:
+        world = self.world
+        self.membership = f"run {world.number()}"
+        meeting = world.rules.Meeting(
+            _NAMES[: world.hosts], {}, self.membership, world.now + MEET_SECONDS
+        )
+        self.is_listening = True
+        self.latest: dict[int, Connection] = {}
+        self.lost: set[Connection] = set()
+        world.fire(world.listening)
+        while (answer := meeting.decide(world.now)) is None:
+            if not self.inbox:
+                yield self.signal, MEET_SECONDS
+                continue
+            event, *content = self.inbox.pop(0)
+            if event == "arrives":
+                self.latest[content[0]] = content[2]
+                before = meeting.arrive(*content, world.now)
+                if before is not None:
+                    world.cut(before)
+            else:
+                self.lost.add(content[0])
+                meeting.lose(*content)
+        world.check_meeting(self, answer, meeting.arrived)
+        yield world.delay(0.3)
+        for connection in meeting.arrived.values():
+            if not connection.is_broken:
+                content = (answer, self.membership)
+                world.after(world.delay(0.2), self.take_answer, connection, content)
+        self.is_listening = False
+        if answer:
+            raise ProcessExit(1)
+
+    def take_answer(self, connection: Connection, answer: tuple[str, str]) -> None:
+        rest = self.world.blocked(0, connection.ends[0].host)
+        if rest > 0.0:
+            self.world.after(rest, self.take_answer, connection, answer)
+        elif not connection.is_broken:
+            connection.answer = answer
+            self.world.fire(connection.signal)
+
+    def follow(self) -> Run:
+        world, rules = self.world, self.world.rules
+        deadline = world.now + MEET_SECONDS
+        while rules.may_keep_asking(world.now, deadline, False):
+            yield world.delay(0.2)
+            chief = world.current(0, self.job)
+            if chief is None or not chief.is_listening:
+                yield world.listening, min(20.0, max(0.2, deadline - world.now))
+                continue
+            connection = Connection((self, chief))
+            for end in connection.ends:
+                end.connections.append(connection)
+            world.after(world.delay(0.2), self.come, connection)
+            while connection.answer is None and not connection.is_broken:
+                if not rules.may_keep_asking(world.now, deadline, True):
+                    raise ProcessExit(1)
+                yield connection.signal, max(0.01, deadline + rules.PATIENCE - world.now)
+            if connection.answer is not None:
+                problem, self.membership = connection.answer
+                if problem:
+                    raise ProcessExit(1)
+                return
+        raise ProcessExit(1)
+
+    def come(self, connection: Connection) -> None:
+        chief = connection.ends[1]
+        rest = self.world.blocked(self.host, 0)
+        if rest > 0.0:
+            self.world.after(rest, self.come, connection)
+            return
+        if connection.is_broken or chief.is_dead:
+            return
+        settings = {"version": 2} if self.world.bug == ("setting", self.host) else {}
+        chief.inbox.append(("arrives", self.host, settings, connection))
+        self.world.fire(chief.signal)
+
+    # TensorFlow's servers, store and collectives.
+
+    def start_servers(self) -> Run:
+        world = self.world
+        deadline = world.now + _START_SECONDS
+        if self.host == 0:
+            world.clusters[self.job] = Cluster(self)
+            world.fire(world.serving)
+        while world.now < deadline:
+            cluster = world.clusters.get(self.job)
+            if cluster is None or cluster.chief.is_dead or cluster.is_started:
+                yield world.serving, min(20.0, max(0.1, deadline - world.now))
+                continue
+            yield from self.cross(self.host, 0)
+            cluster.members[self.host] = self
+            self.cluster = cluster
+            if len(cluster.members) == world.hosts:
+                cluster.is_started = True
+                world.fire(cluster.signal("started"))
+            elif not cluster.is_started:
+                yield cluster.signal("started"), max(0.1, deadline - world.now)
+            yield from self.cross(0, self.host)
+            if cluster.is_broken:
+                raise _GoneError
+            if cluster.is_started:
+                return
+        raise ProcessExit(1)
+
+    @property
+    def store(self) -> Cluster:
+        assert self.cluster is not None
+        if self.cluster.chief.is_dead or self.cluster.is_broken or self.is_cut_off:
+            raise _GoneError
+        return self.cluster
+
+    def cross(self, sender: int, receiver: int) -> Run:
+        """Waits while nothing passes from one host to another, or until TensorFlow gives up."""
+        while (rest := self.world.blocked(sender, receiver)) > 0.0:
+            yield min(rest, 5.0)
+            if self.cluster is not None:
+                _ = self.store
+
+    def get(self, key: str, timeout: float) -> Run:
+        store = self.store
+        yield self.world.delay(0.05)
+        yield from self.cross(self.host, 0)
+        if key not in store.values and timeout > 0.1:
+            yield store.signal(key), timeout
+        yield from self.cross(0, self.host)
+        return self.store.values.get(key)
+
+    def set_once(self, key: str, value: str) -> Run:
+        yield self.world.delay(0.05)
+        yield from self.cross(self.host, 0)
+        store = self.store
+        if store.chief.is_stopped:
+            yield HEARTBEAT_SECONDS
+            if self.store.chief.is_stopped:
+                raise _GoneError
+        if key not in store.values:
+            store.values[key] = value
+            self.world.fire(store.signal(key))
+        yield from self.cross(0, self.host)
+
+    def collective(self, kind: dict[str, Any], value: Any) -> Run:
+        """Sums, or gathers, once all hosts have come to it."""
+        world, cluster = self.world, self.store
+        number = yield from self.number(kind)
+        turn = self.turns[kind["what"]] = self.turns.get(kind["what"], -1) + 1
+        key = number, turn
+        yield from self.cross(self.host, ALL)
+        slot = cluster.slots.setdefault(key, {})
+        slot[self.host] = kind["what"], value, self.membership
+        if len(slot) == world.hosts:
+            world.check_collective(kind, slot)
+            cluster.done.add(key)
+            world.fire(cluster.signal(key))
+            yield world.delay(0.1)
+        else:
+            yield from self.wait(lambda: key in cluster.done, cluster.signal(key), 4.0)
+        yield from self.cross(ALL, self.host)
+        return [slot[host][1] for host in range(world.hosts)]
+
+    def wait(self, ready: Callable[[], bool], signal: list[Any], news_after: float) -> Run:
+        """Waits for other hosts, as `Agreement` and `Watch` do."""
+        world = self.world
+        start = world.now
+        wait = world.rules.Wait(COLLECTIVE_SECONDS, news_after)
+        while not ready():
+            waited = world.now - start
+            yield signal, 5.0 if waited < 15.0 else 20.0
+            yield from self.cross(0, self.host)
+            if ready():
+                return
+            store = self.store
+            world.check_wait(self, start)
+            failure = store.values.get("failed")
+            verdict, reason = wait.look(
+                world.now - start, lambda failure=failure: failure, self.mismatch, str
+            )
+            if verdict == "fail":
+                yield from self.set_once("failed", reason or "")
+            if verdict in ("fail", "stop"):
+                raise _GoneError
+
+    def mismatch(self) -> str | None:
+        for host in self.kinds.others if self.host == 0 else (0,):
+            self.hear(host)
+            if self.kinds.stray(host) is not None:
+                return f"host {host} differs"
+        return None
+
+    def hear(self, host: int) -> None:
+        place = len(self.kinds.heard[host])
+        while (text := self.store.values.get(f"announced/{host}/{place}")) is not None:
+            self.kinds.hear(host, json.loads(text))
+            place += 1
+
+    def number(self, kind: dict[str, Any]) -> Run:
+        """Agrees on the number of a kind, as `Agreement` does."""
+        if kind is STEP and self.world.bug == ("program", self.host):
+            kind = {"what": "another step"}
+        if kind["what"] in self.numbers:
+            return self.numbers[kind["what"]]
+        name = self.kinds.name(kind)
+        place = self.kinds.come_to(kind)
+        if place is not None:
+            text = json.dumps(self.kinds.own[name])
+            yield from self.set_once(f"announced/{self.host}/{place}", text)
+        key = f"agreed/{name}"
+        if self.host == 0:
+            while (late := self.kinds.late(name)) is not None:
+                self.hear(late)
+                if self.kinds.late(name) != late:
+                    continue
+                place = len(self.kinds.heard[late])
+                announced = f"announced/{late}/{place}"
+                yield from self.wait(
+                    lambda announced=announced: announced in self.store.values,  # type: ignore[misc]
+                    self.store.signal(announced),
+                    0.0,
+                )
+            number = self.kinds.give_number(name, 1)
+            values = self.store.values
+            keys = (f"announced/{h}/{len(self.numbers)}" for h in range(self.world.hosts))
+            if not all(key in values for key in keys):
+                raise BrokenError("a collective has a number before all have come to it")
+            yield from self.set_once(key, str(number))
+        else:
+            yield from self.wait(lambda: key in self.store.values, self.store.signal(key), 0.0)
+            number = int(self.store.values[key])
+        self.kinds.numbers[name] = self.numbers[kind["what"]] = number
+        return number
+
+    def leave(self, error: Exception | None) -> Run:
+        """Tells the other hosts that this program ends, as `Agreement.leave` does."""
+        self.phase = "leaves"
+        try:
+            yield from self.set_once(f"left/{self.host}", "")
+            if error is None:
+                yield from self.set_once("failed", f"host {self.host} has come to its end")
+                for host in range(1, self.world.hosts) if self.host == 0 else ():
+                    yield from self.get(f"left/{host}", 8.0)
+        except _GoneError:
+            pass
+        self.has_left = error is None
+
+    # Backups.
+
+    def restore(self) -> Run:
+        world, rules = self.world, self.world.rules
+        self.turns: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}
+        self.run = self.membership
+        if self.host == 0:
+            yield from self.operate(rules.take_folder(), world.disk, (0, 0))
+            world.owner = self.run
+        yield from self.collective(_GATHER, None)  # The chief has taken the folder.
+        yield world.delay(0.1)
+        found = [backup for backup in (world.disk.newest(), self.memory.newest()) if backup]
+        own = max(found, key=lambda backup: backup[0], default=None)
+        positions = yield from self.collective(_GATHER, own and own[0])
+        choice = rules.choose(positions)
+        world.check_choice(self, choice, positions)
+        if choice is None:
+            return
+        if choice.is_sent:
+            states = yield from self.collective(_GATHER, own and own[1])
+            self.state = states[choice.source]
+        else:
+            assert own is not None
+            self.state = own[1]
+        self.memory.keep(choice.position[:2])
+        if self.host == 0:
+            world.disk.keep(choice.position[:2])
+
+    @property
+    def memory(self) -> Folder:
+        return self.world.memories[self.host]
+
+    def save(self, to_disk: bool) -> Run:
+        yield from self.finish_writing()
+        folders = [self.world.disk] if to_disk and self.host == 0 else []
+        folders += [self.memory] if self.world.snapshots else []
+        if folders:
+            self.writing = True
+            self.world.start(self, self.write(folders, self.state))
+
+    def write(self, folders: list[Folder], state: State) -> Run:
+        name = (0, state.batches)
+        for folder in folders:
+            if folder is not self.world.disk:
+                folder.files[name] = self.run, state, True
+            elif not (yield from self.operate(self.world.rules.add_backup(self.run), folder, name)):
+                self.is_touched = True
+                raise ProcessExit(1)  # Another job has the folder.
+            folder.keep()
+        self.writing = False
+        self.world.fire(self.wakeup)
+
+    def operate(self, operations: protocol.Operations, disk: Folder, name: tuple[int, int]) -> Run:
+        """Does what the rules of a folder say, with time between any two operations."""
+        world = self.world
+        result: Any = None
+        while True:
+            try:
+                operation = operations.send(result)
+            except StopIteration as end:
+                return end.value
+            yield world.delay(world.slowness if operation == "fill" else world.disk_delay)
+            result = None
+            if operation == "enter name":
+                disk.owner = self.run
+            elif operation == "remove unfinished":
+                disk.writing.clear()
+            elif operation == "create":
+                disk.writing.add(self.run)
+            elif operation == "read name":
+                result = disk.owner
+            elif operation == "remove own":
+                disk.writing.discard(self.run)
+            elif operation == "fill" and self.is_full:
+                disk.writing.discard(self.run)
+                raise ProcessExit(1)
+            elif operation == "publish":
+                result = self.run in disk.writing
+                if result:
+                    world.check_owner(self)
+                    disk.writing.discard(self.run)
+                    disk.files[name] = self.run, self.world.saved(self, name), True
+
+    def finish_writing(self) -> Run:
+        while self.writing:
+            yield self.wakeup, 1000.0
+
+    # Leaving, as `keras.preemption` does.
+
+    def may_begin(self, call: int) -> Run:
+        return (yield from self.ask(self.leaving.may_begin, call))
+
+    def must_leave(self, calls: int) -> Run:
+        return (yield from self.ask(self.leaving.must_leave, calls))
+
+    def ask(self, question: Callable[[int], bool | None], calls: int) -> Run:
+        if self.is_signalled:
+            self.leaving.hold()
+        while (answer := question(calls)) is None:
+            if self.leaving.is_off:
+                raise ProcessExit(143)
+            yield self.wakeup, 1000.0
+        return answer
+
+    def listen(self) -> Run:
+        world = self.world
+        try:
+            while (yield from self.get("notice", 60.0)) is None:
+                if not self.is_fitting:
+                    return
+            begun = self.leaving.notice()
+            if world.bug == ("busy", self.host):
+                yield 10.0 + world.delay(50.0)
+            yield from self.set_once(f"begun/{self.host}", str(begun))
+            start = world.now
+            while (proposal := self.leaving.proposal(world.now - start)) is None:
+                host = self.leaving.unheard[0]
+                text = yield from self.get(f"begun/{host}", 5.0)
+                if text is not None:
+                    self.leaving.hear(host, int(text))
+                world.check_wait(self, start, host)
+            yield from self.set_once("decision", proposal)
+            decision = yield from self.get("decision", 1.0)
+            self.leaving.decide(decision)
+            world.check_decision(self, decision)
+        except _GoneError:
+            self.leaving.decide(None)
+        finally:
+            world.fire(self.wakeup)
+
+    def leave_with_backup(self, saved: int) -> Run:
+        world = self.world
+        self.enter("leaves with a backup")
+        if saved != self.state.batches:
+            yield from self.save(True)
+        yield from self.finish_writing()
+        yield from self.set_once(f"written/{self.host}", "")
+        while not world.rules.may_end(f"written/{h}" in self.store.values for h in (0,)):
+            yield from self.get("written/0", 5.0)
+        world.check_left(self)
+        yield from self.leave(None)
+        raise ProcessExit(protocol.RESTART_STATUS)
+
+    def take_signal(self, number: int) -> None:
+        """Gets a signal from its launcher, or from the machine."""
+        world = self.world
+        if self.is_dead:
+            return
+        if number == protocol.TELL_OF_FAILURE:
+            self.is_told = True
+        elif number == 18:
+            world.resume_process(self)
+        elif number == 9:
+            world.end(self, 137)
+        elif self.is_stopped:
+            self.frozen_signal = number
+        elif world.bug == ("deaf", self.host):
+            pass
+        elif self.is_told or not self.is_fitting:
+            world.after(world.delay(1.0), world.end, self, 128 + number)
+        elif not self.is_signalled:
+            self.is_signalled = True
+            world.start(self, self.announce())
+
+    def announce(self) -> Run:
+        yield self.world.delay(1.0)
+        try:
+            if self.cluster is not None:
+                yield from self.set_once("notice", "")
+        except _GoneError:
+            pass
