@@ -24,7 +24,7 @@ from compat_rows import MAX_CELL, Row, escaped, first_words
 from tfcdo import version
 
 # By kind of work, seconds that a worker may take for all of it.
-TIMEOUT_SECONDS = {"calls": 120, "trainings": 1800}
+TIMEOUT_SECONDS = {"calls": 120, "trainings": 3600}
 LIBRARIES = ("TensorFlow", "tfcdo")
 # The trainings that a user meets first, by their names.
 FIRST = (

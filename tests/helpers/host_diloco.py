@@ -261,4 +261,5 @@ def main(folder: str, *names: str) -> None:
     for scenario in SCENARIOS:
         if not names or scenario.__name__ in names:
             path = pathlib.Path(folder, f"{scenario.__name__}-{host}.npz")
-            np.savez(path, **scenario())
+            results: dict[str, Any] = scenario()
+            np.savez(path, **results)

@@ -130,9 +130,9 @@ class DiLoCoTest(tf.test.TestCase, parameterized.TestCase):
                 for name, value in results["resumed"][host].items():
                     self.assertEqual(value.tobytes(), results["int8"][host][name].tobytes(), name)
         with self.subTest("other weights are found"):
-            for host in results["other_weights"]:
+            for found in results["other_weights"]:
                 self.assertRegex(
-                    str(host["message"]),
+                    str(found["message"]),
                     r"^after execution 1 of the train step, replica 2 \(host 1\) holds other "
                     r"numbers of \S*outer\S* than replica 0, by 1 at most",
                 )
@@ -165,7 +165,7 @@ class ArgumentsTest(tf.test.TestCase):
         with self.assertRaisesRegex(ValueError, "fragments must divide every, 50; got fragments=4"):
             DiLoCo(50, fragments=4)
         with self.assertRaisesRegex(TypeError, "optimizer must be a function that makes a Keras"):
-            DiLoCo(50, 0.7)
+            DiLoCo(50, 0.7)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
