@@ -38,9 +38,6 @@ _TIMEOUT_SECONDS = 600.0
 # TensorFlow's servers, once all hosts are there, take less than one.
 _SERVER_START_SECONDS = 120.0
 _HEARTBEAT_SECONDS = 10.0  # As TensorFlow has it.
-# Packs between hosts: large enough to fill a network, and small enough that the first ones are
-# sent while the backward pass still computes others.
-_BYTES_PER_PACK = 4 << 20
 
 
 class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
@@ -344,7 +341,6 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
             hint = options.implementation.value.lower()
             devices = self.worker_devices
             flat = exchange == SUM and _runs_flat(hint, cross_device_ops, devices)
-            most = options.bytes_per_pack or _BYTES_PER_PACK
             settings["what"] = "machine of a strategy"
             settings["cross_device_ops in use"] = f"{type(ops).__name__}, {flat=}"
             # All hosts plan for the chief's machine, so that their packs are the same.
@@ -352,7 +348,10 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
             self._network = between.Network(
                 joined, "nccl" if flat else hint, devices, Topology.from_json(text)
             )
-            ops = ops._between(self._network, BetweenHosts(most, flat, exchange))
+            ops = ops._between(
+                self._network,
+                BetweenHosts(options.bytes_per_pack or BetweenHosts.bytes_per_pack, flat, exchange),
+            )
         # Only now, because TensorFlow's constructor insists on its own.
         self._cross_device_ops = self._host_cross_device_ops = ops
 

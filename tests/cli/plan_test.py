@@ -166,7 +166,9 @@ class PlanTest(CommandTestCase):
         ):
             self.output_of("plan", "-t", "nvswitch:3", "-b", "1MB", "-a", "ring", *arguments)
         simulated = [call.args[0] for call in robust_seconds.call_args_list]
-        self.assertIn(algorithms.make_schedule("ring", machine, 10**6), simulated)
+        ring = algorithms.make_schedule("ring", machine, 10**6)
+        trees = [[pack.tree for pack in schedule.packs] for schedule in simulated]
+        self.assertIn([pack.tree for pack in ring.packs], trees)
         self.assertLen(simulated, len(algorithms.ALGORITHMS) - 1)
 
     def test_k_means_the_same_as_in_nccl_tests(self):
@@ -208,9 +210,22 @@ class HostsTest(CommandTestCase):
         rows = rows_of_table(output)
         *names, auto = rows
         self.assertEqual((*names, auto.partition(":")[0]), algorithms.ALGORITHMS)
-        # 2 x 3/4 of 5 MB at 1.25 GB/s, in packs of 4 MiB.
-        self.assertIn("Bound: 6.000 ms", output)
+        # 2 x 3/4 of 5 MB at 1.25 GB/s, in packs of 4 MiB; a share has a multiple of 32 values.
+        self.assertIn("Bound: 6.001 ms", output)
         self.assertEqual({cells[0] for cells in rows.values()}, {"3"})
+
+    @parameterized.parameters(("2KB", "2.000 s"), ("6KB", "1.524 s"))
+    def test_small_packs_are_exact_as_in_training(self, size: str, bound: str):
+        arguments = ("--hosts", "2", "-t", "nvswitch:2", "--network", "1K", "--exchange", "int8")
+        output = self.output_of("plan", *arguments, "-b", size)
+        # From 4 KiB on an element is sent in 8 bits, and a block of at most 256 has a scale of 32.
+        self.assertIn(f"Bound: {bound}", output)
+
+    def test_auto_is_that_of_training(self):
+        """Each network interface has its share, so one device does not sum all packs."""
+        for hosts, auto in (((), "auto: one_device"), (("--hosts", "2"), "auto: shuffle")):
+            rows = rows_of_table(self.output_of("plan", "-t", "shared_memory", *hosts))
+            self.assertEqual(list(rows)[-1], auto)
 
 
 class WrongTest(CommandTestCase):
@@ -314,10 +329,12 @@ class SavedTest(CommandTestCase):
         found = Evaluation.read(path)
         self.assertEqual(found.topology, preset("dgx1"))
         self.assertEqual(found.algorithm, algorithm)
-        self.assertEqual(
-            found.schedule,
-            algorithms.make_schedule(found.resolved, preset("dgx1"), 10**7, num_packs),
-        )
+        wanted = algorithms.make_schedule(found.resolved, preset("dgx1"), 10**7, num_packs)
+        for one, other in zip(found.schedule.packs, wanted.packs, strict=True):
+            self.assertEqual((one.tree, one.after), (other.tree, other.after))
+            # Elements of 4 bytes are not cut.
+            self.assertEqual(one.stop % 4, 0)
+            self.assertLess(abs(one.stop - other.stop), 4)
         self.assertGreaterEqual(found.seconds, found.bound)
         self.assertAlmostEqual(
             found.ordered_seconds, simulator.simulate(found.schedule, preset("dgx1")).seconds

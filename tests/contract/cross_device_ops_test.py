@@ -112,7 +112,7 @@ class SignatureTest(parameterized.TestCase):
                 cls(**{unknown: None})
         if cls is tfcdo.ReductionToOneDevice:
             with self.assertRaisesRegex(TypeError, "unexpected keyword argument 'topology'"):
-                cls(topology=None)  # type: ignore[call-arg]
+                tfcdo.ReductionToOneDevice(topology=None)  # type: ignore[call-arg]
 
     def test_classes(self):
         for cls in [tfcdo.ReductionToOneDevice, *ALL_REDUCES]:

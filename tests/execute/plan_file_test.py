@@ -11,7 +11,8 @@ import testing_utils as tu
 from absl.testing import parameterized
 
 import tfcdo
-from tfcdo.plan.evaluation import Evaluation, evaluate
+from tfcdo.cli.plan import evaluate
+from tfcdo.plan.evaluation import Evaluation
 from tfcdo.topology import detection
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology

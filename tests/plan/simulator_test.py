@@ -199,23 +199,30 @@ class TimelineTest(plan_testing.PlanTestCase):
             self.assertEqual(simulator.simulate(schedule, machine).seconds, 0.0)
 
 
+def _sending(times: float, schedule: Schedule) -> Schedule:
+    """Returns a schedule whose packs are sent so many times between hosts."""
+    packs = (dataclasses.replace(p, between_hosts=times * p.size) for p in schedule.packs)
+    return dataclasses.replace(schedule, packs=tuple(packs))
+
+
 class HostsTest(parameterized.TestCase):
     def test_packs_cross_the_network_one_after_another(self):
         machine = preset("fully_connected", 2)
-        schedule = assign(2 * MB, [(0, MB), (MB, 2 * MB)], [copy_tree.star(2)])
+        # Each pack sends 3/4 of its bytes twice, as a ring of 4 hosts does.
+        schedule = _sending(1.5, assign(2 * MB, [(0, MB), (MB, 2 * MB)], [copy_tree.star(2)]))
         hosts = task_graph.Hosts(4, 1e9, latency=5e-6)
         timeline = simulator.simulate(schedule, machine, hosts=hosts)
         # 2 x 3/4 of 1 MB at 1 GB/s twice, after the first copy up; then 6 messages, and down.
         self.assertAlmostEqual(timeline.seconds, 50e-6 + 2 * 1.5e-3 + 6 * 5e-6 + 50e-6)
         self.assertLen(timeline.copies, 4)
-        half = dataclasses.replace(hosts, sent=0.5)
+        half = _sending(0.75, schedule)
         self.assertLess(
-            simulator.robust_seconds(schedule, machine, hosts=half), 0.55 * timeline.seconds
+            simulator.robust_seconds(half, machine, hosts=hosts), 0.55 * timeline.seconds
         )
 
     def test_one_device_a_host_has_a_network_alone(self):
         machine = preset("nvswitch", 1)
-        schedule = algorithms.make_schedule("ring", machine, MB)
+        schedule = _sending(1.0, algorithms.make_schedule("ring", machine, MB))
         hosts = task_graph.Hosts(2, 1e9, latency=0.0)
         self.assertAlmostEqual(simulator.simulate(schedule, machine, hosts=hosts).seconds, 1e-3)
 

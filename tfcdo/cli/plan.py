@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pathlib
 from collections.abc import Sequence
@@ -14,10 +15,13 @@ from rich.table import Table
 
 from tfcdo.cli import machine, options
 from tfcdo.exchange.casts import BY_NAME
-from tfcdo.exchange.protocol import SUM, PackSpec
-from tfcdo.plan import algorithms
-from tfcdo.plan.evaluation import Evaluation, evaluate_all
-from tfcdo.plan.simulator import bottleneck
+from tfcdo.exchange.protocol import SUM, Exchange
+from tfcdo.plan import algorithms, lower_bound, simulator, summary
+from tfcdo.plan.decide import decide
+from tfcdo.plan.evaluation import Evaluation, check_num_devices
+from tfcdo.plan.options import BetweenHosts, Machine, Options
+from tfcdo.plan.packing import PackingOptions
+from tfcdo.plan.plan import Batch, Plan, Request, ValueSpec
 from tfcdo.plan.task_graph import Hosts
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_bytes, format_seconds
@@ -132,16 +136,14 @@ def plan(
         topology = wanted
     size, hosts = format_bytes(num_bytes), None
     if num_hosts:
-        pack = PackSpec("float32", ((1 << 20,),))
-        way = BY_NAME[exchange] if exchange else SUM
-        costs = [each.cost(pack, num_hosts) for each in (way, SUM)]
-        sent, whole = (sum(each.bytes_sent(num_hosts) for each in cost) for cost in costs)
-        hosts = Hosts(num_hosts, network, sent=sent / whole)
+        hosts = Hosts(num_hosts, network)
         rate = f"{format_bytes(round(network))}/s"
         size += f" across {num_hosts} hosts with {rate} of {exchange or 'network'}"
     try:
         with options.status(console, "Planning ..."):
-            found = evaluate_all(topology, num_bytes, num_packs, hosts)
+            found = evaluate_all(
+                topology, num_bytes, num_packs, hosts, BY_NAME[exchange] if exchange else SUM
+            )
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     _print_table(found, algorithm, topology, size, console)
@@ -161,6 +163,60 @@ def plan(
             if path:
                 save_figure(draw(chosen.schedule, topology, title), path)
                 console.print(f"Drew {chosen.label} in {path}", soft_wrap=True)
+
+
+def evaluate(
+    algorithm: str,
+    topology: Topology,
+    num_bytes: int,
+    num_packs: int | None = None,
+    hosts: Hosts | None = None,
+    exchange: Exchange = SUM,
+) -> Evaluation:
+    """Simulates the all-reduce that training makes of a gradient, by an algorithm but `auto`."""
+    schedule = summary.schedule(_decide(algorithm, topology, num_bytes, num_packs, hosts, exchange))
+    assert schedule is not None
+    seconds = simulator.robust_seconds(schedule, topology, hosts=hosts)
+    ordered = simulator.simulate(schedule, topology, hosts=hosts).seconds
+    bound = lower_bound.lower_bound_seconds(topology, num_bytes)
+    if hosts is not None:
+        sent = sum(pack.between_hosts for pack in schedule.packs)
+        bound = max(bound, sent / hosts.bandwidth)
+    return Evaluation(topology, algorithm, algorithm, schedule, seconds, ordered, bound)
+
+
+def evaluate_all(
+    topology: Topology,
+    num_bytes: int,
+    num_packs: int | None = None,
+    hosts: Hosts | None = None,
+    exchange: Exchange = SUM,
+) -> list[Evaluation]:
+    """Returns the evaluation of each of `ALGORITHMS`; `auto` has the one that it stands for."""
+    check_num_devices(topology.name, topology.num_devices)
+    asked = (topology, num_bytes, num_packs, hosts, exchange)
+    names = [name for name in algorithms.ALGORITHMS if name != "auto"]
+    found = {name: evaluate(name, *asked) for name in names}
+    fastest = found[_decide("auto", *asked).algorithm]
+    return [*found.values(), dataclasses.replace(fastest, algorithm="auto")]
+
+
+def _decide(
+    algorithm: str,
+    topology: Topology,
+    num_bytes: int,
+    num_packs: int | None,
+    hosts: Hosts | None,
+    exchange: Exchange,
+) -> Plan:
+    """Returns the plan for a float32 gradient of so many bytes, rounded up to whole elements."""
+    count = topology.num_devices
+    value = ValueSpec("float32", (-(-num_bytes // 4),))
+    request = Request(value, tuple(range(count)), exchange=exchange)
+    batch = Batch("sum", count, hosts.count if hosts else 1, ("",) * count, (request,))
+    between = BetweenHosts(exchange=exchange) if hosts else None
+    chosen = Options(algorithm, PackingOptions(num_packs), between=between)
+    return decide(batch, chosen, Machine(topology))
 
 
 def _print_table(
@@ -189,7 +245,7 @@ def _print_table(
     for heading in ("Packs", "Busiest\nlink", "Bytes\non it", "Time", "Ordered", "Time /\nbound"):
         table.add_column(heading, justify="right", no_wrap=heading != "Busiest\nlink")
     for one in evaluations:
-        link, num_bytes = bottleneck(one.schedule, topology)
+        link, num_bytes = simulator.bottleneck(one.schedule, topology)
         cells = (
             str(len(one.schedule.packs)),
             link or "none",

@@ -11,16 +11,13 @@ import pathlib
 
 import msgspec
 
-from tfcdo.plan import algorithms, copy_tree, lower_bound, simulator
+from tfcdo.plan import copy_tree
 from tfcdo.plan import schedule as schedules
-from tfcdo.plan.task_graph import Hosts
 from tfcdo.topology import serialization
 from tfcdo.topology.topology import Topology
 
 # A machine with so many devices takes half a minute.
 MAX_DEVICES = 128
-# The packs of MultiWorkerMirroredStrategy.
-_BYTES_PER_PACK_BETWEEN_HOSTS = 4 * 2**20
 
 
 class PackDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -162,43 +159,6 @@ class Evaluation:
         if made_for.is_measured and topology.is_measured:
             return None
         return f"its {made_for.name!r} has other links than the current one"
-
-
-def evaluate(
-    algorithm: str,
-    topology: Topology,
-    num_bytes: int,
-    num_packs: int | None = None,
-    hosts: Hosts | None = None,
-) -> Evaluation:
-    """Plans an all-reduce by an algorithm other than `auto`, and simulates it.
-
-    With several hosts and no number of packs, packs have at most 4 MiB.
-    """
-    if hosts is not None and num_packs is None:
-        num_packs = max(1, math.ceil(num_bytes / _BYTES_PER_PACK_BETWEEN_HOSTS))
-    schedule = algorithms.make_schedule(algorithm, topology, num_bytes, num_packs)
-    seconds = simulator.robust_seconds(schedule, topology, hosts=hosts)
-    ordered = simulator.simulate(schedule, topology, hosts=hosts).seconds
-    bound = lower_bound.lower_bound_seconds(topology, num_bytes)
-    if hosts is not None:
-        bound = max(bound, hosts.bytes_sent(num_bytes) / hosts.bandwidth)
-    return Evaluation(topology, algorithm, algorithm, schedule, seconds, ordered, bound)
-
-
-def evaluate_all(
-    topology: Topology, num_bytes: int, num_packs: int | None = None, hosts: Hosts | None = None
-) -> list[Evaluation]:
-    """Returns the evaluation of each of `ALGORITHMS`; `auto` has the one that it stands for."""
-    check_num_devices(topology.name, topology.num_devices)
-    names = [name for name in algorithms.ALGORITHMS if name != "auto"]
-    found = {name: evaluate(name, topology, num_bytes, num_packs, hosts) for name in names}
-    if topology.num_devices > algorithms.MAX_SIMULATED_DEVICES:
-        fastest = algorithms.fastest_algorithm(topology, num_bytes, num_packs)
-    else:
-        # `auto` itself simulates once for sizes that differ little from this one.
-        fastest = simulator.first_of_fastest({name: one.seconds for name, one in found.items()})
-    return [*found.values(), dataclasses.replace(found[fastest], algorithm="auto")]
 
 
 def check_num_devices(name: str, num_devices: int) -> None:

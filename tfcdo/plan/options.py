@@ -20,7 +20,9 @@ from tfcdo.topology.topology import Topology
 class BetweenHosts:
     """How packs cross the network between hosts."""
 
-    bytes_per_pack: int  # The most bytes of a pack where the caller does not say.
+    # The most bytes of a pack where the caller does not say: enough to fill a network, and so few
+    # that the first packs are sent while the backward pass still computes others.
+    bytes_per_pack: int = 4 << 20
     flat: bool = False  # Whether one NCCL collective reduces over all devices of all hosts.
     # What the roots of hosts do; or a function to one from the path of a value's variable, None if
     # it has none, and the value's spec.

@@ -21,12 +21,14 @@ class Pack:
       after: the window: the index of an earlier pack of the same tree, whose result a leaf holds
         before it sends this pack. None for no window: a leaf sends the pack when its values are
         ready.
+      between_hosts: the bytes of it that each host sends to the others; 0 for one host.
     """
 
     start: int
     stop: int
     tree: copy_tree.CopyTree
     after: int | None = None
+    between_hosts: float = 0.0
 
     @property
     def size(self) -> int:

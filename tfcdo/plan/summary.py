@@ -19,7 +19,8 @@ def schedule(plan: Plan) -> Schedule | None:
         if pack.tree is None or not pack.num_sent_bytes:
             return None
         start = packs[-1].stop if packs else 0
-        packs.append(Pack(start, start + pack.num_sent_bytes, pack.tree, pack.after))
+        stop = start + pack.num_sent_bytes
+        packs.append(Pack(start, stop, pack.tree, pack.after, _bytes_between_hosts(plan, pack)))
     return Schedule(len(plan.nodes), packs[-1].stop if packs else 0, tuple(packs))
 
 
@@ -107,10 +108,9 @@ def bytes_by_edge(plan: Plan) -> dict[tuple[int, int], int]:
 def bytes_between_hosts(plan: Plan) -> int:
     """Returns the bytes of dense values that this host sends to the others, but for NCCL's."""
     return round(
-        sum(
-            collective.bytes_sent(plan.hosts)
-            for pack in plan.packs
-            if pack.tree is not None
-            for collective in exchanged(plan, pack)
-        )
+        sum(_bytes_between_hosts(plan, pack) for pack in plan.packs if pack.tree is not None)
     )
+
+
+def _bytes_between_hosts(plan: Plan, pack: PlannedPack) -> float:
+    return sum(collective.bytes_sent(plan.hosts) for collective in exchanged(plan, pack))

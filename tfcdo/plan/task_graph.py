@@ -12,23 +12,17 @@ from tfcdo.topology.topology import Topology
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """Hosts that are alike, each of which sums the packs of its devices before the ring between.
+    """Hosts that are alike, each of which sums the packs of its devices before the exchange.
 
     Attributes:
       count: the number of hosts.
       bandwidth: the bytes per second that a host can send while it receives as many.
       latency: the seconds of a message on top of its bytes.
-      sent: the part of a pack's bytes that is sent: 1/2 where float32 is cast to 16 bits.
     """
 
     count: int
     bandwidth: float
     latency: float = 20e-6
-    sent: float = 1.0
-
-    def bytes_sent(self, num_bytes: float) -> float:
-        """Returns the bytes that each host sends: as a ring, or as shares of all to all."""
-        return 2 * (self.count - 1) / self.count * num_bytes * self.sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +118,7 @@ def build(
             summed[parent].append(task)
         root_ready = tuple(summed[tree.root])
         if hosts is not None:
-            sent = hosts.bytes_sent(size) / hosts.bandwidth
+            sent = pack.between_hosts / hosts.bandwidth
             task = graph.add(("network", index, 0, 0), sent, (way_out,), root_ready)
             # Messages of different packs wait for each other's bytes, not for their latencies.
             waited = 2 * (hosts.count - 1) * hosts.latency
