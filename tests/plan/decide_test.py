@@ -170,6 +170,13 @@ class OneHostTest(parameterized.TestCase):
         elsewhere = plan(batch(f32(8), to=(1,)), wire=cast).packs[0].wire
         self.assertEqual(elsewhere, Cast(wire))
 
+    def test_scaled_values_are_planned_on_their_own(self):
+        """So that plans, and the keys of rounding errors in checkpoints, stay."""
+        asked = batch(f32(300), ValueSpec("float64", (300,)))
+        for wire, count in (("bfloat16", 2 * K), ("float16", K + 1)):
+            choices = {"algorithm": "ring", "packing": PackingOptions(None), "wire": Cast(wire)}
+            self.assertLen(plan(asked, **choices).packs, count)
+
     def test_limits_are_of_the_bytes_that_are_sent(self):
         options = PackingOptions(1, bytes_per_pack=8)
         self.assertLen(plan(batch(f32(8)), packing=options).packs, 4)

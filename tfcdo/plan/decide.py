@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 from tfcdo import dtypes
 from tfcdo.exchange.casts import Cast
@@ -139,59 +140,58 @@ def _root_step(batch: Batch, pack: PlannedPack, exchange: Exchange) -> RootStep:
     return RootStep(SUM if small else exchange, _divide(batch))
 
 
+class _Group(NamedTuple):
+    """Dense values that are packed together, as they are sent and added alike."""
+
+    wire: Cast | None
+    scaled: bool  # Whether they are scaled before they are cast.
+    exchange: Exchange
+    nccl: bool  # Whether NCCL adds them.
+    owner: int | None
+
+
+class _Way(NamedTuple):
+    """How a group is packed, along which trees, and for people a name and the reason."""
+
+    packing: PackingOptions
+    algorithm: algorithms.Algorithm | None  # None where NCCL adds, without trees.
+    topology: Topology
+    name: str
+    why: str
+
+
 def _all_reduced(
     batch: Batch, options: Options, machine: Machine
 ) -> tuple[tuple[PlannedPack, ...], str, str]:
     """Packs dense values; those that are encoded alike are planned together."""
-    groups: dict[
-        tuple[Cast | None, bool, Exchange, str | None, int | None], dict[int, ValueSpec]
-    ] = {}
+    groups: dict[_Group, dict[int, ValueSpec]] = {}
     for index, request in enumerate(batch.requests):
-        wire, exchange = _wire(batch, request, options), _exchange(batch, request)
         value = dataclasses.replace(request.value, dtype=packed_dtype(batch, request))
-        nccl = None
-        if request.owner is None:
-            nccl = nccl_choice.why_nccl(batch, value.dtype, options, machine, wire)
-        scaled = wire is not None and dtypes.needs_scale(wire.dtype, value.dtype)
-        groups.setdefault((wire, scaled, exchange, nccl, request.owner), {})[index] = value
+        group = _group(batch, request, value.dtype, options, machine)
+        groups.setdefault(group, {})[index] = value
     packs: list[PlannedPack] = []
     reasons: list[tuple[int, str, str]] = []
-    for (wire, _, exchange, nccl, owner), values in groups.items():
-        cast = wire.dtype if wire else None
-        sizes = [(value.size or 0, cast or value.dtype) for value in values.values()]
-        num_bytes = sum(size * dtypes.itemsize(dtype) for size, dtype in sizes)
-        how, topology = _packing(options, exchange), machine.topology
-        algorithm: algorithms.Algorithm
-        if owner is not None:
-            # The variables of an owner have one tree, whose root it is.
-            nccl_choice.refuse_owners(options)
-            how = dataclasses.replace(how, num_packs=0 if how.num_packs == 0 else 1)
-            algorithm = (_owner_tree(options, topology, owner, batch.num_bytes),)
-            name = "owners"
-            why = "each device updates its share of the variables (shard_optimizer_state)"
-        elif nccl is not None:
-            # One tensor a pack, and one pack unless asked otherwise. NCCL knows the machine itself:
-            # the trees are not used, and these cost nothing to plan.
-            num_packs = 1 if how.num_packs is None else how.num_packs
-            how = dataclasses.replace(how, num_packs=num_packs, one_tensor_per_pack=True)
-            algorithm = (copy_tree.star(topology.num_devices),)
-            name, why = "NCCL", nccl
+    for group, values in groups.items():
+        cast = group.wire.dtype if group.wire else None
+        sizes = [
+            (value.size or 0) * dtypes.itemsize(cast or value.dtype) for value in values.values()
+        ]
+        if group.owner is not None:
+            way = _to_owner(batch, group.owner, group.exchange, options, machine)
+        elif group.nccl:
+            way = _by_nccl(batch, group.exchange, options, machine)
         else:
             [dtype, *_] = [value.dtype for value in values.values()]
-            wider = dtypes.itemsize(dtype) / dtypes.itemsize(cast or dtype)
-            topology = topology.with_slower_additions(wider)
-            algorithm = _algorithm(options, topology, num_bytes)
-            name, why = _reason(batch, options, machine, algorithm, topology, num_bytes)
-        reasons.append((num_bytes, name, why))
+            way = _along_trees(batch, group, dtype, sum(sizes), options, machine)
+        reasons.append((sum(sizes), way.name, way.why))
         offset = len(packs)
-        for pack in packing.pack(values, how, algorithm, topology, cast):
-            root = _root_step(batch, pack, exchange)
+        for pack in packing.pack(values, way.packing, way.algorithm, way.topology, cast):
+            root = _root_step(batch, pack, group.exchange)
             packs.append(
                 dataclasses.replace(
                     pack,
-                    tree=None if nccl else pack.tree,
-                    wire=wire,
-                    root=dataclasses.replace(root, update=owner is not None),
+                    wire=group.wire,
+                    root=dataclasses.replace(root, update=group.owner is not None),
                     after=None if pack.after is None else pack.after + offset,
                 )
             )
@@ -199,6 +199,48 @@ def _all_reduced(
         return (), "nothing", "the batch is empty"
     _, name, why = max(reasons)
     return tuple(packs), name, why
+
+
+def _group(
+    batch: Batch, request: Request, dtype: str, options: Options, machine: Machine
+) -> _Group:
+    wire, owner = _wire(batch, request, options), request.owner
+    scaled = wire is not None and dtypes.needs_scale(wire.dtype, dtype)
+    nccl = owner is None and nccl_choice.takes_nccl(batch, dtype, options, machine, wire)
+    return _Group(wire, scaled, _exchange(batch, request), nccl, owner)
+
+
+def _to_owner(
+    batch: Batch, owner: int, exchange: Exchange, options: Options, machine: Machine
+) -> _Way:
+    """Sums on the owner of variables, which have one tree, whose root it is."""
+    nccl_choice.refuse_owners(options)
+    how = _packing(options, exchange)
+    how = dataclasses.replace(how, num_packs=0 if how.num_packs == 0 else 1)
+    tree = _owner_tree(options, machine.topology, owner, batch.num_bytes)
+    why = "each device updates its share of the variables (shard_optimizer_state)"
+    return _Way(how, (tree,), machine.topology, "owners", why)
+
+
+def _by_nccl(batch: Batch, exchange: Exchange, options: Options, machine: Machine) -> _Way:
+    """Has NCCL add one tensor per pack, and one pack unless asked otherwise."""
+    how = _packing(options, exchange)
+    num_packs = 1 if how.num_packs is None else how.num_packs
+    how = dataclasses.replace(how, num_packs=num_packs, one_tensor_per_pack=True)
+    return _Way(how, None, machine.topology, "NCCL", nccl_choice.why_nccl(batch, options))
+
+
+def _along_trees(
+    batch: Batch, group: _Group, dtype: str, num_bytes: int, options: Options, machine: Machine
+) -> _Way:
+    """Sums along the trees of an algorithm, for so many bytes that are sent."""
+    wider = 1.0
+    if group.wire is not None:
+        wider = dtypes.itemsize(dtype) / dtypes.itemsize(group.wire.dtype)
+    topology = machine.topology.with_slower_additions(wider)
+    algorithm = _algorithm(options, topology, num_bytes)
+    name, why = _reason(batch, options, machine, algorithm, topology, num_bytes)
+    return _Way(_packing(options, group.exchange), algorithm, topology, name, why)
 
 
 def _reason(

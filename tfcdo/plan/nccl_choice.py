@@ -14,35 +14,45 @@ from tfcdo.topology.measured import Measured
 from tfcdo.units import format_bytes, format_seconds
 
 
-def why_nccl(
+def takes_nccl(
     batch: Batch, dtype: str, options: Options, machine: Machine, wire: Cast | None
-) -> str | None:
-    """Returns the reason why NCCL adds values of a dtype; None for copy trees.
-
-    Where NCCL was requested and does not, this says why, once.
-    """
+) -> bool:
+    """Returns whether NCCL adds values of a dtype; says why it does not where it was requested."""
     between = options.between
     if between is not None and between.flat:
-        return "it runs between hosts, over all devices of all of them"
+        return True
     if options.nccl == "never" or batch.replicas == 1:
-        return None
+        return False
     # NCCL adds encoded values in 16 bits, so only a user who asks for NCCL gets that.
     if between is None and options.nccl == "auto" and wire is not None:
-        return None
+        return False
     problem = machine.nccl_hosts if between else dict(machine.nccl)[wire.dtype if wire else dtype]
     if problem and options.require_nccl:
         raise RuntimeError(f"NCCL cannot run (require_nccl=True): {problem}")
     if between is not None:
-        return None
-    if not problem:
-        if options.nccl == "always":
-            return "an NcclAllReduce kernel is registered for these devices"
-        return _why_faster(batch, options)
-    if options.nccl == "always":
+        return False
+    if problem and options.nccl == "always":
         log.warn_once(f"NCCL was requested but is not available; using copy trees: {problem}")
-    else:
+    elif problem:
         log.info_once(f"auto takes copy trees, because NCCL cannot run: {problem.split('; ')[0]}")
-    return None
+    elif options.nccl == "auto":
+        about = size_class(batch.num_bytes)
+        beat, reason = _compare(options.measured, about)
+        log.info_once(
+            f"auto takes {'copy trees' if beat else 'NCCL'} for about {format_bytes(about)} "
+            f"on each of {batch.replicas} devices: {reason}"
+        )
+        return not beat
+    return not problem
+
+
+def why_nccl(batch: Batch, options: Options) -> str:
+    """Returns the reason why NCCL adds the values of a batch."""
+    if options.between is not None:
+        return "it runs between hosts, over all devices of all of them"
+    if options.nccl == "always":
+        return "an NcclAllReduce kernel is registered for these devices"
+    return _compare(options.measured, size_class(batch.num_bytes))[1]
 
 
 def refuse_owners(options: Options) -> None:
@@ -52,17 +62,6 @@ def refuse_owners(options: Options) -> None:
         raise RuntimeError(f"NCCL cannot run (require_nccl=True): {reason}")
     if options.nccl == "always":
         log.warn_once(f"NCCL was requested but is not used; using copy trees: {reason}")
-
-
-def _why_faster(batch: Batch, options: Options) -> str | None:
-    """Returns why NCCL is faster than copy trees, by the measurement given; None if it is not."""
-    about = size_class(batch.num_bytes)
-    beat, reason = _compare(options.measured, about)
-    log.info_once(
-        f"auto takes {'copy trees' if beat else 'NCCL'} for about {format_bytes(about)} "
-        f"on each of {batch.replicas} devices: {reason}"
-    )
-    return None if beat else reason
 
 
 @functools.lru_cache(maxsize=256)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tfcdo import dtypes
 from tfcdo.plan import algorithms
+from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import FusedTensor, PlannedPack, Slice, ValueSpec
 from tfcdo.plan.schedule import Schedule, cut
 from tfcdo.topology.topology import Topology
@@ -38,7 +39,7 @@ class PackingOptions:
 def pack(
     values: Mapping[int, ValueSpec],
     options: PackingOptions,
-    algorithm: algorithms.Algorithm,
+    algorithm: algorithms.Algorithm | None,
     topology: Topology,
     wire: str | None = None,
 ) -> list[PlannedPack]:
@@ -48,7 +49,8 @@ def pack(
       values: the values by their index in the batch, of the dtypes that they are packed in; values
         of different dtypes never share a pack.
       options: how to pack them.
-      algorithm: the copy trees, see `tfcdo.plan.algorithms.scheduler`.
+      algorithm: the copy trees, see `tfcdo.plan.algorithms.scheduler`; None for packs without
+        one, whose number `options` has.
       topology: the devices and their links.
       wire: the dtype that values are sent in; None for their own.
 
@@ -59,7 +61,7 @@ def pack(
       >>> [[(s.value, s.start, s.stop) for s in packed.tensors[0].slices] for packed in packs]
       [[(0, 0, 4)], [(0, 4, 6), (1, 0, 2)]]
     """
-    scheduler = algorithms.scheduler(algorithm, topology)
+    scheduler = None if algorithm is None else algorithms.scheduler(algorithm, topology)
     indices = sorted(values, reverse=options.last_first)
     whole = [(values[index].dtype, Slice(index, 0, values[index].size)) for index in indices]
     # The values of each dtype, laid end to end.
@@ -74,7 +76,9 @@ def pack(
         )
     )
     num_bytes = ends[-1] if ends else 0
-    schedule = scheduler(num_bytes, None) if options.num_packs is None and lines else None
+    schedule = None
+    if scheduler and options.num_packs is None and lines:
+        schedule = scheduler(num_bytes, None)
     # The slices of each pack; and the index of its pack in the schedule, None if it gets the next
     # tree in turn.
     content = [
@@ -88,7 +92,9 @@ def pack(
     count = sum(place is None for _, _, place in content)
     # To make a schedule may be to search. Tiny batches may have fewer bytes than packs (of values
     # of unknown size): the trees stay.
-    in_turn = iter(scheduler(max(num_bytes, count), count).packs if count else ())
+    in_turn: Iterator[CopyTree | None] = itertools.repeat(None)
+    if scheduler and count:
+        in_turn = iter(each.tree for each in scheduler(max(num_bytes, count), count).packs)
     # Concatenating costs a pass over a slice, sending it alone an op's overhead: up to the bytes
     # that are passed over in that time it pays to concatenate. Where memory is much faster than the
     # links (`addition_bandwidth` is infinite) it always does.
@@ -100,7 +106,7 @@ def pack(
     for number, (dtype, slices, place) in enumerate(content):
         tensors = _fuse(slices, values, limit / itemsizes[dtype])
         if schedule is None or place is None:
-            packs.append(PlannedPack("sum", tensors, dtype, next(in_turn).tree))
+            packs.append(PlannedPack("sum", tensors, dtype, next(in_turn)))
         else:
             planned = schedule.packs[place]
             after = None if planned.after is None else last.get(planned.after)
