@@ -441,6 +441,16 @@ class KeyValueStore:
         """Removes a key, so that it can be written again."""
         self._write(lambda: _context.context().delete_config_key_value(f"tfcdo/{key}"))
 
+    def check_hosts(self, jobs: Mapping[str, int]) -> None:
+        """Raises TensorFlow's error if it has taken a host for dead; the chief asks itself."""
+        # Only collectives get that error. Whoever waits for a key would wait for its whole time.
+        states = _context.context().get_task_states(list(jobs.items()))
+        tasks = [f"/job:{job}/task:{task}" for job, count in jobs.items() for task in range(count)]
+        gone = [task for task, state in zip(tasks, states, strict=True) if state is not None]
+        if gone:
+            message = f"TensorFlow gets no heartbeats any more from {', '.join(gone)}"
+            raise tf.errors.UnavailableError(None, None, message)
+
     def _write(self, call: Callable[[], None]) -> None:
         written: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._writes.put((call, written))

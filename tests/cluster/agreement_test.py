@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,7 @@ class Store:
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
+        self.gone = ""
         self._changed = threading.Condition()
 
     def set(self, key: str, value: str) -> None:
@@ -40,6 +41,11 @@ class Store:
     def delete(self, key: str) -> None:
         with self._changed:
             del self._values[key]
+
+    def check_hosts(self, jobs: Mapping[str, int]) -> None:
+        assert jobs == {"worker": 3}
+        if self.gone:
+            raise ConnectionError(self.gone)
 
 
 def kind(*values: str, what: str = "all-reduce") -> dict[str, Any]:
@@ -77,6 +83,12 @@ class AgreementTest(parameterized.TestCase):
         super().setUp()
         self.enterContext(mock.patch.object(protocol, "GRACE", 0.5))
         self.enterContext(mock.patch.object(agreement, "_POLL", 0.15))
+
+    def test_the_chief_does_not_wait_for_a_host_that_has_ended(self):
+        store = Store()
+        store.gone = "task 1"
+        with self.assertRaisesRegex(ConnectionError, "task 1"):
+            agreement.Agreement(store, cluster(0), 20.0).number(kind("a"), 1)
 
     def enterContext(self, context):  # noqa: N802 (of Python 3.11, here for 3.10)
         value = context.__enter__()

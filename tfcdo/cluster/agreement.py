@@ -9,11 +9,12 @@ meets one of another kind, and hosts whose programs differ learn where.
 
 from __future__ import annotations
 
+import collections
 import functools
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from absl import logging
@@ -43,6 +44,9 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Removes a key, so that it can be written again."""
+
+    def check_hosts(self, jobs: Mapping[str, int]) -> None:
+        """Raises an error if one of so many tasks of each job has ended; for the chief."""
 
 
 class Agreement:
@@ -165,6 +169,8 @@ class Agreement:
         me = self._cluster.name(self._cluster.index)
         while (found := ready()) is None:
             waited = time.monotonic() - start
+            if self._cluster.is_chief:  # Others hear of the chief's end.
+                self._store.check_hosts(collections.Counter(t.job for t in self._cluster.tasks))
 
             def line(waited: float = waited) -> str:
                 come = f"{late()} to come to its first {brief(description)}"
