@@ -174,7 +174,11 @@ class OneHostTest(parameterized.TestCase):
         """So that plans, and the keys of rounding errors in checkpoints, stay."""
         asked = batch(f32(300), ValueSpec("float64", (300,)))
         for wire, count in (("bfloat16", 2 * K), ("float16", K + 1)):
-            choices = {"algorithm": "ring", "packing": PackingOptions(None), "wire": Cast(wire)}
+            choices: dict[str, Any] = {
+                "algorithm": "ring",
+                "packing": PackingOptions(None),
+                "wire": Cast(wire),
+            }
             self.assertLen(plan(asked, **choices).packs, count)
 
     def test_limits_are_of_the_bytes_that_are_sent(self):
