@@ -110,12 +110,12 @@ class BatchReduceTest(tu.ValuesMixin, tf.test.TestCase):
                 self.assertEqual(own[0].indices.dtype, table.indices.dtype)
                 self.assertAllEqual(own[0].dense_shape, table.dense_shape)
                 indices = [row for rows in value.rows[:count] for row in rows]
-                if "sum_equal_rows" in ops._arguments:
+                if ops._options.sum_equal_rows:
                     indices = np.unique(indices).tolist()
                 self.assertAllEqual(indices, table.indices)
                 dtype_found, table = table.values.dtype, tu.dense(table, hypothesis_batches.ROWS)
             else:
-                self.assertIn("sparse_as_dense", ops._arguments)
+                self.assertTrue(ops._options.sparse_as_dense)
                 dtype_found = table.dtype
             self.assertEqual(dtype, dtype_found)
             slack = 9 * 8 * 8 * 4 * tu.unit_roundoff(dtype)
