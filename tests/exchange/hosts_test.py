@@ -15,7 +15,7 @@ from wire_bounds import block_error_bound, error_bound
 
 from tfcdo.exchange import Rehearsal, rounding
 
-_TIMEOUT = 240.0
+_TIMEOUT = 600.0
 
 
 class HostsTest(tf.test.TestCase, parameterized.TestCase):
