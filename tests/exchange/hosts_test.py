@@ -26,9 +26,7 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_hosts(self, hosts, devices, names):
         with tempfile.TemporaryDirectory() as folder:
-            outcomes = clusters.run(
-                hosts, "host_exchange", [str(devices), folder, *names], _TIMEOUT
-            )
+            outcomes = clusters.run(hosts, "host", [str(devices), folder, *names], _TIMEOUT)
             for outcome in outcomes:
                 self.assertEqual(0, outcome.returncode, outcome.output)
             for name in names:
@@ -136,7 +134,7 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(np.isfinite(actual[256:]), np.ones(len(actual[256:])))
         else:
             self.assertAllEqual(expected[~finite], actual[~finite])
-        # A sum of 257 inside a host is rounded before it travels.
+        # A sum of 257 inside a host is rounded before it is sent.
         exact = case == "exact" or (case == "not swallowed" and num_hosts == num_replicas)
         if exact and name != "int8":
             self.assertAllEqual(expected, actual)

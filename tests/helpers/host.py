@@ -6,6 +6,7 @@ import pathlib
 import time
 from unittest import mock
 
+import host_exchange
 import host_keras
 import host_scenarios
 import host_unlike
@@ -19,7 +20,14 @@ from tfcdo import strategies
 
 _SCENARIOS = {
     name: scenario
-    for module in (host_wire, host_unlike, host_values, host_scenarios, host_keras)
+    for module in (
+        host_wire,
+        host_unlike,
+        host_values,
+        host_scenarios,
+        host_keras,
+        host_exchange,
+    )
     for name, scenario in vars(module).items()
 }
 

@@ -1,16 +1,12 @@
-"""One host of a cluster in tests of exchanges: runs scenarios by their names, saves the results."""
+"""Scenarios of exchanges between hosts, for `host`."""
 
 from __future__ import annotations
 
-import pathlib
 import tempfile
-import time
 from typing import Any
-from unittest import mock
 
 import exchange_cases
 import host_unlike
-import host_wire
 import keras
 import numpy as np
 import tensorflow as tf
@@ -18,27 +14,10 @@ from exchange_cases import CASES, SHAPES, STEPS
 from host_wire import other_strategy
 
 import tfcdo
-from tfcdo import strategies
 from tfcdo.execute import planned
 
 _ROWS = 40
 SMALL = (7, 3)  # Vectors of so few numbers that their pack is exact.
-
-
-def main(devices: str, folder: str, *names: str) -> None:
-    """Runs scenarios with a number of devices, and saves results in a folder."""
-    tf.get_logger().setLevel("ERROR")
-    # The machine may be so busy that a host that is well says nothing for ten seconds.
-    mock.patch.object(strategies, "_HEARTBEAT_SECONDS", 100.0).start()
-    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0)
-    strategy = tfcdo.MultiWorkerMirroredStrategy(None, options, devices_per_worker=int(devices))
-    host = strategy.cluster_resolver.task_id
-    for name in names:
-        start = time.monotonic()
-        results = _SCENARIOS[name](strategy)
-        print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
-        if results:
-            np.savez(pathlib.Path(folder, f"{name}-{host}.npz"), **results)  # type: ignore[arg-type]
 
 
 def contract(strategy: Any) -> dict[str, np.ndarray]:
@@ -204,11 +183,3 @@ def _last_plan_exchanges() -> set[str]:
     found = (one.plan for one in planned.recent())
     plan = next(plan for plan in found if len(plan.values) == 4)
     return {type(pack.root.exchange).__name__ for pack in plan.packs}
-
-
-_SCENARIOS = {
-    "contract": contract,
-    "unlike": unlike,
-    "by_path": by_path,
-    "exchanges": host_wire.exchanges,
-}
