@@ -5,8 +5,6 @@ chief, and its collectives, a shared folder, each machine's memory, and guards. 
 in TensorFlow: any process at a host's address may connect to the chief.
 """
 
-# Longer than 400 lines: a host's life, from its start to its last backup, is one subject.
-
 from __future__ import annotations
 
 import dataclasses
@@ -14,6 +12,7 @@ import json
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
+from tfcdo import environment
 from tfcdo.cluster import protocol
 
 if TYPE_CHECKING:
@@ -568,7 +567,7 @@ class Process:
             yield from self.get("written/0", 5.0)
         world.check_left(self)
         yield from self.leave(None)
-        raise ProcessExit(protocol.RESTART_STATUS)
+        raise ProcessExit(environment.RESTART_STATUS)
 
     def take_signal(self, number: int) -> None:
         """Gets a signal from its launcher, or from the machine."""

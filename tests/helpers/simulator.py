@@ -4,10 +4,8 @@
 
 A schedule is drawn from its seed, which replays it: the number of hosts, who launches them, the
 delay of each message, and up to three faults, each after some number of events, also while the job
-recovers from another one. Messages of one connection stay in order; those of others do not.
+recovers from another one. Messages of one connection stay in order; messages of others do not.
 """
-
-# Longer than 400 lines: events and the invariants they must keep are one subject.
 
 from __future__ import annotations
 
@@ -35,6 +33,7 @@ from simulated_hosts import (
     State,
 )
 
+from tfcdo import environment
 from tfcdo.cluster import protocol
 
 _GRACE, _LEAVE = 10.0, 30.0
@@ -285,7 +284,7 @@ class World:
         if connection.is_broken:
             return
         connection.is_broken = True
-        # Of a machine that is gone nothing comes, until a time-out.
+        # Nothing comes from a machine that is gone, until a time-out.
         is_silent = self.draw() < 0.3
         self.after(self.delay(30.0 if is_silent else 0.2), self._lose, connection)
 
@@ -363,7 +362,7 @@ class World:
 
     def check_result(self, launcher: Launcher, result: protocol.Result) -> None:
         if result.has_left:
-            if not any(p.status == protocol.RESTART_STATUS for p in launcher.processes):
+            if not any(p.status == environment.RESTART_STATUS for p in launcher.processes):
                 raise BrokenError("nobody has asked for the restart")
             for process in launcher.processes:
                 cluster = process.cluster
@@ -431,7 +430,7 @@ class World:
             if self.bug and self.bug[0] != "busy":
                 continue
             statuses = {process.status for process in processes if process.is_dead}
-            if len(statuses) > 1 and statuses & {0, protocol.RESTART_STATUS}:
+            if len(statuses) > 1 and statuses & {0, environment.RESTART_STATUS}:
                 raise BrokenError(f"hosts end in different decisions: {statuses}")
         if self.job > 1:
             return  # The job that was replaced may take its folder back.

@@ -6,15 +6,16 @@ clocks, files or TensorFlow here: `rendezvous`, `agreement`, `watch`, `keras.pre
 tests/helpers/simulator.py, runs the same rules on millions of schedules of faults.
 """
 
-# Longer than 400 lines: all rules that hosts and launchers share, read and simulated together.
-
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import signal
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
+
+from tfcdo import environment
 
 Description = Mapping[str, Any]
 Settings = Mapping[str, Any]
@@ -187,8 +188,8 @@ NO_STEP = "none"
 class Leaving:
     """One host's part in leaving after the same step.
 
-    After a notice each host says which call it has begun, and begins no other. Whoever has heard
-    all proposes the last one of them; whoever has waited too long proposes that there is none. The
+    After a notice each host says which call it has begun, and begins no other. A host that has
+    heard all proposes the last one of them; a host that has waited too long proposes none. The
     first proposal is the decision: the store keeps one, and all read it.
     """
 
@@ -300,9 +301,7 @@ def add_backup(run: str) -> Operations:
 
 # Supervision: what a launcher does when its workers end.
 
-RESTART_STATUS = 75  # Of a worker that asks to be started again, when all backups are written.
-_KILLED = 128 + 9
-_SIGTERM, _SIGKILL, _SIGCONT = 15, 9, 18
+_KILLED = 128 + signal.SIGKILL
 TELL_OF_FAILURE = 0  # Not a signal: the worker learns that another one has failed.
 # Workers that end within this time may end because of each other; the first of them is to blame.
 SETTLE_SECONDS = 0.3
@@ -363,7 +362,7 @@ class Supervision:
         self.running.discard(event.worker)
         if not event.status or self._signal:
             return []
-        if event.status == RESTART_STATUS:
+        if event.status == environment.RESTART_STATUS:
             return self._let_go(event.worker, now)
         if self._is_settled:
             # What follows the request to end does not count, but nobody asked for a SIGKILL yet.
@@ -396,7 +395,7 @@ class Supervision:
             return Result(128 + self._signal, self._signal)
         blamed = self._blamed()
         if self._has_left:
-            return Result(RESTART_STATUS, has_left=True)
+            return Result(environment.RESTART_STATUS, has_left=True)
         return Result(blamed.status, blamed=blamed.worker) if blamed else Result(0)
 
     def _blamed(self) -> End | None:
@@ -423,24 +422,22 @@ class Supervision:
         others = "; ending the others" if self.running else ""
         text = f"{{}} failed: exit status {blamed.status}{_signal_of(blamed.status)}{others}"
         tell: Actions = [Send(worker, TELL_OF_FAILURE) for worker in self.running]
-        return [Say(text, (blamed.worker,)), *tell, *self._stop(_SIGTERM, now)]
+        return [Say(text, (blamed.worker,)), *tell, *self._stop(signal.SIGTERM, now)]
 
     def _stop(self, number: int, now: float) -> Actions:
         self.deadline = now + self._grace
         # A stopped process does not act on signals.
-        return [Send(w, sent) for w in sorted(self.running) for sent in (number, _SIGCONT)]
+        return [Send(w, sent) for w in sorted(self.running) for sent in (number, signal.SIGCONT)]
 
     def _kill(self) -> Actions:
         self.deadline = None
         self._is_killing = True
         workers = tuple(sorted(self.running))
         say: Actions = [Say("killing {}", workers)] if workers else []
-        return [*say, *(Send(worker, _SIGKILL) for worker in workers)]
+        return [*say, *(Send(worker, signal.SIGKILL) for worker in workers)]
 
 
 def _name(number: int) -> str:
-    import signal
-
     try:
         return signal.Signals(number).name
     except ValueError:
