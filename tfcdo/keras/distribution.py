@@ -59,8 +59,7 @@ def set_distribution(distribution: Any) -> None:
                 "so that hosts meet before TensorFlow looks for devices; got an object of it"
             )
         strategy = MultiWorkerMirroredStrategy()
-    elif is_object:
-        strategy = MirroredStrategy([f"/{name}" for name in distribution.device_mesh.devices.flat])
-    elif distribution is _DataParallel:
-        strategy = MirroredStrategy([f"/{name}" for name in keras.distribution.list_devices()])
+    elif distribution is not None:
+        made = distribution if is_object else distribution()
+        strategy = MirroredStrategy([f"/{name}" for name in made.device_mesh.devices.flat])
     tf.distribute.experimental_set_strategy(strategy)
