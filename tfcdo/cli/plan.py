@@ -80,7 +80,7 @@ _MAX_PACKS = 4096
 )
 @options.option(
     "--exchange",
-    click.Choice(["bfloat16", "float16", "int8"]),
+    click.Choice([*BY_NAME]),
     "Dtype in which hosts send float32.",
 )
 @options.option(

@@ -9,6 +9,7 @@ it as it is sent, so they get bitwise the same. docs/wire-numerics.md has the bo
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from tfcdo.exchange.protocol import Collective, Exchange, PackSpec, Peers
 # Shares are a multiple of this many values, 64 bytes: TensorFlow takes a tensor apart without
 # copying it where the parts are aligned.
 SHARE_ALIGNMENT = 32
+CAST_DTYPES = ("bfloat16", "float16")
 
 
 class _Shares(Exchange):
@@ -29,9 +31,9 @@ class _Shares(Exchange):
     dtype: str
     error_feedback: bool
 
+    @abc.abstractmethod
     def layout(self, size: int, hosts: int) -> tuple[int, int]:
         """Returns the number and size of the blocks of a share of so many values."""
-        raise NotImplementedError
 
     def state(self, pack: PackSpec, hosts: int) -> dict[str, np.ndarray]:
         """Returns the errors of the shares that a host sends, and of the sums that it forms."""
@@ -88,7 +90,7 @@ class Cast(_Shares):
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
-        _check(self, ("bfloat16", "float16"))
+        _check(self, CAST_DTYPES)
 
     def layout(self, size: int, hosts: int) -> tuple[int, int]:
         """Returns the number and size of the blocks of a share of so many values: one block."""
@@ -135,7 +137,7 @@ class Blocks(_Shares):
 
 
 def _check(exchange: Cast | Blocks, accepted: Sequence[str]) -> None:
-    name = getattr(exchange.dtype, "name", exchange.dtype)  # Of a tf.DType.
+    name = getattr(exchange.dtype, "name", exchange.dtype)  # A tf.DType has one.
     if name not in accepted:
         raise ValueError(
             f"dtype must be {' or '.join(map(repr, accepted))}; got {exchange.dtype!r}"
@@ -154,7 +156,7 @@ BY_NAME: dict[str, Cast | Blocks] = {
 
 def check_exchange(name: str, value: Any) -> Exchange:
     """Returns the argument `name` as an exchange: an object, or one of three names of dtypes."""
-    named = getattr(value, "name", value)  # Of a tf.DType.
+    named = getattr(value, "name", value)  # A tf.DType has one.
     if isinstance(named, str) and named in BY_NAME:
         return BY_NAME[named]
     accepted = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,7 @@ class Collective:
     Attributes:
       kind: the name of the method.
       num_bytes: the bytes of the tensor that it is given.
-      varies: whether some steps send other numbers of bytes; `num_bytes` is then that of most.
+      varies: whether some steps send other numbers of bytes; `num_bytes` is then the usual one.
     """
 
     kind: Kind
@@ -114,6 +115,7 @@ class Exchange(Protocol):
         """
         return {}
 
+    @abc.abstractmethod
     def cost(self, pack: PackSpec, hosts: int) -> Sequence[Collective]:
         """Returns the calls of `Peers` that a step makes for a pack, in their order.
 
@@ -126,8 +128,8 @@ class Exchange(Protocol):
         Returns:
           The calls. `run` is held to them: another call is a `RuntimeError`.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def run(
         self, tensors: Sequence[Any], state: Mapping[str, Any], peers: Peers
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -140,12 +142,11 @@ class Exchange(Protocol):
 
         Returns:
           The sums, bitwise the same on all hosts, of the same dtypes and shapes as the tensors; and
-          the state for the next step. The gradient of the sums is that of an exact sum.
+          the state for the next step. The sums have the gradient of an exact sum.
         """
-        raise NotImplementedError
 
 
-class CheckedPeers:
+class CheckedPeers(abc.ABC):
     """`Peers` that hold an exchange to its cost; how they emit a call is for others to say."""
 
     def __init__(self, exchange: Exchange, spec: PackSpec, rank: int, size: int) -> None:
@@ -154,9 +155,9 @@ class CheckedPeers:
         self._exchange, self._spec = exchange, spec
         self._cost = tuple(exchange.cost(spec, size))
 
+    @abc.abstractmethod
     def emit(self, kind: Kind, tensor: Any, number: int) -> Any:
         """Emits a call, one of several that have a number."""
-        raise NotImplementedError
 
     def all_reduce(self, tensor: Any) -> Any:
         """Adds up the hosts' tensors."""

@@ -9,14 +9,12 @@ from typing import Any, TypedDict
 import tensorflow as tf
 
 from tfcdo import checks
-from tfcdo.exchange.casts import Cast
+from tfcdo.exchange.casts import CAST_DTYPES, Cast
 from tfcdo.plan import algorithms, copy_tree
 from tfcdo.plan.evaluation import Evaluation
 from tfcdo.topology import measured
 from tfcdo.topology.measured import Measured
 from tfcdo.topology.topology import Topology
-
-WIRE_DTYPES = ("bfloat16", "float16")  # The dtypes that `wire_dtype=` accepts.
 
 
 class CommonOptions(TypedDict, total=False):
@@ -117,14 +115,14 @@ def check_common(
 
 def _wire_dtype(value: Any) -> str | None:
     """Returns the argument `wire_dtype` as a name, or None."""
-    names = ", ".join(map(repr, WIRE_DTYPES))
+    names = ", ".join(map(repr, CAST_DTYPES))
     accepted = f"wire_dtype must be {names}, the tf.DType of one of them, or None"
     if value is None:
         return None
     if not isinstance(value, (str, tf.DType)):
         raise TypeError(f"{accepted}; got {value!r}")
     dtype = value if isinstance(value, str) else value.name
-    if dtype not in WIRE_DTYPES:
+    if dtype not in CAST_DTYPES:
         raise ValueError(f"{accepted}; got {value!r}")
     return dtype
 

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import dtypes
+from tfcdo.exchange import rounding
 
 _WIDER = {tf.as_dtype(dtype): tf.as_dtype(wide) for dtype, wide in dtypes.SUM_DTYPE.items()}
 
@@ -51,9 +52,7 @@ def finish(total: tf.Tensor, divide: int | None, dtype: tf.DType) -> tf.Tensor:
 
 def int64(numbers: Iterable[int | None]) -> tf.Tensor:
     """Returns sizes or a shape as an op takes them."""
-    # TensorFlow 2.21 mixes up 32-bit ones: of eager ops that several threads run on a virtual CPU
-    # device, one may get the sizes that were meant for another.
-    return tf.constant(list(numbers), tf.int64)
+    return rounding.int64(*numbers)
 
 
 def flatten(tensor: tf.Tensor) -> tf.Tensor:
