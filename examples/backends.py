@@ -3,7 +3,7 @@
     KERAS_BACKEND=tensorflow python examples/backends.py
     KERAS_BACKEND=jax python examples/backends.py          # pip install jax
 
-Both print the same losses, those of one device. `keras.distribution.set_distribution` would do that
+Both print the same losses, as on one device. `keras.distribution.set_distribution` would do that
 on JAX only: on TensorFlow it is ignored. The weights are drawn by NumPy, because the backends draw
 other random numbers.
 """

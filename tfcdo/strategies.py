@@ -1,5 +1,4 @@
 """TensorFlow's strategies with tfcdo's all-reduces, for Keras 3."""
-# Longer than 400 lines: half of them are the documentation of two public classes.
 
 from __future__ import annotations
 

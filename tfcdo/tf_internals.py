@@ -5,7 +5,6 @@ new TensorFlow version is the work of one file. Nothing here reduces anything: t
 classes that `tf.distribute.MirroredStrategy` hands over, the spelling of device names, and the
 registry of kernels.
 """
-# Longer than 400 lines: all private names of TensorFlow are in one file.
 
 from __future__ import annotations
 
@@ -443,7 +442,7 @@ class KeyValueStore:
 
     def check_hosts(self, jobs: Mapping[str, int]) -> None:
         """Raises TensorFlow's error if it has taken a host for dead; the chief asks itself."""
-        # Only collectives get that error. Whoever waits for a key would wait for its whole time.
+        # Only collectives get that error. A wait for a key would last for its whole time.
         states = _context.context().get_task_states(list(jobs.items()))
         tasks = [f"/job:{job}/task:{task}" for job, count in jobs.items() for task in range(count)]
         gone = [task for task, state in zip(tasks, states, strict=True) if state is not None]

@@ -63,7 +63,7 @@ def draw_machine(num_devices: int, seed: int) -> Topology:
 
 
 def draw_buses(num_devices: int, seed: int) -> Topology:
-    """Draws a machine of unlike wires, of which three in five share one or two buses."""
+    """Draws a machine of unlike wires. Three in five share one or two buses."""
     rng = random.Random(f"buses {num_devices} {seed}")
     buses = [Resource(f"bus {i}", _speed(rng)) for i in range(rng.randint(1, 2))]
     bus_of = [rng.choice(buses) for _ in range(num_devices)]

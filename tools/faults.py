@@ -4,12 +4,10 @@
 
 Each case is a training of two to four hosts, all processes of this machine under `tfcdo launch`;
 where the network is cut, each host is in a network namespace of its own (as root, on Linux). The
-final weights must be bitwise those of an undisturbed training of the same number of hosts, and as
-good as equal to those of one device. No process may be left. The seed replays the cases, but not
+final weights must be bitwise equal to an undisturbed training's on the same number of hosts, and
+equal to one device's up to rounding. No process may be left. The seed replays the cases, but not
 the machine's timing.
 """
-
-# Longer than 400 lines: the cases of a campaign are drawn, run, judged and shown in one place.
 
 from __future__ import annotations
 
@@ -360,7 +358,7 @@ def _send_to(pid: int, number: int) -> None:
 
 
 def _left(folder: pathlib.Path) -> list[int]:
-    """Returns those of a training's processes that do not end."""
+    """Returns a training's processes that do not end."""
     pids = {int(path.read_text()) for path in folder.glob("pid-*")}
     processes = []
     for pid in pids:

@@ -1,4 +1,4 @@
-"""Measures the table of README.md: how far weights are from those of one-device training.
+"""Measures the table of README.md: how far weights are from one-device training.
 
     python tools/readme_rows.py
 

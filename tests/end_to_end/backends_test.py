@@ -1,4 +1,4 @@
-"""One script on Keras's backends TensorFlow and JAX: the same losses, those of one device."""
+"""One script on Keras's backends TensorFlow and JAX: the same losses as on one device."""
 
 from __future__ import annotations
 

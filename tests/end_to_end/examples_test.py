@@ -1,4 +1,4 @@
-"""The examples, against training on one device; those of Ray and of backends have own files."""
+"""The examples, against training on one device; Ray's and the backends' have own files."""
 
 from __future__ import annotations
 

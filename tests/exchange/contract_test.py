@@ -55,7 +55,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
                 for key in case.keeps:
                     kept = state.get(key, state.get(f"{key}{index}", 0.0))
                     total = total + np.reshape(kept, np.shape(total) if np.ndim(kept) else ())
-            # Of casts, the last step's errors are missing: no more than in one step.
+            # The errors of the last step's casts are missing: no more than in one step.
             largest = max(np.max(np.abs(own[index])) for values in steps for own in values)
             roundoff = 2.0**-20 if dtype == "float32" else 2.0**-49
             bound = STEPS * hosts * 4 * roundoff

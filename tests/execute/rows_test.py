@@ -250,7 +250,7 @@ class AllReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(tree=TREES[::4], divide=(None, 2), several=(False, True))
     def test_one_replica_after_the_other(self, tree, divide, several):
-        """No sum, no order but that of the replicas; on one replica the value itself."""
+        """No sum, and the order of the replicas; on one replica the value itself."""
         count = tree.num_devices
         given = [slices_on(tree, seed, most=9) for seed in ((1, 2) if several else (1,))]
         results = all_reduce(tree, given, divide, sum_equal=False)

@@ -1,7 +1,5 @@
 """Trainings that end somewhere and go on from a backup, compared with undisturbed ones."""
 
-# Longer than 400 lines: the ways in which a training of one process ends, and then goes on.
-
 from __future__ import annotations
 
 import concurrent.futures

@@ -1,6 +1,5 @@
 """Packing: every element of every value is in exactly one pack, and the packs are as asked for."""
 
-# Longer than 400 lines: all its tests share the functions at its beginning.
 from __future__ import annotations
 
 import dataclasses

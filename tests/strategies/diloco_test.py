@@ -18,8 +18,8 @@ from host_diloco import BATCH, EPOCHS, STEPS
 from tfcdo.exchange import DiLoCo
 
 _TIMEOUT = 900.0
-# The matrix of 40 x 40 values is a fragment, that of 6 x 40 another; all others are the last one.
-_SHARES = (6, 4)  # Of 10 examples, four replicas have 3, 3, 2 and 2.
+# The matrix of 40 x 40 values is a fragment, and the one of 6 x 40 values; all others are the last.
+_SHARES = (6, 4)  # Four replicas have 3, 3, 2 and 2 of 10 examples.
 _FRAGMENTS = (1, 2, 0, 2, 2, 2)
 
 

@@ -77,7 +77,7 @@ class SlowHostsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(("data", 1), ("backward", 4))
     def test_a_slow_host_is_named(self, fault, steps_per_execution):
         pattern = _HOST_1 + r" enters \d+ ms after the others in (\d+) of (\d+) steps: \d+ % of a"
-        # A busy machine delays the other host as well; only more attempts tell.
+        # A busy machine also delays the other host; only more attempts tell.
         for _ in range(6):
             outcomes = clusters.run(2, "slow_host", [fault, str(steps_per_execution)], _TIMEOUT)
             if re.search(pattern, outcomes[0].output):

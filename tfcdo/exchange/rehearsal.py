@@ -56,7 +56,7 @@ class Rehearsal:
           The sums, which are bitwise the same on all hosts.
 
         Raises:
-          RuntimeError: if the calls are not those of `cost`, a result is of another dtype or shape,
+          RuntimeError: if the calls differ from `cost`, a result is of another dtype or shape,
             the hosts' sums differ, or a host waits for another one.
         """
         room = _Room(self.hosts)

@@ -159,13 +159,13 @@ def decode(sent: tf.Tensor, dtype: tf.DType, scale: tf.Tensor | None = None) -> 
 
 
 def rounding_error(carried: tf.Tensor, arrived: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
-    """Returns the difference of values and what arrives, to add to those of the next step."""
+    """Returns the difference of values and what arrives, to add to the values of the next step."""
     # Infinity and NaN are not used where they arrive, so the old error is kept.
     return tf.where(tf.math.is_finite(arrived), carried - arrived, before)
 
 
 def orthonormal(matrix: tf.Tensor) -> tf.Tensor:
-    """Returns orthonormal columns that span those of a tall matrix, and any for columns of 0."""
+    """Returns orthonormal columns that span a tall matrix's columns, and any for columns of 0."""
     # Scaled, so that no square overflows.
     least = 2.0 ** (1 - dtypes.LARGEST_EXPONENT[matrix.dtype.name])
     return tf.linalg.qr(matrix / tf.maximum(tf.reduce_max(tf.abs(matrix)), least))[0]

@@ -23,7 +23,7 @@ class Reduction:
     exact: bool = False  # Never rounded where it is copied: only gradients are.
     # The replica that updates its variable with the sum; None if the sum itself is sent.
     owner: int | None = None
-    path: str | None = None  # Of the variable whose gradient it is; None if that is not known.
+    path: str | None = None  # The path of its gradient's variable; None if it is not known.
 
     @property
     def is_sparse(self) -> bool:

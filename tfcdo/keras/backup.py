@@ -217,7 +217,7 @@ class BackupAndRestore(Callback):
         self._preemption.stop()
         if self._memory is not None:
             self._memory.remove()
-            # Of hosts that have left.
+            # Snapshots of hosts that have left.
             backup_folder.remove_abandoned(self.backup_dir, is_complete=True)
         keras_internals.set_initial_epoch(self.model, None)
         if self._mark is not None:

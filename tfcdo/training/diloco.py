@@ -34,7 +34,7 @@ class OuterState(tf.Module):
 
     Attributes:
       trained: the parameters, of which each host has its own between two exchanges.
-      common: those of the last exchange, once there were steps after it; equal on all hosts.
+      common: parameters of the last exchange, once steps have followed it; equal on all hosts.
       optimizer: the outer optimizer, which updates `common`.
       steps: the number of steps since all hosts were known to have the same parameters; 0 if they
         have, so that `common` begins with these.
