@@ -289,14 +289,15 @@ def trained(case: Case, replicas: int) -> dict[str, list[np.ndarray]]:
     results["evaluate"] = [np.array(evaluated)]
     predicted = model.predict(inputs, case.batch, verbose=0) if case.seed % 3 == 0 else []
     results |= {f"predict {i}": [one] for i, one in enumerate(tf.nest.flatten(predicted))}
-    for variable in [*model.weights, *model.optimizer.variables]:
+    # Some slots, such as Adafactor's, have one name.
+    for number, variable in enumerate([*model.weights, *model.optimizer.variables]):
         if "seed_generator" in variable.path:
             continue
         value = variable.value
         components = getattr(value, "values", (value,))
         if is_own_of_each(variable):
             components = (variable.numpy(),)
-        results[variable.path] = [np.asarray(component) for component in components]
+        results[f"{number} {variable.path}"] = [np.asarray(component) for component in components]
     return results
 
 
