@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from unittest import mock
 
+import cli_testing
 import click
 import numpy as np
 import tensorflow as tf
@@ -153,7 +154,8 @@ class CodeTest(parameterized.TestCase):
     def check_tfcdo(self, arguments: list[str], output: str) -> None:
         if arguments[0] == "plan" and output.strip():
             # It needs no TensorFlow and less than a second.
-            result = CliRunner().invoke(commands.tfcdo, arguments, terminal_width=120)
+            with cli_testing.logs_of_a_command():
+                result = CliRunner().invoke(commands.tfcdo, arguments, terminal_width=120)
             self.assertEqual(result.exit_code, 0, result.output)
             matches = doctest.OutputChecker().check_output(output, result.output, _FLAGS)
             self.assertTrue(matches, f"the page has\n{output}\nand this is\n{result.output}")

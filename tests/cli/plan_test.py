@@ -381,7 +381,6 @@ class HereTest(tf.test.TestCase, parameterized.TestCase):
         name = detection.name_of_measured(tu.device_names(3)) or ""
         self.assertStartsWith(name, "measured 3 CPU devices of ")
         self.assertIn(name, " ".join(output.split()))
-        # Before it, absl logs where it is kept, unless it is told to log warnings only.
         self.assertEqual(errors.splitlines()[-1], f"{name}: measured now, and kept")
         (file,) = self.folder.glob("measured-*")
         content = file.read_text()

@@ -8,9 +8,11 @@ import os
 import pathlib
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import NamedTuple
 from unittest import mock
 
+from absl import logging
 from absl.testing import parameterized
 
 from tfcdo.cli import commands
@@ -25,6 +27,17 @@ class Finished(NamedTuple):
     errors: str
 
 
+@contextlib.contextmanager
+def logs_of_a_command() -> Iterator[None]:
+    """Lets absl log what it logs in `tfcdo`: warnings, where a test that runs alone logs all."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
 def run_tfcdo(*arguments: str, stdin: str | None = None) -> Finished:
     """Runs a command, neither of whose outputs is a terminal."""
     output, errors = io.StringIO(), io.StringIO()
@@ -33,6 +46,7 @@ def run_tfcdo(*arguments: str, stdin: str | None = None) -> Finished:
         mock.patch.object(sys, "stdin", given),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(errors),
+        logs_of_a_command(),
     ):
         status = commands.run(arguments)
     return Finished(status, output.getvalue(), errors.getvalue())
