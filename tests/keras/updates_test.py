@@ -288,6 +288,28 @@ class OwnLoopTest(TrainingTestCase):
             tu.traced_ops(lambda: strategy.run(step))
         self.assertLen(meetings, 3)
 
+    @parameterized.parameters(False, True)
+    def test_sizes_are_known_of_gradients_of_layers_that_reshape(self, compiled):
+        strategy = strategy_of(2)
+        layers = [keras.layers.Input((3, 4)), keras.layers.Dense(2), keras.layers.Flatten()]
+        with strategy.scope():
+            model = keras.Sequential([*layers, keras.layers.Dense(1)])
+            model.compile("sgd", "mse", jit_compile=compiled)
+        shapes = []
+        batch_reduce = tfcdo.HierarchicalCopyAllReduce.batch_reduce_implementation
+
+        def noted(ops: Any, op: Any, pairs: Any, *args: Any) -> Any:
+            shapes.extend([part.shape for value, _ in pairs for part in value.values])
+            return batch_reduce(ops, op, pairs, *args)
+
+        with mock.patch.object(
+            tfcdo.HierarchicalCopyAllReduce, "batch_reduce_implementation", noted
+        ):
+            model.fit(tf.ones([9, 3, 4]), tf.ones([9, 1]), batch_size=4, shuffle=False, verbose=0)
+        self.assertIn([4, 2], shapes)
+        for shape in shapes:
+            self.assertTrue(shape.is_fully_defined(), shapes)
+
     @parameterized.parameters(("optimizer", "optimizer 'sgd"), ("model", "variable 'sequential"))
     def test_made_outside_of_the_scope(self, outside, named):
         strategy = strategy_of(2)

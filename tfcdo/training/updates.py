@@ -131,12 +131,24 @@ def _on_each(strategy: tf.distribute.Strategy, function: Any, value: Any) -> Any
 def unified(
     strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:
-    """Gives each variable a gradient of one kind on all replicas of this host."""
+    """Gives each variable a gradient of one kind and of its shape on all replicas of this host."""
     devices = strategy.extended.worker_devices
     return [
-        _unified(grad, list(variable.shape), devices)
+        _shaped(strategy, _unified(grad, list(variable.shape), devices), variable.shape)
         for grad, variable in zip(grads, variables, strict=True)
     ]
+
+
+def _shaped(strategy: tf.distribute.Strategy, grad: Any, shape: tf.TensorShape) -> Any:
+    # Where a layer has reshaped its inputs, as Dense does with three axes, TensorFlow does not know
+    # the shape of its kernel's gradient while it traces. Values of unknown sizes are not packed.
+    is_distributed = isinstance(grad, tf.distribute.DistributedValues)
+    parts = grad.values if is_distributed else (grad,)
+    if all(not isinstance(part, tf.Tensor) or part.shape.is_fully_defined() for part in parts):
+        return grad
+    if not is_distributed:
+        return tf.ensure_shape(grad, shape)
+    return _on_each(strategy, lambda part: tf.ensure_shape(part, shape), grad)
 
 
 def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:

@@ -1,0 +1,226 @@
+"""Compares exchanges between hosts by loss, bytes and time, for docs/performance.md.
+
+    sudo python tools/exchanges.py docs/exchanges.png
+
+The hosts are processes of this machine. All of them share one loopback interface of so many
+Mbit/s, which nothing else uses. Each training sees the same examples in the same order, in
+processes of its own. Handwritten digits are learned by a convolutional network and a transformer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
+
+import tfcdo
+from tfcdo.bench import link
+from tfcdo.exchange import DiLoCo, PowerSGD, TopK
+from tfcdo.launch import cluster
+
+_BATCH_PER_HOST = 32
+_EVERY = 50
+_STEPS = 300
+# At a lower rate, only the time is measured. It is a multiple of `_EVERY`.
+_TIMED_STEPS = 100
+_STEPS_PER_POINT = 10
+_SECONDS = 1200.0
+_TESTS = 297
+# The strategy's arguments, by the name of a training.
+TRAININGS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"exchange": "bfloat16"},
+    "int8": {"exchange": "int8"},
+    "PowerSGD(4)": {"exchange": PowerSGD(4)},
+    "TopK(0.01)": {"exchange": TopK(0.01)},
+    f"DiLoCo({_EVERY})": {"outer": DiLoCo(_EVERY)},
+    f"DiLoCo({_EVERY}), int8": {"outer": DiLoCo(_EVERY), "exchange": "int8"},
+    f"DiLoCo({_EVERY}, fragments=5)": {"outer": DiLoCo(_EVERY, fragments=5)},
+}
+_ON_FOUR_HOSTS = ("float32", "int8", *list(TRAININGS)[5:])
+
+
+def convolutional() -> keras.Model:
+    """Builds a network of 0.6 million parameters."""
+    convolutions = [keras.layers.Conv2D(n, 3, padding="same", activation="relu") for n in (64, 128)]
+    dense = keras.layers.Dense(256, activation="relu")
+    ends = [keras.layers.MaxPooling2D(), keras.layers.Flatten(), dense, keras.layers.Dense(10)]
+    return keras.Sequential([keras.Input((8, 8, 1)), *convolutions, *ends])
+
+
+def transformer() -> keras.Model:
+    """Builds two blocks of attention over an image's rows, of 0.4 million parameters."""
+    image = keras.Input((8, 8, 1))
+    rows = keras.layers.Dense(128)(keras.layers.Reshape((8, 8))(image))
+    places = keras.layers.Embedding(8, 128)(keras.ops.arange(8))
+    values = rows + places
+    for _ in range(2):
+        normal = keras.layers.LayerNormalization()(values)
+        values = values + keras.layers.MultiHeadAttention(4, 32)(normal, normal)
+        hidden = keras.layers.Dense(512, "gelu")(keras.layers.LayerNormalization()(values))
+        values = values + keras.layers.Dense(128)(hidden)
+    mean = keras.layers.GlobalAveragePooling1D()(keras.layers.LayerNormalization()(values))
+    return keras.Model(image, keras.layers.Dense(10)(mean))
+
+
+_MODELS = {"convolutional": convolutional, "transformer": transformer}
+
+
+class _Clock(keras.callbacks.Callback):
+    """Times the steps after the first, which is traced, and counts their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.ends.append(time.perf_counter())
+        if len(self.ends) == 1:
+            self.bytes = link.shared_link().count_bytes()
+
+
+def _work(model_name: str, training: str, steps: int) -> None:
+    """Trains on one host, and prints the results."""
+    strategy = tfcdo.MultiWorkerMirroredStrategy(
+        devices_per_worker=1, check_in_sync=False, **TRAININGS[training]
+    )
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = _MODELS[model_name]()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(3e-4), loss, metrics=["accuracy"])
+    digits = load_digits()
+    images, labels = np.float32(digits.images[..., None] / 16), digits.target
+    batch = _BATCH_PER_HOST * strategy.num_replicas_in_sync
+    data = tf.data.Dataset.from_tensor_slices((images[_TESTS:], labels[_TESTS:]))
+    data = data.shuffle(len(images), seed=7).repeat().batch(batch)
+    clock = _Clock()
+    history = model.fit(
+        data,
+        epochs=steps // _STEPS_PER_POINT,
+        steps_per_epoch=_STEPS_PER_POINT,
+        shuffle=False,
+        verbose=0,
+        callbacks=[clock],
+    )
+    num_bytes = link.shared_link().count_bytes() - clock.bytes
+    tests = tf.data.Dataset.from_tensor_slices((images[:_TESTS], labels[:_TESTS])).batch(batch)
+    _, accuracy = model.evaluate(tests, verbose=0)
+    results = {
+        "seconds": (clock.ends[-1] - clock.ends[0]) / (steps - 1),
+        "median": statistics.median(np.diff(clock.ends)),
+        "bytes": num_bytes / (steps - 1),
+        "losses": history.history["loss"],
+        "accuracy": accuracy,
+        "weights": float(np.sum([np.abs(one).sum() for one in model.get_weights()])),
+    }
+    print(json.dumps(results), flush=True)
+
+
+def _measure(
+    model: str, training: str, hosts: int = 2, rate: float = 1000, steps: int = _STEPS
+) -> dict[str, Any]:
+    """Trains on several hosts that share a link of so many Mbit/s; returns the first's results."""
+    with link.open_link(rate * 1e6 / 8) as opened, cluster.reserved_ports(hosts) as addresses:
+        command = [*opened.command, sys.executable, __file__, "--worker", model, training]
+        quiet = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
+        processes = [
+            subprocess.Popen(
+                [*command, str(steps)],
+                env={**os.environ, **quiet, "TF_CONFIG": cluster.tf_config(addresses, host)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for host in range(hosts)
+        ]
+        try:
+            outputs = [process.communicate(timeout=_SECONDS)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    results = [json.loads(output.splitlines()[-1]) for output in outputs]
+    assert len({result["weights"] for result in results}) == 1, results
+    first: dict[str, Any] = results[0]
+    return first
+
+
+def draw(found: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
+    """Draws the losses of trainings over the steps, and their bytes and times."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    curves, bars, times = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    names = list(found)
+    for place, name in enumerate(names):
+        losses = found[name]["losses"]
+        places = np.arange(1, len(losses) + 1) * _STEPS_PER_POINT
+        style = {"linewidth": 4, "alpha": 0.3, "color": "black"} if not place else {}
+        (line,) = curves.semilogy(places, losses, label=name, **style)
+        for axes, key, scale in ((bars, "bytes", 1e-6), (times, "slow seconds", 1e3)):
+            axes.barh(name, found[name][key] * scale, color=line.get_color(), alpha=0.6)
+    curves.set(xlabel="step", ylabel="training loss", title=title)
+    curves.legend(fontsize="small")
+    bars.set(xlabel="MB per step", xscale="log")
+    times.set(xlabel="ms per step at 100 Mbit/s", xscale="log", yticklabels=[])
+    bars.invert_yaxis()
+    times.invert_yaxis()
+    return figure
+
+
+def _compare_on_two_hosts(picture: str) -> None:
+    print("| model | exchange | loss | accuracy | MB/step | ms at 1 Gbit/s | ms at 100 Mbit/s |")
+    print("|---|---|---:|---:|---:|---:|---:|")
+    for model in _MODELS:
+        found = {}
+        for name in TRAININGS:
+            result = found[name] = _measure(model, name)
+            slow = _measure(model, name, rate=100, steps=_TIMED_STEPS)
+            result["slow seconds"] = slow["seconds"]
+            print(
+                f"| {model} | `{name}` | {result['losses'][-1]:.4f} | {result['accuracy']:.1%} "
+                f"| {result['bytes'] / 1e6:.3f} | {result['seconds'] * 1e3:.1f} "
+                f"| {slow['seconds'] * 1e3:.1f} |",
+                flush=True,
+            )
+        if model == "transformer":
+            draw(found, "A transformer on two hosts").savefig(picture, dpi=100)
+
+
+def _compare_on_four_hosts() -> None:
+    print("\n| exchange, 4 hosts | loss | accuracy | MB/step | ms at 100 Mbit/s |")
+    print("|---|---:|---:|---:|---:|")
+    for name in _ON_FOUR_HOSTS:
+        result = _measure("convolutional", name, hosts=4, rate=100)
+        print(
+            f"| `{name}` | {result['losses'][-1]:.4f} | {result['accuracy']:.1%} "
+            f"| {result['bytes'] / 1e6:.3f} | {result['seconds'] * 1e3:.1f} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Prints the tables and draws the picture."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("picture", nargs="?")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        model, training, steps = arguments.worker
+        _work(model, training, int(steps))
+        return
+    _compare_on_two_hosts(arguments.picture)
+    _compare_on_four_hosts()
+
+
+if __name__ == "__main__":
+    main()
