@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import keras
 import numpy as np
 import tensorflow as tf
 from host_wire import other_strategy
@@ -145,6 +146,7 @@ def unlike_refused(strategy: Any) -> None:
         with _disagreeing(f"{number} {key}", f"differ: .*{key}: ({either})"):
             other_strategy(strategy, **(first() if is_chief else other()))
     _refused_steps(strategy, is_chief)
+    _refused_batches(strategy, is_chief)
 
 
 def _refused_steps(strategy: Any, is_chief: bool) -> None:
@@ -166,6 +168,21 @@ def _refused_steps(strategy: Any, is_chief: bool) -> None:
     for case, (run, pattern) in cases.items():
         with _disagreeing(case, f"differ: .*{pattern}"):
             run(other_strategy(strategy))
+
+
+def _refused_batches(strategy: Any, is_chief: bool) -> None:
+    """Fits on batches that each host makes, and of which each takes the others' to be alike."""
+
+    def data(context: Any) -> tf.data.Dataset:
+        rows = tf.data.Dataset.from_tensor_slices((np.ones([24, 2]), np.ones([24, 1])))
+        return rows.repeat().batch(4 if is_chief else 6, drop_remainder=True)
+
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input([2]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    batches = strategy.distribute_datasets_from_function(data)
+    with _disagreeing("batches", "examples of a replica: (4.* 6|6.* 4)"):
+        model.fit(batches, steps_per_epoch=2, shuffle=False, verbose=0)
 
 
 def unlike_correct(strategy: Any) -> None:

@@ -209,7 +209,11 @@ class ReplicaExtended:
         # its function; an argument of a function has the shapes of this host's part.
         of_dataset = step.method_of_keras() == "fit" and not tf.executing_eagerly()
         if len(static) == 1 and None not in static and (hosts == 1 or of_dataset):
-            rows = [int(static.pop())] * replicas
+            count = int(static.pop())
+            joined = session.current()
+            if hosts > 1 and joined is not None:
+                joined.agree({"what": "a step of fit", "examples of a replica": count})
+            rows = [count] * replicas
         elif hosts == 1 and None not in static:
             rows = [int(component.shape[0]) for component in batch]
         else:
