@@ -11,10 +11,12 @@ import tempfile
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import compat
 import compat_rows
 import loss_curves
+import pages
 import performance
 import tensorflow as tf
 import tested_versions
@@ -22,7 +24,6 @@ import testing_utils as tu
 import wire
 from absl.testing import absltest, parameterized
 from compat_cases import CASES, Case, Refused
-from performance import AUTO, BEGIN, DEFAULT, END, Target
 from training_cases import TRAININGS, Training, dense
 from training_runs import judge as judge_training
 
@@ -144,43 +145,42 @@ class PageTest(absltest.TestCase):
 
 
 def _result(name: str, kind: str, seconds: float, **others: Any) -> dict[str, Any]:
-    return {"name": name, "kind": kind, "seconds": seconds, "spread": 0.0, "wrong": 0, **others}
-
-
-_RESULTS = (
-    _result(AUTO, "tfcdo", 0.003, nodes=20),
-    _result("tf.HierarchicalCopyAllReduce(num_packs=1)", "tf", 0.001, wrong=5, nodes=100),
-    _result("tf.ReductionToOneDevice", "tf", 0.004, nodes=10),
-    _result(DEFAULT, "tf", 0.005),
-    _result("floor (XLA)", "floor", 0.0035),
-    _result("floor (add_n)", "floor", 0.002),
-)
-_CASE = performance.Case("-g 4", (Target(0.75), Target(0.3), Target(1.0, quantity="nodes")))
+    return {"name": name, "kind": kind, "seconds": seconds, "wrong": 0, **others}
 
 
 class PerformanceTest(absltest.TestCase):
-    def test_targets_are_compared_with_the_fastest_correct_class(self):
-        verdicts = [performance.verdict(target, _CASE, _RESULTS) for target in _CASE.targets]
-        for line, end in zip(verdicts, ("0.75 wanted: met", "missed", "missed"), strict=True):
-            self.assertEndsWith(line, end)
-        self.assertIn("seconds 0.75 of", verdicts[0])
-        self.assertIn("nodes 2.00 of", verdicts[2])
+    def test_rows_compare_with_the_fastest_correct_class(self):
+        results = (
+            _result(performance.AUTO, "tfcdo", 0.003, num_devices=4, size=100),
+            _result("tf.HierarchicalCopyAllReduce(num_packs=1)", "tf", 0.001, wrong=5),
+            _result("tf.ReductionToOneDevice", "tf", 0.004),
+            _result(performance.DEFAULT, "tf", 0.005),
+        )
+        floor = mock.Mock(return_value=0.002)
+        row = performance.row("-g 4", {"results": results}, floor)
+        self.assertEqual(row, "| `-g 4` | 3.0 | 4.0 | 5.0 | 2.0 |")
+        floor.assert_called_once_with(4, 100)
+
+    def test_rows_of_hosts_end_with_computing_alone(self):
+        results = (
+            _result(performance.HOSTS, performance.HOSTS, 0.003),
+            _result("tf.distribute.MultiWorkerMirroredStrategy", "tf", 0.004),
+            _result(performance.ALONE, performance.ALONE, 0.001, wrong=None),
+        )
+        row = performance.row("workers 2", {"results": results}, mock.Mock())
+        self.assertEqual(row, "| `workers 2` | 3.0 | 4.0 |  | 1.0 |")
+
+    def test_the_floor_takes_time(self):
+        self.assertGreater(performance.floor_seconds(4, 2**24 + 8), 0.0)
 
     def test_the_table_replaces_the_one_before(self):
-        run = {
-            "date": "2026-01-02T03:04:05+00:00",
-            "machine": {"processor": "Some CPU", "cores": 2},
-            "versions": {"tfcdo": "0.1.0"},
-            "results": _RESULTS,
-        }
-        lines = performance.table({_CASE: run})
-        page = performance.replace_table(f"before\n{BEGIN}\nold\n{END}\nafter\n", lines)
-        self.assertIn("| `-g 4` | 3.0 | 4.0 | 5.0 | 2.0 |", page)
-        self.assertNotIn("old", page)
-        self.assertStartsWith(page, "before\n")
-        self.assertEndsWith(page, "\nafter\n")
-        with self.assertRaisesRegex(ValueError, "no lines"):
-            performance.replace_table("without markers", lines)
+        path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "page.md")
+        begin, end = "<!-- made by tools/a.py: begin -->", "<!-- end -->"
+        path.write_text(f"before\n{begin}\nold\n{end}\nafter\n", encoding="utf-8")
+        pages.replace_table(path, "a.py", ["new", "lines"])
+        self.assertEqual(path.read_text("utf-8"), f"before\n{begin}\nnew\nlines\n{end}\nafter\n")
+        with self.assertRaisesRegex(ValueError, "has no lines"):
+            pages.replace_table(path, "b.py", [])
 
 
 _JUNIT = """\
