@@ -2,8 +2,9 @@
 
     python tools/compat.py docs/compat.md
 
-The work is single calls (`compat_cases`) and trainings (`training_cases`). It runs in a worker
-process for each library; after a crash or a hang, the next case gets a new one.
+The work is single calls (`compat_cases`) and trainings (`compat_trainings`). It runs in a worker
+process for each library; after a crash or a hang, the next case gets a new one. Some of the
+trainings are README.md's table.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pages
 from compat_cases import CASES, Case, Refused
-from compat_rows import MAX_CELL, Row, escaped, first_words
+from pages import MAX_CELL, Row, escaped, first_words
 
 from tfcdo import version
 
@@ -39,6 +41,14 @@ FIRST = (
     "`jit_compile=True`",
     "`BatchNormalization()`",
 )
+# The trainings of README.md, with their names there.
+README = {
+    "`global_clipnorm`": "`global_clipnorm`",
+    "`gradient_accumulation_steps`": "`gradient_accumulation_steps`",
+    "`Dropout`": "`Dropout`",
+    "a last batch of 7 examples, a dense model": "a last batch that does not divide",
+    "sentences with a mask": "sentences with a mask",
+}
 _PAGE = """\
 # Compatibility
 
@@ -113,7 +123,7 @@ def run(names: Sequence[str], command: Sequence[str], seconds: float) -> list[Ro
 def page(calls: Rows, trainings: Rows) -> str:
     """Writes the page, in Markdown, from the rows of each library."""
     import compat_cases
-    import training_cases
+    import compat_trainings
 
     both = [*zip(calls["TensorFlow"], calls["tfcdo"], strict=True)]
     both += zip(trainings["TensorFlow"], trainings["tfcdo"], strict=True)
@@ -133,7 +143,7 @@ def page(calls: Rows, trainings: Rows) -> str:
             (theirs.name, theirs.verdict, ours.verdict)
             for theirs, ours in (pairs[name] for name in FIRST)
         ),
-        training_tables=_folded(training_cases.SUBJECTS, pairs),
+        training_tables=_folded(compat_trainings.SUBJECTS, pairs),
         call_tables=_folded(compat_cases.SUBJECTS, pairs),
         messages="".join(f"* {escaped(text)}\n" for text in dict.fromkeys(texts)),
     )
@@ -198,23 +208,29 @@ def _work(kind: str, library: str, first: int) -> None:
         namespace = _library(library)
         rows = (judge(case, namespace) for case in CASES[first:])
     else:
-        training_runs = importlib.import_module("training_runs")
-        rows = (training_runs.row(training, library) for training in _trainings()[first:])
+        trainings = importlib.import_module("compat_trainings")
+        rows = (trainings.row(training, library) for training in trainings.TRAININGS[first:])
     for row in rows:
         print(json.dumps(row), flush=True)
 
 
-def _trainings() -> Sequence[Any]:
-    return importlib.import_module("training_cases").TRAININGS
+def readme_table(trainings: Rows) -> list[str]:
+    """Makes the lines of README.md's table from the rows of each library."""
+    rows = [{row.name: row.result for row in trainings[library]} for library in LIBRARIES]
+    head = f"| Keras {version_of('keras')} | TensorFlow {version_of('tensorflow')} | tfcdo |"
+    lines = [f"| {label} | {rows[0][name]} | {rows[1][name]} |" for name, label in README.items()]
+    return [head, "|---|---|---|", *lines]
 
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[0] == "--worker":
         _work(arguments[1], arguments[2], int(arguments[3]))
         return
+    from compat_trainings import TRAININGS
+
     names = {
         "calls": [case.name for case in CASES],
-        "trainings": [training.name for training in _trainings()],
+        "trainings": [training.name for training in TRAININGS],
     }
     calls, trainings = (
         {
@@ -228,6 +244,7 @@ def main(arguments: Sequence[str]) -> None:
         for kind, seconds in TIMEOUT_SECONDS.items()
     )
     pathlib.Path(arguments[0]).write_text(page(calls, trainings), encoding="utf-8")
+    pages.replace_table(pages.ROOT / "README.md", "compat.py", readme_table(trainings))
     print(f"{arguments[0]}: {len(CASES)} cases")
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import compat
-import compat_rows
 import loss_curves
 import pages
 import performance
@@ -24,8 +23,8 @@ import testing_utils as tu
 import wire
 from absl.testing import absltest, parameterized
 from compat_cases import CASES, Case, Refused
-from training_cases import TRAININGS, Training, dense
-from training_runs import judge as judge_training
+from compat_trainings import TRAININGS, Training, dense
+from compat_trainings import judge as judge_training
 
 import tfcdo
 
@@ -63,7 +62,7 @@ class JudgeTest(parameterized.TestCase):
     )
     def test_calls(self, result: Any, expected: Any, mark: str, text: str):
         row = compat.judge(Case("x", _returning(result), expected), _LIBRARY)
-        self.assertEqual(row, compat_rows.Row("x", mark, text))
+        self.assertEqual(row, pages.Row("x", mark, text))
 
     @parameterized.parameters(
         # The largest difference counts, of weights or of reported numbers.
@@ -75,11 +74,11 @@ class JudgeTest(parameterized.TestCase):
     )
     def test_trainings(self, differences: Any, reason: str, mark: str, text: str):
         row = judge_training(Training("x", dense, reason=reason), differences)
-        self.assertEqual(row, compat_rows.Row("x", mark, text))
+        self.assertEqual(row, pages.Row("x", mark, text))
 
     def test_first_words_have_neither_colors_nor_stacks(self):
         message = "Bad \033[1mcall\033[0m. Node x defined at (most recent call last): /y"
-        self.assertEqual(compat_rows.first_words(message), "Bad call. Node x")
+        self.assertEqual(pages.first_words(message), "Bad call. Node x")
 
 
 class RunTest(absltest.TestCase):
@@ -88,23 +87,23 @@ class RunTest(absltest.TestCase):
         self.assertEqual(
             rows,
             [
-                compat_rows.Row("a", "✓", "0"),
-                compat_rows.Row("b", "✗", "the process ends (7)"),
-                compat_rows.Row("c", "✓", "0"),
+                pages.Row("a", "✓", "0"),
+                pages.Row("b", "✗", "the process ends (7)"),
+                pages.Row("c", "✓", "0"),
             ],
         )
 
     def test_a_worker_that_hangs_is_ended(self):
         code = 'import time; print(\'["a", "~", "0"]\', flush=True); time.sleep(600)'
         rows = compat.run("ab", [sys.executable, "-c", code], 1.0)
-        self.assertEqual(rows[1], compat_rows.Row("b", "✗", "hangs (over 1.0 s)"))
+        self.assertEqual(rows[1], pages.Row("b", "✗", "hangs (over 1.0 s)"))
 
 
 class PageTest(absltest.TestCase):
     def test_counts_and_cells(self):
         calls, trainings = (
             {
-                library: [compat_rows.Row(one.name, mark, f"{mark} | x") for one in cases]
+                library: [pages.Row(one.name, mark, f"{mark} | x") for one in cases]
                 for library, mark in (("TensorFlow", "✗"), ("tfcdo", "✓"))
             }
             for cases in (CASES, TRAININGS)
@@ -120,6 +119,9 @@ class PageTest(absltest.TestCase):
         first = page.partition("<details>")[0]
         for name in compat.FIRST:
             self.assertIn(f"\n| {name} | ", first)
+        readme = compat.readme_table(trainings)
+        self.assertEqual(readme[2], "| `global_clipnorm` | ✗ \\| x | ✓ \\| x |")
+        self.assertLen(readme, 2 + len(compat.README))
         # The page that is kept has these rows.
         kept = PAGE.read_text(encoding="utf-8")
         for name in (*(case.name for case in CASES), *(one.name for one in TRAININGS)):
@@ -140,8 +142,8 @@ class PageTest(absltest.TestCase):
                     self.assertEqual(row.mark, "✓", row.text)
                     (line,) = (line for line in lines if line.startswith(f"| {case.name} |"))
                     self.assertEndsWith(line, f"| {row.cell} |")
-                    if len(row.text) > compat_rows.MAX_CELL:
-                        self.assertIn(f"* {compat_rows.escaped(row.text)}", lines)
+                    if len(row.text) > pages.MAX_CELL:
+                        self.assertIn(f"* {pages.escaped(row.text)}", lines)
 
 
 def _result(name: str, kind: str, seconds: float, **others: Any) -> dict[str, Any]:
