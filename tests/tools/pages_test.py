@@ -14,13 +14,12 @@ from typing import Any
 from unittest import mock
 
 import compat
-import loss_curves
+import figures
 import pages
 import performance
 import tensorflow as tf
 import tested_versions
 import testing_utils as tu
-import wire
 from absl.testing import absltest, parameterized
 from compat_cases import CASES, Case, Refused
 from compat_trainings import TRAININGS, Training, dense
@@ -208,31 +207,36 @@ class RecordTest(absltest.TestCase):
         self.assertContainsSubset({"2.16.2"}, {entry["tensorflow"] for entry in record})
 
 
-class TrainingsTest(tf.test.TestCase):
+class FiguresTest(tf.test.TestCase):
     def test_losses_of_the_picture(self):
         one = tf.distribute.MirroredStrategy(tu.device_names(1))
         theirs = tf.distribute.MirroredStrategy(tu.device_names(4))
         ours = tfcdo.MirroredStrategy(tu.device_names(4))
-        losses = [loss_curves.train(strategy, epochs=1)[0] for strategy in (one, theirs, ours)]
+        losses = [figures.train_digits(each, epochs=1)[0][0] for each in (one, theirs, ours)]
         self.assertAllClose(losses[2], losses[0], rtol=1e-4)
         self.assertGreater(abs(losses[1] - losses[0]), 0.1)
         names = ("one device", "4 devices, TensorFlow", "4 devices, tfcdo")
-        drawn = loss_curves.draw(dict(zip(names, ([loss] for loss in losses), strict=True)))
+        drawn = figures.draw_losses(dict(zip(names, ([loss] for loss in losses), strict=True)))
         self.assertLen(drawn.axes[0].lines, 3)
 
     def test_accuracy_is_that_of_float32(self):
-        wires = ("float32", "float16, error feedback")
-        accuracies = [wire.recommender_accuracy(one, 2, 8_000, 40, 30) for one in wires]
-        self.assertGreater(accuracies[0], 0.65)
-        # After so few steps it is still rising.
-        self.assertAllClose(accuracies, [accuracies[0]] * 2, atol=0.015)
+        accuracies = [
+            figures.train_digits(figures.strategy_with(wire), 3, 397)[1]
+            for wire in ("float32", "float16, error feedback")
+        ]
+        self.assertGreater(accuracies[0], 0.8)
+        self.assertAllClose(accuracies, [accuracies[0]] * 2, atol=0.01)
 
     def test_error_feedback_descends_where_rounding_stops(self):
         names = ("float32", "bfloat16", "bfloat16, error feedback")
-        losses = {name: wire.badly_scaled_losses(name, 400) for name in names}
+        losses = {name: figures.badly_scaled_losses(name, 400) for name in names}
         _, without, fed_back = (descent[-1] for descent in losses.values())
         self.assertLess(fed_back, without / 5)
-        self.assertLen(wire.draw(losses).axes[0].lines, 3)
+        self.assertLen(figures.draw_descents(losses).axes[0].lines, 3)
+
+    def test_bytes_per_parameter(self):
+        _, adam, *_ = figures.optimizer_state().axes[0].lines
+        self.assertAllEqual(adam.get_ydata()[[0, 1, 7]], [16, 12, 9])
 
 
 if __name__ == "__main__":
