@@ -102,7 +102,7 @@ def _work(model_name: str, training: str, steps: int) -> None:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(3e-4), loss, metrics=["accuracy"])
     digits = load_digits()
-    images, labels = np.float32(digits.images[..., None] / 16), digits.target
+    images, labels = (digits.images[..., None] / 16).astype(np.float32), digits.target
     batch = _BATCH_PER_HOST * strategy.num_replicas_in_sync
     data = tf.data.Dataset.from_tensor_slices((images[_TESTS:], labels[_TESTS:]))
     data = data.shuffle(len(images), seed=7).repeat().batch(batch)

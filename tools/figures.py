@@ -64,7 +64,7 @@ def train_digits(
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    images, count = np.float32(images / 16), len(images) - num_tests
+    images, count = (images / 16).astype(np.float32), len(images) - num_tests
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = keras.Sequential(

@@ -82,8 +82,9 @@ def row(case: str, run: Run, floor: Callable[[int, int], float]) -> str:
     named = {one["name"]: one for one in run["results"]}
     ours = named[AUTO if AUTO in named else HOSTS]
     compared = (ours, fastest(run["results"], "tf"), named.get(DEFAULT), named.get(ALONE))
-    times = [one and one["seconds"] for one in compared]
-    times[-1] = times[-1] or floor(ours["num_devices"], ours["size"])
+    times = [one["seconds"] if one else None for one in compared]
+    if ALONE not in named:
+        times[-1] = floor(ours["num_devices"], ours["size"])
     cells = ["" if seconds is None else f"{seconds * 1e3:.1f}" for seconds in times]
     return f"| `{case}` | {' | '.join(cells)} |"
 

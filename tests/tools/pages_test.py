@@ -15,6 +15,7 @@ from unittest import mock
 
 import compat
 import figures
+import numpy as np
 import pages
 import performance
 import tensorflow as tf
@@ -236,7 +237,7 @@ class FiguresTest(tf.test.TestCase):
 
     def test_bytes_per_parameter(self):
         _, adam, *_ = figures.optimizer_state().axes[0].lines
-        self.assertAllEqual(adam.get_ydata()[[0, 1, 7]], [16, 12, 9])
+        self.assertAllEqual(np.asarray(adam.get_ydata())[[0, 1, 7]], [16, 12, 9])
 
 
 if __name__ == "__main__":

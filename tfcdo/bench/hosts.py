@@ -226,7 +226,9 @@ class _Training:
     @property
     def gradient_bytes(self) -> int:
         """Returns the bytes of a replica's gradients."""
-        return 4 * sum(math.prod(variable.shape) for variable in self._model.trainable_variables)
+        shapes = (variable.shape for variable in self._model.trainable_variables)
+        count: int = sum(map(math.prod, shapes))
+        return 4 * count
 
     def _distribute(self, by_replica: Sequence[np.ndarray]) -> Any:
         """Gives each replica of this worker its own value."""

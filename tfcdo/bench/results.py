@@ -71,7 +71,7 @@ def take_turns(
     return {name: of_name[warmup:] for name, of_name in taken.items()}
 
 
-def median_and_spread(seconds: Sequence[float]) -> tuple[float, float]:
+def median_and_spread(seconds: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Returns the median and the distance between the quartiles."""
     lower, median, upper = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
     return median, upper - lower
