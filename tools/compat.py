@@ -10,7 +10,6 @@ trainings are README.md's table.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -19,11 +18,16 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import compat_cases
+import compat_trainings
+import keras
 import pages
+import tensorflow as tf
 from compat_cases import CASES, Case, Refused
+from compat_trainings import TRAININGS
 from pages import MAX_CELL, Row, escaped, first_words
 
-from tfcdo import version
+import tfcdo
 
 # By kind of work, seconds that a worker may take for all of it.
 TIMEOUT_SECONDS = {"calls": 120, "trainings": 3600}
@@ -122,9 +126,6 @@ def run(names: Sequence[str], command: Sequence[str], seconds: float) -> list[Ro
 
 def page(calls: Rows, trainings: Rows) -> str:
     """Writes the page, in Markdown, from the rows of each library."""
-    import compat_cases
-    import compat_trainings
-
     both = [*zip(calls["TensorFlow"], calls["tfcdo"], strict=True)]
     both += zip(trainings["TensorFlow"], trainings["tfcdo"], strict=True)
     pairs = {theirs.name: (theirs, ours) for theirs, ours in both}
@@ -137,8 +138,9 @@ def page(calls: Rows, trainings: Rows) -> str:
         },
         trainings=len(trainings["tfcdo"]),
         calls=len(calls["tfcdo"]),
-        **{package: version_of(package) for package in ("tensorflow", "keras")},
-        tfcdo=version.__version__,
+        tensorflow=tf.__version__,
+        keras=keras.__version__,
+        tfcdo=tfcdo.__version__,
         first=_table(
             (theirs.name, theirs.verdict, ours.verdict)
             for theirs, ours in (pairs[name] for name in FIRST)
@@ -168,12 +170,6 @@ def _table(lines: Iterable[tuple[str, str, str]]) -> str:
     return "".join(("| case | TensorFlow | tfcdo |\n", "|---|---|---|\n", *rows))
 
 
-def version_of(package: str) -> str:
-    """Returns the version in a package's metadata: importing TensorFlow would print its logs."""
-    names = importlib.metadata.packages_distributions()[package]
-    return importlib.metadata.version(names[0])
-
-
 def judge(case: Case, library: Any) -> Row:
     """Runs a case in this process, with the classes in a namespace."""
     refused = isinstance(case.expected, Refused)
@@ -193,7 +189,7 @@ def judge(case: Case, library: Any) -> Row:
 def _library(name: str) -> Any:
     """Returns the namespace of a library's classes."""
     if name == "tfcdo":
-        return importlib.import_module("tfcdo")
+        return tfcdo
     if name != "TensorFlow":
         raise ValueError(f"library must be one of {LIBRARIES}; got {name!r}")
     # The base class of two of the public classes is not public itself.
@@ -202,14 +198,11 @@ def _library(name: str) -> Any:
 
 def _work(kind: str, library: str, first: int) -> None:
     """Prints the rows of one library from a case on."""
-    import testing_utils  # noqa: F401  (configures the virtual devices, before anything else)
-
     if kind == "calls":
         namespace = _library(library)
         rows = (judge(case, namespace) for case in CASES[first:])
     else:
-        trainings = importlib.import_module("compat_trainings")
-        rows = (trainings.row(training, library) for training in trainings.TRAININGS[first:])
+        rows = (compat_trainings.row(training, library) for training in TRAININGS[first:])
     for row in rows:
         print(json.dumps(row), flush=True)
 
@@ -217,7 +210,7 @@ def _work(kind: str, library: str, first: int) -> None:
 def readme_table(trainings: Rows) -> list[str]:
     """Makes the lines of README.md's table from the rows of each library."""
     rows = [{row.name: row.result for row in trainings[library]} for library in LIBRARIES]
-    head = f"| Keras {version_of('keras')} | TensorFlow {version_of('tensorflow')} | tfcdo |"
+    head = f"| Keras {keras.__version__} | TensorFlow {tf.__version__} | tfcdo |"
     lines = [f"| {label} | {rows[0][name]} | {rows[1][name]} |" for name, label in README.items()]
     return [head, "|---|---|---|", *lines]
 
@@ -226,8 +219,6 @@ def main(arguments: Sequence[str]) -> None:
     if arguments[0] == "--worker":
         _work(arguments[1], arguments[2], int(arguments[3]))
         return
-    from compat_trainings import TRAININGS
-
     names = {
         "calls": [case.name for case in CASES],
         "trainings": [training.name for training in TRAININGS],
