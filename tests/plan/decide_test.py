@@ -17,7 +17,7 @@ from tfcdo.plan.decide import MIN_EXCHANGED_BYTES, decide, nccl_dtypes
 from tfcdo.plan.options import BetweenHosts, Machine, Options
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import Batch, Plan, PlannedPack, Request, RootStep, ValueSpec
-from tfcdo.topology.measured import Measured
+from tfcdo.topology.measurement import Measured
 from tfcdo.topology.presets import preset
 
 K = 3

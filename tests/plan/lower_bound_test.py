@@ -20,9 +20,8 @@ from tfcdo.plan import algorithms, copy_tree, simulator
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.lower_bound import bandwidth_bound, lower_bound_seconds
 from tfcdo.plan.schedule import Pack, Schedule, assign, cut
-from tfcdo.topology.links import Resource, ordered_pairs
+from tfcdo.topology.links import Resource, Route, ordered_pairs
 from tfcdo.topology.presets import preset
-from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
 
 MB, GB = 10**6, 10**9

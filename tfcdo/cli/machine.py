@@ -12,7 +12,7 @@ from rich.console import Console
 from tfcdo import topology
 from tfcdo.cli import options
 from tfcdo.plan.evaluation import check_num_devices
-from tfcdo.topology import detection, measured
+from tfcdo.topology import detection, measurement
 from tfcdo.topology.measurement import MOST_DEVICES
 from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
@@ -74,7 +74,7 @@ def measure(here: Here, measure_again: bool) -> Topology:
         devices = choose_devices(here.count)
         tf.config.list_logical_devices()
     name = detection.name_of_measured(devices.names)
-    known = measured.load(name) if name else None
+    known = measurement.load(name) if name else None
     if known is not None and not measure_again:
         console.print(f"{name}: as on {known.date}; --measure measures again", soft_wrap=True)
         return known.topology

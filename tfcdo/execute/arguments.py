@@ -12,8 +12,8 @@ from tfcdo import checks
 from tfcdo.exchange.casts import CAST_DTYPES, Cast
 from tfcdo.plan import algorithms, copy_tree
 from tfcdo.plan.evaluation import Evaluation
-from tfcdo.topology import measured
-from tfcdo.topology.measured import Measured
+from tfcdo.topology import measurement
+from tfcdo.topology.measurement import Measured
 from tfcdo.topology.topology import Topology
 
 
@@ -138,7 +138,7 @@ def read_topology(given: Any) -> Measured | None:
             f"topology must be a tfcdo.topology.Topology, the path of a file or None; got {given!r}"
         )
     try:
-        return measured.read(given)
+        return measurement.read(given)
     except ValueError as error:
         raise ValueError(
             "topology must be a file that tfcdo.topology.measure or Topology.to_json has written: "

@@ -10,7 +10,7 @@ from tfcdo.plan import algorithms, simulator
 from tfcdo.plan.options import Machine, Options
 from tfcdo.plan.plan import Batch
 from tfcdo.plan.schedule import size_class
-from tfcdo.topology.measured import Measured
+from tfcdo.topology.measurement import Measured
 from tfcdo.units import format_bytes, format_seconds
 
 

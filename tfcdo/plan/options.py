@@ -12,7 +12,7 @@ from tfcdo.plan import algorithms
 from tfcdo.plan.evaluation import Evaluation
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import ValueSpec
-from tfcdo.topology.measured import Measured
+from tfcdo.topology.measurement import Measured
 from tfcdo.topology.topology import Topology
 
 
