@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -30,23 +29,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import fault_training
 import numpy as np
 import psutil
 import warm_python
+from fault_training import EPOCHS, SEED, STEPS
 
-from tfcdo import environment
-
-# The training.
-SEED = 7
-EPOCHS = 3
-STEPS = 30
-_BATCH = 24  # 1 to 4 hosts divide it.
-_LAYERS = 8
-_EXAMPLES = STEPS * _BATCH
-# Two packs a layer and more: partly updated variables would show.
-_BYTES_PER_PACK = 2048
-# After each step, so that a training takes some seconds.
-_PAUSE_SECONDS = 0.03
 # The faults of twenty cases, with the number of each; every twenty are shuffled by themselves.
 ROUND = {
     "kill worker": 5,
@@ -101,62 +89,11 @@ class Outcome:
 
     repeated: int  # Steps that were trained more than once.
     seconds: float  # The longest time without a step, from the fault on.
+    useful: float  # Share of the time from the start that the steps of the final weights took.
     runs: int  # How often the chief was started.
     from_one_device: float  # Largest difference of a weight.
     from_hosts: float  # The same, from the undisturbed training on the same hosts.
     problem: str  # Empty if the result is correct.
-
-
-def train(folder: pathlib.Path) -> None:
-    """Trains a small Keras model on one host; without TF_CONFIG on one device, without tfcdo.
-
-    The batches are the same in each run.
-    """
-    task = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
-    run = int(os.environ.get(environment.RESTART_COUNT, "0"))
-    (folder / f"new-{run}-{task}").write_text(str(os.getpid()))
-    (folder / f"new-{run}-{task}").rename(folder / f"pid-{run}-{task}")
-
-    import keras
-    import tensorflow as tf
-
-    import tfcdo
-    import tfcdo.keras
-
-    class Progress(keras.callbacks.Callback):
-        """Writes the number and the time of each step; batches that are skipped are none."""
-
-        def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
-            self._before = int(self.model.optimizer.iterations.numpy())
-            (folder / f"begins-{run}-{task}").touch()
-
-        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
-            step = int(self.model.optimizer.iterations.numpy())
-            if step != self._before:
-                with (folder / f"steps-{run}-{task}").open("a") as file:
-                    file.write(f"{step} {time.time()}\n")
-                time.sleep(_PAUSE_SECONDS)
-
-    strategy = tf.distribute.get_strategy()
-    if "TF_CONFIG" in os.environ:
-        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=_BYTES_PER_PACK)
-        strategy = tfcdo.MultiWorkerMirroredStrategy(communication_options=options)
-    keras.utils.set_random_seed(SEED)
-    with strategy.scope():
-        hidden = [keras.layers.Dense(32, activation="tanh") for _ in range(_LAYERS)]
-        model = keras.Sequential([keras.layers.Input([16]), *hidden, keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
-    features = np.random.default_rng(SEED).normal(size=(_EXAMPLES, 16)).astype(np.float32)
-    targets = np.tanh(features.sum(axis=1, keepdims=True) / 4)
-    model.fit(
-        tfcdo.keras.resumable_dataset((features, targets), _BATCH, seed=SEED),
-        epochs=EPOCHS,
-        steps_per_epoch=STEPS,
-        verbose=0,
-        # The step after which all leave is written too.
-        callbacks=[Progress(), tfcdo.keras.BackupAndRestore(folder / "backup", save_freq=10)],
-    )
-    np.savez(folder / f"weights-{task}.npz", *model.get_weights())
 
 
 def draw_cases(count: int = 200, seed: int = SEED) -> list[Case]:
@@ -194,22 +131,27 @@ def _draw_case(kind: str, drawn: random.Random, cuts: Iterator[float]) -> Case:
 
 
 @functools.cache
-def undisturbed(hosts: int) -> list[np.ndarray]:
-    """Returns the final weights of a training without faults; 0 hosts: on one device."""
+def undisturbed(hosts: int) -> tuple[list[np.ndarray], float]:
+    """Returns the final weights of a training without faults, and its share of useful time.
+
+    0 hosts: on one device.
+    """
     with tempfile.TemporaryDirectory(prefix="tfcdo-faults-") as name:
         folder = pathlib.Path(name)
+        start = time.time()
         process = _start(folder, *(["--workers", str(hosts)] if hosts else []))
         with _ended([process]):
             _wait_until(lambda: process.poll() is not None, "the end")
         if process.returncode:
             raise RuntimeError(f"it failed:\n{(folder / 'log').read_text()}")
-        return _weights(folder, 0)
+        return _weights(folder, 0), _useful(_runs(folder, 0), start)
 
 
 def run_case(case: Case) -> Outcome:
     """Runs one case."""
     with tempfile.TemporaryDirectory(prefix="tfcdo-faults-") as name, contextlib.ExitStack() as net:
         folder = pathlib.Path(name)
+        begin = time.time()
         launch = ["--max-restarts", str(_MAX_RESTARTS), "--grace", "2"]
         if case.kind == "cut":
             network = net.enter_context(_Network.of(case.hosts))
@@ -235,7 +177,7 @@ def run_case(case: Case) -> Outcome:
             return _failed(f"status {statuses}: {(folder / 'log').read_text()[-300:]}")
         if left := _left(folder):
             return _failed(f"processes are left: {left}")
-        return _outcome(case, folder, fault)
+        return _outcome(case, folder, begin, fault)
 
 
 def _wait_for_moment(case: Case, folder: pathlib.Path) -> None:
@@ -318,11 +260,11 @@ def can_cut() -> bool:
     return False
 
 
-def _outcome(case: Case, folder: pathlib.Path, fault: float) -> Outcome:
+def _outcome(case: Case, folder: pathlib.Path, begin: float, fault: float) -> Outcome:
     runs = _runs(folder, 0)
     weights = [_weights(folder, host) for host in range(case.hosts)]
-    from_one_device = max(_difference(own, undisturbed(0)) for own in weights)
-    from_hosts = max(_difference(own, undisturbed(case.hosts)) for own in weights)
+    from_one_device = max(_difference(own, undisturbed(0)[0]) for own in weights)
+    from_hosts = max(_difference(own, undisturbed(case.hosts)[0]) for own in weights)
     problem = ""
     if {step for run in runs for step, _ in run} != set(range(1, _TOTAL_STEPS + 1)):
         problem = "steps are missing"
@@ -334,6 +276,7 @@ def _outcome(case: Case, folder: pathlib.Path, fault: float) -> Outcome:
     return Outcome(
         repeated=sum(map(len, runs)) - _TOTAL_STEPS,
         seconds=max((b - a for a, b in itertools.pairwise(after)), default=0.0),
+        useful=_useful(runs, begin),
         runs=len(_pids(folder, 0)),
         from_one_device=from_one_device,
         from_hosts=from_hosts,
@@ -341,8 +284,15 @@ def _outcome(case: Case, folder: pathlib.Path, fault: float) -> Outcome:
     )
 
 
+def _useful(runs: Sequence[Sequence[tuple[int, float]]], begin: float) -> float:
+    """Returns the time of all steps, each once, as a share of the time until the last one."""
+    moments = [[moment for _, moment in run] for run in runs]
+    steps = [b - a for run in moments for a, b in itertools.pairwise(run)]
+    return _TOTAL_STEPS * statistics.median(steps) / (max(map(max, moments)) - begin)
+
+
 def _failed(problem: str) -> Outcome:
-    return Outcome(0, math.nan, 0, math.nan, math.nan, " ".join(problem.split()))
+    return Outcome(0, math.nan, math.nan, 0, math.nan, math.nan, " ".join(problem.split()))
 
 
 def _start(
@@ -361,7 +311,7 @@ def _start(
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with (folder / "log").open("ab") as log:
         return subprocess.Popen(
-            [*command, __file__, "--train", str(folder)],
+            [*command, fault_training.__file__, str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -443,6 +393,7 @@ def _difference(own: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float
 
 def document(results: Sequence[tuple[Case, Outcome]], planned: int, seed: int, note: str) -> str:
     """Returns the page: the method, a summary and the table."""
+    shares = ", ".join(f"{100 * undisturbed(hosts)[1]:.0f} % on {hosts}" for hosts in (2, 3, 4))
     correct = sum(not outcome.problem for _, outcome in results)
     lines = [
         "# Faults: hosts that are killed, stopped, cut off or taken away",
@@ -464,20 +415,25 @@ def document(results: Sequence[tuple[Case, Outcome]], planned: int, seed: int, n
         f"**{correct} of {len(results)} cases are correct**, of {planned} that are planned."
         + (f" {note}" if note else ""),
         "",
+        "The share of useful time is the time of the steps, each counted once, of the time from "
+        "the start of the launcher to the last step. The trainings take seconds, so starting "
+        f"hosts is most of it: undisturbed, the share is {shares} hosts.",
+        "",
         "| fault | cases | correct | steps repeated (median, most) | seconds without a step "
-        "(median, most) |",
-        "|---|---|---|---|---|",
+        "(median, most) | share of useful time (median) |",
+        "|---|---|---|---|---|---|",
     ]
     done = collections.Counter(case.kind for case, _ in results)
     for kind, name in NAMES.items():
         good = [outcome for case, outcome in results if case.kind == kind and not outcome.problem]
-        columns = ["-", "-"]
+        columns = ["-", "-", "-"]
         if good:
             repeated = [outcome.repeated for outcome in good]
             seconds = [outcome.seconds for outcome in good]
             columns = [
                 f"{statistics.median(repeated):g}, {max(repeated)}",
                 f"{statistics.median(seconds):.1f}, {max(seconds):.1f}",
+                f"{100 * statistics.median(outcome.useful for outcome in good):.0f} %",
             ]
         lines.append(f"| {name} | {done[kind]} | {len(good)} | {' | '.join(columns)} |")
     lines += ["", "| moment | | cases | correct |", "|---|---|---|---|"]
@@ -487,9 +443,9 @@ def document(results: Sequence[tuple[Case, Outcome]], planned: int, seed: int, n
     lines += [
         "",
         "| case | moment | hosts | host | after step | lasts | runs | steps repeated | seconds "
-        "without a step | difference from one device | from the same hosts | "
+        "without a step | useful time | difference from one device | from the same hosts | "
         "result |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case, outcome in results:
         hosts = ", ".join(map(str, case.victims))
@@ -498,7 +454,7 @@ def document(results: Sequence[tuple[Case, Outcome]], planned: int, seed: int, n
         lines.append(
             f"| {case.kind} | {case.moment} | {case.hosts} | {hosts} | {step} | {lasts} | "
             f"{outcome.runs} | {outcome.repeated} | {outcome.seconds:.1f} | "
-            f"{outcome.from_one_device:.2g} | "
+            f"{100 * outcome.useful:.0f} % | {outcome.from_one_device:.2g} | "
             f"{outcome.from_hosts:.2g} | {outcome.problem or 'correct'} |"
         )
     return "\n".join(lines) + "\n"
@@ -530,7 +486,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--train":
-        train(pathlib.Path(sys.argv[2]))
-    else:
-        sys.exit(main())
+    sys.exit(main())

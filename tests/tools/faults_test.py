@@ -50,6 +50,7 @@ class FaultsTest(parameterized.TestCase):
         self.assertEqual(outcome.from_hosts, 0.0)
         self.assertBetween(outcome.repeated, 1 if case.step else 0, 30)
         self.assertEqual(outcome.runs, 2)
+        self.assertBetween(outcome.useful, 0.0, 1.0)
 
     def test_a_host_that_ends_while_the_servers_start(self):
         with cluster.reserved_ports(2) as addresses:
