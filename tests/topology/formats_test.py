@@ -1,4 +1,4 @@
-"""Files of this format are read, and others are refused."""
+"""Files of earlier versions: one that each has written is read, and newer ones are refused."""
 
 from __future__ import annotations
 
@@ -26,16 +26,25 @@ def _text(name: str) -> str:
 
 
 class FormatsTest(parameterized.TestCase):
-    def test_topologies(self):
-        self.assertEqual(Topology.from_json(_text("topology_format2")), preset("pcie", 2))
+    @parameterized.parameters("topology_0_1_0", "topology_576c665", "topology_format2")
+    def test_topologies(self, name):
+        self.assertEqual(Topology.from_json(_text(name)), preset("pcie", 2))
 
-    def test_measurements(self):
-        found = measurement.read(_FOLDER / "measured_format2.json")
+    def test_two_fields_that_had_other_names(self):
+        machine = Topology.from_json(_text("topology_detour"))
+        self.assertTrue(machine.serial_reduction)
+        self.assertEqual([link.via_host for link in machine.links], [True, True])
+        self.assertEqual(machine.addition_bandwidth, 5e9)
+
+    @parameterized.parameters("measured_0_1_0", "measured_576c665", "measured_format2")
+    def test_measurements(self, name):
+        found = measurement.read(_FOLDER / f"{name}.json")
         self.assertEqual(found.topology, preset("pcie", 2))
         self.assertEqual(found.nccl, ((4096, 1e-5), (1 << 20, 1e-4)))
 
-    def test_plans(self):
-        found = Evaluation.from_json(_text("plan_format2"))
+    @parameterized.parameters("plan_576c665", "plan_format2")
+    def test_plans(self, name):
+        found = Evaluation.from_json(_text(name))
         self.assertEqual(
             (found.algorithm, found.topology), ("hierarchical_copy", preset("dgx1", 4))
         )
@@ -54,17 +63,17 @@ class FormatsTest(parameterized.TestCase):
         path = pathlib.Path(folder, "newer.json")
         path.write_text(text, encoding="utf-8")
         with self.assertRaisesRegex(
-            ValueError, "format must be 2; got 3; a newer version of tfcdo has written"
+            ValueError, "format must be from 1 to 2; got 3; a newer version of tfcdo has written"
         ):
             _READERS[kind](text) if kind in _READERS else measurement.read(path)
 
-    @parameterized.parameters(("1", "must be 2; got 1$"), ('"a"', "expected `int`"))
-    def test_other_formats_are_refused(self, found, message):
+    @parameterized.parameters(("0", "from 1 to 2; got 0$"), ('"a"', "expected `int`"))
+    def test_formats_that_are_none(self, found, message):
         text = _text("topology_format2").replace('"format": 2', f'"format": {found}')
         with self.assertRaisesRegex(ValueError, message):
             Topology.from_json(text)
 
-    def test_unknown_fields_are_refused(self):
+    def test_former_names_are_not_of_this_format(self):
         text = _text("topology_format2").replace('"via_host"', '"detour"')
         with self.assertRaisesRegex(ValueError, "unknown field `detour`"):
             Topology.from_json(text)

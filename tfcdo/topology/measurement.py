@@ -27,7 +27,7 @@ from tfcdo.cache_folder import cache_folder, write_whole
 from tfcdo.topology import detection
 from tfcdo.topology.links import Resource, Route, link_name, ordered_pairs
 from tfcdo.topology.presets import preset
-from tfcdo.topology.serialization import FORMAT, TopologyDocument, check_format
+from tfcdo.topology.serialization import FORMAT, TopologyDocument, upgraded
 from tfcdo.topology.topology import Topology
 
 # Floats of a tensor that is copied or added: more than caches hold, of a few devices.
@@ -322,7 +322,7 @@ def read(path: str | os.PathLike[str]) -> Measured:
 
 
 def _decode(content: bytes) -> Measured:
-    document = msgspec.convert(check_format(msgspec.json.decode(content)), _MeasuredDocument)
+    document = msgspec.convert(upgraded(msgspec.json.decode(content)), _MeasuredDocument)
     return Measured(Topology.from_document(document.topology), document.date, document.nccl)
 
 

@@ -1,0 +1,336 @@
+"""Small programs of other people's libraries, for `python tools/third_party.py`.
+
+Each takes a strategy and returns the numbers that it has learned. Data and initial values are the
+same for all strategies. The weights are those of one replica.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+BATCH, STEPS = 12, 5
+_RANDOM = np.random.default_rng(0)
+FEATURES = _RANDOM.normal(size=(BATCH * STEPS, 6)).astype("float32")
+TARGETS = _RANDOM.normal(size=(BATCH * STEPS, 1)).astype("float32")
+TOKENS = _RANDOM.integers(1, 50, (BATCH * STEPS, 8)).astype("int32")
+LABELS = _RANDOM.integers(0, 2, BATCH * STEPS).astype("int32")
+
+
+def _loop(strategy: tf.distribute.Strategy, step: Callable[..., Any], *arrays: np.ndarray) -> None:
+    """Runs a step on each replica for each batch."""
+    data = tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH)
+    run = tf.function(lambda batch: strategy.run(step, args=batch))
+    for batch in strategy.experimental_distribute_dataset(data):
+        run(batch)
+
+
+def _numbers(values: Any) -> list[np.ndarray]:
+    return [np.asarray(value) for value in values]
+
+
+def _sum_of_squares(predictions: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_sum(tf.square(predictions - targets)) / BATCH
+
+
+def sonnet(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+    """Trains a Sonnet MLP; the strategy is Sonnet's Replicator with the same cross-device ops."""
+    import sonnet as snt
+
+    devices = strategy.extended.worker_devices
+    ops = strategy.extended._cross_device_ops
+    strategy = snt.distribute.Replicator(list(devices), cross_device_ops=ops)
+    tf.random.set_seed(1)
+    with strategy.scope():
+        model, optimizer = snt.nets.MLP([8, 1]), snt.optimizers.Adam(0.01)
+
+    def step(inputs: tf.Tensor, targets: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = _sum_of_squares(model(inputs), targets)
+        variables = model.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        gradients = tf.distribute.get_replica_context().all_reduce("sum", gradients)
+        optimizer.apply(gradients, variables)
+
+    _loop(strategy, step, FEATURES, TARGETS)
+    return _numbers(model.trainable_variables)
+
+
+def sonnet_tests(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+    """Runs Sonnet's own tests of its Replicator, with the strategy's cross-device ops."""
+    from sonnet.src.distribute import replicator, replicator_test
+
+    ops, init = strategy.extended._cross_device_ops, replicator.Replicator.__init__
+
+    def with_ops(self: Any, devices: Any = None, cross_device_ops: Any = None) -> None:
+        init(self, devices=devices, cross_device_ops=cross_device_ops or ops)
+
+    replicator.Replicator.__init__ = with_ops
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromModule(replicator_test).run(result)
+    failures = [*result.failures, *result.errors]
+    if failures:
+        raise AssertionError(failures[0][1].strip().splitlines()[-1])
+    return [np.array(result.testsRun)]
+
+
+def orbit(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+    """Trains with orbit's Controller and StandardTrainer."""
+    import orbit as orbit_library
+
+    global_step = tf.Variable(0, dtype=tf.int64)
+    with strategy.scope():
+        weights = tf.Variable(tf.zeros([6, 1]))
+    data = tf.data.Dataset.from_tensor_slices((FEATURES, TARGETS)).batch(BATCH).repeat()
+
+    class Trainer(orbit_library.StandardTrainer):
+        def train_step(self, iterator: Any) -> None:
+            def step(batch: Any) -> None:
+                with tf.GradientTape() as tape:
+                    loss = _sum_of_squares(batch[0] @ weights, batch[1])
+                (gradient,) = tf.distribute.get_replica_context().all_reduce(
+                    "sum", tape.gradient(loss, [weights])
+                )
+                weights.assign_sub(0.1 * gradient)
+
+            strategy.run(step, args=(next(iterator),))
+            global_step.assign_add(1)
+
+    controller = orbit_library.Controller(
+        strategy=strategy,
+        trainer=Trainer(strategy.experimental_distribute_dataset(data)),
+        global_step=global_step,
+        steps_per_loop=5,
+    )
+    controller.train(10, checkpoint_at_completion=False)
+    return _numbers([weights])
+
+
+def models(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+    """Trains with TensorFlow Models' minimize_using_explicit_allreduce."""
+    import tf_keras
+    from official.modeling import grad_utils
+
+    with strategy.scope():
+        tf_keras.utils.set_random_seed(1)
+        model = tf_keras.Sequential([tf_keras.layers.Dense(8), tf_keras.layers.Dense(1)])
+        model.build([None, 6])
+        optimizer = tf_keras.optimizers.legacy.Adam(0.01)
+
+    def step(inputs: tf.Tensor, targets: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = _sum_of_squares(model(inputs), targets)
+        grad_utils.minimize_using_explicit_allreduce(
+            tape, optimizer, loss, model.trainable_variables
+        )
+
+    _loop(strategy, step, FEATURES, TARGETS)
+    return _numbers(model.get_weights())
+
+
+def _fit(
+    library: Any,
+    strategy: tf.distribute.Strategy,
+    make: Callable[[], Any],
+    *data: Any,
+    **options: Any,
+) -> Any:
+    """Trains a model with `fit`; returns its weights and its losses."""
+    with strategy.scope():
+        library.utils.set_random_seed(1)
+        model = make()
+        model.compile(**options)
+    history = model.fit(*data, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    return [*_numbers(model.get_weights()), np.array(history.history["loss"])]
+
+
+def tf_keras(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+    """Trains a tf_keras model with fit."""
+    import tf_keras as keras
+
+    def make() -> Any:
+        return keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+
+    return _fit(keras, strategy, make, FEATURES, TARGETS, optimizer="adam", loss="mse")
+
+
+def keras_hub_bert(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+    """Fine-tunes a small BERT classifier; gradients are clipped by their global norm."""
+    import keras
+    import keras_hub
+
+    def make() -> Any:
+        backbone = keras_hub.models.BertBackbone(
+            50, 1, 2, 16, 32, dropout=0.0, max_sequence_length=8
+        )
+        return keras_hub.models.BertTextClassifier(backbone, 2, preprocessor=None, dropout=0.0)
+
+    inputs = {
+        "token_ids": TOKENS,
+        "padding_mask": np.ones_like(TOKENS),
+        "segment_ids": np.zeros_like(TOKENS),
+    }
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with strategy.scope():
+        optimizer = keras.optimizers.Adam(0.001, global_clipnorm=0.1)
+    return _fit(keras, strategy, make, inputs, LABELS, optimizer=optimizer, loss=loss)
+
+
+def keras_hub_gpt2(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+    """Trains a small GPT-2 to predict the next token."""
+    import keras
+    import keras_hub
+
+    def make() -> Any:
+        backbone = keras_hub.models.GPT2Backbone(
+            50, 1, 2, 16, 32, dropout=0.0, max_sequence_length=8
+        )
+        return keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
+
+    inputs = {"token_ids": TOKENS, "padding_mask": np.ones_like(TOKENS)}
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    targets = np.roll(TOKENS, -1, axis=1)
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.1)
+    return _fit(keras, strategy, make, inputs, targets, optimizer=optimizer, loss=loss)
+
+
+def keras_rs(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+    """Trains KerasRS's FeatureCross on embeddings."""
+    import keras
+    import keras_rs as library
+
+    def make() -> Any:
+        tokens = keras.Input([8], dtype="int32")
+        embedded = keras.layers.Flatten()(keras.layers.Embedding(50, 2)(tokens))
+        crossed = library.layers.FeatureCross()(embedded, embedded)
+        return keras.Model(tokens, keras.layers.Dense(1)(crossed))
+
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.1)
+    return _fit(keras, strategy, make, TOKENS, TARGETS, optimizer=optimizer, loss="mse")
+
+
+def recommenders(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+    """Trains a TensorFlow Recommenders model with a ranking task."""
+    import tensorflow_recommenders as tfrs
+    import tf_keras as keras
+
+    class Ranking(tfrs.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = keras.Sequential(
+                [
+                    keras.layers.Embedding(50, 4),
+                    keras.layers.GlobalAveragePooling1D(),
+                    keras.layers.Dense(1),
+                ]
+            )
+            self.task = tfrs.tasks.Ranking(
+                keras.losses.MeanSquaredError(reduction=keras.losses.Reduction.SUM)
+            )
+
+        def compute_loss(self, batch: Any, training: bool = False) -> tf.Tensor:
+            return self.task(batch["target"], self.net(batch["tokens"])) / BATCH
+
+    data = tf.data.Dataset.from_tensor_slices({"tokens": TOKENS, "target": TARGETS}).batch(BATCH)
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = Ranking()
+        model.compile(keras.optimizers.Adagrad(0.1))
+    model.fit(data, epochs=2, verbose=0)
+    return _numbers(model.get_weights())
+
+
+def probability(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+    """Fits a mean-field posterior of a linear model by variational inference."""
+    import tensorflow_probability as tfp
+
+    noise = np.random.default_rng(1).normal(size=(BATCH * STEPS, 6)).astype("float32")
+    with strategy.scope():
+        location, scale = tf.Variable(tf.zeros([6])), tf.Variable(tf.fill([6], -2.0))
+
+    def step(inputs: tf.Tensor, targets: tf.Tensor, draws: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            posterior = tfp.distributions.Normal(location, tf.nn.softplus(scale))
+            weights = posterior.loc + posterior.scale * draws
+            predicted = tfp.distributions.Normal(tf.reduce_sum(inputs * weights, 1), 1.0)
+            divergence = tfp.distributions.kl_divergence(
+                posterior, tfp.distributions.Normal(tf.zeros(6), 1.0)
+            )
+            part = tf.cast(tf.shape(inputs)[0], tf.float32) / BATCH
+            loss = part * tf.reduce_sum(divergence)
+            loss -= tf.reduce_sum(predicted.log_prob(targets[:, 0])) / BATCH
+        variables = [location, scale]
+        gradients = tf.distribute.get_replica_context().all_reduce(
+            "sum", tape.gradient(loss, variables)
+        )
+        for variable, gradient in zip(variables, gradients, strict=True):
+            variable.assign_sub(0.05 * gradient)
+
+    _loop(strategy, step, FEATURES, TARGETS, noise)
+    return _numbers([location, scale])
+
+
+def agents(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+    """Trains a TF-Agents DQN on random transitions."""
+    import tf_keras
+    from tf_agents.agents.dqn import dqn_agent
+    from tf_agents.networks import sequential
+    from tf_agents.specs import tensor_spec
+    from tf_agents.trajectories import time_step, trajectory
+
+    observations = tf.TensorSpec([6], tf.float32)
+    with strategy.scope():
+        tf_keras.utils.set_random_seed(1)
+        agent = dqn_agent.DqnAgent(
+            time_step.time_step_spec(observations),
+            tensor_spec.BoundedTensorSpec([], tf.int32, 0, 1),
+            q_network=sequential.Sequential([tf_keras.layers.Dense(2)], input_spec=observations),
+            optimizer=tf_keras.optimizers.legacy.SGD(0.1),
+        )
+        agent.initialize()
+
+    def step(inputs: tf.Tensor, actions: tf.Tensor) -> None:
+        count = tf.shape(inputs)[0]
+        agent.train(
+            trajectory.Trajectory(
+                step_type=tf.ones([count, 2], tf.int32),
+                observation=tf.stack([inputs, 0.5 * inputs], 1),
+                action=tf.stack([actions, actions], 1),
+                policy_info=(),
+                next_step_type=tf.ones([count, 2], tf.int32),
+                reward=tf.ones([count, 2]),
+                discount=tf.ones([count, 2]),
+            )
+        )
+
+    _loop(strategy, step, FEATURES, LABELS)
+    return _numbers(agent._q_network.variables)
+
+
+def keras_tuner(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+    """Searches for a learning rate with KerasTuner's distribution_strategy."""
+    import keras
+    import keras_tuner as library
+
+    def make(parameters: Any) -> Any:
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.layers.Input([6]), keras.layers.Dense(1)])
+        rate = parameters.Choice("learning_rate", [0.01, 0.1])
+        model.compile(keras.optimizers.SGD(rate), "mse")
+        return model
+
+    with tempfile.TemporaryDirectory() as folder:
+        tuner = library.GridSearch(
+            make, objective="val_loss", directory=folder, distribution_strategy=strategy
+        )
+        data = (FEATURES, TARGETS)
+        tuner.search(*data, validation_data=data, batch_size=BATCH, shuffle=False, verbose=0)
+        trials = tuner.oracle.get_best_trials(2)
+        return [np.array([trial.score for trial in trials])]
