@@ -102,8 +102,8 @@ class OuterState(tf.Module):
         done = _components(self.steps)[0].read_value()
         for fragment in self._all_fragments():
             if self.overlaps:
-                is_due, met = begun[fragment]
-                update = functools.partial(self._update, strategy, fragment, *met, rows)
+                is_due, (means, sent) = begun[fragment]
+                update = functools.partial(self._update, strategy, fragment, means, sent, rows)
             else:
                 is_due = self._is_due(done, fragment)
                 update = functools.partial(self.exchange, strategy, fragment)
@@ -138,7 +138,8 @@ class OuterState(tf.Module):
 
     def exchange(self, strategy: tf.distribute.Strategy, fragment: int) -> None:
         """Exchanges a fragment; where this host's replicas meet."""
-        self._update(strategy, fragment, *self._meet(strategy, fragment), 0)
+        means, own = self._meet(strategy, fragment)
+        self._update(strategy, fragment, means, own, 0)
 
     def _meet(
         self, strategy: tf.distribute.Strategy, fragment: int
