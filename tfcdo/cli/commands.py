@@ -12,7 +12,7 @@ import click
 from tfcdo.version import __version__
 
 # Each is a function in a module, both of this name.
-COMMANDS = ("doctor", "demo", "bench", "plan", "trace", "launch")
+COMMANDS = ("doctor", "bench", "plan", "trace", "launch")
 
 
 class LazyGroup(click.Group):
