@@ -41,8 +41,12 @@ def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, .
     has its remedy; the last line can be pasted into a script. The exit status is 1 if there is a
     problem; TensorFlow's own errors are reported but do not affect it.
     """
-    if blackbox != bool(files):
-        raise click.UsageError("--blackbox takes files, and files take --blackbox")
+    options.refuse(
+        {
+            "files require --blackbox": files and not blackbox,
+            "--blackbox requires files": blackbox and not files,
+        }
+    )
     if blackbox:
         try:
             click.echo("\n".join(black_boxes.compare(black_boxes.read(files))))
@@ -51,12 +55,10 @@ def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, .
         return 0
     console = options.make_console()
     with (
-        options.status(console, "Starting ...") as shown,
+        options.status("Starting ...") as tell,
         examination.Probes(num_devices) as probes,
     ):
-        report = examination.examine(
-            probes.ask, num_devices, lambda message: shown.update(f"{message} ...")
-        )
+        report = examination.examine(probes.ask, num_devices, tell)
     found = findings.findings_of(report)
     _print(report, found, console)
     click.echo(findings.script_line(report))
@@ -81,8 +83,11 @@ def _print(report: examination.Report, found: Sequence[findings.Finding], consol
         console.print(Text(heading, "bold"))
         for line in lines:
             console.print(options.printable(f"  {line}", console), soft_wrap=True)
-    machine = report.machine
-    if report.pairs and isinstance(machine, examination.Machine) and not machine.on_cpu:
+    if (
+        report.pairs
+        and isinstance(report.machine, examination.Machine)
+        and not report.machine.on_cpu
+    ):
         console.print(_table_of_pairs(report))
     console.print(Text("To paste into your script", "bold"))
 

@@ -33,6 +33,7 @@ from tfcdo.units import format_bytes, format_seconds
 _MAX_HOSTS = 1024
 # More packs take more time to simulate than anyone waits.
 _MAX_PACKS = 4096
+_MACHINES = ", ".join((*PRESETS, "here"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +73,7 @@ def _read(name: str) -> str:
         with click.open_file(name, encoding="utf-8") as file:
             return str(file.read()).removeprefix("\ufeff")
     except FileNotFoundError:
-        raise ValueError(
-            f"{name!r} is neither a file nor a known machine: {', '.join((*PRESETS, 'here'))}"
-        ) from None
+        raise ValueError(f"{name!r} is neither a file nor a known machine: {_MACHINES}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{name}: expected text; the file holds something else") from None
     except OSError as error:
@@ -86,7 +85,6 @@ def _read(name: str) -> str:
     "-t --topology wanted",
     options.Parsed("topology", _parse_machine),
     "Preset such as dgx1 or nvswitch:16, here, or a file.",
-    required=True,
     metavar="NAME|FILE|-",
 )
 @options.option(
@@ -139,7 +137,7 @@ def _read(name: str) -> str:
 @click.pass_context
 def plan(
     context: click.Context,
-    wanted: Topology | _Here,
+    wanted: Topology | _Here | None,
     num_bytes: int,
     algorithm: str,
     num_packs: int | None,
@@ -162,6 +160,8 @@ def plan(
     in nvswitch:16; here, or here:8, is this machine, measured; a file has the output of
     `nvidia-smi topo -m` or of Topology.to_json.
     """
+    if wanted is None:
+        raise click.UsageError(f"--topology names the machine: {_MACHINES}, or a file")
     drawn = [path.resolve() for path in (trees_file, gantt_file) if path]
     is_network_given = context.get_parameter_source("network") is ParameterSource.COMMANDLINE
     options.refuse(
@@ -190,7 +190,7 @@ def plan(
         rate = f"{format_bytes(round(network))}/s"
         size += f" across {num_hosts} hosts with {rate} of {exchange or 'network'}"
     try:
-        with options.status(console, "Planning ..."):
+        with options.status("Planning ..."):
             found = evaluate_all(
                 topology, num_bytes, num_packs, hosts, BY_NAME[exchange] if exchange else SUM
             )
@@ -218,8 +218,8 @@ def plan(
 def _measure(here: _Here, measure_again: bool) -> Topology:
     """Returns the topology of devices of this machine; measures it unless that was done before."""
     # On standard error: the output is the table.
-    console = Console(stderr=True, highlight=False, emoji=False, markup=False)
-    with options.status(console, "Starting TensorFlow ..."), options.quiet_start():
+    console = options.make_console(stderr=True)
+    with options.status("Starting TensorFlow ..."), options.quiet_start():
         import tensorflow as tf
 
         from tfcdo.bench.devices import choose_devices
@@ -231,9 +231,9 @@ def _measure(here: _Here, measure_again: bool) -> Topology:
     if known is not None and not measure_again:
         console.print(f"{name}: as on {known.date}; --measure measures again", soft_wrap=True)
         return known.topology
-    with options.status(console, "Measuring ...") as shown:
+    with options.status("Measuring ...") as tell:
         found = measurement.measure(
-            devices.names, progress=lambda done, what: shown.update(f"{done:.0%} {what}")
+            devices.names, progress=lambda done, what: tell(f"{done:.0%} {what}")
         )
     console.print(f"{found.name}: measured now, and kept", soft_wrap=True)
     return found
