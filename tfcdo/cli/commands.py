@@ -56,10 +56,9 @@ def run(arguments: Sequence[str]) -> int:
         status = tfcdo.main(list(arguments), prog_name="tfcdo", standalone_mode=False) or 0
         sys.stdout.flush()
     except click.UsageError as error:
-        # A command's own refusals come without a context.
-        path = error.ctx.command_path if error.ctx else f"tfcdo {arguments[0]}"
+        assert error.ctx  # click sets it where a command raises the error.
         message = error.format_message().rstrip(".?")
-        return _complain(f"{message}; see {path} --help", error.exit_code)
+        return _complain(f"{message}; see {error.ctx.command_path} --help", error.exit_code)
     except click.ClickException as error:
         return _complain(error.format_message(), error.exit_code)
     except click.Abort:
