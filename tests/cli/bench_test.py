@@ -201,7 +201,7 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         (("workers", "1"), "'NUMBER': 1 is not in the range 2<=x<=16"),
         (("workers", "2", "--rate", "fast"), "'fast' is not a bandwidth"),
         (("--json", "no-such-folder/out.json"), "there is no folder 'no-such-folder'"),
-        (("--workers", "2", "-g", "1", "--rate", "1gbit"), "workers is a subcommand"),
+        (("--workers", "2", "-g", "1", "--rate", "1gbit"), "; see tfcdo bench --help"),
         (("workers", "2", "-b", "8"), "No such option"),
         (("-g", "2", "workers", "2"), "--iters and --warmup must follow the subcommand workers"),
         (("--model", "tiny", "-b", "8"), "--minbytes cannot be given with --model"),

@@ -48,7 +48,7 @@ class WheelTest(absltest.TestCase):
             "py.typed",
             "plan/copy_tree.py",
             "execute/interpreter.py",
-            "cli/demo.py",
+            "cli/doctor.py",
         )
         self.assertContainsSubset([f"tfcdo/{room}" for room in rooms], names)
         top_level = {name.split("/")[0] for name in names}

@@ -273,6 +273,7 @@ class CommandTest(parameterized.TestCase):
                 *("trace", "-o", str(folder / "out.json"), *arguments, str(path), "3")
             )
         files = sorted(file.name for file in folder.iterdir())
+        self.assertNotIn("tfcdo: ", output)  # Standard output is the script's.
         return status, output + errors, files
 
     def test_a_script_with_a_status_of_its_own(self):

@@ -113,7 +113,7 @@ def bench(
     from tfcdo.bench import measure
 
     found: list[results.Measurement] = []
-    with options.progress(console) as track:
+    with options.progress() as track:
         # Sizes below one element are rounded up to it: each workload is measured once.
         for workload in track(list(dict.fromkeys(benched)), description="workloads"):
             found += measure.run(workload, devices, compared, iterations, warmup, track)
@@ -154,9 +154,9 @@ def workers(
     the processes.
     """
     console = options.make_console()
-    with options.status(console, "Starting TensorFlow ..."), options.quiet_start():
+    with options.status("Starting TensorFlow ..."), options.quiet_start():
         from tfcdo.bench import hosts
-    with _open_link(rate, console) as opened, _progress_of_workers(console) as track:
+    with _open_link(rate, console) as opened, _progress_of_workers() as track:
         found = hosts.run(opened, num_workers, num_devices, iterations, warmup, track=track)
     bench_tables.show_hosts(found, num_workers, rate, console)
     _write_json(found, json_file, f"{num_devices} virtual CPU devices of {num_workers} processes")
@@ -172,9 +172,9 @@ def _bench_updates(
 ) -> int:
     """Measures all-reduce plus update under TensorFlow's strategy and tfcdo's."""
     console = options.make_console()
-    with options.status(console, "Starting TensorFlow ..."), options.quiet_start():
+    with options.status("Starting TensorFlow ..."), options.quiet_start():
         from tfcdo.bench import updates
-    with _progress_of_workers(console) as track:
+    with _progress_of_workers() as track:
         found = updates.run(optimizer, num_devices, iterations, warmup, track)
     bench_tables.show_updates(found, console)
     _write_json(found, json_file, f"{num_devices} devices")
@@ -182,10 +182,10 @@ def _bench_updates(
 
 
 @contextlib.contextmanager
-def _progress_of_workers(console: Console) -> Iterator[results.Track]:
+def _progress_of_workers() -> Iterator[results.Track]:
     """Shows the progress of a block in which an error of a worker is the command's."""
     try:
-        with options.progress(console) as track:
+        with options.progress() as track:
             yield track
     except worker_pool.WorkerError as error:
         raise click.ClickException(str(error)) from error
@@ -214,7 +214,7 @@ def _start(
 ) -> tuple[Console, bench_devices.ChosenDevices, list[implementations.Implementation]]:
     """Starts TensorFlow; makes the implementations that are named and can run on the devices."""
     console = options.make_console()
-    with options.status(console, "Starting TensorFlow ..."), options.quiet_start():
+    with options.status("Starting TensorFlow ..."), options.quiet_start():
         import tensorflow as tf
 
         from tfcdo.bench import implementations

@@ -40,9 +40,9 @@ def trace(
 ) -> int:
     """Run SCRIPT and write what its all-reduces did, edge by edge.
 
-    The script runs in this process, under TensorFlow's profiler. At the end its summary is
-    printed: the share of a step in all-reduces, how much of that nothing else hides, and the
-    slowest edge. The exit status is the script's.
+    The script runs in this process, under TensorFlow's profiler. At the end a summary is printed on
+    standard error: the share of a step in all-reduces, the part of it that does not overlap with
+    other ops, and the slowest edge. The exit status is the script's.
     """
     with options.quiet_start():
         from tfcdo.tracing import recording
@@ -69,7 +69,7 @@ def trace(
         ended.set()
         traced = recorded.result()
         if traced:
-            click.echo(f"tfcdo: {traced.summary}\ntfcdo: wrote {output}")
+            click.echo(f"tfcdo: {traced.summary}\ntfcdo: wrote {output}", err=True)
         else:
             click.echo(f"tfcdo: the script ended before --after {after:g} s", err=True)
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 import tfcdo
 from tfcdo.bench import devices as bench_devices
 from tfcdo.bench import implementations, measure, workloads
-from tfcdo.doctor.answers import Copies, Machine, Sums
+from tfcdo.doctor.examination import Copies, Machine, Sums
 from tfcdo.execute import copy_trees
 from tfcdo.plan import owners
 from tfcdo.topology import detection
