@@ -167,7 +167,7 @@ class OuterState(tf.Module):
         return [getattr(mean, "values", (mean,))[0] for mean in means], own
 
     def _nothing(self, fragment: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns empty values in place of those of `_meet`."""
+        """Returns empty values in place of the results of `_meet`."""
         empty = [tf.zeros([0], one.dtype) for one in self._of(fragment)[0]]
         return empty, empty
 
@@ -181,11 +181,7 @@ class OuterState(tf.Module):
     ) -> None:
         """Updates the common parameters; this host's own keep what it has trained since `sent`."""
         trained, common = self._of(fragment)
-        devices = strategy.extended.worker_devices
-        grads = [
-            _on_each(tf.ensure_shape(mean, one.shape), devices)
-            for mean, one in zip(means, common, strict=True)
-        ]
+        grads = updates.unified(strategy, means, common)
         updates.alone(strategy, lambda grads: self.optimizer.apply(grads, common), grads)
         for source, target, before in zip(common, trained, sent, strict=True):
             for given, component in zip(_components(source), _components(target), strict=True):
@@ -305,15 +301,6 @@ def _of_first(value: tf.Tensor, devices: Sequence[str]) -> Any:
         with tf.device(device):
             parts.append(tf.zeros(value.shape, value.dtype))
     return tf_internals.per_replica(parts)
-
-
-def _on_each(value: tf.Tensor, devices: Sequence[str]) -> Any:
-    """Returns a value with a copy on each device."""
-    copies = []
-    for device in devices:
-        with tf.device(device):
-            copies.append(tf.identity(value))
-    return tf_internals.per_replica(copies)
 
 
 def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:
