@@ -17,7 +17,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 # A worker a core and one more, as some tests mostly wait for processes of their own; four at most:
-# each starts TensorFlow and takes 1 GB of memory. Whoever has run out of tests takes half of what
+# each starts TensorFlow and takes 1 GB of memory. A worker without tests left takes half of what
 # another still has to do.
 WORKERS := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 4 --dist worksteal
 PYTEST := $(BIN)/python -m pytest $(WORKERS)

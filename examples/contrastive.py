@@ -19,7 +19,7 @@ GLOBAL_BATCH = 24
 
 
 class InBatchNegatives(keras.losses.Loss):
-    """Says how well each query finds its own item among those of the whole batch."""
+    """Says how well each query finds its own item among the items of the whole batch."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Returns the loss of each query of the batch; `y_true` is not used."""

@@ -38,7 +38,7 @@ print(tfcdo.__version__, importlib.metadata.version("tfcdo"))
 
 
 class WheelError(Exception):
-    """The wheel, or that of the sdist, is not what it should be."""
+    """The wheel, or the sdist's wheel, is not what it should be."""
 
 
 def check_wheel(wheel: Path, environment: Path, borrow_dependencies: bool = False) -> str:
@@ -47,7 +47,7 @@ def check_wheel(wheel: Path, environment: Path, borrow_dependencies: bool = Fals
     Args:
       wheel: The wheel's path.
       environment: The folder of the new environment.
-      borrow_dependencies: Whether tfcdo's dependencies are those of the running Python instead of
+      borrow_dependencies: Whether tfcdo's dependencies are the running Python's instead of
         being downloaded and installed.
 
     Returns:

@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 
 def pytest_runtest_setup(item: Any) -> None:
     """Lets no test meet the collectives of another one."""
-    import tensorflow_quirks  # Here, because whoever starts the workers needs no TensorFlow.
+    import tensorflow_quirks  # Here, as the workers' parent needs no TensorFlow.
 
     tensorflow_quirks.keep_collectives_apart()
 

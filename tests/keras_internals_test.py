@@ -17,7 +17,7 @@ from tfcdo.training import statistics
 
 _PACKAGE = pathlib.Path(tfcdo.__file__).parent
 _DOORS = {"keras_internals.py": "keras.src", "tf_internals.py": "tensorflow.python"}
-_PUBLIC = ("_exit", "_replace")  # Of os and of named tuples.
+_PUBLIC = ("_exit", "_replace")  # Names of os and of named tuples.
 
 
 def _trees(*without: str) -> Iterator[tuple[str, ast.Module]]:

@@ -121,7 +121,7 @@ class ValuesTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class ValueAtCallTimeTest(tf.test.TestCase):
-    def test_is_made_anew_at_each_call(self):
+    def test_is_made_again_at_each_call(self):
         """Also where a called function needs it, in a condition in a loop: Keras's steps."""
         numbers = itertools.count(1)
         spec = tf.TensorSpec([], tf.int32)

@@ -52,7 +52,7 @@ def check_members(library: str, version: str, members: Iterable[Member]) -> None
 
 
 def missing_members(members: Iterable[Member]) -> list[str]:
-    """Returns the members, and those of their parameters, that do not exist."""
+    """Returns the members, and their parameters, that do not exist."""
     absent = []
     for owner, name, parameters in members:
         where = f"{owner.__name__}.{name}"

@@ -39,7 +39,7 @@ def steps_of(host_waits, step=0.5, first=1000.0):
 
 
 class MeasureTest(parameterized.TestCase):
-    @parameterized.parameters(50, 2500)  # Of the many, the first times are overwritten.
+    @parameterized.parameters(50, 2500)  # With many, the first times are overwritten.
     def test_the_waits_of_the_last_steps(self, steps):
         waits = np.random.default_rng(1).uniform(0.0, 0.4, steps)
         result = delays.measure([made_kind("k", steps_of(waits))])["k"]
@@ -105,7 +105,7 @@ class CompareTest(parameterized.TestCase):
 
     @parameterized.parameters(
         (0.009, 0.01),  # Too short.
-        (0.04, 0.5),  # Of a long step.
+        (0.04, 0.5),  # A long step.
     )
     def test_a_small_delay_is_none(self, delay, step):
         result = self.compared([np.full(30, delay), np.zeros(30)], step)

@@ -61,7 +61,7 @@ class RayTest(absltest.TestCase):
             np.testing.assert_allclose(own, expected, rtol=0, atol=1e-5)
 
     def _end(self, process: subprocess.Popen[str]) -> None:
-        """Ends Ray's processes: those of the session of `process`, and its descendants."""
+        """Ends Ray's processes: the session of `process`, and its descendants."""
         if process.poll() is None:
             for child in psutil.Process(process.pid).children(recursive=True):
                 child.kill()

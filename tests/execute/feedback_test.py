@@ -152,7 +152,7 @@ class CheckpointTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(expected, actual)
         self.assertNotAllEqual(expected, [train(make()).step(step) for step in steps[3:]])
 
-    def test_restored_for_a_function_that_is_made_anew(self):
+    def test_restored_for_a_function_that_is_made_again(self):
         ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype="float16", error_feedback=True)
         steps = np.random.default_rng(0).standard_normal((6, 3, 5)).astype(np.float32)
         training = Training(ops, 3, (5,))
@@ -314,7 +314,7 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
             lost[0] += first.lost(1, 1 + TINY["bfloat16"])
             lost[1] += second.lost(1, -3 - 2 * TINY["bfloat16"])
         self.assertAllClose([0.0, 0.0], lost, atol=24 * TINY["bfloat16"])
-        # Those of functions that are gone are used again, in a strategy too.
+        # Variables of functions that are gone are used again, in a strategy too.
         number = len(residuals(ops))
         del first, second
         gc.collect()

@@ -173,7 +173,7 @@ class PackingTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     SHAPES = ((2, 3), (), (0, 4), (7,), (2, 3), (5, 1, 2), (1,), (7,))
 
     def test_sizes_and_shapes_are_of_64_bits(self):
-        # TensorFlow 2.21 mixes up those of 32 bits where several threads run eager ops.
+        # TensorFlow 2.21 mixes up values of 32 bits where several threads run eager ops.
         ops = tfcdo.AllReduceCrossDeviceOps("ring", 2, topology=topology.preset("nvswitch", 3))
         values = [*map(tu.per_replica, values_on(3, *self.SHAPES))]
         operations = tu.traced_ops(lambda: ops.batch_reduce(tu.SUM, [(v, v) for v in values]))

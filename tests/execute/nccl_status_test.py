@@ -79,7 +79,7 @@ class StatusTest(tf.test.TestCase, parameterized.TestCase):
         (GPU_KERNEL, (0,) * 8, names(*range(8))),
         (GPU_KERNEL, (0, 0, 0), SPELLED),
         (GPU_KERNEL, (0, 0, 0), tuple(SPELLED)),
-        # One logical device of each GPU will do; those of a processor share no GPU.
+        # One logical device of each GPU will do; a processor's share no GPU.
         (GPU_KERNEL, (0, 3, 2), names(0, 1, 4)),
         (GPU_KERNEL, (0, 3, 2), names(0, 3, 5)),
         (GPU_KERNEL, (0, 3, 2), names(2, 4)),

@@ -31,7 +31,7 @@ class GradientTest(tf.test.TestCase, parameterized.TestCase):
         return tf.add_n([w * y**2 for w, y in zip(self.WEIGHTS, results, strict=True)])
 
     def check(self, first: Any, second: Any) -> None:
-        """Compares with the gradient, and with that of the gradients' sum."""
+        """Compares with the gradient, and with the gradient of the gradients' sum."""
         scale, total, squares = 2 * np.sum(self.WEIGHTS), np.sum(self.X**3), 3 * self.X**2
         self.assertAllClose((scale * total * squares)[:, None], first, rtol=1e-12)
         expected = scale * (squares * np.sum(squares) + total * 6 * self.X)
@@ -146,7 +146,7 @@ class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual({(b"sum", tf.float16), (b"max", tf.float32)}, kinds)
 
     def test_error_feedback_hands_on_what_casts_lose(self):
-        # Of 2 and 1 + tiny, nothing is rounded in additions: only the cast loses tiny.
+        # Additions round nothing of 2 and 1 + tiny: only the cast loses tiny.
         ops, tiny = self.make(error_feedback=True), 0.3 * 2.0**-10
         value = tu.per_replica([np.array([1 + tiny] * 2, np.float32), np.zeros(2, np.float32)])
 

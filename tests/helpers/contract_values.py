@@ -191,7 +191,7 @@ class ValuesContract(contract.Contract):
         results = tu.all_reduce(self.make(), MEAN, values, FUNCTION)
         for result, array, dtype in zip(results, arrays, dtypes, strict=True):
             self.assert_exact(result.value, tu.exact(array), tu.result_dtype(MEAN, dtype))
-        # No float64 holds the first, so whoever adds floats gets 0.
+        # No float64 holds the first, so a sum of floats is 0.
         own = [np.array([2**60 + 3]), np.array([-(2**60)])]
         (result,) = tu.all_reduce(self.make(), MEAN, [tu.per_replica(own)])
         self.assertAllEqual([1.5], result.value)

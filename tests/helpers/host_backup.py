@@ -28,7 +28,7 @@ from tfcdo import environment, strategies
 from tfcdo.exchange import DiLoCo
 from tfcdo.keras import backup_folder, host_exchange
 
-_FAULT_BATCHES = (3, 7, 10)  # Of all epochs.
+_FAULT_BATCHES = (3, 7, 10)  # Counted over all epochs.
 _STEPS, _EPOCHS, _BATCH = 6, 2, 8
 
 

@@ -95,7 +95,7 @@ class _Case:
             for name, own in numbers.items()
         }
         arguments["scalar"] = self.per_replica(functools.partial(_constant, scalars))
-        # Of numbers of 8 bits whose sums have more, so that a sum that is rounded is seen.
+        # Numbers of 8 bits whose sums have more, so that a sum that is rounded is seen.
         wide = [
             tf.cast(tu.numbers((99,), tf.float32, r, 20_000), tf.bfloat16).numpy()
             for r in range(self.replicas)
@@ -113,7 +113,7 @@ class _Case:
             once = tf.cast(tu.oracle(reduce_op, wide), tf.bfloat16)
             self.same(tu.exact(once), results["wide"], tf.bfloat16)
             for dtype in DTYPES:
-                # Of 8 values of up to 8, all sums are exact; means are so for 4 replicas.
+                # All sums of 8 values of up to 8 are exact; means are so for 4 replicas.
                 expected = tu.oracle(reduce_op, numbers[dtype.name])
                 wanted = tu.result_dtype(reduce_op, dtype)
                 for part in self.strategy.experimental_local_results(results[dtype.name]):

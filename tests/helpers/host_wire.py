@@ -24,7 +24,7 @@ def numbers(case: str, replica: int) -> np.ndarray:
             return draw(size=1501).astype(np.float32)
         case "float64":
             return draw(size=601) * 1e200
-        case "far apart":  # Of magnitudes that differ between hosts, up to nearly the largest.
+        case "far apart":  # Magnitudes that differ between hosts, up to nearly the largest.
             return (draw(size=1201) * (7e37 if replica == 0 else 1e-30)).astype(np.float32)
         case "small":
             return draw(size=7).astype(np.float32)

@@ -92,7 +92,7 @@ void FinishAll(Gathering& gathering, const absl::Status& status) {
   for (auto& [device, participant] : gathering.participants) Finish(participant, status);
 }
 
-// Brings the participants of each key together. Whoever takes a gathering out of `pending_` owns it
+// Brings the participants of each key together. The thread that takes a gathering out of `pending_` owns it
 // and alone finishes it; nothing of it stays behind, so that a later step starts afresh.
 class Rendezvous {
  public:

@@ -20,8 +20,8 @@ CLASSES: dict[str, Callable[[], tf.distribute.CrossDeviceOps]] = {
 }
 EAGER, FUNCTION = "eager", "function"  # The function is called by another function.
 
-# Of classes that share a public base, and all the code that is not about packs, one. The contract
-# has each in each mode.
+# One of the classes that share a public base, and all the code that is not about packs. The
+# contract has each in each mode.
 BASES = [("one_device", 3), ("hierarchical", 5)]
 BASE_CASES = [("one_device", FUNCTION, 3), ("hierarchical", EAGER, 5)]
 

@@ -19,6 +19,6 @@ def end_iterators_at_once() -> None:
 def keep_collectives_apart() -> None:
     """Gives the strategies of a test collectives of their own, as TensorFlow's own tests do.
 
-    Those of two strategies in one process have the same keys, and fail if their shapes differ.
+    Keys of two strategies in one process have the same keys, and fail if their shapes differ.
     """
     tf.distribute.MirroredStrategy._collective_key_base += 1000

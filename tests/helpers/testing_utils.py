@@ -204,7 +204,7 @@ class ValuesMixin:
     def assert_exact(self: Any, actual: Any, expected: np.ndarray, dtype: tf.DType) -> None:
         """Asserts that a tensor is an exact result, rounded.
 
-        The sum of the tests' values is exact. Of a mean, the quotient is rounded, and that of 16
+        The sum of the tests' values is exact. A mean's quotient is rounded, and a mean of 16
         bits once more; and TensorFlow's graphs multiply by the divisor's reciprocal, which is
         rounded too. Complex numbers are divided in several steps.
         """

@@ -81,7 +81,7 @@ class UnlikeKindsTest(TrainingTestCase):
         self.assertNotAllClose(np.ones_like(_TABLE), expected[0])
 
     def test_rows_on_some_replicas_only(self):
-        """A replica without a gradient adds no rows: SGD adds those of the others."""
+        """A replica without a gradient adds no rows: SGD adds the rows of the others."""
         strategy = strategy_of(3)
         with strategy.scope():
             variable = keras.Variable(np.zeros_like(_TABLE))

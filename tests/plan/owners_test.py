@@ -58,7 +58,7 @@ class PlanTest(parameterized.TestCase):
             for part in pack.slices:
                 self.assertEqual(pack.tree.root, batch.requests[part.value].owner)
 
-    def test_other_trees_are_rooted_anew(self):
+    def test_other_trees_are_rooted_again(self):
         tree = copy_tree.path((0, 1, 2, 3), 0)
         plan = decide(_batch(4), Options((tree,)), Machine(preset("nvswitch", 4)))
         trees = [pack.tree for pack in plan.packs if pack.tree is not None]

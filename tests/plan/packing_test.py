@@ -174,7 +174,7 @@ class SmallGroupsTest(parameterized.TestCase):
     """Mode 2: small values are put together."""
 
     def test_groups(self):
-        # Of 4 bytes each element; "smaller than 16 bytes" leaves out 4 elements.
+        # Elements have 4 bytes; "smaller than 16 bytes" leaves out 4 elements.
         values = items((3,), (4,), (), (1,), (50,), (2,), (3,))
         packs = pack(
             values,

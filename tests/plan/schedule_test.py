@@ -39,14 +39,14 @@ def all_reduce(schedule: Schedule, values: np.ndarray) -> np.ndarray:
             if parent is not None:
                 children[parent].add(device)
         waiting = set(children)
-        while waiting:  # Up: whoever waits for no child any more sends its sum and is done.
+        while waiting:  # Up: a device that waits for no child any more sends its sum and is done.
             device = min(device for device in waiting if not children[device] & waiting)
             waiting.remove(device)
             parent = pack.tree.parents[device]
             if parent is not None:
                 held[parent, part] += held[device, part]
         informed = {pack.tree.parents.index(None)}
-        while len(informed) < len(values):  # Down: whoever's parent has the result gets it.
+        while len(informed) < len(values):  # Down: a device whose parent has the result gets it.
             for device, parent in enumerate(pack.tree.parents):
                 if parent in informed and device not in informed:
                     held[device, part] = held[parent, part]

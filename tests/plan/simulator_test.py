@@ -84,7 +84,7 @@ class ReferenceTest(parameterized.TestCase):
 
 def plain_simulation(schedule: Schedule, topology: Topology) -> float:
     """First come, first served, as plainly as can be: look at everything whenever anything ends."""
-    # Of each (pack, number): what it waits for, what it holds, how long.
+    # For each (pack, number): what it waits for, what it holds, how long.
     tasks: dict[tuple, tuple[list, set, float]] = {}
     results: list[dict[int, list]] = []
     for p, pack in enumerate(schedule.packs):
@@ -146,7 +146,7 @@ class TimelineTest(plan_testing.PlanTestCase):
         self.assertEqual(timeline, simulator.simulate(schedule, machine))
         jittered = [simulator.simulate(schedule, machine, jitter=0.05, seed=1) for _ in range(2)]
         self.assertEqual(*jittered)
-        # Of the schedule, and of links that are up to 5 % slower or faster.
+        # The schedule's, and with links that are up to 5 % slower or faster.
         for task, other in zip(
             sorted(timeline.copies, key=_edge), sorted(jittered[0].copies, key=_edge)
         ):

@@ -85,7 +85,7 @@ class GanttTest(parameterized.TestCase):
         schedule = algorithms.make_schedule("shuffle", mirrored, 10**8)
         lanes = [label.get_text() for label in _draw(schedule, mirrored).axes[0].get_yticklabels()]
         wires = [lane for lane in lanes if "host" not in lane]
-        # The wires of this machine are named as those of the other one.
+        # The wires of this machine are named as the other machine's.
         self.assertEqual(wires, sorted(wires, key=lambda name: (-int(name[0]), -int(name[2]))))
         self.assertEqual(lanes[: len(wires)], wires)
 

@@ -72,7 +72,7 @@ class NvidiaSmiTest(parameterized.TestCase):
         indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))
         for changed in (indented, f"\ufeff{text}", f"\ufeff{indented}"):
             self.assertEqual(Topology.from_nvidia_smi(changed), sample(name))
-        # As the first line of the text is that of the columns, if somebody cut off what is before.
+        # As the first line of the text names the columns, if somebody cut off what is before.
         table = text[text.index("GPU0") :]
         for changed in (table, f"\ufeff{table}"):
             self.assertEqual(Topology.from_nvidia_smi(changed), sample(name))

@@ -93,7 +93,7 @@ class TraceTest(tf.test.TestCase):
         self.assertLen(named, 3)
         bars = [one for one in self.content["traceEvents"] if one["ph"] == "X"]
         self.assertLen([one for one in bars if one["pid"] == 2], 2 * 5 * _STEPS)
-        # Of one step: each pack's copies and additions, one for each edge.
+        # One step: each pack's copies and additions, one for each edge.
         simulated = [one for one in bars if one["pid"] == 3]
         self.assertLen(simulated, 2 * (4 + 2))
         # Planned is set beside the typical step, from when its all-reduce began.
@@ -229,7 +229,7 @@ class SummaryTest(absltest.TestCase):
             [
                 edges.EdgeRun("tfcdo", 4, edges.REDUCE, (2,), 0, 3.0, 5.0),
                 edges.EdgeRun("tfcdo", 4, edges.REDUCE, (2,), 0, 6.0, 9.0),
-                # Where TensorFlow leaves the copy down out, whoever uses the sum receives it.
+                # Where TensorFlow leaves the copy down out, the op that uses the sum receives it.
                 edges.EdgeRun("tfcdo", 4, edges.BROADCAST, (0,), 1, 9.0, 9.5),
             ],
         )

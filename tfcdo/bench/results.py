@@ -41,7 +41,7 @@ class Measurement:
     peak_memory: int | None = None  # Bytes.
     sent_size: int | None = None  # Bytes of each device's values as they are sent, if not `size`.
     bytes_sent: float | None = None  # That crossed the link between the workers in a step.
-    state_bytes: int | None = None  # Of the optimizer, on all devices.
+    state_bytes: int | None = None  # The optimizer's, on all devices.
 
     @property
     def is_noise(self) -> bool:

@@ -180,7 +180,7 @@ def launch(
     gpus = _gpus(gpus_per_worker, place.here if place else workers or 1)
     if not module and not pathlib.Path(script).exists():
         raise click.UsageError(f"{script!r}: there is no such script (-m runs a module)")
-    # Of the workers' TensorFlow, errors are enough, unless the user wants more.
+    # The errors of the workers' TensorFlow are enough, unless the user wants more.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     each = devices_per_worker
     variables = {environment.DEVICES_PER_WORKER: str(each)} if each else {}
@@ -200,7 +200,7 @@ def _place(
     nnodes: int | None,
     slurm: bool,
 ) -> Place | None:
-    """Returns the workers of this machine among those of several; None for a job on one."""
+    """Returns this machine's workers among several machines'; None for a job on one."""
     if slurm:
         if workers or hosts or nnodes or index is not None:
             raise click.UsageError("give either --slurm, or --workers or --hosts")

@@ -73,7 +73,7 @@ class Machine:
     physical: Sequence[str]  # Names of the devices that TensorFlow sees.
     logical: Sequence[str]  # Names of the devices that they are used as.
     examined: Sequence[str]  # Full names.
-    description: str  # Of the examined devices.
+    description: str  # The examined devices'.
     on_cpu: bool
     gpus_of_nvidia_smi: Sequence[str]
     topology: str  # JSON.

@@ -36,7 +36,7 @@ class _Progress:
     epoch: int = 0  # That is running, or begins next.
     batch: int = 0  # How many of its batches are done.
     batches: int = 0  # How many of all epochs.
-    examples: int = 0  # Of a `resumable_dataset` dataset.
+    examples: int = 0  # A `resumable_dataset` dataset's.
     first_epoch: int | None = None  # In which the training began.
 
     @property
