@@ -272,7 +272,7 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         if plan is not None:
             saved = arguments.read_plan(plan)
             self._options = dataclasses.replace(
-                self._options, algorithm=saved.schedule, nccl="never", saved=saved
+                self._options, algorithm=saved.plan, nccl="never", saved=saved
             )
         self._arguments = {"topology": self._options.topology, "plan": plan, "nccl": nccl}
 

@@ -48,9 +48,9 @@ class Result:
 def judge(machine: Topology, num_bytes: int) -> Result:
     """Plans for a machine as a first call does, and judges the plan."""
     began = time.process_time()
-    schedule = algorithms.make_schedule("auto", machine, num_bytes)
+    plan = algorithms.make_plan("auto", machine, num_bytes)
     planning = time.process_time() - began
-    seconds = simulator.robust_seconds(schedule, machine)
+    seconds = simulator.robust_seconds(plan, machine)
     return Result(
         seconds / lower_bound.bandwidth_bound(machine, num_bytes),
         seconds / lower_bound.lower_bound_seconds(machine, num_bytes),

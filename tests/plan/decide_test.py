@@ -16,7 +16,7 @@ from tfcdo.plan.copy_tree import star
 from tfcdo.plan.decide import MIN_EXCHANGED_BYTES, decide, nccl_dtypes
 from tfcdo.plan.options import BetweenHosts, Machine, Options
 from tfcdo.plan.packing import PackingOptions
-from tfcdo.plan.plan import Batch, Plan, PlannedPack, Request, RootStep, ValueSpec
+from tfcdo.plan.plan import Batch, Pack, Plan, Request, RootStep, ValueSpec
 from tfcdo.topology.measured import Measured
 from tfcdo.topology.presets import preset
 
@@ -57,7 +57,7 @@ def plan(asked: Batch, topology: str = "nvswitch", reasons: Any = (), **choices:
     return decide(asked, options, machine)
 
 
-def content(pack: PlannedPack) -> list[tuple[int, int, int | None]]:
+def content(pack: Pack) -> list[tuple[int, int, int | None]]:
     return [(part.value, part.start, part.stop) for part in pack.slices]
 
 
@@ -72,7 +72,7 @@ class OneHostTest(parameterized.TestCase):
             contents(made), [[(0, 0, 4), (2, 0, 1)], [(2, 1, 6)], [(1, 0, 1)], [(1, 1, 2)]]
         )
         self.assertEqual([pack.dtype for pack in made.packs], ["float32"] * 2 + ["int64"] * 2)
-        trees = algorithms.make_schedule("hierarchical_copy", preset("nvswitch", K), 40, 4).packs
+        trees = algorithms.make_plan("hierarchical_copy", preset("nvswitch", K), 40, 4).packs
         self.assertEqual([pack.tree for pack in made.packs], [pack.tree for pack in trees])
         self.assertEqual({pack.root for pack in made.packs}, {RootStep()})
         self.assertEqual(made.algorithm, "hierarchical_copy")

@@ -7,7 +7,7 @@ import dataclasses
 from absl.testing import absltest, parameterized
 
 from tfcdo.exchange import Cast
-from tfcdo.plan import copy_tree, owners, summary
+from tfcdo.plan import copy_tree, owners
 from tfcdo.plan.decide import decide
 from tfcdo.plan.options import BetweenHosts, Machine, Options
 from tfcdo.plan.plan import Batch, Request, ValueSpec
@@ -67,7 +67,7 @@ class PlanTest(parameterized.TestCase):
     def test_as_many_bytes_as_an_all_reduce(self):
         machine = Machine(preset("nvswitch", 4))
         totals = [
-            sum(summary.bytes_by_edge(decide(_batch(4, owned), Options("ring"), machine)).values())
+            sum(decide(_batch(4, owned), Options("ring"), machine).bytes_by_edge().values())
             for owned in (True, False)
         ]
         self.assertEqual(*totals)
@@ -75,7 +75,7 @@ class PlanTest(parameterized.TestCase):
     def test_weights_are_sent_in_their_own_dtype(self):
         options = Options("one_device", wire=Cast("bfloat16"))
         plan = decide(_batch(2), options, Machine(preset("nvswitch", 2)))
-        total = sum(summary.bytes_by_edge(plan).values())
+        total = sum(plan.bytes_by_edge().values())
         cast = sum(size for size in SIZES if size != 1)
         self.assertGreaterEqual(total, cast * (2 + 4))
         self.assertLess(total, cast * (2 + 4) + 50)
@@ -84,7 +84,7 @@ class PlanTest(parameterized.TestCase):
         machine = Machine(preset("shared_memory", 4))
         options = Options("auto", between=BetweenHosts(2**20))
         plans = [decide(_batch(4, owned, hosts=2), options, machine) for owned in (True, False)]
-        self.assertEqual(*map(summary.bytes_between_hosts, plans))
+        self.assertEqual(*(plan.bytes_between_hosts for plan in plans))
 
     def test_nccl_does_not_sum_on_owners(self):
         machine = Machine(preset("nvswitch", 2))

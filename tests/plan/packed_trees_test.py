@@ -77,12 +77,12 @@ class SearchTest(plan_testing.PlanTestCase):
     def test_a_size_class_is_searched_once(self):
         with plan_testing.counted_work() as work:
             for num_bytes in (31 * MB, 32 * MB, 33 * MB, 32 * MB):
-                schedule = algorithms.make_schedule("packed_trees", UNLIKE, num_bytes)
-                self.assertEqual(schedule.size, num_bytes)
+                schedule = algorithms.make_plan("packed_trees", UNLIKE, num_bytes)
+                self.assertEqual(schedule.num_sent_bytes, num_bytes)
             self.assertEqual(work["searches"], 1)
-            algorithms.make_schedule("packed_trees", UNLIKE, 300 * MB)
-            algorithms.make_schedule("packed_trees", UNLIKE, 32 * MB, num_packs=5)
-            algorithms.make_schedule("packed_trees", preset("pcie", 6), 32 * MB)
+            algorithms.make_plan("packed_trees", UNLIKE, 300 * MB)
+            algorithms.make_plan("packed_trees", UNLIKE, 32 * MB, num_packs=5)
+            algorithms.make_plan("packed_trees", preset("pcie", 6), 32 * MB)
         self.assertEqual(work["searches"], 4)
 
     def test_small_data_gets_trees_chosen_one_by_one(self):
@@ -123,7 +123,7 @@ class StreamsTest(parameterized.TestCase):
         st.integers(0, 100),
     )
     def test_packs_are_in_turn_and_wait_for_their_own_stream(self, streams, num_bytes):
-        # That the packs tile the data, and windows are of one tree, `Schedule` checks itself.
+        # That the packs tile the data, and windows are of one tree, `Plan` checks itself.
         schedule = deal(streams, num_bytes)
         self.assertLessEqual(len(schedule.packs), sum(one.num_packs for one in streams))
         waiting = sum(pack.after is not None for pack in schedule.packs)

@@ -19,7 +19,6 @@ from tfcdo.execute.feedback import ErrorFeedback, Residuals
 from tfcdo.execute.question import Owned, Question, questions
 from tfcdo.execute.request import Reduction
 from tfcdo.plan import decide as deciding
-from tfcdo.plan import summary
 from tfcdo.plan.options import BetweenHosts, Machine, Options
 from tfcdo.plan.plan import Plan
 from tfcdo.topology import detection
@@ -337,7 +336,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
                     "error_feedback needs values whose shapes are known while a function is "
                     f"traced; got {value}"
                 )
-        return self._feedback.residuals(summary.residual_key(plan), question.devices)
+        return self._feedback.residuals(plan.residual_key, question.devices)
 
     def _accumulate(self, values: Sequence[tf.Tensor], name: str) -> tf.Tensor:
         """Calls the accumulation_fn and checks its result."""

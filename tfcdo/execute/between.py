@@ -23,7 +23,6 @@ from tfcdo.exchange.protocol import CheckedPeers, Exchange, Kind, PackSpec
 from tfcdo.execute import collective_dtypes, gradients, handles, numerics
 from tfcdo.execute.marks import Marks
 from tfcdo.plan import plan as plans
-from tfcdo.plan import summary
 from tfcdo.plan.plan import Plan
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
@@ -74,9 +73,7 @@ def begin_collectives(network: Network | None, plan: Plan) -> Collectives | None
     if network is None or not plan.packs:
         return None
     _check_gathered(plan)
-    count = summary.num_collectives(
-        plan, lambda names: len(set(map(collective_dtypes.dtype_copied, names)))
-    )
+    count = plan.num_collectives(lambda names: len(set(map(collective_dtypes.dtype_copied, names))))
     return Collectives(network, {**describe(plan), "collectives": count})
 
 
@@ -130,7 +127,7 @@ def _check_gathered(plan: Plan) -> None:
     """Raises `ValueError` unless collectives take all values: an exchange must be able to end."""
     taken = tf_internals.dtypes_of_op("CollectiveGatherV2", "T")
     for pack in plan.packs:
-        for name in summary.gathered_dtypes(plan, pack) if pack.kind == "concat" else ():
+        for name in plan.gathered_dtypes(pack) if pack.kind == "concat" else ():
             if collective_dtypes.dtype_copied(name) not in taken:
                 raise ValueError(
                     "value must be of a dtype that TensorFlow gathers between hosts; got " + name

@@ -13,7 +13,7 @@ from tfcdo import checks, tf_internals
 from tfcdo.execute.devices import check_device
 from tfcdo.execute.question import Question
 from tfcdo.execute.request import Reduction, check_owned, check_pairs
-from tfcdo.plan import owners, summary
+from tfcdo.plan import owners
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Plan
 
@@ -149,7 +149,7 @@ def explain(
     by_edge: collections.Counter[tuple[int, int]] = collections.Counter()
     packs = []
     for _, plan in found:
-        by_edge.update(summary.bytes_by_edge(plan))
+        by_edge.update(plan.bytes_by_edge())
         for pack in plan.packs:
             packs.append(
                 PackExplanation(
@@ -168,7 +168,7 @@ def explain(
         tuple(packs),
         dict(by_edge),
         dict(collections.Counter(types)),
-        sum(summary.bytes_between_hosts(plan) for _, plan in found),
+        sum(plan.bytes_between_hosts for _, plan in found),
         owners.loads(sizes, owner, len(names)) if sharded else (),
     )
 

@@ -17,7 +17,7 @@ from tfcdo.execute import copy_trees, nccl, numerics, planned, rows
 from tfcdo.execute.between import Collectives
 from tfcdo.execute.codec import PackCodec
 from tfcdo.execute.feedback import Residuals
-from tfcdo.plan.plan import FusedTensor, Plan, PlannedPack, Slice
+from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice
 
 # The tensors, or slices, of one pack: `held[node]`, None for a node without a value.
 Held = list[Any]
@@ -112,14 +112,14 @@ def _reduce_pack(
     return _encoded_down(pack, codec, result, devices)
 
 
-def _codec(pack: PlannedPack, index: int, runtime: Runtime) -> PackCodec | None:
+def _codec(pack: Pack, index: int, runtime: Runtime) -> PackCodec | None:
     if pack.wire is None:
         return None
     residuals = runtime.residuals if pack.wire.error_feedback else None
     return PackCodec(pack.wire.dtype, tf.as_dtype(pack.dtype), residuals, index)
 
 
-def _after(pack: PlannedPack, held: Held, after: Held, devices: Sequence[str]) -> Held:
+def _after(pack: Pack, held: Held, after: Held, devices: Sequence[str]) -> Held:
     """Makes the leaves of a tree wait, each for the result of an earlier pack on its own device."""
     assert pack.tree is not None
     waiting = list(held)
@@ -194,7 +194,7 @@ def _exchanged(
 
 
 def _encoded_down(
-    pack: PlannedPack, codec: PackCodec, result: list[tf.Tensor], devices: Sequence[str]
+    pack: Pack, codec: PackCodec, result: list[tf.Tensor], devices: Sequence[str]
 ) -> Held:
     """Broadcasts encoded results: all nodes, the root too, get them as they arrive."""
     tree = pack.tree
@@ -216,7 +216,7 @@ def _encoded_down(
 
 
 def _rows_down(
-    pack: PlannedPack, result: list[tf.IndexedSlices], held: Held, devices: Sequence[str]
+    pack: Pack, result: list[tf.IndexedSlices], held: Held, devices: Sequence[str]
 ) -> Held:
     """Broadcasts rows; `dense_shape` stays the one that a device itself gave."""
     tree = pack.tree

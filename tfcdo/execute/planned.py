@@ -8,9 +8,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfcdo.plan import summary
 from tfcdo.plan.plan import Plan
-from tfcdo.plan.schedule import Schedule
 
 # More all-reduces than a training step, an evaluation step and a few retracings have.
 _MOST = 64
@@ -23,10 +21,6 @@ class Planned:
     scope: str  # The name scope of its ops, such as "replica_1/tfcdo_2".
     devices: tuple[str, ...]  # Of each node.
     plan: Plan
-
-    def schedule(self) -> Schedule | None:
-        """Returns the packs in bytes, as the simulator takes them; None if a size is not known."""
-        return summary.schedule(self.plan)
 
 
 _recent: collections.deque[Planned] = collections.deque(maxlen=_MOST)

@@ -19,8 +19,8 @@ from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import (
     Batch,
     FusedTensor,
+    Pack,
     Plan,
-    PlannedPack,
     Request,
     RootStep,
     Slice,
@@ -132,7 +132,7 @@ def _exchange(batch: Batch, request: Request) -> Exchange:
     return request.exchange
 
 
-def _root_step(batch: Batch, pack: PlannedPack, exchange: Exchange) -> RootStep:
+def _root_step(batch: Batch, pack: Pack, exchange: Exchange) -> RootStep:
     """Returns the root step of a pack of dense values, which hosts add up by an exchange."""
     if batch.hosts == 1:
         return RootStep(divide=_divide(batch))
@@ -162,14 +162,14 @@ class _Way(NamedTuple):
 
 def _all_reduced(
     batch: Batch, options: Options, machine: Machine
-) -> tuple[tuple[PlannedPack, ...], str, str]:
+) -> tuple[tuple[Pack, ...], str, str]:
     """Packs dense values; those that are encoded alike are planned together."""
     groups: dict[_Group, dict[int, ValueSpec]] = {}
     for index, request in enumerate(batch.requests):
         value = dataclasses.replace(request.value, dtype=packed_dtype(batch, request))
         group = _group(batch, request, value.dtype, options, machine)
         groups.setdefault(group, {})[index] = value
-    packs: list[PlannedPack] = []
+    packs: list[Pack] = []
     reasons: list[tuple[int, str, str]] = []
     for group, values in groups.items():
         cast = group.wire.dtype if group.wire else None
@@ -293,7 +293,7 @@ def _packing(options: Options, exchange: Exchange) -> PackingOptions:
 
 def _on_one_device(
     batch: Batch, options: Options, machine: Machine
-) -> tuple[tuple[PlannedPack, ...], str, str]:
+) -> tuple[tuple[Pack, ...], str, str]:
     """Reduces on one node: all values in one pack where it is a replica's, else each on its own."""
     root = batch.requests[0].to[0] if batch.root is None else batch.root
     tree = copy_tree.star(len(batch.nodes), root)
@@ -312,7 +312,7 @@ def _on_one_device(
         return _rows(batch, options, machine, tree), "one device", why
     alone = []
     for index, request in enumerate(batch.requests):
-        pack = PlannedPack(
+        pack = Pack(
             "user" if batch.user else "sum",
             (_whole(index, request.value.size),),
             packed_dtype(batch, request),
@@ -331,7 +331,7 @@ def _whole(index: int, size: int | None) -> FusedTensor:
 
 def _rows(
     batch: Batch, options: Options, machine: Machine, tree: CopyTree | None = None
-) -> tuple[PlannedPack, ...]:
+) -> tuple[Pack, ...]:
     """Packs the rows of each dtype: their number differs between devices and steps."""
     groups: dict[tuple[str, tuple[int, ...], int | None], list[int]] = {}
     for index, request in enumerate(batch.requests):
@@ -340,15 +340,15 @@ def _rows(
         groups.setdefault(key, []).append(index)
     if batch.has_owners:
         roots = [owner or 0 for _, _, owner in groups]
-        trees = [_owner_tree(options, machine.topology, root, 0) for root in roots]
+        trees = tuple(_owner_tree(options, machine.topology, root, 0) for root in roots)
     elif tree is not None:
-        trees = [tree] * len(groups)
+        trees = (tree,) * len(groups)
     else:
         algorithm = _algorithm(options, machine.topology, 0)
         trees = _trees(algorithm, machine.topology, len(groups))
     root = RootStep(divide=_divide(batch), update=batch.has_owners)
     return tuple(
-        PlannedPack(
+        Pack(
             "rows",
             tuple(_whole(index, None) for index in members),
             dtype,
@@ -361,7 +361,7 @@ def _rows(
     )
 
 
-def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[PlannedPack, ...]:
+def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[Pack, ...]:
     """Gathers all values together, along one tree."""
     if batch.is_all_reduce and batch.root is None:
         [tree] = _trees(_algorithm(options, machine.topology, 0), machine.topology, 1)
@@ -372,15 +372,14 @@ def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[Planned
         to = tuple(sorted({node for request in batch.requests for node in request.to}))
     sizes = enumerate(request.value.size for request in batch.requests)
     tensors = tuple(_whole(index, size) for index, size in sizes)
-    return (PlannedPack("concat", tensors, "", tree, to=to),)
+    return (Pack("concat", tensors, "", tree, to=to),)
 
 
 def _trees(
     algorithm: algorithms.Algorithm, topology: Topology, count: int, num_bytes: int = 0
-) -> list[CopyTree]:
+) -> tuple[CopyTree, ...]:
     """Returns the algorithm's trees in turn; if sizes are not known, the trees for tiny values."""
-    schedule = algorithms.scheduler(algorithm, topology)(max(num_bytes, count), count)
-    return [pack.tree for pack in schedule.packs]
+    return algorithms.planner(algorithm, topology)(max(num_bytes, count), count).trees
 
 
 def _owner_tree(options: Options, topology: Topology, owner: int, num_bytes: int) -> CopyTree:

@@ -8,8 +8,7 @@ from tfcdo import log
 from tfcdo.exchange.casts import Cast
 from tfcdo.plan import algorithms, simulator
 from tfcdo.plan.options import Machine, Options
-from tfcdo.plan.plan import Batch
-from tfcdo.plan.schedule import size_class
+from tfcdo.plan.plan import Batch, size_class
 from tfcdo.topology.measured import Measured
 from tfcdo.units import format_bytes, format_seconds
 
@@ -69,8 +68,8 @@ def _compare(measured: Measured | None, num_bytes: int) -> tuple[bool, str]:
     by_nccl = measured.nccl_seconds(num_bytes) if measured else None
     if measured is None or by_nccl is None:
         return False, "it can run, and topology= has no measurement of it"
-    schedule = algorithms.make_schedule("auto", measured.topology, num_bytes)
-    trees = simulator.robust_seconds(schedule, measured.topology)
+    plan = algorithms.make_plan("auto", measured.topology, num_bytes)
+    trees = simulator.robust_seconds(plan, measured.topology)
     return trees < by_nccl, (
         f"as measured on {measured.date}, NCCL takes {format_seconds(by_nccl)} and copy trees "
         f"{format_seconds(trees)}"

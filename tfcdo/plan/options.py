@@ -49,7 +49,7 @@ class Options:
     sparse_as_dense: bool = False  # Whether `tf.IndexedSlices` become tables first.
     sum_equal_rows: bool = False  # Whether those that stay rows have rows of one index added.
     wire: Cast | None = None  # How float32 and float64 gradients are sent; None for as they are.
-    saved: Evaluation | None = None  # The plan in a file whose schedule `algorithm` is.
+    saved: Evaluation | None = None  # The file whose plan `algorithm` is.
     between: BetweenHosts | None = None  # None for one host.
 
     @property

@@ -14,7 +14,7 @@ import math
 
 from tfcdo import checks
 from tfcdo.plan import copy_tree, simulator, streams, task_graph, tree_program
-from tfcdo.plan import schedule as schedules
+from tfcdo.plan.plan import Plan, size_class
 from tfcdo.plan.streams import Source, Stream, Streams, deal, equal
 from tfcdo.topology.topology import Topology
 
@@ -40,9 +40,7 @@ _SEEDS = (501, 502, 503)
 _TASKS_OF_ONE_RUN = 300
 
 
-def packed_trees(
-    topology: Topology, num_bytes: int, num_packs: int | None = None
-) -> schedules.Schedule:
+def packed_trees(topology: Topology, num_bytes: int, num_packs: int | None = None) -> Plan:
     """Plans packs sized and routed so that they fill all links of the machine at once.
 
     Sizes that differ little share a plan, which is kept for the process. Packs have equal sizes if
@@ -57,11 +55,11 @@ def packed_trees(
         star = Stream(copy_tree.star(topology.num_devices), 1.0)
         return deal(equal((star,), min(num_packs or 1, max(num_bytes, 1))), num_bytes)
     if num_packs is None:
-        return deal(_search(topology, schedules.size_class(num_bytes), None), num_bytes)
+        return deal(_search(topology, size_class(num_bytes), None), num_bytes)
     num_packs = min(num_packs, num_bytes)  # A pack without a byte moves nothing.
     # Streams that are good for many packs are good for more: the links are busy anyway.
     planned = min(num_packs, MAX_PACKS)
-    part = schedules.size_class(max(num_bytes * planned // num_packs, planned))
+    part = size_class(max(num_bytes * planned // num_packs, planned))
     return deal(equal(_search(topology, part, planned), num_packs), num_bytes)
 
 

@@ -1,4 +1,4 @@
-"""The simulator: how long a schedule takes on a topology."""
+"""The simulator: how long a plan takes on a topology."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from tfcdo import checks
-from tfcdo.plan import schedule as schedules
 from tfcdo.plan import task_graph
+from tfcdo.plan.plan import Plan
 from tfcdo.topology.topology import Topology
 
 _T = TypeVar("_T")
@@ -26,7 +26,7 @@ _SAME_TIME = 1e-12
 _MOST_RUNS = 20
 _FEWEST_RUNS = 3
 _TASKS_IN_ALL_RUNS = 25_000
-# A schedule whose first run is so much slower than the cutoff is not run again.
+# A plan whose first run is so much slower than the cutoff is not run again.
 _HOPELESS = 1.2
 
 
@@ -71,14 +71,14 @@ class Timeline:
 
 
 def simulate(
-    schedule: schedules.Schedule,
+    plan: Plan,
     topology: Topology,
     *,
     jitter: float = 0.0,
     seed: int | None = None,
     hosts: task_graph.Hosts | None = None,
 ) -> Timeline:
-    """Runs a schedule on a topology once, as the executor's ops would.
+    """Runs a plan on a topology once, as the executor's ops would.
 
     The model, "store and forward by op": each edge of each copy tree is one copy up and one down. A
     device sends its partial sum up once all its children's have arrived and been added, one after
@@ -89,7 +89,7 @@ def simulate(
     once it holds the result of the pack that is waited for.
 
     Args:
-      schedule: the schedule, in bytes.
+      plan: the plan; all packs have a tree and a known size.
       topology: the machine.
       jitter: each task takes `1 + jitter * u` times as long, `u` uniform between -1 and 1; from 0
         to 1, so that no task takes less than no time.
@@ -102,8 +102,8 @@ def simulate(
       When each copy ran, and the time of the whole.
 
     Raises:
-      ValueError: if the schedule and the topology differ in the number of devices, or a jitter is
-        asked for without a seed, or is not from 0 to 1.
+      ValueError: if the plan and the topology differ in the number of devices, or a jitter is
+        asked for without a seed, or is not from 0 to 1; or a size is not known.
 
     References:
       Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
@@ -113,13 +113,13 @@ def simulate(
       >>> from tfcdo import plan
       >>> from tfcdo.topology import preset
       >>> machine = preset("dgx1")
-      >>> one_pack = plan.make_schedule("hierarchical_copy", machine, 10**8, num_packs=1)
+      >>> one_pack = plan.make_plan("hierarchical_copy", machine, 10**8, num_packs=1)
       >>> f"{1e3 * simulate(one_pack, machine).seconds:.2f} ms"
       '12.04 ms'
     """
     if jitter and seed is None:
         raise ValueError(f"seed must be a number for a jitter of {jitter}; got None")
-    graph = task_graph.build(schedule, topology, hosts)
+    graph = task_graph.build(plan, topology, hosts)
     starts, ends = run(graph, jitter, seed)
     tasks = [
         Task(kind, pack, source, target, start, end)
@@ -130,7 +130,7 @@ def simulate(
 
 
 def robust_seconds(
-    schedule: schedules.Schedule,
+    plan: Plan,
     topology: Topology,
     *,
     jitter: float = 0.05,
@@ -138,20 +138,20 @@ def robust_seconds(
     hosts: task_graph.Hosts | None = None,
     cutoff: float = math.inf,
 ) -> float:
-    """Returns the time of a schedule where no copy takes exactly as long as it should.
+    """Returns the time of a plan where no copy takes exactly as long as it should.
 
-    Nothing keeps the executor's copies in an order, so a schedule that is only fast if all of them
-    begin and end on time is not fast. Jitter makes no schedule faster than its busiest link and its
+    Nothing keeps the executor's copies in an order, so a plan that is only fast if all of them
+    begin and end on time is not fast. Jitter makes no plan faster than its busiest link and its
     longest way allow without jitter, so no time is below `tfcdo.plan.lower_bound_seconds`.
 
     Args:
-      schedule: the schedule, in bytes.
+      plan: the plan; all packs have a tree and a known size.
       topology: the machine.
       jitter: see `simulate`.
       num_seeds: how many runs to take the median of; by default 20, and fewer, down to 3, of
-        schedules of thousands of copies.
+        plans of thousands of copies.
       hosts: see `simulate`.
-      cutoff: a time beyond which another schedule is taken anyway; a schedule whose first run takes
+      cutoff: a time beyond which another plan is taken anyway; a plan whose first run takes
         much longer is not run again.
 
     Returns:
@@ -165,11 +165,11 @@ def robust_seconds(
       >>> from tfcdo import plan
       >>> from tfcdo.topology import preset
       >>> machine = preset("pcie")
-      >>> ring = plan.make_schedule("ring", machine, 10**8)
+      >>> ring = plan.make_plan("ring", machine, 10**8)
       >>> robust_seconds(ring, machine) >= plan.lower_bound_seconds(machine, 10**8)
       True
     """
-    graph = task_graph.build(schedule, topology, hosts)
+    graph = task_graph.build(plan, topology, hosts)
     if num_seeds is None:
         affordable = _TASKS_IN_ALL_RUNS // max(len(graph.names), 1)
         num_seeds = min(_MOST_RUNS, max(_FEWEST_RUNS, affordable))
@@ -204,14 +204,14 @@ def first_of_fastest(seconds: Mapping[_T, float]) -> _T:
     return next(one for one, each in seconds.items() if each <= enough)
 
 
-def bottleneck(schedule: schedules.Schedule, topology: Topology) -> tuple[str, int]:
+def bottleneck(plan: Plan, topology: Topology) -> tuple[str, int]:
     """Returns name and bytes of the resource that is busy longest; `("", 0)` on one device."""
     carried = [0] * len(topology.resources)
-    for pack in schedule.packs:
-        for child, parent in pack.tree.edges:
+    for pack, tree in zip(plan.packs, plan.trees, strict=True):
+        for child, parent in tree.edges:
             for pair in ((child, parent), (parent, child)):
                 for resource in topology.link_by_pair[pair].resources:
-                    carried[resource] += pack.size
+                    carried[resource] += pack.num_sent_bytes
     busiest = max(
         zip(topology.resources, carried, strict=True),
         key=lambda load: (load[1] / load[0].bandwidth, load[1]),

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from tfcdo.plan import copy_tree, tree_program
-from tfcdo.plan import schedule as schedules
+from tfcdo.plan.plan import Plan, plan_of_bytes
 from tfcdo.topology.topology import Topology
 
 # Between the cheapest trees (0) and the trees of the shortest ways from a root (1).
@@ -167,11 +167,11 @@ def num_packs(streams: Sequence[Stream]) -> int:
     return sum(stream.num_packs for stream in streams)
 
 
-def deal(streams: Sequence[Stream], num_bytes: int) -> schedules.Schedule:
-    """Returns the schedule of streams, whose packs are in turn."""
+def deal(streams: Sequence[Stream], num_bytes: int) -> Plan:
+    """Returns the plan of streams, whose packs are in turn."""
     order = turns(streams)
     total = sum(stream.part for stream in streams)
-    packs: list[schedules.Pack] = []
+    packs: list[tuple[int, copy_tree.CopyTree, int | None]] = []
     of_stream: list[list[int]] = [[] for _ in streams]
     end, start = 0.0, 0
     for position, (_, index) in enumerate(order):
@@ -184,9 +184,9 @@ def deal(streams: Sequence[Stream], num_bytes: int) -> schedules.Schedule:
             if stream.window is not None and len(earlier) >= stream.window:
                 after = earlier[-stream.window]
             earlier.append(len(packs))
-            packs.append(schedules.Pack(start, stop, stream.tree, after))
+            packs.append((stop - start, stream.tree, after))
             start = stop
-    return schedules.Schedule(streams[0].tree.num_devices, num_bytes, tuple(packs))
+    return plan_of_bytes(streams[0].tree.num_devices, packs)
 
 
 def turns(streams: Sequence[Stream]) -> list[tuple[float, int]]:

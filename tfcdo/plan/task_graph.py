@@ -1,4 +1,4 @@
-"""Task graphs: a schedule on a topology as copies and additions that wait for one another."""
+"""Task graphs: a plan on a topology as copies and additions that wait for one another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 
-from tfcdo.plan import schedule as schedules
+from tfcdo.plan.plan import Plan
 from tfcdo.topology.topology import Topology
 
 
@@ -27,7 +27,7 @@ class Hosts:
 
 @dataclasses.dataclass(frozen=True)
 class TaskGraph:
-    """The tasks of a schedule on a topology: lists, with an entry for each task.
+    """The tasks of a plan on a topology: lists, with an entry for each task.
 
     `names` are as in `tfcdo.plan.simulator.Task`; a task holds one of the `resource_sets`, which
     include adders, and begins when its dependencies have ended.
@@ -78,18 +78,16 @@ class TaskGraph:
         return max((*longest, *busy.values()), default=0.0)
 
 
-def build(
-    schedule: schedules.Schedule, topology: Topology, hosts: Hosts | None = None
-) -> TaskGraph:
-    """Returns the tasks of a schedule, pack by pack: up the tree, between hosts, down.
+def build(plan: Plan, topology: Topology, hosts: Hosts | None = None) -> TaskGraph:
+    """Returns the tasks of a plan, pack by pack: up the tree, between hosts, down.
 
     A pack with a window leaves each leaf once the leaf holds the result of the pack that it waits
     for.
     """
-    if schedule.num_devices != topology.num_devices:
+    if len(plan.nodes) != topology.num_devices:
         raise ValueError(
-            f"schedule must be for the {topology.num_devices} devices of {topology.name!r}; got "
-            f"one for {schedule.num_devices}"
+            f"plan must be for the {topology.num_devices} devices of {topology.name!r}; got one "
+            f"for {len(plan.nodes)}"
         )
     graph, costs = TaskGraph(), _link_costs(topology)
     seconds_per_addition = 1 / topology.addition_bandwidth
@@ -98,8 +96,10 @@ def build(
     way_out = first_adder + topology.num_devices
     # The tasks after which each device holds the result of each pack.
     arrived: list[dict[int, tuple[int, ...]]] = []
-    for index, pack in enumerate(schedule.packs):
-        tree, size = pack.tree, pack.size
+    for index, pack in enumerate(plan.packs):
+        tree, size = pack.tree, pack.num_sent_bytes
+        if tree is None or not size:
+            raise ValueError(f"plan must have a tree and a known size for each pack; got {pack}")
         results = arrived[pack.after] if pack.after is not None else {}
         # The tasks after which a device holds the sum over its subtree.
         summed: list[list[int]] = [[] for _ in tree.parents]
@@ -118,7 +118,7 @@ def build(
             summed[parent].append(task)
         root_ready = tuple(summed[tree.root])
         if hosts is not None:
-            sent = pack.between_hosts / hosts.bandwidth
+            sent = plan.pack_bytes_between_hosts(pack) / hosts.bandwidth
             task = graph.add(("network", index, 0, 0), sent, (way_out,), root_ready)
             # Messages of different packs wait for each other's bytes, not for their latencies.
             waited = 2 * (hosts.count - 1) * hosts.latency

@@ -57,11 +57,11 @@ class Recording:
 
     def planned_runs(self, runs: Sequence[EdgeRun]) -> list[EdgeRun]:
         """Simulates the plan of the all-reduce that some edges are of, from 0 on."""
-        plan = edges.plan_of(runs, self.planned)
-        schedule = plan.schedule() if plan else None
-        if plan is None or schedule is None:
+        planned = edges.plan_of(runs, self.planned)
+        if planned is None or not planned.plan.has_known_times:
             return []
-        tasks = simulator.simulate(schedule, self.topology or detect(plan.devices)).tasks
+        machine = self.topology or detect(planned.devices)
+        tasks = simulator.simulate(planned.plan, machine).tasks
         return [
             EdgeRun(runs[0].scope, t.pack, t.kind, (t.source,), t.target, t.start, t.end)
             for t in tasks
