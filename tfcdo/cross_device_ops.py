@@ -20,7 +20,7 @@ from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.devices import check_device
 from tfcdo.execute.request import check_count
 from tfcdo.plan import copy_tree
-from tfcdo.plan.options import Options
+from tfcdo.plan.decide import Options
 from tfcdo.plan.packing import PackingOptions
 
 

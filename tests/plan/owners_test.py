@@ -7,9 +7,9 @@ import dataclasses
 from absl.testing import absltest, parameterized
 
 from tfcdo.exchange import Cast
-from tfcdo.plan import copy_tree, owners
-from tfcdo.plan.decide import decide
-from tfcdo.plan.options import BetweenHosts, Machine, Options
+from tfcdo.plan import copy_tree
+from tfcdo.plan.decide import BetweenHosts, Machine, Options, decide
+from tfcdo.plan.packing import deal_owners, owned_sizes
 from tfcdo.plan.plan import Batch, Request, ValueSpec
 from tfcdo.topology.presets import preset
 
@@ -17,7 +17,7 @@ SIZES = [300, 700, 20, 20, 500, 1, 0, 90]
 
 
 def _batch(count: int, owned: bool = True, hosts: int = 1, rows: bool = False) -> Batch:
-    owner = owners.deal(SIZES, count)
+    owner = deal_owners(SIZES, count)
     requests = tuple(
         Request(
             ValueSpec("float32", (None, size) if rows else (size,), rows),
@@ -36,7 +36,7 @@ class DealTest(parameterized.TestCase):
         count=(1, 2, 3, 5, 8),
     )
     def test_no_share_is_larger_than_the_best_largest_by_a_third(self, sizes, count):
-        shares = owners.loads(sizes, owners.deal(sizes, count), count)
+        shares = owned_sizes(sizes, deal_owners(sizes, count), count)
         self.assertEqual(sum(shares), sum(sizes))
         least = max(max(sizes), sum(sizes) / count)
         self.assertLessEqual(max(shares), 4 / 3 * least)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tfcdo.plan import algorithms, copy_tree, packed_trees, simulator
 from tfcdo.plan.lower_bound import bandwidth_bound
-from tfcdo.plan.streams import Stream, deal, rings_of
+from tfcdo.plan.packed_trees import Stream, deal, rings_of
 from tfcdo.topology.presets import preset
 
 MB, GB = 10**6, 10**9

@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
 from tfcdo.exchange.protocol import SUM, Collective, Exchange, PackSpec, Sum
-from tfcdo.plan import algorithms, copy_tree, simulator, task_graph
+from tfcdo.plan import algorithms, copy_tree, simulator
 from tfcdo.plan.copy_tree import CopyTree, chain
 from tfcdo.plan.plan import Plan, RootStep, in_turn, plan_of_bytes
 from tfcdo.topology.presets import preset
@@ -218,7 +218,7 @@ class HostsTest(parameterized.TestCase):
         machine = preset("fully_connected", 2)
         # Each pack sends 3/4 of its bytes twice, as a ring of 4 hosts does.
         schedule = _between(4, in_turn([MB, MB], [copy_tree.star(2)]))
-        hosts = task_graph.Hosts(4, 1e9, latency=5e-6)
+        hosts = simulator.Hosts(4, 1e9, latency=5e-6)
         timeline = simulator.simulate(schedule, machine, hosts=hosts)
         # 2 x 3/4 of 1 MB at 1 GB/s twice, after the first copy up; then 6 messages, and down.
         self.assertAlmostEqual(timeline.seconds, 50e-6 + 2 * 1.5e-3 + 6 * 5e-6 + 50e-6)
@@ -231,7 +231,7 @@ class HostsTest(parameterized.TestCase):
     def test_one_device_a_host_has_a_network_alone(self):
         machine = preset("nvswitch", 1)
         schedule = _between(2, algorithms.make_plan("ring", machine, MB))
-        hosts = task_graph.Hosts(2, 1e9, latency=0.0)
+        hosts = simulator.Hosts(2, 1e9, latency=0.0)
         self.assertAlmostEqual(simulator.simulate(schedule, machine, hosts=hosts).seconds, 1e-3)
 
 

@@ -17,12 +17,11 @@ from tfcdo.cli import machine, options
 from tfcdo.exchange.casts import BY_NAME
 from tfcdo.exchange.protocol import SUM, Exchange
 from tfcdo.plan import algorithms, lower_bound, simulator
-from tfcdo.plan.decide import decide
+from tfcdo.plan.decide import BetweenHosts, Machine, Options, decide
 from tfcdo.plan.evaluation import Evaluation, check_num_devices
-from tfcdo.plan.options import BetweenHosts, Machine, Options
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import Batch, Plan, Request, ValueSpec
-from tfcdo.plan.task_graph import Hosts
+from tfcdo.plan.simulator import Hosts
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_bytes, format_seconds
 

@@ -19,7 +19,7 @@ from tfcdo.execute.feedback import ErrorFeedback, Residuals
 from tfcdo.execute.question import Owned, Question, questions
 from tfcdo.execute.request import Reduction
 from tfcdo.plan import decide as deciding
-from tfcdo.plan.options import BetweenHosts, Machine, Options
+from tfcdo.plan.decide import BetweenHosts, Machine, Options
 from tfcdo.plan.plan import Plan
 from tfcdo.topology import detection
 from tfcdo.topology.topology import Topology
@@ -306,10 +306,10 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         reasons = []
         for dtype in sorted(deciding.nccl_dtypes(batch, options)):
             status = nccl.nccl_status(devices, dtype)
-            reasons.append((dtype, "" if status.can_run else str(status)))
-        between = ""
+            reasons.append((dtype, None if status.can_run else str(status)))
+        between = None
         if self._network is not None and self._network.hint != "nccl":
-            between = next((reason for _, reason in reasons if reason), "") or (
+            between = next((reason for _, reason in reasons if reason), None) or (
                 "ask for implementation NCCL in communication_options, and leave exchange out"
             )
         topology, origin = self._topology_of(options, devices)

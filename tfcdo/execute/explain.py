@@ -13,8 +13,8 @@ from tfcdo import checks, tf_internals
 from tfcdo.execute.devices import check_device
 from tfcdo.execute.question import Question
 from tfcdo.execute.request import Reduction, check_owned, check_pairs
-from tfcdo.plan import owners
 from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.packing import deal_owners, owned_sizes
 from tfcdo.plan.plan import Plan
 
 _MAX_LINES = 8  # For each kind of line, so that an explanation fits on a screen.
@@ -132,7 +132,7 @@ def explain(
     found: list[tuple[Question, Plan]] = []
     sizes = [(shape.num_elements() or 0) * dtype.size for shape in known]
     sharded = shard_optimizer_state and len(names) > 1
-    owner = owners.deal(sizes, len(names)) if sharded else ()
+    owner = deal_owners(sizes, len(names)) if sharded else ()
 
     def all_reduce() -> None:
         values = [_placeholders(shape, dtype, names) for shape in known]
@@ -169,7 +169,7 @@ def explain(
         dict(by_edge),
         dict(collections.Counter(types)),
         sum(plan.bytes_between_hosts for _, plan in found),
-        owners.loads(sizes, owner, len(names)) if sharded else (),
+        owned_sizes(sizes, owner, len(names)) if sharded else (),
     )
 
 

@@ -17,7 +17,7 @@ from tfcdo.execute.between import Network, begin_collectives
 from tfcdo.execute.feedback import Residuals
 from tfcdo.execute.interpreter import Runtime
 from tfcdo.execute.request import Reduction
-from tfcdo.plan.options import Options
+from tfcdo.plan.decide import Options
 from tfcdo.plan.plan import Batch, Plan, Request, ValueSpec
 
 Accumulate = Callable[[Sequence[tf.Tensor], str], tf.Tensor]

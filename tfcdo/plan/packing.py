@@ -1,4 +1,7 @@
-"""Packing: which ranges of which values form which pack, and which are sent as one tensor."""
+"""Packing: which ranges of which values form which pack, and which are sent as one tensor.
+
+And which device owns which variable, and updates it with the sum.
+"""
 
 from __future__ import annotations
 
@@ -203,3 +206,27 @@ def _fuse(
     rest = tuple(part for part in small if part not in stacked)
     others = [rest] if rest else []
     return (*stacks, *map(FusedTensor, others), *(FusedTensor((part,)) for part in alone))
+
+
+def deal_owners(sizes: Sequence[int], num_devices: int) -> tuple[int, ...]:
+    """Deals variables to devices: the largest first, each to the device that has least so far.
+
+    The largest share is at most 4/3 of the best one (Graham, 1969), and the same on every host.
+
+    Example:
+      >>> deal_owners([1, 4, 2, 3], 2)
+      (0, 0, 1, 1)
+    """
+    load, owner = [0] * num_devices, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owner[index] = load.index(min(load))
+        load[owner[index]] += sizes[index]
+    return tuple(owner)
+
+
+def owned_sizes(sizes: Sequence[int], owner: Sequence[int], num_devices: int) -> tuple[int, ...]:
+    """Returns the sum of the sizes that each device owns."""
+    return tuple(
+        sum(size for size, at in zip(sizes, owner, strict=True) if at == device)
+        for device in range(num_devices)
+    )
