@@ -9,7 +9,6 @@ from absl.testing import parameterized
 
 import tfcdo
 from tfcdo import tf_internals
-from tfcdo.execute.devices import devices_of
 from tfcdo.execute.request import (
     check_broadcast,
     check_count,
@@ -17,6 +16,7 @@ from tfcdo.execute.request import (
     check_numeric,
     check_pair,
     check_pairs,
+    devices_of,
 )
 
 

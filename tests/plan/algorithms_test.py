@@ -29,22 +29,22 @@ def all_reduce(schedule: Plan, values: np.ndarray) -> np.ndarray:
     parents of the trees.
     """
     held = values.copy()
-    for pack in schedule.packs:
+    for pack, tree in zip(schedule.packs, schedule.trees, strict=True):
         [part] = (slice(own.start, own.stop) for own in pack.slices)
         children: dict[int, set[int]] = {device: set() for device in range(len(values))}
-        for device, parent in enumerate(pack.tree.parents):
+        for device, parent in enumerate(tree.parents):
             if parent is not None:
                 children[parent].add(device)
         waiting = set(children)
         while waiting:  # Up: whoever waits for no child any more sends its sum and is done.
             device = min(device for device in waiting if not children[device] & waiting)
             waiting.remove(device)
-            parent = pack.tree.parents[device]
+            parent = tree.parents[device]
             if parent is not None:
                 held[parent, part] += held[device, part]
-        informed = {pack.tree.parents.index(None)}
+        informed = {tree.parents.index(None)}
         while len(informed) < len(values):  # Down: whoever's parent has the result gets it.
-            for device, parent in enumerate(pack.tree.parents):
+            for device, parent in enumerate(tree.parents):
                 if parent in informed and device not in informed:
                     held[device, part] = held[parent, part]
                     informed.add(device)

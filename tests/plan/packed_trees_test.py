@@ -102,7 +102,7 @@ class SearchTest(plan_testing.PlanTestCase):
         machine = draw_machine(devices, seed)
         packs = packed_trees.packed_trees(machine, 30 * MB, num_packs).packs
         self.assertLen(packs, num_packs)
-        sizes = [pack.size for pack in packs]
+        sizes = [pack.num_bytes for pack in packs]
         self.assertLessEqual(max(sizes) - min(sizes), 1)
 
 

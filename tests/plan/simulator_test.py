@@ -86,7 +86,7 @@ def plain_simulation(schedule: Plan, topology: Topology) -> float:
     # Of each (pack, number): what it waits for, what it holds, how long.
     tasks: dict[tuple, tuple[list, set, float]] = {}
     results: list[dict[int, list]] = []
-    for p, pack in enumerate(schedule.packs):
+    for p, (pack, tree) in enumerate(zip(schedule.packs, schedule.trees, strict=True)):
 
         def copy(source, target, size=pack.num_bytes):
             link = topology.link_by_pair[source, target]
@@ -95,9 +95,9 @@ def plain_simulation(schedule: Plan, topology: Topology) -> float:
 
         heard: dict[int, list] = collections.defaultdict(list)
         if pack.after is not None:
-            for leaf in set(range(topology.num_devices)) - set(pack.tree.parents):
+            for leaf in set(range(topology.num_devices)) - set(tree.parents):
                 heard[leaf] = list(results[pack.after][leaf])
-        for child, parent in reversed(pack.tree.edges):
+        for child, parent in reversed(tree.edges):
             tasks[p, len(tasks)] = (heard[child], *copy(child, parent))
             last = next(reversed(tasks))
             if topology.addition_bandwidth < math.inf:
@@ -105,8 +105,8 @@ def plain_simulation(schedule: Plan, topology: Topology) -> float:
                 tasks[p, len(tasks)] = ([last], adder, pack.num_bytes / topology.addition_bandwidth)
                 last = next(reversed(tasks))
             heard[parent].append(last)
-        has = {pack.tree.root: heard[pack.tree.root]}
-        for child, parent in pack.tree.edges:
+        has = {tree.root: heard[tree.root]}
+        for child, parent in tree.edges:
             tasks[p, len(tasks)] = (has[parent], *copy(parent, child))
             has[child] = [next(reversed(tasks))]
         results.append(has)

@@ -13,11 +13,10 @@ from tfcdo import tf_internals
 from tfcdo.exchange.protocol import SUM, Exchange
 from tfcdo.execute import copy_trees, explain, nccl, request
 from tfcdo.execute.between import Network
-from tfcdo.execute.devices import devices_of, existing_device
 from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback, Residuals
 from tfcdo.execute.question import Owned, Question, questions
-from tfcdo.execute.request import Reduction
+from tfcdo.execute.request import Reduction, devices_of, existing_device
 from tfcdo.plan import decide as deciding
 from tfcdo.plan.decide import BetweenHosts, Machine, Options
 from tfcdo.plan.plan import Plan

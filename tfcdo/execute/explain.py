@@ -10,9 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import checks, tf_internals
-from tfcdo.execute.devices import check_device
 from tfcdo.execute.question import Question
-from tfcdo.execute.request import Reduction, check_owned, check_pairs
+from tfcdo.execute.request import Reduction, check_device, check_owned, check_pairs
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.packing import deal_owners, owned_sizes
 from tfcdo.plan.plan import Plan

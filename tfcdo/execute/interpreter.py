@@ -1,11 +1,13 @@
 """The interpreter: turns a plan into TensorFlow ops.
 
 Pack the values; for each pack reduce up its tree, take the root step, broadcast down; unpack. It
-decides nothing: the plan lists all that it does.
+decides nothing: the plan lists all that it does. The plans of recent all-reduces in graphs are
+remembered, to set next to a profiler's events.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,9 +15,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo.exchange import rounding
-from tfcdo.execute import copy_trees, nccl, numerics, planned, rows
+from tfcdo.execute import copy_trees, nccl, numerics, rows
 from tfcdo.execute.between import Collectives
-from tfcdo.execute.codec import PackCodec
+from tfcdo.execute.copy_trees import PackCodec
 from tfcdo.execute.feedback import Residuals
 from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice
 
@@ -35,13 +37,40 @@ class Runtime:
     remembered: bool = True  # Whether a trace may show this run; False for ops that never run.
 
 
+# More all-reduces than a training step, an evaluation step and a few retracings have.
+_MOST = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """Describes an all-reduce that was put into a graph."""
+
+    scope: str  # The name scope of its ops, such as "replica_1/tfcdo_2".
+    devices: tuple[str, ...]  # Of each node.
+    plan: Plan
+
+
+_recent: collections.deque[Planned] = collections.deque(maxlen=_MOST)
+
+
+def _remember(plan: Plan, devices: Sequence[str]) -> None:
+    """Remembers an all-reduce whose ops come next; eager ops have no names to find them by."""
+    if not tf.executing_eagerly():
+        _recent.append(Planned(tf.get_current_name_scope(), tuple(devices), plan))
+
+
+def recently_planned() -> list[Planned]:
+    """Returns the remembered all-reduces, the newest first."""
+    return list(_recent)[::-1]
+
+
 def run(
     plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str], runtime: Runtime
 ) -> list[list[Any]]:
     """Runs a plan for values `[v][replica]`; returns `[v][node]`, None on a node that gets none."""
     with tf.name_scope("tfcdo"):
         if runtime.remembered:
-            planned.remember(plan, devices)
+            _remember(plan, devices)
         with tf.name_scope("fuse"):
             packed = _pack_all(plan, values, devices)
         results: list[Held] = []

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfcdo.execute import planned
+from tfcdo.execute.interpreter import Planned, recently_planned
 from tfcdo.plan import simulator
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
@@ -25,7 +25,7 @@ class Recording:
     """What the profiler and the executor have recorded."""
 
     events: tuple[Event, ...]  # In the order of their start.
-    planned: Sequence[planned.Planned] = ()  # The newest first.
+    planned: Sequence[Planned] = ()  # The newest first.
     topology: Topology | None = None  # On which plans are simulated; None: detect it.
 
     @functools.cached_property
@@ -96,4 +96,4 @@ class Profiler:
         folder, self._folder = self._folder, None
         with folder as path:
             tf.profiler.experimental.stop()
-            return Recording(profile.read(pathlib.Path(path)), planned.recent(), self._topology)
+            return Recording(profile.read(pathlib.Path(path)), recently_planned(), self._topology)
