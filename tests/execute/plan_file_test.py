@@ -47,7 +47,7 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         planned = resized(Evaluation.read(path).plan, 10**6)
         self.assertEqual([pack.tree for pack in told.packs], [p.tree for p in planned.packs])
         self.assertEqual(
-            [pack.num_bytes for pack in told.packs], [4 * p.size for p in planned.packs]
+            [pack.num_bytes for pack in told.packs], [4 * p.num_bytes for p in planned.packs]
         )
         self.assertRegex(told.reason, "^the plan was given: .* trees|bundled")
 

@@ -71,7 +71,7 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
         )
         if num_packs is not None:
             self.assertLen(schedule.packs, min(num_packs, num_bytes))
-            sizes = {pack.size for pack in schedule.packs}
+            sizes = {pack.num_bytes for pack in schedule.packs}
             self.assertLessEqual(max(sizes, default=0) - min(sizes, default=0), 1)
 
     @parameterized.product(algorithm=algorithms.ALGORITHMS, name=PRESETS)
@@ -91,9 +91,9 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
     def test_classics_turn_the_root_with_the_pack(self, algorithm, roots):
         topology = preset("dgx1")
         schedule = algorithms.make_plan(algorithm, topology, 800)
-        self.assertEqual([pack.tree.root for pack in schedule.packs], list(roots))
+        self.assertEqual([tree.root for tree in schedule.trees], list(roots))
         twice = algorithms.make_plan(algorithm, topology, 800, 2 * len(schedule.packs) + 1)
-        self.assertEqual([pack.tree.root for pack in twice.packs], [*roots, *roots, 0])
+        self.assertEqual([tree.root for tree in twice.trees], [*roots, *roots, 0])
 
     def test_unknown_algorithm(self):
         with self.assertRaisesRegex(ValueError, "one of one_device, ring, .*auto; got 'rings'"):

@@ -200,7 +200,7 @@ class OneHostTest(parameterized.TestCase):
     def test_windows_are_within_their_own_group(self):
         """Values that are encoded unlike are planned apart, and follow each other in the plan."""
         halves = plan_of_bytes(K, [(1, star(K), None), (1, star(K), 0)])
-        settings = {"algorithm": halves, "packing": PackingOptions(None)}
+        settings: Any = {"algorithm": halves, "packing": PackingOptions(None)}
         made = plan(batch(f32(8), ValueSpec("int64", (8,))), wire=Cast("float16"), **settings)
         # Values of two dtypes share the first pack of bytes; leaves wait for the last part.
         shared = plan(batch(f32(10), ValueSpec("int64", (15,))), **settings)

@@ -14,9 +14,7 @@ from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Plan, cut, in_turn, plan_of_bytes, size_class
 from tfcdo.topology.topology import Topology
 
-Algorithm: TypeAlias = "str | tuple[CopyTree, ...] | Plan"
-# Plans a number of bytes in a number of packs, None for as many as the algorithm needs.
-Planner: TypeAlias = Callable[[int, "int | None"], Plan]
+Algorithm: TypeAlias = "str | Sequence[CopyTree] | Plan"
 
 
 def _one_device(num_devices: int) -> tuple[CopyTree, ...]:
@@ -54,36 +52,6 @@ def check_algorithm(algorithm: str) -> None:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
 
 
-def planner(algorithm: Algorithm, topology: Topology) -> Planner:
-    """Returns the function that makes the plans of an algorithm on a machine.
-
-    `algorithm` is one of `ALGORITHMS`; copy trees to be dealt out in turn, which need one pack
-    each; or a plan of bytes, whose trees get the same parts of the data.
-    """
-    if isinstance(algorithm, str):
-        check_algorithm(algorithm)
-        return functools.partial(make_plan, algorithm, topology)
-    if isinstance(algorithm, Plan):
-        saved, trees = algorithm, algorithm.trees
-    else:
-        saved, trees = None, algorithm
-    if not trees:
-        raise ValueError(f"algorithm must be a name or at least one copy tree; got {trees!r}")
-    for index, tree in enumerate(trees):
-        if tree.num_devices != topology.num_devices:
-            raise ValueError(
-                f"algorithm[{index}] must span the {topology.num_devices} devices of the topology; "
-                f"got a tree over {tree.num_devices}"
-            )
-
-    def deal_out(num_bytes: int, num_packs: int | None) -> Plan:
-        if saved is not None and num_packs is None:
-            return resized(saved, num_bytes)
-        return in_turn(cut(num_bytes, num_packs or len(trees)), trees)
-
-    return deal_out
-
-
 def resized(plan: Plan, num_bytes: int) -> Plan:
     """Returns the same trees with the same shares of another number of bytes.
 
@@ -107,7 +75,7 @@ def resized(plan: Plan, num_bytes: int) -> Plan:
 
 
 def make_plan(
-    algorithm: str | Sequence[CopyTree],
+    algorithm: Algorithm,
     topology: Topology,
     num_bytes: int,
     num_packs: int | None = None,
@@ -117,7 +85,7 @@ def make_plan(
     Args:
       algorithm: one of `ALGORITHMS`; "packed_trees" plans for this machine, "auto" takes the
         fastest of the others. Or copy trees over the topology's devices, which the packs get in
-        turn.
+        turn. Or a plan, whose trees get the same parts of the data.
       topology: the machine.
       num_bytes: how many bytes each device holds; 0 gives a plan without packs.
       num_packs: cut the data into this many packs whose sizes differ by at most one byte; by
@@ -141,16 +109,28 @@ def make_plan(
       (8, 100, 3)
     """
     checks.check_sizes(num_bytes, num_packs)
-    if not isinstance(algorithm, str):
-        return planner(_checked_trees(algorithm), topology)(num_bytes, num_packs)
-    check_algorithm(algorithm)
-    return _make_plan(algorithm, topology, num_bytes, num_packs)
+    if isinstance(algorithm, str):
+        check_algorithm(algorithm)
+        return _make_plan(algorithm, topology, num_bytes, num_packs)
+    trees = _checked_trees(algorithm, topology)
+    if isinstance(algorithm, Plan) and num_packs is None:
+        return resized(algorithm, num_bytes)
+    return in_turn(cut(num_bytes, len(trees) if num_packs is None else num_packs), trees)
 
 
-def _checked_trees(trees: Any) -> tuple[CopyTree, ...]:
-    if isinstance(trees, Sequence) and all(isinstance(tree, CopyTree) for tree in trees):
-        return tuple(trees)
-    raise TypeError(f"algorithm must be a name or a list of copy trees; got {trees!r}")
+def _checked_trees(algorithm: Any, topology: Topology) -> Sequence[CopyTree]:
+    trees = algorithm.trees if isinstance(algorithm, Plan) else algorithm
+    if not isinstance(trees, Sequence) or not all(isinstance(tree, CopyTree) for tree in trees):
+        raise TypeError(f"algorithm must be a name or a list of copy trees; got {trees!r}")
+    if not trees:
+        raise ValueError(f"algorithm must be a name or at least one copy tree; got {trees!r}")
+    for index, tree in enumerate(trees):
+        if tree.num_devices != topology.num_devices:
+            raise ValueError(
+                f"algorithm[{index}] must span the {topology.num_devices} devices of the topology; "
+                f"got a tree over {tree.num_devices}"
+            )
+    return trees
 
 
 # Behind the checks, because to the cache 1e8 and True are the same as 10**8 and 1.

@@ -499,7 +499,7 @@ def _trees(
     algorithm: algorithms.Algorithm, topology: Topology, count: int, num_bytes: int = 0
 ) -> tuple[CopyTree, ...]:
     """Returns the algorithm's trees in turn; if sizes are not known, the trees for tiny values."""
-    return algorithms.planner(algorithm, topology)(max(num_bytes, count), count).trees
+    return algorithms.make_plan(algorithm, topology, max(num_bytes, count), count).trees
 
 
 def _owner_tree(options: Options, topology: Topology, owner: int, num_bytes: int) -> CopyTree:

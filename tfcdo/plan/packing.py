@@ -51,8 +51,8 @@ def pack(
       values: the values by their index in the batch, of the dtypes that they are packed in; values
         of different dtypes never share a pack.
       options: how to pack them.
-      algorithm: the copy trees, see `tfcdo.plan.algorithms.planner`; None for packs without
-        one, whose number `options` has.
+      algorithm: the copy trees, see `tfcdo.plan.make_plan`; None for packs without one, whose
+        number `options` has.
       topology: the devices and their links.
       wire: the dtype that values are sent in; None for their own.
 
@@ -63,7 +63,6 @@ def pack(
       >>> [[(s.value, s.start, s.stop) for s in packed.tensors[0].slices] for packed in packs]
       [[(0, 0, 4)], [(0, 4, 6), (1, 0, 2)]]
     """
-    planner = None if algorithm is None else algorithms.planner(algorithm, topology)
     indices = sorted(values, reverse=options.last_first)
     whole = [(values[index].dtype, Slice(index, 0, values[index].size)) for index in indices]
     # The values of each dtype, laid end to end.
@@ -79,8 +78,8 @@ def pack(
     )
     num_bytes = ends[-1] if ends else 0
     planned: Sequence[Pack] = ()
-    if planner and options.num_packs is None and lines:
-        planned = planner(num_bytes, None).packs
+    if algorithm is not None and options.num_packs is None and lines:
+        planned = algorithms.make_plan(algorithm, topology, num_bytes).packs
     # The slices of each pack; and the index of its planned pack, None if it gets the next tree in
     # turn.
     content = [
@@ -95,8 +94,10 @@ def pack(
     # To plan may be to search. Tiny batches may have fewer bytes than packs (of values
     # of unknown size): the trees stay.
     in_turn: Iterator[CopyTree | None] = itertools.repeat(None)
-    if planner and count:
-        in_turn = iter(planner(max(num_bytes, count), count).trees)
+    if algorithm is not None and count:
+        in_turn = iter(
+            algorithms.make_plan(algorithm, topology, max(num_bytes, count), count).trees
+        )
     # Concatenating costs a pass over a slice, sending it alone an op's overhead: up to the bytes
     # that are passed over in that time it pays to concatenate. Where memory is much faster than the
     # links (`addition_bandwidth` is infinite) it always does.

@@ -271,7 +271,7 @@ class Plan:
         """Returns whether NCCL reduces over all devices of all hosts, without copy trees."""
         return self.hosts > 1 and self.one_function
 
-    @property
+    @functools.cached_property
     def trees(self) -> tuple[CopyTree, ...]:
         """Returns the trees of the packs that have one: of all, unless NCCL reduces."""
         return tuple(pack.tree for pack in self.packs if pack.tree is not None)
