@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from tfcdo.execute.explain import Explanation as Explanation
     from tfcdo.execute.nccl import NcclStatus as NcclStatus
     from tfcdo.execute.nccl import nccl_status as nccl_status
-    from tfcdo.plot.trace import Trace as Trace
-    from tfcdo.plot.trace import trace as trace
     from tfcdo.strategies import MirroredStrategy as MirroredStrategy
     from tfcdo.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from tfcdo.strategies import is_chief as is_chief
+    from tfcdo.tracing.recording import Trace as Trace
+    from tfcdo.tracing.recording import trace as trace
     from tfcdo.version import __version__ as __version__
     from tfcdo.virtual_devices import configure_virtual_cpus as configure_virtual_cpus
 
@@ -51,8 +51,8 @@ _MODULES = {
     "Explanation": "execute.explain",
     "NcclStatus": "execute.nccl",
     "nccl_status": "execute.nccl",
-    "Trace": "plot.trace",
-    "trace": "plot.trace",
+    "Trace": "tracing.recording",
+    "trace": "tracing.recording",
     "MirroredStrategy": "strategies",
     "MultiWorkerMirroredStrategy": "strategies",
     "is_chief": "strategies",

@@ -23,8 +23,8 @@ from tfcdo.plan import algorithms, copy_tree
 from tfcdo.plan.decide import Options
 from tfcdo.plan.evaluation import Evaluation
 from tfcdo.plan.packing import PackingOptions
-from tfcdo.topology import measured
-from tfcdo.topology.measured import Measured
+from tfcdo.topology import measurement
+from tfcdo.topology.measurement import Measured
 from tfcdo.topology.topology import Topology
 
 
@@ -410,7 +410,7 @@ def _read_topology(given: Any) -> Measured | None:
             f"topology must be a tfcdo.topology.Topology, the path of a file or None; got {given!r}"
         )
     try:
-        return measured.read(given)
+        return measurement.read(given)
     except ValueError as error:
         raise ValueError(
             "topology must be a file that tfcdo.topology.measure or Topology.to_json has written: "

@@ -2,14 +2,14 @@
 
     python tools/compat.py docs/compat.md
 
-The work is single calls (`compat_cases`) and trainings (`training_cases`). It runs in a worker
-process for each library; after a crash or a hang, the next case gets a new one.
+The work is single calls (`compat_cases`) and trainings (`compat_trainings`). It runs in a worker
+process for each library; after a crash or a hang, the next case gets a new one. Some of the
+trainings are README.md's table.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -18,10 +18,16 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import compat_cases
+import compat_trainings
+import keras
+import pages
+import tensorflow as tf
 from compat_cases import CASES, Case, Refused
-from compat_rows import MAX_CELL, Row, escaped, first_words
+from compat_trainings import TRAININGS
+from pages import MAX_CELL, Row, escaped, first_words
 
-from tfcdo import version
+import tfcdo
 
 # By kind of work, seconds that a worker may take for all of it.
 TIMEOUT_SECONDS = {"calls": 120, "trainings": 3600}
@@ -39,6 +45,14 @@ FIRST = (
     "`jit_compile=True`",
     "`BatchNormalization()`",
 )
+# The trainings of README.md, with their names there.
+README = {
+    "`global_clipnorm`": "`global_clipnorm`",
+    "`gradient_accumulation_steps`": "`gradient_accumulation_steps`",
+    "`Dropout`": "`Dropout`",
+    "a last batch of 7 examples, a dense model": "a last batch that does not divide",
+    "sentences with a mask": "sentences with a mask",
+}
 _PAGE = """\
 # Compatibility
 
@@ -112,9 +126,6 @@ def run(names: Sequence[str], command: Sequence[str], seconds: float) -> list[Ro
 
 def page(calls: Rows, trainings: Rows) -> str:
     """Writes the page, in Markdown, from the rows of each library."""
-    import compat_cases
-    import training_cases
-
     both = [*zip(calls["TensorFlow"], calls["tfcdo"], strict=True)]
     both += zip(trainings["TensorFlow"], trainings["tfcdo"], strict=True)
     pairs = {theirs.name: (theirs, ours) for theirs, ours in both}
@@ -127,13 +138,14 @@ def page(calls: Rows, trainings: Rows) -> str:
         },
         trainings=len(trainings["tfcdo"]),
         calls=len(calls["tfcdo"]),
-        **{package: version_of(package) for package in ("tensorflow", "keras")},
-        tfcdo=version.__version__,
+        tensorflow=tf.__version__,
+        keras=keras.__version__,
+        tfcdo=tfcdo.__version__,
         first=_table(
             (theirs.name, theirs.verdict, ours.verdict)
             for theirs, ours in (pairs[name] for name in FIRST)
         ),
-        training_tables=_folded(training_cases.SUBJECTS, pairs),
+        training_tables=_folded(compat_trainings.SUBJECTS, pairs),
         call_tables=_folded(compat_cases.SUBJECTS, pairs),
         messages="".join(f"* {escaped(text)}\n" for text in dict.fromkeys(texts)),
     )
@@ -158,12 +170,6 @@ def _table(lines: Iterable[tuple[str, str, str]]) -> str:
     return "".join(("| case | TensorFlow | tfcdo |\n", "|---|---|---|\n", *rows))
 
 
-def version_of(package: str) -> str:
-    """Returns the version in a package's metadata: importing TensorFlow would print its logs."""
-    names = importlib.metadata.packages_distributions()[package]
-    return importlib.metadata.version(names[0])
-
-
 def judge(case: Case, library: Any) -> Row:
     """Runs a case in this process, with the classes in a namespace."""
     refused = isinstance(case.expected, Refused)
@@ -183,7 +189,7 @@ def judge(case: Case, library: Any) -> Row:
 def _library(name: str) -> Any:
     """Returns the namespace of a library's classes."""
     if name == "tfcdo":
-        return importlib.import_module("tfcdo")
+        return tfcdo
     if name != "TensorFlow":
         raise ValueError(f"library must be one of {LIBRARIES}; got {name!r}")
     # The base class of two of the public classes is not public itself.
@@ -192,20 +198,21 @@ def _library(name: str) -> Any:
 
 def _work(kind: str, library: str, first: int) -> None:
     """Prints the rows of one library from a case on."""
-    import testing_utils  # noqa: F401  (configures the virtual devices, before anything else)
-
     if kind == "calls":
         namespace = _library(library)
         rows = (judge(case, namespace) for case in CASES[first:])
     else:
-        training_runs = importlib.import_module("training_runs")
-        rows = (training_runs.row(training, library) for training in _trainings()[first:])
+        rows = (compat_trainings.row(training, library) for training in TRAININGS[first:])
     for row in rows:
         print(json.dumps(row), flush=True)
 
 
-def _trainings() -> Sequence[Any]:
-    return importlib.import_module("training_cases").TRAININGS
+def readme_table(trainings: Rows) -> list[str]:
+    """Makes the lines of README.md's table from the rows of each library."""
+    rows = [{row.name: row.result for row in trainings[library]} for library in LIBRARIES]
+    head = f"| Keras {keras.__version__} | TensorFlow {tf.__version__} | tfcdo |"
+    lines = [f"| {label} | {rows[0][name]} | {rows[1][name]} |" for name, label in README.items()]
+    return [head, "|---|---|---|", *lines]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -214,7 +221,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     names = {
         "calls": [case.name for case in CASES],
-        "trainings": [training.name for training in _trainings()],
+        "trainings": [training.name for training in TRAININGS],
     }
     calls, trainings = (
         {
@@ -228,6 +235,7 @@ def main(arguments: Sequence[str]) -> None:
         for kind, seconds in TIMEOUT_SECONDS.items()
     )
     pathlib.Path(arguments[0]).write_text(page(calls, trainings), encoding="utf-8")
+    pages.replace_table(pages.ROOT / "README.md", "compat.py", readme_table(trainings))
     print(f"{arguments[0]}: {len(CASES)} cases")
 
 

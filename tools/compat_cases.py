@@ -9,6 +9,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu  # It configures the virtual devices.
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -33,9 +38,6 @@ class Refused:
 
 
 def _values(*numbers: Any, dtype: str = "float32", devices: Sequence[int] | None = None) -> Any:
-    import tensorflow as tf
-    import testing_utils as tu
-
     places = devices or range(len(numbers))
     return tu.per_replica(
         [tf.constant(number, dtype) for number in numbers],
@@ -45,8 +47,6 @@ def _values(*numbers: Any, dtype: str = "float32", devices: Sequence[int] | None
 
 def _sum(ops: Any, *values: Any, op: Any = None) -> Any:
     """All-reduces a batch; returns what each device has of each value, if the devices agree."""
-    import tensorflow as tf
-
     op = op or tf.distribute.ReduceOp.SUM
     results = ops.batch_reduce(op, [(value, value) for value in values])
     read = [_read(result) for result in results]
@@ -63,22 +63,16 @@ def _read(result: Any) -> Any:
 
 
 def _plain(tensor: Any) -> Any:
-    import tensorflow as tf
-
     return tf.convert_to_tensor(tensor).numpy().tolist()
 
 
 def _slices(rows: Sequence[Sequence[float]], indices: Sequence[int], dtype: str = "int64") -> Any:
-    import tensorflow as tf
-
     return tf.IndexedSlices(
         tf.constant(rows, tf.float32), tf.constant(indices, dtype), tf.constant([4, 1], dtype)
     )
 
 
 def _embedding(index_dtypes: Sequence[str] = ("int64", "int64")) -> Any:
-    import testing_utils as tu
-
     return tu.per_replica(
         [
             _slices([[1.0], [2.0]], [0, 3], index_dtypes[0]),
@@ -89,8 +83,6 @@ def _embedding(index_dtypes: Sequence[str] = ("int64", "int64")) -> Any:
 
 def _traced(ops: Any) -> Any:
     """All-reduces in a `tf.function` that does not know the shape."""
-    import tensorflow as tf
-    import testing_utils as tu
 
     @tf.function(input_signature=[tf.TensorSpec([None])] * 2)
     def call(first: Any, second: Any) -> Any:
@@ -105,8 +97,6 @@ def _devices_of(result: Any) -> str:
 
 
 def _reordered(ops: Any) -> str:
-    import tensorflow as tf
-
     result = ops.reduce(
         tf.distribute.ReduceOp.SUM, _values(1.0, 2.0), _values(0.0, 0.0, devices=[1, 0])
     )
@@ -114,15 +104,11 @@ def _reordered(ops: Any) -> str:
 
 
 def _nothing(library: Any) -> Any:
-    import tensorflow as tf
-
     ops = library.HierarchicalCopyAllReduce()
     return ops.batch_reduce(tf.distribute.ReduceOp.SUM, [])
 
 
 def _reduce_to(ops: Any, destinations: Any) -> Any:
-    import tensorflow as tf
-
     return _read(ops.reduce(tf.distribute.ReduceOp.SUM, _values(1.0, 2.0, 3.0), destinations))
 
 
@@ -139,11 +125,6 @@ def _gather_unlike_shapes(ops: Any) -> Any:
 
 def _fit(library: Any) -> str:
     """Trains on 3 devices and on one; returns whether the weights agree."""
-    import keras
-    import numpy as np
-    import tensorflow as tf
-    import testing_utils as tu
-
     generator = np.random.default_rng(0)
     inputs = generator.normal(size=(36, 4)).astype("float32")
     targets = generator.normal(size=(36, 1)).astype("float32")
@@ -165,9 +146,6 @@ def _fit(library: Any) -> str:
 
 def _shared(ops: Any) -> Any:
     """All-reduces, in each of three replicas, one tensor that was made outside of them."""
-    import tensorflow as tf
-    import testing_utils as tu
-
     strategy = tf.distribute.MirroredStrategy(tu.device_names(3), cross_device_ops=ops)
     tensor = tf.constant(2.0)
 
@@ -178,14 +156,10 @@ def _shared(ops: Any) -> Any:
 
 
 def _mean(ops: Any, *values: Any) -> Any:
-    import tensorflow as tf
-
     return _sum(ops, *values, op=tf.distribute.ReduceOp.MEAN)
 
 
 def _maximum(library: Any) -> Any:
-    import tensorflow as tf
-
     ops = library.ReductionToOneDevice(
         accumulation_fn=lambda values: tf.reduce_max(tf.stack(values), 0)
     )
@@ -194,9 +168,6 @@ def _maximum(library: Any) -> Any:
 
 def _data_parallel(library: Any) -> int:
     """Sets Keras's distribution by Keras's function, or by tfcdo's; returns the replicas."""
-    import keras
-    import tensorflow as tf
-
     set_distribution = getattr(library, "keras", keras.distribution).set_distribution
     set_distribution(keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]))
     try:
@@ -401,14 +372,9 @@ CASES = tuple(case for part in SUBJECTS.values() for case in part)
 
 
 def _two_dtypes() -> Any:
-    import tensorflow as tf
-    import testing_utils as tu
-
     return tu.per_replica([tf.constant(1.0), tf.constant(2.0, tf.float64)])
 
 
 def _triple(ops: Any) -> Any:
-    import tensorflow as tf
-
     value = _values(1.0, 2.0)
     return ops.batch_reduce(tf.distribute.ReduceOp.SUM, [[value, value, value]])

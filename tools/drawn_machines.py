@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from tfcdo.topology.links import Resource, link_name, ordered_pairs
-from tfcdo.topology.routes import Route
+from tfcdo.topology.links import Resource, Route, link_name, ordered_pairs
 from tfcdo.topology.topology import Topology
 
 SLOWEST, FASTEST = 0.3e9, 300e9

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 
 import tfcdo
-from tfcdo.bench import link
+from tfcdo.bench.hosts import open_link, shared_link
 from tfcdo.exchange import DiLoCo, PowerSGD, TopK
 from tfcdo.launch import cluster
 
@@ -88,7 +88,7 @@ class _Clock(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.ends.append(time.perf_counter())
         if len(self.ends) == 1:
-            self.bytes = link.shared_link().count_bytes()
+            self.bytes = shared_link().count_bytes()
 
 
 def _work(model_name: str, training: str, steps: int) -> None:
@@ -102,7 +102,7 @@ def _work(model_name: str, training: str, steps: int) -> None:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(3e-4), loss, metrics=["accuracy"])
     digits = load_digits()
-    images, labels = np.float32(digits.images[..., None] / 16), digits.target
+    images, labels = (digits.images[..., None] / 16).astype(np.float32), digits.target
     batch = _BATCH_PER_HOST * strategy.num_replicas_in_sync
     data = tf.data.Dataset.from_tensor_slices((images[_TESTS:], labels[_TESTS:]))
     data = data.shuffle(len(images), seed=7).repeat().batch(batch)
@@ -115,7 +115,7 @@ def _work(model_name: str, training: str, steps: int) -> None:
         verbose=0,
         callbacks=[clock],
     )
-    num_bytes = link.shared_link().count_bytes() - clock.bytes
+    num_bytes = shared_link().count_bytes() - clock.bytes
     tests = tf.data.Dataset.from_tensor_slices((images[:_TESTS], labels[:_TESTS])).batch(batch)
     _, accuracy = model.evaluate(tests, verbose=0)
     results = {
@@ -133,7 +133,7 @@ def _measure(
     model: str, training: str, hosts: int = 2, rate: float = 1000, steps: int = _STEPS
 ) -> dict[str, Any]:
     """Trains on several hosts that share a link of so many Mbit/s; returns the first's results."""
-    with link.open_link(rate * 1e6 / 8) as opened, cluster.reserved_ports(hosts) as addresses:
+    with open_link(rate * 1e6 / 8) as opened, cluster.reserved_ports(hosts) as addresses:
         command = [*opened.command, sys.executable, __file__, "--worker", model, training]
         quiet = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
         processes = [

@@ -7,18 +7,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 from bench_testing import (
     SMALL,
     TF_HIERARCHICAL,
+    ForgetsTheLastDevice,
     implementation_of,
     measurement_of,
+    names_of,
     setUpModule,  # noqa: F401
     tearDownModule,  # noqa: F401
 )
 
-from tfcdo.bench import devices, fit, measure, results, steps, workloads
+from tfcdo.bench import devices, implementations, measure, results, workloads
 from tfcdo.bench.devices import choose_devices
 
 
@@ -27,7 +30,7 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
         taken: list[str] = []
         now = 0.0
 
-        def step_of(name: str, seconds: float) -> steps.Step:
+        def step_of(name: str, seconds: float) -> measure.Step:
             def step() -> None:
                 nonlocal now
                 now += seconds
@@ -36,17 +39,13 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
             return step
 
         compared = {"a": step_of("a", 1.0), "b": step_of("b", 0.002)}
-        with (
-            mock.patch.object(measure.time, "perf_counter", lambda: now),
-            # As if two threads had computed all the time.
-            mock.patch.object(measure.time, "process_time", lambda: 2 * now),
-        ):
+        with mock.patch.object(measure.time, "perf_counter", lambda: now):
             samplers = {name: measure.Sampler(step) for name, step in compared.items()}
             times = results.take_turns(samplers, 2, 1, results.silently)
         # After the first round, as many calls of the short step as fill a sample.
         self.assertEqual(taken, [*"ab", *"abbb", *"abbb"])
-        self.assertAllClose(times["a"], [(1.0, 2.0)] * 2)
-        self.assertAllClose(times["b"], [(0.002, 0.004)] * 2)
+        self.assertAllClose(times["a"], [1.0] * 2)
+        self.assertAllClose(times["b"], [0.002] * 2)
 
     def test_algbw_and_busbw(self):
         one = measurement_of("x", "tf", 2e-6)
@@ -74,60 +73,114 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
             [
                 (names[0], "tfcdo"),
                 (names[1], "tf"),
-                ("floor (XLA)", results.FLOOR),
-                ("floor (add_n)", results.FLOOR),
                 ("baseline", results.BASELINE),
             ],
         )
         self.assertEqual(tracked, [("building and checking", 2)] * 2 + [("rounds", 3)] * 3)
-        ours, theirs, *floors, baseline = found
+        ours, theirs, baseline = found
         self.assertEqual((ours.size, ours.count, ours.num_devices), (48, 12, 3))
-        self.assertEqual([one.wrong for one in (ours, *floors)], [0, 0, 0])
+        self.assertEqual(ours.wrong, 0)
         # TensorFlow's class leaves a device out of an odd number, which has to show.
         self.assertNotEqual(theirs.wrong, 0)
         self.assertIsNone(baseline.wrong)
         self.assertGreater(baseline.seconds, 0.0)
         self.assertGreater(ours.first_call or 0.0, 0.0)
-        self.assertGreater(ours.nodes or 0, 0)
 
     def test_the_baseline_of_the_same_round_is_subtracted(self):
         # The median of the differences, which is not the difference of the medians.
         walls = {
             "baseline": [1.0, 5.0, 9.0],
             "tfcdo.ReductionToOneDevice": [3.0, 6.0, 20.0],
-            "baseline of the floor": [0.5, 0.5, 0.5],
-            "floor (XLA)": [1.0, 1.5, 2.0],
-            "floor (add_n)": [0.5, 0.5, 0.5],
         }
-        taken = {name: [(one, 10 * one) for one in wall] for name, wall in walls.items()}
-        with mock.patch.object(results, "take_turns", return_value=taken) as take_turns:
+        with mock.patch.object(results, "take_turns", return_value=walls) as take_turns:
             one = implementation_of("tfcdo.ReductionToOneDevice")
             found = measure.run(SMALL, choose_devices(2), [one], 3, 0)
         self.assertSameElements(walls, take_turns.call_args.args[0])
-        self.assertAllClose([one.seconds for one in found], [2.0, 1.0, 0.0, 5.0])
-        self.assertAllClose([one.spread for one in found], [5.0, 0.5, 0.0, 4.0])
-        self.assertAllClose([one.cpu_seconds for one in found], [20.0, 10.0, 0.0, 50.0])
-
-    def test_the_floor_adds_as_many_bytes(self):
-        workload = workloads.one_value(5 * 2**20 + 8)
-        data = measure.floor.place_values(workload, choose_devices(2))
-        self.assertEqual(data.workload.shapes, ((2**20,), (2**18 + 2,)))
-        self.assertEqual(len(set(data.devices.names)), 1)
-        for name, reduce in measure.floor.single_passes(data.devices.names[0]).items():
-            self.assertEqual(steps.build(data, reduce).num_wrong, 0, name)
+        self.assertAllClose([one.seconds for one in found], [2.0, 5.0])
+        self.assertAllClose([one.spread for one in found], [5.0, 4.0])
 
 
-class FitTest(tf.test.TestCase):
-    def test_the_second_step_of_each_round_counts(self):
-        one = implementation_of("tfcdo.ReductionToOneDevice")
-        # The first step, the call that traces once more, and three rounds of two steps.
-        steps_of_calls = [[70.0], [60.0], [50.0, 1.0], [40.0, 4.0], [30.0, 2.0]]
+def _count_nodes(function: Any) -> int:
+    """Counts the ops in a graph and in the functions it calls."""
+    graph = function.graph.as_graph_def()
+    return len(graph.node) + sum(len(inner.node_def) for inner in graph.library.function)
+
+
+class StepTest(parameterized.TestCase, tf.test.TestCase):
+    def test_wrong_elements_are_counted(self):
+        data = measure.place_values(SMALL, choose_devices(3))
+        last = [variable.numpy() for variable in data.variables[-1]]
+        # What is left out is missed wherever it is not 0, on each of the three devices.
+        expected = 3 * sum(np.count_nonzero(array) for array in last)
+        self.assertGreater(expected, 0)
+        ops = ForgetsTheLastDevice()
+        wrong = measure.build(
+            data, lambda values: ops.batch_reduce(None, [(v, v) for v in values])
+        ).num_wrong
+        self.assertEqual(wrong, expected)
+
+    def test_a_wrong_shape_is_wrong_in_every_element(self):
+        data = measure.place_values(SMALL, choose_devices(2))
+        values = [[tf.reshape(total, [1, -1]) for total in data.sums]] * 2
+        self.assertEqual(data.num_wrong(values), 2 * SMALL.count)
+
+    @parameterized.parameters(*names_of(implementations.parse("all")))
+    def test_every_implementation_is_right_on_two_devices(self, name: str):
+        devices = choose_devices(2)
+        one = implementation_of(name)
+        if one.reason_not_to_run(devices.names, "float32"):
+            self.assertIn("Nccl", name)
+            return
+        built = measure.build(measure.place_values(SMALL, devices), one.reducer(devices.names))
+        self.assertEqual(built.num_wrong, 0)
+        self.assertIsInstance(built.first_call, float)
+
+    def test_each_device_has_other_values(self):
+        data = measure.place_values(SMALL, choose_devices(2))
+        first, second = data.variables
+        self.assertNotAllEqual(first[0], second[0])
+        self.assertEqual([value.device for value in second], [data.devices.names[1]] * 3)
+        self.assertAllEqual(first[0] + second[0], data.sums[0])
+
+    def test_small_values_of_one_shape_are_read_together(self):
+        shapes = ((2, 3), (2**14 + 1,), (5,), (2, 3), (2**14 + 1,), (5,), (), (2, 3))
+        data = measure.place_values(workloads.Workload("w", shapes), choose_devices(2))
+        self.assertEqual(data.coalesced, ((0, 3, 7), (1,), (2, 5), (4,), (6,)))
+        values = data.read()
+        self.assertEqual([value.shape for value in values[1]], list(shapes))
+        for addends, total in zip(zip(*values, strict=True), data.sums, strict=True):
+            self.assertAllEqual(tf.add_n(addends), total)
+
+    def test_the_graph_is_a_tenth_of_tensorflows(self):
+        data = measure.place_values(workloads.gradients_of("mobilenet"), choose_devices(4))
+        base = _count_nodes(measure.trace(data, None))
+
+        def added(name: str) -> int:
+            reduce = implementation_of(name).reducer(data.devices.names)
+            return _count_nodes(measure.trace(data, reduce)) - base
+
+        self.assertLessEqual(added("tfcdo.AutoAllReduce"), 0.10 * added(TF_HIERARCHICAL))
+
+
+class DevicesTest(tf.test.TestCase):
+    def test_cards_are_taken_if_there_are_enough(self):
+        cards = [tf.config.PhysicalDevice(f"/physical_device:GPU:{n}", "GPU") for n in range(2)]
+
+        def list_devices(kind: str) -> list[tf.config.PhysicalDevice]:
+            return cards if kind == "GPU" else processors
+
+        processors = tf.config.list_physical_devices("CPU")
+        details = {"device_name": "Some Card"}
         with (
-            mock.patch.object(fit, "_compiled"),
-            mock.patch.object(fit, "_train", side_effect=steps_of_calls),
+            mock.patch.object(tf.config, "list_physical_devices", list_devices),
+            mock.patch.object(tf.config.experimental, "get_device_details", lambda _: details),
         ):
-            (found,) = fit.run("mobilenet", choose_devices(2), [one], 3)
-        self.assertAllClose((found.first_call, found.seconds, found.spread), (70.0, 2.0, 1.5))
+            two, three = choose_devices(2), choose_devices(3)
+        self.assertEqual(two.description, "2 x Some Card")
+        self.assertFalse(two.on_cpu)
+        self.assertEndsWith(two.names[1], "device:GPU:1")
+        self.assertEqual(three.description, "3 virtual CPU devices, because there are only 2 GPUs")
+        self.assertEndsWith(three.names[2], "device:CPU:2")
 
 
 class EvaluationTest(tf.test.TestCase):
@@ -139,7 +192,7 @@ class EvaluationTest(tf.test.TestCase):
             measurement_of("tfcdo.X", "tfcdo", 0.5),
         ]
         self.assertIs(results.fastest(found, "tf"), found[2])
-        self.assertIsNone(results.fastest(found, results.FLOOR))
+        self.assertIsNone(results.fastest(found, results.BASELINE))
 
     def test_groups_by_workload(self):
         found = [

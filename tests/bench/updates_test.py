@@ -1,4 +1,4 @@
-"""Steps of all-reduce plus update take turns, and wrong weights are told."""
+"""Steps of all-reduce plus update take turns."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ _SECONDS = {"tf": 0.4, "tfcdo": 0.3, "sharded": 0.1}
 class _FakePool:
     """Answers as a worker would."""
 
-    def __init__(self, kind: str, steps: list[str], weights: dict[str, float]) -> None:
-        self._kind, self._steps, self._weights = kind, steps, weights
+    def __init__(self, kind: str, steps: list[str]) -> None:
+        self._kind, self._steps = kind, steps
 
     def call(self, method: str, timeout: float) -> list[Any]:
         """Answers one call."""
         del timeout
         if method == "report":
-            weights = [[self._weights.get(self._kind, 1.0)]]
-            return [{"state_bytes": 8, "peak_memory": 10**9, "weights": weights, "unlike": 0}]
+            return [{"state_bytes": 8, "peak_memory": 10**9}]
         self._steps.append(self._kind)
         # The first step traces.
         return [_SECONDS[self._kind] * (10 if self._steps.count(self._kind) == 1 else 1)]
@@ -37,12 +36,11 @@ class UpdatesTest(absltest.TestCase):
     def setUp(self):
         super().setUp()
         self.steps: list[str] = []
-        self.weights: dict[str, float] = {}
 
         @contextlib.contextmanager
         def start_workers(command: Sequence[str], variables: Any) -> Iterator[_FakePool]:
             del variables
-            yield _FakePool(command[3], self.steps, self.weights)
+            yield _FakePool(command[3], self.steps)
 
         self.enter_context(mock.patch.object(worker_pool, "start_workers", start_workers))
 
@@ -51,11 +49,7 @@ class UpdatesTest(absltest.TestCase):
         self.assertEqual(self.steps, ["tf", "tfcdo", "sharded"] * 5)
         self.assertEqual([one.seconds for one in results], [0.4, 0.3, 0.1])
         self.assertEqual([one.first_call for one in results], [4.0, 3.0, 1.0])
-        self.assertFalse(any(one.wrong for one in results))
-
-    def test_weights_that_differ_are_wrong(self):
-        self.weights["sharded"] = 1.1
-        self.assertEqual([one.wrong for one in updates.run("adam", 4, 1, 0)], [None, 0, 1])
+        self.assertEqual({one.peak_memory for one in results}, {10**9})
 
     def test_command(self):
         outcome = CliRunner().invoke(bench_cli.bench, ["--optimizer", "adam", "-g", "2", "-n", "2"])

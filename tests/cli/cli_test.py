@@ -65,25 +65,24 @@ class CommandTest(cli_testing.CommandTestCase):
 
     @parameterized.parameters(
         (("no-such-command",), "'no-such-command': there are doctor"),
-        (("--no-such-option",), "--no-such-option"),
-        (("demo", "--devices", "0"), "--devices"),
-        (("demo", "--devices", "many"), "--devices"),
-        (("demo", "--epochs", "-1"), "--epochs"),
+        (("--no-such-option",), "; see tfcdo --help"),
+        (("bench", "workers", "1"), "; see tfcdo bench workers --help"),
+        (("doctor", "x"), "files require --blackbox; see tfcdo doctor --help"),
+        (("plan",), "--topology names the machine: dgx1, dgx1_p100, "),
+        (("doctor", "--devices", "0"), "--devices"),
+        (("doctor", "--devices", "many"), "--devices"),
+        (("trace", "--seconds", "-1"), "--seconds"),
     )
     def test_a_wrong_argument_gets_one_line(self, arguments: tuple[str, ...], named: str):
         self.assert_refused(re.escape(named), *arguments)
 
-    @parameterized.parameters(
-        ("click", "click", "cli"), ("rich", "rich", "cli"), ("sklearn", "scikit-learn", "demo")
-    )
-    def test_a_missing_package_gets_one_line_with_the_remedy(
-        self, module: str, package: str, extra: str
-    ):
-        result = _tfcdo("demo", hidden=module)
+    @parameterized.parameters("click", "rich", "psutil")
+    def test_a_missing_package_gets_one_line_with_the_remedy(self, package: str):
+        result = _tfcdo("launch", "script.py", hidden=package)
         self.assertEqual(result.returncode, 1)
         self.assertEqual(
             result.stderr,
-            f"tfcdo: {package} is not installed: in a clone of tfcdo, pip install '.[{extra}]'\n",
+            f"tfcdo: {package} is not installed: in a clone of tfcdo, pip install '.[cli]'\n",
         )
 
     def test_matplotlib_is_missed_before_anything_is_computed(self):

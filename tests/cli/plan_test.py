@@ -137,7 +137,7 @@ class PlanTest(CommandTestCase):
     @parameterized.parameters(80, 120)
     def test_the_table_fits(self, width: int):
         console = rich_console.Console(width=width)
-        with mock.patch.object(options, "make_console", lambda: console):
+        with mock.patch.object(options, "make_console", lambda stderr=False: console):
             output = self.output_of("plan", "-t", "dgx1")
         self.assertNotIn("…", output)
         self.assertLessEqual(max(map(len, output.splitlines())), width)

@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 
 from tfcdo.cluster import protocol
 
-_SCHEDULES = int(os.environ.get("TFCDO_SCHEDULES", "20000"))
+_SCHEDULES = int(os.environ.get("TFCDO_SCHEDULES", "5000"))
 
 
 class _EarlyMeeting(protocol.Meeting):

@@ -1,7 +1,6 @@
 """The contract of the four classes, in every setting, and what each promises besides.
 
-All of it runs with TensorFlow's own reductions out of order (see `sabotage`), and without the CPU
-kernel for NCCL, which another test file of the same process may have loaded.
+Another test file of this process may have loaded the CPU kernel for NCCL: it is not used here.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import block_tensorflow_reductions
 import contract
-import contract_calls
 import contract_values
 import numpy as np
 import tensorflow as tf
@@ -39,15 +36,13 @@ SETTINGS: dict[str, Callable[[], tf.distribute.CrossDeviceOps]] = {
         "ring", num_packs=0, agg_small_grads_max_bytes=40, agg_small_grads_max_group=2
     ),
 }
-# What has the same code in all settings of a class. (property_test draws the device to reduce on.)
-ONE_SETTING_A_BASE_CLASS = {
-    name: SETTINGS[name] for name in ("ReductionToOneDevice", "HierarchicalManyPacks")
-}
+# The rest has the same code in all settings; property_test draws them.
+ONE_SETTING = {"HierarchicalManyPacks": SETTINGS["HierarchicalManyPacks"]}
 for part, settings in (
     (contract_values.BatchesContract, SETTINGS),
-    (contract_values.ValuesContract, ONE_SETTING_A_BASE_CLASS),
-    (contract_values.InstancesContract, ONE_SETTING_A_BASE_CLASS),
-    (contract_calls.CallsContract, ONE_SETTING_A_BASE_CLASS),
+    (contract_values.ValuesContract, ONE_SETTING),
+    (contract_values.InstancesContract, ONE_SETTING),
+    (contract_values.CallsContract, ONE_SETTING),
 ):
     globals().update(contract.settings_tests(part, settings, __name__))
 del part  # No test class of this module.
@@ -56,7 +51,6 @@ _environment = contextlib.ExitStack()
 
 
 def setUpModule() -> None:
-    _environment.enter_context(block_tensorflow_reductions.installed())
     _environment.enter_context(tu.kernels_for("GPU"))
 
 

@@ -90,7 +90,7 @@ class BlackBoxTest(absltest.TestCase):
             ([good, self.write("other", elsewhere)], "must be of one job; .*other has the hosts"),
             ([str(self.folder / "none")], "No such file"),
             ([str(self.folder)], "Is a directory"),
-            ([], "--blackbox takes files"),
+            ([], "--blackbox requires files; see tfcdo doctor --help"),
         ):
             with self.subTest(message):
                 result = run_tfcdo("doctor", "--blackbox", *files)

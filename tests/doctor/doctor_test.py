@@ -19,7 +19,7 @@ from bench_testing import (
 from cli_testing import run_tfcdo
 
 from tfcdo.bench import worker_pool
-from tfcdo.doctor import answers, examination, probe, self_test
+from tfcdo.doctor import examination, probe, self_test
 from tfcdo.execute import copy_trees
 
 
@@ -141,6 +141,28 @@ class DoctorTest(parameterized.TestCase):
         with mock.patch.object(tf, "__version__", version):
             self.assertEqual(probe.Probe().versions().problem, "")
 
+    @parameterized.parameters(
+        ((6, 0), False), ((6, 1), False), ((7, 5), False), ((8, 9), False), ((9, 0), False),
+        ((5, 2), True), ((8, 0), True), ((10, 0), True), ((12, 0), True),
+    )  # fmt: skip
+    def test_a_gpu_that_tensorflow_has_no_kernels_for(self, capability, is_named):
+        build = {"cuda_compute_capabilities": ["sm_60", "sm_70", "sm_86", "compute_90"]}
+        gpu = mock.Mock()
+        gpu.name = "/physical_device:GPU:2"
+        with (
+            mock.patch.object(tf.sysconfig, "get_build_info", return_value=build),
+            mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]),
+            mock.patch.object(
+                tf.config.experimental,
+                "get_device_details",
+                return_value={"compute_capability": capability},
+            ),
+        ):
+            found = probe.Probe().versions().without_kernels
+        major, minor = capability
+        named = [f"GPU:2 (compute capability {major}.{minor})"]
+        self.assertEqual(found, named if is_named else [])
+
     def test_a_tensorflow_that_lacks_a_private_name(self):
         with mock.patch.dict(sys.modules, {"tfcdo.tf_internals": None}):
             status, lines = _doctor()
@@ -196,16 +218,16 @@ class ProbesTest(absltest.TestCase):
         ):
             pairs = dict(examination._pairs(probes.ask, 3, _tell))
         failures = [pairs.pop(pair) for pair in ((0, 1), (2, 1), (1, 0))]
-        self.assertEqual(failures[0], answers.Failure("no end within 3 s", hangs=True))
-        self.assertEqual(failures[1], answers.Failure("ValueError: no peer"))
+        self.assertEqual(failures[0], examination.Failure("no end within 3 s", hangs=True))
+        self.assertEqual(failures[1], examination.Failure("ValueError: no peer"))
         ended = failures[2]
-        assert isinstance(ended, answers.Failure)
+        assert isinstance(ended, examination.Failure)
         self.assertFalse(ended.hangs)
         self.assertRegex(ended.error, r"ended with status 7(.*\n)*no such link")
         # A new probe was asked for its devices first; one that only reports an error goes on.
         wanted = {(0, 2): 2.0, (1, 2): 2.0, (2, 0): 3.0}
         self.assertEqual(
-            pairs, {pair: answers.Copies(0, number) for pair, number in wanted.items()}
+            pairs, {pair: examination.Copies(0, number) for pair, number in wanted.items()}
         )
 
     def test_after_some_that_hang_the_rest_is_not_tried(self):
@@ -213,7 +235,7 @@ class ProbesTest(absltest.TestCase):
             raise worker_pool.WorkerTimeoutError
 
         pairs = dict(examination._pairs(ask, 3, _tell))
-        hanging = answers.Failure("no end within 15 s", hangs=True)
+        hanging = examination.Failure("no end within 15 s", hangs=True)
         self.assertEqual(list(pairs.values()), [hanging] * 3)
 
     def test_a_process_of_its_own(self):

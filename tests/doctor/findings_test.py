@@ -13,7 +13,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from tfcdo.doctor import answers, findings, tf_config
+from tfcdo.doctor import examination, findings
 from tfcdo.doctor.examination import Report
 from tfcdo.doctor.findings import NOTE, OK, WRONG
 from tfcdo.topology.presets import preset
@@ -28,16 +28,16 @@ def _report(**changes: Any) -> Report:
     """A machine of four GPUs on which all is well, but for what is said."""
     names = tuple(itertools.chain.from_iterable(findings.COMPARED))
     report = Report(
-        versions=answers.Versions("0.1.0", "3.12.1", tensorflow="2.21.0"),
+        versions=examination.Versions("0.1.0", "3.12.1", tensorflow="2.21.0"),
         machine=_MACHINE,
-        pairs={pair: answers.Copies(0, 40e9) for pair in _PAIRS},
-        sums=dict.fromkeys(names, answers.Sums(elements=8)),
+        pairs={pair: examination.Copies(0, 40e9) for pair in _PAIRS},
+        sums=dict.fromkeys(names, examination.Sums(elements=8)),
     )
     return dataclasses.replace(report, **changes)
 
 
 # Its links have 25 GB/s.
-_MACHINE = answers.Machine(
+_MACHINE = examination.Machine(
     physical=tuple(f"/physical_device:GPU:{number}" for number in range(4)),
     logical=_GPUS,
     examined=_GPUS,
@@ -75,8 +75,8 @@ class FindingsTest(parameterized.TestCase):
 
     def test_what_is_not_ok_has_a_remedy_on_one_line(self):
         report = _with_pairs(
-            {(0, 1): answers.Copies(3, 40e9), (1, 2): answers.Failure("y")},
-            versions=answers.Failure("x"),
+            {(0, 1): examination.Copies(3, 40e9), (1, 2): examination.Failure("y")},
+            versions=examination.Failure("x"),
         )
         for finding in findings.findings_of(report):
             if finding.severity != OK:
@@ -84,7 +84,7 @@ class FindingsTest(parameterized.TestCase):
                 self.assertNotIn("\n", finding.remedy)
 
     def test_pairs_that_hang_are_named_and_their_devices_left_out(self):
-        hangs = answers.Failure("no end within 15 s", hangs=True)
+        hangs = examination.Failure("no end within 15 s", hangs=True)
         report = _with_pairs({(0, 2): hangs, (2, 3): hangs})
         tried = {pair: copies for pair, copies in report.pairs.items() if pair != (1, 0)}
         report = dataclasses.replace(report, pairs=tried)
@@ -99,20 +99,27 @@ class FindingsTest(parameterized.TestCase):
 
     def test_copies_that_raise_an_error_fail(self):
         # The probe goes on, which says nothing of hanging.
-        report = _with_pairs({(0, 2): answers.Failure("InternalError: no peer")})
+        report = _with_pairs({(0, 2): examination.Failure("InternalError: no peer")})
         text = "copies from GPU:0 to GPU:2 fail: InternalError: no peer"
         self.assertEqual(_texts(report, WRONG), [text])
 
     def test_a_keras_whose_metrics_tensorflow_adds_up_twice(self):
         for keras, noted in (("3.6.0", 0), ("3.7.0", 1), ("3.9.2", 1), ("3.10.0", 0), (None, 0)):
-            versions = answers.Versions("0.1.0", "3.12.1", tensorflow="2.21.0", keras=keras)
+            versions = examination.Versions("0.1.0", "3.12.1", tensorflow="2.21.0", keras=keras)
             texts = _texts(_report(versions=versions), NOTE)
             self.assertLen(texts, noted)
             if noted:
                 self.assertIn(f"metrics of Keras {keras} are wrong", texts[0])
 
+    def test_gpus_that_tensorflow_has_no_kernels_for(self):
+        versions = examination.Versions(
+            "0.1.0", "3.12.1", tensorflow="2.21.0", without_kernels=["GPU:1 (compute ...)", "GPU:3"]
+        )
+        (text,) = _texts(_report(versions=versions), NOTE)
+        self.assertIn("has no compiled kernels for GPU:1 (compute ...), GPU:3: ", text)
+
     def test_slow_links(self):
-        report = _with_pairs({(3, 0): answers.Copies(0, 6e9)})
+        report = _with_pairs({(3, 0): examination.Copies(0, 6e9)})
         (text,) = _texts(report, NOTE)
         self.assertIn("copies from GPU:3 to GPU:0 are slower", text)
         self.assertIn("down to 6.0 GB/s", text)
@@ -124,9 +131,9 @@ class FindingsTest(parameterized.TestCase):
     def test_classes_that_are_wrong_or_fail(self):
         report = _with_sums(
             {
-                "tfcdo.NcclAllReduce": answers.Failure("no end within 60 s", hangs=True),
-                "tfcdo.AutoAllReduce": answers.Sums(elements=8, wrong=5),
-                "tf.ReductionToOneDevice": answers.Failure("ValueError: no"),
+                "tfcdo.NcclAllReduce": examination.Failure("no end within 60 s", hangs=True),
+                "tfcdo.AutoAllReduce": examination.Sums(elements=8, wrong=5),
+                "tf.ReductionToOneDevice": examination.Failure("ValueError: no"),
             }
         )
         self.assertEqual(
@@ -144,7 +151,7 @@ class FindingsTest(parameterized.TestCase):
     def test_gpus_that_tensorflow_does_not_see(self):
         physical = ("/physical_device:CPU:0",)
         report = _with_sums(
-            {"tfcdo.NcclAllReduce": answers.Sums()},
+            {"tfcdo.NcclAllReduce": examination.Sums()},
             machine=dataclasses.replace(_MACHINE, physical=physical, on_cpu=True),
         )
         seen, examined = _texts(report, NOTE)
@@ -162,20 +169,20 @@ class FindingsTest(parameterized.TestCase):
         self.assertStartsWith(text, "the topology is assumed to be 'fully_connected'")
 
     def test_several_hosts(self):
-        hosts = tuple(tf_config.Host(f"host {n}", n == 0, n != 2, "status") for n in range(3))
-        report = _report(tf_config=tf_config.TfConfig("{...}", hosts=hosts))
+        hosts = tuple(examination.Host(f"host {n}", n == 0, n != 2, "status") for n in range(3))
+        report = _report(tf_config=examination.TfConfig("{...}", hosts=hosts))
         self.assertEqual(_texts(report, WRONG), ["host 2: status"])
         self.assertIn("tfcdo.MultiWorkerMirroredStrategy(", findings.script_line(report))
 
 
 class TfConfigTest(absltest.TestCase):
-    def examine(self, *addresses: str) -> tuple[tf_config.Host, ...]:
+    def examine(self, *addresses: str) -> tuple[examination.Host, ...]:
         config = {
             "cluster": {"worker": list(addresses)},
             "task": {"type": "worker", "index": "0"},
         }
         with mock.patch.dict(os.environ, TF_CONFIG=json.dumps(config)):
-            return tf_config.examine_tf_config().hosts
+            return examination.examine_tf_config().hosts
 
     def test_hosts_are_reached_or_not(self):
         with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as held:
@@ -203,7 +210,7 @@ class TfConfigTest(absltest.TestCase):
 
     def test_not_set(self):
         with mock.patch.dict(os.environ, TF_CONFIG=""):
-            self.assertEqual(tf_config.examine_tf_config(), tf_config.TfConfig(""))
+            self.assertEqual(examination.examine_tf_config(), examination.TfConfig(""))
 
 
 if __name__ == "__main__":

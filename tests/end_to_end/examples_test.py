@@ -1,4 +1,4 @@
-"""The examples, against training on one device; Ray's and the backends' have own files."""
+"""The examples, against training on one device; some have test files of their own."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
             "multi_worker",
             "ray_train",
             "backends",
+            "demo",
         }
         self.assertEqual(names, tested | others)
 

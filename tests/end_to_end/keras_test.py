@@ -9,6 +9,7 @@ import functools
 import pathlib
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -159,6 +160,13 @@ class FitTest(KerasTestCase):
         for call, given, rtol in (("evaluate", test_data, 1e-4), ("predict", test_data[:1], 1e-3)):
             told = [getattr(one, call)(*given, **sizes) for one in (expected, model)]
             self.assertAllClose(*told, rtol=rtol)
+
+    def test_keras_does_not_warn_of_its_own_default_for_a_dataset(self):
+        with tfcdo.MirroredStrategy(tu.device_names(2)).scope():
+            model = dense_model()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*shuffle=True")
+            model.fit(tf.data.Dataset.from_tensor_slices(regression(8)).batch(4), verbose=0)
 
 
 class ModelsTest(KerasTestCase):

@@ -16,7 +16,6 @@ from strategy_testing import (
     context,
     distributed,
     in_mode,
-    instead_of_tensorflows,
     on_replica,
     strategy_of,
     strategy_results,
@@ -127,32 +126,6 @@ class AllReduceTest(StrategyTestCase):
             self.assert_replicas(tu.oracle(MEAN, own) / 2, mean, count)
 
 
-class ReduceTest(StrategyTestCase):
-    """`Strategy.reduce`, when what the strategy keeps for TensorFlow's class comes here."""
-
-    @parameterized.parameters(BASE_CASES[1])
-    def test_reduces_along_an_axis(self, name, mode, _):
-        ops = CLASSES[name]()
-        strategy = strategy_of(ops, 3)
-        rows = (4, 1, 0)  # The last batch of an epoch, with nothing left for the last replica.
-        for dtype in tf.float32, tf.int32, tf.int64:
-            own = [tu.numbers((n, 2), dtype, rank) for rank, n in enumerate(rows)]
-            value = tu.per_replica(own)
-            everything = np.concatenate(own).astype(np.float64)
-            with instead_of_tensorflows(ops), self.used(ops, "reduce"):
-                total, mean, of_all = in_mode(
-                    mode,
-                    lambda value: (
-                        strategy.reduce(SUM, value, axis=0),
-                        strategy.reduce("MEAN", value, axis=0),
-                        strategy.reduce(MEAN, value, axis=(0, 1)),
-                    ),
-                )(value)
-            self.assert_close(everything.sum(0), total, dtype)
-            self.assertAllClose(everything.mean(0), mean)
-            self.assertAllClose(everything.mean(), of_all)
-
-
 class GatherTest(StrategyTestCase):
     @parameterized.parameters(BASE_CASES[0])
     def test_all_gather_and_its_gradient(self, name, mode, count):
@@ -177,33 +150,6 @@ class GatherTest(StrategyTestCase):
         parts = np.split(tu.oracle(SUM, weights), np.cumsum(rows)[:-1])
         for part, component in zip(parts, gradient.values, strict=True):
             self.assert_close(part, component)
-
-
-class VariableTest(StrategyTestCase):
-    """Variables that the strategy aggregates when a replica writes or somebody reads."""
-
-    @parameterized.parameters(BASE_CASES[1])
-    def test_aggregates_what_replicas_write(self, name, mode, count):
-        ops = CLASSES[name]()
-        strategy = strategy_of(ops, count)
-        aggregations = {
-            "SUM": count * (count + 1) / 2, "MEAN": (count + 1) / 2, "ONLY_FIRST_REPLICA": 1.0,
-        }  # fmt: skip
-        with strategy.scope():
-            variables = [
-                tf.Variable(10.0, aggregation=getattr(tf.VariableAggregation, aggregation))
-                for aggregation in aggregations
-            ]
-
-        def replica():
-            own = tf.cast(context().replica_id_in_sync_group + 1, tf.float32)
-            for variable in variables:
-                variable.assign_add(own)
-
-        with instead_of_tensorflows(ops), self.used(ops, "reduce"), self.used(ops, "broadcast"):
-            in_mode(mode, lambda: strategy.run(replica))()
-        for variable, expected in zip(variables, aggregations.values(), strict=True):
-            self.assert_replicas(10.0 + expected, variable, count)
 
 
 class ControlFlowTest(StrategyTestCase):
@@ -290,9 +236,8 @@ for name, count in st.BASES:
             (gradient,) = tf.gradients(tf.reduce_sum(own * (variable + 1.0)), [variable])
             total, mean = (context.all_reduce(op, [own, gradient]) for op in (SUM, MEAN))
             return total, mean, variable.assign_add(gradient)
-        with st.instead_of_tensorflows(ops):
-            fetches = tf.nest.map_structure(strategy.experimental_local_results,
-                                            strategy.run(replica))
+        fetches = tf.nest.map_structure(strategy.experimental_local_results,
+                                        strategy.run(replica))
         fed = np.arange(2.0 * count).reshape(count, 2)
         with tf.Session() as session:
             session.run(tf.global_variables_initializer())

@@ -15,7 +15,7 @@ from exchange_cases import CASES, STEPS, given, numbers, shapes_for
 from tfcdo.exchange import Collective, Exchange, PackSpec, PowerSGD, Rehearsal, Sum, TopK
 from tfcdo.plan.plan import digest
 
-DTYPES = ("float32", "float64")
+_HOSTS = ((2, "float64"), (3, "float32"))  # Numbers, and a dtype.
 
 
 def _values(exchange: Exchange, hosts: int, step: int, dtype: str) -> list[list[np.ndarray]]:
@@ -27,9 +27,9 @@ def _exact(values: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
 
 
 class ContractTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(name=tuple(CASES), hosts=(2, 3, 5), dtype=DTYPES)
-    def test_within_the_bound_and_alike_on_all_hosts(self, name, hosts, dtype):
-        case = CASES[name]
+    @parameterized.product(name=tuple(CASES), cluster=((5, "float32"), *_HOSTS))
+    def test_within_the_bound_and_alike_on_all_hosts(self, name, cluster):
+        case, (hosts, dtype) = CASES[name], cluster
         rehearsal = Rehearsal(case.exchange, shapes_for(case.exchange), hosts, dtype)
         values = _values(case.exchange, hosts, 0, dtype)
         sums, exact = rehearsal.step(values), _exact(values)
@@ -41,10 +41,10 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
                 max(np.max(np.abs(a - b)) for a, b in zip(sums, exact)), 1e-4 * largest
             )
 
-    @parameterized.product(name=tuple(CASES), hosts=(2, 3), dtype=DTYPES)
-    def test_nothing_is_lost(self, name, hosts, dtype):
+    @parameterized.product(name=tuple(CASES), cluster=_HOSTS)
+    def test_nothing_is_lost(self, name, cluster):
         """Over several steps, all is in the results and in what hosts keep."""
-        case = CASES[name]
+        case, (hosts, dtype) = CASES[name], cluster
         rehearsal = Rehearsal(case.exchange, shapes_for(case.exchange), hosts, dtype)
         steps = [_values(case.exchange, hosts, step, dtype) for step in range(STEPS)]
         results = [rehearsal.step(values) for values in steps]
@@ -71,7 +71,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         rehearsal.step(_values(exchange, 2, 0, "float32"))
         for number in (np.nan, np.inf, -np.inf):
             values = numbers(0, 1)
-            values[0][3, 5] = number
+            values[0][3:6] = number  # More than TopK sends.
             sums = rehearsal.step([given(exchange, values), given(exchange, numbers(1, 1))])
             self.assertFalse(all(np.all(np.isfinite(total)) for total in sums))
             for state in rehearsal.states:
@@ -80,7 +80,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         for total in rehearsal.step(_values(exchange, 2, 2, "float32")):
             self.assertTrue(np.all(np.isfinite(total)))
 
-    @parameterized.product(name=tuple(CASES), number=(0.0, 1e-42, 3e-30, 1e18))
+    @parameterized.product(name=tuple(CASES), number=(0.0, 1e-42, 1e18))
     def test_zeros_tiny_and_large_values(self, name, number):
         """A step of such values spoils no later one."""
         exchange = CASES[name].exchange
@@ -90,9 +90,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         for _ in range(3):
             for total in rehearsal.step(ones):
                 self.assertAllLessEqual(np.abs(total), 2.1 * number * 3)
-        results = [
-            rehearsal.step(_values(exchange, 2, step, "float32"))[0] for step in range(STEPS)
-        ]
+        results = [rehearsal.step(_values(exchange, 2, step, "float32"))[0] for step in range(4)]
         self.assertGreater(np.max(np.abs(np.mean(results, 0))), 0.01)
 
     @parameterized.parameters(*CASES)

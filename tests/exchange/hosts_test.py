@@ -13,7 +13,7 @@ from absl.testing import parameterized
 from exchange_cases import CASES, SHAPES, STEPS, given, numbers, shapes_for
 from wire_bounds import block_error_bound, error_bound
 
-from tfcdo.exchange import Rehearsal, rounding
+from tfcdo.exchange import Rehearsal
 
 _TIMEOUT = 600.0
 
@@ -106,19 +106,6 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(2 * (hosts - 1) * row, results[f"{name} bytes"])
             gradient = sum(range(1, hosts * devices + 1))
             self.assertAllEqual(np.full(1100, gradient, np.float32), results[f"{name} gradient"])
-            self.check_feedback(name, hosts, hosts * devices, results)
-
-    def check_feedback(self, name, num_hosts, num_replicas, results):
-        """Asserts that over several steps no more is lost than what is kept for the next one."""
-        values = np.stack([host_wire.numbers("float32", r) for r in range(num_replicas)])
-        steps = host_wire.FEEDBACK_STEPS
-        exact = steps * values.sum(0, np.float64)
-        largest = np.abs(values).reshape(num_hosts, -1, values.shape[1]).sum(1).max(1).sum()
-        roundoff = rounding.ROUNDOFF[name]
-        bound = (2 * roundoff / (1 - roundoff) ** 2 + steps * 2.0**-21) * largest
-        self.assertLess(np.abs(results[f"{name} feedback"] - exact).max(), bound)
-        without = steps * results[f"{name} float32"].astype(np.float64)
-        self.assertGreater(np.abs(without - exact).max(), bound)
 
     def check_cast(self, name, case, num_hosts, num_replicas, results):
         actual = results[f"{name} {case}"].astype(np.float64)
@@ -134,9 +121,7 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(np.isfinite(actual[256:]), np.ones(len(actual[256:])))
         else:
             self.assertAllEqual(expected[~finite], actual[~finite])
-        # A sum of 257 inside a host is rounded before it is sent.
-        exact = case == "exact" or (case == "not swallowed" and num_hosts == num_replicas)
-        if exact and name != "int8":
+        if case == "exact" and name != "int8":
             self.assertAllEqual(expected, actual)
         if dtype in (tf.float32, tf.float64):
             magnitudes = np.abs(terms[:, finite])

@@ -35,12 +35,10 @@ class GraphTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     SHAPES = ((100,), (5, 10), (), (30, 20))
 
     @parameterized.parameters(
-        ("hierarchical", 3, "float32", None),
         ("hierarchical", 3, "bfloat16", None),
         ("hierarchical", 3, "float32", "float16"),
         ("ring", 3, "float32", "float16"),
         ("one device", 3, "bfloat16", None),
-        ("one device", 3, "float32", "float16"),
         ("elsewhere", 3, "float32", None),
         ("elsewhere", 3, "float32", "float16"),
         *[(name, 4, "float32", None) for name in OPS if " on " in name],

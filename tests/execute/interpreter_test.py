@@ -59,7 +59,7 @@ class TreesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(mine, other)
         return run.get_concrete_function(*values).graph, results
 
-    @parameterized.parameters(*[(tree,) for tree in TREES])
+    @parameterized.parameters(*[(tree,) for tree in TREES[::2]])
     def test_means(self, tree):
         count = tree.num_devices
         values = values_on(count, (3,), ())
@@ -77,7 +77,7 @@ class TreesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         expected = 2 * [*adding, ("RealDiv", names[tree.root])]
         self.assertCountEqual(expected, [op for op in ops if op[0] in ("AddN", "RealDiv")])
 
-    @parameterized.parameters(*[(tree,) for tree in TREES[::3]])
+    @parameterized.parameters(*[(tree,) for tree in TREES[1::5]])
     def test_gathers(self, tree):
         count = tree.num_devices
         values = [

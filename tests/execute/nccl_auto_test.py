@@ -20,7 +20,7 @@ from nccl_testing import K, all_reduce, function, packs_of
 import tfcdo
 from tfcdo import log
 from tfcdo.plan import decide
-from tfcdo.topology import detection, measured, measurement
+from tfcdo.topology import detection, measurement
 from tfcdo.topology.presets import preset
 
 
@@ -74,7 +74,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
         sizes = (2**12, 2**16)
         with mock.patch.object(measurement, "_NCCL_SIZES", sizes):
             measurement.measure(tu.device_names(K), path=self.folder / "mine.json")
-        found = measured.read(self.folder / "mine.json")
+        found = measurement.read(self.folder / "mine.json")
         self.assertEqual(tuple(size for size, _ in found.nccl), sizes)
         self.assertTrue(all(1e-7 < seconds < 10 for _, seconds in found.nccl))
 
@@ -83,8 +83,8 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
         name = detection.name_of_measured(devices)
         assert name is not None
         machine = dataclasses.replace(preset("shared_memory", K), name=name)
-        found = measured.Measured(machine, "2026-01-02", ((1000, 1e-9), (10**6, 1.0)))
-        file = measured.save(found)
+        found = measurement.Measured(machine, "2026-01-02", ((1000, 1e-9), (10**6, 1.0)))
+        file = measurement.save(found)
         takes, _ = self.takes_nccl(tfcdo.AutoAllReduce(), 125_000, 125_000)
         self.assertTrue(takes)  # Nobody asked for the measurement.
         takes, line = self.takes_nccl(tfcdo.AutoAllReduce(topology=file), 250)

@@ -7,7 +7,6 @@ import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
 
-import tfcdo
 from tfcdo import tf_internals
 from tfcdo.execute.request import (
     check_broadcast,
@@ -26,16 +25,6 @@ class ArgumentsTest(parameterized.TestCase):
         count = check_count("n", value)
         self.assertIs(int, type(count))
         self.assertEqual(value, count)
-
-    @parameterized.parameters(
-        ({"num_packs": 3.0}, TypeError, "num_packs must be an int; got 3.0"),
-        ({"num_packs": -8}, ValueError, "num_packs must be at least 0; got -8"),
-        ({"agg_small_grads_max_bytes": True}, TypeError, "_bytes must be an int; got True"),
-        ({"agg_small_grads_max_group": None}, TypeError, "_group must be an int; got None"),
-    )
-    def test_no_such_packing(self, arguments, error, message):
-        with self.assertRaisesRegex(error, message):
-            tfcdo.AllReduceCrossDeviceOps(**arguments)
 
 
 class DestinationsTest(tf.test.TestCase, parameterized.TestCase):

@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 import testing_utils as tu
 
@@ -46,18 +45,6 @@ def names_of(found: Sequence[implementations.Implementation]) -> list[str]:
 def measurement_of(name: str, kind: str, seconds: float, wrong: int = 0) -> results.Measurement:
     return results.Measurement(
         name, kind, 4, seconds, 0.0, "w", 4000, 1000, wrong=wrong, first_call=1.0
-    )
-
-
-def small_model(weights: None, input_shape: tuple[int, ...], classes: int) -> Any:
-    """Makes a model by the arguments that Keras's applications take."""
-    del weights
-    return keras.Sequential(
-        [
-            keras.layers.Input(input_shape),
-            keras.layers.Flatten(),
-            keras.layers.Dense(classes, activation="softmax"),
-        ]
     )
 
 

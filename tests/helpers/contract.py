@@ -1,8 +1,7 @@
 """The contract of `tf.distribute.CrossDeviceOps`, as tests that any list of settings can run.
 
 `settings_tests` makes one test class per setting and part of the contract, so that another file can
-run the same suite over other classes, or in another environment. The parts: contract_values
-and contract_calls.
+run the same suite over other classes, or in another environment. contract_values has the parts.
 """
 
 from __future__ import annotations

@@ -21,10 +21,11 @@ SMALL = (7, 3)  # Vectors of so few numbers that their pack is exact.
 
 
 def contract(strategy: Any) -> dict[str, np.ndarray]:
-    """Sums with each exchange; returns what each replica of this host gets."""
+    """Sums with half of the exchanges; returns what each replica of this host gets."""
     results: dict[str, np.ndarray] = {}
+    one_device = len(strategy.extended.worker_devices) == 1
     for name, case in CASES.items():
-        if strategy.num_replicas_in_sync > 3 or name in ("Cast", "PowerSGD late", "TopK"):
+        if one_device == (name in ("Cast", "PowerSGD late", "TopK")):
             results |= _contract(name, other_strategy(strategy, exchange=case.exchange))
     return results
 

@@ -25,7 +25,7 @@ import tfcdo
 from tfcdo import tf_internals
 from tfcdo.cluster import agreement, errors, protocol, session
 from tfcdo.plan import copy_tree, decide, packing
-from tfcdo.topology import detection, measured
+from tfcdo.topology import detection, measurement
 from tfcdo.topology.presets import preset
 
 _SUM, _MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
@@ -199,7 +199,7 @@ def unlike_correct(strategy: Any) -> None:
             name = detection.name_of_measured(devices)
             assert name is not None
             machine = dataclasses.replace(assumed, name=name, **slow)
-            measured.save(measured.Measured(machine, "2026-01-02"))
+            measurement.save(measurement.Measured(machine, "2026-01-02"))
         _check_sums(strategy, {})
     with contextlib.ExitStack() as stack:
         if not is_chief:

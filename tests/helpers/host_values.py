@@ -19,19 +19,22 @@ SHAPE = (3, 5)
 
 
 def values(strategy: Any) -> None:
-    """Checks everything: eagerly, and in functions where hosts have several devices."""
+    """Checks everything: in functions where hosts have several devices, and otherwise eagerly."""
     case = _Case(strategy)
-    modes: list[Any] = [lambda body: body, lambda body: tf.function(body, autograph=False)]
-    for wrap in modes[: 2 if case.local > 1 else 1]:
-        case.all_reduce(wrap)
-        case.slices(wrap)
-        case.gather(wrap)
-        case.gather_structure(wrap)
-        case.refused(wrap)
-        case.cross_replica(wrap)
+    wrap: Any = _function if case.local > 1 else lambda body: body
+    case.all_reduce(wrap)
+    case.slices(wrap)
+    case.gather(wrap)
+    case.gather_structure(wrap)
+    case.refused(wrap)
+    case.cross_replica(wrap)
     case.gradient()
     case.loop()
     case.options()
+
+
+def _function(body: Any) -> Any:
+    return tf.function(body, autograph=False)
 
 
 def _constant(arrays: Sequence[Any], replica: int) -> tf.Tensor:
@@ -55,10 +58,9 @@ def _events_counted() -> int:
 
 
 def check_all_reduces(strategy: Any) -> None:
-    """Checks all-reduces of dense values only, eagerly and in a function."""
+    """Checks all-reduces of dense values only, in a function."""
     case = _Case(strategy)
-    for wrap in (lambda body: body, lambda body: tf.function(body, autograph=False)):
-        case.all_reduce(wrap)
+    case.all_reduce(_function)
     case.gradient()
     case.options()
 

@@ -1,16 +1,13 @@
 """Random training programs, each run on one device and on several replicas.
 
-`case(seed)` draws a program, and `compare(case)` trains it both ways. Run as a script, it tries
-many seeds and prints those that differ. A difference of float32 alone is rounding that an optimizer
-has made large: such a case is repeated in float64, where it must disappear.
+`case(seed)` draws a program, and `compare(case)` trains it both ways. A difference of float32 alone
+is rounding that an optimizer has made large: such a case is repeated in float64, where it must
+disappear.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import sys
-import traceback
 from typing import Any
 
 import keras
@@ -341,33 +338,3 @@ def _differences(case: Case) -> Outcome:
         if not difference <= tolerance:
             found.append(f"{name}: {difference:.2g}")
     return Outcome(max(differences), tuple(found))
-
-
-def main() -> None:
-    """Tries many seeds and prints those that fail."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=300, help="number of seeds")
-    parser.add_argument("--first", type=int, default=0, help="first seed")
-    arguments = parser.parse_args()
-    tf.get_logger().setLevel("ERROR")
-    failed, largest = 0, 0.0
-    for seed in range(arguments.first, arguments.first + arguments.count):
-        drawn = case(seed)
-        try:
-            outcome = compare(drawn)
-        except Exception as error:  # Any error is a result.
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{type(error).__name__} at {last.filename}:{last.lineno}"
-            outcome = Outcome(0.0, (f"{where}: {str(error)[:1000]}",))
-        if outcome.found:
-            failed += 1
-            print(f"FAILS {drawn}\n  " + "\n  ".join(outcome.found), flush=True)
-        else:
-            largest = max(largest, outcome.largest)
-            print(f"ok {seed} {outcome.largest:.1e}", flush=True)
-    print(f"{failed} of {arguments.count} fail; the largest difference of others: {largest:.1e}")
-    sys.exit(failed > 0)
-
-
-if __name__ == "__main__":
-    main()

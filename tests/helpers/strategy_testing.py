@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -18,7 +17,6 @@ import tfcdo
 CLASSES: dict[str, Callable[[], tf.distribute.CrossDeviceOps]] = {
     "one_device": tfcdo.ReductionToOneDevice,
     "hierarchical": tfcdo.HierarchicalCopyAllReduce,
-    "unpacked": lambda: tfcdo.AllReduceCrossDeviceOps("ring", 0, agg_small_grads_max_bytes=64),
 }
 EAGER, FUNCTION = "eager", "function"  # The function is called by another function.
 
@@ -64,18 +62,6 @@ def distributed(
     options.autotune.enabled = False
     dataset = tf.data.Dataset.from_tensor_slices(data).batch(batch_size).with_options(options)
     return strategy.experimental_distribute_dataset(dataset)
-
-
-@contextlib.contextmanager
-def instead_of_tensorflows(ops: tf.distribute.CrossDeviceOps) -> Iterator[None]:
-    """Gives `ops` what the strategy keeps for a class of TensorFlow's.
-
-    Whatever it was made with, a MirroredStrategy reduces int32 values, and on CPUs all values of
-    `strategy.reduce`, with a `tf.distribute.ReductionToOneDevice` of its own.
-    """
-    cls = tf.distribute.ReductionToOneDevice
-    with mock.patch.object(sys.modules[cls.__module__], cls.__name__, lambda: ops):
-        yield
 
 
 class StrategyTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):

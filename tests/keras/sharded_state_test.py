@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import graph_testing
 import keras
 import numpy as np
 import tensorflow as tf
@@ -74,6 +75,24 @@ class OptionsTest(TrainingTestCase):
 
 
 class TrafficTest(TrainingTestCase):
+    def test_no_more_is_copied_than_is_explained(self):
+        """Sums reach their owners only, and weights all devices."""
+        strategy = strategy_of(2, shard_optimizer_state=True)
+        shapes = [(30,), (10,), (10,)]
+        with strategy.scope():
+            variables = [keras.Variable(np.ones(shape, np.float32)) for shape in shapes]
+            optimizer = ko.SGD(0.2)
+            optimizer.build(variables)
+
+        def step() -> None:
+            optimizer.apply([tf.sin(one.value) for one in variables], variables)
+
+        graph = tf.function(lambda: strategy.run(step)).get_concrete_function().graph
+        copied = graph_testing.copied_bytes(graph, tu.device_names(2))
+        told = strategy.explain(shapes, shard_optimizer_state=True)
+        for link, num_bytes in told.bytes_by_link.items():
+            self.assertBetween(copied[link], 1, num_bytes)
+
     @parameterized.parameters(
         (lambda: ko.SGD(0.2), True),
         (lambda: ko.Adam(0.2), False),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tfcdo.plan.copy_tree import CopyTree, binomial, chain, path, rooted, star, two_level
 
 SHAPES = (star, chain, binomial, two_level)
-EVERY_SIZE = [(shape, devices) for shape in SHAPES for devices in range(1, 17)]
+EVERY_SIZE = [(shape, devices) for shape in SHAPES for devices in (*range(1, 10), 16)]
 
 
 def graph_of(parents: tuple[int | None, ...]) -> nx.DiGraph:
@@ -71,23 +71,18 @@ class CopyTreeTest(parameterized.TestCase):
         with self.assertRaisesRegex(TypeError, r"parents must be a tuple; got \[None, 0\]"):
             CopyTree(parents)
 
-    @parameterized.product(
-        shape=SHAPES,
-        wrong=[
+    @parameterized.parameters(*SHAPES)
+    def test_no_such_device(self, shape):
+        for num_devices, root, error, message in (
             (4, 4, ValueError, "root must be from 0 to 3; got 4"),
-            (4, 9, ValueError, "root must be from 0 to 3; got 9"),
             (4, -1, ValueError, "root must be from 0 to 3; got -1"),
             (0, 0, ValueError, "num_devices must be at least 1; got 0"),
-            (-2, 0, ValueError, "num_devices must be at least 1; got -2"),
             (4.0, 0, TypeError, "num_devices must be an int; got 4.0"),
             (4, None, TypeError, "root must be an int; got None"),
             (4, True, TypeError, "root must be an int; got True"),
-        ],
-    )
-    def test_no_such_device(self, shape, wrong):
-        num_devices, root, error, message = wrong
-        with self.assertRaisesRegex(error, message):
-            shape(num_devices, root)
+        ):
+            with self.assertRaisesRegex(error, message):
+                shape(num_devices, root)
 
     @parameterized.parameters(EVERY_SIZE)
     def test_shapes(self, shape, devices):
@@ -104,12 +99,7 @@ class CopyTreeTest(parameterized.TestCase):
             self.assertEqual((tree.num_devices, tree.root), (devices, root))
             self.assertEqual(tree.depth, max(nx.shortest_path_length(graph, root).values()))
             self.assertLessEqual(tree.depth, most)
-
-    @parameterized.parameters(EVERY_SIZE)
-    def test_views_of_a_tree_agree(self, shape, devices):
-        for root in range(devices):
-            tree = shape(devices, root)
-            graph = graph_of(tree.parents)
+            # Its views agree.
             self.assertCountEqual(
                 tree.edges, [(d, p) for d, p in enumerate(tree.parents) if p is not None]
             )

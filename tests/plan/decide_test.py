@@ -21,7 +21,7 @@ from tfcdo.plan.decide import (
 )
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import Batch, Pack, Plan, Request, RootStep, ValueSpec, plan_of_bytes
-from tfcdo.topology.measured import Measured
+from tfcdo.topology.measurement import Measured
 from tfcdo.topology.presets import preset
 
 K = 3

@@ -20,9 +20,8 @@ from tfcdo.plan import algorithms, copy_tree, simulator
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.lower_bound import bandwidth_bound, lower_bound_seconds
 from tfcdo.plan.plan import Plan, cut, in_turn, plan_of_bytes
-from tfcdo.topology.links import Resource, ordered_pairs
+from tfcdo.topology.links import Resource, Route, ordered_pairs
 from tfcdo.topology.presets import preset
-from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
 
 MB, GB = 10**6, 10**9
@@ -94,7 +93,7 @@ class BoundTest(plan_testing.PlanTestCase):
 
     def test_is_that_of_a_program_over_all_trees(self):
         parts = [DGX1.subset(part) for part in ((1, 3, 5), (0, 2, 4, 7), (0, 1, 2, 3, 4, 5))]
-        drawn = [draw_machine(devices, seed) for devices in (2, 3, 4, 5) for seed in range(6)]
+        drawn = [draw_machine(devices, seed) for devices in (2, 3, 4, 5) for seed in range(3)]
         for machine in (*parts, *drawn, preset("nvswitch", 5), preset("pcie", 5)):
             expected = bound_over_all_trees(machine)
             found = bandwidth_bound(machine, GB) / GB
@@ -110,7 +109,9 @@ class BoundTest(plan_testing.PlanTestCase):
             machine = Topology.from_routes("slow", 3, routes)
             self.assertAlmostEqual(bandwidth_bound(machine, GB), 0.5)
 
-    @parameterized.product(devices=[2, 5], ratio=[1e6, 1e15], slow=["link", "device", "most"])
+    @parameterized.parameters(
+        (5, 1e6, "link"), (5, 1e15, "device"), (2, 1e15, "most"), (5, 1e6, "most")
+    )
     def test_very_unlike_links(self, devices, ratio, slow):
         is_slow = {
             "link": lambda pair: set(pair) == {0, 1},

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import hypothesis
+import nightly
 import plan_testing
 from absl.testing import absltest, parameterized
 from drawn_machines import draw_buses, draw_machine, draw_slow_link
@@ -36,18 +37,20 @@ class RatiosTest(plan_testing.PlanTestCase):
 
     @parameterized.parameters(
         (DGX1, {MB: 6.8, 100 * MB: 1.2}),
-        # As `nvidia-smi` may number the devices.
-        (DGX1.subset((5, 2, 7, 0, 3, 6, 1, 4)), {GB: 1.1}),
-        (DGX1.subset((0, 1, 2)), {100 * MB: 1.18, GB: 1.08}),
-        (preset("nvswitch"), {100 * MB: 1.28}),
         (preset("pcie"), {100 * MB: 1.12}),
-        (draw_machine(9, 2), {GB: 1.15}),
-        # Few devices with unlike links, shared buses or one slow link, and larger parts.
+        # Few devices with unlike links, shared buses or one slow link.
         (draw_machine(3, 52), {GB: 1.12}),
         (draw_buses(4, 52), {GB: 1.08}),
         (draw_slow_link(4, 52), {GB: 1.07}),
-        (DGX1.subset((0, 1, 5, 6)), {GB: 1.085}),
-        (DGX1.subset((0, 4, 5, 6, 1)), {GB: 1.19}),
+        *nightly.cases(
+            # As `nvidia-smi` may number the devices.
+            (DGX1.subset((5, 2, 7, 0, 3, 6, 1, 4)), {GB: 1.1}),
+            (DGX1.subset((0, 1, 2)), {100 * MB: 1.18, GB: 1.08}),
+            (preset("nvswitch"), {100 * MB: 1.28}),
+            (draw_machine(9, 2), {GB: 1.15}),
+            (DGX1.subset((0, 1, 5, 6)), {GB: 1.085}),
+            (DGX1.subset((0, 4, 5, 6, 1)), {GB: 1.19}),
+        ),
     )
     def test_ratio(self, machine, most):
         for num_bytes, ratio in most.items():
@@ -57,13 +60,12 @@ class RatiosTest(plan_testing.PlanTestCase):
 
 
 class SearchTest(plan_testing.PlanTestCase):
-    @parameterized.parameters("1", "2")
-    def test_other_processes_make_the_same_plan(self, hash_seed):
+    def test_another_process_makes_the_same_plan(self):
         printed = subprocess.run(
             [sys.executable, "-c", _PRINT_PLAN],
             env={
                 **os.environ,
-                "PYTHONHASHSEED": hash_seed,
+                "PYTHONHASHSEED": "1",
                 "PYTHONPATH": os.pathsep.join(sys.path),
             },
             capture_output=True,

@@ -124,7 +124,7 @@ class EveryPlanTest(absltest.TestCase):
 class NumPacksTest(parameterized.TestCase):
     """Mode 1: all values of a dtype are laid end to end and cut."""
 
-    @parameterized.product(num_packs=(1, 2, 3, 7, 35, 36, 100), machine=MACHINES)
+    @parameterized.parameters(*zip((1, 2, 7, 35, 36, 100), 3 * MACHINES))
     def test_cuts_evenly(self, num_packs, machine):
         values = items((4, 5), (), (0,), (3,), (11,))  # 35 elements.
         packs = pack(values, packing.PackingOptions(num_packs), machine=machine)
@@ -150,7 +150,7 @@ class NumPacksTest(parameterized.TestCase):
         self.assertEqual([trees[index] for index in expected], [one.tree for one in packs])
         self.assertEqual(sizes, [stop - start for ((_, start, stop),) in contents(packs)])
 
-    @parameterized.product(algorithm=algorithms.ALGORITHMS, machine=("dgx1", "shared_memory"))
+    @parameterized.parameters(*zip(algorithms.ALGORITHMS, 9 * ("dgx1", "shared_memory")))
     def test_every_algorithm_decides(self, algorithm, machine):
         place = topology.preset(machine, 5)
         options = packing.PackingOptions(None)

@@ -17,9 +17,8 @@ from tfcdo.plot import gantt
 from tfcdo.plot.figures import make_figure, save_figure
 from tfcdo.plot.gantt import draw_gantt
 from tfcdo.plot.trees import draw_trees
-from tfcdo.topology.links import Resource
+from tfcdo.topology.links import Resource, Route
 from tfcdo.topology.presets import preset
-from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
 
 # What is drawn is looked at by attributes that only some of matplotlib's artists have.

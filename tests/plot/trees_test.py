@@ -13,9 +13,8 @@ from tfcdo.plan import algorithms
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Plan, cut, in_turn
 from tfcdo.plot.trees import draw_trees
-from tfcdo.topology.links import Resource, ordered_pairs
+from tfcdo.topology.links import Resource, Route, ordered_pairs
 from tfcdo.topology.presets import preset
-from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
 
 

@@ -46,30 +46,35 @@ def _simulate(every, make=host_diloco.adam, fragments=(0,) * 6, updates_every=1)
     period, done, after_epochs = every * updates_every, 0, []
     last = [0] * count  # The step of each fragment's last exchange.
 
-    def exchange(fragment):
+    def exchange(fragment, begun):
+        """Exchanges the parameters with which the last step began; what it changed is kept."""
         values = [model.get_weights() for model in hosts]
         for at, own in enumerate(fragments):
             if own == fragment:
-                outer.update(at, [value[at] for value in values])
-                for value in values:
-                    value[at] = outer.common[at].astype(np.float32)
+                outer.update(at, [value[at] for value in begun])
+                for value, before in zip(values, begun, strict=True):
+                    value[at] = np.float32(outer.common[at] + (value[at] - before[at]))
         for model, value in zip(hosts, values, strict=True):
             model.set_weights(value)
-        last[fragment] = done
 
     for _ in range(EPOCHS):
         for batch in range(STEPS):
+            begun = [model.get_weights() for model in hosts]
             for model, begin, end in zip(hosts, (0, 6), (6, 10), strict=True):
                 rows = slice(batch * BATCH + begin, batch * BATCH + end)
                 model.train_on_batch(inputs[rows], targets[rows])
             done += 1
             for fragment in range(count):
-                if (done - (fragment + 1) * period // count) % period == 0:
-                    exchange(fragment)
+                # Fragments are exchanged while the next step is computed.
+                at = done - (fragment + 1) * period // count - (count > 1)
+                if at % period == 0 and (count == 1 or done > 1):
+                    now = [model.get_weights() for model in hosts]
+                    exchange(fragment, begun if count > 1 else now)
+                    last[fragment] = done - (count > 1)
         after_epochs.append([one.copy() for one in outer.common])
     for fragment in range(count):
         if last[fragment] < done:
-            exchange(fragment)
+            exchange(fragment, [model.get_weights() for model in hosts])
     return after_epochs, outer.common
 
 

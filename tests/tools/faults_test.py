@@ -13,6 +13,7 @@ import tempfile
 from unittest import mock
 
 import faults
+import nightly
 import warm_python
 from absl.testing import absltest, parameterized
 
@@ -39,9 +40,9 @@ with socket.socket() as probe:
 
 class FaultsTest(parameterized.TestCase):
     @parameterized.parameters(
-        faults.Case("kill worker", "step", 2, victims=(1,), step=25, delay=0.05),
+        (faults.Case("kill worker", "step", 2, victims=(1,), step=25, delay=0.05),),
         # The chief waits for it before the first collective, where TensorFlow raises nothing.
-        faults.Case("stop", "first step", 2, victims=(1,)),
+        *nightly.cases((faults.Case("stop", "first step", 2, victims=(1,)),)),
     )
     def test_ends_with_the_same_weights(self, case: faults.Case):
         outcome = faults.run_case(case)

@@ -10,7 +10,7 @@ import tempfile
 from absl.testing import absltest, parameterized
 
 from tfcdo.plan.evaluation import Evaluation
-from tfcdo.topology import measured, serialization
+from tfcdo.topology import measurement, serialization
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
@@ -38,7 +38,7 @@ class FormatsTest(parameterized.TestCase):
 
     @parameterized.parameters("measured_0_1_0", "measured_576c665", "measured_format2")
     def test_measurements(self, name):
-        found = measured.read(_FOLDER / f"{name}.json")
+        found = measurement.read(_FOLDER / f"{name}.json")
         self.assertEqual(found.topology, preset("pcie", 2))
         self.assertEqual(found.nccl, ((4096, 1e-5), (1 << 20, 1e-4)))
 
@@ -65,7 +65,7 @@ class FormatsTest(parameterized.TestCase):
         with self.assertRaisesRegex(
             ValueError, "format must be from 1 to 2; got 3; a newer version of tfcdo has written"
         ):
-            _READERS[kind](text) if kind in _READERS else measured.read(path)
+            _READERS[kind](text) if kind in _READERS else measurement.read(path)
 
     @parameterized.parameters(("0", "from 1 to 2; got 0$"), ('"a"', "expected `int`"))
     def test_formats_that_are_none(self, found, message):

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from absl.testing import absltest, parameterized
 from topology_testing import meet
 
-from tfcdo.topology.links import Resource, ordered_pairs
+from tfcdo.topology.links import Resource, Route, ordered_pairs
 from tfcdo.topology.measurement import infer_routes
 from tfcdo.topology.presets import preset
-from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
 
 _BYTES = 10**7

@@ -13,7 +13,7 @@ from absl.testing import parameterized
 
 import tfcdo
 from tfcdo import log, topology
-from tfcdo.topology import detection, measured
+from tfcdo.topology import detection, measurement
 
 
 class MeasureTest(tf.test.TestCase, parameterized.TestCase):
@@ -37,7 +37,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         self.assertBetween(found.addition_bandwidth, 1.0, 1e15)
         (file,) = self.folder.iterdir()
         self.assertStartsWith(file.name, "measured-3-cpu-devices-of-")
-        self.assertEqual(getattr(measured.load(found.name), "topology", None), found)
+        self.assertEqual(getattr(measurement.load(found.name), "topology", None), found)
         # Not in this process, and not in one that comes later.
         for _ in range(2):
             self.assertEqual(topology.detect(devices).name, "shared_memory")
@@ -86,10 +86,10 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
             file.write_text(damaged)
             log.warn_once.cache_clear()
             with self.assertLogs("absl", "WARNING") as logs:
-                self.assertIsNone(measured.load(found.name))
+                self.assertIsNone(measurement.load(found.name))
             self.assertRegex(logs.output[0], f"ignoring .*{file.name}, which is no measurement")
         file.write_text(text)
-        self.assertEqual(getattr(measured.load(found.name), "topology", None), found)
+        self.assertEqual(getattr(measurement.load(found.name), "topology", None), found)
 
     def test_what_cannot_be_kept_is_returned_and_logged(self):
         (self.folder / "file").touch()
@@ -118,10 +118,10 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         ({"TFCDO_CACHE_DIR": "~/mine", "HOME": "{}"}, "mine"),
     )
     def test_where(self, variables, folder):
-        found = measured.Measured(topology.preset("pcie"), "2026-01-01")
+        found = measurement.Measured(topology.preset("pcie"), "2026-01-01")
         variables = {key: value.format(self.folder) for key, value in variables.items()}
         with mock.patch.dict(os.environ, variables):
-            self.assertEqual(self.folder / folder, measured.save(found).parent)
+            self.assertEqual(self.folder / folder, measurement.save(found).parent)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 from topology_testing import meet
 
-from tfcdo.topology.links import Link, Resource
+from tfcdo.topology.links import Link, Resource, Route
 from tfcdo.topology.presets import PRESETS, dgx1, preset
-from tfcdo.topology.routes import Route
 from tfcdo.topology.topology import Topology
 
 

@@ -24,8 +24,7 @@ from tfcdo import log
 from tfcdo.execute.interpreter import Planned
 from tfcdo.keras import trace_summary
 from tfcdo.plan.plan import Plan
-from tfcdo.plot import trace as trace_plot
-from tfcdo.tracing import edges, profile, recording, summary
+from tfcdo.tracing import edges, profile, recording
 from tfcdo.tracing.profile import Event
 
 _STEPS = 3
@@ -35,7 +34,6 @@ _DEVICES = 3
 class TraceTest(tf.test.TestCase):
     traced: ClassVar[Any]
     content: ClassVar[dict[str, Any]]
-    picture: ClassVar[bytes]
 
     @classmethod
     def setUpClass(cls):
@@ -46,11 +44,10 @@ class TraceTest(tf.test.TestCase):
         step()
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "out.json"
-            with tfcdo.trace(path, draw=path.with_suffix(".png")) as cls.traced:
+            with tfcdo.trace(path) as cls.traced:
                 for _ in range(_STEPS):
                     step()
             cls.content = json.loads(path.read_text(encoding="utf-8"))
-            cls.picture = path.with_suffix(".png").read_bytes()
 
     def test_every_copy_and_addition_is_found_in_every_step(self):
         runs = self.traced.recording.runs
@@ -108,21 +105,6 @@ class TraceTest(tf.test.TestCase):
         ops = {one["name"] for one in bars if one["pid"] == 1}
         self.assertTrue(any(name.startswith("computation/") for name in ops))
 
-    def test_the_picture(self):
-        self.assertEqual(self.picture[:8], b"\x89PNG\r\n\x1a\n")
-        figure: Any = trace_plot.draw_trace(self.traced.recording)
-        ran, simulated = figure.axes
-        # One scale, so that lengths can be compared.
-        self.assertEqual(ran.get_xlim(), simulated.get_xlim())
-        self.assertEqual(ran.get_xlabel(), simulated.get_xlabel())
-        self.assertIn("what ran", ran.get_title(loc="left"))
-        self.assertIn("what was planned", simulated.get_title(loc="left"))
-        self.assertContainsSubset(
-            ["0 adds", "1 adds", "2→0", "0→2"],
-            [label.get_text() for label in ran.get_yticklabels()],
-        )
-        self.assertLen(ran.patches, 2 * 5)
-
 
 class WireTest(tf.test.TestCase):
     def test_copies_that_are_cast_are_found(self):
@@ -158,7 +140,6 @@ class ArgumentsTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ({"path": "out.txt"}, ValueError, "path must end in .json; got 'out.txt'"),
-        ({"path": "out.json", "draw": "out.gif"}, ValueError, "draw must end in .png or .svg"),
         ({"path": "no-such-folder/out.json"}, FileNotFoundError, "path must be in a folder"),
         ({"path": "out.json", "topology": "dgx1"}, TypeError, "topology must be"),
     )
@@ -205,7 +186,7 @@ class SummaryTest(absltest.TestCase):
             _op("f/tfcdo_1/pack2/reduce/0and2to1_1", 12, 14, "AddN"),
             _op(call, 30, 31, ""), _op("b", 30, 31),
         ]  # fmt: skip
-        found = summary.summarize(events, edges.find(events, []))
+        found = recording.summarize(events, edges.find(events, []))
         self.assertEqual(found.num_steps, 2)
         self.assertEqual((found.step, found.all_reduce, found.exposed), (15.0, 3.0, 2.5))
         self.assertIn(found.slowest, ("tfcdo/pack0 add 1→0", "tfcdo_1/pack2 add 0, 2→1"))
@@ -213,7 +194,7 @@ class SummaryTest(absltest.TestCase):
 
     def test_without_calls_the_ops_are_a_step(self):
         events = [_op("tfcdo/fuse/x", 2, 3), _op("tfcdo/unfuse/y", 4, 6)]
-        found = summary.summarize(events, [])
+        found = recording.summarize(events, [])
         self.assertEqual((found.num_steps, found.step, found.all_reduce), (1, 4.0, 3.0))
         self.assertIsNone(found.slowest)
         self.assertNotIn("slowest", str(found))
@@ -254,12 +235,12 @@ class SummaryTest(absltest.TestCase):
         )
 
     def test_intervals(self):
-        self.assertEqual(summary.union([(3, 4), (0, 2), (1, 2.5)]), [(0, 2.5), (3, 4)])
-        self.assertEqual(summary.intersection([(0, 2), (3, 5)], [(1, 4)]), [(1, 2), (3, 4)])
-        self.assertEqual(summary.intersection([(1, 4)], [(0, 2), (3, 5)]), [(1, 2), (3, 4)])
+        self.assertEqual(recording.union([(3, 4), (0, 2), (1, 2.5)]), [(0, 2.5), (3, 4)])
+        self.assertEqual(recording.intersection([(0, 2), (3, 5)], [(1, 4)]), [(1, 2), (3, 4)])
+        self.assertEqual(recording.intersection([(1, 4)], [(0, 2), (3, 5)]), [(1, 2), (3, 4)])
 
     def test_nothing(self):
-        self.assertStartsWith(str(summary.summarize([], [])), "no all-reduce of tfcdo ran")
+        self.assertStartsWith(str(recording.summarize([], [])), "no all-reduce of tfcdo ran")
 
 
 _SCRIPT = """
@@ -292,6 +273,7 @@ class CommandTest(parameterized.TestCase):
                 *("trace", "-o", str(folder / "out.json"), *arguments, str(path), "3")
             )
         files = sorted(file.name for file in folder.iterdir())
+        self.assertNotIn("tfcdo: ", output)  # Standard output is the script's.
         return status, output + errors, files
 
     def test_a_script_with_a_status_of_its_own(self):

@@ -1,29 +1,60 @@
-"""Measures TensorFlow's and tfcdo's multi-worker strategies in turn, on processes of this host."""
+"""Measures TensorFlow's and tfcdo's multi-worker strategies in turn, on processes of this host.
+
+Run as a module, it is such a process: it trains under each of the strategies.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import math
+import os
+import pathlib
+import shutil
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
-from tfcdo.bench import link, results, worker_pool
+import tfcdo
+from tfcdo import tf_internals
+from tfcdo.bench import results, worker_pool
+from tfcdo.bench.results import ALONE
 from tfcdo.launch import cluster
 
-ALONE = "computing alone"  # A step that drops its gradients.
-WIRES = ("bfloat16", "int8")
+_WIRES = ("bfloat16", "int8")
 # Seconds for a step; tracing its graph takes a minute on a busy machine.
 _TIMEOUT = 900.0
 
+_LOOPBACK = "lo"
+# How long a packet may wait at the limit: long enough that TCP keeps the link full.
+_QUEUE_SECONDS = 0.4
+# The kernel lets packets of up to 64 KiB through a loopback interface, and gives them their turn
+# in ticks of up to 4 ms: the bucket must hold more than a packet, and more than a tick's bytes.
+_MIN_BURST = 256 * 1024
+_TICK = 0.004
+_SECONDS = 20.0
 
-def least_bytes(num_workers: int, gradient_bytes: int) -> int:
-    """Returns the bytes that workers must send each other at least to sum their gradients."""
-    # Patarasuk and Yuan 2009: each of N workers sends at least 2 (N - 1) / N times its data.
-    return 2 * (num_workers - 1) * gradient_bytes
+_SEED = 7
+_LEARNING_RATE = 0.01
+_IMAGE = (32, 32, 3)
+_PATCH = 8
+_CLASSES = 10
+# A small vision transformer: with 6 blocks, 7.5 million parameters or 30 MB of gradients.
+_WIDTH = 320
+_HEADS = 5
+# As many however many devices share them, so that the time of computing is much the same.
+_IMAGES_PER_WORKER = 12
 
 
 def run(
-    opened: link.Loopback,
+    opened: Loopback,
     num_workers: int,
     num_devices: int,
     iterations: int,
@@ -34,10 +65,10 @@ def run(
     """Trains a model on the same data under each strategy, a step of each in turn."""
     names = {
         "tfcdo": "tfcdo.MultiWorkerMirroredStrategy",
-        **{f"tfcdo {wire}": f"the same, exchange={wire!r}" for wire in WIRES},
+        **{f"tfcdo {wire}": f"the same, exchange={wire!r}" for wire in _WIRES},
         "tf": "tf.distribute.MultiWorkerMirroredStrategy",
     }
-    command = [*opened.command, sys.executable, "-m", "tfcdo.bench.hosts_worker"]
+    command = [*opened.command, sys.executable, "-m", "tfcdo.bench.hosts"]
     command += [str(num_devices), str(num_blocks)]
     with cluster.reserved_ports(num_workers) as addresses:
         variables = [
@@ -50,10 +81,6 @@ def run(
         ]
         with worker_pool.start_workers(command, variables) as pool:
             gradient_bytes, *_ = pool.call("gradient_bytes", _TIMEOUT)
-            wrong = {
-                kind: sum(pool.call("num_wrong", _TIMEOUT, name=kind))
-                for kind in track(list(names), description="checking")
-            }
 
             def step(kind: str) -> tuple[float, int]:
                 before = opened.count_bytes()
@@ -74,8 +101,226 @@ def run(
                 num_devices,
                 *results.median_and_spread(seconds),
                 size=gradient_bytes,
-                wrong=wrong.get(kind),
                 bytes_sent=float(np.mean(sent)),
             )
         )
     return found
+
+
+class LinkError(RuntimeError):
+    """Says why a link cannot be had here, with the remedy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loopback:
+    """A loopback interface."""
+
+    command: tuple[str, ...]  # The words before a program's command that start it on this link.
+    counters: pathlib.Path  # The file that counts the bytes that have crossed it.
+    is_own: bool  # Whether nothing but the workers uses it.
+
+    def count_bytes(self) -> int:
+        """Returns how many bytes have crossed the link, in both directions, with all headers."""
+        for line in self.counters.read_text(encoding="ascii").splitlines():
+            name, _, numbers = line.partition(":")
+            if name.strip() == _LOOPBACK:
+                # The ninth of 16 columns counts the bytes sent; a loopback receives all of them.
+                return int(numbers.split()[8])
+        raise LinkError(f"{self.counters} does not list the interface {_LOOPBACK}")
+
+
+@contextlib.contextmanager
+def open_link(rate: float | None) -> Iterator[Loopback]:
+    """Opens a loopback interface of its own, with at most `rate` bytes per second."""
+    for program in ("unshare", "nsenter", "ip", *(["tc"] if rate else [])):
+        if shutil.which(program) is None:
+            raise LinkError(f"{program} is not installed: it comes with util-linux or iproute2")
+    make, enter = ["unshare", "--net"], ["nsenter", "--net"]
+    if os.geteuid():
+        make, enter = [*make, "--map-root-user"], [*enter, "--user", "--preserve-credentials"]
+    # A program that holds the namespace until its standard input is closed.
+    script = f"ip link set {_LOOPBACK} up && {_shaping(rate)} && echo ready && exec cat"
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [*make, "sh", "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    ) as holder:
+        assert holder.stdin
+        assert holder.stdout
+        assert holder.stderr
+        try:
+            if holder.stdout.readline() != "ready\n":
+                reason = holder.stderr.read().strip() or "it ended"
+                raise LinkError(
+                    f"a network namespace of its own is refused ({reason}): run it as root, or "
+                    "where users may make namespaces and shape their interfaces"
+                )
+            counters = pathlib.Path(f"/proc/{holder.pid}/net/dev")
+            yield Loopback((*enter, "--target", str(holder.pid)), counters, is_own=True)
+        finally:
+            holder.stdin.close()
+            try:
+                holder.wait(_SECONDS)
+            except subprocess.TimeoutExpired:
+                holder.kill()
+
+
+def shared_link() -> Loopback:
+    """Returns the machine's own loopback interface, which other programs use as well."""
+    return Loopback((), pathlib.Path("/proc/net/dev"), is_own=False)
+
+
+def _shaping(rate: float | None) -> str:
+    if rate is None:
+        return "true"
+    # To tc, bps are bytes per second.
+    return (
+        f"tc qdisc add dev {_LOOPBACK} root tbf rate {round(rate)}bps "
+        f"burst {max(_MIN_BURST, round(rate * _TICK))} latency {round(_QUEUE_SECONDS * 1000)}ms"
+    )
+
+
+class _TensorFlowExtended(tf_internals.MultiWorkerExtended):
+    """TensorFlow's own implementation; it would use one CPU device of each worker."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, num_devices: int) -> None:
+        self._num_devices = num_devices
+        super().__init__(
+            strategy,
+            cluster_resolver=tf.distribute.cluster_resolver.TFConfigClusterResolver(),
+            communication_options=tf.distribute.experimental.CommunicationOptions(),
+        )
+
+    def _initialize_local_devices(
+        self, cluster_resolver: Any, worker_device: str
+    ) -> tuple[tuple[str, ...], str]:
+        devices = (f"{worker_device}/device:CPU:{index}" for index in range(self._num_devices))
+        return tuple(devices), "CPU"
+
+
+class _TensorFlowStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """`tf.distribute.MultiWorkerMirroredStrategy` over several CPU devices of each worker."""
+
+    def __init__(self, num_devices: int) -> None:
+        # TensorFlow's own __init__ would make its own extended class.
+        tf.distribute.Strategy.__init__(self, _TensorFlowExtended(self, num_devices))
+
+
+class _Training:
+    """A model in training under one strategy."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, num_devices: int, num_blocks: int) -> None:
+        self._strategy = strategy
+        keras.utils.set_random_seed(_SEED)
+        with strategy.scope():
+            self._model = _build_model(num_blocks)
+            self._optimizer = keras.optimizers.SGD(_LEARNING_RATE)
+            self._optimizer.build(self._model.trainable_variables)
+        images, labels = _draw_batch(
+            strategy.num_replicas_in_sync, max(1, _IMAGES_PER_WORKER // num_devices)
+        )
+        self._batch = [self._distribute(images), self._distribute(labels)]
+        self.train = self._make_step(self._update)
+        # The gradients are returned: TensorFlow leaves out ops that nothing depends on.
+        self.compute = self._make_step(self._gradients)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Returns the bytes of a replica's gradients."""
+        shapes = (variable.shape for variable in self._model.trainable_variables)
+        count: int = sum(map(math.prod, shapes))
+        return 4 * count
+
+    def _distribute(self, by_replica: Sequence[np.ndarray]) -> Any:
+        """Gives each replica of this worker its own value."""
+        return self._strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(by_replica[context.replica_id_in_sync_group])
+        )
+
+    def _make_step(self, replica_step: Callable[..., Any]) -> Callable[[], None]:
+        @tf.function(autograph=False)
+        def step(images: Any, labels: Any) -> Any:
+            results = self._strategy.run(replica_step, args=(images, labels))
+            return [
+                self._strategy.experimental_local_results(one) for one in tf.nest.flatten(results)
+            ]
+
+        def step_and_wait() -> None:
+            (losses, *_) = step(*self._batch)
+            for loss in losses:
+                loss.numpy()
+
+        return step_and_wait
+
+    def _gradients(self, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+        with tf.GradientTape() as tape:
+            logits = self._model(images, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            loss = tf.reduce_mean(losses) / self._strategy.num_replicas_in_sync
+        variables = [variable.value for variable in self._model.trainable_variables]
+        return loss, tape.gradient(loss, variables)
+
+    def _update(self, images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        loss, gradients = self._gradients(images, labels)
+        self._optimizer.apply(gradients, self._model.trainable_variables)
+        return loss
+
+
+def _build_model(num_blocks: int) -> keras.Model:
+    """Builds a vision transformer."""
+    images = keras.layers.Input(_IMAGE)
+    x = keras.layers.Conv2D(_WIDTH, _PATCH, strides=_PATCH)(images)
+    x = keras.layers.Reshape((-1, _WIDTH))(x)
+    for _ in range(num_blocks):
+        y = keras.layers.LayerNormalization()(x)
+        x = x + keras.layers.MultiHeadAttention(_HEADS, _WIDTH // _HEADS)(y, y)
+        y = keras.layers.LayerNormalization()(x)
+        y = keras.layers.Dense(4 * _WIDTH, activation="gelu")(y)
+        x = x + keras.layers.Dense(_WIDTH)(y)
+    x = keras.layers.GlobalAveragePooling1D()(x)
+    return keras.Model(images, keras.layers.Dense(_CLASSES)(x))
+
+
+def _draw_batch(num_replicas: int, count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Draws each replica's images and labels, the same in each worker."""
+    generator = np.random.default_rng(_SEED)
+    images = generator.random((num_replicas, count, *_IMAGE), np.float32)
+    labels = generator.integers(0, _CLASSES, (num_replicas, count))
+    return list(images), list(labels)
+
+
+class _Trainings:
+    """The trainings of one worker, by name."""
+
+    def __init__(self, num_devices: str, num_blocks: str) -> None:
+        devices = int(num_devices)
+        # tfcdo's comes first, because it starts the server of this process.
+        strategies = {
+            "tfcdo": tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=devices),
+            **{
+                f"tfcdo {wire}": tfcdo.MultiWorkerMirroredStrategy(
+                    devices_per_worker=devices, exchange=wire
+                )
+                for wire in _WIRES
+            },
+            "tf": _TensorFlowStrategy(devices),
+        }
+        self._trainings = {
+            name: _Training(strategy, devices, int(num_blocks))
+            for name, strategy in strategies.items()
+        }
+        self._steps = {name: training.train for name, training in self._trainings.items()}
+        self._steps[ALONE] = self._trainings["tf"].compute
+
+    def gradient_bytes(self) -> int:
+        """Returns the bytes of a replica's gradients."""
+        return self._trainings["tf"].gradient_bytes
+
+    def step(self, name: str) -> float:
+        """Takes a step; returns its seconds."""
+        start = time.perf_counter()
+        self._steps[name]()
+        return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    worker_pool.serve(_Trainings)

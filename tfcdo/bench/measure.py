@@ -1,41 +1,198 @@
-"""Measures implementations on one workload, with their floor and their baseline."""
+"""Times implementations on one workload, with a baseline, and checks their results."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfcdo.bench import floor, implementations, results, steps, workloads
+from tfcdo import tf_internals
+from tfcdo.bench import implementations, results, workloads
 from tfcdo.bench.devices import ChosenDevices
-from tfcdo.bench.results import BASELINE, FLOOR
+from tfcdo.bench.results import BASELINE
 
-_BASELINE_OF_FLOOR = "baseline of the floor"
+# `[d][v]`: value `v` as device `d` holds it.
+ValuesByDevice = list[list[tf.Tensor]]
+Step = Callable[[], Any]
+
+# Reading one variable takes longer than all-reducing one small value, so the reads would hide the
+# all-reduce. Values of one shape up to this many bytes share a variable.
+_MAX_COALESCED_BYTES = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Values that all implementations of a run reduce."""
+
+    workload: workloads.Workload
+    devices: ChosenDevices
+    # For each variable, the indices of the values that share it on each device.
+    coalesced: tuple[tuple[int, ...], ...]
+    # `[d][i]`: the values `coalesced[i]` of device `d`, several along a new first axis.
+    variables: tuple[tuple[tf.Variable, ...], ...]
+    sums: tuple[np.ndarray, ...]  # numpy's.
+    always_true: tuple[tf.Variable, ...]  # One on each device, for `_consume`.
+
+    def read(self) -> ValuesByDevice:
+        """Reads the variables, each on its device."""
+        values_by_device = []
+        for device, variables in zip(self.devices.names, self.variables, strict=True):
+            values: dict[int, tf.Tensor] = {}
+            with tf.device(device):
+                for indices, variable in zip(self.coalesced, variables, strict=True):
+                    read = variable.read_value()
+                    parts = tf.unstack(read) if len(indices) > 1 else [read]
+                    values.update(zip(indices, parts, strict=True))
+            values_by_device.append([values[index] for index in range(len(values))])
+        return values_by_device
+
+    def num_wrong(self, reduced: ValuesByDevice) -> int:
+        """Counts the elements, over all devices, that differ from numpy's sums."""
+        return sum(
+            _num_wrong(result, expected)
+            for device_results in reduced
+            for result, expected in zip(device_results, self.sums, strict=True)
+        )
+
+
+def place_values(workload: workloads.Workload, devices: ChosenDevices) -> Data:
+    """Places other small integers on each device, whose sums every dtype holds exactly."""
+    dtype = tf.as_dtype(workload.dtype).as_numpy_dtype
+    sums = [np.zeros(shape, np.int16) for shape in workload.shapes]
+    coalesced = _coalesced(workload)
+    variables = []
+    for rank, device in enumerate(devices.names):
+        arrays = workloads.draw_values(workload, seed=rank)
+        for total, array in zip(sums, arrays, strict=True):
+            total += array
+        with tf.device(device):
+            variables.append(
+                tuple(tf.Variable(_stacked(arrays, indices).astype(dtype)) for indices in coalesced)
+            )
+    always_true = []
+    for device in devices.names:
+        with tf.device(device):
+            always_true.append(tf.Variable(True))
+    return Data(workload, devices, coalesced, tuple(variables), tuple(sums), tuple(always_true))
+
+
+def _coalesced(workload: workloads.Workload) -> tuple[tuple[int, ...], ...]:
+    groups: dict[Any, list[int]] = {}
+    for index, shape in enumerate(workload.shapes):
+        small = math.prod(shape) * workload.itemsize <= _MAX_COALESCED_BYTES
+        groups.setdefault(shape if small else index, []).append(index)
+    return tuple(map(tuple, groups.values()))
+
+
+def _stacked(arrays: Sequence[np.ndarray], indices: Sequence[int]) -> np.ndarray:
+    if len(indices) == 1:
+        return arrays[indices[0]]
+    return np.stack([arrays[index] for index in indices])
+
+
+def all_reduce(
+    reduce: implementations.Reduce | None, values_by_device: ValuesByDevice
+) -> ValuesByDevice:
+    """All-reduces one batch."""
+    if reduce is None:
+        return values_by_device
+    values = zip(*values_by_device, strict=True)
+    reduced = reduce([tf_internals.per_replica(value) for value in values])
+    components = [
+        result.values if isinstance(result, tf_internals.DistributedValues) else (result,)
+        for result in reduced
+    ]
+    return [list(device_results) for device_results in zip(*components, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedStep:
+    """A step that can be timed, and the facts that were found while it was built."""
+
+    step: Step
+    first_call: float  # Seconds, tracing included.
+    num_wrong: int  # Elements.
+
+
+def build(data: Data, reduce: implementations.Reduce | None) -> TimedStep:
+    """Builds a graph that reads the values from variables, all-reduces, and uses every result."""
+    start = time.perf_counter()
+    function = trace(data, reduce)
+
+    def step() -> None:
+        function()
+        data.devices.wait()
+
+    step()
+    first_call = time.perf_counter() - start
+    # Traced once more, so that nothing that is timed calls Python.
+    wrong = 0 if reduce is None else data.num_wrong(_function(data, reduce, returns=True)())
+    return TimedStep(step, first_call, wrong)
+
+
+def trace(data: Data, reduce: implementations.Reduce | None) -> Any:
+    """Traces the graph of `build` without running it."""
+    return _function(data, reduce, returns=not data.devices.on_cpu).get_concrete_function()
+
+
+def _function(data: Data, reduce: implementations.Reduce | None, returns: bool) -> Any:
+    """Makes a function that all-reduces, and returns the results or only uses them."""
+
+    @tf.function(autograph=False)
+    def step() -> ValuesByDevice | None:
+        reduced = all_reduce(reduce, data.read())
+        if returns:
+            return reduced
+        _consume(data, reduced)
+        return None
+
+    return step
+
+
+def _consume(data: Data, reduced: ValuesByDevice) -> None:
+    """Uses each result on its device at almost no cost."""
+    # `Assert` takes any number of tensors, neither reads nor copies them while its condition holds,
+    # and is never optimized away. The condition is a variable, as TensorFlow folds constants.
+    for device, always_true, device_results in zip(
+        data.devices.names, data.always_true, reduced, strict=True
+    ):
+        with tf.device(device):
+            tf.raw_ops.Assert(condition=always_true.read_value(), data=device_results, summarize=1)
+
+
+def _num_wrong(result: tf.Tensor, expected: np.ndarray) -> int:
+    actual = result.numpy()
+    if actual.shape != expected.shape:
+        return expected.size
+    return int(np.count_nonzero(actual != expected.astype(actual.dtype)))
+
 
 # Seconds. A shorter sample would measure the clock and the switch from one graph to the next.
 _SHORTEST_SAMPLE = 0.005
 
 
 class Sampler:
-    """Times a step on the clock and of all threads, with as many calls as fill a sample."""
+    """Times a step, with as many calls as fill a sample."""
 
-    def __init__(self, step: steps.Step) -> None:
+    def __init__(self, step: Step) -> None:
         self._step = step
         self._fastest = math.inf
 
-    def __call__(self) -> tuple[float, float]:
-        """Returns the seconds of a call on the clock, and of CPU time."""
+    def __call__(self) -> float:
+        """Returns the seconds of a call."""
         num_calls = max(1, math.ceil(_SHORTEST_SAMPLE / self._fastest))
-        wall, cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         for _ in range(num_calls):
             self._step()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        self._fastest = min(self._fastest, wall / num_calls)
-        return wall / num_calls, cpu / num_calls
+        seconds = (time.perf_counter() - start) / num_calls
+        self._fastest = min(self._fastest, seconds)
+        return seconds
 
 
 def run(
@@ -46,20 +203,14 @@ def run(
     warmup: int,
     track: results.Track = results.silently,
 ) -> list[results.Measurement]:
-    """Measures implementations, the floors and the baseline."""
-    # The baseline comes first: the first step also pays for what TensorFlow does only once.
-    data = steps.place_values(workload, devices)
-    built = {BASELINE: steps.build(data, None)}
-    kinds: dict[str, str] = {}
+    """Measures implementations, and last the baseline: the same graph without an all-reduce."""
+    # The baseline is built first: the first step also pays for what TensorFlow does only once.
+    data = place_values(workload, devices)
+    built = {BASELINE: build(data, None)}
+    kinds = {one.name: one.package for one in compared} | {BASELINE: BASELINE}
+    sent_sizes = {one.name: 2 * workload.count for one in compared if one.wire}
     for one in track(compared, description="building and checking"):
-        kinds[one.name] = one.package
-        built[one.name] = steps.build(data, one.reducer(devices.names))
-    floor_data = floor.place_values(workload, devices)
-    built[_BASELINE_OF_FLOOR] = steps.build(floor_data, None)
-    for name, reduce in floor.single_passes(devices.names[0]).items():
-        kinds[name] = FLOOR
-        built[name] = steps.build(floor_data, reduce)
-    kinds[BASELINE] = BASELINE
+        built[one.name] = build(data, one.reducer(devices.names))
 
     samplers = {name: Sampler(one.step) for name, one in built.items()}
     gc.collect()
@@ -69,46 +220,24 @@ def run(
         taken = results.take_turns(samplers, iterations, warmup, track)
     finally:
         gc.unfreeze()  # The graphs of this workload must not stay for the next.
-    times = {name: np.array(samples).T for name, samples in taken.items()}
-    sent_sizes = {one.name: 2 * workload.count for one in compared if one.wire}
+    times = {name: np.array(samples) for name, samples in taken.items()}
     found = []
     for name, kind in kinds.items():
-        (wall, cpu), nodes = times[name], built[name].num_nodes
-        if kind != BASELINE:
-            baseline = _BASELINE_OF_FLOOR if kind == FLOOR else BASELINE
-            (wall, cpu), nodes = times[name] - times[baseline], nodes - built[baseline].num_nodes
+        is_baseline = kind == BASELINE
+        seconds = times[name] if is_baseline else times[name] - times[BASELINE]
         found.append(
             results.Measurement(
                 name,
                 kind,
                 len(devices.names),
-                *results.median_and_spread(wall),
+                *results.median_and_spread(seconds),
                 workload=workload.name,
                 size=workload.size,
                 count=workload.count,
                 dtype=workload.dtype,
-                wrong=None if kind == BASELINE else built[name].num_wrong,
-                cpu_seconds=float(np.median(cpu)),
+                wrong=None if is_baseline else built[name].num_wrong,
                 first_call=built[name].first_call,
-                nodes=nodes,
-                peak_memory=peak_of(built[name].step, devices),
                 sent_size=sent_sizes.get(name),
             )
         )
     return found
-
-
-def peak_of(step: steps.Step, devices: ChosenDevices) -> int | None:
-    """Runs a step; returns the most bytes beyond those in use before, None if nobody counts."""
-    # The virtual devices of one processor share its allocator.
-    counted = devices.names[:1] if devices.on_cpu else devices.names
-    memory = tf.config.experimental
-    try:
-        for device in counted:
-            memory.reset_memory_stats(device)
-        before = [memory.get_memory_info(device)["current"] for device in counted]
-        step()
-        after = [memory.get_memory_info(device)["peak"] for device in counted]
-    except ValueError:
-        return None
-    return int(sum(after) - sum(before))

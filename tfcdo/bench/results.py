@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-# Kinds of measurements.
-OURS, TENSORFLOW, FLOOR, BASELINE = "tfcdo", "tf", "floor", "baseline"
+# Kinds of measurements. `ALONE`: a training step that drops its gradients.
+OURS, TENSORFLOW, BASELINE, ALONE = "tfcdo", "tf", "baseline", "computing alone"
 # Goes through a sequence and shows the progress, with the keyword `description`.
 Track = Callable[..., Iterable[Any]]
 _Sample = TypeVar("_Sample")
@@ -36,15 +36,12 @@ class Measurement:
     size: int = 0  # Bytes that each device holds and sums.
     count: int | None = None  # Elements that each device holds.
     dtype: str = "float32"
-    wrong: int | None = None  # Elements that differ from numpy's; of updates, differing variables.
-    cpu_seconds: float | None = None  # As `seconds`, of all threads.
+    wrong: int | None = None  # Elements that differ from numpy's.
     first_call: float | None = None  # Seconds of tracing and of the first call or step.
-    nodes: int | None = None  # Ops that are added to the baseline's graph.
-    peak_memory: int | None = None  # Bytes; of an implementation, beyond the input.
+    peak_memory: int | None = None  # Bytes.
     sent_size: int | None = None  # Bytes of each device's values as they are sent, if not `size`.
     bytes_sent: float | None = None  # That crossed the link between the workers in a step.
     state_bytes: int | None = None  # Of the optimizer, on all devices.
-    difference: float | None = None  # Largest, from the weights of tfcdo without sharding.
 
     @property
     def is_noise(self) -> bool:
@@ -74,7 +71,7 @@ def take_turns(
     return {name: of_name[warmup:] for name, of_name in taken.items()}
 
 
-def median_and_spread(seconds: Sequence[float]) -> tuple[float, float]:
+def median_and_spread(seconds: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Returns the median and the distance between the quartiles."""
     lower, median, upper = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
     return median, upper - lower

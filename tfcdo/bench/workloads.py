@@ -30,9 +30,6 @@ OPTIMIZERS = (
     *("muon", "nadam", "rmsprop", "sgd"),
 )
 
-# The models that Keras can build, by the names that it has for them.
-KERAS_MODELS = {"mobilenet": "MobileNetV2", "resnet50": "ResNet50"}
-
 # Sums of integers up to this one are exact in every dtype, the narrow floats among them, so that a
 # wrong element can be told from a rounded one.
 _LARGEST_VALUE = 4

@@ -15,11 +15,11 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from tfcdo.bench import devices as bench_devices
-from tfcdo.bench import hosts, link, results, updates, worker_pool, workloads
+from tfcdo.bench import results, worker_pool, workloads
 from tfcdo.cli import bench_tables, options
 
 if TYPE_CHECKING:
-    from tfcdo.bench import implementations
+    from tfcdo.bench import hosts, implementations
 
 _DEVICES = options.option(
     "-g --devices num_devices",
@@ -76,12 +76,12 @@ def bench(
     names: Sequence[str],
     json_file: pathlib.Path | None,
 ) -> int:
-    """Measure all-reduce implementations side by side: tfcdo's, TensorFlow's, and the floor.
+    """Measure all-reduce implementations side by side: tfcdo's and TensorFlow's.
 
     The values are read from variables on each device, all-reduced in a graph, and used where they
     end up; the time of the same graph without the all-reduce is subtracted. The implementations
     take turns. Every result is compared with numpy's: the exit status is 1 if one of tfcdo's is
-    wrong. The subcommands measure training steps.
+    wrong. The subcommand measures training steps on several hosts.
     """
     given = {
         max(parameter.opts, key=len)
@@ -113,7 +113,7 @@ def bench(
     from tfcdo.bench import measure
 
     found: list[results.Measurement] = []
-    with options.progress(console) as track:
+    with options.progress() as track:
         # Sizes below one element are rounded up to it: each workload is measured once.
         for workload in track(list(dict.fromkeys(benched)), description="workloads"):
             found += measure.run(workload, devices, compared, iterations, warmup, track)
@@ -121,38 +121,6 @@ def bench(
     _write_json(found, json_file, devices.description)
     bench_tables.show_averages(found, console)
     return int(any(one.wrong for one in found if one.kind == results.OURS))
-
-
-@bench.command()
-@options.option(
-    "--model models",
-    click.Choice(list(workloads.KERAS_MODELS)),
-    "Keras model. Repeatable.",
-    ("mobilenet",),
-    multiple=True,
-)
-@_DEVICES
-@options.ITERATIONS
-@_NAMES
-@options.JSON_FILE
-def fit(
-    models: Sequence[str],
-    num_devices: int,
-    iterations: int,
-    names: Sequence[str],
-    json_file: pathlib.Path | None,
-) -> int:
-    """Time the training steps of a Keras model."""
-    console, devices, compared = _start(num_devices, names, "float32")
-    from tfcdo.bench import fit
-
-    found = []
-    with options.progress(console) as track:
-        for name in track(list(dict.fromkeys(models)), description="models"):
-            found += fit.run(name, devices, compared, iterations, track)
-    bench_tables.show_fit(found, console)
-    _write_json(found, json_file, devices.description)
-    return 0
 
 
 @bench.command()
@@ -183,14 +151,16 @@ def workers(
     """Train a model on NUMBER processes of this host.
 
     TensorFlow's and tfcdo's MultiWorkerMirroredStrategy take turns: step time, and bytes between
-    the processes. The exit status is 1 if a result of tfcdo's is wrong.
+    the processes.
     """
     console = options.make_console()
-    with _open_link(rate, console) as opened, _progress_of_workers(console) as track:
+    with options.status("Starting TensorFlow ..."), options.quiet_start():
+        from tfcdo.bench import hosts
+    with _open_link(rate, console) as opened, _progress_of_workers() as track:
         found = hosts.run(opened, num_workers, num_devices, iterations, warmup, track=track)
     bench_tables.show_hosts(found, num_workers, rate, console)
     _write_json(found, json_file, f"{num_devices} virtual CPU devices of {num_workers} processes")
-    return int(any(one.wrong for one in found if one.kind != results.TENSORFLOW))
+    return 0
 
 
 def _bench_updates(
@@ -202,36 +172,40 @@ def _bench_updates(
 ) -> int:
     """Measures all-reduce plus update under TensorFlow's strategy and tfcdo's."""
     console = options.make_console()
-    with _progress_of_workers(console) as track:
+    with options.status("Starting TensorFlow ..."), options.quiet_start():
+        from tfcdo.bench import updates
+    with _progress_of_workers() as track:
         found = updates.run(optimizer, num_devices, iterations, warmup, track)
     bench_tables.show_updates(found, console)
     _write_json(found, json_file, f"{num_devices} devices")
-    return int(any(one.wrong for one in found))
+    return 0
 
 
 @contextlib.contextmanager
-def _progress_of_workers(console: Console) -> Iterator[results.Track]:
+def _progress_of_workers() -> Iterator[results.Track]:
     """Shows the progress of a block in which an error of a worker is the command's."""
     try:
-        with options.progress(console) as track:
+        with options.progress() as track:
             yield track
     except worker_pool.WorkerError as error:
         raise click.ClickException(str(error)) from error
 
 
 @contextlib.contextmanager
-def _open_link(rate: float | None, console: Console) -> Iterator[link.Loopback]:
+def _open_link(rate: float | None, console: Console) -> Iterator[hosts.Loopback]:
     """Opens a link of the workers' own; without a rate, falls back on the shared one."""
+    from tfcdo.bench import hosts
+
     with contextlib.ExitStack() as stack:
         try:
-            opened = stack.enter_context(link.open_link(rate))
-        except link.LinkError as error:
+            opened = stack.enter_context(hosts.open_link(rate))
+        except hosts.LinkError as error:
             if rate:
                 raise click.ClickException(f"--rate: {error}") from error
             console.print(
                 f"Counting all bytes on the machine's loopback, also other programs': {error}"
             )
-            opened = link.shared_link()
+            opened = hosts.shared_link()
         yield opened
 
 
@@ -240,7 +214,7 @@ def _start(
 ) -> tuple[Console, bench_devices.ChosenDevices, list[implementations.Implementation]]:
     """Starts TensorFlow; makes the implementations that are named and can run on the devices."""
     console = options.make_console()
-    with options.status(console, "Starting TensorFlow ..."), options.quiet_start():
+    with options.status("Starting TensorFlow ..."), options.quiet_start():
         import tensorflow as tf
 
         from tfcdo.bench import implementations

@@ -10,49 +10,27 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tfcdo.bench import hosts, results
-from tfcdo.bench.results import BASELINE, FLOOR, OURS, TENSORFLOW, Measurement
+from tfcdo.bench import results
+from tfcdo.bench.results import ALONE, BASELINE, OURS, TENSORFLOW, Measurement
 from tfcdo.cli import options
 from tfcdo.units import format_bytes, format_seconds
 
 # A heading, and the cell below it for a measurement.
 _Column = tuple[str, Callable[[Measurement], str | Text]]
-_STYLES = {TENSORFLOW: "", FLOOR: "dim", BASELINE: "dim", hosts.ALONE: "dim"}
+_STYLES = {TENSORFLOW: "", BASELINE: "dim", ALONE: "dim"}
 _COMPARED = (OURS, TENSORFLOW)
 
 
 def show(measured: Sequence[Measurement], console: Console) -> None:
-    """Prints a table of times for each workload, and one of other costs for the last."""
-    groups = results.by_workload(measured)
-    for group in groups:
+    """Prints a table for each workload."""
+    for group in results.by_workload(measured):
         _print_times(group, console)
     text = (
         "Times are medians minus the baseline (< noise: below it), ± is the distance between the "
-        "quartiles. "
-        "of TF, of floor: time relative to the fastest correct TensorFlow class and to the "
-        "fastest single pass over the same memory; - where a time is smaller than its spread."
+        "quartiles. of TF: time relative to the fastest correct TensorFlow class; - where a time "
+        "is smaller than its spread."
     )
     console.print(options.printable(text, console))
-    console.print()
-    columns: list[_Column] = [
-        ("implementation\n", _short_name),
-        ("CPU time\n(us)", lambda one: _microseconds(one.cpu_seconds or 0.0)),
-        ("first call\n(s)", lambda one: f"{one.first_call:.2f}"),
-        ("graph nodes\n(added)", lambda one: str(one.nodes)),
-        ("peak memory\n(MB)", lambda one: _megabytes(one.peak_memory, 1)),
-    ]
-    _print(f"Other costs, for {groups[-1][0].size} bytes", columns, groups[-1], console)
-
-
-def show_fit(measured: Sequence[Measurement], console: Console) -> None:
-    """Prints a table of training steps for each model."""
-    for group in results.by_workload(measured):
-        columns: list[_Column] = [
-            ("implementation\n", _short_name),
-            *_step_columns(group, digits=1),
-            ("first step\n(s)", lambda one: f"{one.first_call:.1f}"),
-        ]
-        _print(f"Training steps of {group[0].workload}", columns, group, console)
 
 
 def show_updates(measured: Sequence[Measurement], console: Console) -> None:
@@ -66,7 +44,6 @@ def show_updates(measured: Sequence[Measurement], console: Console) -> None:
         ("first\n(s)", lambda one: f"{one.first_call:.1f}"),
         ("state\n(MB)", lambda one: _megabytes(one.state_bytes)),
         ("peak\n(MB)", lambda one: _megabytes(one.peak_memory)),
-        ("#wrong\n", _wrong),
     ]
     title = (
         f"{first.num_devices} devices, all-reduce and {first.workload} update of "
@@ -84,14 +61,13 @@ def show_hosts(
 
     def sent_of_theirs(one: Measurement) -> str:
         sent = one.bytes_sent or 0.0
-        return "" if one.wrong is None else f"{sent / (theirs.bytes_sent or 0.0):.3f}"
+        return "" if one.kind == ALONE else f"{sent / (theirs.bytes_sent or 0.0):.3f}"
 
     columns: list[_Column] = [
         ("strategy\n", lambda one: one.name),
         *_step_columns(measured),
         ("sent\n(MB)", lambda one: _megabytes(one.bytes_sent, 1)),
         ("of\nTF", sent_of_theirs),
-        ("#wrong\n", _wrong),
     ]
     title = (
         f"{num_workers} workers with {theirs.num_devices} virtual CPU devices each, "
@@ -99,7 +75,8 @@ def show_hosts(
     )
     _print(title, columns, measured, console)
     if rate:
-        seconds = format_seconds(hosts.least_bytes(num_workers, theirs.size) / rate)
+        # Patarasuk and Yuan 2009: each of N workers sends at least 2 (N - 1) / N times its data.
+        seconds = format_seconds(2 * (num_workers - 1) * theirs.size / rate)
         console.print(
             f"Sending float32 takes at least {options.printable(seconds, console)} at "
             f"{format_bytes(round(rate))}/s, for both directions together."
@@ -155,7 +132,7 @@ def _print(
 def _print_times(group: Sequence[Measurement], console: Console) -> None:
     first = group[0]
     work = "sum" if first.workload == "sweep" else f"sum of {first.workload}'s gradients"
-    theirs, floor = results.fastest(group, TENSORFLOW), results.fastest(group, FLOOR)
+    theirs = results.fastest(group, TENSORFLOW)
     columns: list[_Column] = [
         ("implementation\n", _short_name),
         ("time\n(us)", lambda one: _microseconds(one.seconds)),
@@ -164,18 +141,18 @@ def _print_times(group: Sequence[Measurement], console: Console) -> None:
         ("busbw\n(GB/s)", lambda one: "" if one.wrong is None else _number(one.busbw / 1e9)),
         ("#wrong\n", _wrong),
         ("of\nTF", lambda one: _ratio(one, theirs) if one.kind in _COMPARED else ""),
-        ("of\nfloor", lambda one: _ratio(one, floor) if one.kind in _COMPARED else ""),
+        ("first call\n(s)", lambda one: f"{one.first_call:.2f}"),
     ]
     title = f"{first.size} bytes, {first.count} elements of {first.dtype}, {work}"
     _print(title, columns, group, console)
 
 
-def _step_columns(measured: Sequence[Measurement], digits: int = 0) -> list[_Column]:
+def _step_columns(measured: Sequence[Measurement]) -> list[_Column]:
     """Makes the columns of training steps."""
     theirs = results.fastest(measured, TENSORFLOW)
     return [
-        ("step\n(ms)", lambda one: f"{one.seconds * 1e3:.{digits}f}"),
-        ("±\n(ms)", lambda one: f"{one.spread * 1e3:.{digits}f}"),
+        ("step\n(ms)", lambda one: f"{one.seconds * 1e3:.0f}"),
+        ("±\n(ms)", lambda one: f"{one.spread * 1e3:.0f}"),
         ("of\nTF", lambda one: _ratio(one, theirs)),
     ]
 

@@ -12,7 +12,7 @@ import click
 from tfcdo.version import __version__
 
 # Each is a function in a module, both of this name.
-COMMANDS = ("doctor", "demo", "bench", "plan", "trace", "launch")
+COMMANDS = ("doctor", "bench", "plan", "trace", "launch")
 
 
 class LazyGroup(click.Group):
@@ -25,7 +25,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         """Imports one sub-command."""
         if cmd_name not in COMMANDS:
-            raise click.UsageError(f"no command {cmd_name!r}: there are {', '.join(COMMANDS)}")
+            raise click.UsageError(f"no command {cmd_name!r}: there are {', '.join(COMMANDS)}", ctx)
         module = importlib.import_module(f"tfcdo.cli.{cmd_name}")
         command: click.Command = getattr(module, cmd_name)
         return command
@@ -39,7 +39,7 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="tfcdo", message="%(prog)s %(version)s")
 @click.pass_context
 def tfcdo(context: click.Context) -> None:
-    """Keras on several devices and hosts trains as on one device."""
+    """Train Keras on several devices and hosts, with one-device results."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
@@ -55,8 +55,12 @@ def run(arguments: Sequence[str]) -> int:
         # Not click's standalone mode, which prints three lines where one says it all.
         status = tfcdo.main(list(arguments), prog_name="tfcdo", standalone_mode=False) or 0
         sys.stdout.flush()
+    except click.UsageError as error:
+        assert error.ctx  # click sets it where a command raises the error.
+        message = error.format_message().rstrip(".?")
+        return _complain(f"{message}; see {error.ctx.command_path} --help", error.exit_code)
     except click.ClickException as error:
-        return _complain(_message(error), error.exit_code)
+        return _complain(error.format_message(), error.exit_code)
     except click.Abort:
         return _complain("interrupted", 130)
     except OSError as error:
@@ -65,15 +69,6 @@ def run(arguments: Sequence[str]) -> int:
             sys.stdout = io.StringIO()
         return _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
     return status
-
-
-def _message(error: click.ClickException) -> str:
-    """Returns the message of an error; for `tfcdo bench --workers`, with the subcommand's name."""
-    if isinstance(error, click.NoSuchOption) and error.ctx:
-        name, command = error.option_name.lstrip("-"), error.ctx.command
-        if isinstance(command, click.Group) and name in command.commands:
-            return f"{error.message} {name} is a subcommand: {error.ctx.command_path} {name} --help"
-    return error.format_message()
 
 
 def _complain(message: str, status: int = 1) -> int:

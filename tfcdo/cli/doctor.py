@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tfcdo.cli import options
-from tfcdo.doctor import answers, examination, findings
 from tfcdo.doctor import blackbox as black_boxes
+from tfcdo.doctor import examination, findings
 from tfcdo.topology.topology import Topology
 
 _STYLES = {findings.OK: "green", findings.NOTE: "yellow", findings.WRONG: "bold red"}
@@ -41,8 +41,12 @@ def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, .
     has its remedy; the last line can be pasted into a script. The exit status is 1 if there is a
     problem; TensorFlow's own errors are reported but do not affect it.
     """
-    if blackbox != bool(files):
-        raise click.UsageError("--blackbox takes files, and files take --blackbox")
+    options.refuse(
+        {
+            "files require --blackbox": files and not blackbox,
+            "--blackbox requires files": blackbox and not files,
+        }
+    )
     if blackbox:
         try:
             click.echo("\n".join(black_boxes.compare(black_boxes.read(files))))
@@ -51,12 +55,10 @@ def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, .
         return 0
     console = options.make_console()
     with (
-        options.status(console, "Starting ...") as shown,
+        options.status("Starting ...") as tell,
         examination.Probes(num_devices) as probes,
     ):
-        report = examination.examine(
-            probes.ask, num_devices, lambda message: shown.update(f"{message} ...")
-        )
+        report = examination.examine(probes.ask, num_devices, tell)
     found = findings.findings_of(report)
     _print(report, found, console)
     click.echo(findings.script_line(report))
@@ -81,7 +83,11 @@ def _print(report: examination.Report, found: Sequence[findings.Finding], consol
         console.print(Text(heading, "bold"))
         for line in lines:
             console.print(options.printable(f"  {line}", console), soft_wrap=True)
-    if report.pairs and isinstance(report.machine, answers.Machine) and not report.machine.on_cpu:
+    if (
+        report.pairs
+        and isinstance(report.machine, examination.Machine)
+        and not report.machine.on_cpu
+    ):
         console.print(_table_of_pairs(report))
     console.print(Text("To paste into your script", "bold"))
 
@@ -93,7 +99,7 @@ def _facts(report: examination.Report) -> Iterator[tuple[str, Sequence[str]]]:
     versions.append(f"built for cuda {getattr(report.versions, 'cuda', None) or 'none'}")
     yield "Versions", [", ".join(versions)]
     machine, topology = report.machine, report.topology
-    if isinstance(machine, answers.Machine) and topology:
+    if isinstance(machine, examination.Machine) and topology:
         physical, logical = (
             ", ".join(map(findings.short_name, names))
             for names in (machine.physical, machine.logical)
@@ -137,7 +143,7 @@ def _bandwidths(report: examination.Report, pair: examination.Pair) -> Text:
     copies = report.pairs.get(pair)
     if copies is None:
         return Text("-")
-    if isinstance(copies, answers.Failure):
+    if isinstance(copies, examination.Failure):
         return Text("hangs" if copies.hangs else "fails", _STYLES[findings.WRONG])
     assert report.topology
     style = _STYLES[findings.WRONG] if copies.wrong else ""

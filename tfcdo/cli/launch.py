@@ -20,23 +20,28 @@ from rich.text import Text
 from tfcdo import environment
 from tfcdo.cli import options
 from tfcdo.cluster import config
-from tfcdo.launch import cluster, supervisor, worker
+from tfcdo.launch import cluster, supervisor
 
 _MOST_WORKERS = 256
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-_EXAMPLES = (
-    ("Three workers with two devices each, on this machine", ""),
-    ("", "tfcdo launch --workers 3 --devices-per-worker 2 train.py --epochs 5"),
-    ("Start all again after a failure, at most three times", ""),
-    ("", "tfcdo launch --workers 2 --max-restarts 3 train.py"),
-    ("Two machines, one worker each: the first line on a, the second on b", ""),
-    ("", "tfcdo launch --hosts a:2222,b:2222 --index 0 train.py"),
-    ("", "tfcdo launch --hosts a:2222,b:2222 --index 1 train.py"),
-    ("Slurm: each task of srun is a worker", ""),
-    ("", "srun tfcdo launch --slurm train.py"),
-    ("A module instead of a script", ""),
-    ("", "tfcdo launch --workers 2 -m my_project.train"),
-)
+_EXAMPLES = """
+  Run a training script in several workers.
+
+Examples:
+  Three workers with two devices each, on this machine:
+    tfcdo launch --workers 3 --devices-per-worker 2 train.py --epochs 5
+  Start all again after a failure, at most three times:
+    tfcdo launch --workers 2 --max-restarts 3 train.py
+  Two machines, one worker each: the first line on a, the second on b:
+    tfcdo launch --hosts a:2222,b:2222 --index 0 train.py
+    tfcdo launch --hosts a:2222,b:2222 --index 1 train.py
+  Slurm: each task of srun is a worker:
+    srun tfcdo launch --slurm train.py
+  A module instead of a script:
+    tfcdo launch --workers 2 -m my_project.train
+"""
+# Such as [x>=1] in a help, or the end of [default: 0; x>=0].
+_RANGE = re.compile(r"  \[[\d<=]*x[\d<>=]+\]|; [\d<=]*x[\d<>=]+(?=\])")
 _GROUPS = {
     "Workers": ("workers", "hosts", "index", "nnodes", "slurm"),
     "Devices": ("devices_per_worker", "gpus_per_worker"),
@@ -66,20 +71,16 @@ class _Command(click.Command):
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the examples, and then the text."""
-        formatter.write_paragraph()
-        formatter.write_text("Run a training script in several workers.")
-        with formatter.section("Examples"):
-            for text, command in _EXAMPLES:
-                formatter.write(" " * formatter.current_indent)
-                formatter.write(f"{text}:\n" if text else f"  {command}\n")
+        formatter.write(_EXAMPLES)
         super().format_help_text(ctx, formatter)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the options in their groups."""
         records = {p.name: p.get_help_record(ctx) for p in self.get_params(ctx)}
         for group, names in _GROUPS.items():
+            found = [record for name in names if (record := records.get(name))]
             with formatter.section(group):
-                formatter.write_dl([found for name in names if (found := records.get(name))])
+                formatter.write_dl([(option, _RANGE.sub("", text)) for option, text in found])
 
 
 def _parse_workers(text: str) -> int:
@@ -200,32 +201,34 @@ def _place(
     slurm: bool,
 ) -> Place | None:
     """Returns the workers of this machine among those of several; None for a job on one."""
-    count = len(hosts or [1])
-    options.refuse(
-        {
-            f"--nnodes must be the number of --hosts, {count}; got {nnodes}": (
-                nnodes not in (None, count)
-            ),
-            "give either --slurm, or --workers or --hosts": slurm and (workers or hosts or index),
-            "give either --workers N, to start all workers on this machine, --hosts A:PORT,B:PORT "
-            "--index I, to start machine I's workers of several machines, or --slurm": (
-                workers is None and hosts is None and not slurm
-            ),
-            "--index needs --hosts: --workers starts all workers": not hosts and index is not None,
-            f"--hosts needs --index: which of the {count} this machine is, from 0": (
-                hosts and index is None
-            ),
-            f"--index must be less than the number of hosts, {count}; got {index}": (
-                (index or 0) >= count
-            ),
-        }
-    )
     if slurm:
+        if workers or hosts or nnodes or index is not None:
+            raise click.UsageError("give either --slurm, or --workers or --hosts")
         try:
             return place_in_slurm(os.environ)
         except ValueError as error:
             raise click.UsageError(f"--slurm: {error}") from error
-    return None if hosts is None else place_of_host(hosts, index or 0, workers or 1)
+    count = len(hosts or [1])
+    if workers is None and hosts is None:
+        raise click.UsageError(
+            "give either --workers N, to start all workers on this machine, --hosts A:PORT,B:PORT "
+            "--index I, to start machine I's workers of several machines, or --slurm"
+        )
+    if nnodes not in (None, count):
+        raise click.UsageError(f"--nnodes must be the number of --hosts, {count}; got {nnodes}")
+    if hosts is None:
+        if index is not None:
+            raise click.UsageError("--index needs --hosts: --workers starts all workers")
+        return None
+    if index is None:
+        raise click.UsageError(
+            f"--hosts needs --index: which of the {count} this machine is, from 0"
+        )
+    if index >= count:
+        raise click.UsageError(
+            f"--index must be less than the number of hosts, {count}; got {index}"
+        )
+    return place_of_host(hosts, index, workers or 1)
 
 
 def place_of_host(hosts: Sequence[str], index: int, workers: int) -> Place:
@@ -261,7 +264,7 @@ def place_in_slurm(variables: Mapping[str, str]) -> Place:
 @contextlib.contextmanager
 def _workers(
     count: int, place: Place | None, variables: Mapping[str, str], gpus: Sequence[str]
-) -> Iterator[Sequence[worker.WorkerSpec]]:
+) -> Iterator[Sequence[supervisor.WorkerSpec]]:
     """Gives the workers of one run; on one machine, with free ports and a token of their own."""
     with contextlib.ExitStack() as stack:
         if place is None:
@@ -303,7 +306,7 @@ def _gpus(each: int | None, workers: int) -> list[str]:
             return []
         each = len(names) // workers or 1
         if len(names) > each * workers:
-            worker.report(f"{workers} workers use {each * workers} of {len(names)} GPUs")
+            supervisor.report(f"{workers} workers use {each * workers} of {len(names)} GPUs")
     if len(names) < each * workers:
         source = "nvidia-smi shows" if given is None else "CUDA_VISIBLE_DEVICES names"
         raise click.UsageError(
@@ -323,10 +326,10 @@ def _check_port(address: str) -> None:
         ) from error
 
 
-def _spec(number: int, count: int, variables: Mapping[str, str]) -> worker.WorkerSpec:
+def _spec(number: int, count: int, variables: Mapping[str, str]) -> supervisor.WorkerSpec:
     name = f"worker {number}"
     prefix = f"{name:{len(f'worker {count - 1}')}} | "
-    return worker.WorkerSpec(
+    return supervisor.WorkerSpec(
         name=name,
         prefix=_coloured(prefix, number, sys.stdout),
         error_prefix=_coloured(prefix, number, sys.stderr),

@@ -10,7 +10,6 @@ _EXTRAS = {
     "rich": ("rich", "cli"),
     "psutil": ("psutil", "cli"),
     "matplotlib": ("matplotlib", "plot"),
-    "sklearn": ("scikit-learn", "demo"),
 }
 
 

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import click
 from rich import progress as rich_progress
 from rich.console import Console
-from rich.status import Status
 
 _Item = TypeVar("_Item")
 
@@ -100,20 +99,32 @@ def option(names: str, kind: Any, text: str, default: Any = None, **settings: An
     return click.option(*names.split(), type=kind, help=text, **settings)
 
 
-def make_console() -> Console:
+def make_console(stderr: bool = False) -> Console:
     """Makes the console that a sub-command prints on."""
-    width = None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE
-    return Console(highlight=False, emoji=False, markup=False, width=width)
-
-
-def status(console: Console, message: str) -> Status:
-    """Shows on a terminal that something is being done."""
-    return console.status(message, spinner="line" if console.options.ascii_only else "dots")
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else _WIDTH_OF_A_PIPE
+    return Console(stderr=stderr, highlight=False, emoji=False, markup=False, width=width)
 
 
 @contextlib.contextmanager
-def progress(console: Console) -> Iterator[Callable[..., Iterable[Any]]]:
-    """Shows progress bars on a terminal, one for each sequence that is being gone through."""
+def status(message: str) -> Iterator[Callable[[str], None]]:
+    """Shows on standard error what is being done: on a terminal a message, else lines of news."""
+    console = make_console(stderr=True)
+    if not console.is_terminal:
+        yield lambda news: console.print(news, soft_wrap=True)
+        return
+    spinner = "line" if console.options.ascii_only else "dots"
+    with console.status(message, spinner=spinner) as shown:
+        yield shown.update
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[..., Iterable[Any]]]:
+    """Shows on standard error how far sequences are: bars on a terminal, else lines.
+
+    Each sequence has a bar, and the outermost one has the lines.
+    """
+    console = make_console(stderr=True)
     columns = (
         rich_progress.BarColumn(),
         rich_progress.MofNCompleteColumn(),
@@ -130,9 +141,13 @@ def progress(console: Console) -> Iterator[Callable[..., Iterable[Any]]]:
     ) as bars:
 
         def track(sequence: Sequence[_Item], *, description: str) -> Iterable[_Item]:
+            has_lines = not console.is_terminal and not bars.task_ids
             task = bars.add_task(description, total=len(sequence))
             bars.refresh()
-            yield from bars.track(sequence, task_id=task)
+            for number, item in enumerate(bars.track(sequence, task_id=task), 1):
+                if has_lines:
+                    console.print(f"{description}: {number} of {len(sequence)}")
+                yield item
             bars.remove_task(task)
 
         yield track

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pathlib
+import re
+import sys
 from collections.abc import Sequence
 
 import click
@@ -13,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tfcdo.cli import machine, options
+from tfcdo.cli import options
 from tfcdo.exchange.casts import BY_NAME
 from tfcdo.exchange.protocol import SUM, Exchange
 from tfcdo.plan import algorithms, lower_bound, simulator
@@ -22,20 +24,66 @@ from tfcdo.plan.evaluation import Evaluation, check_num_devices
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import Batch, Plan, Request, ValueSpec
 from tfcdo.plan.simulator import Hosts
+from tfcdo.topology import detection, measurement
+from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_bytes, format_seconds
 
 _MAX_HOSTS = 1024
 # More packs take more time to simulate than anyone waits.
 _MAX_PACKS = 4096
+_MACHINES = ", ".join((*PRESETS, "here"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Here:
+    """A number of devices of this machine; None for all GPUs, or some virtual CPU devices."""
+
+    count: int | None
+
+
+def _parse_machine(text: str) -> Topology | _Here:
+    """Looks a preset up, reads a file, or names this machine."""
+    name, _, count = text.partition(":")
+    if name == "here" and re.fullmatch(r"([1-9]\d?)?", count):
+        if count and int(count) > measurement.MOST_DEVICES:
+            raise ValueError(
+                f"{text!r}: at most {measurement.MOST_DEVICES} devices can be measured"
+            )
+        return _Here(int(count) if count else None)
+    # Limited to 9 digits: int() refuses huge strings.
+    if name in PRESETS and re.fullmatch(r"(\d{1,9})?", count):
+        # Checked first, as making the links of many devices takes seconds.
+        check_num_devices(name, int(count or 1))
+        return preset(name, int(count) if count else None)
+    content = _read(text)
+    is_json = content.lstrip().startswith(("{", "["))
+    read = Topology.from_json if is_json else Topology.from_nvidia_smi
+    try:
+        return read(content)
+    except ValueError as error:
+        raise ValueError(f"{text}: {error}") from error
+
+
+def _read(name: str) -> str:
+    if name == "-" and sys.stdin is None:
+        raise ValueError("-: standard input is closed")
+    try:
+        with click.open_file(name, encoding="utf-8") as file:
+            return str(file.read()).removeprefix("\ufeff")
+    except FileNotFoundError:
+        raise ValueError(f"{name!r} is neither a file nor a known machine: {_MACHINES}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{name}: expected text; the file holds something else") from None
+    except OSError as error:
+        raise ValueError(f"{name}: {error.strerror}") from error
 
 
 @click.command(short_help="Compare the all-reduce algorithms on any machine.")
 @options.option(
     "-t --topology wanted",
-    options.Parsed("topology", machine.parse),
+    options.Parsed("topology", _parse_machine),
     "Preset such as dgx1 or nvswitch:16, here, or a file.",
-    required=True,
     metavar="NAME|FILE|-",
 )
 @options.option(
@@ -88,7 +136,7 @@ _MAX_PACKS = 4096
 @click.pass_context
 def plan(
     context: click.Context,
-    wanted: Topology | machine.Here,
+    wanted: Topology | _Here | None,
     num_bytes: int,
     algorithm: str,
     num_packs: int | None,
@@ -111,6 +159,8 @@ def plan(
     in nvswitch:16; here, or here:8, is this machine, measured; a file has the output of
     `nvidia-smi topo -m` or of Topology.to_json.
     """
+    if wanted is None:
+        raise click.UsageError(f"--topology names the machine: {_MACHINES}, or a file")
     drawn = [path.resolve() for path in (trees_file, gantt_file) if path]
     is_network_given = context.get_parameter_source("network") is ParameterSource.COMMANDLINE
     options.refuse(
@@ -126,9 +176,9 @@ def plan(
     if drawn:
         importlib.import_module("matplotlib")  # Before time is spent on data for it.
     console = options.make_console()
-    if isinstance(wanted, machine.Here):
+    if isinstance(wanted, _Here):
         try:
-            topology = machine.measure(wanted, measures)
+            topology = _measure(wanted, measures)
         except (RuntimeError, ValueError) as error:
             raise click.ClickException(str(error)) from None
     else:
@@ -139,7 +189,7 @@ def plan(
         rate = f"{format_bytes(round(network))}/s"
         size += f" across {num_hosts} hosts with {rate} of {exchange or 'network'}"
     try:
-        with options.status(console, "Planning ..."):
+        with options.status("Planning ..."):
             found = evaluate_all(
                 topology, num_bytes, num_packs, hosts, BY_NAME[exchange] if exchange else SUM
             )
@@ -162,6 +212,30 @@ def plan(
             if path:
                 save_figure(draw(chosen.plan, topology, title), path)
                 console.print(f"Drew {chosen.label} in {path}", soft_wrap=True)
+
+
+def _measure(here: _Here, measure_again: bool) -> Topology:
+    """Returns the topology of devices of this machine; measures it unless that was done before."""
+    # On standard error: the output is the table.
+    console = options.make_console(stderr=True)
+    with options.status("Starting TensorFlow ..."), options.quiet_start():
+        import tensorflow as tf
+
+        from tfcdo.bench.devices import choose_devices
+
+        devices = choose_devices(here.count)
+        tf.config.list_logical_devices()
+    name = detection.name_of_measured(devices.names)
+    known = measurement.load(name) if name else None
+    if known is not None and not measure_again:
+        console.print(f"{name}: as on {known.date}; --measure measures again", soft_wrap=True)
+        return known.topology
+    with options.status("Measuring ...") as tell:
+        found = measurement.measure(
+            devices.names, progress=lambda done, what: tell(f"{done:.0%} {what}")
+        )
+    console.print(f"{found.name}: measured now, and kept", soft_wrap=True)
+    return found
 
 
 def evaluate(

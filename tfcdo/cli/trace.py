@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import pathlib
 import runpy
 import sys
@@ -26,9 +25,6 @@ from tfcdo.cli import options
     "trace.json",
 )
 @options.option(
-    "--draw picture", options.PICTURE, "Picture of a typical step and its plan: .png or .svg"
-)
-@options.option(
     "--after", click.FloatRange(0.0), "Seconds to wait, to skip graph tracing.", 0.0,
     metavar="SECONDS",
 )  # fmt: skip
@@ -37,7 +33,6 @@ from tfcdo.cli import options
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 def trace(
     output: pathlib.Path,
-    picture: pathlib.Path | None,
     after: float,
     seconds: float,
     script: pathlib.Path,
@@ -45,21 +40,19 @@ def trace(
 ) -> int:
     """Run SCRIPT and write what its all-reduces did, edge by edge.
 
-    The script runs in this process, under TensorFlow's profiler. At the end its summary is
-    printed: the share of a step in all-reduces, how much of that nothing else hides, and the
-    slowest edge. The exit status is the script's.
+    The script runs in this process, under TensorFlow's profiler. At the end a summary is printed on
+    standard error: the share of a step in all-reduces, the part of it that does not overlap with
+    other ops, and the slowest edge. The exit status is the script's.
     """
-    if picture:
-        importlib.import_module("matplotlib")  # Before time is spent on data for it.
     with options.quiet_start():
-        from tfcdo.plot import trace as plot_trace
+        from tfcdo.tracing import recording
     began, ended = threading.Event(), threading.Event()
 
-    def record() -> plot_trace.Trace | None:
+    def record() -> recording.Trace | None:
         try:
             if ended.wait(after):
                 return None
-            with plot_trace.trace(output, draw=picture) as traced:
+            with recording.trace(output) as traced:
                 began.set()
                 ended.wait(seconds)
             return traced
@@ -76,8 +69,7 @@ def trace(
         ended.set()
         traced = recorded.result()
         if traced:
-            files = f"{output} and {picture}" if picture else output
-            click.echo(f"tfcdo: {traced.summary}\ntfcdo: wrote {files}")
+            click.echo(f"tfcdo: {traced.summary}\ntfcdo: wrote {output}", err=True)
         else:
             click.echo(f"tfcdo: the script ended before --after {after:g} s", err=True)
 

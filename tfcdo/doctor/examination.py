@@ -6,13 +6,16 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from typing import Any, TypeVar
 
 from tfcdo.bench import worker_pool
-from tfcdo.doctor import tf_config
-from tfcdo.doctor.answers import Copies, Failure, Machine, Sums, Versions
+from tfcdo.cluster import config
+from tfcdo.launch import cluster as launch_cluster
 from tfcdo.topology.topology import Topology
 
 # The pairs of classes that are compared, tfcdo's and TensorFlow's; what a strategy that is given no
@@ -25,6 +28,8 @@ COMPARED = (
 )
 # Seconds for each question; that for the machine plans for two models, too.
 _LIMITS = {"versions": 120.0, "machine": 240.0, "pair": 15.0, "sum": 60.0}
+# Seconds until a host that does not answer counts as not reached.
+_SECONDS_OF_A_HOST = 3.0
 # Seconds for the tests of all pairs of devices together.
 _SECONDS_OF_PAIRS = 3.0
 # Number of hanging pairs after which the rest are skipped: each costs a time-out and a new start.
@@ -39,12 +44,87 @@ _Kind = TypeVar("_Kind")
 
 
 @dataclasses.dataclass(frozen=True)
+class Failure:
+    """An error instead of an answer; the probe may hang instead."""
+
+    error: str
+    hangs: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Versions:
+    """Versions of packages, None where there is none; why this TensorFlow cannot be used, if so."""
+
+    tfcdo: str
+    python: str
+    tensorflow: str | None = None
+    keras: str | None = None
+    numpy: str | None = None
+    cuda: str | None = None  # That TensorFlow was built with.
+    without_kernels: Sequence[str] = ()  # GPUs for which this TensorFlow has no compiled kernels.
+    problem: str = ""
+    remedy: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The devices of a machine, and tfcdo's choices for them."""
+
+    physical: Sequence[str]  # Names of the devices that TensorFlow sees.
+    logical: Sequence[str]  # Names of the devices that they are used as.
+    examined: Sequence[str]  # Full names.
+    description: str  # Of the examined devices.
+    on_cpu: bool
+    gpus_of_nvidia_smi: Sequence[str]
+    topology: str  # JSON.
+    topology_reason: str  # How it was found.
+    nccl_problem: str = ""
+    nccl_remedy: str = ""
+    models: Sequence[str] = ()  # A line for each of two models: the plan, and memory.
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """Copies between two devices: wrong bytes of the first, bytes per second of the fastest."""
+
+    wrong: int
+    bandwidth: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """An all-reduce by one implementation: elements on all devices, 0 if it cannot run; wrong."""
+
+    elements: int = 0
+    wrong: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """One host of the cluster as this one sees it; a refused connection is an answer."""
+
+    name: str
+    is_here: bool
+    reached: bool
+    status: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TfConfig:
+    """Content of TF_CONFIG, its problem if it has one, and the hosts that train together."""
+
+    text: str
+    problem: str = ""
+    hosts: tuple[Host, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """All answers; None, or empty, where the doctor did not come that far."""
 
     versions: Versions | Failure
     machine: Machine | Failure | None = None
-    tf_config: tf_config.TfConfig = tf_config.TfConfig("")  # noqa: RUF009 - it is immutable
+    tf_config: TfConfig = TfConfig("")
     pairs: Mapping[Pair, Copies | Failure] = dataclasses.field(default_factory=dict)
     sums: Mapping[str, Sums | Failure] = dataclasses.field(default_factory=dict)
 
@@ -91,17 +171,54 @@ class Probes(contextlib.ExitStack):
 def examine(ask: Ask, count: int | None, tell: Tell = lambda message: None) -> Report:
     """Examines this machine."""
     tell("Looking at TF_CONFIG")
-    config = tf_config.examine_tf_config()
+    given = examine_tf_config()
     tell("Starting TensorFlow")
     versions = _answer(Versions, ask, "versions")
     if isinstance(versions, Failure) or versions.problem:
-        return Report(versions, tf_config=config)
+        return Report(versions, tf_config=given)
     tell("Looking at the devices")
     machine = _answer(Machine, ask, "machine", count=count)
     if isinstance(machine, Failure):
-        return Report(versions, machine, config)
+        return Report(versions, machine, given)
     pairs = dict(_pairs(ask, len(machine.examined), tell))
-    return Report(versions, machine, config, pairs, dict(_sums(ask, tell)))
+    return Report(versions, machine, given, pairs, dict(_sums(ask, tell)))
+
+
+def examine_tf_config() -> TfConfig:
+    """Reads TF_CONFIG and tries to reach each host that it names."""
+    text = os.environ.get("TF_CONFIG", "").strip()
+    if not text:
+        return TfConfig("")
+    try:
+        cluster = config.from_tf_config()
+    except ValueError as error:
+        return TfConfig(text, str(error))
+    if cluster is None:
+        return TfConfig(text)
+    with futures.ThreadPoolExecutor(len(cluster.tasks)) as pool:
+        hosts = pool.map(lambda index: _reach(cluster, index), range(len(cluster.tasks)))
+    return TfConfig(text, hosts=tuple(hosts))
+
+
+def _reach(cluster: config.Cluster, index: int) -> Host:
+    address = cluster.tasks[index].address
+    is_here = index == cluster.index
+    try:
+        if is_here:
+            launch_cluster.check_port_is_free(address)
+            reached, status = True, "this process's own; the port is free"
+        else:
+            socket.create_connection(
+                config.split_address(address), timeout=_SECONDS_OF_A_HOST
+            ).close()
+            reached, status = True, "a worker listens there"
+    except ConnectionRefusedError:
+        reached, status = True, "the machine answers; no worker listens there yet"
+    except OSError as error:
+        # A name that nobody knows, no route, or silence, as behind a firewall.
+        problem = "this process's own port cannot be used" if is_here else "not reached"
+        reached, status = False, f"{problem}: {error.strerror or error}"
+    return Host(cluster.name(index), is_here, reached, status)
 
 
 def _pairs(ask: Ask, count: int, tell: Tell) -> Iterator[tuple[Pair, Copies | Failure]]:

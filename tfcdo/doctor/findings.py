@@ -8,8 +8,15 @@ import math
 from collections.abc import Iterator, Sequence
 
 from tfcdo import version
-from tfcdo.doctor.answers import Copies, Failure, Sums, Versions
-from tfcdo.doctor.examination import COMPARED, Pair, Report
+from tfcdo.doctor.examination import (
+    COMPARED,
+    Copies,
+    Failure,
+    Pair,
+    Report,
+    Sums,
+    Versions,
+)
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
 # A link this much slower than the topology says makes its plans bad ones.
@@ -60,10 +67,17 @@ def _versions(report: Report) -> Iterator[Finding]:
         yield Finding(WRONG, found.problem, found.remedy)
     else:
         yield Finding(OK, f"TensorFlow {found.tensorflow} can be used")
+        if found.without_kernels:
+            text = (
+                f"TensorFlow {found.tensorflow} has no compiled kernels for "
+                f"{', '.join(found.without_kernels)}: compiling them at the first run takes up to "
+                "30 minutes, or fails (tensorflow/tensorflow#97387)"
+            )
+            yield Finding(NOTE, text, "install a TensorFlow that was built for these GPUs")
         if found.keras and version.adds_metrics_twice(found.keras):
             text = (
-                f"under TensorFlow's strategies, metrics of Keras {found.keras} are wrong: it adds "
-                "up the replicas' parts twice (keras-team/keras#21467)"
+                f"under TensorFlow's strategies, metrics of Keras {found.keras} are wrong, and NaN "
+                "after some steps: the replicas' parts are added twice (keras-team/keras#21467)"
             )
             yield Finding(NOTE, text, "use tfcdo.MirroredStrategy, or pip install 'keras>=3.10'")
 
@@ -138,7 +152,7 @@ def _pairs(report: Report) -> Iterator[Finding]:
     missed = num_devices * (num_devices - 1) - len(pairs)
     if missed:
         text = f"{missed} pairs of devices were not tried, because others hang"
-        yield Finding(NOTE, text, "mend those first and run this again")
+        yield Finding(NOTE, text, "fix those first and run this again")
 
 
 def _slow_links(report: Report) -> Iterator[Finding]:

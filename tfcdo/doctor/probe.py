@@ -7,9 +7,11 @@ import importlib
 import importlib.metadata
 import platform
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from tfcdo.bench import worker_pool
-from tfcdo.doctor.answers import Machine, Versions
+from tfcdo.doctor.examination import Machine, Versions
 from tfcdo.version import __version__
 
 # That of pyproject.toml, which is not there where tfcdo is installed: a test compares them.
@@ -21,12 +23,14 @@ class Probe:
 
     def versions(self) -> Versions:
         """Imports TensorFlow and says which versions there are, and whether it can be used."""
-        found: dict[str, str | None] = {}
+        found: dict[str, Any] = {}
         try:
             for name in ("numpy", "tensorflow"):
                 found[name] = importlib.import_module(name).__version__
-            build = importlib.import_module("tensorflow").sysconfig.get_build_info()
+            tensorflow = importlib.import_module("tensorflow")
+            build = tensorflow.sysconfig.get_build_info()
             found["cuda"] = build.get("cuda_version")
+            found["without_kernels"] = _without_kernels(tensorflow.config, build)
             problem, remedy = _problem_of_tensorflow(str(found["tensorflow"]))
             # Keras is needed by Keras users only.
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -62,6 +66,22 @@ def _problem_of_tensorflow(version: str) -> tuple[str, str]:
             "install a TensorFlow that tfcdo's README lists, or a newer tfcdo",
         )
     return "", ""
+
+
+def _without_kernels(config: Any, build: Mapping[str, Any]) -> list[str]:
+    """Names the GPUs that none of TensorFlow's compiled kernels run on."""
+    names = []
+    # Such as sm_89, and compute_90, which is compiled too and can be compiled again.
+    built = re.findall(r"_(\d+)(\d)", " ".join(build.get("cuda_compute_capabilities", ())))
+    for gpu in config.list_physical_devices("GPU"):
+        details = config.experimental.get_device_details(gpu)
+        if "compute_capability" in details:
+            major, minor = details["compute_capability"]
+            # Kernels run on GPUs of their generation that are not older.
+            if built and not any(int(x) == major and int(y) <= minor for x, y in built):
+                number = gpu.name.rpartition(":")[2]
+                names.append(f"GPU:{number} (compute capability {major}.{minor})")
+    return names
 
 
 def _oldest() -> str:

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import tfcdo
 from tfcdo.bench import devices as bench_devices
-from tfcdo.bench import implementations, steps, workloads
-from tfcdo.doctor.answers import Copies, Machine, Sums
+from tfcdo.bench import implementations, measure, workloads
+from tfcdo.doctor.examination import Copies, Machine, Sums
 from tfcdo.execute import copy_trees
 from tfcdo.plan.packing import deal_owners, owned_sizes
 from tfcdo.topology import detection
@@ -92,12 +92,12 @@ class Patient:
         data = self._values
         if implementation.reason_not_to_run(self._devices.names, data.workload.dtype):
             return Sums()
-        built = steps.build(data, implementation.reducer(self._devices.names))
+        built = measure.build(data, implementation.reducer(self._devices.names))
         return Sums(data.workload.count * len(self._devices.names), built.num_wrong)
 
     @functools.cached_property
-    def _values(self) -> steps.Data:
-        return steps.place_values(workloads.one_value(_SUM_BYTES, "float32"), self._devices)
+    def _values(self) -> measure.Data:
+        return measure.place_values(workloads.one_value(_SUM_BYTES, "float32"), self._devices)
 
     @functools.cache  # noqa: B019 - there is one patient in a process
     def _pattern_on(self, source: int) -> tuple[np.ndarray, tf.Tensor]:

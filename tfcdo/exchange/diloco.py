@@ -25,7 +25,8 @@ class DiLoCo:
         `SGD(0.7, momentum=0.9, nesterov=True)`.
       fragments: the number of groups that the parameters are divided into. Each group is exchanged
         every `every` updates, and a group every `every / fragments` updates. The bytes are the
-        same, in smaller portions. Training waits for each portion.
+        same, in smaller portions. With several, a group is sent while the next step is computed;
+        what this step trains is added to the result.
 
     Raises:
       TypeError: if a number is not an int, or `optimizer` is of another type.
@@ -34,7 +35,7 @@ class DiLoCo:
     References:
       Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
       arXiv 2311.08105; "Streaming DiLoCo with overlapping communication", 2025, arXiv 2501.18512
-      (fragments; without the overlap).
+      (fragments; an overlap of one step).
 
     Example:
       >>> DiLoCo(every=50, fragments=5).fragments

@@ -28,7 +28,7 @@ from tfcdo.plan.plan import (
     ValueSpec,
     size_class,
 )
-from tfcdo.topology.measured import Measured
+from tfcdo.topology.measurement import Measured
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_bytes, format_seconds
 

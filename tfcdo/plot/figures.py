@@ -5,15 +5,10 @@ from __future__ import annotations
 import io
 import pathlib
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
-
-from tfcdo.units import time_unit
 
 Color = tuple[float, float, float]
 
@@ -22,8 +17,6 @@ _DPI = 100
 _LETTERS_PER_INCH = 7.5
 # The part of a colour that is left where a sum is on its way down.
 _PALE = 0.45
-# A bar must be this part of the whole time to have room for the number of its pack.
-_ROOM_FOR_NUMBER = 0.014
 
 
 def make_figure(width: float, height: float, title: str) -> Figure:
@@ -50,49 +43,6 @@ def make_paler(color: Color) -> Color:
     """Returns the colour of a pack on its way down the tree, given its colour on the way up."""
     red, green, blue = (1 - _PALE * (1 - part) for part in color)
     return red, green, blue
-
-
-class Bar(NamedTuple):
-    """A bar in a lane: an addition, or a copy of a pack up or down its tree."""
-
-    lane: str
-    pack: int
-    start: float  # In seconds.
-    end: float
-    color: Color
-    is_down: bool
-
-
-def draw_lanes(axes: Axes, lanes: Sequence[str], bars: Iterable[Bar], seconds: float) -> None:
-    """Draws bars in the lanes that are named, over a time from 0 on, with their packs' numbers."""
-    unit, unit_name = time_unit(seconds)
-    places = {lane: place for place, lane in enumerate(lanes)}
-    shown = [bar for bar in bars if bar.lane in places]
-    axes.barh(
-        [places[bar.lane] for bar in shown],
-        [(bar.end - bar.start) / unit for bar in shown],
-        left=[bar.start / unit for bar in shown],
-        height=0.84,
-        color=[make_paler(bar.color) if bar.is_down else bar.color for bar in shown],
-        edgecolor="white",
-        linewidth=0.5,
-    )
-    for bar in shown:
-        if bar.end - bar.start > _ROOM_FOR_NUMBER * seconds:
-            axes.text(
-                (bar.start + bar.end) / 2 / unit,
-                places[bar.lane],
-                str(bar.pack),
-                fontsize=6.5,
-                ha="center",
-                va="center_baseline",
-                color="black" if bar.is_down else "white",
-            )
-    axes.set_yticks(range(len(lanes)), lanes, fontsize=8, parse_math=False)
-    axes.set_ylim(max(len(lanes), 1) - 0.4, -0.6)
-    axes.set_xlim(0, seconds / unit or 1)
-    axes.set_xlabel(f"time, {unit_name}", fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def save_figure(figure: Figure, path: pathlib.Path) -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from tfcdo.plan import simulator
 from tfcdo.plan.lower_bound import lower_bound_seconds
 from tfcdo.plan.plan import Plan
-from tfcdo.plot.figures import Bar, Color, device_colors, draw_lanes, make_figure, make_paler
+from tfcdo.plot.figures import Color, device_colors, make_figure, make_paler
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_seconds, time_unit
 
 _MAX_LANES = 64
 _MAX_ROOTS_EXPLAINED = 16
+# A bar must be this part of the whole time to have room for the number of its pack.
+_ROOM_FOR_NUMBER = 0.014
 
 
 def draw_gantt(plan: Plan, topology: Topology, title: str = "") -> Figure:
@@ -41,14 +44,14 @@ def draw_gantt(plan: Plan, topology: Topology, title: str = "") -> Figure:
     """
     timeline = simulator.simulate(plan, topology)
     colors = device_colors(topology.num_devices)
-    bars: list[Bar] = []
+    bars: list[_Bar] = []
     # The time in which bytes move or are added, without the latencies of the copies.
     busy: dict[str, float] = collections.defaultdict(float)
     for task in timeline.tasks:
         for lane in _lanes_of(task, topology):
             color = colors[plan.trees[task.pack].root]
             is_down = task.kind == "broadcast"
-            bars.append(Bar(lane, task.pack, task.start, task.end, color, is_down))
+            bars.append(_Bar(lane, task.pack, task.start, task.end, color, is_down))
             busy[lane] += task.end - task.start
             if task.kind != "add":
                 busy[lane] -= topology.latency(task.source, task.target)
@@ -57,7 +60,7 @@ def draw_gantt(plan: Plan, topology: Topology, title: str = "") -> Figure:
     shown = lanes[:_MAX_LANES]
     figure = make_figure(14, 2.0 + 0.21 * max(len(shown), 4), title)
     axes = figure.add_subplot()
-    draw_lanes(axes, shown, bars, timeline.seconds)
+    _draw_lanes(axes, shown, bars, timeline.seconds)
     unit, unit_name = time_unit(timeline.seconds)
     axes.set_xlabel(f"time, {unit_name}, if no copy is disturbed")
     style: dict[str, Any] = {"fontsize": 8, "transform": axes.get_yaxis_transform()}
@@ -80,6 +83,49 @@ def draw_gantt(plan: Plan, topology: Topology, title: str = "") -> Figure:
         handlelength=1.2, columnspacing=1.2,
     )  # fmt: skip
     return figure
+
+
+class _Bar(NamedTuple):
+    """A bar in a lane: an addition, or a copy of a pack up or down its tree."""
+
+    lane: str
+    pack: int
+    start: float  # In seconds.
+    end: float
+    color: Color
+    is_down: bool
+
+
+def _draw_lanes(axes: Axes, lanes: Sequence[str], bars: Iterable[_Bar], seconds: float) -> None:
+    """Draws bars in the lanes that are named, over a time from 0 on, with their packs' numbers."""
+    unit, unit_name = time_unit(seconds)
+    places = {lane: place for place, lane in enumerate(lanes)}
+    shown = [bar for bar in bars if bar.lane in places]
+    axes.barh(
+        [places[bar.lane] for bar in shown],
+        [(bar.end - bar.start) / unit for bar in shown],
+        left=[bar.start / unit for bar in shown],
+        height=0.84,
+        color=[make_paler(bar.color) if bar.is_down else bar.color for bar in shown],
+        edgecolor="white",
+        linewidth=0.5,
+    )
+    for bar in shown:
+        if bar.end - bar.start > _ROOM_FOR_NUMBER * seconds:
+            axes.text(
+                (bar.start + bar.end) / 2 / unit,
+                places[bar.lane],
+                str(bar.pack),
+                fontsize=6.5,
+                ha="center",
+                va="center_baseline",
+                color="black" if bar.is_down else "white",
+            )
+    axes.set_yticks(range(len(lanes)), lanes, fontsize=8, parse_math=False)
+    axes.set_ylim(max(len(lanes), 1) - 0.4, -0.6)
+    axes.set_xlim(0, seconds / unit or 1)
+    axes.set_xlabel(f"time, {unit_name}", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _lanes_of(task: simulator.Task, topology: Topology) -> list[str]:

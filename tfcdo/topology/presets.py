@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from tfcdo import checks
-from tfcdo.topology import routes
+from tfcdo.topology import links
 from tfcdo.topology.topology import Topology
 
 # The NVLinks of each pair: NVIDIA, "NVIDIA DGX-1 With Tesla V100 System Architecture", 2017. Other
@@ -27,13 +27,13 @@ def _dgx1(
     name: str, num_devices: int, nvlinks: Mapping[tuple[int, int], int], bandwidth: float
 ) -> Topology:
     speeds = {pair: count * bandwidth for pair, count in nvlinks.items()}
-    whole = Topology.from_routes(name, 8, routes.mesh(8, speeds, sockets=[0] * 4 + [1] * 4))
+    whole = Topology.from_routes(name, 8, links.mesh(8, speeds, sockets=[0] * 4 + [1] * 4))
     return whole.subset(range(num_devices))
 
 
 def dgx1(num_devices: int = 8) -> Topology:
     """Describes an NVIDIA DGX-1 with V100: 8 GPUs, 6 NVLinks of 25 GB/s each, a cube mesh."""
-    return _dgx1("dgx1", num_devices, _DGX1_LINKS, routes.NVLINK_V100)
+    return _dgx1("dgx1", num_devices, _DGX1_LINKS, links.NVLINK_V100)
 
 
 def dgx1_p100(num_devices: int = 8) -> Topology:
@@ -43,19 +43,19 @@ def dgx1_p100(num_devices: int = 8) -> Topology:
 
 def nvswitch(num_devices: int = 8) -> Topology:
     """Describes devices on a full crossbar: each has a port in and a port out, of 12 x 25 GB/s."""
-    ports = routes.crossbar(num_devices, 12 * routes.NVLINK_V100)
+    ports = links.crossbar(num_devices, 12 * links.NVLINK_V100)
     return Topology.from_routes("nvswitch", num_devices, ports)
 
 
 def pcie(num_devices: int = 4) -> Topology:
     """Describes pairs of devices under PCIe switches that the host bridge joins."""
     switches = [device // 2 for device in range(num_devices)]
-    return Topology.from_routes("pcie", num_devices, routes.pcie(switches, {}))
+    return Topology.from_routes("pcie", num_devices, links.pcie(switches, {}))
 
 
 def shared_memory(num_devices: int = 8) -> Topology:
     """Describes virtual CPU devices: copies cost nothing, and all add with the same cores."""
-    free = routes.wires(num_devices, math.inf, latency=0.0)
+    free = links.wires(num_devices, math.inf, latency=0.0)
     # One core adds two float streams in memory at about this rate.
     costs = {"addition_bandwidth": 10e9, "serial_reduction": True}
     return Topology.from_routes("shared_memory", num_devices, free, **costs)
@@ -63,7 +63,7 @@ def shared_memory(num_devices: int = 8) -> Topology:
 
 def fully_connected(num_devices: int = 8) -> Topology:
     """Describes links of 25 GB/s each way between every two devices, for unknown machines."""
-    wires = routes.wires(num_devices, routes.NVLINK_V100)
+    wires = links.wires(num_devices, links.NVLINK_V100)
     return Topology.from_routes("fully_connected", num_devices, wires)
 
 

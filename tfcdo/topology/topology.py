@@ -13,9 +13,16 @@ from typing import Any
 import msgspec
 
 from tfcdo import checks
-from tfcdo.topology import nvidia_smi, serialization
-from tfcdo.topology.links import Link, Resource, check_links, link_name, ordered_pairs, reached
-from tfcdo.topology.routes import Route
+from tfcdo.topology import serialization
+from tfcdo.topology.links import (
+    Link,
+    Resource,
+    Route,
+    check_links,
+    link_name,
+    ordered_pairs,
+    reached,
+)
 
 # The names of measured topologies begin with this.
 MEASURED = "measured "
@@ -252,15 +259,14 @@ class Topology:
         Args:
           text: a JSON object with "name", "num_devices", "resources" and "links", perhaps
             "addition_bandwidth", "serial_reduction" and "format", and nothing else; a link may
-            leave out "latency" and "via_host". A bandwidth of null has no limit. All formats that
-            `to_json` has ever written are read.
+            leave out "latency" and "via_host". A bandwidth of null has no limit.
 
         Returns:
           The topology.
 
         Raises:
           ValueError: if the text is not JSON, or not of such an object, or not of a topology, or if
-            a newer version has written it.
+            another version has written it.
 
         Example:
           >>> from tfcdo.topology import preset
@@ -290,7 +296,7 @@ class Topology:
 
     @classmethod
     def from_nvidia_smi(cls, text: str) -> Topology:
-        """Reads the table of `nvidia-smi topo -m`; see `tfcdo.topology.nvidia_smi.read_routes`.
+        """Reads the table of `nvidia-smi topo -m`; see `tfcdo.topology.serialization.read_routes`.
 
         Args:
           text: the output of the command.
@@ -301,7 +307,7 @@ class Topology:
         Raises:
           ValueError: if the text holds no such table.
         """
-        num_devices, routes = nvidia_smi.read_routes(text)
+        num_devices, routes = serialization.read_routes(text)
         return cls.from_routes("nvidia-smi", num_devices, routes)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -39,6 +39,7 @@ class OuterState(tf.Module):
       steps: the number of steps since all hosts were known to have the same parameters; 0 if they
         have, so that `common` begins with these.
       examples: of each fragment, how many examples this host has trained since its exchange.
+      overlaps: whether fragments are exchanged while the next step is computed.
     """
 
     def __init__(self, settings: DiLoCo, leaf: Any, variables: Sequence[Any]) -> None:
@@ -48,6 +49,7 @@ class OuterState(tf.Module):
         self.trained = tuple(variables)
         sizes = [one.shape.num_elements() * one.value.dtype.size for one in self.trained]
         self.fragments = deal_owners(sizes, settings.fragments)
+        self.overlaps = settings.fragments > 1
         make = settings.optimizer or _DEFAULT
         self.common = [
             # Not trainable, it would be a statistic, of which each replica has its own.
@@ -75,30 +77,43 @@ class OuterState(tf.Module):
         """Returns the number of steps since all hosts were known to have the same parameters."""
         return int(_components(self.steps)[0].numpy())
 
-    def begin(self) -> None:
-        """Remembers the parameters, if all hosts have the same."""
-        is_new = tf.equal(_components(self.steps)[0].read_value(), 0)
-        tf.cond(is_new, lambda: _copy(self.trained, self.common), lambda: None)
+    def begin(self, strategy: tf.distribute.Strategy) -> dict[int, Any]:
+        """Begins a step: remembers the parameters if all hosts have the same.
 
-    def end(self, strategy: tf.distribute.Strategy, rows: Any) -> None:
-        """Counts a step, and meets the other hosts if it is time to."""
+        Returns what `end` needs of each fragment that hosts exchange while they compute this step.
+        """
+        done = _components(self.steps)[0].read_value()
+        tf.cond(tf.equal(done, 0), lambda: _copy(self.trained, self.common), lambda: None)
+        begun: dict[int, Any] = {}
+        for fragment in self._all_fragments() if self.overlaps else ():
+            is_due = tf.logical_and(done > 0, self._is_due(done, fragment))
+            meet = functools.partial(self._meet, strategy, fragment)
+            nothing = functools.partial(self._nothing, fragment)
+            begun[fragment] = is_due, tf.cond(is_due, meet, nothing)
+        return begun
+
+    def end(self, strategy: tf.distribute.Strategy, rows: Any, begun: Mapping[int, Any]) -> None:
+        """Counts a step, and ends or makes the exchanges whose time it is."""
         for component in _components(self.steps):
             component.assign_add(1)
         for component in _components(self.examples):
             with tf.device(component.device):
                 component.assign_add(tf.fill(component.shape, tf.cast(rows, tf.int64)))
         done = _components(self.steps)[0].read_value()
-        for fragment in sorted(set(self.fragments)):
-            is_due = tf.equal((done - self._first(fragment)) % self.period, 0)
-            meet = functools.partial(self.exchange, strategy, fragment)
-            tf.cond(is_due, meet, lambda: None)
+        for fragment in self._all_fragments():
+            if self.overlaps:
+                is_due, (means, sent) = begun[fragment]
+                update = functools.partial(self._update, strategy, fragment, means, sent, rows)
+            else:
+                is_due = self._is_due(done, fragment)
+                update = functools.partial(self.exchange, strategy, fragment)
+            tf.cond(is_due, update, lambda: None)
 
     def finish(self, strategy: tf.distribute.Strategy) -> None:
         """Exchanges all that hosts have trained since the last exchange."""
         done = self.num_steps
-        for fragment in sorted(set(self.fragments)) if done else ():
-            first = self._first(fragment)
-            if done < first or (done - first) % self.period:
+        for fragment in self._all_fragments() if done else ():
+            if self.overlaps or not self._is_due(done, fragment):
                 self._exchange(strategy, fragment)
         self.begin_again()
 
@@ -109,14 +124,28 @@ class OuterState(tf.Module):
                 with tf.device(component.device):
                     component.assign(tf.zeros_like(component))
 
-    def _first(self, fragment: int) -> int:
-        """Returns after how many steps a fragment is exchanged for the first time."""
-        return (fragment + 1) * self.interval
+    def _all_fragments(self) -> list[int]:
+        return sorted(set(self.fragments))
+
+    def _is_due(self, done: Any, fragment: int) -> Any:
+        """Returns whether a fragment is exchanged after so many steps, at least one."""
+        return (done - (fragment + 1) * self.interval) % self.period == 0
+
+    def _of(self, fragment: int) -> tuple[list[Any], list[Any]]:
+        """Returns the trained and the common parameters of a fragment."""
+        members = [at for at, one in enumerate(self.fragments) if one == fragment]
+        return [self.trained[at] for at in members], [self.common[at] for at in members]
 
     def exchange(self, strategy: tf.distribute.Strategy, fragment: int) -> None:
         """Exchanges a fragment; where this host's replicas meet."""
-        members = [at for at, one in enumerate(self.fragments) if one == fragment]
-        trained, common = ([some[at] for at in members] for some in (self.trained, self.common))
+        means, own = self._meet(strategy, fragment)
+        self._update(strategy, fragment, means, own, 0)
+
+    def _meet(
+        self, strategy: tf.distribute.Strategy, fragment: int
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Returns the hosts' mean differences of a fragment, and this host's own parameters."""
+        trained, common = self._of(fragment)
         extended, devices = strategy.extended, strategy.extended.worker_devices
         with tf.device(devices[0]):
             examples = _components(self.examples)[0][fragment]
@@ -127,19 +156,49 @@ class OuterState(tf.Module):
             # A host counts by its examples, so that each example counts the same.
             of_all = getattr(total, "values", (total,))[0]
             share = tf.math.divide_no_nan(*(tf.cast(n, tf.float64) for n in (examples, of_all)))
-            changes = []
-            for before, now in zip(common, trained, strict=True):
-                old, new = (_components(one)[0].read_value() for one in (before, now))
-                changes.append((old - new) * tf.cast(share, new.dtype))
+            own = [_components(one)[0].read_value() for one in trained]
+            changes = [
+                (_components(before)[0].read_value() - now) * tf.cast(share, now.dtype)
+                for before, now in zip(common, own, strict=True)
+            ]
         differences = [_of_first(change, devices) for change in changes]
         with step.host_alone(False):
             means = extended.sum_gradients(differences, [one.path for one in trained])
-        updates.alone(strategy, lambda grads: self.optimizer.apply(grads, common), means)
-        _copy(common, trained)
+        return [getattr(mean, "values", (mean,))[0] for mean in means], own
+
+    def _nothing(self, fragment: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Returns empty values in place of those of `_meet`."""
+        empty = [tf.zeros([0], one.dtype) for one in self._of(fragment)[0]]
+        return empty, empty
+
+    def _update(
+        self,
+        strategy: tf.distribute.Strategy,
+        fragment: int,
+        means: Sequence[tf.Tensor],
+        sent: Sequence[tf.Tensor],
+        rows: Any,
+    ) -> None:
+        """Updates the common parameters; this host's own keep what it has trained since `sent`."""
+        trained, common = self._of(fragment)
+        devices = strategy.extended.worker_devices
+        grads = [
+            _on_each(tf.ensure_shape(mean, one.shape), devices)
+            for mean, one in zip(means, common, strict=True)
+        ]
+        updates.alone(strategy, lambda grads: self.optimizer.apply(grads, common), grads)
+        for source, target, before in zip(common, trained, sent, strict=True):
+            for given, component in zip(_components(source), _components(target), strict=True):
+                with tf.device(component.device):
+                    value = tf.cast(given.read_value(), component.dtype)
+                    if self.overlaps:
+                        value += component.read_value() - tf.ensure_shape(before, component.shape)
+                    component.assign(value)
         for component in _components(self.examples):
             with tf.device(component.device):
-                others = tf.one_hot(fragment, component.shape[0], 0, 1, dtype=tf.int64)
-                component.assign(component.read_value() * others)
+                is_other = tf.range(component.shape[0]) != fragment
+                left = tf.cast(rows, tf.int64)
+                component.assign(tf.where(is_other, component.read_value(), left))
 
 
 def build(strategy: tf.distribute.Strategy, leaf: Any, variables: Sequence[Any]) -> None:
@@ -175,18 +234,19 @@ def apply(optimizer: Any, variables: Sequence[Any] | None, update: Callable[[], 
     if context is None:
         return update()
 
+    begun: list[dict[int, Any]] = []
+
     def begin(strategy: tf.distribute.Strategy) -> None:
         if variables is not None:
             keras_internals.build(optimizer, variables)
-        for state in states_of(optimizer):
-            state.begin()
+        begun.extend(state.begin(strategy) for state in states_of(optimizer))
 
     def end(strategy: tf.distribute.Strategy) -> None:
         steps = step.all_running()
         assert steps is not None
-        for state in states_of(optimizer):
+        for state, own in zip(states_of(optimizer), begun, strict=True):
             # Without a batch, hosts count the same.
-            state.end(strategy, 1 if steps[0].total is None else steps[0].total)
+            state.end(strategy, 1 if steps[0].total is None else steps[0].total, own)
 
     context.merge_call(begin)
     with step.changed(applies=True):
@@ -242,6 +302,15 @@ def _of_first(value: tf.Tensor, devices: Sequence[str]) -> Any:
         with tf.device(device):
             parts.append(tf.zeros(value.shape, value.dtype))
     return tf_internals.per_replica(parts)
+
+
+def _on_each(value: tf.Tensor, devices: Sequence[str]) -> Any:
+    """Returns a value with a copy on each device."""
+    copies = []
+    for device in devices:
+        with tf.device(device):
+            copies.append(tf.identity(value))
+    return tf_internals.per_replica(copies)
 
 
 def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:

@@ -176,6 +176,11 @@ def _of_any_batch(spec: Any) -> Any:
 
 
 def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+    is_ours = getattr(model.distribute_strategy.extended, "sums_once", False)
+    data = args[0] if args else kwargs.get("x")
+    if is_ours and len(args) < 2 and isinstance(data, tf.data.Dataset):
+        # Keras's default is True, which it ignores for a dataset, with a warning.
+        kwargs.setdefault("shuffle", False)
     with keras_internals.fitting():
         history = own(model, *args, **kwargs)
     if _is_ours(model):

@@ -1,13 +1,26 @@
-"""The rows of docs/compat.md: outcomes of cases, in few words."""
+"""Writes the tables of pages that tools have measured."""
 
 from __future__ import annotations
 
+import pathlib
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
+ROOT = pathlib.Path(__file__).absolute().parents[1]
 # A table of three such columns fits a screen.
 MAX_CELL = 56
 _MAX_MESSAGE = 140
+
+
+def replace_table(path: pathlib.Path, tool: str, lines: Sequence[str]) -> None:
+    """Writes a page with other lines between the markers that name a tool."""
+    begin, end = f"<!-- made by tools/{tool}: begin -->", "<!-- end -->"
+    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise ValueError(f"{path} has no lines {begin!r} and {end!r}")
+    path.write_text("\n".join([f"{before}{begin}", *lines, f"{end}{after}"]), encoding="utf-8")
 
 
 class Row(NamedTuple):
@@ -24,8 +37,13 @@ class Row(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Returns the mark with the first number, or the kind of the error."""
-        return escaped(f"{self.mark} {re.split('[,:]', self.text)[0]}")
+        """Returns the mark with the result."""
+        return f"{self.mark} {self.result}"
+
+    @property
+    def result(self) -> str:
+        """Returns the first number, or the kind of the error."""
+        return escaped(re.split("[,:]", self.text)[0])
 
 
 def escaped(text: str) -> str:

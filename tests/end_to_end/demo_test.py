@@ -1,6 +1,10 @@
 from __future__ import annotations
 
-import subprocess
+import contextlib
+import importlib
+import io
+import pathlib
+import sys
 from unittest import mock
 
 import keras
@@ -8,27 +12,23 @@ import numpy as np
 import tensorflow as tf
 import warm_python
 from absl.testing import absltest
-from cli_testing import run_tfcdo
 from sklearn import datasets
 
 import tfcdo
-from tfcdo.cli import demo
 from tfcdo.virtual_devices import configure_virtual_cpus
 
 _DEVICES = configure_virtual_cpus(3)
+_DEMO = pathlib.Path(__file__).absolute().parents[2] / "examples" / "demo.py"
+
+
+with mock.patch.object(sys, "path", [str(_DEMO.parent), *sys.path]):
+    demo = importlib.import_module("demo")
 
 
 class DemoTest(absltest.TestCase):
     def test_training_passes_every_check(self):
-        arguments = ("demo", "--devices", "3", "--epochs", str(demo.MIN_EPOCHS))
-        result = subprocess.run(
-            [warm_python.executable(), "-m", "tfcdo.cli.main", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=600,
-        )
-        output = result.stdout
+        result = warm_python.run(str(_DEMO), "--devices", "3")
+        output = result.stdout + result.stderr
         rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines()]
         table = {row[0]: row[1:] for row in rows if row}
         self.assertEqual(result.returncode, 0, output)
@@ -70,11 +70,11 @@ class CheckTest(absltest.TestCase):
             mock.patch.object(demo, "MAX_WEIGHT_DIFFERENCE", -1.0),
             # So few that the training is one step.
             mock.patch.object(datasets, "load_digits", return_value=(images[:490], labels[:490])),
+            contextlib.redirect_stdout(io.StringIO()) as printed,
         ):
-            status, output, _ = run_tfcdo("demo", "--devices", "2", "--epochs", "1")
-        self.assertEqual(status, 1)
+            self.assertEqual(demo.main(devices=2, epochs=1), 1)
         subject = "Largest weight difference from one-device training"
-        self.assertIn(f"Not as wanted: {subject}\n", output)
+        self.assertIn(f"Not as wanted: {subject}\n", printed.getvalue())
 
     def test_replicas_that_differ(self):
         strategy = tf.distribute.MirroredStrategy(_DEVICES)

@@ -1,23 +1,31 @@
-"""`tfcdo demo`: trains a real Keras model on several devices and checks it against one."""
+"""Trains a real Keras model on several devices and compares it with one device: `make demo`.
+
+A small convolutional network learns scikit-learn's handwritten digits on virtual CPU devices, under
+tfcdo.MirroredStrategy and with clipped gradients, and once more on one device. The exit status is 1
+if a check fails. Accuracy counts if there are enough epochs for it.
+
+pip install '.[demo]'
+python examples/demo.py --devices 4
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
-import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import click
+import keras
+import numpy as np
+import tensorflow as tf
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from sklearn import datasets
 
-from tfcdo.cli import options
-
-if TYPE_CHECKING:
-    import numpy as np
-    import tensorflow as tf
+import tfcdo
 
 MIN_ACCURACY = 0.95
 # Number of epochs that reach that accuracy.
@@ -58,28 +66,12 @@ class Check:
     passed: bool | None
 
 
-@click.command()
-@options.option("--devices", click.IntRange(1, 16), "Number of virtual CPU devices.", 4)
-@options.option("--epochs", click.IntRange(1, 1000), "Number of epochs.", MIN_EPOCHS)
-def demo(devices: int, epochs: int) -> int:
-    """Train a model on several devices and check the result.
-
-    A small convolutional network learns handwritten digits on virtual CPU devices, under
-    tfcdo.MirroredStrategy and with clipped gradients, and once more on one device. The exit status
-    is 1 if a check fails. Accuracy counts if there are enough epochs for it.
-    """
-    importlib.import_module("sklearn")
-    console = options.make_console()
-    with options.status(console, "Starting TensorFlow ..."), options.quiet_start():
-        import keras
-        import tensorflow as tf
-
-        import tfcdo
-        from tfcdo.virtual_devices import configure_virtual_cpus
-
-        names = configure_virtual_cpus(max(devices, len(_SUMMED)))
-        tf.config.list_logical_devices()
+def main(devices: int, epochs: int) -> int:
+    """Trains, prints what it finds, and returns the exit status."""
+    width = None if sys.stdout.isatty() else 120
+    console = Console(highlight=False, markup=False, width=width)
     tf.get_logger().setLevel("ERROR")
+    names = tfcdo.configure_virtual_cpus(max(devices, len(_SUMMED)))
     digits = load_digits()
     train_under = functools.partial(train, digits, devices, epochs)
     sgd = functools.partial(keras.optimizers.SGD, 0.1, momentum=0.9, global_clipnorm=0.5)
@@ -89,7 +81,7 @@ def demo(devices: int, epochs: int) -> int:
     verbose = "auto" if sys.stdout.isatty() else 2
     model = train_under(strategy, sgd, verbose)
     console.print(str(strategy.explain([weight.shape for weight in model.trainable_weights])))
-    with options.status(console, "The same training on one device, to compare ..."):
+    with console.status("The same training on one device, to compare ..."):
         alone = train_under(tf.distribute.get_strategy(), sgd)
         # Its sums are correct on any number of devices.
         ops = tf.distribute.ReductionToOneDevice()
@@ -122,9 +114,6 @@ def demo(devices: int, epochs: int) -> int:
 
 def load_digits() -> Digits:
     """Loads, shuffles and splits the images."""
-    import numpy as np
-    from sklearn import datasets
-
     flat_images, labels = datasets.load_digits(return_X_y=True)
     images = (flat_images.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
     order = np.random.default_rng(SEED).permutation(len(images))
@@ -141,9 +130,6 @@ def train(
     verbose: str | int = 0,
 ) -> Any:
     """Trains a new model: always the same first weights, and the same batches in the same order."""
-    import keras
-    import tensorflow as tf
-
     keras.utils.set_random_seed(SEED)
     with strategy.scope():
         # Smooth from end to end: relu's kink, or Adam's division by the size of a gradient, would
@@ -199,8 +185,6 @@ def check_replicas(strategy: tf.distribute.Strategy, model: Any) -> Check:
 
 def check_weights(subject: str, model: Any, alone: Any) -> Check:
     """Compares the weights of two trainings."""
-    import numpy as np
-
     pairs = zip(model.get_weights(), alone.get_weights(), strict=True)
     difference = max(float(np.abs(one - other).max()) for one, other in pairs)
     wanted = f"< {MAX_WEIGHT_DIFFERENCE:.0e}"
@@ -209,8 +193,6 @@ def check_weights(subject: str, model: Any, alone: Any) -> Check:
 
 def check_sum(subject: str, names: Sequence[str], ops: tf.distribute.CrossDeviceOps) -> Check:
     """Sums 1, 2 and 3, one on each of three devices."""
-    import tensorflow as tf
-
     strategy = tf.distribute.MirroredStrategy(names[: len(_SUMMED)], cross_device_ops=ops)
     values = strategy.experimental_distribute_values_from_function(
         lambda context: tf.constant(_SUMMED[context.replica_id_in_sync_group])
@@ -224,3 +206,10 @@ def check_sum(subject: str, names: Sequence[str], ops: tf.distribute.CrossDevice
 
 def _count(devices: int) -> str:
     return f"{devices} virtual CPU device" + ("s" if devices > 1 else "")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--devices", type=int, default=4, help="Number of virtual CPU devices.")
+    parser.add_argument("--epochs", type=int, default=MIN_EPOCHS, help="Number of epochs.")
+    sys.exit(main(**vars(parser.parse_args())))

@@ -1,0 +1,198 @@
+"""Trains and draws pictures of the documentation, and prints the tables next to them.
+
+    python tools/figures.py loss docs/loss.png
+    python tools/figures.py wire docs/wire.png
+    python tools/figures.py optimizer_state docs/optimizer-state.png
+
+The first two need scikit-learn (the extra `demo`), whose handwritten digits are learned.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from matplotlib.figure import Figure
+
+import tfcdo
+
+NUM_DEVICES = 4
+EPOCHS = 12
+_BATCH = 100  # 1,797 images: the last batch has 97, which does not divide.
+_NUM_TESTS = 397
+_LOSS_STYLES: dict[str, dict[str, Any]] = {
+    "one device": {"color": "black", "linewidth": 5, "alpha": 0.25},
+    "4 devices, TensorFlow": {"color": "C1", "linestyle": "--"},
+    "4 devices, tfcdo": {"color": "C0"},
+}
+# The wires that are compared, by name: the arguments of a class.
+WIRES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"wire_dtype": "bfloat16"},
+    "bfloat16, error feedback": {"wire_dtype": "bfloat16", "error_feedback": True},
+    "float16": {"wire_dtype": "float16"},
+    "float16, error feedback": {"wire_dtype": "float16", "error_feedback": True},
+}
+_WIRE_STYLES = {"float32": "k-", "bfloat16": "C0--", "bfloat16, error feedback": "C0-"}
+_SLOTS = {"SGD with momentum, Lion": 1, "Adam": 2, "Adam with amsgrad": 3}
+_MOST_DEVICES = 16
+
+
+def devices(count: int = NUM_DEVICES) -> list[str]:
+    """Returns the names of the first virtual devices."""
+    return [f"/cpu:{index}" for index in range(count)]
+
+
+def strategy_with(wire: str) -> tf.distribute.Strategy:
+    """Returns a strategy whose gradients are sent as in `WIRES`."""
+    return tfcdo.MirroredStrategy(devices(), tfcdo.HierarchicalCopyAllReduce(**WIRES[wire]))
+
+
+def train_digits(
+    strategy: tf.distribute.Strategy, epochs: int = EPOCHS, num_tests: int = 0
+) -> tuple[list[float], float]:
+    """Trains with clipped gradients and Dropout.
+
+    Returns:
+      The loss of each epoch, and the accuracy on the last images, which are not trained on; NaN
+      without any.
+    """
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    images, count = (images / 16).astype(np.float32), len(images) - num_tests
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Input([64]),
+                keras.layers.Dense(64, "relu"),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(10),
+            ]
+        )
+        optimizer = keras.optimizers.SGD(0.5, momentum=0.9, global_clipnorm=0.1)
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    history = model.fit(
+        images[:count],
+        labels[:count],
+        batch_size=_BATCH,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+    )
+    right = np.argmax(model(images[count:]), axis=1) == labels[count:]
+    accuracy = float(np.mean(right)) if num_tests else np.nan
+    return [float(loss) for loss in history.history["loss"]], accuracy
+
+
+def badly_scaled_losses(wire: str, steps: int = 2000) -> np.ndarray:
+    """Descends a quadratic whose devices' gradients are large where their sum is small.
+
+    Device k has the loss sum(curvature / 2 * (w - a_k)^2), with curvatures from 0.1 to 1 and a_k
+    up to thousands apart. Near the minimum of the mean, the devices' gradients are as large as
+    ever, and nearly cancel: what rounding loses of each is larger than what is left.
+    """
+    generator = np.random.default_rng(0)
+    curvatures = np.logspace(-1, 0, 20).astype(np.float32)
+    minima = (1000 * generator.standard_normal((NUM_DEVICES, 20))).astype(np.float32)
+    goal = np.mean(minima.astype(np.float64), axis=0)
+    strategy = strategy_with(wire)
+    with strategy.scope():
+        weights = tf.Variable(tf.zeros([20]))
+    rate = tf.Variable(1.0)
+
+    @tf.function
+    def step() -> Any:
+        def replica() -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            own = tf.constant(minima)[context.replica_id_in_sync_group]
+            gradient = curvatures * (weights - own)
+            # Two values, because a value that is reduced alone is exact. They are in one pack.
+            halves = context.all_reduce(tf.distribute.ReduceOp.MEAN, tf.split(gradient, 2))
+            weights.assign_sub(rate * tf.concat(halves, 0))
+            return weights.read_value()
+
+        return strategy.experimental_local_results(strategy.run(replica))[0]
+
+    losses = []
+    for number in range(steps):
+        rate.assign(1 / (1 + number / 50))
+        losses.append(np.sum(curvatures / 2 * (step().numpy() - goal) ** 2))
+    return np.array(losses)
+
+
+def draw_losses(losses: Mapping[str, Sequence[float]]) -> Figure:
+    """Draws the losses of trainings over the epochs."""
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, style in _LOSS_STYLES.items():
+        axes.plot(np.arange(1, len(losses[name]) + 1), losses[name], label=name, **style)
+    title = "One script with clipping and Dropout; only the strategy differs"
+    axes.set(xlabel="epoch", ylabel="training loss", title=title)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def draw_descents(losses: Mapping[str, np.ndarray]) -> Figure:
+    """Draws descents, by wire, as losses above the minimum over the steps."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for wire, style in _WIRE_STYLES.items():
+        descent = losses[wire]
+        axes.loglog(np.arange(1, len(descent) + 1), descent, style, label=wire, linewidth=1.2)
+    title = "SGD where devices' gradients are large and their sum is small"
+    axes.set(xlabel="step", ylabel="loss above its minimum", title=title)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def loss() -> Figure:
+    """Trains on one device, and on four under each strategy."""
+    strategies = {
+        "one device": tf.distribute.MirroredStrategy(devices(1)),
+        "4 devices, TensorFlow": tf.distribute.MirroredStrategy(devices()),
+        "4 devices, tfcdo": tfcdo.MirroredStrategy(devices()),
+    }
+    losses = {name: train_digits(strategy)[0] for name, strategy in strategies.items()}
+    for name, values in losses.items():
+        print(f"{name:22}", *(f"{value:.4f}" for value in values))
+    return draw_losses(losses)
+
+
+def wire() -> Figure:
+    """Trains with each wire dtype."""
+    print("| wire | accuracy |\n|---|---|")
+    for name in WIRES:
+        _, accuracy = train_digits(strategy_with(name), num_tests=_NUM_TESTS)
+        print(f"| {name} | {accuracy:.2%} |")
+    losses = {name: badly_scaled_losses(name) for name in WIRES}
+    print("\n| wire | first step | last step |\n|---|---|---|")
+    for name, descent in losses.items():
+        print(f"| {name} | {descent[0]:.3g} | {descent[-1]:.3g} |")
+    return draw_descents(losses)
+
+
+def optimizer_state() -> Figure:
+    """Draws the bytes per parameter, in float32, over the number of devices."""
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axes = figure.subplots()
+    counts = np.arange(1, _MOST_DEVICES + 1)
+    for name, slots in _SLOTS.items():
+        axes.plot(counts, 8 + 4 * slots / counts, label=name)
+    axes.axhline(8, color="gray", linestyle=":", label="weights and gradients")
+    axes.set(xlabel="devices that share the state", ylabel="bytes per parameter", ylim=(0, 21))
+    axes.legend()
+    return figure
+
+
+if __name__ == "__main__":
+    tfcdo.configure_virtual_cpus(NUM_DEVICES)
+    draw = {"loss": loss, "wire": wire, "optimizer_state": optimizer_state}[sys.argv[1]]
+    draw().savefig(sys.argv[2], dpi=100)
