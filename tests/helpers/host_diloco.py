@@ -164,8 +164,10 @@ def sharded() -> dict[str, np.ndarray]:
 
 
 def scaled() -> dict[str, np.ndarray]:
-    """Scales losses."""
-    return _train(_strategy(3), lambda: ko.LossScaleOptimizer(adam(), 16.0))
+    """Scales losses, and has the inner optimizer's state on one device of each host."""
+    return _train(
+        _strategy(3, shard_optimizer_state=True), lambda: ko.LossScaleOptimizer(adam(), 16.0)
+    )
 
 
 def own_loop() -> dict[str, np.ndarray]:

@@ -240,8 +240,11 @@ def apply(optimizer: Any, variables: Sequence[Any] | None, update: Callable[[], 
         if variables is not None:
             keras_internals.build(optimizer, variables)
         begun.extend(state.begin(strategy) for state in states_of(optimizer))
+        # A LossScaleOptimizer has its inner optimizer go on from where the replicas meet.
+        step.change_all(applies=True)
 
     def end(strategy: tf.distribute.Strategy) -> None:
+        step.change_all(applies=False)
         steps = step.all_running()
         assert steps is not None
         for state, own in zip(states_of(optimizer), begun, strict=True):

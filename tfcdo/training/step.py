@@ -118,6 +118,11 @@ def running(steps: Sequence[ReplicaStep]) -> Iterator[None]:
     yield from _with("steps", steps)
 
 
+def change_all(**changes: Any) -> None:
+    """Changes attributes of the steps of all replicas, from where these meet to the step's end."""
+    _LOCAL.steps = [dataclasses.replace(one, **changes) for one in _LOCAL.steps]
+
+
 @contextlib.contextmanager
 def entered(step: ReplicaStep) -> Iterator[ReplicaStep]:
     """Makes a step the current one of this thread's replica."""
