@@ -27,8 +27,8 @@ def ring_in_order(order: Sequence[int]) -> tuple[CopyTree, ...]:
 def milliseconds(algorithm: str | Sequence[CopyTree], num_bytes: int) -> float:
     """Returns the simulated time of an all-reduce on a DGX-1."""
     machine = preset("dgx1")
-    schedule = plan.make_schedule(algorithm, machine, num_bytes)
-    return 1e3 * plan.robust_seconds(schedule, machine)
+    made = plan.make_plan(algorithm, machine, num_bytes)
+    return 1e3 * plan.robust_seconds(made, machine)
 
 
 def all_reduce(trees: Sequence[CopyTree], devices: Sequence[str]) -> list[tf.Tensor]:

@@ -24,7 +24,7 @@ from tfcdo.exchange.diloco import DiLoCo
 from tfcdo.exchange.protocol import SUM, Exchange, identity
 from tfcdo.execute import between, nccl
 from tfcdo.execute.request import check_cross_device_ops
-from tfcdo.plan.options import BetweenHosts
+from tfcdo.plan.decide import BetweenHosts
 from tfcdo.plan.plan import ValueSpec
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology

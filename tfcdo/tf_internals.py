@@ -11,12 +11,10 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-import gc
 import queue
-import sys
 import threading
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +34,6 @@ from tensorflow.python.distribute import values as _values
 from tensorflow.python.distribute import values_util as _values_util
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager import record as _record
-from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
 from tensorflow.python.framework import kernels as _kernels
 from tensorflow.python.framework import op_def_registry as _op_def_registry
 from tensorflow.python.ops import control_flow_util as _control_flow_util
@@ -333,24 +330,17 @@ def tensors_of_graph(structure: Any) -> list[tf.Tensor]:
     ]
 
 
-def function_being_traced() -> Any:
-    """Returns the innermost `tf.function` that is being traced; else the current graph."""
-    # TensorFlow keeps no way from a graph to it, but it is what calls the Python that is traced.
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, tf.types.experimental.PolymorphicFunction):
-            return caller
-        frame = frame.f_back
-    return graph_of_function()
+def function_being_traced() -> tuple[Hashable, list[Any]]:
+    """Returns a key of the function that is being traced, and the objects that it cannot outlive.
 
-
-def can_be_called(graph: tf.Graph) -> bool:
-    """Returns whether a function that was traced into a graph still exists; slow."""
-    # A graph alone does not tell: TensorFlow's `ReplicaContext.all_reduce` registers a gradient
-    # that keeps its graph alive for as long as the process runs.
-    holders = gc.get_referrers(graph)
-    return any(isinstance(holder, _atomic_function.AtomicFunction) for holder in holders)
+    The key is the same when the function is traced again: its name, and the trainable variables
+    that it has read so far. A function that has read none is known by its graph.
+    """
+    graph: Any = graph_of_function()
+    variables = [variable for variable in graph._watched_variables if variable.trainable]
+    if not variables:
+        return weakref.ref(graph), [graph]
+    return (graph.name, frozenset(variable._unique_id for variable in variables)), variables
 
 
 def run_before_function_returns(op: tf.Operation) -> None:

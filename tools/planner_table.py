@@ -26,9 +26,9 @@ SIZES = (1000 * MB, 25 * MB, MB)
 def judge(machine: Topology, num_bytes: int) -> tuple[float, float]:
     """Plans as a first call does; returns its time over the bound, and the CPU time of planning."""
     began = time.process_time()
-    schedule = algorithms.make_schedule("auto", machine, num_bytes)
+    plan = algorithms.make_plan("auto", machine, num_bytes)
     planning = time.process_time() - began
-    seconds = simulator.robust_seconds(schedule, machine)
+    seconds = simulator.robust_seconds(plan, machine)
     return seconds / lower_bound.bandwidth_bound(machine, num_bytes), planning
 
 

@@ -10,7 +10,7 @@ from wire_bounds import roundoff
 
 from tfcdo import dtypes
 from tfcdo.exchange import rounding
-from tfcdo.execute import codec
+from tfcdo.execute import copy_trees
 
 WIRES = ("bfloat16", "float16")
 DTYPES = (tf.float32, tf.float64)
@@ -30,10 +30,10 @@ def _there_and_back(
         largest = rounding.largest_magnitude([tensor])
         scaled = dtypes.needs_scale(wire_dtype, tensor.dtype.name)
         scale = rounding.scale_for(largest, wire_dtype, num_terms) if scaled else None
-        sent = codec.encode(tensor, wire_dtype, scale)
+        sent = copy_trees.encode(tensor, wire_dtype, scale)
         return (
             sent,
-            codec.decode(sent, tensor.dtype, scale),
+            copy_trees.decode(sent, tensor.dtype, scale),
             tf.constant(1.0) if scale is None else scale,
         )
 

@@ -74,7 +74,7 @@ class GraphTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(copied, graph_testing.copied_bytes(graph, told.devices + devices))
         self.assertEqual(counts[0], told.num_graph_ops)
         self.assertIn(f"{counts[0]:,} graph ops", str(told))
-        adding = sum(pack.num_tensors * sum(map(bool, pack.tree.children)) for pack in told.packs)
+        adding = sum(len(pack.tensors) * sum(map(bool, pack.tree.children)) for pack in told.packs)
         self.assertEqual(adding, told.num_ops["AddN"])
 
 

@@ -258,6 +258,52 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(abs(training.lost(10, 1 + TINY["bfloat16"])), 12 * TINY["bfloat16"])
         self.assertLen(residuals(ops), 3)
 
+    def test_a_function_that_is_made_again_for_the_same_variables_goes_on(self):
+        ops = self.make()
+        training = Training(ops)
+        lost = 0.0
+        for _ in range(20):
+            training.call = tf.function(training.reduce, autograph=False)
+            lost += training.lost(1, 1 + TINY["bfloat16"])
+        self.assertLess(abs(lost), 12 * TINY["bfloat16"])
+        self.assertLen(residuals(ops), 3)
+        other = tf.function(lambda: training.reduce())  # Of another name.
+        training.call = other
+        self.assertAllEqual([3.0] * 4, training.step(1.0))
+        self.assertLen(residuals(ops), 6)
+
+    def test_variables_that_the_first_trace_makes(self):
+        ops = self.make()
+        training = Training(ops)
+        made: list[tf.Variable] = []
+
+        @tf.function
+        def step() -> Any:
+            if not made:
+                made.append(tf.Variable(1.0))
+                made.append(tf.Variable(0.0, trainable=False))
+            return [made[0] * total for total in training.reduce()]
+
+        training.call = step
+        self.assertLess(abs(training.lost(20, 1 + TINY["bfloat16"])), 12 * TINY["bfloat16"])
+        self.assertLen(residuals(ops), 3)
+
+    def test_functions_without_variables_share_nothing(self):
+        ops = self.make()
+        tiny = 1 + TINY["bfloat16"]
+
+        def reduce(number: float) -> Any:
+            value = tu.per_replica([tf.fill([4], number)] * 3)
+            return ops.batch_reduce(SUM, [(value, value)])[0].values[0]
+
+        first, second = tf.function(lambda: reduce(tiny)), tf.function(lambda: reduce(1.0))
+        total = first()
+        self.assertAllEqual([3.0] * 4, second())
+        for _ in range(29):
+            total += first()
+        self.assertAllClose([90 * tiny] * 4, total, rtol=0, atol=12 * TINY["bfloat16"])
+        self.assertLen(residuals(ops), 6)
+
     def test_loops(self):
         ops = self.make()
         training = Training(ops)

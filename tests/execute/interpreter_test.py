@@ -17,7 +17,7 @@ from tfcdo import topology
 from tfcdo.execute import copy_trees, interpreter
 from tfcdo.plan import algorithms
 from tfcdo.plan.copy_tree import CopyTree, chain, star
-from tfcdo.plan.plan import FusedTensor, Plan, PlannedPack, RootStep, Slice, ValueSpec
+from tfcdo.plan.plan import FusedTensor, Pack, Plan, RootStep, Slice, ValueSpec
 
 # Trees of every kind and several sizes.
 TREES = [
@@ -108,7 +108,7 @@ class TreesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
     def test_a_window_makes_leaves_wait_for_an_earlier_result(self):
         packs = [
-            PlannedPack(
+            Pack(
                 "sum",
                 (FusedTensor((Slice(0, 3 * index, 3 * index + 3),)),),
                 "float32",

@@ -12,6 +12,7 @@ from absl.testing import parameterized
 
 import tfcdo
 from tfcdo.cli.plan import evaluate
+from tfcdo.plan.algorithms import resized
 from tfcdo.plan.evaluation import Evaluation
 from tfcdo.topology import detection
 from tfcdo.topology.presets import preset
@@ -43,10 +44,10 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assert_exact(result.values[0], tu.oracle(tu.SUM, arrays), tf.float32)
         self.assert_bitwise_equal(result.values)
         told = ops.explain([(10**6,)], devices=tu.device_names(K))
-        planned = Evaluation.read(path).schedule.resized(10**6)
+        planned = resized(Evaluation.read(path).plan, 10**6)
         self.assertEqual([pack.tree for pack in told.packs], [p.tree for p in planned.packs])
         self.assertEqual(
-            [pack.num_bytes for pack in told.packs], [4 * p.size for p in planned.packs]
+            [pack.num_bytes for pack in told.packs], [4 * p.num_bytes for p in planned.packs]
         )
         self.assertRegex(told.reason, "^the plan was given: .* trees|bundled")
 

@@ -8,7 +8,6 @@ import testing_utils as tu
 from absl.testing import parameterized
 
 from tfcdo import tf_internals
-from tfcdo.execute.devices import devices_of
 from tfcdo.execute.request import (
     check_broadcast,
     check_count,
@@ -16,6 +15,7 @@ from tfcdo.execute.request import (
     check_numeric,
     check_pair,
     check_pairs,
+    devices_of,
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.plan import FusedTensor, Plan, PlannedPack, Slice, ValueSpec
+from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice, ValueSpec
 
 
 def one_pack(
@@ -24,7 +24,7 @@ def one_pack(
         FusedTensor((Slice(index, 0, value.size),)) for index, value in enumerate(values)
     )
     dtype = "" if kind == "concat" else values[0].dtype
-    pack = PlannedPack(kind, tensors, dtype, tree, **settings)
+    pack = Pack(kind, tensors, dtype, tree, **settings)
     nodes = tuple(f"CPU:{node}" for node in range(tree.num_devices))
     return Plan(nodes, replicas or len(nodes), 1, values, (pack,))
 

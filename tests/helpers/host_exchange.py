@@ -14,7 +14,7 @@ from exchange_cases import CASES, SHAPES, STEPS
 from host_wire import other_strategy
 
 import tfcdo
-from tfcdo.execute import planned
+from tfcdo.execute.interpreter import recently_planned
 
 _ROWS = 40
 SMALL = (7, 3)  # Vectors of so few numbers that their pack is exact.
@@ -57,7 +57,7 @@ def _contract(name: str, strategy: Any) -> dict[str, np.ndarray]:
     for step in range(STEPS):
         for index, total in enumerate(summed(of_step(step))):
             results[f"{name} {step} {index}"] = total
-    plan = planned.recent()[0].plan
+    plan = recently_planned()[0].plan
     order = [part.value for part in plan.packs[0].slices]
     results[f"{name} order"] = np.array([order] * len(strategy.extended.worker_devices))
     _check_state(strategy.cross_device_ops, lambda: summed(of_step(STEPS)))
@@ -181,6 +181,6 @@ def by_path(strategy: Any) -> dict[str, np.ndarray]:
 
 
 def _last_plan_exchanges() -> set[str]:
-    found = (one.plan for one in planned.recent())
+    found = (one.plan for one in recently_planned())
     plan = next(plan for plan in found if len(plan.values) == 4)
     return {type(pack.root.exchange).__name__ for pack in plan.packs}

@@ -14,7 +14,7 @@ from tfcdo.plan import algorithms, packed_trees, simulator
 
 def forget() -> None:
     """Clears this process's earlier plans, as if it had just begun."""
-    for remembers in (algorithms._make_schedule, algorithms._decide, packed_trees._search):
+    for remembers in (algorithms._make_plan, algorithms._decide, packed_trees._search):
         remembers.cache_clear()
 
 

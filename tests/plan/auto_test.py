@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tfcdo import log
 from tfcdo.plan import algorithms, packed_trees, packing, simulator
 from tfcdo.plan.lower_bound import lower_bound_seconds
-from tfcdo.plan.plan import ValueSpec
-from tfcdo.plan.schedule import size_class
+from tfcdo.plan.plan import ValueSpec, size_class
 from tfcdo.topology.presets import PRESETS, preset
 
 MB, GB = 10**6, 10**9
@@ -36,7 +35,7 @@ class AutoTest(plan_testing.PlanTestCase):
     def test_never_loses(self, machine, num_bytes, num_packs):
         times = {
             algorithm: simulator.robust_seconds(
-                algorithms.make_schedule(algorithm, machine, num_bytes, num_packs), machine
+                algorithms.make_plan(algorithm, machine, num_bytes, num_packs), machine
             )
             for algorithm in algorithms.ALGORITHMS
         }
@@ -62,7 +61,7 @@ class AutoTest(plan_testing.PlanTestCase):
             mock.patch.object(algorithms.time, "monotonic", side_effect=[0.0, 2.5, 10.0, 10.9]),
         ):
             for num_bytes in (99 * MB, 100 * MB, GB):
-                algorithms.make_schedule("auto", machine, num_bytes)
+                algorithms.make_plan("auto", machine, num_bytes)
         lines = [call.args[0] % call.args[1:] for call in info.mock_calls]
         for line, told in zip(
             lines, ("92 MB .*took 2.5 s$", r"1e\+03 MB .*nvswitch$"), strict=True
@@ -93,7 +92,7 @@ class WorkTest(plan_testing.PlanTestCase):
     @parameterized.parameters(8, 80)
     def test_virtual_devices_are_decided_at_once(self, devices):
         with plan_testing.counted_work() as work:
-            schedule = algorithms.make_schedule("auto", preset("shared_memory", devices), 100 * MB)
+            schedule = algorithms.make_plan("auto", preset("shared_memory", devices), 100 * MB)
         self.assertLen(schedule.packs, 1)
         self.assertEqual(work["searches"], 0)
         self.assertEqual(work["longest"], 3 * (devices - 1))  # Up, added and down.
@@ -111,7 +110,7 @@ class WorkTest(plan_testing.PlanTestCase):
     @parameterized.parameters(("pcie", 7), ("nvswitch", 16))
     def test_a_search_is_bounded(self, name, devices):
         with plan_testing.counted_work() as work:
-            algorithms.make_schedule("packed_trees", preset(name, devices), 100 * MB)
+            algorithms.make_plan("packed_trees", preset(name, devices), 100 * MB)
         self.assertEqual(work["searches"], 1)
         self.assertLessEqual(work["tasks"], 2 * packed_trees._TASKS)
         self.assertLessEqual(work["longest"], 2 * packed_trees.MAX_PACKS * 2 * (devices - 1))
@@ -120,11 +119,11 @@ class WorkTest(plan_testing.PlanTestCase):
         # As eager calls do whose values have another size each time.
         machine = preset("dgx1")
         sizes = [random.Random(0).randrange(10 * MB, 11 * MB) for _ in range(50)]
-        algorithms.make_schedule("auto", machine, 10 * MB)
-        algorithms.make_schedule("auto", machine, 11 * MB)
+        algorithms.make_plan("auto", machine, 10 * MB)
+        algorithms.make_plan("auto", machine, 11 * MB)
         with plan_testing.counted_work() as work:
             for size in sizes:
-                self.assertEqual(algorithms.make_schedule("auto", machine, size).size, size)
+                self.assertEqual(algorithms.make_plan("auto", machine, size).num_sent_bytes, size)
                 options = packing.PackingOptions(None)
                 values = {0: ValueSpec("float32", (size // 4,))}
                 packs = packing.pack(values, options, "auto", machine)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from typing import Any
-from unittest import mock
 
 from absl.testing import absltest, parameterized
 
@@ -13,10 +11,16 @@ from tfcdo import log
 from tfcdo.exchange import Blocks, Cast, Exchange, PowerSGD, Sum
 from tfcdo.plan import algorithms
 from tfcdo.plan.copy_tree import star
-from tfcdo.plan.decide import MIN_EXCHANGED_BYTES, decide, nccl_dtypes
-from tfcdo.plan.options import BetweenHosts, Machine, Options
+from tfcdo.plan.decide import (
+    MIN_EXCHANGED_BYTES,
+    BetweenHosts,
+    Machine,
+    Options,
+    decide,
+    nccl_dtypes,
+)
 from tfcdo.plan.packing import PackingOptions
-from tfcdo.plan.plan import Batch, Plan, PlannedPack, Request, RootStep, ValueSpec
+from tfcdo.plan.plan import Batch, Pack, Plan, Request, RootStep, ValueSpec, plan_of_bytes
 from tfcdo.topology.measurement import Measured
 from tfcdo.topology.presets import preset
 
@@ -57,7 +61,7 @@ def plan(asked: Batch, topology: str = "nvswitch", reasons: Any = (), **choices:
     return decide(asked, options, machine)
 
 
-def content(pack: PlannedPack) -> list[tuple[int, int, int | None]]:
+def content(pack: Pack) -> list[tuple[int, int, int | None]]:
     return [(part.value, part.start, part.stop) for part in pack.slices]
 
 
@@ -72,7 +76,7 @@ class OneHostTest(parameterized.TestCase):
             contents(made), [[(0, 0, 4), (2, 0, 1)], [(2, 1, 6)], [(1, 0, 1)], [(1, 1, 2)]]
         )
         self.assertEqual([pack.dtype for pack in made.packs], ["float32"] * 2 + ["int64"] * 2)
-        trees = algorithms.make_schedule("hierarchical_copy", preset("nvswitch", K), 40, 4).packs
+        trees = algorithms.make_plan("hierarchical_copy", preset("nvswitch", K), 40, 4).packs
         self.assertEqual([pack.tree for pack in made.packs], [pack.tree for pack in trees])
         self.assertEqual({pack.root for pack in made.packs}, {RootStep()})
         self.assertEqual(made.algorithm, "hierarchical_copy")
@@ -195,25 +199,11 @@ class OneHostTest(parameterized.TestCase):
 
     def test_windows_are_within_their_own_group(self):
         """Values that are encoded unlike are planned apart, and follow each other in the plan."""
-
-        def schedule(num_bytes: int, _: Any) -> Any:
-            half, tree = num_bytes // 2, star(K)
-            return types.SimpleNamespace(
-                packs=[
-                    types.SimpleNamespace(start=0, stop=half, tree=tree, after=None),
-                    types.SimpleNamespace(start=half, stop=num_bytes, tree=tree, after=0),
-                ]
-            )
-
-        self.addCleanup(decide.cache_clear)
-        with mock.patch.object(algorithms, "scheduler", return_value=schedule):
-            made = plan(
-                batch(f32(8), ValueSpec("int64", (8,))),
-                packing=PackingOptions(None),
-                wire=Cast("float16"),
-            )
-            # Values of two dtypes share the first pack of bytes; leaves wait for the last part.
-            shared = plan(batch(f32(10), ValueSpec("int64", (15,))), packing=PackingOptions(None))
+        halves = plan_of_bytes(K, [(1, star(K), None), (1, star(K), 0)])
+        settings: Any = {"algorithm": halves, "packing": PackingOptions(None)}
+        made = plan(batch(f32(8), ValueSpec("int64", (8,))), wire=Cast("float16"), **settings)
+        # Values of two dtypes share the first pack of bytes; leaves wait for the last part.
+        shared = plan(batch(f32(10), ValueSpec("int64", (15,))), **settings)
         self.assertEqual([pack.after for pack in made.packs], [None, 0, None, 2])
         self.assertEqual([pack.after for pack in shared.packs], [None, None, 1])
 
@@ -315,10 +305,10 @@ class HostsTest(parameterized.TestCase):
 
 
 class NcclTest(parameterized.TestCase):
-    """`reasons` says for each dtype why NCCL cannot add it; "" if it can."""
+    """`reasons` says for each dtype why NCCL cannot add it, or None."""
 
     MIXED = batch(f32(20_000), ValueSpec("int8", (4,)), f32(30_000))
-    REASONS = (("float32", ""), ("int8", "no int8; cast it"))
+    REASONS = (("float32", None), ("int8", "no int8; cast it"))
 
     def setUp(self) -> None:
         super().setUp()
@@ -342,7 +332,7 @@ class NcclTest(parameterized.TestCase):
             plan(self.MIXED, "nvswitch", self.REASONS, nccl="always", require_nccl=True)
         settings = {"between": BetweenHosts(64), "nccl": "always", "require_nccl": True}
         with self.assertRaisesRegex(RuntimeError, "require_nccl=True.: not asked for"):
-            plan(batch(f32(4), hosts=2), "nvswitch", (("float32", ""),), **settings)
+            plan(batch(f32(4), hosts=2), "nvswitch", (("float32", None),), **settings)
 
     @parameterized.parameters(
         (batch(f32(4)), "auto", None, {"float32"}),
@@ -356,13 +346,13 @@ class NcclTest(parameterized.TestCase):
     )
     def test_only_dtypes_that_it_would_add_are_asked_for(self, asked, nccl, wire, expected):
         self.assertEqual(nccl_dtypes(asked, Options(nccl=nccl, wire=wire and Cast(wire))), expected)
-        reasons = tuple((dtype, "") for dtype in expected)
+        reasons = tuple((dtype, None) for dtype in expected)
         packs = plan(asked, "nvswitch", reasons, nccl=nccl, wire=wire and Cast(wire)).packs
         self.assertEqual([pack.tree is None for pack in packs], [bool(expected)] * len(packs))
 
     def test_auto_does_not_add_in_16_bits(self):
         settings = {"algorithm": "auto", "nccl": "auto", "wire": Cast("float16")}
-        [pack, *_] = plan(batch(f32(4)), "nvswitch", (("float16", ""),), **settings).packs
+        [pack, *_] = plan(batch(f32(4)), "nvswitch", (("float16", None),), **settings).packs
         self.assertIsNotNone(pack.tree)
 
 

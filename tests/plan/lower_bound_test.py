@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tfcdo.plan import algorithms, copy_tree, simulator
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.lower_bound import bandwidth_bound, lower_bound_seconds
-from tfcdo.plan.schedule import Pack, Schedule, assign, cut
+from tfcdo.plan.plan import Plan, cut, in_turn, plan_of_bytes
 from tfcdo.topology.links import Resource, Route, ordered_pairs
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
@@ -56,9 +56,9 @@ def seconds_by_trees(topology: Topology, trees) -> float:
     return -1 / solved.fun / 1e9
 
 
-def random_schedule(topology: Topology, rng: random.Random) -> Schedule:
+def random_plan(topology: Topology, rng: random.Random) -> Plan:
     """Packs of any size on any trees, along direct links and others."""
-    packs, position = [], 0
+    packs: list[tuple[int, CopyTree, int | None]] = []
     for _ in range(rng.choice([1, 3, 20])):
         order = list(range(topology.num_devices))
         rng.shuffle(order)
@@ -66,9 +66,8 @@ def random_schedule(topology: Topology, rng: random.Random) -> Schedule:
         for place, device in enumerate(order[1:], 1):
             parents[device] = order[rng.randrange(place)]
         size = rng.choice([MB, 30 * MB])
-        packs.append(Pack(position, position + size, CopyTree(tuple(parents))))
-        position += size
-    return Schedule(topology.num_devices, position, tuple(packs))
+        packs.append((size, CopyTree(tuple(parents)), None))
+    return plan_of_bytes(topology.num_devices, packs)
 
 
 class BoundTest(plan_testing.PlanTestCase):
@@ -124,7 +123,7 @@ class BoundTest(plan_testing.PlanTestCase):
         machine = Topology.from_routes("unlike", devices, routes)
         bound = lower_bound_seconds(machine, 100 * MB)
         self.assertGreater(bound, 0.0)
-        schedule = algorithms.make_schedule("packed_trees", machine, 100 * MB)
+        schedule = algorithms.make_plan("packed_trees", machine, 100 * MB)
         seconds = simulator.robust_seconds(schedule, machine)
         self.assertBetween(seconds / bound, 1 - 1e-6, 2.5)
 
@@ -146,16 +145,16 @@ class TightBoundTest(parameterized.TestCase):
     )
     def test_no_small_schedule_beats_it(self, devices, seed, size, number):
         machine = draw_machine(devices, seed)
-        schedule = random_schedule(machine, random.Random(number)).resized(size * devices)
+        schedule = algorithms.resized(random_plan(machine, random.Random(number)), size * devices)
         own = simulator.robust_seconds(schedule, machine, num_seeds=3)
-        self.assertGreaterEqual(own * (1 + 1e-9), lower_bound_seconds(machine, schedule.size))
+        self.assertGreaterEqual(own * (1 + 1e-9), lower_bound_seconds(machine, size * devices))
 
     def test_by_hand(self):
         # One way up and one down: 10 us + bytes / 25 GB/s each, for all bytes in one pack; in more
         # packs, copies up and down are at the same time, but each pays 10 us.
         machine = preset("fully_connected", 2)
         self.assertAlmostEqual(lower_bound_seconds(machine, 1), 20e-6, delta=0.01 * 20e-6)
-        star = assign(MB, cut(MB, 8), [copy_tree.star(2), copy_tree.star(2, 1)])
+        star = in_turn(cut(MB, 8), [copy_tree.star(2), copy_tree.star(2, 1)])
         reached = simulator.simulate(star, machine).seconds
         self.assertBetween(lower_bound_seconds(machine, MB) / reached, 0.4, 1.0)
 

@@ -7,9 +7,9 @@ import dataclasses
 from absl.testing import absltest, parameterized
 
 from tfcdo.exchange import Cast
-from tfcdo.plan import copy_tree, owners, summary
-from tfcdo.plan.decide import decide
-from tfcdo.plan.options import BetweenHosts, Machine, Options
+from tfcdo.plan import copy_tree
+from tfcdo.plan.decide import BetweenHosts, Machine, Options, decide
+from tfcdo.plan.packing import deal_owners, owned_sizes
 from tfcdo.plan.plan import Batch, Request, ValueSpec
 from tfcdo.topology.presets import preset
 
@@ -17,7 +17,7 @@ SIZES = [300, 700, 20, 20, 500, 1, 0, 90]
 
 
 def _batch(count: int, owned: bool = True, hosts: int = 1, rows: bool = False) -> Batch:
-    owner = owners.deal(SIZES, count)
+    owner = deal_owners(SIZES, count)
     requests = tuple(
         Request(
             ValueSpec("float32", (None, size) if rows else (size,), rows),
@@ -36,7 +36,7 @@ class DealTest(parameterized.TestCase):
         count=(1, 2, 3, 5, 8),
     )
     def test_no_share_is_larger_than_the_best_largest_by_a_third(self, sizes, count):
-        shares = owners.loads(sizes, owners.deal(sizes, count), count)
+        shares = owned_sizes(sizes, deal_owners(sizes, count), count)
         self.assertEqual(sum(shares), sum(sizes))
         least = max(max(sizes), sum(sizes) / count)
         self.assertLessEqual(max(shares), 4 / 3 * least)
@@ -68,7 +68,7 @@ class PlanTest(parameterized.TestCase):
     def test_as_many_bytes_as_an_all_reduce(self):
         machine = Machine(preset("nvswitch", 4))
         totals = [
-            sum(summary.bytes_by_edge(decide(_batch(4, owned), Options("ring"), machine)).values())
+            sum(decide(_batch(4, owned), Options("ring"), machine).bytes_by_edge().values())
             for owned in (True, False)
         ]
         self.assertEqual(*totals)
@@ -76,7 +76,7 @@ class PlanTest(parameterized.TestCase):
     def test_weights_are_sent_in_their_own_dtype(self):
         options = Options("one_device", wire=Cast("bfloat16"))
         plan = decide(_batch(2), options, Machine(preset("nvswitch", 2)))
-        total = sum(summary.bytes_by_edge(plan).values())
+        total = sum(plan.bytes_by_edge().values())
         cast = sum(size for size in SIZES if size != 1)
         self.assertGreaterEqual(total, cast * (2 + 4))
         self.assertLess(total, cast * (2 + 4) + 50)
@@ -85,7 +85,7 @@ class PlanTest(parameterized.TestCase):
         machine = Machine(preset("shared_memory", 4))
         options = Options("auto", between=BetweenHosts(2**20))
         plans = [decide(_batch(4, owned, hosts=2), options, machine) for owned in (True, False)]
-        self.assertEqual(*map(summary.bytes_between_hosts, plans))
+        self.assertEqual(*(plan.bytes_between_hosts for plan in plans))
 
     def test_nccl_does_not_sum_on_owners(self):
         machine = Machine(preset("nvswitch", 2))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tfcdo.plan import algorithms, copy_tree, packed_trees, simulator
 from tfcdo.plan.lower_bound import bandwidth_bound
-from tfcdo.plan.streams import Stream, deal, rings_of
+from tfcdo.plan.packed_trees import Stream, deal, rings_of
 from tfcdo.topology.presets import preset
 
 MB, GB = 10**6, 10**9
@@ -79,12 +79,12 @@ class SearchTest(plan_testing.PlanTestCase):
     def test_a_size_class_is_searched_once(self):
         with plan_testing.counted_work() as work:
             for num_bytes in (31 * MB, 32 * MB, 33 * MB, 32 * MB):
-                schedule = algorithms.make_schedule("packed_trees", UNLIKE, num_bytes)
-                self.assertEqual(schedule.size, num_bytes)
+                schedule = algorithms.make_plan("packed_trees", UNLIKE, num_bytes)
+                self.assertEqual(schedule.num_sent_bytes, num_bytes)
             self.assertEqual(work["searches"], 1)
-            algorithms.make_schedule("packed_trees", UNLIKE, 300 * MB)
-            algorithms.make_schedule("packed_trees", UNLIKE, 32 * MB, num_packs=5)
-            algorithms.make_schedule("packed_trees", preset("pcie", 6), 32 * MB)
+            algorithms.make_plan("packed_trees", UNLIKE, 300 * MB)
+            algorithms.make_plan("packed_trees", UNLIKE, 32 * MB, num_packs=5)
+            algorithms.make_plan("packed_trees", preset("pcie", 6), 32 * MB)
         self.assertEqual(work["searches"], 4)
 
     def test_small_data_gets_trees_chosen_one_by_one(self):
@@ -104,7 +104,7 @@ class SearchTest(plan_testing.PlanTestCase):
         machine = draw_machine(devices, seed)
         packs = packed_trees.packed_trees(machine, 30 * MB, num_packs).packs
         self.assertLen(packs, num_packs)
-        sizes = [pack.size for pack in packs]
+        sizes = [pack.num_bytes for pack in packs]
         self.assertLessEqual(max(sizes) - min(sizes), 1)
 
 
@@ -125,7 +125,7 @@ class StreamsTest(parameterized.TestCase):
         st.integers(0, 100),
     )
     def test_packs_are_in_turn_and_wait_for_their_own_stream(self, streams, num_bytes):
-        # That the packs tile the data, and windows are of one tree, `Schedule` checks itself.
+        # That the packs tile the data, and windows are of one tree, `Plan` checks itself.
         schedule = deal(streams, num_bytes)
         self.assertLessEqual(len(schedule.packs), sum(one.num_packs for one in streams))
         waiting = sum(pack.after is not None for pack in schedule.packs)

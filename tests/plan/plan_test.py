@@ -8,12 +8,11 @@ from typing import Any
 from absl.testing import absltest, parameterized
 
 from tfcdo.exchange import Blocks, Cast, PackSpec, Sum, casts
-from tfcdo.plan import summary
 from tfcdo.plan.copy_tree import chain, star
 from tfcdo.plan.plan import (
     FusedTensor,
+    Pack,
     Plan,
-    PlannedPack,
     RootStep,
     Slice,
     ValueSpec,
@@ -22,13 +21,13 @@ from tfcdo.plan.plan import (
 VALUES = (ValueSpec("float32", (10,)), ValueSpec("float32", (5,)))
 
 
-def pack(*slices: tuple[int, int, int], **settings: Any) -> PlannedPack:
+def pack(*slices: tuple[int, int, int], **settings: Any) -> Pack:
     """A pack of one tensor, of slices (value, start, stop)."""
     tensor = FusedTensor(tuple(Slice(*part) for part in slices))
-    return PlannedPack("sum", (tensor,), "float32", settings.pop("tree", star(3)), **settings)
+    return Pack("sum", (tensor,), "float32", settings.pop("tree", star(3)), **settings)
 
 
-def plan(*packs: PlannedPack, values: tuple[ValueSpec, ...] = VALUES, hosts: int = 1) -> Plan:
+def plan(*packs: Pack, values: tuple[ValueSpec, ...] = VALUES, hosts: int = 1) -> Plan:
     return Plan(("CPU:0", "CPU:1", "CPU:2"), 3, hosts, values, packs)
 
 
@@ -67,7 +66,7 @@ class CheckedTest(parameterized.TestCase):
             whole = pack((0, 0, None))  # type: ignore[arg-type]
             self.assertIsNone(spec.size)
             self.assertIsNone(plan(whole, values=(spec,)).packs[0].size)
-            self.assertIsNone(summary.schedule(plan(whole, values=(spec,))))
+            self.assertFalse(plan(whole, values=(spec,)).has_known_times)
 
 
 class FingerprintTest(parameterized.TestCase):
@@ -102,7 +101,7 @@ class SummaryTest(parameterized.TestCase):
             1,
             (ValueSpec("float32", (6,)),),
             (
-                PlannedPack(
+                Pack(
                     "sum",
                     (FusedTensor((Slice(0, 0, 6),)),),
                     "float32",
@@ -111,7 +110,7 @@ class SummaryTest(parameterized.TestCase):
                 ),
             ),
         )
-        key = summary.residual_key(made)
+        key = made.residual_key
         self.assertEqual(key, "2-2918e1c5074c1d04")
         # Nothing is part of it that changes no residual.
         [one] = made.packs
@@ -120,29 +119,24 @@ class SummaryTest(parameterized.TestCase):
             dataclasses.replace(made, packs=(dataclasses.replace(one, root=RootStep(divide=2)),)),
             dataclasses.replace(made, hosts=2),
         ):
-            self.assertEqual(key, summary.residual_key(other))
+            self.assertEqual(key, other.residual_key)
         shared = dataclasses.replace(one, root=RootStep(Blocks(error_feedback=True)))
         on_two = dataclasses.replace(made, hosts=2, packs=(shared,))
         self.assertTrue(on_two.has_state)
-        keys = {
-            summary.residual_key(each) for each in (on_two, dataclasses.replace(on_two, hosts=3))
-        }
+        keys = {each.residual_key for each in (on_two, dataclasses.replace(on_two, hosts=3))}
         self.assertLen({key, *keys}, 3)
         for other in (
             dataclasses.replace(made, packs=(dataclasses.replace(one, tree=star(2, 1)),)),
             dataclasses.replace(made, nodes=("GPU:0", "GPU:1")),
         ):
-            self.assertNotEqual(key, summary.residual_key(other))
+            self.assertNotEqual(key, other.residual_key)
 
-    def test_schedule(self):
+    def test_bytes_that_are_sent(self):
         made = plan(pack((0, 0, 10), wire=Cast("float16")), pack((1, 0, 5)))
-        found = summary.schedule(made)
-        assert found is not None
-        self.assertEqual([(p.start, p.stop) for p in found.packs], [(0, 20), (20, 40)])
-        windowed = summary.schedule(plan(PACKS[0], pack((0, 5, 10), after=0), PACKS[2]))
-        assert windowed is not None
-        self.assertEqual([p.after for p in windowed.packs], [None, 0, None])
-        self.assertIsNone(summary.schedule(plan(pack((0, 0, 10), (1, 0, 5), tree=None))))
+        self.assertEqual([each.num_sent_bytes for each in made.packs], [20, 20])
+        self.assertEqual(made.num_sent_bytes, 40)
+        self.assertTrue(made.has_known_times)
+        self.assertFalse(plan(pack((0, 0, 10), (1, 0, 5), tree=None)).has_known_times)
 
     def test_bytes_by_edge(self):
         """See also `explain_test`, which compares them with graphs."""
@@ -152,29 +146,27 @@ class SummaryTest(parameterized.TestCase):
             (plan(pack(*both, tree=chain(3))), [60, 60]),
             (plan(pack(*both, tree=chain(3), wire=Cast("float16"))), [34, 34]),
         ):
-            up = [summary.bytes_by_edge(made)[edge] for edge in ((2, 1), (1, 0))]
-            down = [summary.bytes_by_edge(made)[edge] for edge in ((0, 1), (1, 2))]
+            up = [made.bytes_by_edge()[edge] for edge in ((2, 1), (1, 0))]
+            down = [made.bytes_by_edge()[edge] for edge in ((0, 1), (1, 2))]
             self.assertEqual(up + down, expected * 2)
         halves = pack(*both, tree=chain(3))
         made = plan(
             dataclasses.replace(halves, dtype="bfloat16"),
             values=tuple(dataclasses.replace(value, dtype="bfloat16") for value in VALUES),
         )
-        self.assertEqual(
-            summary.bytes_by_edge(made), {(2, 1): 30, (1, 0): 60, (0, 1): 30, (1, 2): 30}
-        )
+        self.assertEqual(made.bytes_by_edge(), {(2, 1): 30, (1, 0): 60, (0, 1): 30, (1, 2): 30})
 
     def test_collectives_and_bytes_between_hosts(self):
         added = plan(pack((0, 0, 10), (1, 0, 5), root=RootStep(Sum())), hosts=2)
-        self.assertEqual(summary.num_collectives(added, len), 1)
-        self.assertEqual(summary.bytes_between_hosts(added), 4 * 15)
+        self.assertEqual(added.num_collectives(len), 1)
+        self.assertEqual(added.bytes_between_hosts, 4 * 15)
         shares = RootStep(Cast("bfloat16"))
         encoded = plan(
             pack((0, 0, 10), root=RootStep(Sum())), pack((1, 0, 5), root=shares), hosts=2
         )
-        self.assertEqual(summary.num_collectives(encoded, len), 3)
+        self.assertEqual(encoded.num_collectives(len), 3)
         # 10 floats as they are, and 5 padded to two shares, in 16 bits, there and back.
-        self.assertEqual(summary.bytes_between_hosts(encoded), 40 + 2 * (2 * casts.SHARE_ALIGNMENT))
+        self.assertEqual(encoded.bytes_between_hosts, 40 + 2 * (2 * casts.SHARE_ALIGNMENT))
 
     @parameterized.parameters(
         ("bfloat16", 1, 1, (1, 32), 64),
@@ -195,18 +187,18 @@ class SummaryTest(parameterized.TestCase):
         made = plan(
             pack((0, 0, size), root=root), values=(ValueSpec("float32", (size,)),), hosts=hosts
         )
-        self.assertEqual(summary.bytes_between_hosts(made), 2 * (hosts - 1) * num_bytes)
+        self.assertEqual(made.bytes_between_hosts, 2 * (hosts - 1) * num_bytes)
 
     def test_collectives_of_gathers(self):
         specs = (ValueSpec("int32", (None,)), ValueSpec("float32", (None,)))
         tensors = tuple(FusedTensor((Slice(index, 0, None),)) for index in (0, 1))
-        gathered = PlannedPack("concat", tensors, "", star(3))
-        self.assertEqual(summary.num_collectives(plan(gathered, values=specs), len), 3)
+        gathered = Pack("concat", tensors, "", star(3))
+        self.assertEqual(plan(gathered, values=specs).num_collectives(len), 3)
         rows = ValueSpec("bfloat16", (None, 2), rows=True)
-        added = PlannedPack("rows", tensors[:1], "bfloat16", star(3))
+        added = Pack("rows", tensors[:1], "bfloat16", star(3))
         made = plan(added, values=(rows,))
-        self.assertEqual(summary.gathered_dtypes(made, added), {"float32", "int64"})
-        self.assertEqual(summary.num_collectives(made, len), 3)
+        self.assertEqual(made.gathered_dtypes(added), {"float32", "int64"})
+        self.assertEqual(made.num_collectives(len), 3)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ import plan_testing
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
-from tfcdo.plan import algorithms, copy_tree, simulator, task_graph
+from tfcdo.exchange.protocol import SUM, Collective, Exchange, PackSpec, Sum
+from tfcdo.plan import algorithms, copy_tree, simulator
 from tfcdo.plan.copy_tree import CopyTree, chain
-from tfcdo.plan.schedule import Pack, Schedule, assign
+from tfcdo.plan.plan import Plan, RootStep, in_turn, plan_of_bytes
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
@@ -23,12 +24,12 @@ DGX1 = preset("dgx1")
 
 
 def seconds(algorithm: str, topology: Topology, num_bytes: int, packs=None) -> float:
-    schedule = algorithms.make_schedule(algorithm, topology, num_bytes, packs)
+    schedule = algorithms.make_plan(algorithm, topology, num_bytes, packs)
     return simulator.simulate(schedule, topology).seconds
 
 
 @st.composite
-def small_plans(draw) -> tuple[Schedule, Topology]:
+def small_plans(draw) -> tuple[Plan, Topology]:
     """A few packs on any trees, on a small machine, some of whose links share resources."""
     devices = draw(st.integers(1, 5))
     topology = preset(
@@ -39,8 +40,7 @@ def small_plans(draw) -> tuple[Schedule, Topology]:
         topology = dataclasses.replace(
             topology, addition_bandwidth=2e10, serial_reduction=draw(st.booleans())
         )
-    packs: list[Pack] = []
-    position = 0
+    packs: list[tuple[int, CopyTree, int | None]] = []
     for index in range(draw(st.integers(1, 5))):
         after = draw(st.none() | st.integers(0, index - 1)) if index else None
         order = draw(st.permutations(range(devices)))
@@ -48,10 +48,9 @@ def small_plans(draw) -> tuple[Schedule, Topology]:
         for place, device in enumerate(order[1:], 1):
             parents[device] = order[draw(st.integers(0, place - 1))]
         size = draw(st.sampled_from([1, 1000, 500_000, 3_000_000]))
-        tree = CopyTree(tuple(parents)) if after is None else packs[after].tree
-        packs.append(Pack(position, position + size, tree, after))
-        position += size
-    return Schedule(devices, position, tuple(packs)), topology
+        tree = CopyTree(tuple(parents)) if after is None else packs[after][1]
+        packs.append((size, tree, after))
+    return plan_of_bytes(devices, packs), topology
 
 
 class ReferenceTest(parameterized.TestCase):
@@ -71,43 +70,43 @@ class ReferenceTest(parameterized.TestCase):
     def test_by_hand(self):
         # A chain of three: two ways up and two down, one after another, 10 us + 1 MB / 25 GB/s.
         machine = preset("fully_connected", 3)
-        schedule = assign(MB, [(0, MB)], [chain(3)])
+        schedule = in_turn([MB], [chain(3)])
         self.assertAlmostEqual(simulator.simulate(schedule, machine).seconds, 4 * 50e-6, places=12)
         # Adding twice at 10 GB/s takes 100 us each.
         adding = dataclasses.replace(machine, addition_bandwidth=1e10)
         self.assertAlmostEqual(simulator.simulate(schedule, adding).seconds, 400e-6, places=12)
         # A star's root receives both at once, but adds one after another, then sends both at once.
-        star = assign(MB, [(0, MB)], [copy_tree.star(3)])
+        star = in_turn([MB], [copy_tree.star(3)])
         self.assertAlmostEqual(simulator.simulate(star, machine).seconds, 100e-6, places=12)
         self.assertAlmostEqual(simulator.simulate(star, adding).seconds, 300e-6, places=12)
 
 
-def plain_simulation(schedule: Schedule, topology: Topology) -> float:
+def plain_simulation(schedule: Plan, topology: Topology) -> float:
     """First come, first served, as plainly as can be: look at everything whenever anything ends."""
     # For each (pack, number): what it waits for, what it holds, how long.
     tasks: dict[tuple, tuple[list, set, float]] = {}
     results: list[dict[int, list]] = []
-    for p, pack in enumerate(schedule.packs):
+    for p, (pack, tree) in enumerate(zip(schedule.packs, schedule.trees, strict=True)):
 
-        def copy(source, target, size=pack.size):
+        def copy(source, target, size=pack.num_bytes):
             link = topology.link_by_pair[source, target]
             speed = min(topology.resources[r].bandwidth for r in link.resources)
             return set(link.resources), link.latency + size / speed
 
         heard: dict[int, list] = collections.defaultdict(list)
         if pack.after is not None:
-            for leaf in set(range(topology.num_devices)) - set(pack.tree.parents):
+            for leaf in set(range(topology.num_devices)) - set(tree.parents):
                 heard[leaf] = list(results[pack.after][leaf])
-        for child, parent in reversed(pack.tree.edges):
+        for child, parent in reversed(tree.edges):
             tasks[p, len(tasks)] = (heard[child], *copy(child, parent))
             last = next(reversed(tasks))
             if topology.addition_bandwidth < math.inf:
                 adder = {"adder" if topology.serial_reduction else ("adder", parent)}
-                tasks[p, len(tasks)] = ([last], adder, pack.size / topology.addition_bandwidth)
+                tasks[p, len(tasks)] = ([last], adder, pack.num_bytes / topology.addition_bandwidth)
                 last = next(reversed(tasks))
             heard[parent].append(last)
-        has = {pack.tree.root: heard[pack.tree.root]}
-        for child, parent in pack.tree.edges:
+        has = {tree.root: heard[tree.root]}
+        for child, parent in tree.edges:
             tasks[p, len(tasks)] = (has[parent], *copy(parent, child))
             has[child] = [next(reversed(tasks))]
         results.append(has)
@@ -156,14 +155,14 @@ class TimelineTest(plan_testing.PlanTestCase):
     def test_of_equals_the_earlier_pack_goes_first(self):
         # Two packs want the one way from 1 to 0 at once.
         machine = preset("fully_connected", 2)
-        schedule = assign(2 * MB, [(0, MB), (MB, 2 * MB)], [copy_tree.star(2)])
+        schedule = in_turn([MB, MB], [copy_tree.star(2)])
         copies = simulator.simulate(schedule, machine).copies
         self.assertEqual([copy.pack for copy in copies if copy.kind == "reduce"], [0, 1])
         firsts = {simulator.simulate(schedule, machine, seed=s).copies[0].pack for s in range(9)}
         self.assertEqual(firsts, {0, 1})
 
     def test_robust_time_is_a_median_over_seeds(self):
-        schedule = algorithms.make_schedule("hierarchical_copy", DGX1, 25 * MB)
+        schedule = algorithms.make_plan("hierarchical_copy", DGX1, 25 * MB)
         times = sorted(
             simulator.simulate(schedule, DGX1, jitter=0.05, seed=seed).seconds for seed in range(20)
         )
@@ -171,7 +170,7 @@ class TimelineTest(plan_testing.PlanTestCase):
         self.assertAlmostEqual(robust, (times[9] + times[10]) / 2, places=12)
 
     def test_only_what_is_much_slower_than_the_cutoff_is_not_run_on(self):
-        schedule = algorithms.make_schedule("hierarchical_copy", DGX1, 25 * MB)
+        schedule = algorithms.make_plan("hierarchical_copy", DGX1, 25 * MB)
         exact = simulator.robust_seconds(schedule, DGX1)
         for part in (0.95, 1.0, 2.0):
             self.assertEqual(simulator.robust_seconds(schedule, DGX1, cutoff=part * exact), exact)
@@ -181,65 +180,72 @@ class TimelineTest(plan_testing.PlanTestCase):
         self.assertEqual(work["tasks"], work["longest"])
 
     @parameterized.parameters(
-        ({}, 7, "schedule must be for the 7 devices of .*; got one for 8"),
+        ({}, 7, "plan must be for the 7 devices of .*; got one for 8"),
         ({"jitter": 0.1}, 8, "seed must be a number for a jitter of 0.1; got None"),
         ({"jitter": 2.0, "seed": 1}, 8, "jitter must be from 0 to 1; got 2.0"),
         ({"jitter": -0.1, "seed": 1}, 8, "jitter must be from 0 to 1; got -0.1"),
         ({"jitter": math.nan, "seed": 1}, 8, "jitter must be from 0 to 1; got nan"),
     )
     def test_nonsense(self, options, devices, message):
-        schedule = algorithms.make_schedule("ring", DGX1, MB)
+        schedule = algorithms.make_plan("ring", DGX1, MB)
         with self.assertRaisesRegex(ValueError, message):
             simulator.simulate(schedule, DGX1.subset(range(devices)), **options)
 
     def test_nothing_takes_no_time(self):
         for devices, num_bytes in ((1, MB), (8, 0)):
             machine = DGX1.subset(range(devices))
-            schedule = algorithms.make_schedule("one_device", machine, num_bytes)
+            schedule = algorithms.make_plan("one_device", machine, num_bytes)
             self.assertEqual(simulator.simulate(schedule, machine).seconds, 0.0)
 
 
-def _sending(times: float, schedule: Schedule) -> Schedule:
-    """Returns a schedule whose packs are sent so many times between hosts."""
-    packs = (dataclasses.replace(p, between_hosts=times * p.size) for p in schedule.packs)
-    return dataclasses.replace(schedule, packs=tuple(packs))
+@dataclasses.dataclass(frozen=True)
+class Half(Sum):
+    """Sends half of the bytes."""
+
+    def cost(self, pack: PackSpec, hosts: int) -> tuple[Collective, ...]:
+        [whole] = super().cost(pack, hosts)
+        return (dataclasses.replace(whole, num_bytes=whole.num_bytes // 2),)
+
+
+def _between(hosts: int, plan: Plan, exchange: Exchange = SUM) -> Plan:
+    """Returns a plan whose packs are added up between hosts."""
+    packs = (dataclasses.replace(pack, root=RootStep(exchange)) for pack in plan.packs)
+    return dataclasses.replace(plan, hosts=hosts, packs=tuple(packs))
 
 
 class HostsTest(parameterized.TestCase):
     def test_packs_cross_the_network_one_after_another(self):
         machine = preset("fully_connected", 2)
         # Each pack sends 3/4 of its bytes twice, as a ring of 4 hosts does.
-        schedule = _sending(1.5, assign(2 * MB, [(0, MB), (MB, 2 * MB)], [copy_tree.star(2)]))
-        hosts = task_graph.Hosts(4, 1e9, latency=5e-6)
+        schedule = _between(4, in_turn([MB, MB], [copy_tree.star(2)]))
+        hosts = simulator.Hosts(4, 1e9, latency=5e-6)
         timeline = simulator.simulate(schedule, machine, hosts=hosts)
         # 2 x 3/4 of 1 MB at 1 GB/s twice, after the first copy up; then 6 messages, and down.
         self.assertAlmostEqual(timeline.seconds, 50e-6 + 2 * 1.5e-3 + 6 * 5e-6 + 50e-6)
         self.assertLen(timeline.copies, 4)
-        half = _sending(0.75, schedule)
+        half = _between(4, schedule, Half())
         self.assertLess(
             simulator.robust_seconds(half, machine, hosts=hosts), 0.55 * timeline.seconds
         )
 
     def test_one_device_a_host_has_a_network_alone(self):
         machine = preset("nvswitch", 1)
-        schedule = _sending(1.0, algorithms.make_schedule("ring", machine, MB))
-        hosts = task_graph.Hosts(2, 1e9, latency=0.0)
+        schedule = _between(2, algorithms.make_plan("ring", machine, MB))
+        hosts = simulator.Hosts(2, 1e9, latency=0.0)
         self.assertAlmostEqual(simulator.simulate(schedule, machine, hosts=hosts).seconds, 1e-3)
 
 
 class LoadTest(parameterized.TestCase):
     def test_a_port_carries_all_that_others_send(self):
         machine = preset("pcie")
-        schedule = algorithms.make_schedule("one_device", machine, MB)
+        schedule = algorithms.make_plan("one_device", machine, MB)
         name, carried = simulator.bottleneck(schedule, machine)
         self.assertIn(name, ("0 out", "0 in"))
         self.assertEqual(carried, 3 * MB)
 
     def test_the_bottleneck_is_busy_longest(self):
         # On a DGX-1 more bytes go over a pair of NVLinks, but a single one is busy for longer.
-        schedule = assign(
-            3 * MB, [(0, 2 * MB), (2 * MB, 3 * MB)], [copy_tree.star(3), copy_tree.star(3, 2)]
-        )
+        schedule = in_turn([2 * MB, MB], [copy_tree.star(3), copy_tree.star(3, 2)])
         machine = DGX1.subset([0, 1, 2])
         name, carried = simulator.bottleneck(schedule, machine)
         self.assertEqual((name, carried), ("0→2", 3 * MB))

@@ -12,7 +12,7 @@ from absl.testing import absltest, parameterized
 from tfcdo.plan import algorithms, simulator
 from tfcdo.plan.copy_tree import chain
 from tfcdo.plan.lower_bound import lower_bound_seconds
-from tfcdo.plan.schedule import Pack, Schedule
+from tfcdo.plan.plan import Plan, in_turn
 from tfcdo.plot import gantt
 from tfcdo.plot.figures import make_figure, save_figure
 from tfcdo.plot.gantt import draw_gantt
@@ -25,9 +25,9 @@ from tfcdo.topology.topology import Topology
 _draw: Callable[..., Any] = gantt.draw_gantt
 
 
-def _plan(name: str, algorithm: str, devices: int | None = None) -> tuple[Schedule, Topology]:
+def _plan(name: str, algorithm: str, devices: int | None = None) -> tuple[Plan, Topology]:
     machine = preset(name, devices)
-    return algorithms.make_schedule(algorithm, machine, 10**8), machine
+    return algorithms.make_plan(algorithm, machine, 10**8), machine
 
 
 class GanttTest(parameterized.TestCase):
@@ -55,8 +55,7 @@ class GanttTest(parameterized.TestCase):
     def test_lanes_are_links_and_say_how_busy_they_are(self):
         # One tree over two links of 25 GB/s: 0.5 ms up from 2, then from 1, and back.
         machine = preset("fully_connected", 3)
-        pack = Pack(0, 12_500_000, chain(3))
-        schedule = Schedule(3, 12_500_000, (pack,))
+        schedule = in_turn([12_500_000], [chain(3)])
         axes = _draw(schedule, machine).axes[0]
         lanes = [label.get_text() for label in axes.get_yticklabels()]
         self.assertEqual(lanes, ["0→1", "1→0", "1→2", "2→1"])
@@ -69,7 +68,7 @@ class GanttTest(parameterized.TestCase):
 
     def test_small_copies_leave_their_links_idle(self):
         machine = preset("fully_connected", 2)
-        schedule = Schedule(2, 250_000, (Pack(0, 250_000, chain(2)),))
+        schedule = in_turn([250_000], [chain(2)])
         texts = [text.get_text() for text in _draw(schedule, machine).axes[0].texts]
         # 10 us of bytes after 10 us of latency, on each of two links in turn.
         self.assertEqual(texts.count("25%"), 2)
@@ -82,7 +81,7 @@ class GanttTest(parameterized.TestCase):
         self.assertStartsWith(lanes[8], "switch ")
         _, dgx1 = _plan("dgx1", "shuffle")
         mirrored = dgx1.subset(range(7, -1, -1))
-        schedule = algorithms.make_schedule("shuffle", mirrored, 10**8)
+        schedule = algorithms.make_plan("shuffle", mirrored, 10**8)
         lanes = [label.get_text() for label in _draw(schedule, mirrored).axes[0].get_yticklabels()]
         wires = [lane for lane in lanes if "host" not in lane]
         # The wires of this machine are named as the other machine's.
@@ -122,7 +121,7 @@ class SaveTest(parameterized.TestCase):
         from matplotlib import image
 
         machine = preset("pcie")
-        schedule = algorithms.make_schedule("hierarchical_copy", machine, 10**8)
+        schedule = algorithms.make_plan("hierarchical_copy", machine, 10**8)
         figure = draw(schedule, machine, "a title")
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "a.png"
@@ -145,7 +144,7 @@ class SaveTest(parameterized.TestCase):
         odd = r"$\x$"
         wire = [Resource(odd, 1e9)]
         machine = Topology.from_routes(odd, 2, [Route(0, 1, wire), Route(1, 0, wire)])
-        schedule = algorithms.make_schedule("ring", machine, 10**6)
+        schedule = algorithms.make_plan("ring", machine, 10**6)
         with tempfile.TemporaryDirectory() as folder:
             for kind in ("png", "svg"):
                 path = pathlib.Path(folder) / f"a.{kind}"

@@ -11,16 +11,16 @@ from absl.testing import absltest, parameterized
 
 from tfcdo.plan import algorithms
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.schedule import Schedule, assign, cut
+from tfcdo.plan.plan import Plan, cut, in_turn
 from tfcdo.plot.trees import draw_trees
 from tfcdo.topology.links import Resource, Route, ordered_pairs
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
 
-def _plan(name: str, algorithm: str, devices: int | None = None) -> tuple[Schedule, Topology]:
+def _plan(name: str, algorithm: str, devices: int | None = None) -> tuple[Plan, Topology]:
     machine = preset(name, devices)
-    return algorithms.make_schedule(algorithm, machine, 10**8), machine
+    return algorithms.make_plan(algorithm, machine, 10**8), machine
 
 
 _Places = Mapping[int, tuple[float, float]]
@@ -51,7 +51,7 @@ def _separate_wires(speeds: Mapping[tuple[int, int], float]) -> dict[tuple[int, 
 
 
 def _machine_axes(machine: Topology) -> Any:
-    figure = _draw(algorithms.make_schedule("ring", machine, 10**6), machine)
+    figure = _draw(algorithms.make_plan("ring", machine, 10**6), machine)
     figure.draw_without_rendering()  # Else arrows do not know where their ends are.
     return figure.axes[0]
 
@@ -121,7 +121,7 @@ class TreesTest(parameterized.TestCase):
     def test_arrows_of_a_tree_point_to_its_root(self):
         machine = preset("dgx1")
         tree = CopyTree((1, 2, None, 2, 0, 1, 2, 3))
-        schedule = assign(800, [(0, 800)], [tree])
+        schedule = in_turn([800], [tree])
         figure = _draw(schedule, machine)
         figure.draw_without_rendering()
         wanted = {(0, 1), (1, 2), (3, 2), (4, 0), (5, 1), (6, 2), (7, 3)}
@@ -185,7 +185,7 @@ class TreesTest(parameterized.TestCase):
 
     def test_packs_on_the_same_tree_share_a_picture(self):
         machine = preset("pcie")
-        schedule = algorithms.make_schedule("ring", machine, 800, 8)
+        schedule = algorithms.make_plan("ring", machine, 800, 8)
         _, *trees = _draw(schedule, machine).axes
         self.assertEqual([axes.get_title() for axes in trees][1], "packs 1, 5\n200 B")
 
@@ -195,7 +195,7 @@ class TreesTest(parameterized.TestCase):
             CopyTree(tuple(dict(itertools.pairwise((*order, None)))[device] for device in range(5)))
             for order in orders
         ]
-        figure = _draw(assign(3400, cut(3400, 34), chains), preset("pcie", 5))
+        figure = _draw(in_turn(cut(3400, 34), chains), preset("pcie", 5))
         self.assertLen(figure.axes, 1 + 32)
         self.assertStartsWith(figure.subfigs[1].get_suptitle(), "34 copy trees, 32 of them shown")
 

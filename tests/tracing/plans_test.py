@@ -11,7 +11,7 @@ import testing_utils as tu
 import tracing_testing
 
 import tfcdo
-from tfcdo.execute import planned
+from tfcdo.execute.interpreter import recently_planned
 from tfcdo.plan import copy_tree
 from tfcdo.tracing import edges, recording
 
@@ -48,9 +48,9 @@ class OtherPlansTest(tf.test.TestCase):
 
     def test_explaining_is_no_plan(self):
         ops = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
-        before = planned.recent()
+        before = recently_planned()
         told = ops.explain([(60_000,)], devices=tu.device_names(3)[::-1])
-        self.assertEqual(before, planned.recent())
+        self.assertEqual(before, recently_planned())
         self.assertLen(told.packs, 1)
         devices = (0, 1, 2)
         explain = functools.partial(ops.explain, [(60_000,)], devices=tu.device_names(3)[::-1])

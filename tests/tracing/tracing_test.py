@@ -21,7 +21,7 @@ from cli_testing import run_tfcdo
 
 import tfcdo
 from tfcdo import log
-from tfcdo.execute import planned
+from tfcdo.execute.interpreter import Planned
 from tfcdo.keras import trace_summary
 from tfcdo.plan.plan import Plan
 from tfcdo.tracing import edges, profile, recording
@@ -223,7 +223,7 @@ class SummaryTest(absltest.TestCase):
             ),
         ]
         devices = tuple(map(cpu, range(3)))
-        plan = planned.Planned("f/tfcdo", devices, Plan(("CPU:0",) * 3, 3, 1, (), ()))
+        plan = Planned("f/tfcdo", devices, Plan(("CPU:0",) * 3, 3, 1, (), ()))
         self.assertEqual(
             edges.find(events, [plan]),
             [

@@ -18,13 +18,12 @@ from rich.table import Table
 from tfcdo.cli import options
 from tfcdo.exchange.casts import BY_NAME
 from tfcdo.exchange.protocol import SUM, Exchange
-from tfcdo.plan import algorithms, lower_bound, simulator, summary
-from tfcdo.plan.decide import decide
+from tfcdo.plan import algorithms, lower_bound, simulator
+from tfcdo.plan.decide import BetweenHosts, Machine, Options, decide
 from tfcdo.plan.evaluation import Evaluation, check_num_devices
-from tfcdo.plan.options import BetweenHosts, Machine, Options
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import Batch, Plan, Request, ValueSpec
-from tfcdo.plan.task_graph import Hosts
+from tfcdo.plan.simulator import Hosts
 from tfcdo.topology import detection, measurement
 from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
@@ -211,7 +210,7 @@ def plan(
             title += f", {chosen.ratio:.3f} x the bound"
         for path, draw in ((trees_file, draw_trees), (gantt_file, draw_gantt)):
             if path:
-                save_figure(draw(chosen.schedule, topology, title), path)
+                save_figure(draw(chosen.plan, topology, title), path)
                 console.print(f"Drew {chosen.label} in {path}", soft_wrap=True)
 
 
@@ -248,15 +247,13 @@ def evaluate(
     exchange: Exchange = SUM,
 ) -> Evaluation:
     """Simulates the all-reduce that training makes of a gradient, by an algorithm but `auto`."""
-    schedule = summary.schedule(_decide(algorithm, topology, num_bytes, num_packs, hosts, exchange))
-    assert schedule is not None
-    seconds = simulator.robust_seconds(schedule, topology, hosts=hosts)
-    ordered = simulator.simulate(schedule, topology, hosts=hosts).seconds
+    made = _decide(algorithm, topology, num_bytes, num_packs, hosts, exchange)
+    seconds = simulator.robust_seconds(made, topology, hosts=hosts)
+    ordered = simulator.simulate(made, topology, hosts=hosts).seconds
     bound = lower_bound.lower_bound_seconds(topology, num_bytes)
     if hosts is not None:
-        sent = sum(pack.between_hosts for pack in schedule.packs)
-        bound = max(bound, sent / hosts.bandwidth)
-    return Evaluation(topology, algorithm, algorithm, schedule, seconds, ordered, bound)
+        bound = max(bound, made.bytes_between_hosts / hosts.bandwidth)
+    return Evaluation(topology, algorithm, algorithm, made, seconds, ordered, bound)
 
 
 def evaluate_all(
@@ -319,9 +316,9 @@ def _print_table(
     for heading in ("Packs", "Busiest\nlink", "Bytes\non it", "Time", "Ordered", "Time /\nbound"):
         table.add_column(heading, justify="right", no_wrap=heading != "Busiest\nlink")
     for one in evaluations:
-        link, num_bytes = simulator.bottleneck(one.schedule, topology)
+        link, num_bytes = simulator.bottleneck(one.plan, topology)
         cells = (
-            str(len(one.schedule.packs)),
+            str(len(one.plan.packs)),
             link or "none",
             format_bytes(num_bytes),
             format_seconds(one.seconds),

@@ -14,7 +14,7 @@ from tfcdo.bench import devices as bench_devices
 from tfcdo.bench import implementations, measure, workloads
 from tfcdo.doctor.examination import Copies, Machine, Sums
 from tfcdo.execute import copy_trees
-from tfcdo.plan import owners
+from tfcdo.plan.packing import deal_owners, owned_sizes
 from tfcdo.topology import detection
 from tfcdo.units import format_bytes
 
@@ -57,7 +57,7 @@ class Patient:
         plan = tfcdo.AutoAllReduce().explain(workload.shapes, devices=self._devices.names)
         sizes = [math.prod(shape) * workload.itemsize for shape in workload.shapes]
         count = len(self._devices.names)
-        share = max(owners.loads(sizes, owners.deal(sizes, count), count))
+        share = max(owned_sizes(sizes, deal_owners(sizes, count), count))
         return (
             f"{model} ({format_bytes(workload.size)} in {len(sizes)} gradients): "
             f"{plan.algorithm} in {plan.num_packs} pack{'' if plan.num_packs == 1 else 's'}, "

@@ -2,10 +2,8 @@
 
 from tfcdo.exchange.casts import Blocks, Cast
 from tfcdo.exchange.diloco import DiLoCo
-from tfcdo.exchange.power_sgd import PowerSGD
-from tfcdo.exchange.protocol import Collective, Exchange, PackSpec, Peers, Sum
-from tfcdo.exchange.rehearsal import Rehearsal
-from tfcdo.exchange.top_k import TopK
+from tfcdo.exchange.fewer_values import PowerSGD, TopK
+from tfcdo.exchange.protocol import Collective, Exchange, PackSpec, Peers, Rehearsal, Sum
 
 __all__ = [
     "Blocks",

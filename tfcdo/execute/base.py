@@ -13,14 +13,12 @@ from tfcdo import tf_internals
 from tfcdo.exchange.protocol import SUM, Exchange
 from tfcdo.execute import copy_trees, explain, nccl, request
 from tfcdo.execute.between import Network
-from tfcdo.execute.devices import devices_of, existing_device
 from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback, Residuals
 from tfcdo.execute.question import Owned, Question, questions
-from tfcdo.execute.request import Reduction
+from tfcdo.execute.request import Reduction, devices_of, existing_device
 from tfcdo.plan import decide as deciding
-from tfcdo.plan import summary
-from tfcdo.plan.options import BetweenHosts, Machine, Options
+from tfcdo.plan.decide import BetweenHosts, Machine, Options
 from tfcdo.plan.plan import Plan
 from tfcdo.topology import detection
 from tfcdo.topology.topology import Topology
@@ -307,10 +305,10 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         reasons = []
         for dtype in sorted(deciding.nccl_dtypes(batch, options)):
             status = nccl.nccl_status(devices, dtype)
-            reasons.append((dtype, "" if status.can_run else str(status)))
-        between = ""
+            reasons.append((dtype, None if status.can_run else str(status)))
+        between = None
         if self._network is not None and self._network.hint != "nccl":
-            between = next((reason for _, reason in reasons if reason), "") or (
+            between = next((reason for _, reason in reasons if reason), None) or (
                 "ask for implementation NCCL in communication_options, and leave exchange out"
             )
         topology, origin = self._topology_of(options, devices)
@@ -337,7 +335,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
                     "error_feedback needs values whose shapes are known while a function is "
                     f"traced; got {value}"
                 )
-        return self._feedback.residuals(summary.residual_key(plan), question.devices)
+        return self._feedback.residuals(plan.residual_key, question.devices)
 
     def _accumulate(self, values: Sequence[tf.Tensor], name: str) -> tf.Tensor:
         """Calls the accumulation_fn and checks its result."""

@@ -14,16 +14,17 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfcdo import tf_internals
+from tfcdo.cluster import progress
+from tfcdo.cluster.protocol import digest
 from tfcdo.cluster.session import NUM_KEYS, Session
 from tfcdo.exchange import rounding
 from tfcdo.exchange.protocol import CheckedPeers, Exchange, Kind, PackSpec
-from tfcdo.execute import collective_dtypes, gradients, handles, numerics
-from tfcdo.execute.marks import Marks
+from tfcdo.execute import graphless, numerics
 from tfcdo.plan import plan as plans
-from tfcdo.plan import summary
 from tfcdo.plan.plan import Plan
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
@@ -74,9 +75,7 @@ def begin_collectives(network: Network | None, plan: Plan) -> Collectives | None
     if network is None or not plan.packs:
         return None
     _check_gathered(plan)
-    count = summary.num_collectives(
-        plan, lambda names: len(set(map(collective_dtypes.dtype_copied, names)))
-    )
+    count = plan.num_collectives(lambda names: len(set(map(numerics.dtype_copied, names))))
     return Collectives(network, {**describe(plan), "collectives": count})
 
 
@@ -121,7 +120,7 @@ def _describe_one_collective(
             str(plans.ValueSpec(one.dtype.name, shape))
             for one, shape in zip(tensors, shapes_of, strict=True)
         ],
-        "device": ", ".join(map(handles.device_number, devices)),
+        "device": ", ".join(map(graphless.device_number, devices)),
         "collectives": 1,
     }
 
@@ -130,11 +129,51 @@ def _check_gathered(plan: Plan) -> None:
     """Raises `ValueError` unless collectives take all values: an exchange must be able to end."""
     taken = tf_internals.dtypes_of_op("CollectiveGatherV2", "T")
     for pack in plan.packs:
-        for name in summary.gathered_dtypes(plan, pack) if pack.kind == "concat" else ():
-            if collective_dtypes.dtype_copied(name) not in taken:
+        for name in plan.gathered_dtypes(pack) if pack.kind == "concat" else ():
+            if numerics.dtype_copied(name) not in taken:
                 raise ValueError(
                     "value must be of a dtype that TensorFlow gathers between hosts; got " + name
                 )
+
+
+class Marks:
+    """Counts the events of one kind of collectives, and keeps the time of the last ones."""
+
+    def __init__(self, device: str, description: Mapping[str, Any]) -> None:
+        self._device = device
+        self._shape = progress.shape_of_times(description["collectives"])
+        self._length: int = np.prod(self._shape).item()
+        name = digest(description)
+        self._count = graphless.bare_variable(f"progress_{name}", device, tf.int64)
+        self._times = graphless.bare_variable(f"times_{name}", device, tf.float64, [self._length])
+
+    def mark(self, tensors: Sequence[tf.Tensor], after: tf.Operation | None = None) -> tf.Operation:
+        """Counts one more event as soon as these tensors, and an earlier mark, are there."""
+        before = [*tensors, after] if after is not None else list(tensors)
+        with tf.control_dependencies(before), tf.device(self._device):
+            count, times = map(tf_internals.captured, (self._count, self._times))
+            number = tf.raw_ops.ReadVariableOp(resource=count, dtype=tf.int64)
+            # The time first, so that each event that is counted has its time.
+            timed = tf.raw_ops.ResourceScatterUpdate(
+                resource=times, indices=number % self._length, updates=tf.raw_ops.Timestamp()
+            )
+            with tf.control_dependencies([] if timed is None else [timed]):
+                mark = tf.raw_ops.AssignAddVariableOp(
+                    resource=count, value=tf.constant(1, tf.int64)
+                )
+        if mark is not None:
+            tf_internals.run_before_function_returns(mark)
+        return mark
+
+    def count(self) -> int:
+        """Returns the number of events: odd while a collective waits."""
+        return int(tf.raw_ops.ReadVariableOp(resource=self._count, dtype=tf.int64))
+
+    def times(self) -> np.ndarray:
+        """Returns when the last events were, in seconds: `[use, collective, entered or left]`."""
+        times = tf.raw_ops.ReadVariableOp(resource=self._times, dtype=tf.float64)
+        array: np.ndarray = times.numpy()
+        return array.reshape(self._shape)
 
 
 class Collectives:
@@ -183,7 +222,7 @@ class Collectives:
         """Concatenates the rows of all hosts, in their order; numbers of rows may differ."""
         # One collective for the numbers of rows, and one for each dtype that TensorFlow gathers.
         with tf.device(device):
-            sent = [collective_dtypes.as_copied(tensor) for tensor in tensors]
+            sent = [numerics.as_copied(tensor) for tensor in tensors]
             rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in sent])
             counts = self.copy(tf.raw_ops.CollectiveGatherV2, rows[tf.newaxis], device)
             groups: dict[tf.DType, list[int]] = {}
@@ -195,7 +234,7 @@ class Collectives:
                 gathered = self._gather_flat([sent[index] for index in members], own, device)
                 results.update(zip(members, gathered, strict=True))
             return [
-                collective_dtypes.restored(results[index], tensor)
+                numerics.from_collective(results[index], tensor)
                 for index, tensor in enumerate(tensors)
             ]
 
@@ -246,10 +285,10 @@ class Collectives:
     def broadcast(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
         """Returns the chief's tensor on every host, bit for bit; takes one collective."""
         with tf.device(device):
-            sent = collective_dtypes.as_copied(tensor)
+            sent = numerics.as_copied(tensor)
             common = {
                 "group_size": self.network.num_hosts,
-                "group_key": handles.group_key(device),
+                "group_key": graphless.group_key(device),
                 "instance_key": next(self._keys),
                 "communication_hint": self.network.hint,
                 "timeout_seconds": 0.0,
@@ -262,7 +301,7 @@ class Collectives:
                     T=sent.dtype, shape=tf.shape(sent), **common
                 )
             self._marks.mark([received], after=entered)
-            return collective_dtypes.restored(received, tensor)
+            return numerics.from_collective(received, tensor)
 
     def sum(
         self, tensors: Sequence[tf.Tensor], devices: Sequence[str], line: str = ""
@@ -271,7 +310,7 @@ class Collectives:
         parts = []
         for tensor, device in zip(tensors, devices, strict=True):
             with tf.device(device):
-                parts.append(collective_dtypes.as_summed(tensor))
+                parts.append(numerics.as_summed(tensor))
         entered, key = self._marks.mark(parts), self._key(parts[0])
         totals = []
         for part, device in zip(parts, devices, strict=True):
@@ -279,9 +318,9 @@ class Collectives:
                 total = tf.raw_ops.CollectiveReduceV2(
                     input=part,
                     group_size=self.network.num_hosts * len(devices),
-                    group_key=handles.group_key(*devices),
+                    group_key=graphless.group_key(*devices),
                     instance_key=key,
-                    ordering_token=[handles.ordering_token(device, line)],
+                    ordering_token=[graphless.ordering_token(device, line)],
                     merge_op="Add",
                     final_op="Id",
                     communication_hint=self.network.hint,
@@ -291,7 +330,7 @@ class Collectives:
         results = []
         for total, tensor, device in zip(totals, tensors, devices, strict=True):
             with tf.device(device):
-                back = collective_dtypes.restored(total, tensor, summed=True)
+                back = numerics.from_collective(total, tensor, summed=True)
                 results.append(numerics.upcast(back))
         return results
 
@@ -308,9 +347,9 @@ class Collectives:
         copied = collective(
             input=tensor,
             group_size=self.network.num_hosts,
-            group_key=handles.group_key(device),
+            group_key=graphless.group_key(device),
             instance_key=self._key(tensor) if key is None else key,
-            ordering_token=[handles.ordering_token(device, line)],
+            ordering_token=[graphless.ordering_token(device, line)],
             communication_hint=self.network.hint,
         )
         self._marks.mark([copied], after=entered)
@@ -360,24 +399,24 @@ class _RootPeers(CheckedPeers):
                 op = tf.raw_ops.CollectiveAllToAllV2
             case "all_gather":
                 op = tf.raw_ops.CollectiveGatherV2
-        sent = collective_dtypes.as_copied(tensor)
+        sent = numerics.as_copied(tensor)
         copied = self._collectives.copy(op, sent, self._device, line)
-        return collective_dtypes.restored(copied, tensor)
+        return numerics.from_collective(copied, tensor)
 
 
 @functools.cache
-def _gradient_of_sum(network: Network, devices: tuple[str, ...]) -> gradients.JointGradient:
+def _gradient_of_sum(network: Network, devices: tuple[str, ...]) -> graphless.JointGradient:
     """Returns the gradient of a sum over all hosts: the sum of all gradients, by one collective."""
 
     def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
         description = _describe_one_collective("gradient of an all-reduce", upstream, devices)
         return Collectives(network, description).all_reduce_flat(upstream, devices)
 
-    return gradients.JointGradient(gradient)
+    return graphless.JointGradient(gradient)
 
 
 @functools.cache
-def _gradient_of_sums(network: Network, device: str) -> gradients.JointGradient:
+def _gradient_of_sums(network: Network, device: str) -> graphless.JointGradient:
     """Returns the gradient of sums of several tensors of a device: the sums of all gradients."""
 
     def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
@@ -388,4 +427,4 @@ def _gradient_of_sums(network: Network, device: str) -> gradients.JointGradient:
         with tf.device(device):
             return numerics.like(upstream, total)
 
-    return gradients.JointGradient(gradient)
+    return graphless.JointGradient(gradient)

@@ -10,34 +10,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import checks, tf_internals
-from tfcdo.execute.devices import check_device
 from tfcdo.execute.question import Question
-from tfcdo.execute.request import Reduction, check_owned, check_pairs
-from tfcdo.plan import owners, summary
+from tfcdo.execute.request import Reduction, check_device, check_owned, check_pairs
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.plan import Plan
+from tfcdo.plan.packing import deal_owners, owned_sizes
+from tfcdo.plan.plan import Pack, Plan
 
 _MAX_LINES = 8  # For each kind of line, so that an explanation fits on a screen.
-
-
-@dataclasses.dataclass(frozen=True)
-class PackExplanation:
-    """Describes one pack of a batch."""
-
-    num_bytes: int  # Of its values, on one device.
-    num_sent_bytes: int  # As a leaf sends them.
-    num_values: int  # Values with a part in it.
-    num_tensors: int
-    tree: CopyTree | None  # Over the devices' indices; None for NCCL, which has its own.
-
-    def __str__(self) -> str:
-        parts = [
-            f"{_bytes(self.num_bytes)} of {_count(self.num_values, 'value')}",
-            f"in {_count(self.num_tensors, 'tensor')}",
-        ]
-        if self.num_sent_bytes != self.num_bytes:
-            parts.append(f"sent as {_bytes(self.num_sent_bytes)}")
-        return " ".join(parts + ([f"along {_nested(self.tree)}"] if self.tree else []))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +29,7 @@ class Explanation:
         values are reduced elsewhere, that one.
       algorithm: the way in which the values are reduced, such as "ring", "NCCL" or "one device".
       reason: the reason for it.
-      packs: the packs; none if each value is reduced on one device as it is.
+      packs: the packs of the plan; none if each value is reduced on one device as it is.
       bytes_by_link: how many bytes each device sends to each other one, `{(source, target): bytes}`
         by index; empty for NCCL.
       num_ops: how many ops of each type the all-reduce adds to a graph.
@@ -63,7 +42,7 @@ class Explanation:
     devices: tuple[str, ...]
     algorithm: str
     reason: str
-    packs: tuple[PackExplanation, ...]
+    packs: tuple[Pack, ...]
     bytes_by_link: Mapping[tuple[int, int], int]
     num_ops: Mapping[str, int]
     bytes_between_hosts: int = 0
@@ -87,7 +66,7 @@ class Explanation:
         lines = [
             f"{self.ops} on {_count(len(self.devices), 'device')}: {self.algorithm}",
             f"  because {self.reason}",
-            *_shortened("pack", [f"pack {i}: {pack}" for i, pack in enumerate(self.packs)]),
+            *_shortened("pack", [f"pack {i}: {_pack(pack)}" for i, pack in enumerate(self.packs)]),
             *_shortened("amount", [_links(*item) for item in sorted(by_amount.items())[::-1]]),
             *(
                 [f"  {_bytes(self.bytes_between_hosts)} to other hosts"]
@@ -132,7 +111,7 @@ def explain(
     found: list[tuple[Question, Plan]] = []
     sizes = [(shape.num_elements() or 0) * dtype.size for shape in known]
     sharded = shard_optimizer_state and len(names) > 1
-    owner = owners.deal(sizes, len(names)) if sharded else ()
+    owner = deal_owners(sizes, len(names)) if sharded else ()
 
     def all_reduce() -> None:
         values = [_placeholders(shape, dtype, names) for shape in known]
@@ -147,29 +126,18 @@ def explain(
     # A counter marks the progress of collectives for the watch between hosts.
     types = [op.type for op in graph.get_operations() if op.type != "Placeholder"]
     by_edge: collections.Counter[tuple[int, int]] = collections.Counter()
-    packs = []
     for _, plan in found:
-        by_edge.update(summary.bytes_by_edge(plan))
-        for pack in plan.packs:
-            packs.append(
-                PackExplanation(
-                    pack.num_bytes,
-                    pack.num_sent_bytes,
-                    len({part.value for part in pack.slices}),
-                    len(pack.tensors),
-                    pack.tree,
-                )
-            )
+        by_edge.update(plan.bytes_by_edge())
     return Explanation(
         ops,
         found[0][0].devices if found else names,
         found[0][1].algorithm if found else "nothing",
         found[0][1].why if found else "the batch is empty",
-        tuple(packs),
+        tuple(pack for _, plan in found for pack in plan.packs),
         dict(by_edge),
         dict(collections.Counter(types)),
-        sum(summary.bytes_between_hosts(plan) for _, plan in found),
-        owners.loads(sizes, owner, len(names)) if sharded else (),
+        sum(plan.bytes_between_hosts for _, plan in found),
+        owned_sizes(sizes, owner, len(names)) if sharded else (),
     )
 
 
@@ -196,6 +164,17 @@ def _placeholders(shape: tf.TensorShape, dtype: tf.DType, devices: Sequence[str]
         with tf.device(device):
             values.append(tf.raw_ops.Placeholder(dtype=dtype, shape=shape))
     return tf_internals.per_replica(values)
+
+
+def _pack(pack: Pack) -> str:
+    num_values = len({part.value for part in pack.slices})
+    parts = [
+        f"{_bytes(pack.num_bytes)} of {_count(num_values, 'value')}",
+        f"in {_count(len(pack.tensors), 'tensor')}",
+    ]
+    if pack.num_sent_bytes != pack.num_bytes:
+        parts.append(f"sent as {_bytes(pack.num_sent_bytes)}")
+    return " ".join(parts + ([f"along {_nested(pack.tree)}"] if pack.tree else []))
 
 
 def _nested(tree: CopyTree) -> str:

@@ -2,8 +2,9 @@
 
 The residuals are variables, one for each tensor that a device casts, and those that exchanges
 between hosts keep: they are where they were lost, and saved in checkpoints. Whose residuals they
-are is known by the structure of the batch, the `tf.function` that reduces it, and how often it has
-reduced such a batch before.
+are is known by the structure of the batch, the function that reduces it, and how often it has
+reduced such a batch before. A function is known by its name and the trainable variables that it
+reads, so that it keeps its residuals when it is traced again, or made again for the same model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,9 @@ class Residuals:
         self._initial: dict[str, Callable[[], Any]] = {}
         # Functions that run eagerly with these residuals: they live as long as these.
         self.functions: dict[Any, Any] = {}
-        # Who uses them: a `tf.function`, or a graph that is none's; None for eager use.
-        self._owner: weakref.ref[Any] | None = None
-        self._turn = 0  # Of several such batches in one function, which one this is.
-        # The graphs that use them; their functions may outlive the `tf.function`.
-        self.graphs: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
-        self._restored = -1  # The value of `_last_restored` when the owner went.
+        # The variables, or the graph, of the function that uses them; none for eager use.
+        self._holders: list[weakref.ref[Any]] = []
+        self._restored = -1  # The value of `_last_restored` when a holder went last.
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -78,27 +76,16 @@ class Residuals:
             with tf.device(variable.device):
                 variable.assign(self._initial[key]())
 
-    def give_to(self, owner: Any, turn: int) -> None:
-        """Makes a function, or None for eager use, the owner."""
-        self._owner, self._turn = None, turn
-        self.graphs.clear()
-        if owner is not None:
-            self._owner = weakref.ref(owner, self._remember_restored)
+    def assign_holders(self, holders: Sequence[Any]) -> None:
+        """Makes these the objects without which no function uses the residuals."""
+        self._holders = [weakref.ref(holder, self._remember_restored) for holder in holders]
 
-    def belong_to(self, owner: Any, turn: int | None = None) -> bool:
-        """Returns whether a function, or None for eager use, is the owner."""
-        own = None if self._owner is None else self._owner()
-        same = owner is own and (owner is None) == (self._owner is None)
-        return same and turn in (None, self._turn)
+    def is_free(self) -> bool:
+        """Returns whether the function that used them is gone."""
+        return bool(self._holders) and not any(holder() is not None for holder in self._holders)
 
-    def are_free(self) -> bool:
-        """Returns whether the function that used them is gone, with all its graphs."""
-        if self._owner is None or self._owner() is not None:
-            return False
-        return not any(map(tf_internals.can_be_called, self.graphs))
-
-    def are_stale(self) -> bool:
-        """Returns whether no checkpoint has restored them since their owner went."""
+    def is_stale(self) -> bool:
+        """Returns whether no checkpoint has restored them since their function went."""
         return self._restored == self._last_restored
 
     @property
@@ -113,7 +100,9 @@ class ErrorFeedback(tf_internals.Trackable):
     """Keeps the residuals of all batches that an object reduces."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, list[Residuals]] = {}  # By structure.
+        # By structure; then by the function that uses them and, of several such batches in it,
+        # which one this is.
+        self._kept: dict[str, dict[tuple[Hashable, int], Residuals]] = {}
         # Values from a backup, for variables that are not there yet.
         self._restored: dict[str, Any] = {}
         # All residuals; the names are the same in another process.
@@ -134,7 +123,7 @@ class ErrorFeedback(tf_internals.Trackable):
             self._restored = dict(values)
             for residuals in self._all():
                 # The function that takes free ones gets their values.
-                if not residuals.are_free():
+                if not residuals.is_free():
                     self._give_restored(residuals.variables)
 
     def reset(self) -> None:
@@ -143,7 +132,7 @@ class ErrorFeedback(tf_internals.Trackable):
             residuals.reset()
 
     def _all(self) -> Iterator[Residuals]:
-        return itertools.chain.from_iterable(self._kept.values())
+        return itertools.chain.from_iterable(kept.values() for kept in self._kept.values())
 
     def residuals(self, key: str, devices: Sequence[str]) -> Residuals:
         """Returns the rounding errors of the batch that is being reduced on some devices."""
@@ -156,39 +145,39 @@ class ErrorFeedback(tf_internals.Trackable):
                 "such as strategy.run makes; got arguments of the function"
             )
         with _lock:
-            owner = None if tf.executing_eagerly() else tf_internals.function_being_traced()
-            graph = tf_internals.graph_of_function()
-            residuals = self._of(key, owner, self._turn(key, graph), devices)
-            if graph is not None:
-                residuals.graphs.add(graph)
-            return residuals
+            if tf.executing_eagerly():
+                return self._of(key, (None, 0), [], devices)
+            function, holders = tf_internals.function_being_traced()
+            return self._of(key, (function, self._turn(key)), holders, devices)
 
-    def _turn(self, key: str, graph: tf.Graph | None) -> int:
+    def _turn(self, key: str) -> int:
         """Counts the batches of a structure in the function that is being traced."""
-        if graph is None:
-            return 0
+        graph = tf_internals.graph_of_function()
         counter = self._turns.setdefault(graph, collections.Counter())
         counter[key] += 1
         return counter[key] - 1
 
-    def _of(self, key: str, owner: Any, turn: int, devices: Sequence[str]) -> Residuals:
-        kept = self._kept.setdefault(key, [])
-        for residuals in kept:
-            if residuals.belong_to(owner, turn):
-                return residuals
-        self._check_number(owner)
-        free = next(filter(Residuals.are_free, kept), None)
+    def _of(
+        self, key: str, place: tuple[Hashable, int], holders: Sequence[Any], devices: Sequence[str]
+    ) -> Residuals:
+        kept = self._kept.setdefault(key, {})
+        if place in kept:
+            return kept[place]
+        self._check_number(place[0])
+        free = next((old for old, residuals in kept.items() if residuals.is_free()), None)
         if free is None:
             prefix = f"batch_{key}_{len(kept)}"
-            free = Residuals(devices, lambda name, one: self._add(f"{prefix}_{name}", one))
-            kept.append(free)
-        elif free.are_stale():
-            # Residuals restored from a checkpoint are kept for the next function.
-            with tf.init_scope():
-                free.reset()
-                self._give_restored(free.variables)
-        free.give_to(owner, turn)
-        return free
+            found = Residuals(devices, lambda name, one: self._add(f"{prefix}_{name}", one))
+        else:
+            found = kept.pop(free)
+            if found.is_stale():
+                # Residuals restored from a checkpoint are kept for the next function.
+                with tf.init_scope():
+                    found.reset()
+                    self._give_restored(found.variables)
+        kept[place] = found
+        found.assign_holders(holders)
+        return found
 
     def _add(self, name: str, variable: tf.Variable) -> None:
         self._track_trackable(variable, name)
@@ -203,10 +192,10 @@ class ErrorFeedback(tf_internals.Trackable):
                 with tf.device(variable.device):
                     variable.assign(value.view(variable.dtype.as_numpy_dtype))
 
-    def _check_number(self, owner: Any) -> None:
-        used = sum(any(one.belong_to(owner) for one in kept) for kept in self._kept.values())
+    def _check_number(self, function: Hashable) -> None:
+        used = sum(any(one == function for one, _ in kept) for kept in self._kept.values())
         if used >= MAX_STRUCTURES:
-            who = "one tf.function" if owner is not None else "eager calls"
+            who = "eager calls" if function is None else "one tf.function"
             raise ValueError(
                 f"error_feedback keeps what is lost for the next batch of the same structure; got "
                 f"{used + 1} structures (shapes, dtypes, devices) in {who}: reduce batches of the "

@@ -1,11 +1,13 @@
 """The interpreter: turns a plan into TensorFlow ops.
 
 Pack the values; for each pack reduce up its tree, take the root step, broadcast down; unpack. It
-decides nothing: the plan lists all that it does.
+decides nothing: the plan lists all that it does. The plans of recent all-reduces in graphs are
+remembered, to set next to a profiler's events.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,11 +15,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo.exchange import rounding
-from tfcdo.execute import copy_trees, nccl, numerics, planned, rows
+from tfcdo.execute import copy_trees, nccl, numerics, rows
 from tfcdo.execute.between import Collectives
-from tfcdo.execute.codec import PackCodec
+from tfcdo.execute.copy_trees import PackCodec
 from tfcdo.execute.feedback import Residuals
-from tfcdo.plan.plan import FusedTensor, Plan, PlannedPack, Slice
+from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice
 
 # The tensors, or slices, of one pack: `held[node]`, None for a node without a value.
 Held = list[Any]
@@ -35,13 +37,40 @@ class Runtime:
     remembered: bool = True  # Whether a trace may show this run; False for ops that never run.
 
 
+# More all-reduces than a training step, an evaluation step and a few retracings have.
+_MOST = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """Describes an all-reduce that was put into a graph."""
+
+    scope: str  # The name scope of its ops, such as "replica_1/tfcdo_2".
+    devices: tuple[str, ...]  # Of each node.
+    plan: Plan
+
+
+_recent: collections.deque[Planned] = collections.deque(maxlen=_MOST)
+
+
+def _remember(plan: Plan, devices: Sequence[str]) -> None:
+    """Remembers an all-reduce whose ops come next; eager ops have no names to find them by."""
+    if not tf.executing_eagerly():
+        _recent.append(Planned(tf.get_current_name_scope(), tuple(devices), plan))
+
+
+def recently_planned() -> list[Planned]:
+    """Returns the remembered all-reduces, the newest first."""
+    return list(_recent)[::-1]
+
+
 def run(
     plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str], runtime: Runtime
 ) -> list[list[Any]]:
     """Runs a plan for values `[v][replica]`; returns `[v][node]`, None on a node that gets none."""
     with tf.name_scope("tfcdo"):
         if runtime.remembered:
-            planned.remember(plan, devices)
+            _remember(plan, devices)
         with tf.name_scope("fuse"):
             packed = _pack_all(plan, values, devices)
         results: list[Held] = []
@@ -112,14 +141,14 @@ def _reduce_pack(
     return _encoded_down(pack, codec, result, devices)
 
 
-def _codec(pack: PlannedPack, index: int, runtime: Runtime) -> PackCodec | None:
+def _codec(pack: Pack, index: int, runtime: Runtime) -> PackCodec | None:
     if pack.wire is None:
         return None
     residuals = runtime.residuals if pack.wire.error_feedback else None
     return PackCodec(pack.wire.dtype, tf.as_dtype(pack.dtype), residuals, index)
 
 
-def _after(pack: PlannedPack, held: Held, after: Held, devices: Sequence[str]) -> Held:
+def _after(pack: Pack, held: Held, after: Held, devices: Sequence[str]) -> Held:
     """Makes the leaves of a tree wait, each for the result of an earlier pack on its own device."""
     assert pack.tree is not None
     waiting = list(held)
@@ -194,7 +223,7 @@ def _exchanged(
 
 
 def _encoded_down(
-    pack: PlannedPack, codec: PackCodec, result: list[tf.Tensor], devices: Sequence[str]
+    pack: Pack, codec: PackCodec, result: list[tf.Tensor], devices: Sequence[str]
 ) -> Held:
     """Broadcasts encoded results: all nodes, the root too, get them as they arrive."""
     tree = pack.tree
@@ -216,7 +245,7 @@ def _encoded_down(
 
 
 def _rows_down(
-    pack: PlannedPack, result: list[tf.IndexedSlices], held: Held, devices: Sequence[str]
+    pack: Pack, result: list[tf.IndexedSlices], held: Held, devices: Sequence[str]
 ) -> Held:
     """Broadcasts rows; `dense_shape` stays the one that a device itself gave."""
     tree = pack.tree

@@ -14,10 +14,9 @@ import tensorflow as tf
 
 from tfcdo import checks, tf_internals, virtual_devices
 from tfcdo.exchange import rounding
-from tfcdo.execute import codec as codecs
-from tfcdo.execute import gradients, handles, numerics
-from tfcdo.execute.codec import PackCodec
-from tfcdo.execute.devices import check_device
+from tfcdo.execute import copy_trees, graphless, numerics
+from tfcdo.execute.copy_trees import PackCodec
+from tfcdo.execute.request import check_device
 
 OP = "NcclAllReduce"
 # The kernels of one pack find each other by this name: never used twice in a process, and not in
@@ -191,7 +190,7 @@ def _reduce_encoded(
     return _on_each(
         devices,
         lambda sums, scale: [
-            numerics.finish(codecs.decode(total, codec.dtype, scale), divide, codec.dtype)
+            numerics.finish(copy_trees.decode(total, codec.dtype, scale), divide, codec.dtype)
             for total in sums
         ],
         _sum_each(bits, devices),
@@ -224,8 +223,8 @@ def differentiable_sum(tensors: Sequence[tf.Tensor], devices: tuple[str, ...]) -
 
 
 @functools.cache
-def _gradient_of_sum(devices: tuple[str, ...]) -> gradients.JointGradient:
-    return gradients.JointGradient(lambda *upstream: differentiable_sum(upstream, devices))
+def _gradient_of_sum(devices: tuple[str, ...]) -> graphless.JointGradient:
+    return graphless.JointGradient(lambda *upstream: differentiable_sum(upstream, devices))
 
 
 def _emit(
@@ -263,7 +262,7 @@ def _serialize_calls(sums: Sequence[tf.Tensor]) -> None:
     # calls: there, call such a function once in a step.
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return
-    counter = handles.bare_variable(_PROCESS, _HOST, tf.int32)
+    counter = graphless.bare_variable(_PROCESS, _HOST, tf.int32)
     with tf.control_dependencies(sums), tf.device(_HOST):
         write = tf.raw_ops.AssignAddVariableOp(resource=tf_internals.captured(counter), value=1)
     tf_internals.run_before_function_returns(write)

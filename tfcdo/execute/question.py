@@ -12,12 +12,12 @@ import tensorflow as tf
 
 from tfcdo import log, tf_internals
 from tfcdo.exchange.protocol import Exchange
-from tfcdo.execute import copy_trees, handles, interpreter
+from tfcdo.execute import copy_trees, graphless, interpreter
 from tfcdo.execute.between import Network, begin_collectives
 from tfcdo.execute.feedback import Residuals
 from tfcdo.execute.interpreter import Runtime
 from tfcdo.execute.request import Reduction
-from tfcdo.plan.options import Options
+from tfcdo.plan.decide import Options
 from tfcdo.plan.plan import Batch, Plan, Request, ValueSpec
 
 Accumulate = Callable[[Sequence[tf.Tensor], str], tf.Tensor]
@@ -140,7 +140,7 @@ def questions(
             op,
             len(devices),
             network.num_hosts if network else 1,
-            tuple(map(handles.device_number, nodes)),
+            tuple(map(graphless.device_number, nodes)),
             requests,
             chosen,
             user,

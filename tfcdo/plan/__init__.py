@@ -1,21 +1,21 @@
-"""Plans an all-reduce on any machine: algorithms, their schedules, times and a lower bound.
+"""Plans an all-reduce on any machine: algorithms, their plans, times and a lower bound.
 
 Nothing here needs TensorFlow, nor the machine.
 """
 
-from tfcdo.plan.algorithms import ALGORITHMS, make_schedule
+from tfcdo.plan.algorithms import ALGORITHMS, make_plan
 from tfcdo.plan.copy_tree import CopyTree, path
 from tfcdo.plan.lower_bound import lower_bound_seconds
-from tfcdo.plan.schedule import Pack, Schedule
+from tfcdo.plan.plan import Pack, Plan
 from tfcdo.plan.simulator import robust_seconds, simulate
 
 __all__ = [
     "ALGORITHMS",
     "CopyTree",
     "Pack",
-    "Schedule",
+    "Plan",
     "lower_bound_seconds",
-    "make_schedule",
+    "make_plan",
     "path",
     "robust_seconds",
     "simulate",

@@ -11,12 +11,10 @@ from typing import Any, TypeAlias
 from tfcdo import checks, log
 from tfcdo.plan import copy_tree, lower_bound, packed_trees, simulator
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.schedule import Schedule, assign, cut, size_class
+from tfcdo.plan.plan import Plan, cut, in_turn, plan_of_bytes, size_class
 from tfcdo.topology.topology import Topology
 
-Algorithm: TypeAlias = "str | tuple[CopyTree, ...] | Schedule"
-# Makes the schedule for a number of bytes and of packs, None for as many as the algorithm needs.
-Scheduler: TypeAlias = Callable[[int, "int | None"], Schedule]
+Algorithm: TypeAlias = "str | Sequence[CopyTree] | Plan"
 
 
 def _one_device(num_devices: int) -> tuple[CopyTree, ...]:
@@ -54,56 +52,48 @@ def check_algorithm(algorithm: str) -> None:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
 
 
-def scheduler(algorithm: Algorithm, topology: Topology) -> Scheduler:
-    """Returns the function that makes the schedules of an algorithm on a machine.
+def resized(plan: Plan, num_bytes: int) -> Plan:
+    """Returns the same trees with the same shares of another number of bytes.
 
-    `algorithm` is one of `ALGORITHMS`; copy trees to be dealt out in turn, which need one pack
-    each; or a schedule, whose trees get the same parts of the data.
+    Packs that become empty are left out; a pack that waited for one of them waits for the pack that
+    it waited for.
     """
-    if isinstance(algorithm, str):
-        check_algorithm(algorithm)
-        return functools.partial(make_schedule, algorithm, topology)
-    if isinstance(algorithm, Schedule):
-        planned, trees = algorithm, tuple(pack.tree for pack in algorithm.packs)
-    else:
-        planned, trees = None, algorithm
-    if not trees:
-        raise ValueError(f"algorithm must be a name or at least one copy tree; got {trees!r}")
-    for index, tree in enumerate(trees):
-        if tree.num_devices != topology.num_devices:
-            raise ValueError(
-                f"algorithm[{index}] must span the {topology.num_devices} devices of the topology; "
-                f"got a tree over {tree.num_devices}"
-            )
-
-    def deal_out(num_bytes: int, num_packs: int | None) -> Schedule:
-        if planned is not None and num_packs is None:
-            return planned.resized(num_bytes)
-        return assign(num_bytes, cut(num_bytes, num_packs or len(trees)), trees)
-
-    return deal_out
+    packs: list[tuple[int, CopyTree, int | None]] = []
+    # The pack of the new plan that stands for each old one: its own, or its window's.
+    stands_for: list[int | None] = []
+    total, stop, start = max(plan.num_sent_bytes, 1), 0, 0
+    for pack, tree in zip(plan.packs, plan.trees, strict=True):
+        after = None if pack.after is None else stands_for[pack.after]
+        stands_for.append(after)
+        stop += pack.num_sent_bytes
+        end = (stop * num_bytes + total // 2) // total
+        if end > start:
+            stands_for[-1] = len(packs)
+            packs.append((end - start, tree, after))
+            start = end
+    return plan_of_bytes(len(plan.nodes), packs)
 
 
-def make_schedule(
-    algorithm: str | Sequence[CopyTree],
+def make_plan(
+    algorithm: Algorithm,
     topology: Topology,
     num_bytes: int,
     num_packs: int | None = None,
-) -> Schedule:
+) -> Plan:
     """Plans how an algorithm all-reduces some data on a machine.
 
     Args:
       algorithm: one of `ALGORITHMS`; "packed_trees" plans for this machine, "auto" takes the
         fastest of the others. Or copy trees over the topology's devices, which the packs get in
-        turn.
+        turn. Or a plan, whose trees get the same parts of the data.
       topology: the machine.
-      num_bytes: how many bytes each device holds; 0 gives a schedule without packs.
+      num_bytes: how many bytes each device holds; 0 gives a plan without packs.
       num_packs: cut the data into this many packs whose sizes differ by at most one byte; by
         default the number and the sizes that the algorithm needs.
 
     Returns:
-      A schedule in bytes over the topology's devices, with windows where the algorithm has them.
-      The same arguments give the same schedule, in any process.
+      A plan of bytes over the topology's devices, with windows where the algorithm has them. The
+      same arguments give the same plan, in any process.
 
     Raises:
       ValueError: if the algorithm is unknown or its trees have another number of devices,
@@ -114,35 +104,44 @@ def make_schedule(
     Example:
       >>> from tfcdo import plan
       >>> from tfcdo.topology import preset
-      >>> schedule = plan.make_schedule("ring", preset("dgx1"), 800)
-      >>> len(schedule.packs), schedule.packs[3].size, schedule.packs[3].tree.root
+      >>> ring = plan.make_plan("ring", preset("dgx1"), 800)
+      >>> len(ring.packs), ring.packs[3].num_bytes, ring.packs[3].tree.root
       (8, 100, 3)
     """
     checks.check_sizes(num_bytes, num_packs)
-    if not isinstance(algorithm, str):
-        return scheduler(_checked_trees(algorithm), topology)(num_bytes, num_packs)
-    check_algorithm(algorithm)
-    return _make_schedule(algorithm, topology, num_bytes, num_packs)
+    if isinstance(algorithm, str):
+        check_algorithm(algorithm)
+        return _make_plan(algorithm, topology, num_bytes, num_packs)
+    trees = _checked_trees(algorithm, topology)
+    if isinstance(algorithm, Plan) and num_packs is None:
+        return resized(algorithm, num_bytes)
+    return in_turn(cut(num_bytes, len(trees) if num_packs is None else num_packs), trees)
 
 
-def _checked_trees(trees: Any) -> tuple[CopyTree, ...]:
-    if isinstance(trees, Sequence) and all(isinstance(tree, CopyTree) for tree in trees):
-        return tuple(trees)
-    raise TypeError(f"algorithm must be a name or a list of copy trees; got {trees!r}")
+def _checked_trees(algorithm: Any, topology: Topology) -> Sequence[CopyTree]:
+    trees = algorithm.trees if isinstance(algorithm, Plan) else algorithm
+    if not isinstance(trees, Sequence) or not all(isinstance(tree, CopyTree) for tree in trees):
+        raise TypeError(f"algorithm must be a name or a list of copy trees; got {trees!r}")
+    if not trees:
+        raise ValueError(f"algorithm must be a name or at least one copy tree; got {trees!r}")
+    for index, tree in enumerate(trees):
+        if tree.num_devices != topology.num_devices:
+            raise ValueError(
+                f"algorithm[{index}] must span the {topology.num_devices} devices of the topology; "
+                f"got a tree over {tree.num_devices}"
+            )
+    return trees
 
 
 # Behind the checks, because to the cache 1e8 and True are the same as 10**8 and 1.
 @functools.lru_cache(maxsize=512)
-def _make_schedule(
-    algorithm: str, topology: Topology, num_bytes: int, num_packs: int | None
-) -> Schedule:
+def _make_plan(algorithm: str, topology: Topology, num_bytes: int, num_packs: int | None) -> Plan:
     if algorithm == "auto":
         algorithm = fastest_algorithm(topology, num_bytes, num_packs)
     if algorithm == "packed_trees":
         return packed_trees.packed_trees(topology, num_bytes, num_packs)
     trees = CLASSICS[algorithm](topology.num_devices)
-    ranges = cut(num_bytes, len(trees) if num_packs is None else num_packs)
-    return assign(num_bytes, ranges, trees)
+    return in_turn(cut(num_bytes, len(trees) if num_packs is None else num_packs), trees)
 
 
 def fastest_algorithm(topology: Topology, num_bytes: int, num_packs: int | None = None) -> str:
@@ -163,7 +162,7 @@ def _decide(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
     began = time.monotonic()
     name = _fastest(topology, num_bytes, num_packs)
     if num_bytes and topology.num_devices > 1:
-        packs = len(make_schedule(name, topology, num_bytes, num_packs).packs)
+        packs = len(make_plan(name, topology, num_bytes, num_packs).packs)
         seconds = time.monotonic() - began
         log.info_once(
             f"auto takes {name}, {packs} pack{'s' if packs > 1 else ''}, for about "
@@ -174,7 +173,7 @@ def _decide(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
 
 
 def _fastest(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
-    alone = simulator.simulate(make_schedule("one_device", topology, num_bytes), topology).seconds
+    alone = simulator.simulate(make_plan("one_device", topology, num_bytes), topology).seconds
     if alone <= simulator.NEARLY_AS_FAST * lower_bound.additions_bound(topology, num_bytes):
         return "one_device"
     if topology.num_devices > MAX_SIMULATED_DEVICES:
@@ -185,7 +184,7 @@ def _fastest(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
         num_packs = _MAX_JUDGED_PACKS
     seconds: dict[str, float] = {}
     for name in (*CLASSICS, "packed_trees"):
-        schedule = make_schedule(name, topology, num_bytes, num_packs)
+        plan = make_plan(name, topology, num_bytes, num_packs)
         cutoff = min(seconds.values(), default=math.inf)
-        seconds[name] = simulator.robust_seconds(schedule, topology, cutoff=cutoff)
+        seconds[name] = simulator.robust_seconds(plan, topology, cutoff=cutoff)
     return simulator.first_of_fastest(seconds)

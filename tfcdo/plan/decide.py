@@ -7,30 +7,88 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
-from tfcdo import dtypes
-from tfcdo.exchange.casts import Cast
+from tfcdo import dtypes, log
+from tfcdo.exchange.casts import Cast, check_exchange
 from tfcdo.exchange.protocol import SUM, Exchange
-from tfcdo.plan import algorithms, copy_tree, nccl_choice, packing
+from tfcdo.plan import algorithms, copy_tree, packing, simulator
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.options import Machine, Options
+from tfcdo.plan.evaluation import Evaluation
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import (
     Batch,
     FusedTensor,
+    Pack,
     Plan,
-    PlannedPack,
     Request,
     RootStep,
     Slice,
     ValueSpec,
+    size_class,
 )
+from tfcdo.topology.measurement import Measured
 from tfcdo.topology.topology import Topology
+from tfcdo.units import format_bytes, format_seconds
 
 # Smaller packs are summed exactly between hosts: a second collective would cost more than the bytes
 # that it saves, and counts keep their digits.
 MIN_EXCHANGED_BYTES = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class BetweenHosts:
+    """How packs cross the network between hosts."""
+
+    # The most bytes of a pack where the caller does not say: enough to fill a network, and so few
+    # that the first packs are sent while the backward pass still computes others.
+    bytes_per_pack: int = 4 << 20
+    flat: bool = False  # Whether one NCCL collective reduces over all devices of all hosts.
+    # What the roots of hosts do; or a function to one from the path of a value's variable, None if
+    # it has none, and the value's spec.
+    exchange: Exchange | Callable[[str | None, ValueSpec], Exchange] = SUM
+
+    def exchange_of(self, path: str | None, value: ValueSpec) -> Exchange:
+        """Returns the exchange of the gradient of a variable."""
+        if isinstance(self.exchange, Exchange):
+            return self.exchange
+        result = self.exchange(path, value)
+        return check_exchange(f"the result of exchange({path!r}, {value})", result)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """A class's choices: how it reduces whatever it is given."""
+
+    algorithm: algorithms.Algorithm = "auto"  # Gives the copy trees.
+    packing: PackingOptions = dataclasses.field(default_factory=PackingOptions)
+    measured: Measured | None = None  # The machine; None for the detected one.
+    nccl: Literal["never", "always", "auto"] = "never"  # "auto" takes it where it is faster.
+    require_nccl: bool = False  # Whether to raise where NCCL was requested and cannot run.
+    one_device: bool = False  # Whether batches have a root, on which everything is reduced.
+    sparse_as_dense: bool = False  # Whether `tf.IndexedSlices` become tables first.
+    sum_equal_rows: bool = False  # Whether those that stay rows have rows of one index added.
+    wire: Cast | None = None  # How float32 and float64 gradients are sent; None for as they are.
+    saved: Evaluation | None = None  # The file whose plan `algorithm` is.
+    between: BetweenHosts | None = None  # None for one host.
+
+    @property
+    def topology(self) -> Topology | None:
+        """Returns the machine; None for the detected one."""
+        return self.measured.topology if self.measured else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The facts about a machine that a decision depends on."""
+
+    topology: Topology
+    origin: str = "was detected"  # Where the topology comes from, for people.
+    # For each dtype that NCCL might add, the reason why it cannot, or None. Empty where NCCL
+    # is not asked for.
+    nccl: tuple[tuple[str, str | None], ...] = ()
+    nccl_hosts: str | None = None  # The reason why NCCL does not run between hosts.
 
 
 # Plans are small and pure; the bound only keeps a process that draws ever new shapes from growing.
@@ -132,7 +190,7 @@ def _exchange(batch: Batch, request: Request) -> Exchange:
     return request.exchange
 
 
-def _root_step(batch: Batch, pack: PlannedPack, exchange: Exchange) -> RootStep:
+def _root_step(batch: Batch, pack: Pack, exchange: Exchange) -> RootStep:
     """Returns the root step of a pack of dense values, which hosts add up by an exchange."""
     if batch.hosts == 1:
         return RootStep(divide=_divide(batch))
@@ -162,28 +220,23 @@ class _Way(NamedTuple):
 
 def _all_reduced(
     batch: Batch, options: Options, machine: Machine
-) -> tuple[tuple[PlannedPack, ...], str, str]:
+) -> tuple[tuple[Pack, ...], str, str]:
     """Packs dense values; those that are encoded alike are planned together."""
-    groups: dict[_Group, dict[int, ValueSpec]] = {}
-    for index, request in enumerate(batch.requests):
-        value = dataclasses.replace(request.value, dtype=packed_dtype(batch, request))
-        group = _group(batch, request, value.dtype, options, machine)
-        groups.setdefault(group, {})[index] = value
-    packs: list[PlannedPack] = []
+    packs: list[Pack] = []
     reasons: list[tuple[int, str, str]] = []
-    for group, values in groups.items():
+    for group, values in _groups(batch, options, machine).items():
         cast = group.wire.dtype if group.wire else None
-        sizes = [
+        num_bytes = sum(
             (value.size or 0) * dtypes.itemsize(cast or value.dtype) for value in values.values()
-        ]
+        )
         if group.owner is not None:
             way = _to_owner(batch, group.owner, group.exchange, options, machine)
         elif group.nccl:
             way = _by_nccl(batch, group.exchange, options, machine)
         else:
             [dtype, *_] = [value.dtype for value in values.values()]
-            way = _along_trees(batch, group, dtype, sum(sizes), options, machine)
-        reasons.append((sum(sizes), way.name, way.why))
+            way = _along_trees(batch, group, dtype, num_bytes, options, machine)
+        reasons.append((num_bytes, way.name, way.why))
         offset = len(packs)
         for pack in packing.pack(values, way.packing, way.algorithm, way.topology, cast):
             root = _root_step(batch, pack, group.exchange)
@@ -201,20 +254,24 @@ def _all_reduced(
     return tuple(packs), name, why
 
 
-def _group(
-    batch: Batch, request: Request, dtype: str, options: Options, machine: Machine
-) -> _Group:
-    wire, owner = _wire(batch, request, options), request.owner
-    scaled = wire is not None and dtypes.needs_scale(wire.dtype, dtype)
-    nccl = owner is None and nccl_choice.takes_nccl(batch, dtype, options, machine, wire)
-    return _Group(wire, scaled, _exchange(batch, request), nccl, owner)
+def _groups(batch: Batch, options: Options, machine: Machine) -> dict[_Group, dict[int, ValueSpec]]:
+    """Groups dense values, by their index and in the dtypes that they are packed in."""
+    groups: dict[_Group, dict[int, ValueSpec]] = {}
+    for index, request in enumerate(batch.requests):
+        dtype = packed_dtype(batch, request)
+        wire, owner = _wire(batch, request, options), request.owner
+        scaled = wire is not None and dtypes.needs_scale(wire.dtype, dtype)
+        nccl = owner is None and _takes_nccl(batch, dtype, options, machine, wire)
+        group = _Group(wire, scaled, _exchange(batch, request), nccl, owner)
+        groups.setdefault(group, {})[index] = dataclasses.replace(request.value, dtype=dtype)
+    return groups
 
 
 def _to_owner(
     batch: Batch, owner: int, exchange: Exchange, options: Options, machine: Machine
 ) -> _Way:
     """Sums on the owner of variables, which have one tree, whose root it is."""
-    nccl_choice.refuse_owners(options)
+    _refuse_nccl_for_owners(options)
     how = _packing(options, exchange)
     how = dataclasses.replace(how, num_packs=0 if how.num_packs == 0 else 1)
     tree = _owner_tree(options, machine.topology, owner, batch.num_bytes)
@@ -227,7 +284,70 @@ def _by_nccl(batch: Batch, exchange: Exchange, options: Options, machine: Machin
     how = _packing(options, exchange)
     num_packs = 1 if how.num_packs is None else how.num_packs
     how = dataclasses.replace(how, num_packs=num_packs, one_tensor_per_pack=True)
-    return _Way(how, None, machine.topology, "NCCL", nccl_choice.why_nccl(batch, options))
+    return _Way(how, None, machine.topology, "NCCL", _why_nccl(batch, options))
+
+
+def _takes_nccl(
+    batch: Batch, dtype: str, options: Options, machine: Machine, wire: Cast | None
+) -> bool:
+    """Returns whether NCCL adds values of a dtype; says why it does not where it was requested."""
+    between = options.between
+    if between is not None and between.flat:
+        return True
+    if options.nccl == "never" or batch.replicas == 1:
+        return False
+    # NCCL adds encoded values in 16 bits, so only a user who asks for NCCL gets that.
+    if between is None and options.nccl == "auto" and wire is not None:
+        return False
+    problem = machine.nccl_hosts if between else dict(machine.nccl)[wire.dtype if wire else dtype]
+    if problem and options.require_nccl:
+        raise RuntimeError(f"NCCL cannot run (require_nccl=True): {problem}")
+    if between is not None:
+        return False
+    if problem and options.nccl == "always":
+        log.warn_once(f"NCCL was requested but is not available; using copy trees: {problem}")
+    elif problem:
+        log.info_once(f"auto takes copy trees, because NCCL cannot run: {problem.split('; ')[0]}")
+    elif options.nccl == "auto":
+        about = size_class(batch.num_bytes)
+        beat, reason = _compare_with_nccl(options.measured, about)
+        log.info_once(
+            f"auto takes {'copy trees' if beat else 'NCCL'} for about {format_bytes(about)} "
+            f"on each of {batch.replicas} devices: {reason}"
+        )
+        return not beat
+    return problem is None
+
+
+def _why_nccl(batch: Batch, options: Options) -> str:
+    """Returns the reason why NCCL adds the values of a batch."""
+    if options.between is not None:
+        return "it runs between hosts, over all devices of all of them"
+    if options.nccl == "always":
+        return "an NcclAllReduce kernel is registered for these devices"
+    return _compare_with_nccl(options.measured, size_class(batch.num_bytes))[1]
+
+
+def _refuse_nccl_for_owners(options: Options) -> None:
+    """Says, once, that NCCL does not sum on the owners of variables where it was requested."""
+    reason = "with shard_optimizer_state each sum is formed on one device, along a copy tree"
+    if options.require_nccl:
+        raise RuntimeError(f"NCCL cannot run (require_nccl=True): {reason}")
+    if options.nccl == "always":
+        log.warn_once(f"NCCL was requested but is not used; using copy trees: {reason}")
+
+
+@functools.lru_cache(maxsize=256)
+def _compare_with_nccl(measured: Measured | None, num_bytes: int) -> tuple[bool, str]:
+    by_nccl = measured.nccl_seconds(num_bytes) if measured else None
+    if measured is None or by_nccl is None:
+        return False, "it can run, and topology= has no measurement of it"
+    plan = algorithms.make_plan("auto", measured.topology, num_bytes)
+    trees = simulator.robust_seconds(plan, measured.topology)
+    return trees < by_nccl, (
+        f"as measured on {measured.date}, NCCL takes {format_seconds(by_nccl)} and copy trees "
+        f"{format_seconds(trees)}"
+    )
 
 
 def _along_trees(
@@ -258,8 +378,8 @@ def _reason(
     if not isinstance(algorithm, str):
         return "copy trees", f"they were given; {place}"
     if options.nccl == "always" and batch.replicas > 1:
-        problems = [problem for _, problem in machine.nccl if problem] or [machine.nccl_hosts]
-        return algorithm, f"NCCL cannot run: {problems[0]}"
+        problems = [*(problem for _, problem in machine.nccl), machine.nccl_hosts]
+        return algorithm, f"NCCL cannot run: {next(filter(None, problems))}"
     if options.algorithm != "auto":
         return algorithm, f"it was asked for; {place}"
     if options.between is not None:
@@ -293,7 +413,7 @@ def _packing(options: Options, exchange: Exchange) -> PackingOptions:
 
 def _on_one_device(
     batch: Batch, options: Options, machine: Machine
-) -> tuple[tuple[PlannedPack, ...], str, str]:
+) -> tuple[tuple[Pack, ...], str, str]:
     """Reduces on one node: all values in one pack where it is a replica's, else each on its own."""
     root = batch.requests[0].to[0] if batch.root is None else batch.root
     tree = copy_tree.star(len(batch.nodes), root)
@@ -312,7 +432,7 @@ def _on_one_device(
         return _rows(batch, options, machine, tree), "one device", why
     alone = []
     for index, request in enumerate(batch.requests):
-        pack = PlannedPack(
+        pack = Pack(
             "user" if batch.user else "sum",
             (_whole(index, request.value.size),),
             packed_dtype(batch, request),
@@ -331,7 +451,7 @@ def _whole(index: int, size: int | None) -> FusedTensor:
 
 def _rows(
     batch: Batch, options: Options, machine: Machine, tree: CopyTree | None = None
-) -> tuple[PlannedPack, ...]:
+) -> tuple[Pack, ...]:
     """Packs the rows of each dtype: their number differs between devices and steps."""
     groups: dict[tuple[str, tuple[int, ...], int | None], list[int]] = {}
     for index, request in enumerate(batch.requests):
@@ -340,15 +460,15 @@ def _rows(
         groups.setdefault(key, []).append(index)
     if batch.has_owners:
         roots = [owner or 0 for _, _, owner in groups]
-        trees = [_owner_tree(options, machine.topology, root, 0) for root in roots]
+        trees = tuple(_owner_tree(options, machine.topology, root, 0) for root in roots)
     elif tree is not None:
-        trees = [tree] * len(groups)
+        trees = (tree,) * len(groups)
     else:
         algorithm = _algorithm(options, machine.topology, 0)
         trees = _trees(algorithm, machine.topology, len(groups))
     root = RootStep(divide=_divide(batch), update=batch.has_owners)
     return tuple(
-        PlannedPack(
+        Pack(
             "rows",
             tuple(_whole(index, None) for index in members),
             dtype,
@@ -361,7 +481,7 @@ def _rows(
     )
 
 
-def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[PlannedPack, ...]:
+def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[Pack, ...]:
     """Gathers all values together, along one tree."""
     if batch.is_all_reduce and batch.root is None:
         [tree] = _trees(_algorithm(options, machine.topology, 0), machine.topology, 1)
@@ -372,15 +492,14 @@ def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[Planned
         to = tuple(sorted({node for request in batch.requests for node in request.to}))
     sizes = enumerate(request.value.size for request in batch.requests)
     tensors = tuple(_whole(index, size) for index, size in sizes)
-    return (PlannedPack("concat", tensors, "", tree, to=to),)
+    return (Pack("concat", tensors, "", tree, to=to),)
 
 
 def _trees(
     algorithm: algorithms.Algorithm, topology: Topology, count: int, num_bytes: int = 0
-) -> list[CopyTree]:
+) -> tuple[CopyTree, ...]:
     """Returns the algorithm's trees in turn; if sizes are not known, the trees for tiny values."""
-    schedule = algorithms.scheduler(algorithm, topology)(max(num_bytes, count), count)
-    return [pack.tree for pack in schedule.packs]
+    return algorithms.make_plan(algorithm, topology, max(num_bytes, count), count).trees
 
 
 def _owner_tree(options: Options, topology: Topology, owner: int, num_bytes: int) -> CopyTree:

@@ -1,4 +1,4 @@
-"""Evaluations: an algorithm's schedule for a machine with its times, which a file can keep.
+"""Evaluations: an algorithm's plan for a machine with its times, which a file can keep.
 
 `tfcdo plan` prints and saves them; `tfcdo.AutoAllReduce(plan=...)` reads a saved one.
 """
@@ -11,8 +11,8 @@ import pathlib
 
 import msgspec
 
-from tfcdo.plan import copy_tree
-from tfcdo.plan import schedule as schedules
+from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.plan import Plan, plan_of_bytes
 from tfcdo.topology import serialization
 from tfcdo.topology.topology import Topology
 
@@ -21,7 +21,7 @@ MAX_DEVICES = 128
 
 
 class PackDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Describes a `Pack` in bytes, by the parents of its tree."""
+    """Describes a pack in bytes, by the parents of its tree."""
 
     start: int
     stop: int
@@ -50,13 +50,13 @@ _AS_THEY_ARE = ("algorithm", "resolved", "seconds", "ordered_seconds", "bound")
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """A schedule for a machine, and its simulated times.
+    """A plan for a machine, and its simulated times.
 
     Attributes:
       topology: the machine.
       algorithm: the name of the algorithm that was asked for.
       resolved: the same, or for `auto` the algorithm that it stands for.
-      schedule: the schedule, in bytes.
+      plan: the plan; of bytes if it was read.
       seconds: its robust time, see `tfcdo.plan.robust_seconds`.
       ordered_seconds: its time if no copy is disturbed and they go in order.
       bound: see `tfcdo.plan.lower_bound_seconds`.
@@ -65,16 +65,16 @@ class Evaluation:
     topology: Topology
     algorithm: str
     resolved: str
-    schedule: schedules.Schedule
+    plan: Plan
     seconds: float
     ordered_seconds: float
     bound: float
 
     def __post_init__(self) -> None:
-        if self.schedule.num_devices != self.topology.num_devices:
+        if len(self.plan.nodes) != self.topology.num_devices:
             raise ValueError(
                 f"packs must have trees over the {self.topology.num_devices} devices of "
-                f"{self.topology.name!r}; got trees over {self.schedule.num_devices}"
+                f"{self.topology.name!r}; got trees over {len(self.plan.nodes)}"
             )
 
     @property
@@ -98,16 +98,17 @@ class Evaluation:
 
     def to_json(self) -> str:
         """Returns a JSON text, which `from_json` reads; one pack a line."""
-        packs = (
-            PackDocument(
-                start=pack.start, stop=pack.stop, parents=pack.tree.parents, after=pack.after
+        packs: list[PackDocument] = []
+        stop = 0
+        for pack, tree in zip(self.plan.packs, self.plan.trees, strict=True):
+            start, stop = stop, stop + pack.num_sent_bytes
+            packs.append(
+                PackDocument(start=start, stop=stop, parents=tree.parents, after=pack.after)
             )
-            for pack in self.schedule.packs
-        )
         document = PlanDocument(
             topology=self.topology.to_document(),
-            num_devices=self.schedule.num_devices,
-            size=self.schedule.size,
+            num_devices=len(self.plan.nodes),
+            size=stop,
             packs=tuple(packs),
             **{name: getattr(self, name) for name in _AS_THEY_ARE},
         )
@@ -121,13 +122,20 @@ class Evaluation:
             document = msgspec.convert(content, PlanDocument)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ValueError(f"not a plan as `tfcdo plan --save` writes it: {error}") from None
+        stops = [0, *(pack.stop for pack in document.packs)]
+        starts, ends = [pack.start for pack in document.packs], sorted({*stops})
+        if starts != stops[:-1] or stops != ends or stops[-1] != document.size:
+            raise ValueError(
+                "packs must begin at 0, then where the one before stops, must not be empty, and "
+                f"must end at {document.size}; got packs that begin at {starts} and stop at "
+                f"{stops[1:]}"
+            )
         packs = (
-            schedules.Pack(one.start, one.stop, copy_tree.CopyTree(one.parents), one.after)
-            for one in document.packs
+            (pack.stop - pack.start, CopyTree(pack.parents), pack.after) for pack in document.packs
         )
         return cls(
             topology=Topology.from_document(document.topology),
-            schedule=schedules.Schedule(document.num_devices, document.size, tuple(packs)),
+            plan=plan_of_bytes(document.num_devices, packs),
             **{name: getattr(document, name) for name in _AS_THEY_ARE},
         )
 

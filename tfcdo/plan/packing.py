@@ -1,4 +1,7 @@
-"""Packing: which ranges of which values form which pack, and which are sent as one tensor."""
+"""Packing: which ranges of which values form which pack, and which are sent as one tensor.
+
+And which device owns which variable, and updates it with the sum.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from tfcdo import dtypes
 from tfcdo.plan import algorithms
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.plan import FusedTensor, PlannedPack, Slice, ValueSpec
-from tfcdo.plan.schedule import Schedule, cut
+from tfcdo.plan.plan import FusedTensor, Pack, Slice, ValueSpec, cut
 from tfcdo.topology.topology import Topology
 
 # The rough cost of an op, besides its work, on a CPU: 64 KiB at 10 GB/s.
@@ -42,15 +44,15 @@ def pack(
     algorithm: algorithms.Algorithm | None,
     topology: Topology,
     wire: str | None = None,
-) -> list[PlannedPack]:
+) -> list[Pack]:
     """Packs values, without codecs and root steps; returns the packs in the order of sending.
 
     Args:
       values: the values by their index in the batch, of the dtypes that they are packed in; values
         of different dtypes never share a pack.
       options: how to pack them.
-      algorithm: the copy trees, see `tfcdo.plan.algorithms.scheduler`; None for packs without
-        one, whose number `options` has.
+      algorithm: the copy trees, see `tfcdo.plan.make_plan`; None for packs without one, whose
+        number `options` has.
       topology: the devices and their links.
       wire: the dtype that values are sent in; None for their own.
 
@@ -61,7 +63,6 @@ def pack(
       >>> [[(s.value, s.start, s.stop) for s in packed.tensors[0].slices] for packed in packs]
       [[(0, 0, 4)], [(0, 4, 6), (1, 0, 2)]]
     """
-    scheduler = None if algorithm is None else algorithms.scheduler(algorithm, topology)
     indices = sorted(values, reverse=options.last_first)
     whole = [(values[index].dtype, Slice(index, 0, values[index].size)) for index in indices]
     # The values of each dtype, laid end to end.
@@ -76,41 +77,43 @@ def pack(
         )
     )
     num_bytes = ends[-1] if ends else 0
-    schedule = None
-    if scheduler and options.num_packs is None and lines:
-        schedule = scheduler(num_bytes, None)
-    # The slices of each pack; and the index of its pack in the schedule, None if it gets the next
-    # tree in turn.
+    planned: Sequence[Pack] = ()
+    if algorithm is not None and options.num_packs is None and lines:
+        planned = algorithms.make_plan(algorithm, topology, num_bytes).packs
+    # The slices of each pack; and the index of its planned pack, None if it gets the next tree in
+    # turn.
     content = [
         (dtype, slices, place)
         for (dtype, line), begin in zip(lines.items(), [0, *ends], strict=False)
-        for slices, place in _cut_line(line, itemsizes[dtype], begin, options, schedule)
+        for slices, place in _cut_line(line, itemsizes[dtype], begin, options, planned)
     ]
     # An empty value has nothing to share a pack, and the parts of a value of unknown size have no
     # place in one: both are sent alone, as they are.
     content += [(dtype, (part,), None) for dtype, part in whole if not part.size]
     count = sum(place is None for _, _, place in content)
-    # To make a schedule may be to search. Tiny batches may have fewer bytes than packs (of values
+    # To plan may be to search. Tiny batches may have fewer bytes than packs (of values
     # of unknown size): the trees stay.
     in_turn: Iterator[CopyTree | None] = itertools.repeat(None)
-    if scheduler and count:
-        in_turn = iter(each.tree for each in scheduler(max(num_bytes, count), count).packs)
+    if algorithm is not None and count:
+        in_turn = iter(
+            algorithms.make_plan(algorithm, topology, max(num_bytes, count), count).trees
+        )
     # Concatenating costs a pass over a slice, sending it alone an op's overhead: up to the bytes
     # that are passed over in that time it pays to concatenate. Where memory is much faster than the
     # links (`addition_bandwidth` is infinite) it always does.
     limit = _SECONDS_PER_OP * topology.addition_bandwidth
     if options.one_tensor_per_pack:
         limit = math.inf
-    last: dict[int, int] = {}  # For each pack of the schedule, its last pack here.
+    last: dict[int, int] = {}  # For each planned pack, its last pack here.
     packs = []
     for number, (dtype, slices, place) in enumerate(content):
         tensors = _fuse(slices, values, limit / itemsizes[dtype])
-        if schedule is None or place is None:
-            packs.append(PlannedPack("sum", tensors, dtype, next(in_turn)))
+        if place is None:
+            packs.append(Pack("sum", tensors, dtype, next(in_turn)))
         else:
-            planned = schedule.packs[place]
-            after = None if planned.after is None else last.get(planned.after)
-            packs.append(PlannedPack("sum", tensors, dtype, planned.tree, after=after))
+            tree, after = planned[place].tree, planned[place].after
+            after = None if after is None else last.get(after)
+            packs.append(Pack("sum", tensors, dtype, tree, after=after))
             last[place] = number
     return packs
 
@@ -120,21 +123,22 @@ def _cut_line(
     itemsize: int,
     begin: int,
     options: PackingOptions,
-    schedule: Schedule | None,
+    planned: Sequence[Pack],
 ) -> Iterator[tuple[tuple[Slice, ...], int | None]]:
-    """Yields the slices of each pack of a line, and the index of its pack in the schedule, if any.
+    """Yields the slices of each pack of a line, and the index of its planned pack, if any.
 
-    A schedule is for the bytes of all lines, laid end to end; this line's first one is `begin`.
+    Packs are planned for the bytes of all lines, laid end to end; this line's first one is `begin`.
     """
     size = sum(part.size for part in line)
     places: Iterable[int | None] = itertools.repeat(None)
-    if schedule is not None:
+    if planned:
         # The elements that begin nearest to a byte; where a line ends, a pack is cut in two.
-        ends = [(planned.stop - begin + itemsize // 2) // itemsize for planned in schedule.packs]
+        stops = itertools.accumulate(each.num_bytes for each in planned)
+        ends = [(stop - begin + itemsize // 2) // itemsize for stop in stops]
         ends = [min(max(end, 0), size) for end in ends]
         places = range(len(ends))
     elif options.num_packs:
-        ends = [stop for _, stop in cut(size, options.num_packs)]
+        ends = list(itertools.accumulate(cut(size, options.num_packs)))
     else:
         line, sizes = _small_values_grouped(line, itemsize, options)
         ends = list(itertools.accumulate(sizes))
@@ -144,9 +148,9 @@ def _cut_line(
     most = size if options.whole_values else most
     rest = list(line[::-1])
     for start, stop, place in zip([0, *ends], ends, places, strict=False):
-        limited = cut(stop - start, -(-(stop - start) // most)) if stop - start > most else None
-        for first, last in limited or [(start, stop)] * (stop > start):
-            yield tuple(_take(rest, last - first)), place
+        length = stop - start
+        for part in cut(length, -(-length // most)) if length > most else [length] * (length > 0):
+            yield tuple(_take(rest, part)), place
 
 
 def _ends_of_whole_values(line: Sequence[Slice], most: int) -> list[int]:
@@ -203,3 +207,27 @@ def _fuse(
     rest = tuple(part for part in small if part not in stacked)
     others = [rest] if rest else []
     return (*stacks, *map(FusedTensor, others), *(FusedTensor((part,)) for part in alone))
+
+
+def deal_owners(sizes: Sequence[int], num_devices: int) -> tuple[int, ...]:
+    """Deals variables to devices: the largest first, each to the device that has least so far.
+
+    The largest share is at most 4/3 of the best one (Graham, 1969), and the same on every host.
+
+    Example:
+      >>> deal_owners([1, 4, 2, 3], 2)
+      (0, 0, 1, 1)
+    """
+    load, owner = [0] * num_devices, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owner[index] = load.index(min(load))
+        load[owner[index]] += sizes[index]
+    return tuple(owner)
+
+
+def owned_sizes(sizes: Sequence[int], owner: Sequence[int], num_devices: int) -> tuple[int, ...]:
+    """Returns the sum of the sizes that each device owns."""
+    return tuple(
+        sum(size for size, at in zip(sizes, owner, strict=True) if at == device)
+        for device in range(num_devices)
+    )

@@ -11,17 +11,20 @@ destinations without a value.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from tfcdo import dtypes
+from tfcdo import checks, dtypes
 from tfcdo.exchange.casts import Cast
-from tfcdo.exchange.protocol import Exchange, PackSpec, identity
+from tfcdo.exchange.protocol import Collective, Exchange, PackSpec, identity
 from tfcdo.plan.copy_tree import CopyTree
 
 VERSION = 1
@@ -133,23 +136,29 @@ class RootStep:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedPack:
-    """Values, or parts of values, that are reduced together."""
+class Pack:
+    """Values, or parts of values, that are reduced together along a copy tree.
+
+    Attributes:
+      tensors: its content, as it is sent.
+      tree: the copy tree; None where NCCL reduces, over all devices of all hosts.
+      after: the window: the index of an earlier pack of the same tree, whose result a leaf holds
+        before it sends this pack. None for no window: a leaf sends the pack when its values are
+        ready.
+    """
 
     # How a node combines its children's parts: "user" by an accumulation_fn, "rows" one after the
     # other.
     kind: Literal["sum", "user", "rows", "concat"]
     tensors: tuple[FusedTensor, ...]
     dtype: str  # The dtype that values are packed in; "" for a gather, which mixes them.
-    tree: CopyTree | None  # Over all nodes; None where NCCL reduces, over all devices of all hosts.
+    tree: CopyTree | None  # Over all nodes.
     # How values are cast on the edges of the tree, or before NCCL; None to send them as they are.
     wire: Cast | None = None
     root: RootStep = RootStep()
     to: tuple[int, ...] | None = None  # The nodes that get the result; None for all.
     # Whether rows of the same index are added, as rows or, where these have fewer bytes, as tables.
     sum_equal_rows: bool = False
-    # The window: an earlier pack with the same tree, whose result a leaf holds before it sends this
-    # one; None for no window.
     after: int | None = None
 
     @functools.cached_property
@@ -189,9 +198,17 @@ class PlannedPack:
 class Plan:
     """A whole all-reduce. A plan that misses an element, or packs one twice, cannot be built.
 
+    Attributes:
+      packs: the packs, in the order in which they are sent.
+      num_sent_bytes: the bytes of all packs, as a leaf sends them.
+
+    Raises:
+      ValueError: if the packs do not hold each element of each value once, a tree spans another
+        number of devices, or a window is not an earlier pack of its tree.
+
     Example:
       >>> from tfcdo.plan.copy_tree import star
-      >>> pack = PlannedPack("sum", (FusedTensor((Slice(0, 0, 6),)),), "float32", star(2))
+      >>> pack = Pack("sum", (FusedTensor((Slice(0, 0, 6),)),), "float32", star(2))
       >>> Plan(("CPU:0", "CPU:1"), 2, 1, (ValueSpec("float32", (3, 2)),), (pack,)).packs[0].size
       6
     """
@@ -200,7 +217,7 @@ class Plan:
     replicas: int  # Of this host; nodes after them have no value.
     hosts: int
     values: tuple[ValueSpec, ...]
-    packs: tuple[PlannedPack, ...]  # In the order in which they are sent.
+    packs: tuple[Pack, ...]
     algorithm: str = ""  # The way in which most values are reduced, for people.
     why: str = ""  # Why that is; like the algorithm not part of the fingerprint.
 
@@ -254,7 +271,22 @@ class Plan:
         """Returns whether NCCL reduces over all devices of all hosts, without copy trees."""
         return self.hosts > 1 and self.one_function
 
-    def spec(self, pack: PlannedPack) -> PackSpec:
+    @functools.cached_property
+    def trees(self) -> tuple[CopyTree, ...]:
+        """Returns the trees of the packs that have one: of all, unless NCCL reduces."""
+        return tuple(pack.tree for pack in self.packs if pack.tree is not None)
+
+    @property
+    def num_sent_bytes(self) -> int:
+        """Returns the bytes as a leaf sends them, without scales, as far as they are known."""
+        return sum(pack.num_sent_bytes for pack in self.packs)
+
+    @property
+    def has_known_times(self) -> bool:
+        """Returns whether the simulator knows its copies: all are along trees, of known sizes."""
+        return all(pack.tree is not None and pack.num_sent_bytes for pack in self.packs)
+
+    def spec(self, pack: Pack) -> PackSpec:
         """Returns what the exchange of a dense pack sees: one vector, or whole values."""
         shapes: tuple[tuple[int | None, ...], ...] = ((pack.size,),)
         if pack.root.exchange is not None and pack.root.exchange.whole_values:
@@ -282,6 +314,134 @@ class Plan:
         """Returns a short text that is equal for equal plans, on every host."""
         exchanges = [pack.root.exchange and identity(pack.root.exchange) for pack in self.packs]
         return digest([VERSION, dataclasses.replace(self, why="", algorithm=""), exchanges])
+
+    @functools.cached_property
+    def residual_key(self) -> str:
+        """Returns a text that names the state of a plan, such as rounding errors, in checkpoints.
+
+        It depends on nothing but the nodes, the values, and the content, trees and codecs of the
+        packs; and on the exchange and the number of hosts, where an exchange keeps state.
+        """
+        packs = []
+        for pack, exchange in zip(self.packs, self.stateful, strict=True):
+            wire = pack.wire
+            key: list[Any] = [
+                pack.tree.parents if pack.tree else None,
+                {
+                    "dtype": wire and wire.dtype,
+                    "scale": pack.scaled,
+                    "feedback": wire is not None and wire.error_feedback,
+                },
+                pack.tensors,
+            ]
+            packs.append(key + ([identity(exchange), self.hosts] if exchange else []))
+        return f"2-{digest([self.nodes, self.values, packs])}"
+
+    def num_collectives(self, copied_dtypes: Callable[[set[str]], int]) -> int:
+        """Returns the number of collectives between hosts.
+
+        `copied_dtypes` gives, for the dtypes of a pack, the number of dtypes that gather them.
+        """
+        return sum(
+            len(self.exchanged(pack))
+            if pack.root.exchange is not None
+            else 1 + copied_dtypes(self.gathered_dtypes(pack))
+            for pack in self.packs
+        )
+
+    def exchanged(self, pack: Pack) -> Sequence[Collective]:
+        """Returns the collectives of the exchange of a dense pack; none on one host."""
+        exchange = pack.root.exchange
+        return () if exchange is None else tuple(exchange.cost(self.spec(pack), self.hosts))
+
+    def gathered_dtypes(self, pack: Pack) -> set[str]:
+        """Returns the dtypes of the tensors of a pack that are gathered between hosts."""
+        if pack.kind == "rows":
+            return {dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype), "int64"}
+        return {self.values[part.value].dtype for part in pack.slices}
+
+    def pack_bytes_between_hosts(self, pack: Pack) -> float:
+        """Returns the bytes of a dense pack that each host sends to the others."""
+        return sum(collective.bytes_sent(self.hosts) for collective in self.exchanged(pack))
+
+    @property
+    def bytes_between_hosts(self) -> int:
+        """Returns the bytes of dense values that this host sends to the others, but for NCCL's."""
+        return round(sum(self.pack_bytes_between_hosts(pack) for pack in self.packs if pack.tree))
+
+    def bytes_by_edge(self) -> dict[tuple[int, int], int]:
+        """Returns the bytes of dense values that each node sends to each other one.
+
+        A leaf sends its values; a node with children sends partial sums, which are wider for 16-bit
+        floats; results are sent in the dtype of the values.
+        """
+        totals: collections.Counter[tuple[int, int]] = collections.Counter()
+        for pack in self.packs:
+            if pack.tree is None or pack.kind in ("rows", "concat"):
+                continue
+            size = pack.size or 0
+            narrow = dtypes.itemsize(pack.dtype)
+            wide = dtypes.itemsize(dtypes.SUM_DTYPE.get(pack.dtype, pack.dtype))
+            scale = narrow if pack.scaled else 0
+            for child, parent in pack.tree.edges:
+                sends = child < self.replicas
+                adds = any(other < self.replicas for other in pack.tree.children[child])
+                encoded = pack.wire and dtypes.itemsize(pack.wire.dtype)
+                if sends or adds:
+                    totals[child, parent] += size * (encoded or (wide if adds else narrow)) + scale
+                if pack.root.update:  # Variables are sent as they are.
+                    totals[parent, child] += size * narrow
+                elif pack.to is None or child in pack.to:
+                    totals[parent, child] += size * (encoded or narrow) + scale
+        return {edge: count for edge, count in totals.items() if count}
+
+
+def plan_of_bytes(num_devices: int, packs: Iterable[tuple[int, CopyTree, int | None]]) -> Plan:
+    """Returns the plan of bytes in packs of some sizes, each with its tree and its window."""
+    made: list[Pack] = []
+    start = 0
+    for size, tree, after in packs:
+        tensor = FusedTensor((Slice(0, start, start + size),))
+        made.append(Pack("sum", (tensor,), "uint8", tree, after=after))
+        start += size
+    value = ValueSpec("uint8", (start,))
+    return Plan(("",) * num_devices, num_devices, 1, (value,), tuple(made))
+
+
+def in_turn(sizes: Sequence[int], trees: Sequence[CopyTree]) -> Plan:
+    """Gives packs of some bytes the trees in turn, so that the roots spread over the devices.
+
+    Example:
+      >>> from tfcdo.plan.copy_tree import star
+      >>> [(pack.size, pack.tree.root) for pack in in_turn([5, 5], [star(3, 0), star(3, 1)]).packs]
+      [(5, 0), (5, 1)]
+    """
+    if not trees:
+        raise ValueError(f"trees must hold at least one copy tree; got {trees!r}")
+    packs = ((size, trees[index % len(trees)], None) for index, size in enumerate(sizes))
+    return plan_of_bytes(trees[0].num_devices, packs)
+
+
+def cut(size: int, num_packs: int) -> tuple[int, ...]:
+    """Cuts `size` units into `num_packs` sizes that differ by at most one.
+
+    With fewer units than packs there are only `size` ones, because an empty pack moves nothing.
+
+    Example:
+      >>> cut(7, 3)
+      (2, 2, 3)
+    """
+    checks.check_int("size", size, at_least=0)
+    checks.check_int("num_packs", num_packs, at_least=1)
+    count = min(num_packs, size)
+    stops = [size * index // count for index in range(count + 1)] if count else [0]
+    return tuple(stop - start for start, stop in itertools.pairwise(stops))
+
+
+def size_class(num_bytes: int) -> int:
+    """Returns a size within an eighth of this one, for which all sizes of its class are planned."""
+    shift = max(num_bytes.bit_length() - 3, 0)
+    return (num_bytes >> shift << shift) + (1 << shift >> 1)
 
 
 def digest(value: Any) -> str:

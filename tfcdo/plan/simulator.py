@@ -1,18 +1,21 @@
-"""The simulator: how long a schedule takes on a topology."""
+"""The simulator: how long a plan takes on a topology.
+
+A plan becomes a graph of tasks, copies and additions, which wait for one another and for the links.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from tfcdo import checks
-from tfcdo.plan import schedule as schedules
-from tfcdo.plan import task_graph
+from tfcdo.plan.plan import Plan
 from tfcdo.topology.topology import Topology
 
 _T = TypeVar("_T")
@@ -26,8 +29,23 @@ _SAME_TIME = 1e-12
 _MOST_RUNS = 20
 _FEWEST_RUNS = 3
 _TASKS_IN_ALL_RUNS = 25_000
-# A schedule whose first run is so much slower than the cutoff is not run again.
+# A plan whose first run is so much slower than the cutoff is not run again.
 _HOPELESS = 1.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """Hosts that are alike, each of which sums the packs of its devices before the exchange.
+
+    Attributes:
+      count: the number of hosts.
+      bandwidth: the bytes per second that a host can send while it receives as many.
+      latency: the seconds of a message on top of its bytes.
+    """
+
+    count: int
+    bandwidth: float
+    latency: float = 20e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +89,14 @@ class Timeline:
 
 
 def simulate(
-    schedule: schedules.Schedule,
+    plan: Plan,
     topology: Topology,
     *,
     jitter: float = 0.0,
     seed: int | None = None,
-    hosts: task_graph.Hosts | None = None,
+    hosts: Hosts | None = None,
 ) -> Timeline:
-    """Runs a schedule on a topology once, as the executor's ops would.
+    """Runs a plan on a topology once, as the executor's ops would.
 
     The model, "store and forward by op": each edge of each copy tree is one copy up and one down. A
     device sends its partial sum up once all its children's have arrived and been added, one after
@@ -89,7 +107,7 @@ def simulate(
     once it holds the result of the pack that is waited for.
 
     Args:
-      schedule: the schedule, in bytes.
+      plan: the plan; all packs have a tree and a known size.
       topology: the machine.
       jitter: each task takes `1 + jitter * u` times as long, `u` uniform between -1 and 1; from 0
         to 1, so that no task takes less than no time.
@@ -102,8 +120,8 @@ def simulate(
       When each copy ran, and the time of the whole.
 
     Raises:
-      ValueError: if the schedule and the topology differ in the number of devices, or a jitter is
-        asked for without a seed, or is not from 0 to 1.
+      ValueError: if the plan and the topology differ in the number of devices, or a jitter is
+        asked for without a seed, or is not from 0 to 1; or a size is not known.
 
     References:
       Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
@@ -113,13 +131,13 @@ def simulate(
       >>> from tfcdo import plan
       >>> from tfcdo.topology import preset
       >>> machine = preset("dgx1")
-      >>> one_pack = plan.make_schedule("hierarchical_copy", machine, 10**8, num_packs=1)
+      >>> one_pack = plan.make_plan("hierarchical_copy", machine, 10**8, num_packs=1)
       >>> f"{1e3 * simulate(one_pack, machine).seconds:.2f} ms"
       '12.04 ms'
     """
     if jitter and seed is None:
         raise ValueError(f"seed must be a number for a jitter of {jitter}; got None")
-    graph = task_graph.build(schedule, topology, hosts)
+    graph = task_graph(plan, topology, hosts)
     starts, ends = run(graph, jitter, seed)
     tasks = [
         Task(kind, pack, source, target, start, end)
@@ -130,28 +148,28 @@ def simulate(
 
 
 def robust_seconds(
-    schedule: schedules.Schedule,
+    plan: Plan,
     topology: Topology,
     *,
     jitter: float = 0.05,
     num_seeds: int | None = None,
-    hosts: task_graph.Hosts | None = None,
+    hosts: Hosts | None = None,
     cutoff: float = math.inf,
 ) -> float:
-    """Returns the time of a schedule where no copy takes exactly as long as it should.
+    """Returns the time of a plan where no copy takes exactly as long as it should.
 
-    Nothing keeps the executor's copies in an order, so a schedule that is only fast if all of them
-    begin and end on time is not fast. Jitter makes no schedule faster than its busiest link and its
+    Nothing keeps the executor's copies in an order, so a plan that is only fast if all of them
+    begin and end on time is not fast. Jitter makes no plan faster than its busiest link and its
     longest way allow without jitter, so no time is below `tfcdo.plan.lower_bound_seconds`.
 
     Args:
-      schedule: the schedule, in bytes.
+      plan: the plan; all packs have a tree and a known size.
       topology: the machine.
       jitter: see `simulate`.
       num_seeds: how many runs to take the median of; by default 20, and fewer, down to 3, of
-        schedules of thousands of copies.
+        plans of thousands of copies.
       hosts: see `simulate`.
-      cutoff: a time beyond which another schedule is taken anyway; a schedule whose first run takes
+      cutoff: a time beyond which another plan is taken anyway; a plan whose first run takes
         much longer is not run again.
 
     Returns:
@@ -165,11 +183,11 @@ def robust_seconds(
       >>> from tfcdo import plan
       >>> from tfcdo.topology import preset
       >>> machine = preset("pcie")
-      >>> ring = plan.make_schedule("ring", machine, 10**8)
+      >>> ring = plan.make_plan("ring", machine, 10**8)
       >>> robust_seconds(ring, machine) >= plan.lower_bound_seconds(machine, 10**8)
       True
     """
-    graph = task_graph.build(schedule, topology, hosts)
+    graph = task_graph(plan, topology, hosts)
     if num_seeds is None:
         affordable = _TASKS_IN_ALL_RUNS // max(len(graph.names), 1)
         num_seeds = min(_MOST_RUNS, max(_FEWEST_RUNS, affordable))
@@ -178,8 +196,129 @@ def robust_seconds(
     return max(median, graph.least_seconds)
 
 
+@dataclasses.dataclass(frozen=True)
+class TaskGraph:
+    """The tasks of a plan on a topology: lists, with an entry for each task.
+
+    `names` are as in `Task`; a task holds one of the `resource_sets`, which
+    include adders, and begins when its dependencies have ended.
+    """
+
+    names: list[tuple[str, int, int, int]] = dataclasses.field(default_factory=list)
+    durations: list[float] = dataclasses.field(default_factory=list)
+    resource_set_of: list[int] = dataclasses.field(default_factory=list)
+    resource_sets: dict[tuple[int, ...], int] = dataclasses.field(default_factory=dict)
+    num_dependencies: list[int] = dataclasses.field(default_factory=list)
+    dependents: list[list[int]] = dataclasses.field(default_factory=list)
+
+    def add(
+        self,
+        name: tuple[str, int, int, int],
+        duration: float,
+        resources: tuple[int, ...],
+        after: Iterable[int],
+    ) -> int:
+        """Adds a task that holds some resources after other tasks; returns its number."""
+        task = len(self.names)
+        self.names.append(name)
+        self.durations.append(duration)
+        self.resource_set_of.append(
+            self.resource_sets.setdefault(resources, len(self.resource_sets))
+        )
+        self.dependents.append([])
+        count = 0
+        for other in after:
+            self.dependents[other].append(task)
+            count += 1
+        self.num_dependencies.append(count)
+        return task
+
+    @functools.cached_property
+    def least_seconds(self) -> float:
+        """Returns the longest of the ways through the graph and of the resources' busy times."""
+        longest = [0.0] * len(self.names)
+        # Each task comes after all that it waits for.
+        for task in range(len(longest) - 1, -1, -1):
+            later = max((longest[after] for after in self.dependents[task]), default=0.0)
+            longest[task] = self.durations[task] + later
+        busy: dict[int, float] = {}
+        sets = list(self.resource_sets)
+        for task, seconds in enumerate(self.durations):
+            for resource in sets[self.resource_set_of[task]]:
+                busy[resource] = busy.get(resource, 0.0) + seconds
+        return max((*longest, *busy.values()), default=0.0)
+
+
+def task_graph(plan: Plan, topology: Topology, hosts: Hosts | None = None) -> TaskGraph:
+    """Returns the tasks of a plan, pack by pack: up the tree, between hosts, down.
+
+    A pack with a window leaves each leaf once the leaf holds the result of the pack that it waits
+    for.
+    """
+    if len(plan.nodes) != topology.num_devices:
+        raise ValueError(
+            f"plan must be for the {topology.num_devices} devices of {topology.name!r}; got one "
+            f"for {len(plan.nodes)}"
+        )
+    graph, costs = TaskGraph(), _link_costs(topology)
+    seconds_per_addition = 1 / topology.addition_bandwidth
+    # Adders and the host's way out are numbered after the topology's resources.
+    first_adder = len(topology.resources)
+    way_out = first_adder + topology.num_devices
+    # The tasks after which each device holds the result of each pack.
+    arrived: list[dict[int, tuple[int, ...]]] = []
+    for index, pack in enumerate(plan.packs):
+        tree, size = pack.tree, pack.num_sent_bytes
+        if tree is None or not size:
+            raise ValueError(f"plan must have a tree and a known size for each pack; got {pack}")
+        results = arrived[pack.after] if pack.after is not None else {}
+        # The tasks after which a device holds the sum over its subtree.
+        summed: list[list[int]] = [[] for _ in tree.parents]
+        for child, parent in reversed(tree.edges):
+            latency, seconds_per_byte, resources = costs[child, parent]
+            task = graph.add(
+                ("reduce", index, child, parent),
+                latency + size * seconds_per_byte,
+                resources,
+                summed[child] or results.get(child, ()),
+            )
+            if seconds_per_addition:
+                adder = first_adder + (0 if topology.serial_reduction else parent)
+                name = ("add", index, child, parent)
+                task = graph.add(name, size * seconds_per_addition, (adder,), (task,))
+            summed[parent].append(task)
+        root_ready = tuple(summed[tree.root])
+        if hosts is not None:
+            sent = plan.pack_bytes_between_hosts(pack) / hosts.bandwidth
+            task = graph.add(("network", index, 0, 0), sent, (way_out,), root_ready)
+            # Messages of different packs wait for each other's bytes, not for their latencies.
+            waited = 2 * (hosts.count - 1) * hosts.latency
+            root_ready = (
+                graph.add(("latency", index, 0, 0), waited, (way_out + 1 + index,), (task,)),
+            )
+        here = {tree.root: root_ready}
+        for child, parent in tree.edges:
+            latency, seconds_per_byte, resources = costs[parent, child]
+            name = ("broadcast", index, parent, child)
+            seconds = latency + size * seconds_per_byte
+            here[child] = (graph.add(name, seconds, resources, here[parent]),)
+        arrived.append(here)
+    return graph
+
+
+@functools.lru_cache(maxsize=64)
+def _link_costs(
+    topology: Topology,
+) -> dict[tuple[int, int], tuple[float, float, tuple[int, ...]]]:
+    """Returns latency, seconds per byte and held resources of each pair's link."""
+    return {
+        pair: (link.latency, 1 / topology.bandwidth(*pair), link.resources)
+        for pair, link in topology.link_by_pair.items()
+    }
+
+
 def median_seconds(
-    graph: task_graph.TaskGraph,
+    graph: TaskGraph,
     seeds: Sequence[int],
     jitter: float = 0.05,
     cutoff: float = math.inf,
@@ -204,14 +343,14 @@ def first_of_fastest(seconds: Mapping[_T, float]) -> _T:
     return next(one for one, each in seconds.items() if each <= enough)
 
 
-def bottleneck(schedule: schedules.Schedule, topology: Topology) -> tuple[str, int]:
+def bottleneck(plan: Plan, topology: Topology) -> tuple[str, int]:
     """Returns name and bytes of the resource that is busy longest; `("", 0)` on one device."""
     carried = [0] * len(topology.resources)
-    for pack in schedule.packs:
-        for child, parent in pack.tree.edges:
+    for pack, tree in zip(plan.packs, plan.trees, strict=True):
+        for child, parent in tree.edges:
             for pair in ((child, parent), (parent, child)):
                 for resource in topology.link_by_pair[pair].resources:
-                    carried[resource] += pack.size
+                    carried[resource] += pack.num_sent_bytes
     busiest = max(
         zip(topology.resources, carried, strict=True),
         key=lambda load: (load[1] / load[0].bandwidth, load[1]),
@@ -220,9 +359,7 @@ def bottleneck(schedule: schedules.Schedule, topology: Topology) -> tuple[str, i
     return (busiest[0].name, busiest[1]) if busiest else ("", 0)
 
 
-def run(
-    graph: task_graph.TaskGraph, jitter: float, seed: int | None
-) -> tuple[list[float], list[float]]:
+def run(graph: TaskGraph, jitter: float, seed: int | None) -> tuple[list[float], list[float]]:
     """Runs tasks first come, first served; returns the start and the end of each.
 
     A seed draws durations and ties; without one, of equals the task of the earlier pack is first.

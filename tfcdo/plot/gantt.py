@@ -1,4 +1,4 @@
-"""Draws the simulated transfers of a schedule over time."""
+"""Draws the simulated transfers of a plan over time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 
 from tfcdo.plan import simulator
 from tfcdo.plan.lower_bound import lower_bound_seconds
-from tfcdo.plan.schedule import Schedule
+from tfcdo.plan.plan import Plan
 from tfcdo.plot.figures import Color, device_colors, make_figure, make_paler
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_seconds, time_unit
@@ -23,11 +23,11 @@ _MAX_ROOTS_EXPLAINED = 16
 _ROOM_FOR_NUMBER = 0.014
 
 
-def draw_gantt(schedule: Schedule, topology: Topology, title: str = "") -> Figure:
+def draw_gantt(plan: Plan, topology: Topology, title: str = "") -> Figure:
     """Draws the simulated transfers over time, with a lane for each link, port, bridge or adder.
 
     Args:
-      schedule: the schedule, in bytes.
+      plan: the plan, of known sizes.
       topology: the machine.
       title: a line above the picture.
 
@@ -38,18 +38,18 @@ def draw_gantt(schedule: Schedule, topology: Topology, title: str = "") -> Figur
       >>> from tfcdo.topology import preset
       >>> from tfcdo.plan import algorithms
       >>> machine = preset("pcie")
-      >>> figure = draw_gantt(algorithms.make_schedule("ring", machine, 10**6), machine)
+      >>> figure = draw_gantt(algorithms.make_plan("ring", machine, 10**6), machine)
       >>> [label.get_text() for label in figure.axes[0].get_yticklabels()][:2]
       ['0 out', '1 out']
     """
-    timeline = simulator.simulate(schedule, topology)
+    timeline = simulator.simulate(plan, topology)
     colors = device_colors(topology.num_devices)
     bars: list[_Bar] = []
     # The time in which bytes move or are added, without the latencies of the copies.
     busy: dict[str, float] = collections.defaultdict(float)
     for task in timeline.tasks:
         for lane in _lanes_of(task, topology):
-            color = colors[schedule.packs[task.pack].tree.root]
+            color = colors[plan.trees[task.pack].root]
             is_down = task.kind == "broadcast"
             bars.append(_Bar(lane, task.pack, task.start, task.end, color, is_down))
             busy[lane] += task.end - task.start
@@ -68,8 +68,8 @@ def draw_gantt(schedule: Schedule, topology: Topology, title: str = "") -> Figur
         share = f"{busy[lane] / timeline.seconds:.0%}"
         axes.text(1.005, place, share, va="center_baseline", **style)
     axes.text(1.005, 1.0, "busy", transform=axes.transAxes, fontsize=8, va="bottom")
-    entries = _explain_bars(schedule, colors)
-    bound = lower_bound_seconds(topology, schedule.size)
+    entries = _explain_bars(plan, colors)
+    bound = lower_bound_seconds(topology, plan.num_sent_bytes)
     if bound:
         label = f"bound {format_seconds(bound)}"
         line = axes.axvline(bound / unit, color="black", linestyle="--", linewidth=1, label=label)
@@ -161,9 +161,9 @@ def _name_adder(device: int, topology: Topology) -> str:
     return "additions" if topology.serial_reduction else f"{device} adds"
 
 
-def _explain_bars(schedule: Schedule, colors: Sequence[Color]) -> list[Any]:
+def _explain_bars(plan: Plan, colors: Sequence[Color]) -> list[Any]:
     """Returns the legend's entries for the colours."""
-    roots = sorted({pack.tree.root for pack in schedule.packs})
+    roots = sorted({tree.root for tree in plan.trees})
     pale = Patch(color=make_paler((0.3, 0.3, 0.3)), label="pale: the sum, on its way down")
     explained = roots[:_MAX_ROOTS_EXPLAINED]
     return [*(Patch(color=colors[root], label=f"summed on {root}") for root in explained), pale]

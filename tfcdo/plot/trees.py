@@ -1,4 +1,4 @@
-"""Draws the copy trees of a schedule next to the machine that they span."""
+"""Draws the copy trees of a plan next to the machine that they span."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.schedule import Schedule
+from tfcdo.plan.plan import Plan
 from tfcdo.plot.figures import Color, device_colors, make_figure
 from tfcdo.topology.topology import Topology
 from tfcdo.units import format_bytes
@@ -29,14 +29,14 @@ _LINE_COLOR = "0.45"
 Positions = Mapping[int, tuple[float, float]]
 
 
-def draw_trees(schedule: Schedule, topology: Topology, title: str = "") -> Figure:
+def draw_trees(plan: Plan, topology: Topology, title: str = "") -> Figure:
     """Draws the links of the machine, and each copy tree with the devices at the same places.
 
     Devices stand on a circle, with the best connected ones next to each other. A tree has the
     colour of its root; its arrows point up, the direction in which partial sums are sent.
 
     Args:
-      schedule: the packs and their trees.
+      plan: the packs and their trees.
       topology: the machine.
       title: a line above the picture.
 
@@ -47,11 +47,11 @@ def draw_trees(schedule: Schedule, topology: Topology, title: str = "") -> Figur
       >>> from tfcdo.topology import preset
       >>> from tfcdo.plan import algorithms
       >>> machine = preset("pcie")
-      >>> figure = draw_trees(algorithms.make_schedule("ring", machine, 10**6), machine)
+      >>> figure = draw_trees(algorithms.make_plan("ring", machine, 10**6), machine)
       >>> len(figure.subfigs)
       2
     """
-    groups = _packs_by_tree(schedule)
+    groups = _packs_by_tree(plan)
     shown = list(itertools.islice(groups.items(), _MAX_TREES))
     rows = max(1, round(math.sqrt(len(shown) / 2)))
     columns = max(3, math.ceil(len(shown) / rows))
@@ -67,18 +67,18 @@ def draw_trees(schedule: Schedule, topology: Topology, title: str = "") -> Figur
     for place, (tree, packs) in enumerate(shown, 1):
         axes = right.add_subplot(rows, columns, place)
         _draw_tree(axes, tree, topology, positions, colors[tree.root])
-        size = sum(schedule.packs[index].size for index in packs)
+        size = sum(plan.packs[index].num_sent_bytes for index in packs)
         axes.set_title(f"{_name_packs(packs)}\n{format_bytes(size)}", fontsize=8)
     more = f", {len(shown)} of them shown" if len(shown) < len(groups) else ""
     right.suptitle(f"{_count(len(groups), 'copy tree')}{more}: arrows up to the root", fontsize=12)
     return figure
 
 
-def _packs_by_tree(schedule: Schedule) -> dict[CopyTree, list[int]]:
+def _packs_by_tree(plan: Plan) -> dict[CopyTree, list[int]]:
     """Groups the packs by tree, in the order of their numbers."""
     groups: dict[CopyTree, list[int]] = {}
-    for index, pack in enumerate(schedule.packs):
-        groups.setdefault(pack.tree, []).append(index)
+    for index, tree in enumerate(plan.trees):
+        groups.setdefault(tree, []).append(index)
     return groups
 
 

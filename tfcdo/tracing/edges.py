@@ -8,7 +8,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
-from tfcdo.execute.planned import Planned
+from tfcdo.execute.interpreter import Planned
 from tfcdo.tracing.profile import Event
 
 REDUCE, BROADCAST, GATHER, ADD = "reduce", "broadcast", "gather", "add"

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo.execute import planned
+from tfcdo.execute.interpreter import Planned, recently_planned
 from tfcdo.plan import simulator
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
@@ -171,7 +171,7 @@ class Recording:
     """What the profiler and the executor have recorded."""
 
     events: tuple[Event, ...]  # In the order of their start.
-    planned: Sequence[planned.Planned] = ()  # The newest first.
+    planned: Sequence[Planned] = ()  # The newest first.
     topology: Topology | None = None  # On which plans are simulated; None: detect it.
 
     @functools.cached_property
@@ -203,11 +203,11 @@ class Recording:
 
     def planned_runs(self, runs: Sequence[EdgeRun]) -> list[EdgeRun]:
         """Simulates the plan of the all-reduce that some edges are of, from 0 on."""
-        plan = edges.plan_of(runs, self.planned)
-        schedule = plan.schedule() if plan else None
-        if plan is None or schedule is None:
+        planned = edges.plan_of(runs, self.planned)
+        if planned is None or not planned.plan.has_known_times:
             return []
-        tasks = simulator.simulate(schedule, self.topology or detect(plan.devices)).tasks
+        machine = self.topology or detect(planned.devices)
+        tasks = simulator.simulate(planned.plan, machine).tasks
         return [
             EdgeRun(runs[0].scope, t.pack, t.kind, (t.source,), t.target, t.start, t.end)
             for t in tasks
@@ -242,7 +242,7 @@ class Profiler:
         folder, self._folder = self._folder, None
         with folder as path:
             tf.profiler.experimental.stop()
-            return Recording(profile.read(pathlib.Path(path)), planned.recent(), self._topology)
+            return Recording(profile.read(pathlib.Path(path)), recently_planned(), self._topology)
 
 
 def write(recording: Recording, path: pathlib.Path) -> None:

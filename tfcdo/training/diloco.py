@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfcdo import keras_internals, tf_internals
 from tfcdo.cluster import session
 from tfcdo.exchange.diloco import DiLoCo
-from tfcdo.plan import owners
+from tfcdo.plan.packing import deal_owners
 from tfcdo.training import step, updates
 from tfcdo.training.step import SUM, ReplicaStep
 
@@ -48,7 +48,7 @@ class OuterState(tf.Module):
         self.interval = self.period // settings.fragments
         self.trained = tuple(variables)
         sizes = [one.shape.num_elements() * one.value.dtype.size for one in self.trained]
-        self.fragments = owners.deal(sizes, settings.fragments)
+        self.fragments = deal_owners(sizes, settings.fragments)
         self.overlaps = settings.fragments > 1
         make = settings.optimizer or _DEFAULT
         self.common = [

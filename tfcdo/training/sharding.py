@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
-from tfcdo.plan import owners
+from tfcdo.plan.packing import deal_owners
 from tfcdo.training import step
 
 _OWNER = "tfcdo_owner"  # The index of its owner's device, an attribute of TensorFlow's variable.
@@ -50,7 +50,7 @@ def assign_owners(strategy: tf.distribute.Strategy, variables: Sequence[Any]) ->
         if isinstance(value, tf_internals.DistributedValues) and not hasattr(value, _OWNER)
     ]
     sizes = [value.shape.num_elements() * value.dtype.size for value in free]
-    dealt = owners.deal(sizes, len(strategy.extended.worker_devices))
+    dealt = deal_owners(sizes, len(strategy.extended.worker_devices))
     for value, owner in zip(free, dealt, strict=True):
         setattr(value, _OWNER, owner)
 
