@@ -26,7 +26,7 @@ import tfcdo
 import tfcdo.keras
 from tfcdo import environment, strategies
 from tfcdo.exchange import DiLoCo
-from tfcdo.keras import backup_folder, host_exchange
+from tfcdo.keras import backup_folder, training_state
 
 _FAULT_BATCHES = (3, 7, 10)  # Of all epochs.
 _STEPS, _EPOCHS, _BATCH = 6, 2, 8
@@ -56,7 +56,7 @@ def main(folder: str, *faults: str) -> None:
     memory.mkdir(exist_ok=True)
     mock.patch.object(backup_folder, "_MEMORY", memory).start()
     mock.patch.object(strategies, "_HEARTBEAT_SECONDS", 100.0).start()
-    mock.patch.object(host_exchange, "_CHUNK", 4096).start()  # A backup has several.
+    mock.patch.object(training_state, "_CHUNK", 4096).start()  # A backup has several.
     outer = None
     if faults[:1] == ("outer",):  # Two updates are four batches.
         outer, faults = DiLoCo(2), faults[1:]

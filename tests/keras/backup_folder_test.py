@@ -20,7 +20,7 @@ from absl.testing import parameterized
 
 import tfcdo.keras
 from tfcdo import log
-from tfcdo.keras import backup_folder, data_order, host_exchange
+from tfcdo.keras import backup_folder, data_order
 
 _ARRAYS: dict[str, np.ndarray] = {"v0": np.arange(5, dtype=np.float32), "v1": np.array(3, np.int64)}
 
@@ -129,14 +129,14 @@ class BackupFolderTest(parameterized.TestCase):
 
     def test_a_job_that_takes_the_folder_amid_a_write(self):
         first = self.write((0, 1))
-        save = host_exchange.save
+        save = backup_folder._save
 
         def slow(*arguments: Any) -> None:
             save(*arguments)
             self.folder()
 
         with (
-            mock.patch.object(host_exchange, "save", slow),
+            mock.patch.object(backup_folder, "_save", slow),
             self.assertRaisesRegex(RuntimeError, "another job uses backup_dir"),
         ):
             first.write((0, 2), {}, _ARRAYS)
@@ -180,7 +180,7 @@ class BackupFolderTest(parameterized.TestCase):
     @parameterized.parameters(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.bool_, np.float16)
     def test_dtypes_keep_their_bits(self, dtype: type):
         array: np.ndarray = np.array([[1, 0, 2]], dtype)
-        packed = host_exchange.unpack(host_exchange.pack({"x": array}))["x"]
+        packed = backup_folder.unpack(backup_folder.pack({"x": array}))["x"]
         self.assertEqual(packed.view(dtype).tobytes(), array.tobytes())
         self.assertEqual(packed.shape, array.shape)
 

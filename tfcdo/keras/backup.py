@@ -18,12 +18,10 @@ from tfcdo.cluster import protocol
 from tfcdo.keras import (
     backup_folder,
     data_order,
-    host_exchange,
     preemption,
-    skipping,
     training_state,
 )
-from tfcdo.keras.callback import Callback
+from tfcdo.keras.callbacks import Callback
 
 # Writes one backup at a time; the process ends when the last one has been written.
 _writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfcdo backup")
@@ -129,18 +127,18 @@ class BackupAndRestore(Callback):
         self._writing: concurrent.futures.Future[None] | None = None
         self._folder = backup_folder.BackupFolder(self.backup_dir)
         self._iterator = keras_internals.epoch_iterator(self.model)
-        skipping.SkipBatches.remove_from(self.model)
+        data_order.SkipBatches.remove_from(self.model)
         strategy = self.model.distribute_strategy
-        host, _ = host_exchange.host_of(strategy)
+        host, _ = training_state.host_of(strategy)
         self._memory = None
         if self.snapshot_every is not None:
             self._memory = backup_folder.in_memory(self.backup_dir, host)
             backup_folder.remove_abandoned(self.backup_dir, is_complete=False)
         named = self._folder.training() if strategies.is_chief() else ""
-        self._training = host_exchange.gather_json(strategy, named or secrets.token_hex(8))[0]
+        self._training = training_state.gather_json(strategy, named or secrets.token_hex(8))[0]
         self._take_folders()
         # All hosts come to this when the chief has taken the folder: then nobody else adds to it.
-        self._run = host_exchange.gather_json(strategy, secrets.token_hex(8))[0]
+        self._run = training_state.gather_json(strategy, secrets.token_hex(8))[0]
         restored = self._newest_of_all_hosts()
         self._restored: Any = restored
         self._progress = _Progress()
@@ -297,17 +295,17 @@ class BackupAndRestore(Callback):
     def _newest_of_all_hosts(self) -> tuple[backup_folder.Header, Any] | None:
         """Returns the newest complete backup that any host finds."""
         strategy = self.model.distribute_strategy
-        host, _ = host_exchange.host_of(strategy)
+        host, _ = training_state.host_of(strategy)
         found = filter(None, (self._folder.newest(), self._newest_in_memory()))
         own = max(found, key=lambda backup: backup.name, default=None)
-        names = host_exchange.gather_json(strategy, own and own.name)
+        names = training_state.gather_json(strategy, own and own.name)
         choice = protocol.choose([name and tuple(name) for name in names])
         if choice is None:
             return None
         if choice.is_sent:
             # A host on a new machine, or whose file system is not up to date.
             data = own.path.read_bytes() if own is not None and host == choice.source else b""
-            data = host_exchange.gather(strategy, data)[choice.source]
+            data = training_state.gather(strategy, data)[choice.source]
             if own is None or own.name != choice.position:
                 return backup_folder.read(io.BytesIO(data))
         assert own is not None
@@ -366,9 +364,9 @@ class BackupAndRestore(Callback):
         drop = 0
         if self._order is None and self._iterator is not None:
             epochs = progress.epoch - (progress.first_epoch or 0)
-            drop = progress.batch + skipping.batches_before(self._iterator, epochs)
+            drop = progress.batch + data_order.batches_before(self._iterator, epochs)
         steps = (self.params or {}).get("steps")
-        skipping.SkipBatches(self.model, progress.batch, steps, drop)
+        data_order.SkipBatches(self.model, progress.batch, steps, drop)
 
 
 def _passes(progress: _Progress, new: int, every: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import pathlib
@@ -20,7 +21,6 @@ import numpy as np
 
 from tfcdo import log
 from tfcdo.cluster import protocol
-from tfcdo.keras import host_exchange
 
 Header = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -173,7 +173,7 @@ class BackupFolder:
                         owner = json.loads((self.path / _OWNER).read_text())
                         answer = owner["run"]
                     elif operation == "fill":
-                        host_exchange.save(file, arrays)
+                        _save(file, arrays)
                         file.flush()
                         self._sync(file.fileno())
                     elif operation == "publish":
@@ -310,3 +310,28 @@ def _with_path(error: OSError, name: str, path: pathlib.Path) -> OSError:
         f"{name} cannot be written, {str(path)!r}: {error.strerror or error}; the backups before "
         "are kept",
     )
+
+
+def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Returns arrays as bytes; `unpack` reads them."""
+    file = io.BytesIO()
+    _save(file, arrays)
+    return file.getvalue()
+
+
+def _save(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays to a file; dtypes that numpy does not have become bits."""
+    np.savez(file, **{key: _plain(array) for key, array in arrays.items()})  # type: ignore[arg-type]
+
+
+def unpack(data: bytes) -> dict[str, np.ndarray]:
+    """Returns the arrays that `pack` got."""
+    with np.load(io.BytesIO(data)) as arrays:
+        return dict(arrays)
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """Returns an array of a dtype that numpy can save, with the same bits."""
+    if array.dtype.kind in "biufc" and array.dtype.isbuiltin == 1:
+        return array
+    return array.view(f"u{array.dtype.itemsize}")
