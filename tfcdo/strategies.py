@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfcdo import checks, environment, log, tf_internals, version, virtual_devices
 from tfcdo.cluster import config, rendezvous, session
-from tfcdo.cluster.delays import HostDelay
+from tfcdo.cluster.watch import HostDelay
 from tfcdo.cross_device_ops import (
     AllReduceCrossDeviceOps,
     AutoAllReduce,

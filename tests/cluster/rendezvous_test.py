@@ -15,7 +15,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from tfcdo.cluster import config, errors, rendezvous
+from tfcdo.cluster import config, protocol, rendezvous
 from tfcdo.launch import cluster as launch_cluster
 
 SUCCESS = "all are here"
@@ -38,7 +38,7 @@ def meet_all(
         try:
             rendezvous.meet(cluster, settings[host], timeout, (tokens or {}).get(host, ""))
             ends[host] = SUCCESS
-        except errors.RendezvousError as error:
+        except protocol.RendezvousError as error:
             ends[host] = str(error)
 
     threads = [threading.Thread(target=attend, args=[host], daemon=True) for host in settings]

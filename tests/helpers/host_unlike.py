@@ -23,7 +23,7 @@ from host_wire import other_strategy
 
 import tfcdo
 from tfcdo import tf_internals
-from tfcdo.cluster import agreement, errors, protocol, session
+from tfcdo.cluster import protocol, session
 from tfcdo.plan import copy_tree, decide, packing
 from tfcdo.topology import detection, measurement
 from tfcdo.topology.presets import preset
@@ -127,11 +127,11 @@ def _disagreeing(case: str, pattern: str) -> Iterator[None]:
     with (
         mock.patch.object(session, "_current", apart),
         mock.patch.object(protocol, "GRACE", 0.2),
-        mock.patch.object(agreement, "_POLL", 0.1),
+        mock.patch.object(session, "_POLL", 0.1),
     ):
         try:
             yield
-        except errors.DisagreementError as error:
+        except protocol.DisagreementError as error:
             assert re.search(pattern, str(error)), (case, pattern, str(error))
         else:
             raise AssertionError(f"{case}: it did not raise")

@@ -31,7 +31,7 @@ from absl import logging
 
 from tfcdo import environment
 from tfcdo.cluster import config, protocol
-from tfcdo.cluster.errors import RendezvousError
+from tfcdo.cluster.protocol import RendezvousError
 
 Setting = str | int | float | bool | None | list[str]
 Settings = Mapping[str, Setting]  # By name; the same on all hosts.
