@@ -62,9 +62,11 @@ def make_session(store: Store, cluster: config.Cluster, timeout: float) -> sessi
     return session.Session(cluster, store, lambda late, reason: None, timeout)
 
 
-def on_all_hosts(program: Callable[[int, session.Session], Any], timeout: float) -> list[Any]:
+def on_all_hosts(
+    program: Callable[[int, session.Session], Any], timeout: float, store: Store | None = None
+) -> list[Any]:
     """Runs a program on each host; returns what it returned or raised."""
-    store = Store()
+    store = store or Store()
     ends: list[Any] = [None] * len(SPEC["worker"])
 
     def run(host: int) -> None:
@@ -181,6 +183,25 @@ class AgreementTest(parameterized.TestCase):
             self.assertIsInstance(end, protocol.LateHostError)
             self.assertRegex(str(end), r"timed out: host 0 .* s for host 1 \(.*b:2\) to come to")
         self.assertRegex(" ".join(logs.output), "s for a host that host 0 .* waits for to come to")
+
+    def test_hosts_that_give_up_at_the_same_time(self):
+        """Each waits in another collective, and none has seen another's reason."""
+        self.enterContext(mock.patch.object(protocol, "GRACE", 60.0))
+        self.enterContext(mock.patch.object(protocol, "PATIENCE", 0.0))
+        all_fail = threading.Barrier(3)
+
+        class Racing(Store):
+            def set(self, key: str, value: str) -> None:
+                if key == "failed":
+                    all_fail.wait(10.0)
+                super().set(key, value)
+
+        store = Racing()
+        ends = on_all_hosts(lambda host, own: own.number(kind(f"f[{host}]"), 2), 0.5, store)
+        for host, end in enumerate(ends):
+            self.assertIsInstance(end, protocol.LateHostError)
+            self.assertRegex(str(end), rf"^timed out: host {host} .*\(f\[{host}\]\); all hosts ")
+        self.assertIn(store.get("failed", 0.0), map(str, ends))  # One reason, whosever it is.
 
     @parameterized.parameters(
         (None, "has come to the end of its program before others: all hosts must make the same"),

@@ -65,6 +65,13 @@ class RendezvousTest(parameterized.TestCase):
         for end in meet_all(self.addresses, settings):
             self.assertRegex(end, r"not set up alike: version: 1 on host 0 .*, 2 on host 2")
 
+    def test_one_is_set_up_differently_and_another_does_not_come(self):
+        settings = {0: {"version": "1"}, 2: {"version": "2"}}
+        ends = meet_all(self.addresses, settings, timeout=2.0)
+        for end in (ends[0], ends[2]):
+            self.assertRegex(end, r"not set up alike: version: 1 on host 0 .*, 2 on host 2 ")
+            self.assertRegex(end, r"; timed out waiting for host 1 \(.*\) to start$")
+
     def test_one_does_not_come(self):
         ends = meet_all(self.addresses, {0: {}, 2: {}}, timeout=2.0)
         for end in (ends[0], ends[2]):

@@ -161,7 +161,20 @@ def _refused_steps(strategy: Any, is_chief: bool) -> None:
         value = _per_replica(other, lambda replica: tf.ones([3]))
         other.extended.batch_reduce_to(_SUM if is_chief else _MEAN, [(value, value)])
 
+    def size_known_on_one_host(other: Any) -> None:
+        signature = [tf.TensorSpec([3] if is_chief else [None])]
+
+        @tf.function(input_signature=signature, autograph=False)
+        def step(value: tf.Tensor) -> Any:
+            def on_replica(own: tf.Tensor) -> tf.Tensor:
+                return tf.distribute.get_replica_context().all_reduce(_SUM, own)
+
+            return other.run(on_replica, [value])
+
+        step(tf.ones([3]))
+
     cases = {
+        "size": (size_known_on_one_host, r"values, element 0 of 1: f\S*\[(3|\?)\] on host \d"),
         "packing": (packed_otherwise, r"packs, element \d of \d: \d+ elements on CPU:"),
         "SUM and MEAN": (another_op, "mean over: (None.* 4|4.* None)"),
     }

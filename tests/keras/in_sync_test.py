@@ -50,7 +50,7 @@ class ComparisonTest(TrainingTestCase):
         with strategy_of(3).scope():
             model = model_of(dense_layers, "adam")
             model.optimizer.build(model.trainable_variables)
-        digests_of_all = models.WeightComparison(model)._models.get_concrete_function()
+        digests_of_all = models.WeightComparison(model)._digests.get_concrete_function()
         (gathered,) = [
             op.outputs[0] for op in digests_of_all.graph.get_operations() if op.type == "ConcatV2"
         ]

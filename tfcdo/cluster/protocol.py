@@ -93,7 +93,8 @@ class Meeting:
         """Returns None to wait, "" if all can go on, or why they cannot."""
         if self.missing and now <= self._deadline:
             return None
-        return self._problem or (f"timed out {self.waiting_for()}" if self.missing else "")
+        late = f"{LATE} {self.waiting_for()}" if self.missing else ""
+        return "; ".join(filter(None, (self._problem, late)))
 
     def waiting_for(self) -> str:
         """Names the hosts that are missing."""
