@@ -62,12 +62,8 @@ def install() -> None:
 
 
 def _apply(own: Function, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    def call(grads: Any, variables: Any) -> Any:
-        return own(optimizer, grads, variables)
-
-    def update() -> Any:
-        return updates.apply(optimizer, call, optimizer.apply, grads, trainable_variables)
-
+    call = functools.partial(own, optimizer)
+    update = functools.partial(updates.apply, optimizer, call, optimizer.apply, grads)
     return diloco.apply(optimizer, trainable_variables, update)
 
 
@@ -84,10 +80,7 @@ def _apply_gradients(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:
     here = step.current()
     if type(optimizer).apply is keras.optimizers.Optimizer.apply or here is None:
         return call(grads, variables)  # `apply` comes next.
-
-    def update() -> Any:
-        return updates.apply(optimizer, call, again, grads, variables)
-
+    update = functools.partial(updates.apply, optimizer, call, again, grads)
     return diloco.apply(optimizer, variables, update)
 
 
@@ -102,7 +95,7 @@ def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) ->
             options["synchronization"] = tf.VariableSynchronization.ON_WRITE
         return make(**options)
 
-    ours = getattr(tf.distribute.get_strategy().extended, "sums_once", False)
+    ours = step.is_ours(tf.distribute.get_strategy())
     with tf.variable_creator_scope(create) if ours else contextlib.nullcontext():
         own(optimizer, *args, **kwargs)
 
@@ -112,9 +105,8 @@ def _extended_of(optimizer: Any) -> Any:
     strategy = keras_internals.strategy_of(optimizer)
     if diloco.is_outer(optimizer):
         return None
-    extended = strategy.extended
-    ours = getattr(extended, "sums_once", False) and strategy.num_replicas_in_sync > 1
-    return extended if ours else None
+    ours = step.is_ours(strategy) and strategy.num_replicas_in_sync > 1
+    return strategy.extended if ours else None
 
 
 def _build_optimizer(own: Function, optimizer: Any, variables: Any) -> Any:
@@ -159,10 +151,6 @@ def _note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None
     own(optimizer, variable, value)
 
 
-def _is_ours(model: Any) -> bool:
-    return getattr(model.distribute_strategy.extended, "sums_once", False)
-
-
 def _symbolic_build(own: Function, model: Any, iterator: Any = None, data_batch: Any = None) -> Any:
     """Builds a model from the spec of its batches, where Keras takes a batch of its iterator."""
     # Keras takes a batch, and begins again. A generator cannot begin again.
@@ -170,7 +158,7 @@ def _symbolic_build(own: Function, model: Any, iterator: Any = None, data_batch:
         return own(model, data_batch=data_batch)
     keras_internals.note_iterator(model, iterator)
     spec = keras_internals.element_spec(iterator)
-    if not _is_ours(model) or spec is None:
+    if not step.is_ours(model.distribute_strategy) or spec is None:
         return own(model, iterator=iterator)
     return own(model, data_batch=keras_internals.map_structure(_of_any_batch, spec))
 
@@ -193,7 +181,7 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.setdefault("shuffle", False)
     with keras_internals.fitting():
         history = own(model, *args, **kwargs)
-    if _is_ours(model):
+    if step.is_ours(model.distribute_strategy):
         diloco.finish(model.distribute_strategy, model.optimizer)
     return history
 
@@ -215,7 +203,7 @@ def _begin_outer_again(own: Function, model: Any, *args: Any, **kwargs: Any) -> 
 def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
     """Makes a function as Keras does; XLA compiles the step on each replica, not the whole."""
     before = getattr(model, f"{name}_function")
-    if not _is_ours(model):
+    if not step.is_ours(model.distribute_strategy):
         return own(model, force)
     several = model.distribute_strategy.num_replicas_in_sync > 1
     if several and model.jit_compile and (before is None or force):
@@ -237,7 +225,7 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
 
 def _make_predict(own: Function, model: Any, force: bool = False) -> Any:
     own(model, force)
-    if _is_ours(model):
+    if step.is_ours(model.distribute_strategy):
         statistics.synchronize(model)
 
 
@@ -245,7 +233,7 @@ def _in_order_of_replicas(own: Function, value: Any, strategy: tf.distribute.Str
     """Concatenates all hosts' results in the order of the replicas."""
     # Keras expects the first replicas' parts of all hosts before the second replicas', which is how
     # TensorFlow deals a batch. Here each host has one part of a batch: see `parts.cut`.
-    if getattr(strategy.extended, "sums_once", False):
+    if step.is_ours(strategy):
         return strategy.gather(value, axis=0)
     return own(value, strategy)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfcdo import tf_internals
+
 # TensorFlow traces each replica in a thread of its own, and starts all of them from one thread.
 _LOCAL = threading.local()
 SUM = tf.distribute.ReduceOp.SUM
@@ -167,3 +169,32 @@ def _with(name: str, value: Any) -> Iterator[Any]:
         yield value
     finally:
         setattr(_LOCAL, name, before)
+
+
+# Values of all replicas of this host.
+
+
+def is_ours(strategy: Any) -> bool:
+    """Returns whether a strategy is one of tfcdo's."""
+    return bool(getattr(strategy.extended, "sums_once", False))
+
+
+def components(value: Any) -> tuple[Any, ...]:
+    """Returns a value's component on each device; the value itself if it is not distributed."""
+    return value.values if isinstance(value, tf_internals.DistributedValues) else (value,)
+
+
+def on_each(devices: Sequence[str], function: Callable[..., Any], *values: Sequence[Any]) -> Any:
+    """Calls a function with each replica's component of some values, on that replica's device."""
+    results = []
+    for device, *own in zip(devices, *values, strict=True):
+        with tf.device(device):
+            results.append(function(*own))
+    return tf_internals.per_replica(results)
+
+
+def assign(variable: Any, values: Sequence[Any]) -> None:
+    """Gives each component of a variable a value, on its device."""
+    for component, value in zip(components(variable), values, strict=True):
+        with tf.device(component.device):
+            component.assign(tf.cast(value, component.dtype))
