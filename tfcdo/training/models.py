@@ -62,8 +62,7 @@ def install() -> None:
 
 
 def _apply(own: Function, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    call = functools.partial(own, optimizer)
-    update = functools.partial(updates.apply, optimizer, call, optimizer.apply, grads)
+    update = functools.partial(updates.apply, optimizer, functools.partial(own, optimizer), grads)
     return diloco.apply(optimizer, trainable_variables, update)
 
 
@@ -72,15 +71,12 @@ def _apply_gradients(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:
     def call(grads: Any, variables: Any) -> Any:
         return own(optimizer, list(zip(grads, variables, strict=True)))
 
-    def again(grads: Any, variables: Any) -> Any:
-        return optimizer.apply_gradients(list(zip(grads, variables, strict=True)))
-
     pairs = list(grads_and_vars)
     grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
     here = step.current()
     if type(optimizer).apply is keras.optimizers.Optimizer.apply or here is None:
         return call(grads, variables)  # `apply` comes next.
-    update = functools.partial(updates.apply, optimizer, call, again, grads)
+    update = functools.partial(updates.apply, optimizer, call, grads)
     return diloco.apply(optimizer, variables, update)
 
 

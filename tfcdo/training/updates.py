@@ -1,8 +1,8 @@
 """An optimizer's update: replicas sum once, then each works alone.
 
 `apply` stands before each Keras optimizer's own `apply`. It sums the gradients where the replicas
-meet, and calls the optimizer again on each replica, which then works alone: Keras clips,
-accumulates, decays, updates and averages from the same sums, bitwise identically on each replica.
+meet, and calls Keras's on each replica, which then works alone: Keras clips, accumulates, decays,
+updates and averages from the same sums, bitwise identically on each replica.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from tfcdo.training.step import SUM
 Call = Callable[[Sequence[Any], Sequence[Any] | None], Any]
 
 
-def apply(
-    optimizer: Any, own: Call, again: Call, grads: Sequence[Any], variables: Sequence[Any] | None
-) -> Any:
-    """Applies gradients of this replica; `own` is Keras's method, `again` calls this one again."""
+def apply(optimizer: Any, own: Call, grads: Sequence[Any], variables: Sequence[Any] | None) -> Any:
+    """Applies gradients of this replica; `own` is Keras's method."""
     strategy = tf.distribute.get_strategy()
     here = step.current()
     on_replica = step.is_ours(strategy) and not tf.distribute.in_cross_replica_context()
@@ -52,7 +50,7 @@ def apply(
     if not shards and not any(leaf.gradient_accumulation_steps for leaf in leaves):
         sums = context.merge_call(lambda strategy, grads: summed(strategy, grads, known), [grads])
         with step.changed(alone=True):
-            return again(sums, variables)
+            return own(sums, variables)
     if leaves != [optimizer]:  # Its parts come here again, each with gradients of its own.
         return own(_finite_on_all(context, list(grads)), variables)
     context.merge_call(lambda strategy, grads: _update(strategy, optimizer, grads, known), [grads])
