@@ -341,7 +341,7 @@ class Process:
         return [slot[host][1] for host in range(world.hosts)]
 
     def wait(self, ready: Callable[[], bool], signal: list[Any], news_after: float) -> Run:
-        """Waits for other hosts, as `Agreement` and `Watch` do."""
+        """Waits for other hosts, as `Session` and `Watch` do."""
         world = self.world
         start = world.now
         wait = world.rules.Wait(COLLECTIVE_SECONDS, news_after)
@@ -376,7 +376,7 @@ class Process:
             place += 1
 
     def number(self, kind: dict[str, Any]) -> Run:
-        """Agrees on the number of a kind, as `Agreement` does."""
+        """Agrees on the number of a kind, as `Session` does."""
         if kind is STEP and self.world.bug == ("program", self.host):
             kind = {"what": "another step"}
         if kind["what"] in self.numbers:
@@ -412,7 +412,7 @@ class Process:
         return number
 
     def leave(self, error: Exception | None) -> Run:
-        """Tells the other hosts that this program ends, as `Agreement.leave` does."""
+        """Tells the other hosts that this program ends, as `Session.leave` does."""
         self.phase = "leaves"
         try:
             yield from self.set_once(f"left/{self.host}", "")

@@ -214,7 +214,7 @@ class Wait:
         if reason is not None:
             return "fail", reason
         if waited >= self._timeout:
-            return "fail", f"{LATE}: {line()}"
+            return "fail", f"{LATE}: {line()}; {SAME_CALLS}"
         if waited >= self._next_line:
             self._next_line += LOG_AFTER
             return "say", line()

@@ -227,11 +227,9 @@ class Session:
                 logging.warning("tfcdo: %s", text)
             elif verdict != "wait":
                 assert text is not None
-                is_late = text.startswith(LATE)
                 if verdict == "fail":
-                    text = f"{text}; {protocol.SAME_CALLS}" if is_late else text
                     self.fail(text)
-                raise (LateHostError if is_late else DisagreementError)(text)
+                raise (LateHostError if text.startswith(LATE) else DisagreementError)(text)
         return found
 
     def _hear(self, host: int, timeout: float) -> None:

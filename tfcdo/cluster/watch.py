@@ -158,8 +158,7 @@ class Watch:
             logging.warning("tfcdo: %s", text)
         elif verdict != "wait":
             assert text is not None
-            is_late = verdict == "fail" and text.startswith(protocol.LATE)
-            self._give_up(is_late, f"{text}; {protocol.SAME_CALLS}" if is_late else text)
+            self._give_up(verdict == "fail" and text.startswith(protocol.LATE), text)
             return True
         elif waited < _SUSPECT_AFTER:
             self._publish(None)
