@@ -149,7 +149,7 @@ class OuterState(tf.Module):
         with tf.device(devices[0]):
             examples = _components(self.examples)[0][fragment]
         counts = _of_first(examples, devices)
-        with step.host_alone(False):
+        with step.during(host_alone=False):
             total = extended.reduce_to(SUM, counts, counts)
         with tf.device(devices[0]):
             # A host counts by its examples, so that each example counts the same.
@@ -161,7 +161,7 @@ class OuterState(tf.Module):
                 for before, now in zip(common, own, strict=True)
             ]
         differences = [_of_first(change, devices) for change in changes]
-        with step.host_alone(False):
+        with step.during(host_alone=False):
             means = extended.sum_gradients(differences, [one.path for one in trained])
         return [step.components(mean)[0] for mean in means], own
 
@@ -258,7 +258,7 @@ def finish(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
     """Exchanges all that hosts have trained since the last exchange; all hosts must call it."""
     replicas = len(strategy.extended.worker_devices)
     steps = [ReplicaStep(index, replicas) for index in range(replicas)]
-    with strategy.scope(), step.running(steps):
+    with strategy.scope(), step.during(steps=steps):
         for state in states_of(optimizer):
             state.finish(strategy)
 

@@ -24,7 +24,7 @@ class ReducesStructures:
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs a function on each replica."""
         alone = step.is_host_alone() or self.extended.outer is not None  # type: ignore[attr-defined]
-        with step.of_keras(keras_internals.method_of_step(fn)), step.host_alone(alone):
+        with step.during(method=keras_internals.method_of_step(fn), host_alone=alone):
             return super().run(fn, args, kwargs, options)  # type: ignore[misc]
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
@@ -165,7 +165,7 @@ class ReplicaExtended:
                 )
             return fn(*args, **kwargs)
 
-        with step.running(steps), tf.control_dependencies(all_have_data):
+        with step.during(steps=steps), tf.control_dependencies(all_have_data):
             result = run(_entering(with_examples, steps, all_have_data), args, kwargs)
             if some_may_be_empty:
                 statistics.adopt(steps)
@@ -319,7 +319,7 @@ def _entering(fn: Any, steps: Sequence[ReplicaStep], after: Sequence[Any] = ()) 
     @tf.autograph.experimental.do_not_convert
     def on_replica(*args: Any, **kwargs: Any) -> Any:
         here = steps[tf_internals.replica_on_host()]
-        with step.host_alone(alone), step.entered(here), tf.control_dependencies(after):
+        with step.during(step=here, host_alone=alone), tf.control_dependencies(after):
             return fn(*args, **kwargs)
 
     return on_replica

@@ -114,39 +114,9 @@ def all_running() -> Sequence[ReplicaStep] | None:
     return getattr(_LOCAL, "steps", None)
 
 
-@contextlib.contextmanager
-def running(steps: Sequence[ReplicaStep]) -> Iterator[None]:
-    """Notes the steps of all replicas in the thread that starts them."""
-    yield from _with("steps", steps)
-
-
-@contextlib.contextmanager
-def entered(step: ReplicaStep) -> Iterator[ReplicaStep]:
-    """Makes a step the current one of this thread's replica."""
-    yield from _with("step", step)
-
-
 def is_host_alone() -> bool:
     """Returns whether this host trains alone now: see `diloco.py`."""
-    return getattr(_LOCAL, "host_alone", False)
-
-
-@contextlib.contextmanager
-def host_alone(alone: bool) -> Iterator[bool]:
-    """Has this host train alone, or meet the others again."""
-    yield from _with("host_alone", alone)
-
-
-def run_alone(function: Callable[..., Any], /, *args: Any) -> Any:
-    """Calls a function while this host trains alone."""
-    with host_alone(True):
-        return function(*args)
-
-
-@contextlib.contextmanager
-def of_keras(method: str | None) -> Iterator[str | None]:
-    """Notes which method of Keras begins a step: "fit", "predict", or None in an own loop."""
-    yield from _with("method", method)
+    return bool(getattr(_LOCAL, "host_alone", False))
 
 
 def method_of_keras() -> str | None:
@@ -155,20 +125,33 @@ def method_of_keras() -> str | None:
     return method
 
 
-def changed(**changes: Any) -> contextlib.AbstractContextManager[ReplicaStep]:
+@contextlib.contextmanager
+def during(**values: Any) -> Iterator[None]:
+    """Sets values of this thread for a while.
+
+    `step`: this replica's; `steps`: of all replicas, in the thread that starts them; `host_alone`:
+    whether this host trains alone, or meets the others again; `method`: "fit" or "predict", which
+    begins a step, or None in an own loop.
+    """
+    before = {name: getattr(_LOCAL, name, None) for name in values}
+    vars(_LOCAL).update(values)
+    try:
+        yield
+    finally:
+        vars(_LOCAL).update(before)
+
+
+def changed(**changes: Any) -> contextlib.AbstractContextManager[None]:
     """Changes attributes of the current step for a while."""
     step = current()
     assert step is not None
-    return entered(dataclasses.replace(step, **changes))
+    return during(step=dataclasses.replace(step, **changes))
 
 
-def _with(name: str, value: Any) -> Iterator[Any]:
-    before = getattr(_LOCAL, name, None)
-    setattr(_LOCAL, name, value)
-    try:
-        yield value
-    finally:
-        setattr(_LOCAL, name, before)
+def run_alone(function: Callable[..., Any], /, *args: Any) -> Any:
+    """Calls a function while this host trains alone."""
+    with during(host_alone=True):
+        return function(*args)
 
 
 # Values of all replicas of this host.
