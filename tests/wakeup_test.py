@@ -17,9 +17,9 @@ _SECONDS = 60.0
 # Stuck for ever in a lock of the C library, as in a collective: no signal interrupts it.
 _SCRIPT = """
 import ctypes
-from tfcdo.cluster import blackbox
+from tfcdo.cluster import progress
 from tfcdo.keras import preemption
-blackbox.listen()
+progress.listen()
 preemption.Preemption().start()
 lock, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
 library.pthread_mutex_lock(lock)

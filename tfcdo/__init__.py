@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from tfcdo import plan as plan
     from tfcdo import plot as plot
     from tfcdo import topology as topology
-    from tfcdo.cluster.delays import HostDelay as HostDelay
-    from tfcdo.cluster.errors import ClusterError as ClusterError
-    from tfcdo.cluster.errors import DisagreementError as DisagreementError
-    from tfcdo.cluster.errors import LateHostError as LateHostError
-    from tfcdo.cluster.errors import RendezvousError as RendezvousError
+    from tfcdo.cluster.protocol import ClusterError as ClusterError
+    from tfcdo.cluster.protocol import DisagreementError as DisagreementError
+    from tfcdo.cluster.protocol import LateHostError as LateHostError
+    from tfcdo.cluster.protocol import RendezvousError as RendezvousError
+    from tfcdo.cluster.watch import HostDelay as HostDelay
     from tfcdo.cross_device_ops import AllReduceCrossDeviceOps as AllReduceCrossDeviceOps
     from tfcdo.cross_device_ops import AutoAllReduce as AutoAllReduce
     from tfcdo.cross_device_ops import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
@@ -43,11 +43,11 @@ _MODULES = {
     "HierarchicalCopyAllReduce": "cross_device_ops",
     "NcclAllReduce": "cross_device_ops",
     "ReductionToOneDevice": "cross_device_ops",
-    "HostDelay": "cluster.delays",
-    "ClusterError": "cluster.errors",
-    "DisagreementError": "cluster.errors",
-    "LateHostError": "cluster.errors",
-    "RendezvousError": "cluster.errors",
+    "HostDelay": "cluster.watch",
+    "ClusterError": "cluster.protocol",
+    "DisagreementError": "cluster.protocol",
+    "LateHostError": "cluster.protocol",
+    "RendezvousError": "cluster.protocol",
     "Explanation": "execute.explain",
     "NcclStatus": "execute.nccl",
     "nccl_status": "execute.nccl",

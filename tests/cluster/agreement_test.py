@@ -12,7 +12,7 @@ import numpy as np
 from absl import logging
 from absl.testing import absltest, parameterized
 
-from tfcdo.cluster import agreement, config, errors, progress, protocol, session, watch
+from tfcdo.cluster import config, progress, protocol, session, watch
 
 SPEC = {"worker": ["a:1", "b:2", "c:3"]}
 
@@ -58,14 +58,20 @@ def cluster(host: int) -> config.Cluster:
     return found
 
 
-def on_all_hosts(program: Callable[[int, agreement.Agreement], Any], timeout: float) -> list[Any]:
+def make_session(store: Store, cluster: config.Cluster, timeout: float) -> session.Session:
+    return session.Session(cluster, store, lambda late, reason: None, timeout)
+
+
+def on_all_hosts(
+    program: Callable[[int, session.Session], Any], timeout: float, store: Store | None = None
+) -> list[Any]:
     """Runs a program on each host; returns what it returned or raised."""
-    store = Store()
+    store = store or Store()
     ends: list[Any] = [None] * len(SPEC["worker"])
 
     def run(host: int) -> None:
         try:
-            ends[host] = program(host, agreement.Agreement(store, cluster(host), timeout))
+            ends[host] = program(host, make_session(store, cluster(host), timeout))
         except RuntimeError as error:
             ends[host] = error
 
@@ -82,13 +88,13 @@ class AgreementTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch.object(protocol, "GRACE", 0.5))
-        self.enterContext(mock.patch.object(agreement, "_POLL", 0.15))
+        self.enterContext(mock.patch.object(session, "_POLL", 0.15))
 
     def test_the_chief_does_not_wait_for_a_host_that_has_ended(self):
         store = Store()
         store.gone = "task 1"
         with self.assertRaisesRegex(ConnectionError, "task 1"):
-            agreement.Agreement(store, cluster(0), 20.0).number(kind("a"), 1)
+            make_session(store, cluster(0), 20.0).number(kind("a"), 1)
 
     def enterContext(self, context):  # noqa: N802 (of Python 3.11, here for 3.10)
         value = context.__enter__()
@@ -136,7 +142,7 @@ class AgreementTest(parameterized.TestCase):
             own.number(other if host == 2 else kind("f[4]", "i[]"), 2)
 
         for end in on_all_hosts(program, 10.0):
-            self.assertIsInstance(end, errors.DisagreementError)
+            self.assertIsInstance(end, protocol.DisagreementError)
             self.assertRegex(str(end), message)
 
     def test_all_get_the_text_of_the_chief(self):
@@ -159,7 +165,7 @@ class AgreementTest(parameterized.TestCase):
 
     def test_the_last_collective_that_a_host_waits_in_is_compared(self):
         store = Store()
-        hosts = [agreement.Agreement(store, cluster(host), 0.0) for host in range(2)]
+        hosts = [make_session(store, cluster(host), 0.0) for host in range(2)]
         for host, value in ((0, "a"), (0, "b"), (1, "c")):
             with self.assertRaises(RuntimeError):
                 hosts[host].number(kind(value), 2)
@@ -174,9 +180,28 @@ class AgreementTest(parameterized.TestCase):
             )
         self.assertIsNone(ends[1])
         for end in (ends[0], ends[2]):
-            self.assertIsInstance(end, errors.LateHostError)
+            self.assertIsInstance(end, protocol.LateHostError)
             self.assertRegex(str(end), r"timed out: host 0 .* s for host 1 \(.*b:2\) to come to")
         self.assertRegex(" ".join(logs.output), "s for a host that host 0 .* waits for to come to")
+
+    def test_hosts_that_give_up_at_the_same_time(self):
+        """Each waits in another collective, and none has seen another's reason."""
+        self.enterContext(mock.patch.object(protocol, "GRACE", 60.0))
+        self.enterContext(mock.patch.object(protocol, "PATIENCE", 0.0))
+        all_fail = threading.Barrier(3)
+
+        class Racing(Store):
+            def set(self, key: str, value: str) -> None:
+                if key == "failed":
+                    all_fail.wait(10.0)
+                super().set(key, value)
+
+        store = Racing()
+        ends = on_all_hosts(lambda host, own: own.number(kind(f"f[{host}]"), 2), 0.5, store)
+        for host, end in enumerate(ends):
+            self.assertIsInstance(end, protocol.LateHostError)
+            self.assertRegex(str(end), rf"^timed out: host {host} .*\(f\[{host}\]\); all hosts ")
+        self.assertIn(store.get("failed", 0.0), map(str, ends))  # One reason, whosever it is.
 
     @parameterized.parameters(
         (None, "has come to the end of its program before others: all hosts must make the same"),
@@ -198,14 +223,14 @@ class AgreementTest(parameterized.TestCase):
         first, *others = on_all_hosts(program, 10.0)
         self.assertIsNone(first)
         for end in others:
-            self.assertIsInstance(end, errors.DisagreementError)
+            self.assertIsInstance(end, protocol.DisagreementError)
             self.assertRegex(str(end), rf"^host 0 \(.*a:1\) {message}")
 
     @parameterized.parameters("", "UnavailableError")
     def test_a_host_that_ends_because_of_another(self, error):
         known = "" if error else "another host's reason"
         store = Store()
-        own = agreement.Agreement(store, cluster(0), 10.0)
+        own = make_session(store, cluster(0), 10.0)
         if known:
             own.fail(known)
         raised = type(error, (Exception,), {})("a host is gone") if error else None
@@ -216,10 +241,10 @@ class AgreementTest(parameterized.TestCase):
         self.assertEqual(known, own.failure() or "")
 
     def test_the_chief_does_not_wait_for_ever(self):
-        self.enterContext(mock.patch.object(agreement, "_LAST_SECONDS", 0.3))
-        agreement.Agreement(Store(), cluster(0), 10.0).leave(None)
+        self.enterContext(mock.patch.object(session, "_LAST_SECONDS", 0.3))
+        make_session(Store(), cluster(0), 10.0).leave(None)
         with mock.patch.object(Store, "get", side_effect=RuntimeError("the chief is gone")):
-            agreement.Agreement(Store(), cluster(1), 10.0).leave(None)
+            make_session(Store(), cluster(1), 10.0).leave(None)
 
 
 class WatchTest(absltest.TestCase):
@@ -231,7 +256,7 @@ class WatchTest(absltest.TestCase):
         self.now = 0.0
         self.counts = [0, 0, 0]
         self.aborts: list[tuple[int, bool, str]] = []
-        self.agreements = [agreement.Agreement(self.store, cluster(h), 600.0) for h in range(3)]
+        self.agreements = [make_session(self.store, cluster(h), 600.0) for h in range(3)]
         self.watches = [self.make_watch(host) for host in range(3)]
         for watched in self.watches:
             watched._thread = threading.current_thread()  # None of its own: the test looks.
@@ -310,7 +335,7 @@ class WatchTest(absltest.TestCase):
         [(host, late, reason)] = self.aborts[:1]
         self.assertEqual((0, True), (host, late))
         self.assertRegex(reason, r"timed out: pack 2 of 2.*waited 6\d\d s.*for host 1 .*, host 2 ")
-        self.assertEndsWith(reason, agreement.SAME_CALLS)
+        self.assertEndsWith(reason, protocol.SAME_CALLS)
         self.assertEqual(reason, self.agreements[1].failure())
 
     def test_another_host_has_given_up(self):
@@ -325,7 +350,7 @@ class WatchTest(absltest.TestCase):
         self.counts = [11, 10, 10]
 
         def stray():
-            with self.assertRaises(errors.DisagreementError):
+            with self.assertRaises(protocol.DisagreementError):
                 self.agreements[2].number(kind("g[1]"), 2)
 
         thread = threading.Thread(target=stray)

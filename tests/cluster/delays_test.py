@@ -8,7 +8,7 @@ import numpy as np
 from absl import logging
 from absl.testing import absltest, parameterized
 
-from tfcdo.cluster import agreement, config, delays, progress
+from tfcdo.cluster import config, progress, protocol, watch
 
 _TASKS = tuple(
     config.ClusterTask("worker", host, f"{'abcd'[host]}:{host + 1}") for host in range(4)
@@ -42,7 +42,7 @@ class MeasureTest(parameterized.TestCase):
     @parameterized.parameters(50, 2500)  # With many, the first times are overwritten.
     def test_the_waits_of_the_last_steps(self, steps):
         waits = np.random.default_rng(1).uniform(0.0, 0.4, steps)
-        result = delays.measure([made_kind("k", steps_of(waits))])["k"]
+        result = watch.measure([made_kind("k", steps_of(waits))])["k"]
         self.assertEqual(steps - 1, result.last)
         np.testing.assert_allclose(result.seconds, waits[-20:], atol=2e-6)
         self.assertAlmostEqual(0.5, result.step_seconds, places=6)
@@ -50,13 +50,13 @@ class MeasureTest(parameterized.TestCase):
     def test_steps_of_which_collectives_are_forgotten_do_not_count(self):
         often = steps_of(np.full(2100, 0.1))
         seldom = steps_of(np.zeros(2100))[69::70] + 0.2
-        result = delays.measure([made_kind("often", often), made_kind("seldom", seldom)])
+        result = watch.measure([made_kind("often", often), made_kind("seldom", seldom)])
         self.assertLen(result["seldom"].seconds, 14)
         np.testing.assert_allclose(result["seldom"].seconds, np.full(14, 7.0), atol=2e-6)
 
     def test_a_collective_that_is_not_over_does_not_count(self):
         times = steps_of(np.full(16, 0.1))
-        result = delays.measure([made_kind("k", times, begun=31)])["k"]
+        result = watch.measure([made_kind("k", times, begun=31)])["k"]
         self.assertEqual(14, result.last)
         np.testing.assert_allclose(result.seconds, np.full(14, 0.1), atol=2e-6)
 
@@ -68,20 +68,20 @@ class MeasureTest(parameterized.TestCase):
             made_kind("often", often.reshape(60, 1, 2)),
             made_kind("once", np.concatenate(once, 1)),
         ]
-        result = delays.measure(kinds)
+        result = watch.measure(kinds)
         np.testing.assert_allclose(result["once"].seconds, np.full(20, 0.15), atol=2e-6)
         self.assertAlmostEqual(0.5, result["once"].step_seconds, places=6)
 
     @parameterized.parameters(0, 1, 10)
     def test_nothing_from_few_steps(self, steps):
-        self.assertEmpty(delays.measure([made_kind("k", steps_of(np.full(steps, 0.1)))]))
+        self.assertEmpty(watch.measure([made_kind("k", steps_of(np.full(steps, 0.1)))]))
 
 
 class CompareTest(parameterized.TestCase):
     def compared(self, waits, step=0.5):
         """Compares hosts that wait so long: `[host, step]`."""
-        return delays.compare(
-            [delays.measure([made_kind("k", steps_of(host, step))]) for host in waits]
+        return watch.compare(
+            [watch.measure([made_kind("k", steps_of(host, step))]) for host in waits]
         )
 
     @parameterized.parameters(2, 3, 4)
@@ -119,15 +119,15 @@ class CompareTest(parameterized.TestCase):
     def test_only_steps_that_all_have(self):
         waits = np.random.default_rng(4).uniform(0.0, 0.4, (2, 40))
         published = [
-            delays.measure([made_kind("k", steps_of(host[:count]))])
+            watch.measure([made_kind("k", steps_of(host[:count]))])
             for host, count in zip(waits, (40, 33))
         ]
-        result = delays.compare(published)
+        result = watch.compare(published)
         self.assertEqual(13, result[0].steps)
         expected = np.maximum(0.0, waits[1, 20:33] - waits[0, 20:33])
         self.assertAlmostEqual(np.median(expected), result[0].seconds, places=5)
-        published[1] = delays.measure([made_kind("k", steps_of(waits[1, :29]))])
-        self.assertEmpty(delays.compare(published))
+        published[1] = watch.measure([made_kind("k", steps_of(waits[1, :29]))])
+        self.assertEmpty(watch.compare(published))
 
     def test_the_kind_of_which_each_use_is_late(self):
         """Not one that a step uses twice, and not one that is used in every tenth step."""
@@ -137,16 +137,16 @@ class CompareTest(parameterized.TestCase):
             once = steps_of(np.zeros(300)) + 0.2
             seldom = once[9::10] + 0.1
             kinds = {"often": often.reshape(600, 1, 2), "once": once, "seldom": seldom}
-            return delays.measure([made_kind(*kind) for kind in kinds.items()])
+            return watch.measure([made_kind(*kind) for kind in kinds.items()])
 
-        _, slow = delays.compare([published(0.2), published(0.0)])
+        _, slow = watch.compare([published(0.2), published(0.0)])
         self.assertEqual(20, slow.late_steps)
         self.assertAlmostEqual(0.5, slow.step_seconds, places=5)
 
     def test_clocks_may_differ(self):
         one, other = steps_of(np.full(30, 0.2)), steps_of(np.zeros(30), first=7e6)
-        published = [delays.measure([made_kind("k", times)]) for times in (one, other)]
-        self.assertAlmostEqual(0.2, delays.compare(published)[1].seconds, places=5)
+        published = [watch.measure([made_kind("k", times)]) for times in (one, other)]
+        self.assertAlmostEqual(0.2, watch.compare(published)[1].seconds, places=5)
 
 
 class ComparisonTest(absltest.TestCase):
@@ -156,12 +156,12 @@ class ComparisonTest(absltest.TestCase):
         super().setUp()
         self.values: dict[str, str] = {}
         self.now = 0.0
-        store = mock.Mock(spec=agreement.Store)
+        store = mock.Mock(spec=protocol.Store)
         store.set = self.values.__setitem__
         store.get = lambda key, timeout: self.values.get(key)
         store.delete = self.values.__delitem__
         self.hosts = [
-            delays.Comparison(config.Cluster(_TASKS, host), store, lambda: self.now)
+            watch.Comparison(config.Cluster(_TASKS, host), store, lambda: self.now)
             for host in range(4)
         ]
 

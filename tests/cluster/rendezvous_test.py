@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import connection
 from typing import Any
 from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from tfcdo.cluster import config, errors, rendezvous
+from tfcdo.cluster import config, protocol, rendezvous
 from tfcdo.launch import cluster as launch_cluster
 
 SUCCESS = "all are here"
@@ -38,7 +39,7 @@ def meet_all(
         try:
             rendezvous.meet(cluster, settings[host], timeout, (tokens or {}).get(host, ""))
             ends[host] = SUCCESS
-        except errors.RendezvousError as error:
+        except protocol.RendezvousError as error:
             ends[host] = str(error)
 
     threads = [threading.Thread(target=attend, args=[host], daemon=True) for host in settings]
@@ -64,6 +65,13 @@ class RendezvousTest(parameterized.TestCase):
         settings = {0: {"version": "1"}, 1: {"version": "1"}, 2: {"version": "2"}}
         for end in meet_all(self.addresses, settings):
             self.assertRegex(end, r"not set up alike: version: 1 on host 0 .*, 2 on host 2")
+
+    def test_one_is_set_up_differently_and_another_does_not_come(self):
+        settings = {0: {"version": "1"}, 2: {"version": "2"}}
+        ends = meet_all(self.addresses, settings, timeout=2.0)
+        for end in (ends[0], ends[2]):
+            self.assertRegex(end, r"not set up alike: version: 1 on host 0 .*, 2 on host 2 ")
+            self.assertRegex(end, r"; timed out waiting for host 1 \(.*\) to start$")
 
     def test_one_does_not_come(self):
         ends = meet_all(self.addresses, {0: {}, 2: {}}, timeout=2.0)
@@ -112,19 +120,23 @@ class RendezvousTest(parameterized.TestCase):
         self.assertEqual(SUCCESS, ends[1])
 
     @parameterized.parameters(
-        (b'{"host": 1, "settings": 5, "nonce": ""}', ""),
+        (b'{"host": 1, "settings": 5}', ""),
         (b'{"host": 1, "settings": {"a": ' + b"[" * 100_000, ""),
-        (b'{"host": 7, "settings": {}, "nonce": "x"}', "the cluster has no other host 7"),
+        (b'{"host": 7, "settings": {}}', "the cluster has no other host 7"),
     )
     def test_a_host_of_the_job_that_talks_nonsense(self, content, answer):
         ends = []
 
         def talk() -> None:
-            with connected(self.ports[0]) as peer:
-                nonce = peer.recv(100).split()[1]
-                proof = hmac.new(b"token", nonce + content, "sha256").hexdigest().encode()
-                peer.sendall(proof + b" " + content + b"\n")
-                ends.append(peer.recv(1000).decode())
+            with connected(self.ports[0]) as peer, connection.Connection(peer.detach()) as chief:
+                chief.send_bytes(bytes(32))
+                known = b"tfcdo host " + chief.recv_bytes()
+                chief.send_bytes(hmac.digest(b"token", known, "sha256"))
+                chief.recv_bytes()
+                chief.send_bytes(content)
+                ends.append("")
+                with contextlib.suppress(EOFError):
+                    ends[:] = [chief.recv_bytes().decode()]
             meet_all(self.addresses[:2], {1: {}}, tokens={1: "token"})
 
         thread = threading.Thread(target=talk, daemon=True)
@@ -204,8 +216,8 @@ def connected(port: int) -> Iterator[socket.socket]:
     """Connects to a port of this machine as soon as somebody listens there."""
     for _ in range(100):
         with contextlib.suppress(ConnectionRefusedError):
-            with socket.create_connection(("127.0.0.1", port), 10.0) as connection:
-                yield connection
+            with socket.create_connection(("127.0.0.1", port)) as peer:
+                yield peer
             return
         time.sleep(0.05)
     raise TimeoutError(port)

@@ -17,19 +17,19 @@ from absl.testing import absltest
 from cli_testing import run_tfcdo
 
 from tfcdo import wakeup
-from tfcdo.cluster import blackbox, config, progress
+from tfcdo.cluster import config, progress
 from tfcdo.doctor import blackbox as black_boxes
 
 _TASKS = tuple(config.ClusterTask("worker", host, f"{'abc'[host]}:{host + 1}") for host in range(3))
 _CLUSTER = config.Cluster(_TASKS, 0)
 _HOSTS = [_CLUSTER.name(host) for host in range(3)]
-_KIND = blackbox.KindOfCollectives("all-reduce of 2 values (f[2], f[3])", "0123456789abcdef", 3)
+_KIND = progress.KindOfCollectives("all-reduce of 2 values (f[2], f[3])", "0123456789abcdef", 3)
 
 
 def made_box(host, *entries, reason="time-out", hosts=_HOSTS):
     """A box of one kind: entries are (number, entered, left)."""
-    listed = [blackbox.Entry("k", *entry) for entry in entries]
-    return blackbox.Box(host, hosts, reason, 100.0, {"k": _KIND}, listed)
+    listed = [progress.Entry("k", *entry) for entry in entries]
+    return progress.Box(host, hosts, reason, 100.0, {"k": _KIND}, listed)
 
 
 class BlackBoxTest(absltest.TestCase):
@@ -110,24 +110,24 @@ class BlackBoxTest(absltest.TestCase):
             last = progress.Collectives(numbers, entered, left)
             self.enter_context(mock.patch.object(kind, "last", return_value=last))
             kinds.append(kind)
-        box = blackbox.record(_CLUSTER, kinds, "a reason")
+        box = progress.record(_CLUSTER, kinds, "a reason")
         expected = [
-            blackbox.Entry("ab"[half], number, number + half / 2, number + half / 2 + 0.25)
+            progress.Entry("ab"[half], number, number + half / 2, number + half / 2 + 0.25)
             for number in range(700, 1200)
             for half in (0, 1)
         ]
-        expected[-1] = blackbox.Entry("b", 1199, 1199.5, None)
+        expected[-1] = progress.Entry("b", 1199, 1199.5, None)
         self.assertEqual(expected, box.entries)
         with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
-            blackbox.write(box)
+            progress.write_box(box)
         path = self.folder / "blackbox" / f"host0-{os.getpid()}.json"
         self.assertIn(f"the last 1000 collectives are in {path}", logs.output[0])
-        self.assertEqual(box, blackbox.read(path))
+        self.assertEqual(box, progress.read_box(path))
 
     def test_a_folder_that_cannot_be_written(self):
         (self.folder / "blackbox").write_text("a file")
         with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
-            blackbox.write(made_box(0))
+            progress.write_box(made_box(0))
         self.assertIn("the black box could not be written", logs.output[0])
 
 
@@ -140,33 +140,33 @@ class SignalTest(absltest.TestCase):
         self.addCleanup(signal.set_wakeup_fd, signal.set_wakeup_fd(-1))
 
     def test_asks_once(self):
-        self.assertFalse(blackbox.asked())
-        blackbox.listen()
-        blackbox.listen()
-        self.assertFalse(blackbox.asked())
+        self.assertFalse(progress.asked())
+        progress.listen()
+        progress.listen()
+        self.assertFalse(progress.asked())
         os.kill(os.getpid(), signal.SIGUSR1)
-        self.assertTrue(blackbox.asked())
-        self.assertFalse(blackbox.asked())
+        self.assertTrue(progress.asked())
+        self.assertFalse(progress.asked())
 
     def test_other_users_of_signals_stay(self):
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer)
-        blackbox.listen()
+        progress.listen()
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(0.01)
         self.assertEqual(bytes([signal.SIGUSR1]), os.read(reader, 10))
-        self.assertTrue(blackbox.asked())
+        self.assertTrue(progress.asked())
 
     def test_a_handler_of_the_user_stays(self):
         handler = mock.Mock()
         signal.signal(signal.SIGUSR1, handler)
-        blackbox.listen()
+        progress.listen()
         self.assertIs(handler, signal.getsignal(signal.SIGUSR1))
-        self.assertFalse(blackbox.asked())
+        self.assertFalse(progress.asked())
 
     def test_another_thread_leaves_signals_alone(self):
-        thread = threading.Thread(target=blackbox.listen)
+        thread = threading.Thread(target=progress.listen)
         thread.start()
         thread.join()
         self.assertEqual(signal.SIG_DFL, signal.getsignal(signal.SIGUSR1))

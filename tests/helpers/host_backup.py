@@ -2,16 +2,14 @@
 
     tfcdo launch --workers 2 host_backup.py FOLDER FAULT ...
 
-The first fault is the first run's, and so on: a signal to the last host. After "SIGKILL,0" host 0
-has lost its memory, as on a new machine. With "outer" before them, hosts train alone between
-exchanges after each fourth batch. Each batch has a snapshot, each epoch a backup.
+The first fault is the first run's, and so on: a signal to the last host. With "outer" before them,
+hosts train alone between exchanges after each fourth batch. Each batch has a backup.
 """
 
 from __future__ import annotations
 
 import os
 import pathlib
-import shutil
 import signal
 import sys
 import time
@@ -26,7 +24,7 @@ import tfcdo
 import tfcdo.keras
 from tfcdo import environment, strategies
 from tfcdo.exchange import DiLoCo
-from tfcdo.keras import backup_folder, host_exchange
+from tfcdo.keras import training_state
 
 _FAULT_BATCHES = (3, 7, 10)  # Counted over all epochs.
 _STEPS, _EPOCHS, _BATCH = 6, 2, 8
@@ -52,11 +50,8 @@ class _Fault(keras.callbacks.Callback):
 
 def main(folder: str, *faults: str) -> None:
     """Trains, and saves all values of this host's replicas."""
-    memory = pathlib.Path(folder, "memory")
-    memory.mkdir(exist_ok=True)
-    mock.patch.object(backup_folder, "_MEMORY", memory).start()
     mock.patch.object(strategies, "_HEARTBEAT_SECONDS", 100.0).start()
-    mock.patch.object(host_exchange, "_CHUNK", 4096).start()  # A backup has several.
+    mock.patch.object(training_state, "_CHUNK", 4096).start()  # A backup has several.
     outer = None
     if faults[:1] == ("outer",):  # Two updates are four batches.
         outer, faults = DiLoCo(2), faults[1:]
@@ -80,11 +75,7 @@ def main(folder: str, *faults: str) -> None:
         model.compile(adam, "mse", metrics=["mae"], run_eagerly=True)
     drawn = np.random.default_rng(0)
     arrays = drawn.normal(size=[45, 4]), drawn.normal(size=[45, 1])
-    if run and f",{host}" in faults[run - 1]:
-        for lost in memory.glob(f"*-host-{host}"):
-            print(f"host {host} has lost {len(list(lost.glob('epoch-*')))} snapshots", flush=True)
-            shutil.rmtree(lost)
-    backup = tfcdo.keras.BackupAndRestore(pathlib.Path(folder, "backup"), snapshot_every=1)
+    backup = tfcdo.keras.BackupAndRestore(pathlib.Path(folder, "backup"), save_freq=1)
 
     def tell(logs: Any) -> None:
         epoch, batch = backup._progress.position
@@ -92,7 +83,7 @@ def main(folder: str, *faults: str) -> None:
 
     callbacks = [backup, keras.callbacks.LambdaCallback(on_train_begin=tell)]
     if host == 1 and run < len(faults):
-        callbacks.append(_Fault(faults[run].partition(",")[0], _FAULT_BATCHES[run]))
+        callbacks.append(_Fault(faults[run], _FAULT_BATCHES[run]))
     history = model.fit(
         tfcdo.keras.resumable_dataset(arrays, _BATCH, seed=1),
         steps_per_epoch=_STEPS,

@@ -23,7 +23,7 @@ from host_wire import other_strategy
 
 import tfcdo
 from tfcdo import tf_internals
-from tfcdo.cluster import agreement, errors, protocol, session
+from tfcdo.cluster import protocol, session
 from tfcdo.plan import copy_tree, decide, packing
 from tfcdo.topology import detection, measurement
 from tfcdo.topology.presets import preset
@@ -127,11 +127,11 @@ def _disagreeing(case: str, pattern: str) -> Iterator[None]:
     with (
         mock.patch.object(session, "_current", apart),
         mock.patch.object(protocol, "GRACE", 0.2),
-        mock.patch.object(agreement, "_POLL", 0.1),
+        mock.patch.object(session, "_POLL", 0.1),
     ):
         try:
             yield
-        except errors.DisagreementError as error:
+        except protocol.DisagreementError as error:
             assert re.search(pattern, str(error)), (case, pattern, str(error))
         else:
             raise AssertionError(f"{case}: it did not raise")
@@ -161,7 +161,20 @@ def _refused_steps(strategy: Any, is_chief: bool) -> None:
         value = _per_replica(other, lambda replica: tf.ones([3]))
         other.extended.batch_reduce_to(_SUM if is_chief else _MEAN, [(value, value)])
 
+    def size_known_on_one_host(other: Any) -> None:
+        signature = [tf.TensorSpec([3] if is_chief else [None])]
+
+        @tf.function(input_signature=signature, autograph=False)
+        def step(value: tf.Tensor) -> Any:
+            def on_replica(own: tf.Tensor) -> tf.Tensor:
+                return tf.distribute.get_replica_context().all_reduce(_SUM, own)
+
+            return other.run(on_replica, [value])
+
+        step(tf.ones([3]))
+
     cases = {
+        "size": (size_known_on_one_host, r"values, element 0 of 1: f\S*\[(3|\?)\] on host \d"),
         "packing": (packed_otherwise, r"packs, element \d of \d: \d+ elements on CPU:"),
         "SUM and MEAN": (another_op, "mean over: (None.* 4|4.* None)"),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from simulated_hosts import ALL, HEARTBEAT_SECONDS, Folder, Process
+from simulated_hosts import ALL, HEARTBEAT_SECONDS, Process
 
 if TYPE_CHECKING:
     from simulator import World
@@ -14,8 +14,6 @@ FAULTS = (
     "kill",
     "kill",
     "kill both",
-    "lose machine",
-    "away",
     "stop",
     "notice",
     "notice",
@@ -50,16 +48,11 @@ def inject(world: World, kind: str) -> None:
         for touched in alive if everyone else [process]:
             touched.is_touched = True
     world.log.append(f"{world.now:.2f} {kind} host {process.host} ({process.phase})")
-    if kind in ("kill", "kill both", "lose machine", "away"):
+    if kind in ("kill", "kill both"):
         killed = alive[:2] if kind == "kill both" else [process]
         for victim in killed:
             victim.is_victim = True
             world.end(victim, 137)
-        if kind == "lose machine":
-            world.memories[process.host].files.clear()
-        if kind == "away":  # The victim's until the run after the next one, others for good.
-            world.away[process.host] = world.memories[process.host], world.last_number + 1
-            world.memories = [Folder() for _ in range(world.hosts)]
     elif kind == "stop":
         world.stop_process(process)
         world.after(world.delay(40.0), world.resume_process, process)
@@ -90,7 +83,6 @@ def inject(world: World, kind: str) -> None:
             if old.cluster is not None:
                 news = draw() * HEARTBEAT_SECONDS
                 world.after(news, world.break_up, old.cluster)
-        world.memories = [Folder() for _ in range(world.hosts)]
         world.start_job()
 
 

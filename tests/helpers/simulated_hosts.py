@@ -1,8 +1,8 @@
 """Made-up processes, sockets, servers and folders, on which `simulator` runs the cluster's rules.
 
 They stand for: processes, sockets, TensorFlow's servers, its key-value store, which ends with the
-chief, and its collectives, a shared folder, each machine's memory, and guards. More is allowed than
-in TensorFlow: any process at a host's address may connect to the chief.
+chief, and its collectives, a shared folder, and guards. More is allowed than in TensorFlow: any
+process at a host's address may connect to the chief.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Folder:
         self.writing: set[str] = set()
         self.files: dict[tuple[int, int], tuple[str, State, bool]] = {}  # By name: run, whole.
 
-    def newest(self) -> tuple[protocol.Position, State] | None:
-        for name in sorted(self.files, reverse=True):
+    def newest(self, is_stale: bool) -> tuple[protocol.Position, State] | None:
+        for name in sorted(self.files, reverse=True)[is_stale:]:
             run, state, is_whole = self.files[name]
             if is_whole:
                 return (*name, run), state
@@ -153,7 +153,7 @@ class Process:
         world.start(self, self.listen())
         yield from self.restore()
         first = self.state.batches
-        saved = 0  # What was restored may be in one machine's memory only.
+        saved = 0  # Only one host may see what was restored.
         for call in range(1, world.steps - first + 1):
             yield world.delay(0.2)
             if not (yield from self.may_begin(call)):
@@ -166,10 +166,9 @@ class Process:
             yield world.delay(world.step_seconds)
             yield from self.collective(STEP, self.state)
             self.state = State(self.state.batches + 1, (*self.state.runs, self.membership))
-            if world.snapshots or self.state.batches % 2 == 0:
-                to_disk = self.state.batches % 2 == 0
-                yield from self.save(to_disk)
-                saved = self.state.batches if to_disk else saved
+            if self.state.batches % 2 == 0:
+                yield from self.save()
+                saved = self.state.batches
             if self.state.batches < world.steps and (yield from self.must_leave(call)):
                 yield from self.leave_with_backup(saved)
         # The training is complete: what begins after it does not wait for this host.
@@ -342,7 +341,7 @@ class Process:
         return [slot[host][1] for host in range(world.hosts)]
 
     def wait(self, ready: Callable[[], bool], signal: list[Any], news_after: float) -> Run:
-        """Waits for other hosts, as `Agreement` and `Watch` do."""
+        """Waits for other hosts, as `Session` and `Watch` do."""
         world = self.world
         start = world.now
         wait = world.rules.Wait(COLLECTIVE_SECONDS, news_after)
@@ -377,7 +376,7 @@ class Process:
             place += 1
 
     def number(self, kind: dict[str, Any]) -> Run:
-        """Agrees on the number of a kind, as `Agreement` does."""
+        """Agrees on the number of a kind, as `Session` does."""
         if kind is STEP and self.world.bug == ("program", self.host):
             kind = {"what": "another step"}
         if kind["what"] in self.numbers:
@@ -413,7 +412,7 @@ class Process:
         return number
 
     def leave(self, error: Exception | None) -> Run:
-        """Tells the other hosts that this program ends, as `Agreement.leave` does."""
+        """Tells the other hosts that this program ends, as `Session.leave` does."""
         self.phase = "leaves"
         try:
             yield from self.set_once(f"left/{self.host}", "")
@@ -437,8 +436,8 @@ class Process:
             world.owner = self.run
         yield from self.collective(_GATHER, None)  # The chief has taken the folder.
         yield world.delay(0.1)
-        found = [backup for backup in (world.disk.newest(), self.memory.newest()) if backup]
-        own = max(found, key=lambda backup: backup[0], default=None)
+        # A host's file system may not be up to date.
+        own = world.disk.newest(world.is_stale and world.draw() < 0.5)
         positions = yield from self.collective(_GATHER, own and own[0])
         choice = rules.choose(positions)
         world.check_choice(self, choice, positions)
@@ -450,31 +449,21 @@ class Process:
         else:
             assert own is not None
             self.state = own[1]
-        self.memory.keep(choice.position[:2])
         if self.host == 0:
             world.disk.keep(choice.position[:2])
 
-    @property
-    def memory(self) -> Folder:
-        return self.world.memories[self.host]
-
-    def save(self, to_disk: bool) -> Run:
+    def save(self) -> Run:
         yield from self.finish_writing()
-        folders = [self.world.disk] if to_disk and self.host == 0 else []
-        folders += [self.memory] if self.world.snapshots else []
-        if folders:
+        if self.host == 0:
             self.writing = True
-            self.world.start(self, self.write(folders, self.state))
+            self.world.start(self, self.write((0, self.state.batches)))
 
-    def write(self, folders: list[Folder], state: State) -> Run:
-        name = (0, state.batches)
-        for folder in folders:
-            if folder is not self.world.disk:
-                folder.files[name] = self.run, state, True
-            elif not (yield from self.operate(self.world.rules.add_backup(self.run), folder, name)):
-                self.is_touched = True
-                raise ProcessExit(1)  # Another job has the folder.
-            folder.keep()
+    def write(self, name: tuple[int, int]) -> Run:
+        world = self.world
+        if not (yield from self.operate(world.rules.add_backup(self.run), world.disk, name)):
+            self.is_touched = True
+            raise ProcessExit(1)  # Another job has the folder.
+        world.disk.keep()
         self.writing = False
         self.world.fire(self.wakeup)
 
@@ -560,7 +549,7 @@ class Process:
         world = self.world
         self.enter("leaves with a backup")
         if saved != self.state.batches:
-            yield from self.save(True)
+            yield from self.save()
         yield from self.finish_writing()
         yield from self.set_once(f"written/{self.host}", "")
         while not world.rules.may_end(f"written/{h}" in self.store.values for h in (0,)):

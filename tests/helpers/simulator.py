@@ -117,7 +117,7 @@ class World:
         self.hosts = 2 + int(draw() * 2.3)
         self.is_one_machine = draw() < 0.5
         self.steps = 3 + int(draw() * 3)
-        self.snapshots = draw() < 0.4
+        self.is_stale = draw() < 0.4
         self.late = 1 + int(draw() * (self.hosts - 1)) if draw() < 0.3 else None
         self.step_seconds = (0.1, 1.0, 4.0)[int(draw() * 3)]
         self.disk_delay = 3.0 if draw() < 0.2 else 0.05
@@ -131,9 +131,7 @@ class World:
         self.memberships: dict[str, list[Process]] = {}
         self._faults = simulated_faults.draw_faults(draw)
         self.disk = Folder()
-        self.memories = [Folder() for _ in range(self.hosts)]
         self.owner = ""
-        self.away: dict[int, tuple[Folder, int]] = {}
         self.clusters: dict[int, Cluster] = {}
         self.workers: dict[tuple[int, int], Process] = {}
         self.launchers: list[Launcher] = []
@@ -233,8 +231,6 @@ class World:
 
     def start_worker(self, host: int, launcher: Launcher) -> Process:
         process = Process(self, host, launcher.job)
-        if host in self.away and self.last_number >= self.away[host][1]:
-            self.memories[host] = self.away.pop(host)[0]
         process.launcher = launcher
         process.index = launcher.workers.index(host)  # type: ignore[attr-defined]
         self.workers[host, launcher.job] = process

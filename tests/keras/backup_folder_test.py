@@ -20,7 +20,7 @@ from absl.testing import parameterized
 
 import tfcdo.keras
 from tfcdo import log
-from tfcdo.keras import backup_folder, data_order, host_exchange
+from tfcdo.keras import backup_folder, data_order
 
 _ARRAYS: dict[str, np.ndarray] = {"v0": np.arange(5, dtype=np.float32), "v1": np.array(3, np.int64)}
 
@@ -32,7 +32,7 @@ class BackupFolderTest(parameterized.TestCase):
 
     def folder(self) -> backup_folder.BackupFolder:
         folder = backup_folder.BackupFolder(self.path)
-        folder.take("training")
+        folder.take()
         return folder
 
     def newest(self, folder: backup_folder.BackupFolder) -> backup_folder.Backup:
@@ -53,7 +53,6 @@ class BackupFolderTest(parameterized.TestCase):
         self.assertEqual((backup.position, backup.header), ((1, 0), {"position": [1, 0]}))
         for name, array in _ARRAYS.items():
             np.testing.assert_array_equal(backup.arrays[name], array)
-        self.assertEqual(folder.training(), "training")
         folder.remove()
         self.assertFalse(self.path.exists())
 
@@ -103,7 +102,7 @@ class BackupFolderTest(parameterized.TestCase):
     def test_a_half_written_one_is_not_seen_and_removed(self):
         folder = self.write((0, 1))
         killed = SystemExit("killed")  # Nothing is cleaned up: no OSError.
-        with mock.patch.object(folder, "_sync", side_effect=killed), self.assertRaises(SystemExit):
+        with mock.patch.object(os, "fsync", side_effect=killed), self.assertRaises(SystemExit):
             folder.write((0, 2), {}, _ARRAYS)
         [left] = self.path.glob("writing-*")
         self.assertGreater(left.stat().st_size, 0)
@@ -129,14 +128,14 @@ class BackupFolderTest(parameterized.TestCase):
 
     def test_a_job_that_takes_the_folder_amid_a_write(self):
         first = self.write((0, 1))
-        save = host_exchange.save
+        save = backup_folder._save
 
         def slow(*arguments: Any) -> None:
             save(*arguments)
             self.folder()
 
         with (
-            mock.patch.object(host_exchange, "save", slow),
+            mock.patch.object(backup_folder, "_save", slow),
             self.assertRaisesRegex(RuntimeError, "another job uses backup_dir"),
         ):
             first.write((0, 2), {}, _ARRAYS)
@@ -171,16 +170,10 @@ class BackupFolderTest(parameterized.TestCase):
             first.write((0, 3), {}, _ARRAYS)
         self.assertEqual(self.newest(second).position, (0, 2))
 
-    def test_an_unreadable_owner(self):
-        folder = self.write((0, 1))
-        (self.path / "training.json").write_text("{")
-        with self.assertRaisesRegex(RuntimeError, "an unreadable training.json: .*remove that"):
-            folder.training()
-
     @parameterized.parameters(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.bool_, np.float16)
     def test_dtypes_keep_their_bits(self, dtype: type):
         array: np.ndarray = np.array([[1, 0, 2]], dtype)
-        packed = host_exchange.unpack(host_exchange.pack({"x": array}))["x"]
+        packed = backup_folder.unpack(backup_folder.pack({"x": array}))["x"]
         self.assertEqual(packed.view(dtype).tobytes(), array.tobytes())
         self.assertEqual(packed.shape, array.shape)
 

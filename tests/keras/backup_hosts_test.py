@@ -1,4 +1,4 @@
-"""Two hosts, one of which gets a SIGTERM, is killed and replaced: both end as undisturbed."""
+"""Two hosts, one of which gets a SIGTERM and is killed: both end as undisturbed."""
 
 from __future__ import annotations
 
@@ -27,24 +27,19 @@ class BackupHostsTest(tf.test.TestCase):
         self.assertEqual(result.returncode, 0, result.stderr)
         return folder, result
 
-    def test_a_preempted_host_and_two_new_machines(self):
+    def test_a_preempted_host_that_is_killed_twice(self):
         plain, _ = self.launch()
-        # After the SIGTERM there are no snapshots: all go on from the backup that it has caused.
-        disturbed, result = self.launch("SIGTERM,0,1", "SIGKILL,1", "SIGKILL,0")
+        disturbed, result = self.launch("SIGTERM", "SIGKILL", "SIGKILL")
         self.assertIn("starting all workers again, as asked after a backup", result.stderr)
         # Only the kills are failures.
         self.assertIn("worker 1 failed: exit status 137 (SIGKILL)", result.stderr)
         self.assertIn("starting all workers again (restart 2 of 2)", result.stderr)
         self.assertRegex(result.stdout, "run 1 goes on after batch [45]\n")
-        # Each new machine gets the snapshot of the other host; the last may not be complete when
-        # all are killed.
+        # The last backup may not be complete when all are killed.
         self.assertRegex(result.stdout, "run 2 goes on after batch [67]\n")
         self.assertRegex(result.stdout, "run 3 goes on after batch (9|10)\n")
-        for host in 0, 1:
-            self.assertRegex(result.stdout, f"host {host} has lost [1-3] snapshots")
         self.assertIn("run 3 began in epoch 1", result.stdout)
         self.assertFalse((disturbed / "backup").exists())
-        self.assertEmpty(list((disturbed / "memory").iterdir()))
         for host in 0, 1:
             expected = np.load(plain / f"host-{host}.npz")
             actual = np.load(disturbed / f"host-{host}.npz")
@@ -53,7 +48,7 @@ class BackupHostsTest(tf.test.TestCase):
 
     def test_a_host_is_killed_between_exchanges(self):
         plain, _ = self.launch("outer")
-        disturbed, result = self.launch("outer", "SIGKILL,1")
+        disturbed, result = self.launch("outer", "SIGKILL")
         self.assertRegex(result.stdout, "run 1 goes on after batch [23]\n")
         for host in 0, 1:
             expected = np.load(plain / f"host-{host}.npz")

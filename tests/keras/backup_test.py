@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-import json
 import os
 import pathlib
 import re
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 from typing import Any
@@ -257,85 +255,6 @@ class ReportTest(BackupTestCase):
         self.assertFalse(self.folder.exists())
 
 
-class SnapshotTest(BackupTestCase):
-    def test_a_clock_that_jumps_leaves_the_own_snapshots(self):
-        memory = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        self.enter_context(mock.patch.object(backup_folder, "_MEMORY", memory))
-        options: dict[str, Any] = {"save_freq": 6, "snapshot_every": 1}
-        self.interrupted(11, self.backup(**options))
-        # As after a restart: the process that has written them is not there any more.
-        [owner] = memory.glob("*/training.json")
-        ended = subprocess.Popen(["true"])
-        ended.wait()
-        owner.write_text(json.dumps(json.loads(owner.read_text()) | {"process": ended.pid}))
-        later = time.time() + 24 * 3600 + 60
-        with mock.patch.object(time, "time", return_value=later):
-            training = _Training(self.backup(**options), _First(self, 11))
-        self.assert_bitwise_equal(_undisturbed(), training)
-
-    def test_snapshots_are_newer_than_backups(self):
-        memory = self.enter_context(tempfile.TemporaryDirectory())
-        self.enter_context(mock.patch.object(backup_folder, "_MEMORY", pathlib.Path(memory)))
-        options = {"save_freq": 6, "snapshot_every": 1}
-        undisturbed = _undisturbed()
-        self.interrupted(11, self.backup(**options))
-        self.assertLen(list(pathlib.Path(memory).iterdir()), 1)
-        self.assertEqual(
-            self.names(), ["epoch-00000-batch-00000006.npz", "progress", "training.json"]
-        )
-        training = _Training(self.backup(**options), _First(self, 11))
-        self.assert_bitwise_equal(undisturbed, training)
-        self.assertEmpty(list(pathlib.Path(memory).iterdir()))
-        # Snapshots of a training whose folder is gone are of no use.
-        self.interrupted(4, self.backup(**options))
-        self.assertTrue(list(pathlib.Path(memory).glob("*/epoch-*")))
-        shutil.rmtree(self.folder)
-        self.interrupted(1, self.backup(**options), _First(self, 0))
-
-    def test_snapshots_of_jobs_that_are_gone(self):
-        memory = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        self.enter_context(mock.patch.object(backup_folder, "_MEMORY", memory))
-        ended = subprocess.Popen(["true"])
-        ended.wait()
-
-        def leave(job: str, host: int, process: int, days: float) -> pathlib.Path:
-            folder = backup_folder.in_memory(pathlib.Path(job), host).path
-            folder.mkdir()
-            (folder / "training.json").write_text(json.dumps({"process": process}))
-            os.utime(folder, (time.time() - days * 24 * 3600,) * 2)
-            return folder
-
-        abandoned = leave("x", 0, ended.pid, 2)
-        left = leave(str(self.folder), 1, ended.pid, 0.5)  # A host that is no longer there.
-        kept = [
-            leave("x", 1, os.getpid(), 2),
-            leave("y", 0, ended.pid, 0.5),
-            leave(str(self.folder), 2, os.getpid(), 2),
-        ]
-        self.interrupted(1, self.backup(snapshot_every=1), exact=False)
-        own = backup_folder.in_memory(self.folder, 0).path
-        self.assertEqual(own.stat().st_mode & 0o777, 0o700)
-        self.assertFalse(abandoned.exists())
-        self.assertTrue(left.exists())
-        _Training(self.backup(snapshot_every=1), exact=False)
-        self.assertCountEqual(memory.iterdir(), kept)
-
-    def test_unusable_snapshots_are_left_out(self):
-        memory = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        self.enter_context(mock.patch.object(backup_folder, "_MEMORY", memory))
-        self.interrupted(9, self.backup(snapshot_every=1), exact=False)
-        [owner] = memory.glob("*/training.json")
-        owner.write_text("")  # The memory was full.
-        with self.assertLogs(level="WARNING") as logs:
-            _Training(self.backup(snapshot_every=1), exact=False)
-        self.assertRegex("".join(logs.output), "backups in memory are not used: .* unreadable")
-        with (
-            mock.patch.object(backup_folder, "_MEMORY", memory / "missing"),
-            self.assertRaisesRegex(RuntimeError, "snapshot_every needs .* a folder in memory"),
-        ):
-            _Training(self.backup(snapshot_every=1), exact=False)
-
-
 class _First(keras.callbacks.Callback):
     """Asserts after which batch training goes on, by the optimizer's count of updates."""
 
@@ -435,7 +354,7 @@ class BadInputTest(BackupTestCase):
         ({"backup_dir": ""}, ValueError, "backup_dir must be the path of a folder; got ''"),
         ({"save_freq": "batch"}, ValueError, 'save_freq must be "epoch" or a number; got'),
         ({"save_freq": 0}, ValueError, "save_freq must be at least 1"),
-        ({"snapshot_every": 1.5}, TypeError, "snapshot_every must be an int"),
+        ({"save_freq": 1.5}, TypeError, "save_freq must be an int"),
     )
     def test_arguments(self, arguments: dict[str, Any], error: type, message: str):
         with self.assertRaisesRegex(error, message):

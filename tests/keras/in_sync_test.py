@@ -20,7 +20,7 @@ from keras_training import (
 )
 
 import tfcdo.keras
-from tfcdo.training import digests
+from tfcdo.training import models
 
 
 def _break(model: keras.Model, variable: str, replica: int) -> None:
@@ -37,7 +37,7 @@ class ComparisonTest(TrainingTestCase):
     @parameterized.parameters(("kernel", 2), ("bias_momentum", 1))
     def test_names_variable_replica_and_difference(self, variable, replica):
         model = trained_eagerly(3, lambda: keras.optimizers.SGD(0.1, momentum=0.5), steps=1)
-        comparison = digests.WeightComparison(model)
+        comparison = models.WeightComparison(model)
         self.assertIsNone(comparison.difference())
         _break(model, variable, replica)
         self.assertRegex(
@@ -50,7 +50,7 @@ class ComparisonTest(TrainingTestCase):
         with strategy_of(3).scope():
             model = model_of(dense_layers, "adam")
             model.optimizer.build(model.trainable_variables)
-        digests_of_all = digests.WeightComparison(model)._digests.get_concrete_function()
+        digests_of_all = models.WeightComparison(model)._digests.get_concrete_function()
         (gathered,) = [
             op.outputs[0] for op in digests_of_all.graph.get_operations() if op.type == "ConcatV2"
         ]
@@ -67,7 +67,7 @@ class ComparisonTest(TrainingTestCase):
         moving = model.non_trainable_variables[0].value
         own = [copy.numpy() for copy in strategy.experimental_local_results(moving)]
         self.assertNotAllClose(own[0], own[1])
-        self.assertIsNone(digests.WeightComparison(model).difference())
+        self.assertIsNone(models.WeightComparison(model).difference())
 
 
 class FitTest(TrainingTestCase):
@@ -118,22 +118,22 @@ class DigestTest(tf.test.TestCase, parameterized.TestCase):
     def test_any_change_shows(self, dtype):
         generator = np.random.default_rng(0)
         values = tf.cast(generator.integers(0, 2, [3, 40]), dtype)
-        seen = {int(digests.digest(values))}
-        self.assertEqual(seen, {int(digests.digest(tf.identity(values)))})
+        seen = {int(models.digest(values))}
+        self.assertEqual(seen, {int(models.digest(tf.identity(values)))})
         flipped = values.numpy()
         for row, column in ((0, 0), (1, 7), (2, 39)):  # One by one, and together.
             flipped[row, column] = 1 - flipped[row, column]
-            seen.add(int(digests.digest(tf.constant(flipped))))
-        seen.add(int(digests.digest(tf.reverse(values, [1]))))
+            seen.add(int(models.digest(tf.constant(flipped))))
+        seen.add(int(models.digest(tf.reverse(values, [1]))))
         self.assertLen(seen, 5)
 
     def test_small_changes_do_not_cancel(self):
         bits = np.arange(1 << 20, dtype=np.int32)
-        expected = int(digests.digest(tf.constant(bits)))
+        expected = int(models.digest(tf.constant(bits)))
         for first, second in ((3, -1), (5, -1), (1, -1), (7, -5)):
             changed = bits.copy()
             changed[[0, 1]] += [first, second]
-            self.assertNotEqual(expected, int(digests.digest(tf.constant(changed))))
+            self.assertNotEqual(expected, int(models.digest(tf.constant(changed))))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from cli_testing import run_tfcdo
 import tfcdo
 from tfcdo import log
 from tfcdo.execute.interpreter import Planned
-from tfcdo.keras import trace_summary
+from tfcdo.keras import callbacks
 from tfcdo.plan.plan import Plan
 from tfcdo.tracing import edges, profile, recording
 from tfcdo.tracing.profile import Event
@@ -325,7 +325,7 @@ class TraceSummaryTest(parameterized.TestCase):
         error = tf.errors.AlreadyExistsError(None, None, "another profiler")
         log.warn_once.cache_clear()
         with (
-            mock.patch.object(trace_summary.Profiler, "start", side_effect=error),
+            mock.patch.object(callbacks.Profiler, "start", side_effect=error),
             self.assertLogs(level="WARNING") as logged,
         ):
             callback.on_epoch_begin(0)

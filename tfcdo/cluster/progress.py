@@ -1,13 +1,25 @@
-"""Progress of the collectives of this process: how often and when each kind is entered and left."""
+"""Progress of the collectives of this process: how often and when each kind is entered and left.
+
+The last ones are written to a file, the black box, for `tfcdo doctor --blackbox`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
+from absl import logging
 
-from tfcdo.cluster import agreement
+from tfcdo import cache_folder, wakeup
+from tfcdo.cluster import config, protocol
 
 # Collectives of each kind whose times are kept, and uses of it if it has many packs.
 KEPT = 1000
@@ -42,7 +54,7 @@ class Kind:
     """A kind of collectives, its events at the last look, and when their number last changed."""
 
     name: str
-    description: agreement.Description
+    description: protocol.Description
     marks: EventCounter
     count: int = 0
     since: float = 0.0
@@ -54,7 +66,7 @@ class Kind:
 
     def place(self, count: int) -> str:
         """Names the collective that a host is in, which has counted this many events."""
-        return place(self.description["collectives"], count // 2, agreement.brief(self.description))
+        return place(self.description["collectives"], count // 2, protocol.brief(self.description))
 
     def last(self) -> Collectives:
         """Returns the last collectives of this process."""
@@ -70,3 +82,90 @@ def place(collectives: int, number: int, kind: str) -> str:
     """Names a collective: its pack, how often its kind was used by then, and the kind."""
     use, pack = divmod(number, collectives)
     return f"pack {pack + 1} of {collectives}, time {use + 1}, of the {kind}"
+
+
+class KindOfCollectives(msgspec.Struct, frozen=True):
+    """A kind of collectives: its words for a message, its plan's fingerprint, its packs."""
+
+    what: str
+    plan: str
+    collectives: int
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One collective: its kind, its number in it, and when it was entered and left, in seconds."""
+
+    kind: str
+    number: int
+    entered: float
+    left: float | None
+
+
+class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The last collectives of one host, oldest first."""
+
+    host: int  # Its number in `hosts`.
+    hosts: list[str]
+    reason: str
+    written: float  # In seconds, on this host's clock, as the entries' times.
+    kinds: dict[str, KindOfCollectives]
+    entries: list[Entry]
+
+
+def record(cluster: config.Cluster, kinds: Iterable[Kind], reason: str) -> Box:
+    """Returns this host's last collectives."""
+    entries, known = [], {}
+    for kind in kinds:
+        about = kind.description
+        known[kind.name] = KindOfCollectives(
+            protocol.brief(about), about.get("plan", ""), about["collectives"]
+        )
+        for number, entered, left in zip(*(column.tolist() for column in kind.last())):
+            entries.append(Entry(kind.name, number, entered, None if np.isnan(left) else left))
+    entries.sort(key=lambda entry: entry.entered)
+    hosts = [cluster.name(host) for host in range(len(cluster.tasks))]
+    return Box(cluster.index, hosts, reason, time.time(), known, entries[-KEPT:])
+
+
+def write_box(box: Box) -> None:
+    """Writes a file in the cache folder, and logs its path, or why there is none."""
+    try:
+        path = cache_folder.cache_folder() / "blackbox" / f"host{box.host}-{os.getpid()}.json"
+        cache_folder.write_whole(path, msgspec.json.encode(box))
+    except (OSError, RuntimeError) as error:
+        logging.warning("tfcdo: the black box could not be written: %s", error)
+        return
+    logging.warning(
+        "tfcdo: the last %d collectives are in %s; `tfcdo doctor --blackbox FILE...` with the "
+        "files of all hosts says which host stopped where",
+        *(len(box.entries), path),
+    )
+
+
+def read_box(path: pathlib.Path) -> Box:
+    """Reads a file that `write` wrote; raises a `ValueError` if it is another one."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Box)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is not a black box of tfcdo: {error}") from error
+
+
+def listen() -> None:
+    """Lets SIGUSR1 ask for the black box, even while the main thread waits inside TensorFlow."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    handler = signal.getsignal(signal.SIGUSR1)
+    if handler is signal.SIG_DFL:
+        wakeup.listen()
+        signal.signal(signal.SIGUSR1, _handle)
+    elif handler is not _handle:
+        logging.info("tfcdo: SIGUSR1 has a handler already, so it does not write the black box")
+
+
+def asked() -> bool:
+    """Returns whether SIGUSR1 has come since this was last asked."""
+    return wakeup.take(signal.SIGUSR1)
+
+
+def _handle(number: int, frame: object) -> None:
+    wakeup.note(number)

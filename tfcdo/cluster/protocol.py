@@ -1,7 +1,7 @@
 """The rules by which hosts decide together, and a launcher about its workers; nothing else.
 
 Events go in, with the time where it matters, and decisions come out. There are no sockets, threads,
-clocks, files or TensorFlow here: `rendezvous`, `agreement`, `watch`, `keras.preemption`,
+clocks, files or TensorFlow here: `rendezvous`, `session`, `watch`, `keras.preemption`,
 `keras.backup_folder` and `launch.supervisor` bring events and carry decisions out. A simulator,
 tests/helpers/simulator.py, runs the same rules on millions of schedules of faults.
 """
@@ -13,7 +13,7 @@ import hashlib
 import json
 import signal
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tfcdo import environment
 
@@ -21,6 +21,31 @@ Description = Mapping[str, Any]
 Settings = Mapping[str, Any]
 
 _MOST_DIFFERENCES = 3  # That a message names.
+
+
+class ClusterError(RuntimeError):
+    """Base of the errors between hosts: catch it to handle any of them.
+
+    Its subclasses say how the hosts failed: `DisagreementError`, `LateHostError` and
+    `RendezvousError`. The message names the host and the difference or the time-out.
+
+    Example:
+      >>> import tfcdo
+      >>> issubclass(tfcdo.ClusterError, RuntimeError)
+      True
+    """
+
+
+class DisagreementError(ClusterError):
+    """The hosts do not do the same; the message names the difference."""
+
+
+class LateHostError(ClusterError):
+    """A host did not come to a collective within the time-out; the message names it."""
+
+
+class RendezvousError(ClusterError):
+    """A host is missing, or the hosts have different settings; the message names them."""
 
 
 # Meeting: before TensorFlow starts, all hosts come to the chief, and all go on or none does.
@@ -68,7 +93,8 @@ class Meeting:
         """Returns None to wait, "" if all can go on, or why they cannot."""
         if self.missing and now <= self._deadline:
             return None
-        return self._problem or (f"timed out {self.waiting_for()}" if self.missing else "")
+        late = f"{LATE} {self.waiting_for()}" if self.missing else ""
+        return "; ".join(filter(None, (self._problem, late)))
 
     def waiting_for(self) -> str:
         """Names the hosts that are missing."""
@@ -87,6 +113,22 @@ def digest(description: Description) -> str:
     """Returns a short name for a description: equal for equal ones, on every host."""
     text = json.dumps(description, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Store(Protocol):
+    """A key-value store that all hosts share; a key is written once."""
+
+    def set(self, key: str, value: str) -> None:
+        """Writes a new key."""
+
+    def get(self, key: str, timeout: float) -> str | None:
+        """Waits up to `timeout` seconds for a key; returns its value, or None."""
+
+    def delete(self, key: str) -> None:
+        """Removes a key, so that it can be written again."""
+
+    def check_hosts(self, jobs: Mapping[str, int]) -> None:
+        """Raises an error if one of so many tasks of each job has ended; for the chief."""
 
 
 class Kinds:
@@ -172,7 +214,7 @@ class Wait:
         if reason is not None:
             return "fail", reason
         if waited >= self._timeout:
-            return "fail", f"{LATE}: {line()}"
+            return "fail", f"{LATE}: {line()}; {SAME_CALLS}"
         if waited >= self._next_line:
             self._next_line += LOG_AFTER
             return "say", line()
@@ -451,6 +493,12 @@ def _signal_of(status: int) -> str:
 
 # Words.
 
+SAME_CALLS = (
+    "all hosts must make the same calls, such as fit, evaluate, predict and save, on the same "
+    "number of batches"
+)
+_MAX_REASON = 500  # Characters of an error's message that others are told.
+
 
 def differences(left: Settings, left_name: str, right: Settings, right_name: str) -> str:
     """Says where two descriptions, JSON values by name, differ; of lists, in which element."""
@@ -474,3 +522,18 @@ def _difference(key: str, left: Any, left_name: str, right: Any, right_name: str
         index = next(i for i, pair in enumerate(zip(left, right)) if pair[0] != pair[1])
         key, left, right = f"{key}, element {index} of {len(left)}", left[index], right[index]
     return f"{key}: {left} on {left_name}, {right} on {right_name}"
+
+
+def describe_error(error: BaseException) -> str:
+    """Names an error in a message: its type and the beginning of its own message."""
+    return f"{type(error).__name__}: {str(error)[:_MAX_REASON]}"
+
+
+def brief(description: Description) -> str:
+    """Names a description in a message: its purpose, and a collective's first values."""
+    if "values" not in description:
+        return str(description.get("what", "collective"))
+    values = description["values"]
+    more = ", ..." if len(values) > 3 else ""
+    count = f"{len(values)} value{'' if len(values) == 1 else 's'}"
+    return f"{description.get('what', 'collective')} of {count} ({', '.join(values[:3])}{more})"

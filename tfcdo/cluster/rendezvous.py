@@ -5,9 +5,9 @@ cannot be interrupted, and a host that never comes is waited for without end. So
 meet here, at the chief's address: each says who it is and how it is set up, and all go on together,
 or all learn why not.
 
-The chief first sends a nonce. The other host's greeting begins with an HMAC over that nonce, and
-the answer with one over the host's own nonce; the key is the job's token. So nobody else is heard,
-and a process of another job that comes to the same port is not taken for one of this job.
+Both sides first prove with an HMAC over the other's nonce that they know the job's token. So nobody
+else is heard, and a process of another job that comes to the same port is not taken for one
+of this job.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import dataclasses
 import hmac
 import os
 import queue
-import re
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Mapping
-from multiprocessing import connection
-from typing import Any
+from multiprocessing import AuthenticationError, connection
+from multiprocessing.connection import Connection
 
 import msgspec
 from absl import logging
 
 from tfcdo import environment
 from tfcdo.cluster import config, protocol
-from tfcdo.cluster.errors import RendezvousError
+from tfcdo.cluster.protocol import RendezvousError
 
 Setting = str | int | float | bool | None | list[str]
 Settings = Mapping[str, Setting]  # By name; the same on all hosts.
@@ -40,27 +40,24 @@ _FIRST_LINE = 10.0  # Seconds until the log says who is waited for; then each mi
 _NEXT_LINES = 60.0
 _RETRY = 0.2
 _POLL = 0.1
-# How long one message may take, and how large it may be: strangers can send as well.
-_MESSAGE_SECONDS = 5.0
+# How long each part of a message may take, and how large one may be: strangers can send as well.
+_MESSAGE_SECONDS = 5
 _MAX_BYTES = 1 << 20
 _TOKEN = environment.CLUSTER_TOKEN
-_HELLO = re.compile(rb"tfcdo ([0-9a-f]{32})\n")
 
 
 class _Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Says who a host is, how it is set up, and the nonce that the answer must prove."""
+    """Says who a host is, and how it is set up."""
 
     host: int
     settings: dict[str, Setting]
-    nonce: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Arrival:
-    """A host that has come to the chief."""
+class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Says why hosts cannot go on, or else the name of their membership."""
 
-    peer: socket.socket
-    greeting: _Greeting
+    error: str
+    membership: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +68,6 @@ class _Job:
     settings: Settings
     token: str
     deadline: float
-
-
-class _ProofError(ValueError):
-    """The sender of a message does not know the job's token."""
 
 
 def meet(cluster: config.Cluster, settings: Settings, timeout: float, token: str) -> str:
@@ -111,76 +104,96 @@ def _lead(job: _Job, listener: socket.socket) -> str:
     membership = secrets.token_hex(8)
     names = [job.cluster.name(host) for host in range(len(job.cluster.tasks))]
     meeting = protocol.Meeting(names, job.settings, membership, job.deadline)
-    arrivals: dict[socket.socket, _Arrival] = {}
-    problem = _await_all(meeting, listener, arrivals, job.token)
+    problem = _await_all(meeting, listener, job.token)
     try:
         if not problem:
             for host in job.cluster.others:
                 _check_reachable(job.cluster, host)
     except RendezvousError as error:
         problem = str(error)
-    for arrival in arrivals.values():
-        _answer(arrival, problem, membership, job.token)
+    for peer in meeting.arrived.values():
+        _send(peer, _Answer(problem, membership))
     if problem:
         raise RendezvousError(problem)
     return membership
 
 
-def _await_all(
-    meeting: protocol.Meeting,
-    listener: socket.socket,
-    arrivals: dict[socket.socket, _Arrival],
-    token: str,
-) -> str:
+def _await_all(meeting: protocol.Meeting, listener: socket.socket, token: str) -> str:
     """Brings connections to the meeting until it decides."""
     lines = _Lines()
     hint = ""
-    new: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
+    new: queue.SimpleQueue[tuple[Connection, _Greeting] | None] = queue.SimpleQueue()
     while (problem := meeting.decide(time.monotonic())) is None:
         lines.log(meeting.waiting_for() + hint)
-        ready = connection.wait([listener, *arrivals], _POLL)
+        arrived = meeting.arrived.values()
+        ready = connection.wait([listener, *arrived], _POLL)
         if listener in ready:
             with contextlib.suppress(OSError):
                 peer, _ = listener.accept()
                 threading.Thread(target=_hear, args=(peer, token, new), daemon=True).start()
-        for peer in [peer for peer in arrivals if peer in ready]:
-            meeting.lose(peer)  # It has no more to say, so it has ended.
-            arrivals.pop(peer).peer.close()
+        for lost in [peer for peer in arrived if peer in ready]:
+            meeting.lose(lost)  # It has no more to say, so it has ended.
+            lost.close()
         while not new.empty():
             arrival = new.get()
             if arrival is None:
                 hint = f" (a host came that does not know this job's {_TOKEN})"
                 continue
-            host, settings = arrival.greeting.host, arrival.greeting.settings
-            arrivals[arrival.peer] = arrival
-            before = meeting.arrive(host, settings, arrival.peer, time.monotonic())
-            if before is arrival.peer:
-                _answer(arrivals.pop(before), f"the cluster has no other host {host}", "", token)
+            channel, greeting = arrival
+            settings, now = greeting.settings, time.monotonic()
+            before = meeting.arrive(greeting.host, settings, channel, now)
+            if before is channel:
+                _send(channel, _Answer(f"the cluster has no other host {greeting.host}"))
             elif before is not None:  # It has been started again.
-                arrivals.pop(before).peer.close()
-    return problem + (hint if problem.startswith(protocol.LATE) else "")
+                before.close()
+    return problem + (hint if protocol.LATE in problem else "")
 
 
-def _hear(peer: socket.socket, token: str, arrivals: queue.SimpleQueue[_Arrival | None]) -> None:
+def _hear(
+    peer: socket.socket,
+    token: str,
+    arrivals: queue.SimpleQueue[tuple[Connection, _Greeting] | None],
+) -> None:
     """Hears who has come, in a thread, so that a slow stranger holds up nobody."""
-    nonce = secrets.token_hex(16)
+    channel = _channel(peer)
     try:
-        peer.settimeout(_MESSAGE_SECONDS)
-        peer.sendall(f"tfcdo {nonce}\n".encode())
-        arrivals.put(_Arrival(peer, _open(_receive_line(peer), nonce, token, _Greeting)))
-    except _ProofError:
+        _prove(channel, token, "chief", "host")
+        greeting = msgspec.json.decode(channel.recv_bytes(_MAX_BYTES), type=_Greeting)
+    except AuthenticationError:
         arrivals.put(None)
-        with contextlib.suppress(OSError), peer:
-            # Sealed with this host's token, so that the other one sees that its own is another.
-            peer.sendall(_seal({"error": ""}, "", token))
-    except (OSError, ValueError, RecursionError):
-        peer.close()  # A port scan, or a probe of another host.
+        channel.close()
+    except (OSError, EOFError, ValueError, RecursionError):
+        channel.close()  # A port scan, or a probe of another host.
+    else:
+        arrivals.put((channel, greeting))
 
 
-def _answer(arrival: _Arrival, error: str, membership: str, token: str) -> None:
-    content = {"error": error, "membership": membership}
-    with contextlib.suppress(OSError), arrival.peer:
-        arrival.peer.sendall(_seal(content, arrival.greeting.nonce, token))
+def _channel(peer: socket.socket) -> Connection:
+    """Returns a connection for messages, which takes a socket over and waits for a few seconds."""
+    seconds = struct.pack("ll", _MESSAGE_SECONDS, 0)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+    peer.setblocking(True)  # Python's own time-outs are of no use to others.
+    return Connection(peer.detach())
+
+
+def _prove(channel: Connection, token: str, own: str, other: str) -> None:
+    """Proves that this side knows the token; raises an `AuthenticationError` if the other does not.
+
+    Not by the challenges of `multiprocessing`, which are of MD5 before Python 3.12.
+    """
+    nonce = secrets.token_bytes(32)
+    channel.send_bytes(nonce)
+    for_other = f"tfcdo {own} ".encode() + channel.recv_bytes(32)
+    channel.send_bytes(hmac.digest(os.fsencode(token), for_other, "sha256"))
+    expected = hmac.digest(os.fsencode(token), f"tfcdo {other} ".encode() + nonce, "sha256")
+    if not hmac.compare_digest(expected, channel.recv_bytes(32)):
+        raise AuthenticationError
+
+
+def _send(channel: Connection, answer: _Answer) -> None:
+    with contextlib.suppress(OSError), channel:
+        channel.send_bytes(msgspec.json.encode(answer))
 
 
 def _check_reachable(cluster: config.Cluster, host: int) -> None:
@@ -202,68 +215,34 @@ def _follow(job: _Job) -> str:
     while protocol.may_keep_asking(time.monotonic(), job.deadline, False):
         try:
             answer = _ask_chief(job, lines)
+        except AuthenticationError:
+            problem = f"it does not know this job's {_TOKEN}, which all hosts must have"
+        except (EOFError, BlockingIOError):
+            problem = "it does not answer, or closes the connection"
         except (OSError, ValueError) as failure:
             problem = str(failure)
         else:
-            if answer["error"]:
-                raise RendezvousError(answer["error"])
-            return answer["membership"]
+            if answer.error:
+                raise RendezvousError(answer.error)
+            return answer.membership
         lines.log(f"waiting for {chief} to start: {problem}")
         time.sleep(_RETRY)
     raise RendezvousError(f"timed out waiting for {chief} to start: {problem}")
 
 
-def _ask_chief(job: _Job, lines: _Lines) -> dict[str, str]:
-    """Greets the chief and returns its answer: the membership, or why the hosts cannot go on."""
+def _ask_chief(job: _Job, lines: _Lines) -> _Answer:
+    """Greets the chief and returns its answer."""
     chief = job.cluster.name(0)
     address = config.split_address(job.cluster.tasks[0].address)
-    with socket.create_connection(address, timeout=_MESSAGE_SECONDS) as peer:
-        hello = _HELLO.fullmatch(_receive_line(peer))
-        if hello is None:
-            raise ValueError("something else than tfcdo answers there")
-        nonce = secrets.token_hex(16)
-        greeting = _Greeting(job.cluster.index, dict(job.settings), nonce)
-        peer.sendall(_seal(greeting, hello[1].decode(), job.token))
-        while not connection.wait([peer], timeout=1.0):
+    with _channel(socket.create_connection(address, timeout=_MESSAGE_SECONDS)) as channel:
+        _prove(channel, job.token, "host", "chief")
+        greeting = _Greeting(job.cluster.index, dict(job.settings))
+        channel.send_bytes(msgspec.json.encode(greeting))
+        while not channel.poll(1.0):
             lines.log(f"{chief} is there and waits for other hosts")
             if not protocol.may_keep_asking(time.monotonic(), job.deadline, True):
-                return {"error": f"timed out: {chief} is there, but not all other hosts are"}
-        answer: dict[str, str] = _open(_receive_line(peer), nonce, job.token, dict[str, str])
-        return answer
-
-
-def _seal(message: _Greeting | dict[str, str], nonce: str, token: str) -> bytes:
-    """Returns a line with a message and the proof that its sender knows the token."""
-    content = msgspec.json.encode(message)
-    return b"%s %s\n" % (_prove(content, nonce, token), content)
-
-
-def _open(line: bytes, nonce: str, token: str, kind: type[Any]) -> Any:
-    """Returns the message in a line; nothing is read from it before the proof is verified."""
-    proof, _, content = line.rstrip(b"\n").partition(b" ")
-    if len(proof) != 64:
-        raise ValueError("something else than tfcdo answers there")
-    if not hmac.compare_digest(proof, _prove(content, nonce, token)):
-        raise _ProofError(f"it does not know this job's {_TOKEN}, which all hosts must have")
-    return msgspec.json.decode(content, type=kind)
-
-
-def _prove(content: bytes, nonce: str, token: str) -> bytes:
-    return hmac.new(os.fsencode(token), nonce.encode() + content, "sha256").hexdigest().encode()
-
-
-def _receive_line(sender: socket.socket) -> bytes:
-    deadline = time.monotonic() + _MESSAGE_SECONDS
-    line = b""
-    while not line.endswith(b"\n"):
-        sender.settimeout(max(0.001, deadline - time.monotonic()))
-        part = sender.recv(65536)
-        if not part:
-            raise ConnectionResetError("it closed the connection")
-        line += part
-        if len(line) > _MAX_BYTES:
-            raise ValueError("it sent too much")
-    return line
+                return _Answer(f"timed out: {chief} is there, but not all other hosts are")
+        return msgspec.json.decode(channel.recv_bytes(_MAX_BYTES), type=_Answer)
 
 
 class _Lines:

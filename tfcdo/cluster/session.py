@@ -1,19 +1,40 @@
-"""Sessions: the state that a process shares with the other hosts while its strategy lives."""
+"""A host's session: what it agrees on with the other hosts, before they exchange anything.
+
+Hosts that run one program start the same collectives in the same order. Each kind of collective is
+described by all that its hosts must have in common, and the first time that a host comes to a kind,
+it announces the description and waits until all others have announced the same. The chief then
+gives the kind a number, from which the keys of its collectives are made. So a collective never
+meets one of another kind, and hosts whose programs differ learn where.
+"""
 
 from __future__ import annotations
 
 import atexit
+import collections
+import functools
 import itertools
+import json
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from tfcdo.cluster import agreement, blackbox, config, watch
-from tfcdo.cluster.agreement import Agreement, Store
-from tfcdo.cluster.errors import LateHostError
-from tfcdo.cluster.protocol import LATE, digest
+from absl import logging
 
+from tfcdo.cluster import config, progress, protocol, watch
+from tfcdo.cluster.protocol import (
+    LATE,
+    Description,
+    DisagreementError,
+    LateHostError,
+    Store,
+    digest,
+)
+
+_POLL = 0.5
+# How long the chief, which keeps the store, stays at its end for others to read why it ends.
+_LAST_SECONDS = 8.0
 # A key comes back after this many uses of its kind, long after the last one has ended. TensorFlow
 # never forgets a key, so this is also the number that it keeps for each collective.
 _ROUNDS = 64
@@ -22,7 +43,7 @@ NUM_KEYS = 2**24
 
 
 class Session:
-    """A host's connection to the others: keys for collectives, and an eye on their progress."""
+    """This host's part in the cluster: keys for collectives, and an eye on their progress."""
 
     def __init__(
         self,
@@ -35,18 +56,48 @@ class Session:
         self.cluster = cluster
         self.store = store
         self.timeout = timeout
-        self._agreement = Agreement(store, cluster, timeout, membership)
-        self.watch = watch.Watch(cluster, store, self._agreement, abort, timeout)
-        self._lock = threading.Lock()
+        self.watch = watch.Watch(cluster, store, self, abort, timeout)
+        self._kinds = protocol.Kinds(cluster.index, len(cluster.tasks), membership)
+        self._lock = threading.Lock()  # Guards what follows; never held while waiting.
+        self._reading = threading.Lock()  # One thread at a time reads the others' announcements.
         self._rounds: dict[str, Iterator[int]] = {}
         self._turns: dict[str, Iterator[int]] = {}
         self._texts: dict[str, str] = {}
 
-    def agree(self, description: Mapping[str, Any]) -> None:
-        """Waits until all hosts have come to the same; see `Agreement.number`."""
-        self._agreement.number(description, 0)
+    def agree(self, description: Description) -> None:
+        """Waits until all hosts have come to the same."""
+        self.number(description, 0)
 
-    def text_of_chief(self, description: Mapping[str, Any], make: Callable[[], str]) -> str:
+    def number(self, description: Description, size: int) -> int:
+        """Returns the first of `size` numbers of a kind: the same on all hosts, no other kind's."""
+        # The first call waits for the other hosts.
+        name = self._kinds.name(description)
+        with self._lock:
+            if name in self._kinds.numbers:
+                return self._kinds.numbers[name]
+            place = self._kinds.come_to(description)
+            announced = self._kinds.own[name]
+        if place is not None:
+            self.store.set(f"announced/{self.cluster.index}/{place}", json.dumps(announced))
+        key = f"agreed/{name}"
+        if not self.cluster.is_chief:
+            ready = functools.partial(self.store.get, key, _POLL)
+            chief = functools.partial(self._late_chief, name)
+            number = int(self._wait(ready, description, chief, self.timeout + protocol.PATIENCE))
+            with self._lock:
+                return self._kinds.numbers.setdefault(name, number)
+        while (host := self._kinds.late(name)) is not None:
+            has_come = functools.partial(self._has_announced, host, name)
+            who = functools.partial(self.cluster.name, host)
+            self._wait(has_come, description, who, self.timeout)
+        with self._lock:
+            is_new = name not in self._kinds.numbers  # Else another thread came to the same.
+            number = self._kinds.give_number(name, size)
+        if is_new:
+            self.store.set(key, str(number))
+        return number
+
+    def text_of_chief(self, description: Description, make: Callable[[], str]) -> str:
         """Returns a text that only the chief makes, once all hosts have come to it."""
         name = f"text/{digest(description)}"
         if self.cluster.is_chief:
@@ -73,9 +124,9 @@ class Session:
         told = {host: self.store.get(f"{name}/{host}", 0.01) for host in self.cluster.others}
         return [host for host, other in told.items() if other not in (None, text)]
 
-    def next_keys(self, description: Mapping[str, Any], count: int) -> list[int]:
+    def next_keys(self, description: Description, count: int) -> list[int]:
         """Returns keys for the next use of one kind of collectives, the same on all hosts."""
-        number = self._agreement.number(description, count)
+        number = self.number(description, count)
         if (number + count) * _ROUNDS > NUM_KEYS:
             raise RuntimeError(
                 f"a program has at most {NUM_KEYS // _ROUNDS:,} different collectives between "
@@ -86,12 +137,112 @@ class Session:
             turn = next(rounds)
         return [(number + index) * _ROUNDS + turn for index in range(count)]
 
-    def leave(self) -> None:
-        """Tells the other hosts that this program ends."""
-        error = getattr(sys, "last_value", None)  # Python has printed it and ends.
-        if error is not None:
-            self.watch.write_box(agreement.describe_error(error))
-        self._agreement.leave(error)
+    def find_mismatch(self) -> str | None:
+        """Says how programs differ if a host has come to a collective that is unknown here."""
+        # The chief hears all; any other host only the chief, which speaks up if a third differs.
+        for host in self.cluster.others if self.cluster.is_chief else (0,):
+            self._hear(host, 0.01)
+            with self._lock:
+                stray = self._kinds.stray(host)
+            if stray is not None:
+                mine, strange = stray
+                me, they = self.cluster.name(self.cluster.index), self.cluster.name(host)
+                if mine is None:
+                    return f"{they} has come to the {protocol.brief(strange)}, and {me} has not"
+                # Not "here" and "there": each host reads the same text.
+                names = f"host {self.cluster.index}", f"host {host}"
+                if mine.get("what") != strange.get("what"):
+                    details = f"{names[0]} comes to the {protocol.brief(mine)}, "
+                    details += f"{names[1]} to the {protocol.brief(strange)}"
+                else:
+                    details = protocol.differences(mine, names[0], strange, names[1])
+                return f"the programs of {me} and {they} differ: {details}"
+        return None
+
+    def failure(self) -> str | None:
+        """Returns why another host has given up, or None."""
+        return self.store.get("failed", 0.01)
+
+    def fail(self, reason: str) -> None:
+        """Tells the other hosts that this one gives up, and why."""
+        if self.failure() is None:
+            try:
+                self.store.set("failed", reason)
+            except Exception as error:  # Another host was first, or the chief is gone: as good.
+                logging.info("tfcdo: could not tell the other hosts: %s", error)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Tells the other hosts that this host's program ends, and why; the chief leaves last."""
+        me = self.cluster.name(self.cluster.index)
+        if error is None:
+            reason = f"{me} has come to the end of its program before others: {protocol.SAME_CALLS}"
+        else:
+            reason = f"{me} has ended with {protocol.describe_error(error)}"
+        deadline = time.monotonic() + _LAST_SECONDS
+        try:
+            self.store.set(f"left/{self.cluster.index}", "")
+            # TensorFlow itself tells all hosts of one that is gone.
+            if type(error).__name__ == "UnavailableError" or self.failure() is not None:
+                return
+            self.fail(reason)
+            for host in self.cluster.others if self.cluster.is_chief else ():
+                while self.store.get(f"left/{host}", _POLL) is None:
+                    if time.monotonic() > deadline:
+                        return
+        except Exception as problem:  # The chief or another host is gone: there is nobody to tell.
+            logging.info("tfcdo: could not wait for the other hosts: %s", problem)
+
+    def _has_announced(self, host: int, name: str) -> bool | None:
+        self._hear(host, _POLL)
+        return True if name in self._kinds.heard[host] else None
+
+    def _late_chief(self, name: str) -> str:
+        self._hear(0, 0.01)
+        chief = self.cluster.name(0)
+        has_come = name in self._kinds.heard[0]
+        return f"a host that {chief} waits for" if has_come else chief
+
+    def _wait(
+        self,
+        ready: Callable[[], Any],
+        description: Description,
+        late: Callable[[], str],
+        timeout: float,
+    ) -> Any:
+        """Waits until `ready` returns something, or raises why it will not, or who is `late`."""
+        start = time.monotonic()
+        wait = protocol.Wait(timeout)
+        me = self.cluster.name(self.cluster.index)
+        while (found := ready()) is None:
+            waited = time.monotonic() - start
+            if self.cluster.is_chief:  # Others hear of the chief's end.
+                self.store.check_hosts(collections.Counter(t.job for t in self.cluster.tasks))
+
+            def line(waited: float = waited) -> str:
+                come = f"{late()} to come to its first {protocol.brief(description)}"
+                return f"{me} has waited {waited:.0f} s for {come}"
+
+            verdict, text = wait.look(waited, self.failure, self.find_mismatch, line)
+            if verdict == "say":
+                logging.warning("tfcdo: %s", text)
+            elif verdict != "wait":
+                assert text is not None
+                if verdict == "fail":
+                    self.fail(text)
+                raise (LateHostError if text.startswith(LATE) else DisagreementError)(text)
+        return found
+
+    def _hear(self, host: int, timeout: float) -> None:
+        """Reads a host's announcements since the last call."""
+        with self._reading:
+            while True:
+                place = len(self._kinds.heard[host])
+                text = self.store.get(f"announced/{host}/{place}", timeout)
+                if text is None:
+                    return
+                with self._lock:
+                    self._kinds.hear(host, json.loads(text))
+                timeout = 0.01
 
 
 # TensorFlow joins one cluster in the life of a process, and its servers do not end before that.
@@ -114,11 +265,19 @@ def join(
     global _current
     if _current is None:
         _current = Session(cluster, make_store(), abort, timeout, membership)
-        atexit.register(_current.leave)
-        blackbox.listen()
+        atexit.register(_leave)
+        progress.listen()
     if _current.cluster != cluster:
         raise ValueError(
             f"all strategies of a process must be of one cluster; got {cluster} after "
             f"{_current.cluster}"
         )
     return _current
+
+
+def _leave() -> None:
+    assert _current is not None
+    error = getattr(sys, "last_value", None)  # Python has printed it and ends.
+    if error is not None:
+        _current.watch.write_box(protocol.describe_error(error))
+    _current.leave(error)

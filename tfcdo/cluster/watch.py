@@ -7,14 +7,18 @@ for as long as the time-out is; and its error names neither the collective nor t
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
+import msgspec
+import numpy as np
 from absl import logging
 
-from tfcdo.cluster import agreement, blackbox, config, delays, progress, protocol
+from tfcdo.cluster import config, progress, protocol
 
 # Ends all collectives of this process: takes whether it was a matter of time, and why.
 Abort = Callable[[bool, str], None]
@@ -26,6 +30,27 @@ _NEWS_AFTER = 4.0
 _SUSPECT_AFTER = 10.0  # From then on, other hosts can read where this one waits.
 _FORGET_AFTER = 60.0  # Until then, the waits in a kind that is no longer used are compared.
 _STATUS_TIMEOUT = 0.05
+_STEPS = 20  # The last steps that are compared, and the fewest.
+_FEWEST_STEPS = 10
+# A host is late in a step if it enters by so much later than most others, and this part of a step.
+_LATE_SECONDS = 0.01
+_LATE_SHARE = 0.1
+_MOSTLY = 0.9  # A host is slow if it is late in this part of the steps.
+_LINE_EVERY = 60.0
+_GET_TIMEOUT = 0.05
+
+
+class Host(Protocol):
+    """What the watch asks this host's session, which tells the other hosts."""
+
+    def failure(self) -> str | None:
+        """Returns why another host has given up, or None."""
+
+    def find_mismatch(self) -> str | None:
+        """Says how programs differ, or None."""
+
+    def fail(self, reason: str) -> None:
+        """Tells the other hosts that this one gives up, and why."""
 
 
 class Watch:
@@ -34,19 +59,19 @@ class Watch:
     def __init__(
         self,
         cluster: config.Cluster,
-        store: agreement.Store,
-        agreement_: agreement.Agreement,
+        store: protocol.Store,
+        host: Host,
         abort: Abort,
         timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster = cluster
         self._store = store
-        self._agreement = agreement_
+        self._host = host
         self._abort = abort
         self._timeout = timeout
         self._clock = clock
-        self._comparison: delays.Comparison | None = delays.Comparison(cluster, store, clock)
+        self._comparison: Comparison | None = Comparison(cluster, store, clock)
         self._lock = threading.Lock()
         self._watched: dict[str, progress.Kind] = {}
         self._published: str | None = None
@@ -55,7 +80,7 @@ class Watch:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, description: agreement.Description, marks: progress.EventCounter) -> None:
+    def add(self, description: protocol.Description, marks: progress.EventCounter) -> None:
         """Starts to watch a kind of collectives, unless it does already."""
         name = protocol.digest(description)
         with self._lock:
@@ -71,23 +96,23 @@ class Watch:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
 
-    def host_delays(self) -> tuple[delays.HostDelay, ...]:
+    def host_delays(self) -> tuple[HostDelay, ...]:
         """Compares the waits of all hosts in the last steps."""
         if self._comparison is None:
             return ()
-        return self._comparison.delays(delays.measure(self._used(self._clock())))
+        return self._comparison.delays(measure(self._used(self._clock())))
 
     def write_box(self, reason: str) -> None:
         """Writes the last collectives to a file; an error that follows from it writes no other."""
         if not self._has_written:
             self._has_written = True
-            blackbox.write(blackbox.record(self._cluster, self._kinds(), reason))
+            progress.write_box(progress.record(self._cluster, self._kinds(), reason))
 
     def _run(self) -> None:
         try:
             while not self._end.wait(_INTERVAL):
-                if blackbox.asked():
-                    blackbox.write(blackbox.record(self._cluster, self._kinds(), "SIGUSR1"))
+                if progress.asked():
+                    progress.write_box(progress.record(self._cluster, self._kinds(), "SIGUSR1"))
                 if self.look():
                     return
         except Exception as error:  # A watch that fails must not take the training with it.
@@ -125,16 +150,15 @@ class Watch:
             self._publish(json.dumps([waiting.name, waiting.count]))
         verdict, text = self._wait.look(
             waited,
-            self._agreement.failure,
-            self._agreement.find_mismatch,
+            self._host.failure,
+            self._host.find_mismatch,
             lambda: self._line(waiting, waited),
         )
         if verdict == "say":
             logging.warning("tfcdo: %s", text)
         elif verdict != "wait":
             assert text is not None
-            is_late = verdict == "fail" and text.startswith(protocol.LATE)
-            self._give_up(is_late, f"{text}; {agreement.SAME_CALLS}" if is_late else text)
+            self._give_up(verdict == "fail" and text.startswith(protocol.LATE), text)
             return True
         elif waited < _SUSPECT_AFTER:
             self._publish(None)
@@ -151,7 +175,7 @@ class Watch:
         return min(waiting, key=lambda kind: kind.since, default=None)
 
     def _give_up(self, late: bool, reason: str) -> None:
-        self._agreement.fail(reason)
+        self._host.fail(reason)
         self.write_box(reason)
         self._abort(late, reason)
 
@@ -187,3 +211,157 @@ class Watch:
             place = theirs.place(count) if theirs else "another collective"
             late.append(f"{self._cluster.name(host)}, which waits in {place}")
         return late
+
+
+# Slow hosts: which host the others wait for, step after step. Hosts' clocks differ, so no times of
+# two hosts are compared, but how long each of them waits. All leave a collective together, so the
+# host that enters it last waits least.
+
+
+@dataclasses.dataclass(frozen=True)
+class HostDelay:
+    """How far one host is behind most others, as `MultiWorkerMirroredStrategy.host_delays` says.
+
+    Attributes:
+      host: its number, from 0, the chief.
+      seconds: how much later than most others it enters the collectives of a step; the median over
+        the steps, 0 for a host that is not late.
+      late_steps: in how many of the steps it is late, by at least 10 ms and 10 % of a step.
+      steps: how many steps were compared, the last ones: 10 to 20.
+      step_seconds: duration of a step.
+
+    Example:
+      >>> HostDelay(host=2, seconds=0.18, late_steps=20, steps=20, step_seconds=0.36).share
+      0.5
+    """
+
+    host: int
+    seconds: float
+    late_steps: int
+    steps: int
+    step_seconds: float
+
+    @property
+    def share(self) -> float:
+        """Returns the part of a step that the other hosts wait for this one."""
+        return self.seconds / self.step_seconds
+
+    @property
+    def is_slow(self) -> bool:
+        """Tells whether the host is late in at least 90 % of the steps."""
+        return self.late_steps >= _MOSTLY * self.steps
+
+
+class Waits(msgspec.Struct, frozen=True):
+    """How long a host waited in each of the last steps, from one use of a kind to the next one."""
+
+    last: int  # Number of the last use.
+    seconds: list[float]
+    step_seconds: float
+
+
+WaitsOfKinds = dict[str, Waits]
+
+
+def measure(kinds: Iterable[progress.Kind]) -> WaitsOfKinds:
+    """Measures how long this host waited, in all kinds of collectives together."""
+    # A step may use several kinds, or one several times, and hosts wait in the first one only. So
+    # all waits between two uses of a kind are added up.
+    last = {kind.name: (kind, kind.last()) for kind in kinds if kind.count}
+    if not last:
+        return {}
+    left = np.concatenate([one.left for _, one in last.values()])
+    waits = left - np.concatenate([one.entered for _, one in last.values()])
+    order = np.argsort(left)[: np.count_nonzero(~np.isnan(left))]
+    left, total = left[order], np.cumsum(waits[order])
+    if not len(left):
+        return {}
+    # Before that, collectives are missing.
+    known_from = max((one.left[0] for _, one in last.values() if one.numbers[0]), default=-np.inf)
+    result = {}
+    for name, (kind, one) in last.items():
+        uses, pack = np.divmod(one.numbers, kind.description["collectives"])
+        ends = (pack == kind.description["collectives"] - 1) & (one.left > known_from)
+        uses, times = uses[ends][-_STEPS - 1 :], one.left[ends][-_STEPS - 1 :]
+        if len(times) <= _FEWEST_STEPS:
+            continue
+        waited = np.diff(total[np.searchsorted(left, times, side="right") - 1])
+        step = (times[-1] - times[0]) / len(waited)
+        result[name] = Waits(int(uses[-1]), waited.round(6).tolist(), max(1e-6, step.item()))
+    return result
+
+
+def compare(hosts: Sequence[WaitsOfKinds]) -> tuple[HostDelay, ...]:
+    """Compares how long hosts waited in the same steps; empty if they have no 10 in common."""
+    found = []
+    for name in set(hosts[0]).intersection(*hosts[1:]):
+        waits = [host[name] for host in hosts]
+        last = min(one.last for one in waits)
+        steps = min(len(one.seconds) - (one.last - last) for one in waits)
+        if steps < _FEWEST_STEPS:
+            continue
+        ends = [len(one.seconds) - (one.last - last) for one in waits]
+        seconds = np.array([one.seconds[end - steps : end] for one, end in zip(waits, ends)])
+        step = float(np.median([one.step_seconds for one in waits]))
+        # Most hosts, not the first one, which may be faster than all others.
+        behind = np.maximum(0.0, np.sort(seconds, axis=0)[len(hosts) // 2] - seconds)
+        late = np.count_nonzero(behind >= max(_LATE_SECONDS, _LATE_SHARE * step), axis=1)
+        found.append(
+            tuple(
+                HostDelay(host, float(np.median(behind[host])), int(late[host]), steps, step)
+                for host in range(len(hosts))
+            )
+        )
+    # A step uses some kinds several times: only in one of them, others wait for a slow host.
+    found.sort(key=lambda delays: (-any(d.is_slow for d in delays), delays[0].step_seconds))
+    return found[0] if found else ()
+
+
+class Comparison:
+    """Publishes how long this host waits, and has the chief say which hosts are slow."""
+
+    def __init__(
+        self, cluster: config.Cluster, store: protocol.Store, clock: Callable[[], float]
+    ) -> None:
+        self._cluster = cluster
+        self._store = store
+        self._clock = clock
+        self._published = ""
+        self._next_line = -np.inf
+
+    def look(self, kinds: Iterable[progress.Kind]) -> None:
+        """Publishes this host's waits; the chief logs slow hosts, at most once a minute."""
+        own = measure(kinds)
+        text = msgspec.json.encode(own).decode()
+        if text == self._published or not own:
+            return
+        key = f"waits/{self._cluster.index}"
+        if self._published:
+            self._store.delete(key)
+        self._store.set(key, text)
+        self._published = text
+        if not self._cluster.is_chief or self._clock() < self._next_line:
+            return
+        slow = [delay for delay in self.delays(own) if delay.is_slow]
+        for delay in slow:
+            logging.warning(
+                "tfcdo: %s enters %.0f ms after the others in %d of %d steps: %.0f %% of a step of "
+                "%.0f ms; look at its input data, its load and its devices",
+                *(self._cluster.name(delay.host), delay.seconds * 1e3, delay.late_steps),
+                *(delay.steps, delay.share * 100, delay.step_seconds * 1e3),
+            )
+        if slow:
+            self._next_line = self._clock() + _LINE_EVERY
+
+    def delays(self, own: WaitsOfKinds) -> tuple[HostDelay, ...]:
+        """Compares this host's waits with the others'; empty if one has not published any."""
+        hosts = []
+        for host in range(len(self._cluster.tasks)):
+            if host == self._cluster.index:
+                hosts.append(own)
+                continue
+            text = self._store.get(f"waits/{host}", _GET_TIMEOUT)
+            if text is None:
+                return ()
+            hosts.append(msgspec.json.decode(text, type=WaitsOfKinds))
+        return compare(hosts)

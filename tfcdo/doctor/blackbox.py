@@ -5,14 +5,14 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
-from tfcdo.cluster import blackbox, progress
+from tfcdo.cluster import progress
 
 
-def read(paths: Sequence[pathlib.Path]) -> list[blackbox.Box]:
+def read(paths: Sequence[pathlib.Path]) -> list[progress.Box]:
     """Reads the files of one job's hosts, in their order; `ValueError` if they are not."""
-    boxes: dict[int, tuple[pathlib.Path, blackbox.Box]] = {}
+    boxes: dict[int, tuple[pathlib.Path, progress.Box]] = {}
     for path in paths:
-        box = blackbox.read(path)
+        box = progress.read_box(path)
         other, first = next(iter(boxes.values()), (path, box))
         if box.hosts != first.hosts:
             raise ValueError(
@@ -25,7 +25,7 @@ def read(paths: Sequence[pathlib.Path]) -> list[blackbox.Box]:
     return [boxes[host][1] for host in sorted(boxes)]
 
 
-def compare(boxes: Sequence[blackbox.Box]) -> list[str]:
+def compare(boxes: Sequence[progress.Box]) -> list[str]:
     """Says where each host was, and which hosts the others waited for: lines to be read."""
     by_host = {box.host: box for box in boxes}
     lines = []
@@ -46,17 +46,17 @@ def compare(boxes: Sequence[blackbox.Box]) -> list[str]:
     return lines
 
 
-def _key(entry: blackbox.Entry) -> tuple[str, int]:
+def _key(entry: progress.Entry) -> tuple[str, int]:
     return entry.kind, entry.number
 
 
-def _has_entered(box: blackbox.Box | None, entry: blackbox.Entry) -> bool:
+def _has_entered(box: progress.Box | None, entry: progress.Entry) -> bool:
     return box is not None and any(
         other.kind == entry.kind and other.number >= entry.number for other in box.entries
     )
 
 
-def _where(box: blackbox.Box) -> str:
+def _where(box: progress.Box) -> str:
     """Says where a host was when it wrote its black box, and why it did."""
     why = f" (written because of: {box.reason})"
     waits = [entry for entry in box.entries if entry.left is None]
@@ -72,7 +72,7 @@ def _where(box: blackbox.Box) -> str:
     return f"in no collective for {since:.1f} s, after {_label(box, last)}{why}"
 
 
-def _label(box: blackbox.Box, entry: blackbox.Entry) -> str:
+def _label(box: progress.Box, entry: progress.Entry) -> str:
     kind = box.kinds[entry.kind]
     plan = f", plan {kind.plan[:8]}" if kind.plan else ""
     return progress.place(kind.collectives, entry.number, kind.what) + plan

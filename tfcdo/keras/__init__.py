@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tfcdo.keras.backup import BackupAndRestore
+from tfcdo.keras.callbacks import TraceSummary
 from tfcdo.keras.data_order import resumable_dataset
-from tfcdo.keras.distribution import set_distribution
-from tfcdo.keras.trace_summary import TraceSummary
-from tfcdo.training.global_batch import global_batch
+from tfcdo.strategies import set_distribution
 from tfcdo.training.jit import jit_compile
+from tfcdo.training.losses import global_batch
 
 __all__ = [
     "BackupAndRestore",

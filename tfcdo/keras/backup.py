@@ -8,7 +8,6 @@ import io
 import math
 import os
 import pathlib
-import secrets
 from typing import Any, Literal
 
 from absl import logging
@@ -18,12 +17,10 @@ from tfcdo.cluster import protocol
 from tfcdo.keras import (
     backup_folder,
     data_order,
-    host_exchange,
     preemption,
-    skipping,
     training_state,
 )
-from tfcdo.keras.callback import Callback
+from tfcdo.keras.callbacks import Callback
 
 # Writes one backup at a time; the process ends when the last one has been written.
 _writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfcdo backup")
@@ -75,9 +72,6 @@ class BackupAndRestore(Callback):
         share, so that the backups are there when the chief is another machine.
       save_freq: "epoch" for a backup at the end of each epoch; or after how many batches.
       delete_checkpoint: whether to remove the backups at the end of the training.
-      snapshot_every: after how many batches each host also writes a backup to its memory
-        (`/dev/shm`), so that a fault costs at most so many; None for none. Each host has the
-        values of all, and the newest of any host is used. The memory holds two.
 
     Raises:
       TypeError: if an argument is of another type.
@@ -106,7 +100,6 @@ class BackupAndRestore(Callback):
         backup_dir: str | os.PathLike[str],
         save_freq: Literal["epoch"] | int = "epoch",
         delete_checkpoint: bool = True,
-        snapshot_every: int | None = None,
     ) -> None:
         super().__init__()
         if not os.fspath(backup_dir):
@@ -115,9 +108,6 @@ class BackupAndRestore(Callback):
             checks.check_int("save_freq", save_freq, at_least=1)
         elif save_freq != "epoch":
             raise ValueError(f'save_freq must be "epoch" or a number; got {save_freq!r}')
-        if snapshot_every is not None:
-            checks.check_int("snapshot_every", snapshot_every, at_least=1)
-        self.snapshot_every = snapshot_every
         self._mark: backup_folder.ProgressMark | None = None
         self.backup_dir = pathlib.Path(backup_dir)
         self.save_freq = save_freq
@@ -129,18 +119,13 @@ class BackupAndRestore(Callback):
         self._writing: concurrent.futures.Future[None] | None = None
         self._folder = backup_folder.BackupFolder(self.backup_dir)
         self._iterator = keras_internals.epoch_iterator(self.model)
-        skipping.SkipBatches.remove_from(self.model)
-        strategy = self.model.distribute_strategy
-        host, _ = host_exchange.host_of(strategy)
-        self._memory = None
-        if self.snapshot_every is not None:
-            self._memory = backup_folder.in_memory(self.backup_dir, host)
-            backup_folder.remove_abandoned(self.backup_dir, is_complete=False)
-        named = self._folder.training() if strategies.is_chief() else ""
-        self._training = host_exchange.gather_json(strategy, named or secrets.token_hex(8))[0]
-        self._take_folders()
+        data_order.SkipBatches.remove_from(self.model)
+        self._is_chief = strategies.is_chief()
+        if self._is_chief:
+            self._folder.take()
         # All hosts come to this when the chief has taken the folder: then nobody else adds to it.
-        self._run = host_exchange.gather_json(strategy, secrets.token_hex(8))[0]
+        strategy = self.model.distribute_strategy
+        self._run = training_state.gather_json(strategy, self._folder.run)[0]
         restored = self._newest_of_all_hosts()
         self._restored: Any = restored
         self._progress = _Progress()
@@ -154,12 +139,12 @@ class BackupAndRestore(Callback):
                 f"backups of another class, which cannot be read: {', '.join(others[:3])}; load "
                 "the weights yourself, or use the class that made them"
             )
-        # A backup that was restored may be in the memory of one machine only.
+        # Only one host may see the backup that was restored.
         self._saved_position = None if restored else self._progress.position
         self._begin_marks()
         self._order = self._begin_data()
-        for folder in self._folders() if restored else ():
-            folder.remove_after(self._progress.position)
+        if restored and self._is_chief:
+            self._folder.remove_after(self._progress.position)
         self._calls = 0
         self._preemption = preemption.Preemption()
         self._preemption.start()
@@ -197,9 +182,8 @@ class BackupAndRestore(Callback):
             batches=self._progress.batches + new,
             examples=self._progress.examples + new * (self._order.batch_size if self._order else 0),
         )
-        is_due = isinstance(self.save_freq, int) and _passes(self._progress, new, self.save_freq)
-        if is_due or (self.snapshot_every and _passes(self._progress, new, self.snapshot_every)):
-            self._save(to_disk=is_due)
+        if isinstance(self.save_freq, int) and _passes(self._progress, new, self.save_freq):
+            self._save()
         self._note_progress()
         if not self._is_complete() and self._preemption.must_leave(self._calls):
             self._leave()
@@ -215,39 +199,23 @@ class BackupAndRestore(Callback):
         self._preemption.complete()
         self._finish_writing()  # A SIGTERM meanwhile does not end the process.
         self._preemption.stop()
-        if self._memory is not None:
-            self._memory.remove()
-            # Snapshots of hosts that have left.
-            backup_folder.remove_abandoned(self.backup_dir, is_complete=True)
         keras_internals.set_initial_epoch(self.model, None)
         if self._mark is not None:
             self._mark.remove()
-        if self.delete_checkpoint and strategies.is_chief():
+        if self.delete_checkpoint and self._is_chief:
             self._folder.remove()
 
-    def _folders(self, to_disk: bool = True) -> list[backup_folder.BackupFolder]:
-        """Returns the folders that this host writes to."""
-        disk = [self._folder] if to_disk and strategies.is_chief() else []
-        return disk if self._memory is None else [*disk, self._memory]
-
-    def _save(self, to_disk: bool = True) -> None:
+    def _save(self) -> None:
         """Copies the state between two steps, and has it written; all hosts must call it."""
         position = self._progress.position
         header, values = training_state.copy(self.model, with_metrics=position[1] > 0)
-        header |= {"training": self._training, "run": self._run}
-        header |= {"progress": dataclasses.asdict(self._progress)}
-        if to_disk:
-            self._saved_position = position
+        header |= {"run": self._run, "progress": dataclasses.asdict(self._progress)}
+        self._saved_position = position
         self._finish_writing()
-        folders = self._folders(to_disk)
-
-        def write() -> None:
-            arrays = training_state.fetch(values)
-            for folder in folders:
-                folder.write(position, header, arrays)
-
-        if folders:
-            self._writing = _writer.submit(write)
+        if self._is_chief:
+            self._writing = _writer.submit(
+                lambda: self._folder.write(position, header, training_state.fetch(values))
+            )
 
     def _finish_writing(self) -> None:
         """Waits until the last backup has been written, and raises its error."""
@@ -272,7 +240,7 @@ class BackupAndRestore(Callback):
         """Reads the mark of an earlier run, before this one overwrites it."""
         if self._mark is not None:
             self._mark.close()
-        self._mark = backup_folder.ProgressMark(self.backup_dir) if strategies.is_chief() else None
+        self._mark = backup_folder.ProgressMark(self.backup_dir) if self._is_chief else None
         self._earlier = self._mark.read() if self._mark else None
         self._resumed_at = self._progress if self._restored is not None else None
 
@@ -297,44 +265,20 @@ class BackupAndRestore(Callback):
     def _newest_of_all_hosts(self) -> tuple[backup_folder.Header, Any] | None:
         """Returns the newest complete backup that any host finds."""
         strategy = self.model.distribute_strategy
-        host, _ = host_exchange.host_of(strategy)
-        found = filter(None, (self._folder.newest(), self._newest_in_memory()))
-        own = max(found, key=lambda backup: backup.name, default=None)
-        names = host_exchange.gather_json(strategy, own and own.name)
+        host, _ = training_state.host_of(strategy)
+        own = self._folder.newest()
+        names = training_state.gather_json(strategy, own and own.name)
         choice = protocol.choose([name and tuple(name) for name in names])
         if choice is None:
             return None
         if choice.is_sent:
-            # A host on a new machine, or whose file system is not up to date.
+            # To a host whose file system is not up to date.
             data = own.path.read_bytes() if own is not None and host == choice.source else b""
-            data = host_exchange.gather(strategy, data)[choice.source]
+            data = training_state.gather(strategy, data)[choice.source]
             if own is None or own.name != choice.position:
                 return backup_folder.read(io.BytesIO(data))
         assert own is not None
         return own.header, own.arrays
-
-    def _take_folders(self) -> None:
-        """Makes this process the one that writes to its folders."""
-        if strategies.is_chief():
-            self._folder.take(self._training)
-        if self._memory is not None:
-            try:
-                is_own = self._memory.training() in ("", self._training)
-            except RuntimeError as error:
-                log.warn_once(f"backups in memory are not used: {error}")
-                is_own = False
-            if not is_own:
-                self._memory.remove()  # Its training's folder was removed.
-            self._memory.take(self._training)
-
-    def _newest_in_memory(self) -> backup_folder.Backup | None:
-        if self._memory is None:
-            return None
-        try:
-            return self._memory.newest()
-        except RuntimeError as error:
-            log.warn_once(f"backups in memory are not used: {error}")
-            return None
 
     def _restore(self, header: backup_folder.Header, arrays: Any) -> None:
         data_order.build(self.model, self._iterator)
@@ -366,9 +310,9 @@ class BackupAndRestore(Callback):
         drop = 0
         if self._order is None and self._iterator is not None:
             epochs = progress.epoch - (progress.first_epoch or 0)
-            drop = progress.batch + skipping.batches_before(self._iterator, epochs)
+            drop = progress.batch + data_order.batches_before(self._iterator, epochs)
         steps = (self.params or {}).get("steps")
-        skipping.SkipBatches(self.model, progress.batch, steps, drop)
+        data_order.SkipBatches(self.model, progress.batch, steps, drop)
 
 
 def _passes(progress: _Progress, new: int, every: int) -> bool:

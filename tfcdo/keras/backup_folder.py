@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
+import io
 import json
 import os
 import pathlib
 import re
 import secrets
-import shutil
 import socket
-import time
 from collections.abc import Mapping
 from typing import IO, Any
 
@@ -20,7 +18,6 @@ import numpy as np
 
 from tfcdo import log
 from tfcdo.cluster import protocol
-from tfcdo.keras import host_exchange
 
 Header = Mapping[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -32,9 +29,6 @@ _MARK = "progress"
 _HEADER = "header"
 _NAMES = "arrays"
 _KEPT = 2
-_MEMORY = pathlib.Path("/dev/shm")
-# Snapshots of a job that has ended are kept so long for its next start.
-_ABANDONED_SECONDS = 24 * 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,40 +49,21 @@ class Backup:
 class BackupFolder:
     """Writes and reads the backups of one training, of which the two newest are kept."""
 
-    def __init__(self, path: pathlib.Path, durable: bool = True) -> None:
+    def __init__(self, path: pathlib.Path) -> None:
         self.path = path
-        self._durable = durable  # Whether a backup must survive a power failure.
-        self._run = secrets.token_hex(8)
+        self.run = secrets.token_hex(8)  # Names this process's part of the training.
 
-    def training(self) -> str:
-        """Returns the name of the training that this folder belongs to; empty for a new folder."""
-        try:
-            return str(json.loads((self.path / _OWNER).read_text())["training"])
-        except FileNotFoundError:
-            return ""
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RuntimeError(
-                f"backup_dir {str(self.path)!r} has an unreadable {_OWNER}: {error}; remove that "
-                "file to continue from the newest backup"
-            ) from error
-
-    def take(self, training: str) -> None:
+    def take(self) -> None:
         """Makes this process the one that writes here; an earlier one then gets an error."""
-        owner = {
-            "training": training,
-            "run": self._run,
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-        }
+        owner = {"run": self.run, "host": socket.gethostname(), "process": os.getpid()}
         try:
-            # Others must not read weights in a folder that the user has not chosen.
-            self.path.mkdir(0o777 if self._durable else 0o700, parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
             for operation in protocol.take_folder():
                 if operation == "enter name":
-                    entering = self.path / f"owner-{self._run}"
+                    entering = self.path / f"owner-{self.run}"
                     with entering.open("wb") as file:
                         file.write(json.dumps(owner).encode())
-                        self._sync(file.fileno())
+                        os.fsync(file.fileno())
                     self._publish(entering, _OWNER)
                 elif operation == "remove unfinished":
                     for left in self.path.glob("writing-*"):
@@ -159,8 +134,8 @@ class BackupFolder:
 
     def _add(self, name: str, arrays: Arrays) -> None:
         """Writes a file that becomes visible when it is complete, if the folder is still ours."""
-        writing = self.path / f"writing-{self._run}"
-        operations = protocol.add_backup(self._run)
+        writing = self.path / f"writing-{self.run}"
+        operations = protocol.add_backup(self.run)
         answer: Any = None
         try:
             # Open from its creation: a name that another owner has removed stays removed.
@@ -173,9 +148,9 @@ class BackupFolder:
                         owner = json.loads((self.path / _OWNER).read_text())
                         answer = owner["run"]
                     elif operation == "fill":
-                        host_exchange.save(file, arrays)
+                        _save(file, arrays)
                         file.flush()
-                        self._sync(file.fileno())
+                        os.fsync(file.fileno())
                     elif operation == "publish":
                         answer = self._publish(writing, name)
                     else:
@@ -198,17 +173,12 @@ class BackupFolder:
             writing.replace(self.path / name)
         except FileNotFoundError:
             return False
-        if self._durable:
-            folder = os.open(self.path, os.O_RDONLY)
-            try:
-                self._sync(folder)
-            finally:
-                os.close(folder)
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
         return True
-
-    def _sync(self, descriptor: int) -> None:
-        if self._durable:
-            os.fsync(descriptor)
 
 
 class ProgressMark:
@@ -252,46 +222,6 @@ class ProgressMark:
             self._path.unlink()
 
 
-def in_memory(backup_dir: pathlib.Path, host: int) -> BackupFolder:
-    """Returns the folder in this machine's memory for the backups of one host."""
-    if not _MEMORY.is_dir():
-        raise RuntimeError(f"snapshot_every needs {str(_MEMORY)!r}, a folder in memory; got none")
-    return BackupFolder(_MEMORY / f"{_memory_name(backup_dir)}-host-{host}", durable=False)
-
-
-def remove_abandoned(backup_dir: pathlib.Path, is_complete: bool) -> None:
-    """Removes ended processes' snapshots: of this training if it is complete, else old others'.
-
-    Another training's are removed if they are a day old. This one's are not, however old: a clock
-    may have jumped.
-    """
-    own = f"{_memory_name(backup_dir)}-host-"
-    pattern = f"{own}*" if is_complete else f"tfcdo-{os.getuid()}-*-host-*"
-    for path in _MEMORY.glob(pattern):
-        if not is_complete and path.name.startswith(own):
-            continue
-        with contextlib.suppress(OSError):  # Another process was first.
-            is_old = time.time() - path.stat().st_mtime > _ABANDONED_SECONDS
-            if (is_old or is_complete) and not _is_used(path):
-                shutil.rmtree(path)
-
-
-def _is_used(path: pathlib.Path) -> bool:
-    """Returns whether the process that writes to a folder in memory is there."""
-    try:
-        os.kill(int(json.loads((path / _OWNER).read_text())["process"]), 0)
-    except PermissionError:
-        return True
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return True
-
-
-def _memory_name(backup_dir: pathlib.Path) -> str:
-    name = hashlib.sha256(str(backup_dir.resolve()).encode()).hexdigest()[:16]
-    return f"tfcdo-{os.getuid()}-{name}"
-
-
 def read(file: IO[bytes]) -> tuple[Header, Arrays]:
     """Returns the header and the arrays of a backup; an error if a bit is not as it was."""
     with np.load(file) as archive:
@@ -310,3 +240,28 @@ def _with_path(error: OSError, name: str, path: pathlib.Path) -> OSError:
         f"{name} cannot be written, {str(path)!r}: {error.strerror or error}; the backups before "
         "are kept",
     )
+
+
+def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Returns arrays as bytes; `unpack` reads them."""
+    file = io.BytesIO()
+    _save(file, arrays)
+    return file.getvalue()
+
+
+def _save(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays to a file; dtypes that numpy does not have become bits."""
+    np.savez(file, **{key: _plain(array) for key, array in arrays.items()})  # type: ignore[arg-type]
+
+
+def unpack(data: bytes) -> dict[str, np.ndarray]:
+    """Returns the arrays that `pack` got."""
+    with np.load(io.BytesIO(data)) as arrays:
+        return dict(arrays)
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """Returns an array of a dtype that numpy can save, with the same bits."""
+    if array.dtype.kind in "biufc" and array.dtype.isbuiltin == 1:
+        return array
+    return array.view(f"u{array.dtype.itemsize}")

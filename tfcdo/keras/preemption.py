@@ -18,7 +18,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfcdo import environment, keras_internals, log, tf_internals, wakeup
-from tfcdo.cluster import errors, protocol, session
+from tfcdo.cluster import protocol, session
 
 _POLL = 1.0
 
@@ -97,7 +97,7 @@ class Preemption:
         # An error of TensorFlow, which ends this host, says that the chief is gone.
         while not protocol.may_end([store.get(key, _POLL) is not None]):
             if time.monotonic() - start > self._session.timeout:
-                raise errors.LateHostError(
+                raise protocol.LateHostError(
                     f"{protocol.LATE}: {cluster.name(0)} has not written its backup for "
                     f"{self._session.timeout:.0f} s"
                 )

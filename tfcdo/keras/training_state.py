@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,12 +14,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfcdo import keras_internals, log, tf_internals
-from tfcdo.keras import host_exchange
+from tfcdo.keras import backup_folder
 from tfcdo.training import diloco
 
 Arrays = dict[str, np.ndarray]
 Values = Mapping[str, tf.Tensor | np.ndarray]
 FORMAT = 1
+_CHUNK = 64 << 20  # Bytes that hosts exchange at once; 4 divides it.
 
 # How values of replicas become values of another number of replicas.
 _SAME = "same"  # All replicas hold the same.
@@ -44,7 +47,7 @@ class _StateEntry:
 def copy(model: keras.Model, with_metrics: bool) -> tuple[dict[str, Any], Values]:
     """Takes a copy of all state, as JSON and values for `fetch`; all hosts must call it at once."""
     strategy = model.distribute_strategy
-    host, hosts = host_exchange.host_of(strategy)
+    host, hosts = host_of(strategy)
     slots = _slots(model)
     metrics = _metric_slots(model) if with_metrics else []
     shared, own = {}, {}
@@ -72,8 +75,8 @@ def copy(model: keras.Model, with_metrics: bool) -> tuple[dict[str, Any], Values
         return header, {**shared, **own}
     # Each host keeps the values of all, so that any of them can be lost.
     gathered: Arrays = {}
-    for part in host_exchange.gather(strategy, host_exchange.pack(fetch(own))):
-        gathered.update(host_exchange.unpack(part))
+    for part in gather(strategy, backup_folder.pack(fetch(own))):
+        gathered.update(backup_folder.unpack(part))
     return header, {**shared, **gathered}
 
 
@@ -87,6 +90,52 @@ def fetch(values: Values) -> Arrays:
         if replica in ("", "0") or first is None or array.tobytes() != first.tobytes():
             kept[key] = array
     return kept
+
+
+def host_of(strategy: tf.distribute.Strategy) -> tuple[int, int]:
+    """Returns the number of this host, and of all hosts, of a strategy."""
+    replicas = strategy.num_replicas_in_sync
+    if replicas == 1:
+        return 0, 1
+    hosts = replicas // len(strategy.extended.worker_devices)
+    return (strategy.cluster_resolver.task_id if hosts > 1 else 0), hosts
+
+
+def gather(strategy: tf.distribute.Strategy, data: bytes) -> list[bytes]:
+    """Returns the bytes of each host, in order, on every host; all must call it."""
+    host, hosts = host_of(strategy)
+    if hosts == 1:
+        return [data]
+    lengths = np.zeros(hosts, np.int64)
+    lengths[host] = len(data)
+    ends = np.cumsum(np.frombuffer(_joined(strategy, lengths.view(np.uint8)), np.int64)).tolist()
+    start = ends[host] - len(data)
+    whole = bytearray()
+    for begin in range(0, ends[-1], _CHUNK):
+        chunk = np.zeros(min(_CHUNK, ends[-1] - begin), np.uint8)
+        own = data[max(0, begin - start) : max(0, begin + _CHUNK - start)]
+        chunk[max(0, start - begin) :][: len(own)] = np.frombuffer(own, np.uint8)
+        whole += _joined(strategy, chunk)
+    return [bytes(whole[begin:end]) for begin, end in itertools.pairwise([0, *ends])]
+
+
+def gather_json(strategy: tf.distribute.Strategy, value: Any) -> list[Any]:
+    """Returns the JSON value of each host, in order, on every host."""
+    return [json.loads(data) for data in gather(strategy, json.dumps(value).encode())]
+
+
+def _joined(strategy: tf.distribute.Strategy, own: np.ndarray) -> bytes:
+    """Returns bytes of which each host gives its own, and zeros elsewhere."""
+    # Sums of integers are exact.
+    own = np.concatenate([own, np.zeros(-len(own) % 4, np.uint8)]).view(np.int32)
+    devices = len(strategy.extended.worker_devices)
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(
+            own if context.replica_id_in_sync_group % devices == 0 else np.zeros_like(own)
+        )
+    )
+    joined: bytes = strategy.reduce("SUM", values, axis=None).numpy().tobytes()
+    return joined
 
 
 def check_same_model(model: keras.Model, header: Mapping[str, Any], source: str) -> None:
@@ -122,7 +171,7 @@ def restore(model: keras.Model, header: Mapping[str, Any], arrays: Arrays) -> No
     """Gives a model and its optimizer a saved state, except for the metrics."""
     strategy = model.distribute_strategy
     _assign(strategy, _slots(model), "v", header, header["variables"], arrays)
-    host, hosts = host_exchange.host_of(strategy)
+    host, hosts = host_of(strategy)
     prefix = f"r.{host}."
     residuals = {
         key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)
@@ -160,7 +209,7 @@ def _assign(
     saved: Sequence[Sequence[Any]],
     arrays: Arrays,
 ) -> None:
-    host, hosts = host_exchange.host_of(strategy)
+    host, hosts = host_of(strategy)
     for (key, slot), variable in zip(_keyed(prefix, slots), saved, strict=True):
         # A variable of one device is not distributed, and says nothing about replicas.
         combine = slot.combine if variable[3] == _SAME else variable[3]

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcdo import keras_internals, tf_internals
+from tfcdo import keras_internals
 from tfcdo.cluster import session
 from tfcdo.exchange.diloco import DiLoCo
 from tfcdo.plan.packing import deal_owners
@@ -120,9 +120,8 @@ class OuterState(tf.Module):
     def begin_again(self) -> None:
         """Notes that all hosts have the same parameters."""
         for variable in (self.steps, self.examples):
-            for component in _components(variable):
-                with tf.device(component.device):
-                    component.assign(tf.zeros_like(component))
+            parts = _components(variable)
+            step.assign(variable.value, [tf.zeros_like(part) for part in parts])
 
     def _all_fragments(self) -> list[int]:
         return sorted(set(self.fragments))
@@ -150,11 +149,11 @@ class OuterState(tf.Module):
         with tf.device(devices[0]):
             examples = _components(self.examples)[0][fragment]
         counts = _of_first(examples, devices)
-        with step.host_alone(False):
+        with step.during(host_alone=False):
             total = extended.reduce_to(SUM, counts, counts)
         with tf.device(devices[0]):
             # A host counts by its examples, so that each example counts the same.
-            of_all = getattr(total, "values", (total,))[0]
+            of_all = step.components(total)[0]
             share = tf.math.divide_no_nan(*(tf.cast(n, tf.float64) for n in (examples, of_all)))
             own = [_components(one)[0].read_value() for one in trained]
             changes = [
@@ -162,9 +161,9 @@ class OuterState(tf.Module):
                 for before, now in zip(common, own, strict=True)
             ]
         differences = [_of_first(change, devices) for change in changes]
-        with step.host_alone(False):
+        with step.during(host_alone=False):
             means = extended.sum_gradients(differences, [one.path for one in trained])
-        return [getattr(mean, "values", (mean,))[0] for mean in means], own
+        return [step.components(mean)[0] for mean in means], own
 
     def _nothing(self, fragment: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Returns empty values in place of the results of `_meet`."""
@@ -220,15 +219,15 @@ def states_of(optimizer: Any) -> list[OuterState]:
     return [getattr(leaf, _STATE) for leaf in leaves if hasattr(leaf, _STATE)]
 
 
-def apply(optimizer: Any, variables: Sequence[Any] | None, update: Callable[[], Any]) -> Any:
-    """Calls an optimizer's update on this replica, and meets the other hosts if it is time to."""
+def apply(optimizer: Any, variables: Sequence[Any] | None, update: Callable[[Any], Any]) -> Any:
+    """Calls an optimizer's update on this replica, and meets other hosts if it is time to."""
     here, strategy = step.current(), tf.distribute.get_strategy()
     outer = getattr(strategy.extended, "outer", None)
     if outer is None or here is None or here.alone or here.applies or here.trace is not None:
-        return update()
+        return update(variables)
     context = tf.distribute.get_replica_context()
     if context is None:
-        return update()
+        return update(variables)
 
     begun: list[dict[int, Any]] = []
 
@@ -249,7 +248,7 @@ def apply(optimizer: Any, variables: Sequence[Any] | None, update: Callable[[], 
 
     context.merge_call(begin)
     with step.changed(applies=True):
-        result = update()
+        result = update(variables)
     context.merge_call(end)
     return result
 
@@ -258,7 +257,7 @@ def finish(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
     """Exchanges all that hosts have trained since the last exchange; all hosts must call it."""
     replicas = len(strategy.extended.worker_devices)
     steps = [ReplicaStep(index, replicas) for index in range(replicas)]
-    with strategy.scope(), step.running(steps):
+    with strategy.scope(), step.during(steps=steps):
         for state in states_of(optimizer):
             state.finish(strategy)
 
@@ -270,14 +269,13 @@ def common_parameters(model: Any) -> Iterator[None]:
     own = []
     for state in states:
         for variable in state.trained:
-            own += [(one, one.read_value()) for one in _components(variable)]
+            own.append((variable.value, [one.read_value() for one in _components(variable)]))
         _copy(state.common, state.trained)
     try:
         yield
     finally:
-        for component, value in own:
-            with tf.device(component.device):
-                component.assign(value)
+        for variable, values in own:
+            step.assign(variable, values)
 
 
 def _agree(optimizer: Any) -> None:
@@ -289,23 +287,17 @@ def _agree(optimizer: Any) -> None:
 
 
 def _components(variable: Any) -> tuple[Any, ...]:
-    """Returns a variable's components on the devices of this host."""
-    components: tuple[Any, ...] = keras_internals.value_of(variable).values
-    return components
+    """Returns a Keras variable's components on the devices of this host."""
+    return step.components(keras_internals.value_of(variable))
 
 
 def _of_first(value: tf.Tensor, devices: Sequence[str]) -> Any:
     """Returns a value of a host, to be summed over all: its other replicas have zeros."""
-    parts = [value]
-    for device in devices[1:]:
-        with tf.device(device):
-            parts.append(tf.zeros(value.shape, value.dtype))
-    return tf_internals.per_replica(parts)
+    others = [tf.zeros(value.shape, value.dtype)] * (len(devices) - 1)
+    return step.on_each(devices, tf.identity, [value, *others])
 
 
 def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:
     """Gives variables the values of others, on each device of this host."""
     for source, target in zip(sources, targets, strict=True):
-        for given, component in zip(_components(source), _components(target), strict=True):
-            with tf.device(component.device):
-                component.assign(tf.cast(given.read_value(), component.dtype))
+        step.assign(target.value, [one.read_value() for one in _components(source)])

@@ -24,7 +24,7 @@ class ReducesStructures:
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs a function on each replica."""
         alone = step.is_host_alone() or self.extended.outer is not None  # type: ignore[attr-defined]
-        with step.of_keras(keras_internals.method_of_step(fn)), step.host_alone(alone):
+        with step.during(method=keras_internals.method_of_step(fn), host_alone=alone):
             return super().run(fn, args, kwargs, options)  # type: ignore[misc]
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
@@ -67,8 +67,7 @@ class ReducesStructures:
         """
         held: dict[str, int] = {}
         for variable in optimizer.variables if optimizer.built else ():
-            value = keras_internals.value_of(variable)
-            for component in getattr(value, "values", (value,)):
+            for component in step.components(keras_internals.value_of(variable)):
                 num_bytes = component.shape.num_elements() * component.dtype.size
                 held[component.device] = held.get(component.device, 0) + num_bytes
         return dict(sorted(held.items()))
@@ -114,12 +113,8 @@ class ReducesStructures:
         return ops.explain(shapes, dtype, extended.worker_devices, shard_optimizer_state)
 
 
-def _components(value: Any) -> tuple[Any, ...]:
-    return value.values if isinstance(value, tf_internals.DistributedValues) else (value,)
-
-
 def _is_scalar(value: Any) -> bool:
-    component = _components(value)[0]
+    component = step.components(value)[0]
     shape = getattr(component, "shape", None)
     return isinstance(component, (int, float, complex)) or (
         shape is not None and tf.TensorShape(shape).rank == 0
@@ -170,7 +165,7 @@ class ReplicaExtended:
                 )
             return fn(*args, **kwargs)
 
-        with step.running(steps), tf.control_dependencies(all_have_data):
+        with step.during(steps=steps), tf.control_dependencies(all_have_data):
             result = run(_entering(with_examples, steps, all_have_data), args, kwargs)
             if some_may_be_empty:
                 statistics.adopt(steps)
@@ -217,10 +212,7 @@ class ReplicaExtended:
         elif hosts == 1 and None not in static:
             rows = [int(component.shape[0]) for component in batch]
         else:
-            own = []
-            for device, component in zip(devices, batch, strict=True):
-                with tf.device(device):
-                    own.append(parts.rows_of(component))
+            own = list(step.on_each(devices, parts.rows_of, batch).values)
             rows = own if hosts == 1 else self._of_all_hosts(own)
             rows[first : first + len(devices)] = own  # Some may be known while a step is traced.
         total = sum(rows) if isinstance(rows[0], int) else tf.add_n([tf.identity(r) for r in rows])
@@ -238,21 +230,20 @@ class ReplicaExtended:
     def _of_all_hosts(self, own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns a number of each replica of all hosts, from those of this host."""
         replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
-        first, vectors = self._first_replica(), []
-        for index, (count, device) in enumerate(
-            zip(own, self.worker_devices, strict=True)  # type: ignore[attr-defined]
-        ):
-            with tf.device(device):
-                vectors.append(tf.one_hot(first + index, replicas, dtype=tf.int64) * count)
-        value = tf_internals.per_replica(vectors)
+        first, devices = self._first_replica(), self.worker_devices  # type: ignore[attr-defined]
+
+        def in_its_place(replica: int, count: tf.Tensor) -> tf.Tensor:
+            return tf.one_hot(replica, replicas, dtype=tf.int64) * count
+
+        value = step.on_each(devices, in_its_place, range(first, first + len(own)), own)
         of_all = self.reduce_to("SUM", value, value)  # type: ignore[attr-defined]
-        return list(tf.unstack(_components(of_all)[0], replicas))
+        return list(tf.unstack(step.components(of_all)[0], replicas))
 
     def _batch(self, value: Any) -> tuple[Any, ...] | None:
         """Returns the replicas' components of a value if these are rows; else None."""
         distributed = isinstance(value, tf_internals.DistributedValues)
         alone = len(self.worker_devices) == 1  # type: ignore[attr-defined]
-        components = _components(value)
+        components = step.components(value)
         if not distributed and not alone:
             return None
         if any(not tf.is_tensor(one) or tf_internals.is_variable(one) for one in components):
@@ -328,7 +319,7 @@ def _entering(fn: Any, steps: Sequence[ReplicaStep], after: Sequence[Any] = ()) 
     @tf.autograph.experimental.do_not_convert
     def on_replica(*args: Any, **kwargs: Any) -> Any:
         here = steps[tf_internals.replica_on_host()]
-        with step.host_alone(alone), step.entered(here), tf.control_dependencies(after):
+        with step.during(step=here, host_alone=alone), tf.control_dependencies(after):
             return fn(*args, **kwargs)
 
     return on_replica

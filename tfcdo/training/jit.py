@@ -114,7 +114,7 @@ def _run(step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any)
     def traced(*args: Any, **kwargs: Any) -> Any:
         trace = Trace(tf.compat.v1.get_default_graph(), optimizer)
         traces[:] = [trace]
-        with running.entered(dataclasses.replace(here, trace=trace)):
+        with running.during(step=dataclasses.replace(here, trace=trace)):
             outputs = step(*args, **kwargs)
         return outputs, trace.gradients
 

@@ -12,12 +12,22 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
-from tfcdo.training import digests, diloco, draws, jit, losses, sharding, statistics, step, updates
+from tfcdo.training import diloco, draws, jit, losses, sharding, statistics, step, updates
 
 Function = Callable[..., Any]
+# Odd numbers without pattern, as in hash functions of 64 bits.
+_OF_INDEX, _FIRST, _SECOND = (
+    int(np.uint64(odd).astype(np.int64))
+    for odd in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+_HALF = np.int64(32)
+_INTEGER_OF_SIZE = {2: tf.int16, 4: tf.int32, 8: tf.int64}
+# A wrong setup shows in the first update; the second and third show an optimizer that drifts.
+_FIRST_CALLS = 3
 
 
 def install() -> None:
@@ -52,12 +62,7 @@ def install() -> None:
 
 
 def _apply(own: Function, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    def call(grads: Any, variables: Any) -> Any:
-        return own(optimizer, grads, variables)
-
-    def update() -> Any:
-        return updates.apply(optimizer, call, optimizer.apply, grads, trainable_variables)
-
+    update = functools.partial(updates.apply, optimizer, functools.partial(own, optimizer), grads)
     return diloco.apply(optimizer, trainable_variables, update)
 
 
@@ -66,18 +71,12 @@ def _apply_gradients(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:
     def call(grads: Any, variables: Any) -> Any:
         return own(optimizer, list(zip(grads, variables, strict=True)))
 
-    def again(grads: Any, variables: Any) -> Any:
-        return optimizer.apply_gradients(list(zip(grads, variables, strict=True)))
-
     pairs = list(grads_and_vars)
     grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
     here = step.current()
     if type(optimizer).apply is keras.optimizers.Optimizer.apply or here is None:
         return call(grads, variables)  # `apply` comes next.
-
-    def update() -> Any:
-        return updates.apply(optimizer, call, again, grads, variables)
-
+    update = functools.partial(updates.apply, optimizer, call, grads)
     return diloco.apply(optimizer, variables, update)
 
 
@@ -92,7 +91,7 @@ def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) ->
             options["synchronization"] = tf.VariableSynchronization.ON_WRITE
         return make(**options)
 
-    ours = getattr(tf.distribute.get_strategy().extended, "sums_once", False)
+    ours = step.is_ours(tf.distribute.get_strategy())
     with tf.variable_creator_scope(create) if ours else contextlib.nullcontext():
         own(optimizer, *args, **kwargs)
 
@@ -102,9 +101,8 @@ def _extended_of(optimizer: Any) -> Any:
     strategy = keras_internals.strategy_of(optimizer)
     if diloco.is_outer(optimizer):
         return None
-    extended = strategy.extended
-    ours = getattr(extended, "sums_once", False) and strategy.num_replicas_in_sync > 1
-    return extended if ours else None
+    ours = step.is_ours(strategy) and strategy.num_replicas_in_sync > 1
+    return strategy.extended if ours else None
 
 
 def _build_optimizer(own: Function, optimizer: Any, variables: Any) -> Any:
@@ -149,10 +147,6 @@ def _note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None
     own(optimizer, variable, value)
 
 
-def _is_ours(model: Any) -> bool:
-    return getattr(model.distribute_strategy.extended, "sums_once", False)
-
-
 def _symbolic_build(own: Function, model: Any, iterator: Any = None, data_batch: Any = None) -> Any:
     """Builds a model from the spec of its batches, where Keras takes a batch of its iterator."""
     # Keras takes a batch, and begins again. A generator cannot begin again.
@@ -160,7 +154,7 @@ def _symbolic_build(own: Function, model: Any, iterator: Any = None, data_batch:
         return own(model, data_batch=data_batch)
     keras_internals.note_iterator(model, iterator)
     spec = keras_internals.element_spec(iterator)
-    if not _is_ours(model) or spec is None:
+    if not step.is_ours(model.distribute_strategy) or spec is None:
         return own(model, iterator=iterator)
     return own(model, data_batch=keras_internals.map_structure(_of_any_batch, spec))
 
@@ -176,7 +170,7 @@ def _of_any_batch(spec: Any) -> Any:
 
 
 def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
-    is_ours = _is_ours(model)
+    is_ours = step.is_ours(model.distribute_strategy)
     data = args[0] if args else kwargs.get("x")
     if is_ours and len(args) < 2 and isinstance(data, tf.data.Dataset):
         # Keras's default is True, which it ignores for a dataset, with a warning.
@@ -205,7 +199,7 @@ def _begin_outer_again(own: Function, model: Any, *args: Any, **kwargs: Any) -> 
 def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
     """Makes a function as Keras does; XLA compiles the step on each replica, not the whole."""
     before = getattr(model, f"{name}_function")
-    if not _is_ours(model):
+    if not step.is_ours(model.distribute_strategy):
         return own(model, force)
     several = model.distribute_strategy.num_replicas_in_sync > 1
     if several and model.jit_compile and (before is None or force):
@@ -220,14 +214,14 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
         if extended.outer is not None:  # What a step returns is this host's.
             function = functools.partial(step.run_alone, function)
         if extended.checks_in_sync:
-            function = functools.partial(digests.run_checked, function, model, [])
+            function = functools.partial(run_checked, function, model, [])
         model.train_function = function
     return None
 
 
 def _make_predict(own: Function, model: Any, force: bool = False) -> Any:
     own(model, force)
-    if _is_ours(model):
+    if step.is_ours(model.distribute_strategy):
         statistics.synchronize(model)
 
 
@@ -235,6 +229,109 @@ def _in_order_of_replicas(own: Function, value: Any, strategy: tf.distribute.Str
     """Concatenates all hosts' results in the order of the replicas."""
     # Keras expects the first replicas' parts of all hosts before the second replicas', which is how
     # TensorFlow deals a batch. Here each host has one part of a batch: see `parts.cut`.
-    if getattr(strategy.extended, "sums_once", False):
+    if step.is_ours(strategy):
         return strategy.gather(value, axis=0)
     return own(value, strategy)
+
+
+# Whether all replicas hold the same numbers, without sending them.
+
+
+class WeightComparison:
+    """Compares the weights of a Keras model, and its optimizer's variables, on all replicas."""
+
+    def __init__(self, model: Any) -> None:
+        self._strategy = model.distribute_strategy
+        variables = [*model.trainable_variables, *getattr(model.optimizer, "variables", ())]
+        self._variables = [  # Those of which all replicas hold the same numbers.
+            variable
+            for variable in variables
+            if variable.value.synchronization != tf.VariableSynchronization.ON_READ
+            and (variable.value.dtype.is_floating or variable.value.dtype.is_integer)
+        ]
+        # Between two exchanges, all hosts have the same of the outer loop only.
+        states = diloco.states_of(model.optimizer)
+        common = [one for state in states for one in state.variables_of_all]
+        self._num_of_host = len(self._variables) if states else 0
+        self._variables += common
+        self._digests = _digests_of(self._strategy, self._variables)
+
+    def difference(self) -> str | None:
+        """Returns which variable and replica differ first, and by how much; None if none does."""
+        strategy, variables = self._strategy, self._variables
+        if strategy.num_replicas_in_sync == 1:
+            return None
+        with strategy.scope():
+            digests = self._digests().numpy()
+            expected = np.broadcast_to(digests[0], digests.shape).copy()
+            replicas = np.arange(len(digests))
+            of_host = replicas - replicas % len(strategy.extended.worker_devices)
+            alone = slice(self._num_of_host)
+            expected[:, alone] = digests[of_host, alone]
+            differing = np.flatnonzero((digests != expected).any(0))
+            if not len(differing):
+                return None
+            at = differing[0]
+            first = variables[at]
+            replica = int(np.flatnonzero(digests[:, at] != expected[:, at])[0])
+            other = int(of_host[replica]) if at < self._num_of_host else 0
+            values = strategy.gather(  # This one variable is sent.
+                strategy.run(lambda: tf.cast(tf.convert_to_tensor(first), tf.float64)[None]), axis=0
+            ).numpy()
+        hosts = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
+        host = f" (host {replica * hosts // strategy.num_replicas_in_sync})" if hosts > 1 else ""
+        return (
+            f"replica {replica}{host} holds other numbers of {first.path} than replica {other}, by "
+            f"{np.abs(values[replica] - values[other]).max():.3g} at most; of {len(variables)} "
+            f"variables {len(differing)} differ somewhere"
+        )
+
+
+def run_checked(
+    train_function: Callable[..., Any], model: Any, calls: list[Any], /, *args: Any
+) -> Any:
+    """Calls a model's train function; its first `calls` also compare all replicas."""
+    logs = train_function(*args)
+    if len(calls) == _FIRST_CALLS:
+        return logs
+    # The optimizer has its variables after the first call.
+    calls.append(calls[0] if calls else WeightComparison(model))
+    difference = calls[0].difference()
+    if difference is not None:
+        raise RuntimeError(
+            f"after execution {len(calls)} of the train step, {difference}. All hosts must start "
+            "with the same weights and update them alike; "
+            "MultiWorkerMirroredStrategy(check_in_sync=False) turns this check off"
+        )
+    return logs
+
+
+def digest(tensor: tf.Tensor) -> tf.Tensor:
+    """Makes one int64 of all bits of a tensor of numbers or bools, on its device."""
+    # It is equal for equal bits and, but for one chance in 2^64, for no others.
+    if tensor.dtype.is_floating:
+        tensor = tf.bitcast(tensor, _INTEGER_OF_SIZE[tensor.dtype.size])
+    bits = tf.reshape(tf.cast(tensor, tf.int64), [-1])
+    # The order counts, and so does how much each element differs: each is stirred with its index.
+    stirred = (bits + tf.range(tf.size(bits, tf.int64)) * _OF_INDEX) * _FIRST
+    stirred = tf.bitwise.bitwise_xor(stirred, tf.bitwise.right_shift(stirred, _HALF))
+    return tf.reduce_sum(stirred * _SECOND)
+
+
+def _digests_of(strategy: tf.distribute.Strategy, variables: list[Any]) -> Any:
+    """Makes a function that returns the digests of all variables on all replicas of all hosts."""
+
+    def on_replica() -> tf.Tensor:
+        digests = []
+        for variable in variables:
+            tensor = tf.convert_to_tensor(variable)
+            # A slot that only its owner has is read there, and only the digest is sent.
+            with tf.device(tensor.device):
+                digests.append(digest(tensor))
+        return tf.stack(digests)[None]
+
+    @tf.function(autograph=False)
+    def digests() -> tf.Tensor:
+        return strategy.gather(strategy.run(on_replica), axis=0)
+
+    return digests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -38,7 +38,7 @@ def prepared(dataset: tf.data.Dataset, session: Session | None) -> tf.data.Datas
         )
     if session is not None:
         _warn_if_unlike(dataset, session)
-    python = (node.op for part in made_from(dataset) for node in _nodes(part))
+    python = (node.op for part in made_from(dataset) for node in tf_internals.nodes_of(part))
     return _copied(dataset) if any("PyFunc" in op for op in python) else dataset
 
 
@@ -180,7 +180,7 @@ def _kind(dataset: tf.data.Dataset) -> str:
 
 
 def _reads_files(dataset: tf.data.Dataset) -> bool:
-    kinds = [type(dataset).__name__, *(node.op for node in _nodes(dataset))]
+    kinds = [type(dataset).__name__, *(node.op for node in tf_internals.nodes_of(dataset))]
     return any(reader in kind for kind in kinds for reader in _READERS)
 
 
@@ -188,11 +188,6 @@ def _seeds(dataset: tf.data.Dataset) -> Iterator[tuple[int, int]]:
     """Yields the seeds of a dataset's random orders; two zeros are no seed."""
     # `shuffle` and the choices of `sample_from_datasets`; Keras shuffles the indices of arrays.
     yield from tf_internals.seeds_of(dataset)
-    for node in _nodes(dataset):
+    for node in tf_internals.nodes_of(dataset):
         if node.op == "RandomShuffle":
             yield node.attr["seed"].i, node.attr["seed2"].i
-
-
-def _nodes(dataset: tf.data.Dataset) -> Sequence[Any]:
-    """Returns the nodes of a dataset's functions, and of the functions in these."""
-    return tf_internals.nodes_of(dataset)

@@ -112,14 +112,10 @@ def update(
 
 def _in_dtype(grad: Any, dtype: tf.DType) -> Any:
     """Returns a gradient in the dtype of its variable, which is sent back in its place."""
-    parts = getattr(grad, "values", (grad,)) if not tf.is_tensor(grad) else (grad,)
+    parts = step.components(grad)
     if all(part.dtype == dtype for part in parts):
         return grad
-    cast = []
-    for part in parts:
-        with tf.device(part.device):
-            cast.append(tf.cast(part, dtype))
-    return tf_internals.per_replica(cast)
+    return step.on_each([part.device for part in parts], lambda part: tf.cast(part, dtype), parts)
 
 
 def _clipped(

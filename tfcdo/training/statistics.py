@@ -99,9 +99,8 @@ def adopt(steps: Sequence[step.ReplicaStep]) -> None:
             for component, weight in zip(variable.values, weights, strict=True):
                 parts.append(tf.cast(component.read_value(), tf.float64) * weight)
             mean = tf.cast(tf.add_n(parts) / tf.add_n(weights), variable.dtype)
-            for component, one in zip(variable.values, have, strict=True):
-                with tf.device(component.device):
-                    component.assign(tf.where(one, component.read_value(), mean))
+            own = [component.read_value() for component in variable.values]
+            step.assign(variable, [tf.where(h, one, mean) for h, one in zip(have, own)])
         return tf.constant(True)
 
     some_empty = tf.logical_and(tf.reduce_any(have), tf.logical_not(tf.reduce_all(have)))
@@ -114,22 +113,19 @@ def synchronize(model: keras.Model) -> None:
     variables = [one for one in model.non_trainable_variables if is_averaged(one.value)]
     if not variables or strategy.num_replicas_in_sync == 1:
         return
-    of_replicas = []
-    for index, device in enumerate(strategy.extended.worker_devices):
-        with tf.device(device):
-            own = [variable.value.values[index].read_value() for variable in variables]
-            of_replicas.append(tf.concat([tf.reshape(_wide(one), [-1]) for one in own], 0))
-    with strategy.scope():  # As one value: it is sent once, and exactly.
-        means = strategy.reduce("MEAN", tf_internals.per_replica(of_replicas), axis=None)
+
+    def flattened(*own: tf.Variable) -> tf.Tensor:
+        wide = (tf.cast(component.read_value(), tf.float64) for component in own)
+        return tf.concat([tf.reshape(one, [-1]) for one in wide], 0)
+
+    devices = strategy.extended.worker_devices
+    # As one value: it is sent once, and exactly.
+    of_replicas = step.on_each(devices, flattened, *(one.value.values for one in variables))
+    with strategy.scope():
+        means = strategy.reduce("MEAN", of_replicas, axis=None)
     sizes = [variable.value.shape.num_elements() for variable in variables]
     for variable, mean in zip(variables, tf.split(means, sizes), strict=True):
-        for component in variable.value.values:
-            with tf.device(component.device):
-                component.assign(tf.cast(tf.reshape(mean, component.shape), component.dtype))
-
-
-def _wide(value: tf.Tensor) -> tf.Tensor:
-    return tf.cast(value, tf.float64)
+        step.assign(variable.value, [tf.reshape(mean, variable.shape)] * len(devices))
 
 
 def install() -> None:

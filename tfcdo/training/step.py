@@ -14,6 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfcdo import tf_internals
+
 # TensorFlow traces each replica in a thread of its own, and starts all of them from one thread.
 _LOCAL = threading.local()
 SUM = tf.distribute.ReduceOp.SUM
@@ -112,44 +114,14 @@ def all_running() -> Sequence[ReplicaStep] | None:
     return getattr(_LOCAL, "steps", None)
 
 
-@contextlib.contextmanager
-def running(steps: Sequence[ReplicaStep]) -> Iterator[None]:
-    """Notes the steps of all replicas in the thread that starts them."""
-    yield from _with("steps", steps)
-
-
 def change_all(**changes: Any) -> None:
     """Changes attributes of the steps of all replicas, from where these meet to the step's end."""
     _LOCAL.steps = [dataclasses.replace(one, **changes) for one in _LOCAL.steps]
 
 
-@contextlib.contextmanager
-def entered(step: ReplicaStep) -> Iterator[ReplicaStep]:
-    """Makes a step the current one of this thread's replica."""
-    yield from _with("step", step)
-
-
 def is_host_alone() -> bool:
     """Returns whether this host trains alone now: see `diloco.py`."""
-    return getattr(_LOCAL, "host_alone", False)
-
-
-@contextlib.contextmanager
-def host_alone(alone: bool) -> Iterator[bool]:
-    """Has this host train alone, or meet the others again."""
-    yield from _with("host_alone", alone)
-
-
-def run_alone(function: Callable[..., Any], /, *args: Any) -> Any:
-    """Calls a function while this host trains alone."""
-    with host_alone(True):
-        return function(*args)
-
-
-@contextlib.contextmanager
-def of_keras(method: str | None) -> Iterator[str | None]:
-    """Notes which method of Keras begins a step: "fit", "predict", or None in an own loop."""
-    yield from _with("method", method)
+    return bool(getattr(_LOCAL, "host_alone", False))
 
 
 def method_of_keras() -> str | None:
@@ -158,17 +130,59 @@ def method_of_keras() -> str | None:
     return method
 
 
-def changed(**changes: Any) -> contextlib.AbstractContextManager[ReplicaStep]:
+@contextlib.contextmanager
+def during(**values: Any) -> Iterator[None]:
+    """Sets values of this thread for a while.
+
+    `step`: this replica's; `steps`: of all replicas, in the thread that starts them; `host_alone`:
+    whether this host trains alone, or meets the others again; `method`: "fit" or "predict", which
+    begins a step, or None in an own loop.
+    """
+    before = {name: getattr(_LOCAL, name, None) for name in values}
+    vars(_LOCAL).update(values)
+    try:
+        yield
+    finally:
+        vars(_LOCAL).update(before)
+
+
+def changed(**changes: Any) -> contextlib.AbstractContextManager[None]:
     """Changes attributes of the current step for a while."""
     step = current()
     assert step is not None
-    return entered(dataclasses.replace(step, **changes))
+    return during(step=dataclasses.replace(step, **changes))
 
 
-def _with(name: str, value: Any) -> Iterator[Any]:
-    before = getattr(_LOCAL, name, None)
-    setattr(_LOCAL, name, value)
-    try:
-        yield value
-    finally:
-        setattr(_LOCAL, name, before)
+def run_alone(function: Callable[..., Any], /, *args: Any) -> Any:
+    """Calls a function while this host trains alone."""
+    with during(host_alone=True):
+        return function(*args)
+
+
+# Values of all replicas of this host.
+
+
+def is_ours(strategy: Any) -> bool:
+    """Returns whether a strategy is one of tfcdo's."""
+    return bool(getattr(strategy.extended, "sums_once", False))
+
+
+def components(value: Any) -> tuple[Any, ...]:
+    """Returns a value's component on each device; the value itself if it is not distributed."""
+    return value.values if isinstance(value, tf_internals.DistributedValues) else (value,)
+
+
+def on_each(devices: Sequence[str], function: Callable[..., Any], *values: Sequence[Any]) -> Any:
+    """Calls a function with each replica's component of some values, on that replica's device."""
+    results = []
+    for device, *own in zip(devices, *values, strict=True):
+        with tf.device(device):
+            results.append(function(*own))
+    return tf_internals.per_replica(results)
+
+
+def assign(variable: Any, values: Sequence[Any]) -> None:
+    """Gives each component of a variable a value, on its device."""
+    for component, value in zip(components(variable), values, strict=True):
+        with tf.device(component.device):
+            component.assign(tf.cast(value, component.dtype))

@@ -1,12 +1,13 @@
 """An optimizer's update: replicas sum once, then each works alone.
 
 `apply` stands before each Keras optimizer's own `apply`. It sums the gradients where the replicas
-meet, and calls the optimizer again on each replica, which then works alone: Keras clips,
-accumulates, decays, updates and averages from the same sums, bitwise identically on each replica.
+meet, and calls Keras's on each replica, which then works alone: Keras clips, accumulates, decays,
+updates and averages from the same sums, bitwise identically on each replica.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,13 +21,12 @@ from tfcdo.training.step import SUM
 Call = Callable[[Sequence[Any], Sequence[Any] | None], Any]
 
 
-def apply(
-    optimizer: Any, own: Call, again: Call, grads: Sequence[Any], variables: Sequence[Any] | None
-) -> Any:
-    """Applies gradients of this replica; `own` is Keras's method, `again` calls this one again."""
+def apply(optimizer: Any, own: Call, grads: Sequence[Any], variables: Sequence[Any] | None) -> Any:
+    """Applies gradients of this replica; `own` is Keras's method."""
     strategy = tf.distribute.get_strategy()
     here = step.current()
-    if not _is_replica(strategy) or here is None or here.alone:
+    on_replica = step.is_ours(strategy) and not tf.distribute.in_cross_replica_context()
+    if not on_replica or here is None or here.alone:
         return own(grads, variables)
     grads = list(grads)
     variables = None if variables is None else list(variables)
@@ -50,17 +50,11 @@ def apply(
     if not shards and not any(leaf.gradient_accumulation_steps for leaf in leaves):
         sums = context.merge_call(lambda strategy, grads: summed(strategy, grads, known), [grads])
         with step.changed(alone=True):
-            return again(sums, variables)
+            return own(sums, variables)
     if leaves != [optimizer]:  # Its parts come here again, each with gradients of its own.
         return own(_finite_on_all(context, list(grads)), variables)
     context.merge_call(lambda strategy, grads: _update(strategy, optimizer, grads, known), [grads])
     return optimizer.iterations
-
-
-def _is_replica(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether this is a replica of a strategy of tfcdo's."""
-    ours = getattr(strategy.extended, "sums_once", False)
-    return ours and not tf.distribute.in_cross_replica_context()
 
 
 def _check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | None) -> None:
@@ -110,22 +104,14 @@ def _largest(
     ]
     if not at:
         return {}
-    rows = [_on_each(strategy, lambda grad: tf.convert_to_tensor(grad)[None], grads[i]) for i in at]
-    largest = {}
-    for i, of_all in zip(at, strategy.extended.batch_gather(rows, 0), strict=True):
-        largest[i] = _on_each(strategy, lambda all_grads: tf.reduce_max(all_grads, 0), of_all)
-    return largest
-
-
-def _on_each(strategy: tf.distribute.Strategy, function: Any, value: Any) -> Any:
-    """Calls a function with each replica's component of a value, on that replica's device."""
-    results = []
-    for device, own in zip(
-        strategy.extended.worker_devices, getattr(value, "values", (value,)), strict=True
-    ):
-        with tf.device(device):
-            results.append(function(own))
-    return tf_internals.per_replica(results)
+    on_each = functools.partial(step.on_each, strategy.extended.worker_devices)
+    rows = [
+        on_each(lambda grad: tf.convert_to_tensor(grad)[None], step.components(grads[i]))
+        for i in at
+    ]
+    of_all = strategy.extended.batch_gather(rows, 0)
+    largest = (on_each(lambda some: tf.reduce_max(some, 0), step.components(one)) for one in of_all)
+    return dict(zip(at, largest, strict=True))
 
 
 def unified(
@@ -134,21 +120,21 @@ def unified(
     """Gives each variable a gradient of one kind and of its shape on all replicas of this host."""
     devices = strategy.extended.worker_devices
     return [
-        _shaped(strategy, _unified(grad, list(variable.shape), devices), variable.shape)
+        _shaped(_unified(grad, list(variable.shape), devices), variable.shape, devices)
         for grad, variable in zip(grads, variables, strict=True)
     ]
 
 
-def _shaped(strategy: tf.distribute.Strategy, grad: Any, shape: tf.TensorShape) -> Any:
+def _shaped(grad: Any, shape: tf.TensorShape, devices: Sequence[str]) -> Any:
     # Where a layer has reshaped its inputs, as Dense does with three axes, TensorFlow does not know
     # the shape of its kernel's gradient while it traces. Values of unknown sizes are not packed.
-    is_distributed = isinstance(grad, tf.distribute.DistributedValues)
-    parts = grad.values if is_distributed else (grad,)
+    parts = step.components(grad)
     if all(not isinstance(part, tf.Tensor) or part.shape.is_fully_defined() for part in parts):
         return grad
-    if not is_distributed:
-        return tf.ensure_shape(grad, shape)
-    return _on_each(strategy, lambda part: tf.ensure_shape(part, shape), grad)
+    ensure_shape = functools.partial(tf.ensure_shape, shape=shape)
+    if not isinstance(grad, tf.distribute.DistributedValues):
+        return ensure_shape(grad)
+    return step.on_each(devices, ensure_shape, parts)
 
 
 def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:
@@ -156,29 +142,25 @@ def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:
         return grad
     if not isinstance(grad, tf.distribute.DistributedValues):
         # TensorFlow's classes would count a tensor of all replicas once for all.
-        copies = []
-        for device in devices:
-            with tf.device(device):
-                copies.append(tf.nest.map_structure(tf.identity, grad, expand_composites=True))
-        return tf_internals.per_replica(copies)
+        copy = functools.partial(tf.nest.map_structure, tf.identity, expand_composites=True)
+        return step.on_each(devices, copy, [grad] * len(devices))
     present = [part for part in grad.values if part is not None]
     kinds = {isinstance(part, tf.IndexedSlices) for part in present}
     if len(present) == len(grad.values) and len(kinds) == 1:
         return grad
-    dtype, parts = present[0].dtype, []
-    for part, device in zip(grad.values, devices, strict=True):
-        with tf.device(device):
-            if part is None and kinds == {True}:
-                no_indices = tf.zeros([0], present[0].indices.dtype)
-                part = tf.IndexedSlices(tf.zeros([0, *shape[1:]], dtype), no_indices)
-            elif part is None:
-                part = tf.zeros(shape, dtype)
-            if isinstance(part, tf.IndexedSlices):
-                part = tf.IndexedSlices(part.values, part.indices, tf.constant(shape))
-            if kinds != {True}:
-                part = tf.convert_to_tensor(part)
-        parts.append(part)
-    return tf_internals.per_replica(parts)
+    dtype = present[0].dtype
+
+    def of_one_kind(part: Any) -> Any:
+        if part is None and kinds == {True}:
+            no_indices = tf.zeros([0], present[0].indices.dtype)
+            part = tf.IndexedSlices(tf.zeros([0, *shape[1:]], dtype), no_indices)
+        elif part is None:
+            part = tf.zeros(shape, dtype)
+        if isinstance(part, tf.IndexedSlices):
+            part = tf.IndexedSlices(part.values, part.indices, tf.constant(shape))
+        return part if kinds == {True} else tf.convert_to_tensor(part)
+
+    return step.on_each(devices, of_one_kind, grad.values)
 
 
 def _finite_on_all(context: Any, grads: list[Any]) -> list[Any]:

@@ -1,14 +1,27 @@
-"""`TraceSummary`: how much of a training step all-reduces take, told after an epoch."""
+"""What tfcdo's callbacks share, and `TraceSummary`: how much of a step all-reduces take."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfcdo import checks, log
-from tfcdo.keras.callback import Callback
 from tfcdo.tracing.recording import Profiler
+
+
+class Callback(keras.callbacks.Callback):
+    """A callback of Keras 3, which says so to another Keras."""
+
+    def set_model(self, model: Any) -> None:
+        """Takes the model; Keras calls it, also tf_keras, and before all else."""
+        if not isinstance(model, keras.Model):
+            raise TypeError(
+                f"tfcdo.keras.{type(self).__name__} needs Keras 3, and tfcdo's strategies do not; "
+                f"model must be a keras.Model; got {model!r}"
+            )
+        super().set_model(model)
 
 
 class TraceSummary(Callback):
