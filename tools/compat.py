@@ -51,7 +51,7 @@ README = {
     "`gradient_accumulation_steps`": "`gradient_accumulation_steps`",
     "`Dropout`": "`Dropout`",
     "a last batch of 7 examples, a dense model": "a last batch that does not divide",
-    "sentences with a mask": "sentences with a mask",
+    "sentences with a mask": "padded sentences with a mask",
 }
 _PAGE = """\
 # Compatibility
@@ -210,7 +210,7 @@ def _work(kind: str, library: str, first: int) -> None:
 def readme_table(trainings: Rows) -> list[str]:
     """Makes the lines of README.md's table from the rows of each library."""
     rows = [{row.name: row.result for row in trainings[library]} for library in LIBRARIES]
-    head = f"| Keras {keras.__version__} | TensorFlow {tf.__version__} | tfcdo |"
+    head = f"| The program has | TensorFlow {tf.__version__}, Keras {keras.__version__} | tfcdo |"
     lines = [f"| {label} | {rows[0][name]} | {rows[1][name]} |" for name, label in README.items()]
     return [head, "|---|---|---|", *lines]
 
