@@ -35,6 +35,7 @@ from keras_training import (
 
 import tfcdo
 from tfcdo import keras_internals
+from tfcdo.training import step, updates
 
 OPTIONS: dict[str, Make] = {
     "clipnorm": lambda: ko.SGD(0.3, clipnorm=0.05),
@@ -307,6 +308,27 @@ class OwnLoopTest(TrainingTestCase):
         self.assertIn([4, 2], shapes)
         for shape in shapes:
             self.assertTrue(shape.is_fully_defined(), shapes)
+
+    @parameterized.parameters(1, 2)
+    def test_gradients_with_known_sizes_stay_on_their_devices(self, count):
+        # With one device a host, such a gradient was taken for one of another device, and sent
+        # exactly, not as the exchange has it.
+        strategy = tfcdo.MirroredStrategy([f"CPU:{i}" for i in range(count)])
+        with strategy.scope():
+            variable = keras.Variable(tf.zeros([4, 2]))
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 2])])
+        def placed(grad):
+            devices = strategy.extended.worker_devices
+            grads = [step.on_each(devices, tf.identity, [grad] * count) if count > 1 else grad]
+            with strategy.scope():
+                [unified] = updates.unified(strategy, grads, [variable])
+            for part, device in zip(step.components(unified), devices, strict=True):
+                self.assertEqual(part.shape, [4, 2])
+                self.assertEndsWith(part.device, device)
+            return step.components(unified)
+
+        placed.get_concrete_function()
 
     @parameterized.parameters(("optimizer", "optimizer 'sgd"), ("model", "variable 'sequential"))
     def test_made_outside_of_the_scope(self, outside, named):

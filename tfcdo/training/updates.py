@@ -131,10 +131,7 @@ def _shaped(grad: Any, shape: tf.TensorShape, devices: Sequence[str]) -> Any:
     parts = step.components(grad)
     if all(not isinstance(part, tf.Tensor) or part.shape.is_fully_defined() for part in parts):
         return grad
-    ensure_shape = functools.partial(tf.ensure_shape, shape=shape)
-    if not isinstance(grad, tf.distribute.DistributedValues):
-        return ensure_shape(grad)
-    return step.on_each(devices, ensure_shape, parts)
+    return step.on_each(devices, functools.partial(tf.ensure_shape, shape=shape), parts)
 
 
 def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:
