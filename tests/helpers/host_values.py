@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
-from contract import DTYPES
-from testing_utils import MEAN, SUM
+from testing_utils import DTYPES, MEAN, SUM
 
 from tfcdo.cluster import session
 
