@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
-import tempfile
-
 import clusters
+import host
 import host_wire
 import numpy as np
 import tensorflow as tf
@@ -25,35 +23,30 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
         (3, 1, ("contract", "exchanges")),
     )
     def test_hosts(self, hosts, devices, names):
-        with tempfile.TemporaryDirectory() as folder:
-            outcomes = clusters.run(hosts, "host", [str(devices), folder, *names], _TIMEOUT)
-            for outcome in outcomes:
-                self.assertEqual(0, outcome.returncode, outcome.output)
-            for name in names:
-                if name != "unlike":
-                    with self.subTest(name):
-                        getattr(self, f"check_{name}")(folder, hosts, devices)
+        results, _ = clusters.run_scenarios(hosts, host.__file__, devices, names, _TIMEOUT)
+        for name in names:
+            if name != "unlike":
+                with self.subTest(name):
+                    getattr(self, f"check_{name}")(results[name], hosts, devices)
 
-    def read(self, name, folder, hosts, devices):
+    def alike(self, of_hosts, hosts, devices):
         """Asserts that all replicas of all hosts have the same bits; returns the first one's."""
-        files = [np.load(pathlib.Path(folder, f"{name}-{host}.npz")) for host in range(hosts)]
         results = {}
-        for key in files[0]:
-            replicas = [replica for file in files for replica in file[key]]
+        for key in of_hosts[0]:
+            replicas = [replica for own in of_hosts for replica in own[key]]
             self.assertLen(replicas, hosts * devices)
             self.assertLen({replica.tobytes() for replica in replicas}, 1, key)
             results[key] = replicas[0]
         return results
 
-    def check_by_path(self, folder, hosts, devices):
+    def check_by_path(self, weights, hosts, devices):
         """Asserts that only the weights of one path are rounded."""
         del hosts, devices
-        weights = [np.load(pathlib.Path(folder, f"by_path-{host}.npz")) for host in (0, 1)]
         for key in weights[0]:
             self.assertAllEqual(weights[0][key], weights[1][key])
 
-    def check_contract(self, folder, hosts, devices):
-        results = self.read("contract", folder, hosts, devices)
+    def check_contract(self, of_hosts, hosts, devices):
+        results = self.alike(of_hosts, hosts, devices)
         for name in {key.rsplit(" ", 2)[0] for key in results if key.split()[-2].isdigit()}:
             with self.subTest(name):
                 self.check_as_rehearsed(name, results, hosts, devices)
@@ -85,9 +78,9 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
                 found = results[f"{name} {step} {index}"]
                 self.assertAllClose(np.reshape(wanted, SHAPES[index]), found, rtol=0, atol=1e-4)
 
-    def check_exchanges(self, folder, hosts, devices):
+    def check_exchanges(self, of_hosts, hosts, devices):
         """Asserts the error's bound, and the same bits on all replicas of all hosts."""
-        results = self.read("exchanges", folder, hosts, devices)
+        results = self.alike(of_hosts, hosts, devices)
         for name in host_wire.WIRE_DTYPES:
             for case in host_wire.CASES:
                 with self.subTest(f"{name} {case}"):

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import warm_python
 
 from tfcdo.launch import cluster
@@ -26,8 +27,8 @@ class Outcome:
     output: str
 
 
-def run(num_hosts: int, module: str, arguments: Sequence[str], timeout: float) -> list[Outcome]:
-    """Runs a module's `main` once a host, until all have ended or the time is over."""
+def run(num_hosts: int, file: str, arguments: Sequence[str], timeout: float) -> list[Outcome]:
+    """Runs `main` of a file once per host, until all have ended or the time is over."""
     with (
         tempfile.TemporaryDirectory() as folder,
         cluster.reserved_ports(num_hosts) as addresses,
@@ -36,7 +37,7 @@ def run(num_hosts: int, module: str, arguments: Sequence[str], timeout: float) -
         logs = [pathlib.Path(folder, f"{host}.log") for host in range(num_hosts)]
         configs = [cluster.tf_config(addresses, host) for host in range(num_hosts)]
         processes = [
-            ending.enter_context(_started([module, *arguments], config, log))
+            ending.enter_context(_started([file, *arguments], config, log))
             for config, log in zip(configs, logs, strict=True)
         ]
         deadline = time.monotonic() + timeout
@@ -47,6 +48,23 @@ def run(num_hosts: int, module: str, arguments: Sequence[str], timeout: float) -
             Outcome(process.poll(), log.read_text(errors="replace"))
             for process, log in zip(processes, logs, strict=True)
         ]
+
+
+def run_scenarios(
+    num_hosts: int, file: str, devices: int, names: Sequence[str], timeout: float
+) -> tuple[dict[str, list[dict[str, np.ndarray]]], list[Outcome]]:
+    """Runs scenarios; returns the arrays that each host has saved, by scenario, and the ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = run(num_hosts, file, [str(devices), folder, *names], timeout)
+        for outcome in outcomes:
+            assert outcome.returncode == 0, outcome.output
+        results = {
+            name: [
+                dict(np.load(path)) for path in sorted(pathlib.Path(folder).glob(f"{name}-?.npz"))
+            ]
+            for name in names
+        }
+    return results, outcomes
 
 
 @contextlib.contextmanager
@@ -70,4 +88,6 @@ def _started(
 
 
 if __name__ == "__main__":
-    importlib.import_module(sys.argv[1]).main(*sys.argv[2:])
+    program = pathlib.Path(sys.argv[1])
+    sys.path.append(str(program.parent))
+    importlib.import_module(program.stem).main(*sys.argv[2:])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
-import tempfile
-
 import clusters
+import host
 import host_keras
 import numpy as np
 import tensorflow as tf
@@ -27,27 +25,20 @@ class HostsTest(tf.test.TestCase):
     def test_two_hosts(self):
         """One test, as each of pytest's processes would start hosts of its own."""
         names = ["shuffled", "unlike_sizes", *_TRAININGS, "in_sync", "other_weights"]
-        with tempfile.TemporaryDirectory() as folder:
-            outcomes = clusters.run(2, "host", ["2", folder, *names], _TIMEOUT)
-            for outcome in outcomes:
-                self.assertEqual(outcome.returncode, 0, outcome.output)
-            results = {
-                name: [dict(np.load(pathlib.Path(folder, f"{name}-{host}.npz"))) for host in (0, 1)]
-                for name in names
-            }
+        results, outcomes = clusters.run_scenarios(2, host.__file__, 2, names, _TIMEOUT)
         for name, tolerance in _TRAININGS.items():
             with self.subTest(name):
                 self.check_training(name, results[name], tolerance)
         with self.subTest("with a seed, an epoch has each example once; without, hosts warn"):
-            for host, outcome in zip(results["shuffled"], outcomes, strict=True):
-                self.assertAllClose(np.ones_like(host["seen"]), host["seen"])
+            for own, outcome in zip(results["shuffled"], outcomes, strict=True):
+                self.assertAllClose(np.ones_like(own["seen"]), own["seen"])
                 self.assertEqual(outcome.output.count("is shuffled without a seed"), 1)
             # By the host that came last, at least.
             self.assertRegex("".join(o.output for o in outcomes), "with other seeds than on")
         with self.subTest("sizes that change"):
-            for host in results["unlike_sizes"]:
-                self.assertAllEqual(np.zeros([349, 4]), host["predicted"])
-                self.assertAllEqual(np.full(210, 4), host["sums"])
+            for own in results["unlike_sizes"]:
+                self.assertAllEqual(np.zeros([349, 4]), own["predicted"])
+                self.assertAllEqual(np.full(210, 4), own["sums"])
         with self.subTest("callbacks stop before the 20 epochs are over, in smaller steps"):
             rates = results["callbacks"][0]["learning_rate"]
             self.assertLess(len(rates), 20)
@@ -55,16 +46,16 @@ class HostsTest(tf.test.TestCase):
         with self.subTest("statistics"):
             self.check_statistics(*results["in_sync"])
         with self.subTest("a break is found on all hosts"):
-            for host in results["in_sync"]:
+            for own in results["in_sync"]:
                 self.assertRegex(
-                    str(host["message"]),
+                    str(own["message"]),
                     r"^after execution 3 of the train step, replica 3 \(host 1\) holds other "
                     r"numbers of \S*kernel than replica 0, by 0\.5\S* at most; of \d+ variables 1 ",
                 )
         with self.subTest("other weights are found at once"):
-            for host in results["other_weights"]:
+            for own in results["other_weights"]:
                 self.assertRegex(
-                    str(host["message"]),
+                    str(own["message"]),
                     r"^after execution 1 of the train step, replica 2 \(host 1\) holds other "
                     r"numbers of \S*kernel than replica 0, by 0\.\S* at most; "
                     r".*check_in_sync=False",
@@ -72,8 +63,8 @@ class HostsTest(tf.test.TestCase):
 
     def check_training(self, name, results, tolerance):
         for key, expected in getattr(host_keras, name)(None).items():
-            for host in results:
-                actual = host[key]
+            for own in results:
+                actual = own[key]
                 if key.startswith("replica"):
                     self.assertLen(actual, 2)
                     for replica in actual:
@@ -84,11 +75,11 @@ class HostsTest(tf.test.TestCase):
                 )
 
     def check_statistics(self, first, second):
-        own = np.concatenate([first["before"], second["before"]])
-        self.assertLen(np.unique(own, axis=0), 4)
-        for host in first, second:
-            self.assertAllClose(own.mean(0, np.float64), host["mean"], rtol=1e-6)
-        after = np.concatenate([host["synchronized"] for host in (first, second)])
+        before = np.concatenate([first["before"], second["before"]])
+        self.assertLen(np.unique(before, axis=0), 4)
+        for own in first, second:
+            self.assertAllClose(before.mean(0, np.float64), own["mean"], rtol=1e-6)
+        after = np.concatenate([own["synchronized"] for own in (first, second)])
         self.assertLen(np.unique(after, axis=0), 1)
 
 

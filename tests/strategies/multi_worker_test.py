@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
-import tempfile
-
 import clusters
+import host
 import host_scenarios
 import numpy as np
 import tensorflow as tf
@@ -41,34 +39,25 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
         (3, 1, ("values",)),
     )
     def test_as_one_device(self, hosts, devices, names):
-        with tempfile.TemporaryDirectory() as folder:
-            outcomes = clusters.run(hosts, "host", [str(devices), folder, *names], _TIMEOUT)
-            for outcome in outcomes:
-                self.assertEqual(0, outcome.returncode, outcome.output)
-            if "flat" in names:
-                with self.subTest("flat"):
-                    self.check_flat(folder, hosts, devices)
-            for name in TRAINING.keys() & set(names):
-                results = [
-                    dict(np.load(pathlib.Path(folder, f"{name}-{host}.npz")))
-                    for host in range(hosts)
-                ]
-                with self.subTest(name):
-                    self.check(name, results, devices, TRAINING[name])
+        results, _ = clusters.run_scenarios(hosts, host.__file__, devices, names, _TIMEOUT)
+        if "flat" in names:
+            with self.subTest("flat"):
+                self.check_flat(np.concatenate([own["sums"] for own in results["flat"]]))
+        for name in TRAINING.keys() & set(names):
+            with self.subTest(name):
+                self.check(name, results[name], devices, TRAINING[name])
 
-    def check_flat(self, folder, hosts, devices):
-        """Asserts right sums, of the same bits on all replicas of all hosts."""
-        sums = [np.load(pathlib.Path(folder, f"flat-{host}.npz"))["sums"] for host in range(hosts)]
-        replicas = np.concatenate(sums)
-        self.assertLen(replicas, hosts * devices)
+    def check_flat(self, replicas):
+        """Asserts correct sums, of the same bits on all replicas of all hosts."""
+        self.assertLen(replicas, 4)
         self.assertLen({replica.tobytes() for replica in replicas}, 1)
-        numbers = [host_scenarios.flat_numbers(r) for r in range(hosts * devices)]
+        numbers = [host_scenarios.flat_numbers(r) for r in range(4)]
         self.assertAllClose(np.sum(numbers, 0, np.float64), replicas[0], rtol=0, atol=1e-5)
 
     def check(self, name, results, devices, tolerance):
         for key, expected in getattr(host_scenarios, name)(None).items():
-            for host in results:
-                actual = host[key]
+            for own in results:
+                actual = own[key]
                 if key.startswith("replica"):
                     self.assertLen(actual, devices)
                     for replica in actual:
