@@ -17,7 +17,7 @@ COPIED = (*DTYPES, tf.bool)
 SHAPE = (3, 5)
 
 
-def values(strategy: Any) -> None:
+def all_values(strategy: Any) -> None:
     """Checks everything: in functions where hosts have several devices, and otherwise eagerly."""
     case = _Case(strategy)
     wrap: Any = _function if case.local > 1 else lambda body: body
