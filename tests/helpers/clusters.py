@@ -101,6 +101,7 @@ def _started(
 
 def _run_host(file: str, devices: str, folder: str, *names: str) -> None:
     """Runs scenarios on this host with a number of devices, and saves the results in a folder."""
+    scenarios = _module(file)  # Before the strategy: it may configure virtual devices.
     tf.get_logger().setLevel("ERROR")
     # The machine may be so busy that a host that is well says nothing for ten seconds.
     mock.patch.object(strategies, "_HEARTBEAT_SECONDS", 100.0).start()
@@ -109,7 +110,7 @@ def _run_host(file: str, devices: str, folder: str, *names: str) -> None:
     host = strategy.cluster_resolver.task_id
     for name in names:
         start = time.monotonic()
-        results = getattr(_module(file), name)(strategy)
+        results = getattr(scenarios, name)(strategy)
         print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
         if results:
             np.savez(pathlib.Path(folder, f"{name}-{host}.npz"), **results)
