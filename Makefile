@@ -81,7 +81,7 @@ faults: $(VENV)/.installed-dev ## Kill, stop, cut off and take away hosts of 200
 	@PYTHONPATH=.:tests/helpers $(BIN)/python tools/faults.py docs/faults.md $(CASES)
 
 simulate: $(VENV)/.installed-dev ## Run a million schedules of faults on the cluster's rules, half an hour
-	@PYTHONPATH=.:tests/helpers $(BIN)/python tests/helpers/simulator.py --schedules 1000000
+	@PYTHONPATH=.:tests/helpers $(BIN)/python tests/cluster/simulator.py --schedules 1000000
 
 RAY := .venv-ray/bin
 ray-test: .venv-ray/.installed ## Kill, lose and add workers of a training on Ray Train

@@ -84,6 +84,10 @@ class CodeTest(parameterized.TestCase):
         self.addCleanup(os.chdir, pathlib.Path.cwd())
         os.chdir(folder)
         self.enter_context(tu.kernels_for("GPU"))
+        # A strategy without devices takes all eight, whose traces take minutes.
+        few = tf.config.list_logical_devices("CPU")[:3]
+        default = "tensorflow.python.distribute.mirrored_strategy.all_local_devices"
+        self.enter_context(mock.patch(default, return_value=few))
         pathlib.Path("docs").mkdir()
 
     @parameterized.parameters(*_PAGES)

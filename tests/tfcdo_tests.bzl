@@ -11,7 +11,8 @@ def tfcdo_tests(data = [], exclusive = []):
     for file in native.glob(["*_test.py"]):
         native.py_test(
             name = file[:-len(".py")],
-            srcs = [file],
+            srcs = [file] + native.glob(["*.py"], exclude = ["*_test.py"], allow_empty = True),
+            main = file,
             data = data,
             tags = ["exclusive"] if file in exclusive else [],
             imports = ["."],

@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import contract
-import contract_values
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
@@ -39,10 +38,10 @@ SETTINGS: dict[str, Callable[[], tf.distribute.CrossDeviceOps]] = {
 # The rest has the same code in all settings; property_test draws them.
 ONE_SETTING = {"HierarchicalManyPacks": SETTINGS["HierarchicalManyPacks"]}
 for part, settings in (
-    (contract_values.BatchesContract, SETTINGS),
-    (contract_values.ValuesContract, ONE_SETTING),
-    (contract_values.InstancesContract, ONE_SETTING),
-    (contract_values.CallsContract, ONE_SETTING),
+    (contract.BatchesContract, SETTINGS),
+    (contract.ValuesContract, ONE_SETTING),
+    (contract.InstancesContract, ONE_SETTING),
+    (contract.CallsContract, ONE_SETTING),
 ):
     globals().update(contract.settings_tests(part, settings, __name__))
 del part  # No test class of this module.

@@ -6,7 +6,6 @@ What NCCL does not take, other dtypes for one, goes along copy trees, so the ops
 from __future__ import annotations
 
 import contract
-import contract_values
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import absltest
@@ -25,7 +24,7 @@ def nccl() -> tfcdo.NcclAllReduce:
 
 
 # The rest of the contract is of code that knows no NCCL, and nccl_test has numbers of packs.
-globals().update(contract.settings_tests(contract_values.BatchesContract, {"Nccl": nccl}, __name__))
+globals().update(contract.settings_tests(contract.BatchesContract, {"Nccl": nccl}, __name__))
 
 
 class KernelTest(absltest.TestCase):

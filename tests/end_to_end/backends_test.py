@@ -16,6 +16,7 @@ from unittest import mock
 
 import keras
 import tensorflow as tf
+import warm_python
 from absl.testing import parameterized
 
 import tfcdo
@@ -27,8 +28,9 @@ _CLUSTER = {"worker": ["localhost:1", "localhost:2"]}
 @functools.cache
 def losses_on(backend: str) -> list[float]:
     """Runs the example in a process of its own, as a backend is chosen once."""
+    python = warm_python.executable() if backend == "tensorflow" else sys.executable
     ran = subprocess.run(
-        [sys.executable, _EXAMPLE],
+        [python, str(_EXAMPLE)],
         env={
             **os.environ,
             "KERAS_BACKEND": backend,

@@ -16,8 +16,7 @@ import tensorflow as tf
 import testing_utils as tu
 from absl import logging
 from absl.testing import parameterized
-from contract import DTYPES
-from testing_utils import EAGER, FUNCTION, MEAN, SUM
+from testing_utils import DTYPES, EAGER, FUNCTION, MEAN, SUM
 
 import tfcdo
 from tfcdo import log

@@ -2,25 +2,98 @@
 
 from __future__ import annotations
 
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 import warm_python
 from absl.testing import parameterized
-from strategy_testing import (
-    BASE_CASES,
-    BASES,
-    CLASSES,
-    EAGER,
-    StrategyTestCase,
-    context,
-    distributed,
-    in_mode,
-    on_replica,
-    strategy_of,
-    strategy_results,
-)
-from testing_utils import MEAN, SUM
+from testing_utils import EAGER, FUNCTION, MEAN, SUM
+
+import tfcdo
+
+CLASSES: dict[str, Callable[[], tf.distribute.CrossDeviceOps]] = {
+    "one_device": tfcdo.ReductionToOneDevice,
+    "hierarchical": tfcdo.HierarchicalCopyAllReduce,
+}
+
+# One of the classes that share a public base, and all the code that is not about packs. The
+# contract has each in each mode.
+BASES = [("one_device", 3), ("hierarchical", 5)]
+BASE_CASES = [("one_device", FUNCTION, 3), ("hierarchical", EAGER, 5)]
+
+
+def strategy_of(
+    ops: tf.distribute.CrossDeviceOps, count: int, first: int = 0
+) -> tf.distribute.MirroredStrategy:
+    return tf.distribute.MirroredStrategy(
+        tu.ALL_DEVICES[first : first + count], cross_device_ops=ops
+    )
+
+
+def in_mode(mode: str, body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body as it is, or as a `tf.function` that is called by another one."""
+    if mode == EAGER:
+        return body
+    function = tf.function(body, autograph=False)
+    return tf.function(lambda *arguments: function(*arguments), autograph=False)
+
+
+def context() -> Any:
+    return tf.distribute.get_replica_context()
+
+
+def on_replica(value: Any) -> Any:
+    """The value with a device: a function's arguments have none while it is traced."""
+    return tf.nest.map_structure(tf.identity, value)
+
+
+def distributed(
+    strategy: tf.distribute.Strategy, data: Any, batch_size: int
+) -> tf.distribute.DistributedDataset:
+    """Batches of `data`, without the thread that tunes what makes them.
+
+    Such a thread may sleep on for seconds when its iterator ends, which waits for it.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(batch_size).with_options(options)
+    return strategy.experimental_distribute_dataset(dataset)
+
+
+class StrategyTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    @contextlib.contextmanager
+    def used(self, ops: tf.distribute.CrossDeviceOps, method: str = "batch_reduce") -> Iterator:
+        """Asserts that the strategy calls a method of `ops`, so that this is what is tested."""
+        with mock.patch.object(ops, method, wraps=getattr(ops, method)) as spy:
+            yield
+        self.assertGreater(spy.call_count, 0)
+
+    def assert_close(self, expected: Any, actual: tf.Tensor, dtype: Any = None) -> None:
+        """Asserts a result of a few roundings of numbers that may be larger than it is."""
+        self.assertEqual(tf.as_dtype(dtype or actual.dtype), actual.dtype)
+        self.assertEqual(np.shape(expected), tuple(actual.shape))
+        rtol = 4 * tu.unit_roundoff(actual.dtype)
+        np.testing.assert_allclose(tu.exact(actual), expected, rtol=rtol, atol=100 * rtol)
+
+    def assert_replicas(self, expected: Any, value: Any, count: int) -> None:
+        """Asserts the value of each replica, and that all have the same bits."""
+        self.assert_components(expected, strategy_results(value), count)
+
+    def assert_components(self, expected: Any, components: Sequence[Any], count: int) -> None:
+        self.assertLen(components, count)
+        for component in components:
+            self.assert_close(expected, component)
+        self.assert_bitwise_equal(components)
+
+
+def strategy_results(value: Any) -> tuple[Any, ...]:
+    return tuple(getattr(value, "values", (value,)))
 
 
 class AllReduceTest(StrategyTestCase):
@@ -219,7 +292,8 @@ import sys
 import tensorflow.compat.v1 as tf
 tf.disable_v2_behavior()
 import numpy as np
-import strategy_testing as st
+sys.path.append(sys.argv[1])
+import strategy_test as st
 from testing_utils import SUM, MEAN
 
 for name, count in st.BASES:
@@ -257,7 +331,7 @@ class SessionTest(StrategyTestCase):
 
     def test_with_version_1_behavior(self):
         # It cannot be switched off again, so it gets a process of its own.
-        result = warm_python.run("-c", _SESSION)
+        result = warm_python.run("-c", _SESSION, str(pathlib.Path(__file__).parent))
         self.assertEqual(0, result.returncode, result.stderr)
         self.assertEqual([f"ok {name}" for name, _ in BASES], result.stdout.split("\n")[:-1])
 

@@ -2,18 +2,323 @@
 
 from __future__ import annotations
 
-import pathlib
 import tempfile
+from typing import Any
 
 import clusters
-import host_wire
+import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
+from clusters import disagreeing, other_strategy
 from exchange_cases import CASES, SHAPES, STEPS, given, numbers, shapes_for
 from wire_bounds import block_error_bound, error_bound
 
+import tfcdo
 from tfcdo.exchange import Rehearsal
+from tfcdo.execute.interpreter import recently_planned
+
+WIRE_DTYPES = ("float16", "int8")
+_INFINITE = (np.nan, np.inf, -np.inf, np.inf, 1.0)
+
+
+def cast_numbers(case: str, replica: int) -> np.ndarray:
+    """Returns what a replica gives in a case; more than 4 KiB, but for "small"."""
+    draw = np.random.default_rng(replica).normal
+    match case:
+        case "float32":  # A size that no number of hosts divides.
+            return draw(size=1501).astype(np.float32)
+        case "float64":
+            return draw(size=601) * 1e200
+        case "far apart":  # Magnitudes that differ between hosts, up to nearly the largest.
+            return (draw(size=1201) * (7e37 if replica == 0 else 1e-30)).astype(np.float32)
+        case "small":
+            return draw(size=7).astype(np.float32)
+        case "exact":
+            return np.random.default_rng(replica).integers(-9, 10, 1100).astype(np.float32)
+        case "not finite":
+            values = draw(size=1100).astype(np.float32)
+            values[: len(_INFINITE)] = np.roll(_INFINITE, replica)
+            return values
+        case "int32":
+            return np.random.default_rng(replica).integers(-(1 << 24), 1 << 24, 1100, np.int32)
+        case "float16":
+            return draw(size=2101).astype(np.float16)
+    raise ValueError(case)
+
+
+CAST_CASES = (
+    *("float32", "float64", "far apart", "small", "exact", "not finite"),
+    *("int32", "float16"),
+)
+
+
+def exchanges(strategy: Any) -> dict[str, np.ndarray]:
+    """Sums each case with nothing cast and with each wire dtype, and takes means of integers."""
+    results = _sums("uncast", strategy)
+    for name in WIRE_DTYPES:
+        cast = other_strategy(strategy, exchange=name)
+        results |= _sums(name, cast)
+        results |= _gradient(name, cast)
+        results |= _explained(name, cast)
+        _state(cast)
+    return results
+
+
+def _sums(name: str, strategy: Any) -> dict[str, np.ndarray]:
+    values = {
+        case: strategy.experimental_distribute_values_from_function(
+            lambda context, case=case: tf.constant(
+                cast_numbers(case, context.replica_id_in_sync_group)
+            )
+        )
+        for case in CAST_CASES
+    }
+
+    @tf.function(autograph=False)
+    def reduce(values: Any) -> Any:
+        def step(values: Any) -> Any:
+            context = tf.distribute.get_replica_context()
+            # One by one: values of a batch would share packs, and packs their scales. The single
+            # number is not cast, but a value that is reduced alone is taken for no gradient.
+            sums = {
+                case: context.all_reduce("SUM", [value, tf.ones([])])[0]
+                for case, value in values.items()
+            }
+            alone = context.all_reduce("SUM", values["float32"])
+            means = context.all_reduce("MEAN", {c: values[c] for c in ("int32", "float64")})
+            return {**sums, "mean of int32": means["int32"], "alone": alone}
+
+        return strategy.run(step, (values,))
+
+    return {
+        f"{name} {case}": np.stack([p.numpy() for p in strategy.experimental_local_results(total)])
+        for case, total in reduce(values).items()
+    }
+
+
+def _gradient(name: str, strategy: Any) -> dict[str, np.ndarray]:
+    """Differentiates through the cast: a sum's gradient is the sum of all gradients."""
+
+    @tf.function(autograph=False)
+    def differentiate() -> Any:
+        def step() -> Any:
+            context = tf.distribute.get_replica_context()
+            replica = tf.cast(context.replica_id_in_sync_group, tf.float32)
+            value = tf.ones([1100])
+            with tf.GradientTape() as tape:
+                tape.watch(value)
+                total, _ = context.all_reduce("SUM", [value, tf.ones([])])
+                loss = tf.reduce_sum(total) * (replica + 1.0)
+            return tape.gradient(loss, value)
+
+        return strategy.run(step)
+
+    parts = strategy.experimental_local_results(differentiate())
+    return {f"{name} gradient": np.stack([part.numpy() for part in parts])}
+
+
+def _state(strategy: Any) -> None:
+    """Reads a moving statistic of more than 4 KiB: the exact mean, which a checkpoint holds."""
+    count = 2000
+    with strategy.scope():
+        statistic = tf.Variable(
+            tf.zeros([count]),
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.MEAN,
+        )
+
+    @tf.function(autograph=False)
+    def assign() -> None:
+        def step() -> None:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            # Neither dtype of the wire holds it, and its means are exact.
+            statistic.assign(tf.fill([count], 1.0 + 2.0**-20 * (1 + tf.cast(replica, tf.float32))))
+
+        strategy.run(step)
+
+    assign()
+    expected = 1.0 + 2.0**-20 * (strategy.num_replicas_in_sync + 1) / 2
+    reads = (statistic.read_value, tf.function(statistic.read_value, autograph=False))
+    for read in reads:
+        np.testing.assert_array_equal(read(), np.full([count], expected, np.float32))
+
+
+def _explained(name: str, strategy: Any) -> dict[str, np.ndarray]:
+    """Returns the bytes that each host sends for 4,800 numbers of float32, on each replica."""
+    devices = strategy.extended.worker_devices
+    bytes_sent = strategy.explain([(4800,)]).bytes_between_hosts
+    return {f"{name} bytes": np.full([len(devices)], bytes_sent)}
+
+
+_ROWS = 40
+SMALL = (7, 3)  # Vectors of so few numbers that their pack is exact.
+
+
+def contract(strategy: Any) -> dict[str, np.ndarray]:
+    """Sums with half of the exchanges; returns what each replica of this host gets."""
+    results: dict[str, np.ndarray] = {}
+    one_device = len(strategy.extended.worker_devices) == 1
+    for name, case in CASES.items():
+        if one_device == (name in ("Cast", "PowerSGD late", "TopK")):
+            results |= _contract(name, other_strategy(strategy, exchange=case.exchange))
+    return results
+
+
+def _contract(name: str, strategy: Any) -> dict[str, np.ndarray]:
+    local = strategy.experimental_local_results
+
+    def distributed(make: Any) -> Any:
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: make(context.replica_id_in_sync_group)
+        )
+
+    @tf.function(autograph=False)
+    def reduce(values: Any) -> Any:
+        def step(values: Any) -> Any:
+            return tf.distribute.get_replica_context().all_reduce("SUM", values)
+
+        return strategy.run(step, (values,))
+
+    def of_step(step: int) -> Any:
+        return distributed(lambda replica: list(map(tf.constant, numbers(replica, step))))
+
+    def summed(values: Any) -> list[np.ndarray]:
+        return [np.stack([part.numpy() for part in local(total)]) for total in reduce(values)]
+
+    results = {}
+    for step in range(STEPS):
+        for index, total in enumerate(summed(of_step(step))):
+            results[f"{name} {step} {index}"] = total
+    plan = recently_planned()[0].plan
+    order = [part.value for part in plan.packs[0].slices]
+    results[f"{name} order"] = np.array([order] * len(strategy.extended.worker_devices))
+    _check_state(strategy.cross_device_ops, lambda: summed(of_step(STEPS)))
+    spoiled = of_step(0)
+    if strategy.cluster_resolver.task_id == 0:
+        spoiled = distributed(lambda replica: [tf.fill(s, np.float32(np.nan)) for s in SHAPES])
+    assert not all(np.all(np.isfinite(total)) for total in summed(spoiled))
+    assert all(np.all(np.isfinite(total)) for total in summed(of_step(0)))
+    # Tiny packs are exact, and integers, and rows.
+    for index, size in enumerate(SMALL):
+        value = distributed(
+            lambda replica, size=size: tf.fill([size], 1 + 2.0**-20 * (replica + 1))
+        )
+        total = summed([value, value])[0]
+        replicas = strategy.num_replicas_in_sync
+        expected = replicas + 2.0**-20 * replicas * (replicas + 1) / 2
+        np.testing.assert_allclose(total, np.full_like(total, expected), rtol=2.0**-22)
+        results[f"{name} small {index}"] = total
+    integers = distributed(lambda replica: tf.fill([3000], 1_000_003 * (replica + 1)))
+    assert np.all(summed([integers, integers])[0] == 1_000_003 * replicas * (replicas + 1) // 2)
+    _check_rows(strategy, distributed, reduce)
+    results[f"{name} bytes"] = _bytes(strategy, reduce.get_concrete_function(of_step(0)).graph)
+    return results
+
+
+def _check_state(ops: Any, result: Any) -> None:
+    """Asserts that a checkpoint holds all that the next step depends on."""
+    with tempfile.TemporaryDirectory() as folder:
+        saved = tf.train.Checkpoint(ops=ops).save(f"{folder}/saved")
+        expected = result()
+        result()
+        tf.train.Checkpoint(ops=ops).restore(saved).assert_consumed()
+        for one, other in zip(expected, result(), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def _check_rows(strategy: Any, distributed: Any, reduce: Any) -> None:
+    def rows(replica: int) -> tf.IndexedSlices:
+        values = tf.fill([_ROWS, 50], 1 + 2.0**-20 * (replica + 1))
+        return tf.IndexedSlices(values, tf.range(_ROWS), tf.constant([_ROWS, 50]))
+
+    value = distributed(rows)
+    for part in strategy.experimental_local_results(reduce([value, value])[0]):
+        replicas = strategy.num_replicas_in_sync
+        expected = replicas + 2.0**-20 * replicas * (replicas + 1) / 2
+        table = tf.convert_to_tensor(part).numpy()
+        np.testing.assert_allclose(table, np.full_like(table, expected), rtol=2.0**-22)
+
+
+def _bytes(strategy: Any, graph: tf.Graph) -> np.ndarray:
+    """Returns the bytes of an explanation, and of the graph, for each replica."""
+    hosts = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
+    parts = {
+        "CollectiveReduceV2": 2 * (hosts - 1) / hosts,
+        "CollectiveAllToAllV2": (hosts - 1) / hosts,
+        "CollectiveGatherV2": hosts - 1,
+    }
+    sent = 0.0
+    for op in graph.get_operations():
+        # Not the numbers of the hosts' examples, which are integers.
+        if op.type in parts and op.inputs[0].dtype.is_floating:
+            size = op.inputs[0].shape.num_elements()
+            sent += np.nan if size is None else size * op.inputs[0].dtype.size * parts[op.type]
+    explained = strategy.explain(SHAPES).bytes_between_hosts
+    return np.array([[explained, sent]] * len(strategy.extended.worker_devices))
+
+
+def unlike(strategy: Any) -> None:
+    """Makes strategies whose exchanges differ between hosts: refused, before any step."""
+    is_chief = strategy.cluster_resolver.task_id == 0
+    for name, case in CASES.items():
+        pattern = "differ: .*exchange: "
+        with disagreeing(f"exchange {name}", pattern):
+            other_strategy(strategy, exchange=case.exchange if is_chief else case.other)
+    # A function of one name that chooses differently is refused before the first byte.
+    exchange = CASES["TopK"].exchange if is_chief else CASES["TopK"].other
+
+    def chosen(path: str | None, spec: Any) -> Any:
+        return exchange
+
+    other = other_strategy(strategy, exchange=chosen)
+
+    def step() -> Any:
+        return tf.distribute.get_replica_context().all_reduce("SUM", [tf.ones([2000])] * 2)
+
+    with disagreeing("function", "differ: .*packs.*by TopK"):
+        other.run(step)
+
+
+def by_path(strategy: Any) -> dict[str, np.ndarray]:
+    """Trains with a function that chooses by path; returns the weights, and what it was asked."""
+    asked = []
+
+    def chosen(path: str | None, spec: Any) -> Any:
+        asked.append((path, spec.shape))
+        return "int8" if path and path.endswith("first/kernel") else tfcdo.exchange.Sum()
+
+    other = other_strategy(strategy, exchange=chosen)
+    with other.scope():
+        keras.utils.set_random_seed(3)
+        layers = keras.layers
+        model = keras.Sequential(
+            [layers.Input((40,)), layers.Dense(50, name="first"), layers.Dense(60, name="second")]
+        )
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    draw = np.random.default_rng(5).normal
+    inputs, targets = draw(size=(32, 40)), draw(size=(32, 60))
+    before = [weight.numpy() for weight in model.weights]
+    model.fit(inputs, targets, 32, shuffle=False, verbose=0)
+    assert {("sequential/first/kernel", (40, 50)), ("sequential/second/bias", (60,))} <= {
+        (path.split("/", 1)[0].rstrip("_0123456789") + "/" + path.split("/", 1)[1], shape)
+        for path, shape in asked
+        if path
+    }, asked
+    packs = _last_plan_exchanges()
+    assert packs == {"Blocks", "Sum"}, packs
+    return {
+        f"weight {i}": np.stack([(w.numpy() - b)] * len(other.extended.worker_devices))
+        for i, (w, b) in enumerate(zip(model.weights, before, strict=True))
+    }
+
+
+def _last_plan_exchanges() -> set[str]:
+    found = (one.plan for one in recently_planned())
+    plan = next(plan for plan in found if len(plan.values) == 4)
+    return {type(pack.root.exchange).__name__ for pack in plan.packs}
+
 
 _TIMEOUT = 600.0
 
@@ -25,35 +330,30 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
         (3, 1, ("contract", "exchanges")),
     )
     def test_hosts(self, hosts, devices, names):
-        with tempfile.TemporaryDirectory() as folder:
-            outcomes = clusters.run(hosts, "host", [str(devices), folder, *names], _TIMEOUT)
-            for outcome in outcomes:
-                self.assertEqual(0, outcome.returncode, outcome.output)
-            for name in names:
-                if name != "unlike":
-                    with self.subTest(name):
-                        getattr(self, f"check_{name}")(folder, hosts, devices)
+        results, _ = clusters.run_scenarios(hosts, __file__, devices, names, _TIMEOUT)
+        for name in names:
+            if name != "unlike":
+                with self.subTest(name):
+                    getattr(self, f"check_{name}")(results[name], hosts, devices)
 
-    def read(self, name, folder, hosts, devices):
+    def alike(self, of_hosts, hosts, devices):
         """Asserts that all replicas of all hosts have the same bits; returns the first one's."""
-        files = [np.load(pathlib.Path(folder, f"{name}-{host}.npz")) for host in range(hosts)]
         results = {}
-        for key in files[0]:
-            replicas = [replica for file in files for replica in file[key]]
+        for key in of_hosts[0]:
+            replicas = [replica for own in of_hosts for replica in own[key]]
             self.assertLen(replicas, hosts * devices)
             self.assertLen({replica.tobytes() for replica in replicas}, 1, key)
             results[key] = replicas[0]
         return results
 
-    def check_by_path(self, folder, hosts, devices):
+    def check_by_path(self, weights, hosts, devices):
         """Asserts that only the weights of one path are rounded."""
         del hosts, devices
-        weights = [np.load(pathlib.Path(folder, f"by_path-{host}.npz")) for host in (0, 1)]
         for key in weights[0]:
             self.assertAllEqual(weights[0][key], weights[1][key])
 
-    def check_contract(self, folder, hosts, devices):
-        results = self.read("contract", folder, hosts, devices)
+    def check_contract(self, of_hosts, hosts, devices):
+        results = self.alike(of_hosts, hosts, devices)
         for name in {key.rsplit(" ", 2)[0] for key in results if key.split()[-2].isdigit()}:
             with self.subTest(name):
                 self.check_as_rehearsed(name, results, hosts, devices)
@@ -85,11 +385,11 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
                 found = results[f"{name} {step} {index}"]
                 self.assertAllClose(np.reshape(wanted, SHAPES[index]), found, rtol=0, atol=1e-4)
 
-    def check_exchanges(self, folder, hosts, devices):
+    def check_exchanges(self, of_hosts, hosts, devices):
         """Asserts the error's bound, and the same bits on all replicas of all hosts."""
-        results = self.read("exchanges", folder, hosts, devices)
-        for name in host_wire.WIRE_DTYPES:
-            for case in host_wire.CASES:
+        results = self.alike(of_hosts, hosts, devices)
+        for name in WIRE_DTYPES:
+            for case in CAST_CASES:
                 with self.subTest(f"{name} {case}"):
                     self.check_cast(name, case, hosts, hosts * devices, results)
             # None of these is cast: a small pack, other dtypes, integers even as they are averaged,
@@ -109,7 +409,7 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
 
     def check_cast(self, name, case, num_hosts, num_replicas, results):
         actual = results[f"{name} {case}"].astype(np.float64)
-        terms = np.stack([host_wire.numbers(case, r) for r in range(num_replicas)])
+        terms = np.stack([cast_numbers(case, r) for r in range(num_replicas)])
         dtype = tf.as_dtype(terms.dtype)
         terms = terms.astype(np.float64)
         with np.errstate(invalid="ignore"):

@@ -30,7 +30,7 @@ OPS: dict[str, Any] = {
 
 
 class GraphTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
-    """Compares an explanation with the ops of the graph that runs; see also `host_wire`."""
+    """Compares an explanation with the ops of the graph that runs; see also `multi_worker_test`."""
 
     SHAPES = ((100,), (5, 10), (), (30, 20))
 

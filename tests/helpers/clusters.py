@@ -1,4 +1,9 @@
-"""Several processes of this machine as the hosts of one cluster, each run with a time limit."""
+"""Several processes of this machine as the hosts of one cluster, each run with a time limit.
+
+A test file has the `main` that each host runs, or scenarios by name: functions of a strategy, or of
+None for one device, that return arrays by name. The names that begin with "replica" hold what each
+replica of the host has, in the first axis.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,22 @@ import dataclasses
 import importlib
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
 
+import numpy as np
+import tensorflow as tf
 import warm_python
 
+import tfcdo
+from tfcdo import strategies, tf_internals
+from tfcdo.cluster import protocol, session
 from tfcdo.launch import cluster
 
 
@@ -26,8 +39,8 @@ class Outcome:
     output: str
 
 
-def run(num_hosts: int, module: str, arguments: Sequence[str], timeout: float) -> list[Outcome]:
-    """Runs a module's `main` once a host, until all have ended or the time is over."""
+def run(num_hosts: int, file: str, arguments: Sequence[str], timeout: float) -> list[Outcome]:
+    """Runs `main` of a file, or "scenarios", once per host, until all end or the time is over."""
     with (
         tempfile.TemporaryDirectory() as folder,
         cluster.reserved_ports(num_hosts) as addresses,
@@ -36,7 +49,7 @@ def run(num_hosts: int, module: str, arguments: Sequence[str], timeout: float) -
         logs = [pathlib.Path(folder, f"{host}.log") for host in range(num_hosts)]
         configs = [cluster.tf_config(addresses, host) for host in range(num_hosts)]
         processes = [
-            ending.enter_context(_started([module, *arguments], config, log))
+            ending.enter_context(_started([file, *arguments], config, log))
             for config, log in zip(configs, logs, strict=True)
         ]
         deadline = time.monotonic() + timeout
@@ -47,6 +60,23 @@ def run(num_hosts: int, module: str, arguments: Sequence[str], timeout: float) -
             Outcome(process.poll(), log.read_text(errors="replace"))
             for process, log in zip(processes, logs, strict=True)
         ]
+
+
+def run_scenarios(
+    num_hosts: int, file: str, devices: int, names: Sequence[str], timeout: float
+) -> tuple[dict[str, list[dict[str, np.ndarray]]], list[Outcome]]:
+    """Runs scenarios; returns the arrays that each host has saved, by scenario, and the ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = run(num_hosts, "scenarios", [file, str(devices), folder, *names], timeout)
+        for outcome in outcomes:
+            assert outcome.returncode == 0, outcome.output
+        results = {
+            name: [
+                dict(np.load(path)) for path in sorted(pathlib.Path(folder).glob(f"{name}-?.npz"))
+            ]
+            for name in names
+        }
+    return results, outcomes
 
 
 @contextlib.contextmanager
@@ -69,5 +99,86 @@ def _started(
         process.wait()
 
 
+def _run_host(file: str, devices: str, folder: str, *names: str) -> None:
+    """Runs scenarios on this host with a number of devices, and saves the results in a folder."""
+    scenarios = _module(file)  # Before the strategy: it may configure virtual devices.
+    tf.get_logger().setLevel("ERROR")
+    # The machine may be so busy that a host that is well says nothing for ten seconds.
+    mock.patch.object(strategies, "_HEARTBEAT_SECONDS", 100.0).start()
+    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0)
+    strategy = tfcdo.MultiWorkerMirroredStrategy(None, options, devices_per_worker=int(devices))
+    host = strategy.cluster_resolver.task_id
+    for name in names:
+        start = time.monotonic()
+        results = getattr(scenarios, name)(strategy)
+        print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
+        if results:
+            np.savez(pathlib.Path(folder, f"{name}-{host}.npz"), **results)
+
+
+def _module(file: str) -> Any:
+    sys.path.append(str(pathlib.Path(file).parent))
+    return importlib.import_module(pathlib.Path(file).stem)
+
+
+def scope(strategy: Any) -> Any:
+    return strategy.scope() if strategy else contextlib.nullcontext()
+
+
+def other_strategy(
+    strategy: Any, options: Any = None, devices_per_worker: int | None = None, **arguments: Any
+) -> Any:
+    """Returns another strategy of the same hosts, and devices unless others are asked for."""
+    return tfcdo.MultiWorkerMirroredStrategy(
+        None,
+        options or tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0),
+        devices_per_worker=devices_per_worker or len(strategy.extended.worker_devices),
+        **arguments,
+    )
+
+
+def copies(strategy: Any, variable: Any) -> np.ndarray:
+    """What each replica of this host holds of a Keras variable."""
+    parts = strategy.experimental_local_results(variable.value) if strategy else (variable.value,)
+    return np.stack([part.numpy() for part in parts])
+
+
+def weights(strategy: Any, variables: Any) -> dict[str, np.ndarray]:
+    return {f"replica_{i}": copies(strategy, variable) for i, variable in enumerate(variables)}
+
+
+@contextlib.contextmanager
+def disagreeing(case: str, pattern: str) -> Iterator[None]:
+    """Asserts that a block ends in an error that matches, in a session of its own."""
+
+    class Store(tf_internals.KeyValueStore):
+        def set(self, key: str, value: str) -> None:
+            super().set(f"{case}/{key}", value)
+
+        def get(self, key: str, timeout: float) -> str | None:
+            return super().get(f"{case}/{key}", timeout)
+
+        def delete(self, key: str) -> None:
+            super().delete(f"{case}/{key}")
+
+    joined = session.current()
+    assert joined is not None
+    apart = session.Session(joined.cluster, Store(), tf_internals.abort_collectives, 60.0)
+    with (
+        mock.patch.object(session, "_current", apart),
+        mock.patch.object(protocol, "GRACE", 0.2),
+        mock.patch.object(session, "_POLL", 0.1),
+    ):
+        try:
+            yield
+        except protocol.DisagreementError as error:
+            assert re.search(pattern, str(error)), (case, pattern, str(error))
+        else:
+            raise AssertionError(f"{case}: it did not raise")
+
+
 if __name__ == "__main__":
-    importlib.import_module(sys.argv[1]).main(*sys.argv[2:])
+    if sys.argv[1] == "scenarios":
+        _run_host(*sys.argv[2:])
+    else:
+        _module(sys.argv[1]).main(*sys.argv[2:])

@@ -10,20 +10,17 @@ import contextlib
 import dataclasses
 import functools
 import os
-import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
-from host_wire import other_strategy
+from clusters import disagreeing, other_strategy
 
 import tfcdo
-from tfcdo import tf_internals
-from tfcdo.cluster import protocol, session
 from tfcdo.plan import copy_tree, decide, packing
 from tfcdo.topology import detection, measurement
 from tfcdo.topology.presets import preset
@@ -107,43 +104,13 @@ SETTINGS: Sequence[tuple[Any, ...]] = (
 )
 
 
-@contextlib.contextmanager
-def _disagreeing(case: str, pattern: str) -> Iterator[None]:
-    """Asserts that a block ends in an error that matches, in a session of its own."""
-
-    class Store(tf_internals.KeyValueStore):
-        def set(self, key: str, value: str) -> None:
-            super().set(f"{case}/{key}", value)
-
-        def get(self, key: str, timeout: float) -> str | None:
-            return super().get(f"{case}/{key}", timeout)
-
-        def delete(self, key: str) -> None:
-            super().delete(f"{case}/{key}")
-
-    joined = session.current()
-    assert joined is not None
-    apart = session.Session(joined.cluster, Store(), tf_internals.abort_collectives, 60.0)
-    with (
-        mock.patch.object(session, "_current", apart),
-        mock.patch.object(protocol, "GRACE", 0.2),
-        mock.patch.object(session, "_POLL", 0.1),
-    ):
-        try:
-            yield
-        except protocol.DisagreementError as error:
-            assert re.search(pattern, str(error)), (case, pattern, str(error))
-        else:
-            raise AssertionError(f"{case}: it did not raise")
-
-
 def unlike_refused(strategy: Any) -> None:
     """Makes strategies whose arguments differ between hosts: refused, before any step."""
     is_chief = strategy.cluster_resolver.task_id == 0
     for number, (key, first, other, left, right) in enumerate(SETTINGS):
         first_shown, other_shown = f"[^:]*{left}[^:]* on host 0", f"[^:]*{right}[^:]* on host 1"
         either = f"{first_shown}, {other_shown}|{other_shown}, {first_shown}"
-        with _disagreeing(f"{number} {key}", f"differ: .*{key}: ({either})"):
+        with disagreeing(f"{number} {key}", f"differ: .*{key}: ({either})"):
             other_strategy(strategy, **(first() if is_chief else other()))
     _refused_steps(strategy, is_chief)
     _refused_batches(strategy, is_chief)
@@ -179,7 +146,7 @@ def _refused_steps(strategy: Any, is_chief: bool) -> None:
         "SUM and MEAN": (another_op, "mean over: (None.* 4|4.* None)"),
     }
     for case, (run, pattern) in cases.items():
-        with _disagreeing(case, f"differ: .*{pattern}"):
+        with disagreeing(case, f"differ: .*{pattern}"):
             run(other_strategy(strategy))
 
 
@@ -194,7 +161,7 @@ def _refused_batches(strategy: Any, is_chief: bool) -> None:
         model = keras.Sequential([keras.layers.Input([2]), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     batches = strategy.distribute_datasets_from_function(data)
-    with _disagreeing("batches", "examples of a replica: (4.* 6|6.* 4)"):
+    with disagreeing("batches", "examples of a replica: (4.* 6|6.* 4)"):
         model.fit(batches, steps_per_epoch=2, shuffle=False, verbose=0)
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
-from contract import DTYPES
-from testing_utils import MEAN, SUM
+from testing_utils import DTYPES, MEAN, SUM
 
 from tfcdo.cluster import session
 
@@ -18,7 +17,7 @@ COPIED = (*DTYPES, tf.bool)
 SHAPE = (3, 5)
 
 
-def values(strategy: Any) -> None:
+def all_values(strategy: Any) -> None:
     """Checks everything: in functions where hosts have several devices, and otherwise eagerly."""
     case = _Case(strategy)
     wrap: Any = _function if case.local > 1 else lambda body: body

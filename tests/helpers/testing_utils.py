@@ -31,6 +31,11 @@ atexit.register(shutil.rmtree, os.environ["TFCDO_CACHE_DIR"], ignore_errors=True
 
 SUM = tf.distribute.ReduceOp.SUM
 MEAN = tf.distribute.ReduceOp.MEAN
+FLOATS_16 = (tf.float16, tf.bfloat16)
+DTYPES = (
+    *FLOATS_16, tf.float32, tf.float64, tf.int32, tf.int64, tf.complex64, tf.complex128,
+    tf.int8, tf.uint8, tf.int16, tf.uint16, tf.uint32, tf.uint64,
+)  # fmt: skip
 
 # How a test calls: directly, in a `tf.function` that sees the values' devices, or in one that gets
 # the values as arguments, where TensorFlow does not tell their devices.

@@ -68,6 +68,22 @@ class AutoTest(plan_testing.PlanTestCase):
         ):
             self.assertRegex(line, f"auto takes ring, 8 packs, for about {told}")
 
+    def test_sizes_that_change_share_plans(self):
+        # As eager calls do whose values have another size each time.
+        machine = preset("dgx1")
+        sizes = [random.Random(0).randrange(10 * MB, 11 * MB) for _ in range(50)]
+        algorithms.make_plan("auto", machine, 10 * MB)
+        algorithms.make_plan("auto", machine, 11 * MB)
+        with plan_testing.counted_work() as work:
+            for size in sizes:
+                self.assertEqual(algorithms.make_plan("auto", machine, size).num_sent_bytes, size)
+                options = packing.PackingOptions(None)
+                values = {0: ValueSpec("float32", (size // 4,))}
+                packs = packing.pack(values, options, "auto", machine)
+                content = [part for one in packs for fused in one.tensors for part in fused.slices]
+                self.assertEqual(sum(part.size for part in content), size // 4)
+        self.assertEqual(work["tasks"], 0)
+
 
 class SizeClassTest(parameterized.TestCase):
     @hypothesis.given(st.integers(100, 10**12))
@@ -114,22 +130,6 @@ class WorkTest(plan_testing.PlanTestCase):
         self.assertEqual(work["searches"], 1)
         self.assertLessEqual(work["tasks"], 2 * packed_trees._TASKS)
         self.assertLessEqual(work["longest"], 2 * packed_trees.MAX_PACKS * 2 * (devices - 1))
-
-    def test_sizes_that_change_share_plans(self):
-        # As eager calls do whose values have another size each time.
-        machine = preset("dgx1")
-        sizes = [random.Random(0).randrange(10 * MB, 11 * MB) for _ in range(50)]
-        algorithms.make_plan("auto", machine, 10 * MB)
-        algorithms.make_plan("auto", machine, 11 * MB)
-        with plan_testing.counted_work() as work:
-            for size in sizes:
-                self.assertEqual(algorithms.make_plan("auto", machine, size).num_sent_bytes, size)
-                options = packing.PackingOptions(None)
-                values = {0: ValueSpec("float32", (size // 4,))}
-                packs = packing.pack(values, options, "auto", machine)
-                content = [part for one in packs for fused in one.tensors for part in fused.slices]
-                self.assertEqual(sum(part.size for part in content), size // 4)
-        self.assertEqual(work["tasks"], 0)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class DiLoCoTest(tf.test.TestCase, parameterized.TestCase):
     def test_two_hosts(self):
         """One test, as each of pytest's processes would start hosts of its own."""
         with tempfile.TemporaryDirectory() as folder:
-            outcomes = clusters.run(2, "host_diloco", [folder], _TIMEOUT)
+            outcomes = clusters.run(2, host_diloco.__file__, [folder], _TIMEOUT)
             for outcome in outcomes:
                 self.assertEqual(outcome.returncode, 0, outcome.output)
             results = {

@@ -2,14 +2,262 @@
 
 from __future__ import annotations
 
-import pathlib
-import tempfile
+import dataclasses
+import gc
+import math
+import re
+import weakref
+from typing import Any
+from unittest import mock
 
 import clusters
-import host_scenarios
+import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
+from clusters import other_strategy, scope, weights
+from host_unlike import unlike_correct, unlike_refused  # noqa: F401 - scenarios
+from host_values import all_values, check_all_reduces  # noqa: F401 - a scenario
+
+import tfcdo
+from tfcdo import tf_internals
+
+GLOBAL_BATCH = 24  # Divides by 2 x 2 replicas.
+NUM_EXAMPLES = 4 * GLOBAL_BATCH
+WORDS, CLASSES, LENGTH = 50, 5, 6
+
+
+def _examples() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(1)
+    words = generator.integers(0, WORDS, (NUM_EXAMPLES, LENGTH))
+    return words, (words.sum(axis=1) % CLASSES).astype(np.int64)
+
+
+def fit(strategy: Any) -> dict[str, np.ndarray]:
+    """Keras fit, evaluate and predict, of a model with an embedding: its gradient has rows."""
+    keras.utils.set_random_seed(7)
+    words, labels = _examples()
+    with scope(strategy):
+        model = keras.Sequential(
+            [
+                keras.layers.Input((LENGTH,), dtype="int32"),
+                keras.layers.Embedding(WORDS, 8),
+                keras.layers.Flatten(),
+                keras.layers.Dense(16, activation="tanh"),
+                keras.layers.Dense(CLASSES),
+            ]
+        )
+        model.compile(
+            keras.optimizers.SGD(0.2, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    data = tf.data.Dataset.from_tensor_slices((words, labels)).batch(GLOBAL_BATCH)
+    history = model.fit(data, epochs=2, verbose=0, shuffle=False)
+    inputs = tf.data.Dataset.from_tensor_slices(words).batch(GLOBAL_BATCH)
+    return {
+        **weights(strategy, model.weights),
+        "history": np.array([history.history["loss"], history.history["accuracy"]]),
+        "evaluate": np.array(model.evaluate(data, verbose=0)),
+        "predict": model.predict(inputs, verbose=0),
+    }
+
+
+def own_loop(strategy: Any) -> dict[str, np.ndarray]:
+    """A training loop of one's own in mixed precision, which reduces a structure each step."""
+    keras.utils.set_random_seed(8)
+    words, labels = _examples()
+    with scope(strategy):
+        layers = [
+            keras.layers.Input((LENGTH,)),
+            keras.layers.Dense(16, activation="tanh", dtype="mixed_bfloat16"),
+            keras.layers.Dense(CLASSES, dtype="mixed_bfloat16"),
+        ]
+        model = keras.Sequential(layers)
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+    def step(inputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            logits = tf.cast(model(inputs, training=True), tf.float32)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, logits)
+            loss = tf.reduce_sum(losses) / GLOBAL_BATCH
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+        return tf.reduce_sum(losses), tf.size(losses)
+
+    @tf.function
+    def train(inputs: Any, targets: Any) -> Any:
+        if strategy is None:
+            return step(inputs, targets)
+        return strategy.reduce("SUM", strategy.run(step, (inputs, targets)), axis=None)
+
+    scaled = (words / WORDS).astype(np.float32)
+    data = tf.data.Dataset.from_tensor_slices((scaled, labels)).batch(GLOBAL_BATCH)
+    if strategy:
+        data = strategy.experimental_distribute_dataset(data)
+    sums = [[float(part) for part in train(*batch)] for _ in range(2) for batch in data]
+    return {**weights(strategy, model.weights), "sums": np.array(sums)}
+
+
+def end_of_data(strategy: Any) -> dict[str, np.ndarray]:
+    """Keras fit of several steps at a time, on 2 x 2 replicas, where one host has less data.
+
+    Of unknown length, and with an optimizer that changes weights without looking at gradients.
+    """
+    keras.utils.set_random_seed(9)
+    generator = np.random.default_rng(2)
+    # Eleven examples on one host and five on the other, in batches of two for each replica.
+    parts = [generator.normal(size=(rows, 3)).astype(np.float32) for rows in (11, 5)]
+    with scope(strategy):
+        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.AdamW(0.05, weight_decay=0.3)
+        model.compile(optimizer, "mse", steps_per_execution=2)
+
+    def unknown_length(arrays: list[np.ndarray]) -> tf.data.Dataset:
+        return tf.data.Dataset.from_generator(
+            lambda: ((array, array[:, :1] > 0) for array in arrays),
+            output_signature=(tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1], tf.bool)),
+        )
+
+    if strategy:
+        own = parts[strategy.cluster_resolver.task_id]
+        batches = [own[start : start + 2] for start in range(0, len(own), 2)]
+        data = strategy.distribute_datasets_from_function(lambda _: unknown_length(batches))
+    else:
+        data = unknown_length(
+            [np.concatenate([part[s : s + 4] for part in parts]) for s in range(0, 12, 4)]
+        )
+    model.fit(data, epochs=2, verbose=0)
+    return {**weights(strategy, model.weights), "steps": optimizer.iterations.numpy()}
+
+
+def explained(strategy: Any) -> None:
+    """What a strategy explains is what it runs: devices, packs in their order, bytes."""
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=40_000)
+    shapes, hosts = [(100,), (120, 100), (7, 30), (3_500,), (9_000,)], 2
+    for ops in (None, tfcdo.HierarchicalCopyAllReduce(num_packs=0), tfcdo.ReductionToOneDevice()):
+        other = other_strategy(strategy, options, cross_device_ops=ops)
+
+        @tf.function(autograph=False)
+        def step(other: Any = other) -> Any:
+            def on_each() -> Any:
+                # Not constants, which would all be one.
+                values = [tf.random.stateless_uniform(shape, (1, 2)) for shape in shapes]
+                return tf.distribute.get_replica_context().all_reduce("SUM", values)
+
+            return other.run(on_each)
+
+        ran = {
+            int(found[1]): op.inputs[0].shape.num_elements() * 4
+            for op in step.get_concrete_function().graph.get_operations()
+            if op.type == "CollectiveReduceV2"
+            and (found := re.search(r"tfcdo/pack(\d+)/", op.name))
+        }
+        told = other.explain(shapes)
+        packs = [pack.num_bytes for pack in told.packs]
+        assert [ran[pack] for pack in sorted(ran)] == packs, (ran, packs)
+        assert len(set(packs)) > 1 or not isinstance(ops, tfcdo.HierarchicalCopyAllReduce), packs
+        total = 4 * sum(math.prod(shape) for shape in shapes)
+        assert told.bytes_between_hosts == 2 * total * (hosts - 1) // hosts, told
+        assert told.devices == other.extended.worker_devices, told
+    # Without a strategy, the devices of this host.
+    told = tfcdo.AutoAllReduce().explain(shapes)
+    assert set(strategy.extended.worker_devices) <= set(told.devices), told.devices
+    assert len({device.rpartition("/")[0] for device in told.devices}) == 1, told.devices
+
+
+def flat(strategy: Any) -> dict[str, np.ndarray]:
+    """All-reduces with one collective over all devices, as NCCL would, by rings here.
+
+    Every collective must have all replicas as its members.
+    """
+    extended = strategy.extended
+    ops = extended._cross_device_ops
+    between = dataclasses.replace(ops._options.between, flat=True)
+    extended._cross_device_ops = ops._between(ops._network, between)
+    members, reduce = [], tf.raw_ops.CollectiveReduceV2
+
+    def counted(**arguments: Any) -> tf.Tensor:
+        members.append(arguments["group_size"])
+        return reduce(**arguments)
+
+    with mock.patch.object(tf.raw_ops, "CollectiveReduceV2", counted):
+        check_all_reduces(strategy)
+        numbers = strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(flat_numbers(context.replica_id_in_sync_group))
+        )
+        [total] = extended.batch_reduce_to("SUM", [(numbers, numbers)])
+        traced = len(members)
+        for turn in (1.0, 2.0):  # Other values of the same shape are not traced again.
+            again = strategy.experimental_distribute_values_from_function(
+                lambda context, turn=turn: (
+                    turn * tf.constant(flat_numbers(context.replica_id_in_sync_group))
+                )
+            )
+            [same] = extended.batch_reduce_to("SUM", [(again, again)])
+            for one, other in zip(same.values, total.values, strict=True):
+                np.testing.assert_array_equal(one, turn * other)
+        assert len(members) == traced, (len(members), traced)
+    extended._cross_device_ops = ops
+    assert set(members) == {strategy.num_replicas_in_sync}, set(members)
+    return {"sums": np.stack(strategy.experimental_local_results(total))}
+
+
+def flat_numbers(replica: int) -> np.ndarray:
+    """Returns what a replica gives to `flat`: float32, whose sums are rounded."""
+    return np.random.default_rng(replica).normal(size=1001).astype(np.float32)
+
+
+def functions_end(strategy: Any) -> None:
+    """Asserts that graphs of sums between hosts and of their gradients end with their functions."""
+    for wire in (None, "int8"):
+        other = other_strategy(strategy, exchange=wire)
+        ops = other.cross_device_ops
+
+        def step(ops: Any = ops, devices: Any = other.extended.worker_devices) -> Any:
+            values = []
+            for device in devices:
+                with tf.device(device):
+                    values.append(tf.ones([2000]))
+            with tf.GradientTape() as tape:
+                tape.watch(values)
+                value = tf_internals.per_replica(values)
+                options = tf.distribute.experimental.CommunicationOptions()
+                total, _ = ops.batch_reduce(
+                    tf.distribute.ReduceOp.SUM, [(value, value)] * 2, options
+                )
+                losses = [
+                    tf.reduce_sum(each) for each in strategy.experimental_local_results(total)
+                ]
+                loss = tf.add_n(losses)
+            return tape.gradient(loss, values)
+
+        function = tf.function(step, autograph=False)
+        gradients = function()
+        count = strategy.num_replicas_in_sync
+        assert all(np.all(each.numpy() == count) for each in gradients), gradients
+        graph = weakref.ref(function.get_concrete_function().graph)
+        del function
+        gc.collect()
+        assert graph() is None, wire
+
+
+def requires_nccl(strategy: Any) -> None:
+    """Asserts that NCCL is not replaced where it is required."""
+    ops = tfcdo.NcclAllReduce(require_nccl=True)
+    required = other_strategy(strategy, cross_device_ops=ops)
+
+    def step() -> tf.Tensor:
+        return tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([3]))
+
+    try:
+        required.run(step)
+    except RuntimeError as error:
+        assert "NCCL cannot run (require_nccl=True)" in str(error), error
+    else:
+        raise AssertionError("it did not raise")
+
 
 _TIMEOUT = 240.0
 _UNLIKE = ("unlike_correct", "unlike_refused")
@@ -32,43 +280,34 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
                 "fit",
                 "own_loop",
                 "end_of_data",
-                "values",
+                "all_values",
                 "functions_end",
                 "requires_nccl",
                 "flat",
             ),
         ),
-        (3, 1, ("values",)),
+        (3, 1, ("all_values",)),
     )
     def test_as_one_device(self, hosts, devices, names):
-        with tempfile.TemporaryDirectory() as folder:
-            outcomes = clusters.run(hosts, "host", [str(devices), folder, *names], _TIMEOUT)
-            for outcome in outcomes:
-                self.assertEqual(0, outcome.returncode, outcome.output)
-            if "flat" in names:
-                with self.subTest("flat"):
-                    self.check_flat(folder, hosts, devices)
-            for name in TRAINING.keys() & set(names):
-                results = [
-                    dict(np.load(pathlib.Path(folder, f"{name}-{host}.npz")))
-                    for host in range(hosts)
-                ]
-                with self.subTest(name):
-                    self.check(name, results, devices, TRAINING[name])
+        results, _ = clusters.run_scenarios(hosts, __file__, devices, names, _TIMEOUT)
+        if "flat" in names:
+            with self.subTest("flat"):
+                self.check_flat(np.concatenate([own["sums"] for own in results["flat"]]))
+        for name in TRAINING.keys() & set(names):
+            with self.subTest(name):
+                self.check(name, results[name], devices, TRAINING[name])
 
-    def check_flat(self, folder, hosts, devices):
-        """Asserts right sums, of the same bits on all replicas of all hosts."""
-        sums = [np.load(pathlib.Path(folder, f"flat-{host}.npz"))["sums"] for host in range(hosts)]
-        replicas = np.concatenate(sums)
-        self.assertLen(replicas, hosts * devices)
+    def check_flat(self, replicas):
+        """Asserts correct sums, of the same bits on all replicas of all hosts."""
+        self.assertLen(replicas, 4)
         self.assertLen({replica.tobytes() for replica in replicas}, 1)
-        numbers = [host_scenarios.flat_numbers(r) for r in range(hosts * devices)]
+        numbers = [flat_numbers(r) for r in range(4)]
         self.assertAllClose(np.sum(numbers, 0, np.float64), replicas[0], rtol=0, atol=1e-5)
 
     def check(self, name, results, devices, tolerance):
-        for key, expected in getattr(host_scenarios, name)(None).items():
-            for host in results:
-                actual = host[key]
+        for key, expected in globals()[name](None).items():
+            for own in results:
+                actual = own[key]
                 if key.startswith("replica"):
                     self.assertLen(actual, devices)
                     for replica in actual:

@@ -3,7 +3,7 @@
 Events go in, with the time where it matters, and decisions come out. There are no sockets, threads,
 clocks, files or TensorFlow here: `rendezvous`, `session`, `watch`, `keras.preemption`,
 `keras.backup_folder` and `launch.supervisor` bring events and carry decisions out. A simulator,
-tests/helpers/simulator.py, runs the same rules on millions of schedules of faults.
+tests/cluster/simulator.py, runs the same rules on millions of schedules of faults.
 """
 
 from __future__ import annotations

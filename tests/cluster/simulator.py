@@ -1,6 +1,6 @@
 """Runs the rules of `tfcdo.cluster.protocol` on made-up hosts, launchers, messages and faults.
 
-    python tests/helpers/simulator.py [--schedules 1000000] [--seed 0]
+    python tests/cluster/simulator.py [--schedules 1000000] [--seed 0]
 
 A schedule is drawn from its seed, which replays it: the number of hosts, who launches them, the
 delay of each message, and up to three faults, each after some number of events, also while the job

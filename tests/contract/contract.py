@@ -1,11 +1,16 @@
-"""The parts of the contract: which values are reduced to what and where, and what is refused."""
+"""The contract of `tf.distribute.CrossDeviceOps`, as tests that any list of settings can run.
+
+Its parts say which values are reduced to what and where, and what is refused. `settings_tests`
+makes one test class per setting and part, so that another file can run the same suite over other
+classes, or in another environment.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import contract
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
@@ -14,6 +19,55 @@ from testing_utils import ARGUMENTS, EAGER, FUNCTION, MEAN, SUM
 
 from tfcdo import tf_internals
 from tfcdo.plan import decide
+
+SHAPES = ((), (0,), (7,), (2, 3), (1, 1, 1), (40, 5), (3, 0, 2))
+
+
+class Contract(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    """The base of the contract's parts."""
+
+    make: Callable[[], tf.distribute.CrossDeviceOps]
+
+
+def settings_tests(
+    part: type[Contract],
+    settings: Mapping[str, Callable[[], tf.distribute.CrossDeviceOps]],
+    module: str,
+) -> dict[str, type]:
+    """Makes test classes of a part of the contract."""
+    ending = part.__name__.replace("Contract", "Test")
+    return {
+        f"{name}{ending}": type(
+            f"{name}{ending}", (part,), {"make": staticmethod(make), "__module__": module}
+        )
+        for name, make in settings.items()
+    }
+
+
+def batch(count: int, seed: int = 0, dtypes: Any = tu.DTYPES[:7]) -> list[list[np.ndarray]]:
+    """One array per replica for each of some values: all shapes, each with two of the dtypes."""
+    kinds = [
+        (shape, dtypes[(2 * index + turn) % len(dtypes)])
+        for index, shape in enumerate(SHAPES)
+        for turn in range(min(2, len(dtypes)))
+    ]
+    return [
+        [tu.numbers(shape, dtype, seed + 100 * index + rank) for rank in range(count)]
+        for index, (shape, dtype) in enumerate(kinds)
+    ]
+
+
+def slices(count: int, seed: int = 0, dtype: Any = tf.float32) -> list[tf.IndexedSlices]:
+    """Slices of a table of 6 rows; each replica another number of rows, repeated, or none."""
+    generator = np.random.default_rng(seed)
+    return [
+        tf.IndexedSlices(
+            tf.constant(tu.numbers((rows, 2), dtype, seed + rank)),
+            tf.constant(generator.integers(0, 6, rows)),
+            tf.constant([6, 2], tf.int64),
+        )
+        for rank, rows in enumerate(generator.integers(0, 5, count))
+    ]
 
 
 def check_slices(case, reduce_op, result, own):
@@ -31,7 +85,7 @@ def check_slices(case, reduce_op, result, own):
     case.assert_bitwise_equal([(one.values, one.indices) for one in result.values])
 
 
-class BatchesContract(contract.Contract):
+class BatchesContract(Contract):
     """Tests of values that settings pack in different ways."""
 
     @parameterized.parameters(
@@ -42,8 +96,8 @@ class BatchesContract(contract.Contract):
         (ARGUMENTS, MEAN, 3),
     )
     def test_all_reduces_a_mixed_batch(self, mode, reduce_op, count):
-        arrays = contract.batch(count)
-        own_slices = [contract.slices(count, seed) for seed in range(3)]
+        arrays = batch(count)
+        own_slices = [slices(count, seed) for seed in range(3)]
         values = [tu.per_replica(own) for own in arrays]
         for position, own in enumerate(own_slices):
             values.insert(3 * position, tu.per_replica(own))  # In between, and first.
@@ -165,12 +219,12 @@ class BatchesContract(contract.Contract):
         self.assertEqual(1, tall.numpy())
 
 
-class ValuesContract(contract.Contract):
+class ValuesContract(Contract):
     """Tests of single values: packs make no difference."""
 
     @parameterized.parameters(SUM, MEAN)
     def test_keeps_the_dtype(self, reduce_op):
-        dtypes = 2 * contract.DTYPES
+        dtypes = 2 * tu.DTYPES
         # The sum of three fits in 8 bits.
         arrays = [
             [tu.numbers((5,), dtype, rank, limit=40) for rank in range(3)] for dtype in dtypes
@@ -241,7 +295,7 @@ class ValuesContract(contract.Contract):
 
     @parameterized.parameters("/cpu:5", None)
     def test_slices_to_another_place(self, device):
-        own = contract.slices(3, seed=2)
+        own = slices(3, seed=2)
         destinations = device or tu.per_replica([0] * 2, tu.ALL_DEVICES[4:6])
         (result,) = tu.call(
             EAGER, lambda: self.make().reduce(MEAN, tu.per_replica(own), destinations)
@@ -250,7 +304,7 @@ class ValuesContract(contract.Contract):
         check_slices(self, MEAN, result, own)
 
     def test_slices_of_16_bits_and_of_whole_rows(self):
-        own = contract.slices(3, seed=7, dtype=tf.bfloat16)
+        own = slices(3, seed=7, dtype=tf.bfloat16)
         (result,) = tu.all_reduce(self.make(), SUM, [tu.per_replica(own)])
         check_slices(self, SUM, result, own)
         own = [tf.IndexedSlices(tf.constant([1.0]), tf.constant([rank])) for rank in range(3)]
@@ -259,7 +313,7 @@ class ValuesContract(contract.Contract):
 
     @parameterized.parameters(tf.int8, tf.int64)
     def test_mean_of_slices_of_integers(self, dtype):
-        own = contract.slices(3, seed=7, dtype=dtype)
+        own = slices(3, seed=7, dtype=dtype)
         expected = tu.oracle(MEAN, [tu.dense(one, 6) for one in own])
         value = tu.per_replica(own)
         pairs = [(value, "/cpu:1"), (value, value)]
@@ -268,7 +322,7 @@ class ValuesContract(contract.Contract):
             self.assertAllClose(expected, tu.dense(result.value, 6), rtol=1e-6)
 
 
-class InstancesContract(contract.Contract):
+class InstancesContract(Contract):
     """Tests of what is promised of each class, in every setting, whatever the values are."""
 
     def test_variables_are_not_changed(self):
@@ -316,7 +370,7 @@ class InstancesContract(contract.Contract):
 
     def test_deep_copies_give_the_same_bits(self):
         ops = self.make()
-        arrays = contract.batch(3, dtypes=(tf.float32,))
+        arrays = batch(3, dtypes=(tf.float32,))
         values = [tu.per_replica(own) for own in arrays]
         results = [tu.all_reduce(one, SUM, values) for one in (ops, copy.deepcopy(ops))]
         for own in zip(*results, strict=True):
@@ -327,7 +381,7 @@ class InstancesContract(contract.Contract):
 
         def work(thread: int) -> None:
             for step in range(3):
-                arrays = contract.batch(2 + thread, seed=1000 * thread + step, dtypes=(tf.float32,))
+                arrays = batch(2 + thread, seed=1000 * thread + step, dtypes=(tf.float32,))
                 values = [tu.per_replica(own) for own in arrays]
                 results = tu.all_reduce(ops, SUM, values, EAGER if step else FUNCTION)
                 for result, own in zip(results, arrays, strict=True):
@@ -339,7 +393,7 @@ class InstancesContract(contract.Contract):
         ops = self.make()
 
         def reduce(seed: int) -> None:
-            arrays = contract.batch(7, seed=seed, dtypes=(tf.float32,))
+            arrays = batch(7, seed=seed, dtypes=(tf.float32,))
             tu.all_reduce(ops, SUM, [tu.per_replica(own) for own in arrays])
 
         reduce(0)
@@ -371,7 +425,7 @@ class InstancesContract(contract.Contract):
                 self.assertAllClose(np.sum(weights, axis=0) / count, gradient, rtol=1e-6)
 
 
-class CallsContract(contract.Contract):
+class CallsContract(Contract):
     """Tests of broadcast, gather, and the refusal of bad input."""
 
     @parameterized.parameters((EAGER, 1), (FUNCTION, 3))
