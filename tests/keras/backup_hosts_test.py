@@ -1,15 +1,103 @@
-"""Two hosts, one of which gets a SIGTERM and is killed: both end as undisturbed."""
+"""Two hosts, one of which gets a SIGTERM and is killed: both end as undisturbed.
+
+`tfcdo launch` runs this file with a folder and faults. The first fault is the first run's, and so
+on: a signal to the last host. With "outer" before them, hosts train alone between exchanges after
+each fourth batch. Each batch has a backup.
+"""
 
 from __future__ import annotations
 
+import os
 import pathlib
+import signal
 import subprocess
+import sys
 import tempfile
+import time
+from typing import Any
+from unittest import mock
 
-import host_backup
+import keras
 import numpy as np
 import tensorflow as tf
 import warm_python
+
+import tfcdo
+import tfcdo.keras
+from tfcdo import environment, strategies
+from tfcdo.exchange import DiLoCo
+from tfcdo.keras import training_state
+
+_FAULT_BATCHES = (3, 7, 10)  # Counted over all epochs.
+_STEPS, _EPOCHS, _BATCH = 6, 2, 8
+
+
+class _Fault(keras.callbacks.Callback):
+    """Sends this process a signal in the run's batch."""
+
+    def __init__(self, name: str, batch: int) -> None:
+        super().__init__()
+        self._signal, self._batch = signal.Signals[name], batch
+        # A shorter run that asks for a restart counts as a failure.
+        self._earliest = time.monotonic() + 5.5 * (name == "SIGTERM")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._epoch * _STEPS + batch == self._batch:
+            time.sleep(max(0.0, self._earliest - time.monotonic()))
+            signal.raise_signal(self._signal)
+
+
+def main(folder: str, *faults: str) -> None:
+    """Trains, and saves all values of this host's replicas."""
+    mock.patch.object(strategies, "_HEARTBEAT_SECONDS", 100.0).start()
+    mock.patch.object(training_state, "_CHUNK", 4096).start()  # A backup has several.
+    outer = None
+    if faults[:1] == ("outer",):  # Two updates are four batches.
+        outer, faults = DiLoCo(2), faults[1:]
+    strategy = tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=2, outer=outer)
+    host = strategy.cluster_resolver.task_id
+    run = int(os.environ[environment.RESTART_COUNT])
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        layers = keras.layers
+        model = keras.Sequential(
+            [
+                layers.Input([4]),
+                layers.Dense(5),
+                layers.BatchNormalization(),
+                layers.Dropout(0.3),
+                layers.Dense(1),
+            ]
+        )
+        adam = keras.optimizers.Adam(0.05, gradient_accumulation_steps=2)
+        # A few steps are quicker eagerly than traced.
+        model.compile(adam, "mse", metrics=["mae"], run_eagerly=True)
+    drawn = np.random.default_rng(0)
+    arrays = drawn.normal(size=[45, 4]), drawn.normal(size=[45, 1])
+    backup = tfcdo.keras.BackupAndRestore(pathlib.Path(folder, "backup"), save_freq=1)
+
+    def tell(logs: Any) -> None:
+        epoch, batch = backup._progress.position
+        print(f"run {run} goes on after batch {epoch * _STEPS + batch}", flush=True)
+
+    callbacks = [backup, keras.callbacks.LambdaCallback(on_train_begin=tell)]
+    if host == 1 and run < len(faults):
+        callbacks.append(_Fault(faults[run], _FAULT_BATCHES[run]))
+    history = model.fit(
+        tfcdo.keras.resumable_dataset(arrays, _BATCH, seed=1),
+        steps_per_epoch=_STEPS,
+        epochs=_EPOCHS,
+        verbose=0,
+        callbacks=callbacks,
+    )
+    print(f"run {run} began in epoch {history.epoch[0]}", flush=True)
+    variables = [*model.variables, *model.optimizer.variables]
+    values = [part.numpy() for variable in variables for part in variable.value.values]
+    np.savez(pathlib.Path(folder, f"host-{host}.npz"), *values, loss=history.history["loss"][-1])
+
 
 _TIMEOUT = 400.0
 
@@ -21,7 +109,7 @@ class BackupHostsTest(tf.test.TestCase):
         result = warm_python.run(
             *("-m", "tfcdo.cli.main", "launch", "--workers", "2"),
             *("--max-restarts", str(sum(fault.startswith("SIGKILL") for fault in faults))),
-            *(host_backup.__file__, str(folder), *faults),
+            *(__file__, str(folder), *faults),
             seconds=_TIMEOUT,
         )
         self.assertEqual(result.returncode, 0, result.stderr)
@@ -58,4 +146,8 @@ class BackupHostsTest(tf.test.TestCase):
 
 
 if __name__ == "__main__":
-    tf.test.main()
+    if environment.RESTART_COUNT in os.environ:
+        tf.get_logger().setLevel("ERROR")
+        main(*sys.argv[1:])
+    else:
+        tf.test.main()

@@ -84,7 +84,7 @@ class DrawsTest(TrainingTestCase):
     # A last batch of 5 or of 1 example, of 6; the latter leaves replicas without any.
     @parameterized.parameters(
         ("dropouts", 3, 11), ("dropouts", 5, 7), ("gaussian", 5, 7), ("recurrent", 3, 11),
-        ("gru", 5, 7),
+        ("gru", 3, 7),
     )  # fmt: skip
     def test_as_on_one_device(self, name, count, examples):
         layers = layers_with(name)
