@@ -78,15 +78,15 @@ def _names_in_code(owner: Any) -> set[str]:
     return {name for function in unwrapped for name in function.__code__.co_names}
 
 
-def missing(source: str, package: str = "tensorflow.python") -> list[str]:
-    """Returns the private names that a source uses and that are not there."""
-    # Found are modules imported as `from package.x import y as z`, their attributes (`z.name`) and
-    # attributes of the results of their functions (`z.name().attribute`).
+def missing(source: str) -> list[str]:
+    """Returns the private names of TensorFlow that a source uses and that do not exist."""
+    # These are modules imported as `from tensorflow.python.x import y as z`, their attributes
+    # (`z.name`) and attributes of the results of their functions (`z.name().attribute`).
     tree = ast.parse(source)
     modules = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{package}.")
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("tensorflow.python.")
         for alias in node.names
     }
     used = dict.fromkeys(filter(None, (_full_name(node, modules) for node in ast.walk(tree))))

@@ -11,8 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcdo import checks, environment, log, tf_internals, version, virtual_devices
-from tfcdo.cluster import config, rendezvous, session
+from tfcdo import checks, log, tf_internals, version, virtual_devices
+from tfcdo.cluster import config, rendezvous, session, worker
 from tfcdo.cluster.watch import HostDelay
 from tfcdo.cross_device_ops import (
     AllReduceCrossDeviceOps,
@@ -172,7 +172,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
                 cluster_resolver,
                 communication_options,
                 cross_device_ops,
-                devices_per_worker or environment.devices_per_worker(),
+                devices_per_worker or worker.devices_per_worker(),
                 exchange,
                 outer,
                 switches,
@@ -527,7 +527,7 @@ def _prepare(
         "version of TensorFlow": tf.__version__,
         **own_settings,
     }
-    membership = rendezvous.meet(cluster, settings, timeout, environment.cluster_token())
+    membership = rendezvous.meet(cluster, settings, timeout, worker.cluster_token())
     tf_internals.configure_coordination(
         leader=cluster.tasks[0].device_prefix,
         jobs=collections.Counter(task.job for task in cluster.tasks),

@@ -22,7 +22,8 @@ import tensorflow as tf
 
 import tfcdo
 import tfcdo.keras
-from tfcdo import environment, strategies
+from tfcdo import strategies
+from tfcdo.cluster import worker
 from tfcdo.exchange import DiLoCo
 from tfcdo.keras import training_state
 
@@ -57,7 +58,7 @@ def main(folder: str, *faults: str) -> None:
         outer, faults = DiLoCo(2), faults[1:]
     strategy = tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=2, outer=outer)
     host = strategy.cluster_resolver.task_id
-    run = int(os.environ[environment.RESTART_COUNT])
+    run = int(os.environ[worker.RESTART_COUNT])
     keras.utils.set_random_seed(0)
     with strategy.scope():
         layers = keras.layers

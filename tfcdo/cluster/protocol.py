@@ -15,8 +15,6 @@ import signal
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from tfcdo import environment
-
 Description = Mapping[str, Any]
 Settings = Mapping[str, Any]
 
@@ -343,6 +341,8 @@ def add_backup(run: str) -> Operations:
 
 # Supervision: what a launcher does when its workers end.
 
+# The exit status of a worker that has made a backup and asks to be started again (EX_TEMPFAIL).
+RESTART_STATUS = 75
 _KILLED = 128 + signal.SIGKILL
 TELL_OF_FAILURE = 0  # Not a signal: the worker learns that another one has failed.
 # Workers that end within this time may end because of each other; the first of them is to blame.
@@ -404,7 +404,7 @@ class Supervision:
         self.running.discard(event.worker)
         if not event.status or self._signal:
             return []
-        if event.status == environment.RESTART_STATUS:
+        if event.status == RESTART_STATUS:
             return self._let_go(event.worker, now)
         if self._is_settled:
             # What follows the request to end does not count, but nobody asked for a SIGKILL yet.
@@ -437,7 +437,7 @@ class Supervision:
             return Result(128 + self._signal, self._signal)
         blamed = self._blamed()
         if self._has_left:
-            return Result(environment.RESTART_STATUS, has_left=True)
+            return Result(RESTART_STATUS, has_left=True)
         return Result(blamed.status, blamed=blamed.worker) if blamed else Result(0)
 
     def _blamed(self) -> End | None:

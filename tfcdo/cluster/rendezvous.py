@@ -29,8 +29,7 @@ from multiprocessing.connection import Connection
 import msgspec
 from absl import logging
 
-from tfcdo import environment
-from tfcdo.cluster import config, protocol
+from tfcdo.cluster import config, protocol, worker
 from tfcdo.cluster.protocol import RendezvousError
 
 Setting = str | int | float | bool | None | list[str]
@@ -43,7 +42,7 @@ _POLL = 0.1
 # How long each part of a message may take, and how large one may be: strangers can send as well.
 _MESSAGE_SECONDS = 5
 _MAX_BYTES = 1 << 20
-_TOKEN = environment.CLUSTER_TOKEN
+_TOKEN = worker.CLUSTER_TOKEN
 
 
 class _Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from tfcdo import checks, dtypes
+from tfcdo import checks
+from tfcdo.exchange import dtypes
 from tfcdo.exchange.protocol import Collective, Exchange, PackSpec, Peers
 
 # Shares are a multiple of this many values, 64 bytes: TensorFlow takes a tensor apart without

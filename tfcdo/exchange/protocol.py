@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from tfcdo import dtypes
+from tfcdo.exchange import dtypes
 
 _SECONDS = 60.0  # To wait for the other threads; only an exchange that hangs needs them.
 Kind = Literal["all_reduce", "all_to_all", "all_gather", "broadcast"]

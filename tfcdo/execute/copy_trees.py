@@ -18,8 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import dtypes
-from tfcdo.exchange import rounding
+from tfcdo.exchange import dtypes, rounding
 from tfcdo.execute import graphless
 from tfcdo.execute.feedback import Residuals
 from tfcdo.plan.copy_tree import CopyTree

@@ -7,8 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import dtypes
-from tfcdo.exchange import rounding
+from tfcdo.exchange import dtypes, rounding
 
 _WIDER = {tf.as_dtype(dtype): tf.as_dtype(wide) for dtype, wide in dtypes.SUM_DTYPE.items()}
 # For `CollectiveReduceV2`: sums of integers are correct modulo their size in wider ones too, and a

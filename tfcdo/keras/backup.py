@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from absl import logging
 
-from tfcdo import checks, environment, keras_internals, log, strategies
+from tfcdo import checks, keras_internals, log, strategies
 from tfcdo.cluster import protocol
 from tfcdo.keras import (
     backup_folder,
@@ -234,7 +234,7 @@ class BackupAndRestore(Callback):
             "host's, will be taken away",
             *self._progress.position,
         )
-        raise SystemExit(environment.RESTART_STATUS)
+        raise SystemExit(protocol.RESTART_STATUS)
 
     def _begin_marks(self) -> None:
         """Reads the mark of an earlier run, before this one overwrites it."""

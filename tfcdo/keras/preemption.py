@@ -17,8 +17,8 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tfcdo import environment, keras_internals, log, tf_internals, wakeup
-from tfcdo.cluster import protocol, session
+from tfcdo import keras_internals, log, tf_internals
+from tfcdo.cluster import protocol, session, worker
 
 _POLL = 1.0
 
@@ -51,8 +51,8 @@ class Preemption:
         elif signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None, _handle):
             signal.signal(signal.SIGTERM, _handle)
             self._previous_handler = signal.SIG_DFL
-            if os.environ.get(environment.FAILURE_FILE):
-                wakeup.listen()
+            if os.environ.get(worker.FAILURE_FILE):
+                worker.listen()
                 threading.Thread(
                     target=self._end_with_the_run, name="tfcdo signals", daemon=True
                 ).start()
@@ -123,7 +123,7 @@ class Preemption:
         """Ends this process when `tfcdo launch` ends a run that has failed."""
         # The main thread may wait in a collective for a host that is gone, and so run no handler.
         while not self._ended.wait(_POLL):
-            if wakeup.take(signal.SIGTERM) and environment.another_has_failed():
+            if worker.take_signal(signal.SIGTERM) and worker.another_has_failed():
                 os._exit(128 + signal.SIGTERM)
 
     def _announce(self, notice: str) -> None:
@@ -179,7 +179,7 @@ class Preemption:
 
 def _handle(number: int, frame: Any) -> None:
     """Handles SIGTERM: between steps it is remembered, and elsewhere it ends the process."""
-    if environment.another_has_failed():
+    if worker.another_has_failed():
         os._exit(128 + number)
     if keras_internals.is_fitting():
         _signalled.set()

@@ -10,9 +10,11 @@ import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from tfcdo import dtypes, log
+from tfcdo import log
+from tfcdo.exchange import dtypes
 from tfcdo.exchange.casts import Cast, check_exchange
 from tfcdo.exchange.protocol import SUM, Exchange
+from tfcdo.log import format_bytes, format_seconds
 from tfcdo.plan import algorithms, copy_tree, packing, simulator
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.evaluation import Evaluation
@@ -30,7 +32,6 @@ from tfcdo.plan.plan import (
 )
 from tfcdo.topology.measurement import Measured
 from tfcdo.topology.topology import Topology
-from tfcdo.units import format_bytes, format_seconds
 
 # Smaller packs are summed exactly between hosts: a second collective would cost more than the bytes
 # that it saves, and counts keep their digits.

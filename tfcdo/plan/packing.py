@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tfcdo import dtypes
+from tfcdo.exchange import dtypes
 from tfcdo.plan import algorithms
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import FusedTensor, Pack, Slice, ValueSpec, cut

@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from tfcdo import checks, dtypes
+from tfcdo import checks
+from tfcdo.exchange import dtypes
 from tfcdo.exchange.casts import Cast
 from tfcdo.exchange.protocol import Collective, Exchange, PackSpec, identity
 from tfcdo.plan.copy_tree import CopyTree
