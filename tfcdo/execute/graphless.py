@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import tf_internals
+from tfcdo.execute.numerics import on_each
 
 # Group keys of ours, far from those that TensorFlow's strategies count up from 1.
 _GROUP_KEYS = {"CPU": 7_001_000, "GPU": 7_002_000}
@@ -65,11 +66,7 @@ class JointGradient:
             with graph.gradient_override_map({"IdentityN": self._name}):
                 passed = list(tf.raw_ops.IdentityN(input=tensors))
         tf_internals.record_operation(self._name, passed, list(tensors), self._of_results)
-        found = []
-        for result, tensor, device in zip(results, passed, devices, strict=True):
-            with tf.device(device):
-                found.append(with_gradient_of(result, tensor))
-        return found
+        return on_each(devices, with_gradient_of, results, passed)
 
     def _of_results(self, *upstream: Any) -> Sequence[tf.Tensor]:
         return self._function(*[tf.convert_to_tensor(one) for one in upstream])

@@ -279,12 +279,11 @@ def _reduce_without_tree(
         codec = _codec(pack, index, runtime)
         return nccl.reduce_pack(held, devices, codec, pack.root.divide)
     assert runtime.collectives is not None
-    results = []
+    dtype = tf.as_dtype(pack.dtype)
     totals = runtime.collectives.all_reduce_flat([tensor for (tensor,) in held], devices)
-    for total, device in zip(totals, devices, strict=True):
-        with tf.device(device):
-            results.append([numerics.finish(total, pack.root.divide, tf.as_dtype(pack.dtype))])
-    return results
+    return numerics.on_each(
+        devices, lambda total: [numerics.finish(total, pack.root.divide, dtype)], totals
+    )
 
 
 def _pack_all(plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str]) -> list[Held]:

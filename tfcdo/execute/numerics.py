@@ -1,8 +1,8 @@
-"""Numerics: additions, casts, sizes, shapes and cuts of tensors, as ops take them."""
+"""Numerics: additions, casts, sizes, shapes and cuts of tensors, on the devices that hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,6 +33,17 @@ _COPIED_BITS = {
     tf.complex64: tf.int64,
     tf.complex128: tf.float64,
 }
+
+
+def on_each(
+    devices: Sequence[str], function: Callable[..., Any], *arguments: Sequence[Any]
+) -> list[Any]:
+    """Calls a function on each device, with the arguments of that device."""
+    results = []
+    for device, *own in zip(devices, *arguments, strict=True):
+        with tf.device(device):
+            results.append(function(*own))
+    return results
 
 
 def upcast_dtype(dtype: tf.DType) -> tf.DType:
@@ -132,10 +143,15 @@ def as_copied(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tensor, _COPIED_AS.get(tensor.dtype, tensor.dtype))
 
 
-def from_collective(received: tf.Tensor, like: tf.Tensor, summed: bool = False) -> tf.Tensor:
-    """Turns a result back into the dtype of `like`; sums of 16-bit floats stay in 32 bits."""
-    if like.dtype in (_SUMMED_BITS if summed else _COPIED_BITS):
+def from_collective(received: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Turns a copy of a result of `as_copied` back into the dtype of `like`."""
+    if like.dtype in _COPIED_BITS:
         return tf.bitcast(received, like.dtype)
-    if summed and like.dtype in (tf.float16, tf.bfloat16):
-        return received
     return tf.cast(received, like.dtype)
+
+
+def from_sum(total: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Turns a sum of results of `as_summed` back into the dtype that sums of `like` have."""
+    if like.dtype in _SUMMED_BITS:
+        return tf.bitcast(total, like.dtype)
+    return tf.cast(total, upcast_dtype(like.dtype))

@@ -1,6 +1,6 @@
 """Decides how a batch is reduced: the only place where a plan is made.
 
-`decide` is a pure function: hosts that ask the same question of the same machine get the same plan.
+`decide` is a pure function: hosts with the same batch, choices and machine get the same plan.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A caller's question: values that are reduced together."""
+    """Values that are reduced together, and how."""
 
     op: Literal["sum", "mean", "gather"]
     replicas: int  # On this host.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -157,12 +156,8 @@ class ReplicaExtended:
         def with_examples(*args: Any, **kwargs: Any) -> Any:
             here = step.current()
             if is_keras and here is not None and here.can_be_empty:
-                args, kwargs = tf.nest.map_structure(
-                    functools.partial(_or_stand_in, here), (args, kwargs)
-                )
-                return tf.nest.map_structure(
-                    functools.partial(_or_nothing, here), fn(*args, **kwargs)
-                )
+                args, kwargs = tf.nest.map_structure(here.with_stand_in, (args, kwargs))
+                return tf.nest.map_structure(here.without_stand_in, fn(*args, **kwargs))
             return fn(*args, **kwargs)
 
         with step.during(steps=steps), tf.control_dependencies(all_have_data):
@@ -334,26 +329,3 @@ def _none_empty(steps: Sequence[ReplicaStep]) -> Any:
         "none: use dataset.batch(n, drop_remainder=True), or batches of which the last has enough "
         "examples; Model.fit, evaluate and predict accept such a batch. Examples per replica",
     )
-
-
-def _or_stand_in(here: ReplicaStep, value: Any) -> Any:
-    """Returns a tensor of rows, or one row of zeros on a replica without examples."""
-    if not isinstance(value, tf.Tensor) or not value.shape.rank or (value.shape[0] or 0) > 0:
-        return value
-    one = tf.concat([[1], tf.shape(value)[1:]], 0)
-    if value.shape[0] == 0:
-        return tf.zeros(one, value.dtype)
-    rows = tf.cond(here.has_rows, lambda: value, lambda: tf.zeros(one, value.dtype))
-    rows.set_shape(value.shape)
-    return rows
-
-
-def _or_nothing(here: ReplicaStep, value: Any) -> Any:
-    """Returns a result, without the row of a stand-in."""
-    if not isinstance(value, tf.Tensor) or not value.shape.rank:
-        return value
-    if here.known_rows is not None:
-        return value if here.known_rows else value[:0]
-    if value.shape[0] is not None:
-        return value
-    return value[: tf.where(here.has_rows, tf.shape(value)[0], 0)]

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
 from tfcdo.training import step
-from tfcdo.training.step import SUM
 
 _AUTO = (None, tf.VariableSynchronization.AUTO)
 _NONE = (None, tf.VariableAggregation.NONE)
@@ -167,5 +166,4 @@ def _moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any
 
 def _together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums vectors of one size over all replicas; alone, so that a wire dtype leaves them exact."""
-    summed = tf.distribute.get_replica_context().all_reduce(SUM, tf.stack(values))
-    return list(tf.unstack(summed))
+    return list(tf.unstack(step.summed(tf.stack(values))))

@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
 from tfcdo.training import sharding, step
-from tfcdo.training.step import SUM
 
 # Calls the optimizer's own method with gradients and variables.
 Call = Callable[[Sequence[Any], Sequence[Any] | None], Any]
@@ -52,7 +51,7 @@ def apply(optimizer: Any, own: Call, grads: Sequence[Any], variables: Sequence[A
         with step.changed(alone=True):
             return own(sums, variables)
     if leaves != [optimizer]:  # Its parts come here again, each with gradients of its own.
-        return own(_finite_on_all(context, list(grads)), variables)
+        return own(_finite_on_all(list(grads)), variables)
     context.merge_call(lambda strategy, grads: _update(strategy, optimizer, grads, known), [grads])
     return optimizer.iterations
 
@@ -163,7 +162,7 @@ def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:
     return step.on_each(devices, of_one_kind, grad.values)
 
 
-def _finite_on_all(context: Any, grads: list[Any]) -> list[Any]:
+def _finite_on_all(grads: list[Any]) -> list[Any]:
     """Returns gradients of which one is NaN if another replica has one that is not finite."""
     # A LossScaleOptimizer looks for such gradients on each replica, before there is a sum.
     at = next((i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)), None)
@@ -175,7 +174,7 @@ def _finite_on_all(context: Any, grads: list[Any]) -> list[Any]:
         for grad in grads
         if grad is not None
     ]
-    failures = context.all_reduce(SUM, tf.cast(tf.logical_not(tf.reduce_all(finite)), tf.float32))
+    failures = step.summed(tf.cast(tf.logical_not(tf.reduce_all(finite)), tf.float32))
     nan = tf.constant(float("nan"), grads[at].dtype)
     grads[at] = tf.where(failures > 0, nan, grads[at])
     return grads
