@@ -1,7 +1,7 @@
 """The rules by which hosts decide together, and a launcher about its workers; nothing else.
 
-Events go in, with the time where it matters, and decisions come out. There are no sockets, threads,
-clocks, files or TensorFlow here: `rendezvous`, `session`, `watch`, `keras.preemption`,
+Events go in, with the time where it matters, and decisions come out. This file has no sockets,
+threads, clocks, files or TensorFlow: `rendezvous`, `session`, `watch`, `keras.preemption`,
 `keras.backup_folder` and `launch.supervisor` bring events and carry decisions out. A simulator,
 tests/helpers/simulator.py, runs the same rules on millions of schedules of faults.
 """
@@ -46,14 +46,14 @@ class RendezvousError(ClusterError):
     """A host is missing, or the hosts have different settings; the message names them."""
 
 
-# Meeting: before TensorFlow starts, all hosts come to the chief, and all go on or none does.
+# Meeting: before TensorFlow starts, all hosts come to the chief, and all continue or none does.
 
 PATIENCE = 5.0  # By how much the others are more patient than the chief, which knows who is late.
 _TELL_SECONDS = 10.0  # So that all learn that settings differ, also those on their way.
 
 
 class Meeting:
-    """The chief's part in a meeting: who is there, and whether all can go on."""
+    """The chief's part in a meeting: which hosts have come, and whether all can continue."""
 
     def __init__(
         self, names: Sequence[str], settings: Settings, membership: str, deadline: float
@@ -63,7 +63,7 @@ class Meeting:
         self.membership = membership  # Names these processes; a restarted one is not of them.
         self._deadline = deadline
         self._problem = ""
-        self.arrived: dict[int, Any] = {}  # The connection of each host that is there.
+        self.arrived: dict[int, Any] = {}  # The connection of each host that has come.
 
     @property
     def missing(self) -> list[int]:
@@ -88,7 +88,7 @@ class Meeting:
         self.arrived = {h: other for h, other in self.arrived.items() if other != connection}
 
     def decide(self, now: float) -> str | None:
-        """Returns None to wait, "" if all can go on, or why they cannot."""
+        """Returns None to wait, "" if all can continue, or why they cannot."""
         if self.missing and now <= self._deadline:
             return None
         late = f"{LATE} {self.waiting_for()}" if self.missing else ""
@@ -100,7 +100,7 @@ class Meeting:
 
 
 def may_keep_asking(now: float, deadline: float, greeted: bool) -> bool:
-    """Returns whether a host goes on waiting for the chief, which it has greeted or not."""
+    """Returns whether a host continues to wait for the chief, which it has greeted or not."""
     return now < deadline + (PATIENCE if greeted else 0.0)
 
 
@@ -126,7 +126,7 @@ class Store(Protocol):
         """Removes a key, so that it can be written again."""
 
     def check_hosts(self, jobs: Mapping[str, int]) -> None:
-        """Raises an error if one of so many tasks of each job has ended; for the chief."""
+        """Raises an error if a task has ended; the chief calls it with the tasks of each job."""
 
 
 class Kinds:
@@ -313,7 +313,7 @@ def choose(found: Sequence[Position | None]) -> Choice | None:
     return Choice(newest, found.index(newest), any(own != newest for own in found))
 
 
-# The operations on a folder, each of which happens at once. A writer creates its file before it
+# The operations on a folder; each happens at once. A writer creates its file before it
 # looks who owns the folder; a new owner enters its name before it removes files. So either the
 # writer sees the new name, or its file is gone when it is to become visible.
 
@@ -407,7 +407,7 @@ class Supervision:
         if event.status == RESTART_STATUS:
             return self._let_go(event.worker, now)
         if self._is_settled:
-            # What follows the request to end does not count, but nobody asked for a SIGKILL yet.
+            # An end after the request to end does not count, unless by a SIGKILL from elsewhere.
             if event.status == _KILLED and not self._is_killing:
                 self._failures.append(event)
             return []

@@ -38,12 +38,12 @@ _LAST_SECONDS = 8.0
 # A key comes back after this many uses of its kind, long after the last one has ended. TensorFlow
 # never forgets a key, so this is also the number that it keeps for each collective.
 _ROUNDS = 64
-# Keys are below this; the rest of 31 bits is for collectives of which each size has its own.
+# Keys are below this; the rest of 31 bits is for collectives with a key per size.
 NUM_KEYS = 2**24
 
 
 class Session:
-    """This host's part in the cluster: keys for collectives, and an eye on their progress."""
+    """This host's part in the cluster: keys for collectives, and a watch of their progress."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Session:
         if self.cluster.is_chief:
             with self._lock:
                 if name not in self._texts:
-                    # Before the hosts agree, so that no other one has to wait for it.
+                    # Before the hosts agree, so that the other hosts need not wait for it.
                     text = make()
                     self.store.set(name, text)
                     self._texts[name] = text
@@ -168,7 +168,7 @@ class Session:
         if self.failure() is None:
             try:
                 self.store.set("failed", reason)
-            except Exception as error:  # Another host was first, or the chief is gone: as good.
+            except Exception as error:  # Another host was first, or the chief is gone: no action.
                 logging.info("tfcdo: could not tell the other hosts: %s", error)
 
     def leave(self, error: BaseException | None) -> None:
@@ -189,7 +189,7 @@ class Session:
                 while self.store.get(f"left/{host}", _POLL) is None:
                     if time.monotonic() > deadline:
                         return
-        except Exception as problem:  # The chief or another host is gone: there is nobody to tell.
+        except Exception as problem:  # The chief or another host is gone: no host to tell.
             logging.info("tfcdo: could not wait for the other hosts: %s", problem)
 
     def _has_announced(self, host: int, name: str) -> bool | None:

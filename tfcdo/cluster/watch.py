@@ -207,7 +207,7 @@ class Watch:
             with self._lock:
                 theirs = self._watched.get(name)
             if theirs is waiting and count >= waiting.count:
-                continue  # It waits as well, or is ahead.
+                continue  # It waits in the same collective, or is ahead.
             place = theirs.place(count) if theirs else "another collective"
             late.append(f"{self._cluster.name(host)}, which waits in {place}")
         return late

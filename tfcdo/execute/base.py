@@ -359,7 +359,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         ops = copy.copy(self)
         ops._network = network
         ops._options = dataclasses.replace(self._options, between=between)
-        # The exchange may keep state; without a variable's path nobody knows.
+        # The exchange may keep state: it is not known before it gets a variable's path.
         if between.exchange != SUM and ops._feedback is None:
             ops._feedback = ErrorFeedback()
             ops._track_trackable(ops._feedback, "error_feedback", overwrite=True)

@@ -2,7 +2,7 @@
 
 The roots of one pack on all hosts exchange the sums of their trees; nothing else crosses between
 hosts. Each host sends the data of one device, however many devices it has. Or, where NCCL runs, all
-devices of all hosts take part in one collective, and there are no trees.
+devices of all hosts take part in one collective, without trees.
 
 Before the first byte is sent, the hosts agree on the plan's fingerprint.
 """
@@ -149,7 +149,7 @@ class Marks:
         self._times = graphless.bare_variable(f"times_{name}", device, tf.float64, [self._length])
 
     def mark(self, tensors: Sequence[tf.Tensor], after: tf.Operation | None = None) -> tf.Operation:
-        """Counts one more event as soon as these tensors, and an earlier mark, are there."""
+        """Counts one more event as soon as these tensors, and an earlier mark, exist."""
         before = [*tensors, after] if after is not None else list(tensors)
         with tf.control_dependencies(before), tf.device(self._device):
             count, times = map(tf_internals.captured, (self._count, self._times))

@@ -100,7 +100,7 @@ class PackCodec:
     """The codec of one pack, with the rounding errors that its devices keep."""
 
     wire: str  # The dtype that is sent.
-    dtype: tf.DType  # Of the values.
+    dtype: tf.DType  # The dtype of the values.
     residuals: Residuals | None = None  # None without error feedback.
     pack: int = 0  # Its number.
 

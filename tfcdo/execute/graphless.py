@@ -1,4 +1,4 @@
-"""What belongs to no graph: gradients, group keys, the order of collectives, and counters.
+"""Objects outside of graphs: gradients, group keys, the order of collectives, and counters.
 
 `tf.custom_gradient` registers a new gradient in each graph, which keeps the graph alive for as long
 as the process runs.
@@ -55,7 +55,7 @@ class JointGradient:
     def of(
         self, results: Sequence[tf.Tensor], tensors: Sequence[tf.Tensor], devices: Sequence[str]
     ) -> list[tf.Tensor]:
-        """Returns results, one on each device, whose gradients go on to the tensors together."""
+        """Returns results, one on each device, whose gradients reach the tensors together."""
         # A gradient of all tensors together needs an op that all pass through, and TensorFlow's is
         # on one device. So the tensors go there, not the results: a gradient sees that op, but it
         # is pruned before the step runs, as nothing uses its values.
@@ -98,7 +98,7 @@ def group_key(*devices: str) -> int:
 
 def ordering_token(device: str, line: str = "") -> tf.Tensor:
     """Returns the resource by which TensorFlow runs the collectives of a device one by one."""
-    # On a CPU, those of one `line` need not wait for the others. NCCL needs one order for all.
+    # On a CPU, only the collectives of one `line` wait for each other. NCCL needs one order.
     is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
     name = f"order_{device_number(device)}_{line if is_cpu else ''}"
     return tf_internals.captured(bare_variable(name, device, tf.float32))

@@ -46,7 +46,7 @@ class Planned:
     """Describes an all-reduce that was put into a graph."""
 
     scope: str  # The name scope of its ops, such as "replica_1/tfcdo_2".
-    devices: tuple[str, ...]  # Of each node.
+    devices: tuple[str, ...]  # Each node's.
     plan: Plan
 
 

@@ -127,7 +127,7 @@ def _problem_of_physical_devices(
     indices: Sequence[int], device_type: str
 ) -> tuple[str, str] | None:
     """Returns the problem of devices that do not exist or share a physical one, if there is one."""
-    physical = [  # Of each logical device, in the order of their numbers.
+    physical = [  # The device of each logical one, by its number.
         device.name
         for device in tf.config.get_visible_devices(device_type)
         for _ in range(virtual_devices.num_logical(device))
@@ -235,14 +235,14 @@ def _emit(
             )
     _serialize_calls(sums)
     # Each kernel waits for all others, but TensorFlow does not know: it prunes those whose results
-    # nobody asks for, and the rest would wait for ever. So each result depends on all of them.
+    # are not used, and the rest would wait for ever. So each result depends on all of them.
     with tf.control_dependencies(sums):
         return on_each(devices, tf.identity, sums)
 
 
 def _serialize_calls(sums: Sequence[tf.Tensor]) -> None:
     """Makes repeated calls of the `tf.function` that is being traced wait for each other."""
-    # A function that is called twice in one step is there twice with the same shared names: kernels
+    # A function that is called twice in one step runs twice with the same shared names: kernels
     # of one call would meet the other's. TensorFlow runs the calls in turn if they write to the
     # same resource and the function waits for the write. A graph of TensorFlow 1 does not order
     # calls: there, call such a function once in a step.

@@ -1,4 +1,4 @@
-"""`BackupAndRestore`: after a fault, training goes on at the batch of the last backup."""
+"""`BackupAndRestore`: after a fault, training resumes at the batch of the last backup."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class BackupAndRestore(Callback):
     scale), seeds, the moving statistics of each replica, the rounding errors of `error_feedback`,
     the metrics of the epoch and the position. On the same devices, a training that is killed and
     started again ends with the weights of an undisturbed one, bit for bit. On another number of
-    replicas or hosts it goes on with the same global batches.
+    replicas or hosts it continues with the same global batches.
 
     The data must come in the same order again: pass `tfcdo.keras.resumable_dataset(...)` to `fit`,
     which starts at any example, or a `tf.data.Dataset` that gives the same batches each time, whose
@@ -69,7 +69,7 @@ class BackupAndRestore(Callback):
 
     Args:
       backup_dir: the folder for the backups of one training, on a file system that all hosts
-        share, so that the backups are there when the chief is another machine.
+        share, so that another machine finds the backups when it becomes the chief.
       save_freq: "epoch" for a backup at the end of each epoch; or after how many batches.
       delete_checkpoint: whether to remove the backups at the end of the training.
 
@@ -123,7 +123,7 @@ class BackupAndRestore(Callback):
         self._is_chief = strategies.is_chief()
         if self._is_chief:
             self._folder.take()
-        # All hosts come to this when the chief has taken the folder: then nobody else adds to it.
+        # All hosts get here once the chief has taken the folder, so no other process adds to it.
         strategy = self.model.distribute_strategy
         self._run = training_state.gather_json(strategy, self._folder.run)[0]
         restored = self._newest_of_all_hosts()
@@ -161,7 +161,7 @@ class BackupAndRestore(Callback):
         self._restored = None  # Frees the arrays.
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Leaves if a host will be taken away, else goes on; Keras calls it."""
+        """Leaves if a host is being preempted; Keras calls it."""
         if not self._preemption.may_begin(self._calls + 1):
             self._leave()
 
@@ -288,7 +288,7 @@ class BackupAndRestore(Callback):
         keras_internals.set_initial_epoch(self.model, self._progress.epoch)
 
     def _begin_data(self) -> data_order.Order | None:
-        """Has a `resumable_dataset` dataset start where training goes on; names other data."""
+        """Starts the data of `resumable_dataset` where training resumes; names other data."""
         if self._iterator is None:
             return None
         order = data_order.order_of(self._iterator)

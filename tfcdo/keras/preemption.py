@@ -1,4 +1,4 @@
-"""Notices that a machine will be taken away: all hosts leave after the same step.
+"""Notices of preemption: all hosts leave after the same step.
 
 `cluster.protocol.Leaving` has the rules; here are the threads, the signals and the store.
 """
@@ -23,7 +23,7 @@ from tfcdo.cluster import protocol, session, worker
 _POLL = 1.0
 
 _fits = itertools.count()  # Hosts count the same trainings.
-_signalled = threading.Event()  # This machine will be taken away, in the next training too.
+_signalled = threading.Event()  # This machine is being preempted; for later trainings too.
 
 
 class Preemption:
@@ -47,7 +47,7 @@ class Preemption:
                 "SIGTERM makes no backup, because fit was not called by the main thread, the only "
                 "one that handles signals; call fit there"
             )
-        # The last is there if an earlier `fit` has ended with an error.
+        # `_handle` is installed if an earlier `fit` has ended with an error.
         elif signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None, _handle):
             signal.signal(signal.SIGTERM, _handle)
             self._previous_handler = signal.SIG_DFL

@@ -125,7 +125,7 @@ def gather_json(strategy: tf.distribute.Strategy, value: Any) -> list[Any]:
 
 
 def _joined(strategy: tf.distribute.Strategy, own: np.ndarray) -> bytes:
-    """Returns bytes of which each host gives its own, and zeros elsewhere."""
+    """Returns all hosts' bytes; `own` has this host's, and zeros elsewhere."""
     # Sums of integers are exact.
     own = np.concatenate([own, np.zeros(-len(own) % 4, np.uint8)]).view(np.int32)
     devices = len(strategy.extended.worker_devices)

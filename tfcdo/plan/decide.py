@@ -200,7 +200,7 @@ def _root_step(batch: Batch, pack: Pack, exchange: Exchange) -> RootStep:
 
 
 class _Group(NamedTuple):
-    """Dense values that are packed together, as they are sent and added alike."""
+    """Dense values that are packed together, as they are sent and added in the same way."""
 
     wire: Cast | None
     scaled: bool  # Whether they are scaled before they are cast.
@@ -222,7 +222,7 @@ class _Way(NamedTuple):
 def _all_reduced(
     batch: Batch, options: Options, machine: Machine
 ) -> tuple[tuple[Pack, ...], str, str]:
-    """Packs dense values; those that are encoded alike are planned together."""
+    """Packs dense values; values with the same encoding are planned together."""
     packs: list[Pack] = []
     reasons: list[tuple[int, str, str]] = []
     for group, values in _groups(batch, options, machine).items():
@@ -354,7 +354,7 @@ def _compare_with_nccl(measured: Measured | None, num_bytes: int) -> tuple[bool,
 def _along_trees(
     batch: Batch, group: _Group, dtype: str, num_bytes: int, options: Options, machine: Machine
 ) -> _Way:
-    """Sums along the trees of an algorithm, for so many bytes that are sent."""
+    """Sums along the trees of an algorithm, for a number of bytes that are sent."""
     wider = 1.0
     if group.wire is not None:
         wider = dtypes.itemsize(dtype) / dtypes.itemsize(group.wire.dtype)

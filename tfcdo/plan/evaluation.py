@@ -16,7 +16,7 @@ from tfcdo.plan.plan import Plan, plan_of_bytes
 from tfcdo.topology import serialization
 from tfcdo.topology.topology import Topology
 
-# A machine with so many devices takes half a minute.
+# A machine of this many devices takes half a minute.
 MAX_DEVICES = 128
 
 

@@ -72,7 +72,7 @@ class Batch:
     """Values that are reduced together, and how."""
 
     op: Literal["sum", "mean", "gather"]
-    replicas: int  # On this host.
+    replicas: int  # This host's.
     hosts: int
     nodes: tuple[str, ...]  # The devices, such as "GPU:0"; "" for one that is not known.
     requests: tuple[Request, ...]  # Either all dense (or to become so), or all rows.
@@ -215,7 +215,7 @@ class Plan:
     """
 
     nodes: tuple[str, ...]  # The devices, such as "GPU:0"; "" for one that is not known.
-    replicas: int  # Of this host; nodes after them have no value.
+    replicas: int  # This host's; nodes after them have no value.
     hosts: int
     values: tuple[ValueSpec, ...]
     packs: tuple[Pack, ...]

@@ -150,7 +150,7 @@ class TreeProgram:
     """The linear program over the trees that are known: the largest sum of rates.
 
     A rate is relative to the `unit`, seconds per byte. A column is scaled by its largest load, so
-    that the solver sees numbers of at most 1 however unlike the links are.
+    that the solver sees numbers of at most 1 however different the links are.
     """
 
     def __init__(self, edges: Edges, unit: float) -> None:

@@ -1,7 +1,7 @@
 """`outer=DiLoCo(...)`: hosts train alone, and exchange their parameters' differences in turn.
 
 Within `strategy.run` a host is alone, see `step.is_host_alone`. `apply` stands around the update of
-the outermost optimizer, and counts. Every so many updates the hosts meet in it, inside of the
+the outermost optimizer, and counts. After `every` updates the hosts meet in it, inside of the
 traced step, however many steps an execution has. As hosts take the same number of steps, their
 counts are equal, and all of them take the same branch.
 """
@@ -33,7 +33,7 @@ class OuterState(tf.Module):
     """The outer loop's state for one optimizer that updates variables by itself.
 
     Attributes:
-      trained: the parameters, of which each host has its own between two exchanges.
+      trained: the parameters; between two exchanges each host has its own.
       common: parameters of the last exchange, once steps have followed it; equal on all hosts.
       optimizer: the outer optimizer, which updates `common`.
       steps: the number of steps since all hosts were known to have the same parameters; 0 if they
@@ -52,7 +52,7 @@ class OuterState(tf.Module):
         self.overlaps = settings.fragments > 1
         make = settings.optimizer or _DEFAULT
         self.common = [
-            # Not trainable, it would be a statistic, of which each replica has its own.
+            # With trainable=False it would be a statistic, whose value differs between replicas.
             keras.Variable(
                 "zeros", shape=tuple(one.shape), dtype=one.dtype, name=f"outer_{one.name}"
             )
@@ -127,7 +127,7 @@ class OuterState(tf.Module):
         return sorted(set(self.fragments))
 
     def _is_due(self, done: Any, fragment: int) -> Any:
-        """Returns whether a fragment is exchanged after so many steps, at least one."""
+        """Returns whether a fragment is exchanged after `done` steps, at least one."""
         return (done - (fragment + 1) * self.interval) % self.period == 0
 
     def _of(self, fragment: int) -> tuple[list[Any], list[Any]]:
@@ -235,7 +235,7 @@ def apply(optimizer: Any, variables: Sequence[Any] | None, update: Callable[[Any
         if variables is not None:
             keras_internals.build(optimizer, variables)
         begun.extend(state.begin(strategy) for state in states_of(optimizer))
-        # A LossScaleOptimizer has its inner optimizer go on from where the replicas meet.
+        # A LossScaleOptimizer calls its inner optimizer where the replicas meet.
         step.change_all(applies=True)
 
     def end(strategy: tf.distribute.Strategy) -> None:

@@ -24,7 +24,7 @@ _FOUR_PER_COUNT = (tf.float32, tf.float16, tf.bfloat16)
 
 
 def install() -> None:
-    """Has these functions stand before those of Keras's TensorFlow backend."""
+    """Puts these functions before the functions of Keras's TensorFlow backend."""
     module = keras_internals.RANDOM
     keras_internals.extend(module, "dropout", _dropout)
     keras_internals.extend(module, "uniform", _uniform)

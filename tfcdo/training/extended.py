@@ -140,7 +140,7 @@ class ReplicaExtended:
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
             return self._run_function(run, fn, args, kwargs)
         meeting = step.all_running()
-        if meeting is not None:  # Replicas have met in a step, and go on from there.
+        if meeting is not None:  # Replicas have met in a step, and continue there.
             return run(_entering(fn, meeting), args, kwargs)
         is_keras = step.method_of_keras() is not None
         several = replicas > 1 or self.outer is not None
@@ -223,7 +223,7 @@ class ReplicaExtended:
         return int(self._get_replica_id_in_sync_group(0))  # type: ignore[attr-defined]
 
     def _of_all_hosts(self, own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns a number of each replica of all hosts, from those of this host."""
+        """Returns the numbers of all hosts' replicas; `own` are the numbers of this host's."""
         replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
         first, devices = self._first_replica(), self.worker_devices  # type: ignore[attr-defined]
 
@@ -268,7 +268,7 @@ class ReplicaExtended:
     def sum_gradients(self, grads: Sequence[Any], paths: Sequence[str]) -> list[Any]:
         """Sums gradients of the variables of some paths over all replicas, for all replicas."""
         ops = self._cross_device_ops  # type: ignore[attr-defined]
-        pairs = [(grad, self._located(grad)) for grad in grads]
+        pairs = [(grad, self._with_default_device(grad)) for grad in grads]
         if not isinstance(ops, ConfiguredCrossDeviceOps) or not ops.asks_for_paths:
             return list(self.batch_reduce_to("SUM", pairs))  # type: ignore[attr-defined]
         return ops.sum_gradients(pairs, paths)
@@ -279,18 +279,20 @@ class ReplicaExtended:
 
     def _batch_gather_to(self, value_destination_pairs: Any, axis: Any, options: Any = None) -> Any:
         ops = self._cross_device_ops  # type: ignore[attr-defined]
-        pairs = [(self._distributed(one), to) for one, to in value_destination_pairs]
+        pairs = [(self._as_per_replica(one), to) for one, to in value_destination_pairs]
         distributed = (isinstance(one, tf_internals.DistributedValues) for one, _ in pairs)
         if isinstance(ops, ConfiguredCrossDeviceOps) and all(distributed):
-            return ops._batch_gather([(one, self._located(to)) for one, to in pairs], axis, options)
+            return ops._batch_gather(
+                [(one, self._with_default_device(to)) for one, to in pairs], axis, options
+            )
         return super()._batch_gather_to(pairs, axis, options)  # type: ignore[misc]
 
-    def _distributed(self, value: Any) -> Any:
-        """Returns a value as it is to be gathered; for several hosts to say otherwise."""
+    def _as_per_replica(self, value: Any) -> Any:
+        """Returns a value as it is gathered; several hosts override it."""
         return value
 
-    def _located(self, destinations: Any) -> Any:
-        """Returns where results are to be; for several hosts to say otherwise."""
+    def _with_default_device(self, destinations: Any) -> Any:
+        """Returns the destinations of results; several hosts override it."""
         return destinations
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:

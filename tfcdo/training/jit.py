@@ -84,7 +84,7 @@ def make_function(model: keras.Model, name: str) -> None:
     optimizer = model.optimizer if name == "train" else None
     compiled: Any = jit_compile(getattr(model, f"{name}_step"), optimizer)
     compiled.is_keras_step = True  # For `keras_internals.method_of_step`.
-    model.jit_compile = False  # Of the whole, around the steps of all replicas.
+    model.jit_compile = False  # Not the whole, around the steps of all replicas.
     try:
         keras_internals.make_function(model, name, compiled)
     finally:

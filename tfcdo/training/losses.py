@@ -20,7 +20,7 @@ _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 def install() -> None:
-    """Has these functions stand before Keras's."""
+    """Puts these functions before Keras's."""
     module = keras_internals.LOSSES
     keras_internals.extend(module, "scale_loss_for_distribution", _scaled)
     keras_internals.extend(module, "unscale_loss_for_distribution", _unscaled)

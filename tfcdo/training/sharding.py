@@ -80,7 +80,7 @@ def update(
     paths = [keras_internals.path_of(variable) for variable in variables]
     owned = strategy.extended._cross_device_ops.reduce_to_owners(grads, paths, owner, devices)
     sums = list(owned.sums)
-    # No owner begins before all sums are there, so a step that fails until then changes nothing.
+    # No owner begins before all sums exist, so a step that fails until then changes nothing.
     ready = [] if tf.executing_eagerly() else tf.nest.flatten(sums, expand_composites=True)
     all_there = [tf.group(*ready)] if ready else []
     sums = _clipped(leaf, owner, sums, devices)

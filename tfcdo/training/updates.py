@@ -149,7 +149,7 @@ def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:
         return grad
     dtype = present[0].dtype
 
-    def of_one_kind(part: Any) -> Any:
+    def unify(part: Any) -> Any:
         if part is None and kinds == {True}:
             no_indices = tf.zeros([0], present[0].indices.dtype)
             part = tf.IndexedSlices(tf.zeros([0, *shape[1:]], dtype), no_indices)
@@ -159,11 +159,11 @@ def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:
             part = tf.IndexedSlices(part.values, part.indices, tf.constant(shape))
         return part if kinds == {True} else tf.convert_to_tensor(part)
 
-    return step.on_each(devices, of_one_kind, grad.values)
+    return step.on_each(devices, unify, grad.values)
 
 
 def _finite_on_all(grads: list[Any]) -> list[Any]:
-    """Returns gradients of which one is NaN if another replica has one that is not finite."""
+    """Returns gradients, one of them NaN if another replica has one that is not finite."""
     # A LossScaleOptimizer looks for such gradients on each replica, before there is a sum.
     at = next((i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)), None)
     if at is None:
@@ -183,7 +183,7 @@ def _finite_on_all(grads: list[Any]) -> list[Any]:
 def _update(
     strategy: tf.distribute.Strategy, leaf: Any, grads: Sequence[Any], variables: Sequence[Any]
 ) -> None:
-    """Updates, or accumulates, with an optimizer that wraps no others; where the replicas meet."""
+    """Updates, or accumulates, with an optimizer without inner ones; where the replicas meet."""
     shards = strategy.extended.shard_optimizer_state
     grads = unified(strategy, grads, variables)
     at = [i for i, grad in enumerate(grads) if grad is not None]
