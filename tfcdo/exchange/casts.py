@@ -27,7 +27,7 @@ CAST_DTYPES = ("bfloat16", "float16")
 
 
 class _Shares(Exchange):
-    """The sum of shares, encoded: what `Cast` and `Blocks` have in common."""
+    """The sum of encoded shares: the common part of `Cast` and `Blocks`."""
 
     dtype: str
     error_feedback: bool

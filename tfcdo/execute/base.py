@@ -23,8 +23,8 @@ from tfcdo.plan.plan import Plan
 from tfcdo.topology import detection
 from tfcdo.topology.topology import Topology
 
-# A tf.function rewrites the Python that it calls, for tensors in `if` and `for`. There are none
-# here, so rewriting all of tfcdo would only make tracing slow.
+# A tf.function rewrites the Python that it calls, for tensors in `if` and `for`. tfcdo has no such
+# tensors, so rewriting it would only make tracing slow.
 _as_written = tf.autograph.experimental.do_not_convert
 
 
@@ -246,7 +246,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
 
     def _run(self, found: Sequence[tuple[Group, Plan]], axis: Any = None) -> list[Any]:
         results: dict[int, Any] = {}
-        # They may be refused, before the first op is created.
+        # Residuals may be refused, before the first op is created.
         kept = [self._residuals(plan, group) for group, plan in found]
         for (group, plan), residuals in zip(found, kept, strict=True):
             results.update(group.run(plan, self._network, residuals, self._accumulate, axis))

@@ -30,8 +30,8 @@ from tfcdo.plan.plan import Plan
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
-# TensorFlow never forgets the shape with which a key was used first. So what differs in size from
-# step to step has other keys for each size. Gathers are padded to one of few sizes.
+# TensorFlow never forgets the shape with which a key was used first. So a tensor whose size differs
+# from step to step has a key per size. Gathers are padded to one of few sizes.
 _SIZES = sorted({2**octave * (4 + quarter) // 4 for octave in range(31) for quarter in range(4)})
 _NUM_SIZES = 127
 
@@ -64,7 +64,7 @@ class Network:
 
     def with_known_devices(self, known: Sequence[str]) -> tuple[str, ...]:
         """Fills in devices that are not known while tracing."""
-        # One value a replica is on the replicas' devices, anything else on the CPU.
+        # One value per replica is on the replicas' devices; other numbers of values are on the CPU.
         usual = self.devices
         if len(known) != len(self.devices):
             usual = (self.host_device,) * len(known)
@@ -154,7 +154,7 @@ class Marks:
         with tf.control_dependencies(before), tf.device(self._device):
             count, times = map(tf_internals.captured, (self._count, self._times))
             number = tf.raw_ops.ReadVariableOp(resource=count, dtype=tf.int64)
-            # The time first, so that each event that is counted has its time.
+            # The time is written first, so that each counted event has a time.
             timed = tf.raw_ops.ResourceScatterUpdate(
                 resource=times, indices=number % self._length, updates=tf.raw_ops.Timestamp()
             )

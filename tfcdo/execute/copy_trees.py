@@ -6,7 +6,7 @@ both, and `broadcast/0to2` is the copy back. With several tensors, a number is a
 second tensor on.
 
 Between devices, float32 and float64 may be rounded to 16 bits where they are copied; sums are
-formed in their own dtype. docs/wire.md derives the error.
+formed in their own dtype. docs/wire-numerics.md derives the error.
 """
 
 from __future__ import annotations

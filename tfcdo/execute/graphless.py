@@ -23,7 +23,9 @@ _GROUP_KEYS = {"CPU": 7_001_000, "GPU": 7_002_000}
 _ALL_DEVICES_KEYS = {"CPU": 7_003_000, "GPU": 7_004_000}
 _lock = threading.Lock()
 
-with contextlib.suppress(KeyError):  # It is registered already if this module is reloaded.
+with contextlib.suppress(
+    KeyError
+):  # The gradient is registered already if this module is reloaded.
     tf.RegisterGradient("TfcdoGradientOf")(lambda op, upstream, _: (None, upstream))
 
 
@@ -47,7 +49,7 @@ class JointGradient:
     _numbers = itertools.count()
 
     def __init__(self, function: Callable[..., Sequence[tf.Tensor]]) -> None:
-        # From the results' gradients to the tensors'. It is registered, so it must hold no graph.
+        # Maps the results' gradients to the tensors'. It stays registered, so it holds no graph.
         self._function = function
         self._name = f"TfcdoJointGradient{next(self._numbers)}"
         tf.RegisterGradient(self._name)(self._of_op)

@@ -46,7 +46,7 @@ class Group:
         devices = self.devices
         if network is not None and plan.over_hosts:
             # The members of a collective are known by their devices, so each replica takes part
-            # with its own, even where several values lie on one: TensorFlow would wait for ever.
+            # with its own device, even where several values are on one: else TensorFlow would hang.
             devices = network.devices
         if plan.one_function and tf.executing_eagerly():
             # The ops wait for each other, so they must run at the same time, not one by one. A
@@ -101,7 +101,7 @@ def grouped(
     options: Options,
     network: Network | None,
     root: str | None,  # Where `one_device` reduces; None for the first destination.
-    user: bool,  # Whether there is an accumulation_fn.
+    user: bool,  # Whether an accumulation_fn combines the values.
 ) -> list[Group]:
     """Divides a batch into groups: one for each set of devices, and for rows."""
     one_device, tables = options.one_device, options.sparse_as_dense

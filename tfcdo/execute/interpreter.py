@@ -134,7 +134,7 @@ def _reduce_pack(
         return [result if node == tree.root else None for node in range(tree.num_devices)]
     if pack.kind == "rows":
         return _rows_down(pack, result, held, devices)
-    if pack.to is not None:  # Where there was nothing to add, the result may be on another device.
+    if pack.to is not None:  # A sum of one value may be on another device.
         result = copy_trees.copy(result, root)
     if codec is None:
         return copy_trees.broadcast_down(tree, result, devices, pack.to)

@@ -20,8 +20,8 @@ from tfcdo.execute.numerics import on_each
 from tfcdo.execute.request import check_device
 
 OP = "NcclAllReduce"
-# The kernels of one pack find each other by this name: never used twice in a process, and not in
-# another one either, as graphs may be saved and loaded there. `next` on it is atomic.
+# The kernels of one pack find each other by a name that is unique in this process and in others,
+# where graphs may be loaded. `next` is atomic.
 _numbers = itertools.count()
 _PROCESS = uuid.uuid4().hex[:12]
 _HOST = "/cpu:0"
@@ -126,7 +126,7 @@ def _problem_of_function() -> tuple[str, str] | None:
 def _problem_of_physical_devices(
     indices: Sequence[int], device_type: str
 ) -> tuple[str, str] | None:
-    """Returns the problem of devices that do not exist or share a physical one, if there is one."""
+    """Returns the problem of devices that do not exist or share a physical one, or None."""
     physical = [  # The device of each logical one, by its number.
         device.name
         for device in tf.config.get_visible_devices(device_type)
@@ -235,7 +235,7 @@ def _emit(
             )
     _serialize_calls(sums)
     # Each kernel waits for all others, but TensorFlow does not know: it prunes those whose results
-    # are not used, and the rest would wait for ever. So each result depends on all of them.
+    # are not used, and the rest would hang. So each result depends on all of them.
     with tf.control_dependencies(sums):
         return on_each(devices, tf.identity, sums)
 
@@ -245,7 +245,7 @@ def _serialize_calls(sums: Sequence[tf.Tensor]) -> None:
     # A function that is called twice in one step runs twice with the same shared names: kernels
     # of one call would meet the other's. TensorFlow runs the calls in turn if they write to the
     # same resource and the function waits for the write. A graph of TensorFlow 1 does not order
-    # calls: there, call such a function once in a step.
+    # calls: with one, call such a function once per step.
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return
     counter = graphless.bare_variable(_PROCESS, _HOST, tf.int32)

@@ -53,7 +53,7 @@ def upcast_dtype(dtype: tf.DType) -> tf.DType:
 
 def upcast(value: tf.Tensor) -> tf.Tensor:
     """Casts a value to the dtype that sums are formed in: 16-bit floats to 32 bits."""
-    # Without a call where there is nothing to cast: with thousands of values it would be felt.
+    # No call where nothing is cast: with thousands of values, calls take noticeable time.
     return tf.cast(value, _WIDER[value.dtype]) if value.dtype in _WIDER else value
 
 
@@ -72,7 +72,7 @@ def add(values: Sequence[tf.Tensor], name: str | None = None) -> tf.Tensor:
     """Adds tensors of one shape, or partial sums of them, on the current device; see `upcast`."""
     if len(values) == 1:
         return values[0]
-    # All are tensors already, so there is nothing that tf.add_n has to convert or check.
+    # All are tensors already, so the conversions and checks of tf.add_n are not needed.
     return tf.raw_ops.AddN(inputs=[upcast(value) for value in values], name=name)
 
 
@@ -89,7 +89,7 @@ def int64(numbers: Iterable[int | None]) -> tf.Tensor:
 
 
 def flatten(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor with one axis, as it is if it has one already."""
+    """Returns a tensor with one axis; a vector is returned unchanged."""
     return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, int64([-1]))
 
 

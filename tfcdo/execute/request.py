@@ -67,7 +67,7 @@ def check_options(options: Any) -> None:
 def check_cross_device_ops(ops: Any) -> None:
     """Raises `TypeError` unless `ops` is None or a `tf.distribute.CrossDeviceOps`.
 
-    TensorFlow takes anything, a class in place of an object too, and fails in the first reduction.
+    TensorFlow accepts anything, even a class, and fails in the first reduction.
     """
     if ops is not None and not isinstance(ops, tf.distribute.CrossDeviceOps):
         raise TypeError(

@@ -14,12 +14,7 @@ from absl import logging
 
 from tfcdo import checks, keras_internals, log, strategies
 from tfcdo.cluster import protocol
-from tfcdo.keras import (
-    backup_folder,
-    data_order,
-    preemption,
-    training_state,
-)
+from tfcdo.keras import backup_folder, data_order, preemption, training_state
 from tfcdo.keras.callbacks import Callback
 
 # Writes one backup at a time; the process ends when the last one has been written.

@@ -47,7 +47,7 @@ MAX_SIMULATED_DEVICES = 64
 
 
 def check_algorithm(algorithm: str) -> None:
-    """Raises `ValueError` unless there is an algorithm of this name."""
+    """Raises `ValueError` unless an algorithm has this name."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
 

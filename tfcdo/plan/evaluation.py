@@ -84,14 +84,14 @@ class Evaluation:
 
     @property
     def label(self) -> str:
-        """Returns the name for people: for `auto` also the algorithm that it stands for."""
+        """Returns the name for readers: for `auto` also the algorithm that it stands for."""
         if self.algorithm == self.resolved:
             return self.algorithm
         return f"{self.algorithm}: {self.resolved}"
 
     @property
     def origin(self) -> str:
-        """Returns where the trees are from, for people."""
+        """Returns the origin of the trees, for readers."""
         if self.resolved == "packed_trees":
             return f"packed trees for {self.topology.name}"
         return "the algorithm's own trees"

@@ -88,7 +88,7 @@ def _search(topology: Topology, num_bytes: int, num_packs: int | None) -> Stream
 
 
 class _Trial:
-    """Tries streams by simulated runs, as long as there is time."""
+    """Tries streams by simulated runs, within a limit on tasks."""
 
     def __init__(self, topology: Topology, num_bytes: int, num_packs: int | None) -> None:
         self.topology, self.num_bytes, self.num_packs = topology, num_bytes, num_packs
@@ -222,7 +222,7 @@ class Source:
         program = tree_program.TreeProgram(edges, unit)
         for ring in rings:
             program.add(ring)
-        # Rings have as many edges each, so none is preferred: the fewer there are, the better.
+        # Rings have equal numbers of edges, so none is preferred: fewer rings are better.
         return cls(tree_program.Solved(program, *program.solve(), 0.0), np.ones(len(rings)))
 
     def least_seconds(self, num_bytes: int) -> float:

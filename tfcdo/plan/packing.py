@@ -194,9 +194,9 @@ def _fuse(
     """Divides the content of a pack into tensors; slices of more elements are sent alone."""
     small = [part for part in slices if part.stop is not None and part.size <= limit]
     alone = [part for part in slices if part.stop is None or part.size > limit]
-    # Each tensor that is sent costs a link's latency, so there is to be one. Where there are no
-    # links it only costs an op: then flat values are concatenated as they are; others would have to
-    # be flattened first, each by an op, but whole values of one shape can be stacked.
+    # Each tensor that is sent costs a link's latency, so one is best. Without links it only costs
+    # an op: then flat values are concatenated as they are. Others would need an op each to be
+    # flattened first, but whole values of one shape can be stacked.
     by_shape: dict[tuple[int | None, ...], list[Slice]] = {}
     for part in small if math.isfinite(limit) else ():
         spec = values[part.value]

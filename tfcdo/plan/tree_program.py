@@ -229,7 +229,7 @@ def solve(edges: Edges, known: Iterable[Tree] = ()) -> Solved | None:
     devices = edges.num_devices
     if devices == 1:
         return None
-    # The fastest tree alone takes longer than all trees, but not more often than there are links.
+    # The fastest tree alone takes longer than all trees, by at most the number of links.
     prices = np.ones(edges.num_resources)
     tree, bound = _cheapest(edges, prices)
     slowest = float(edges.load(tree).max())
@@ -303,7 +303,7 @@ def shallow_rates(solved: Solved, ways: Floats, slack: float) -> Floats:
 
 
 def lower_bound_seconds(topology: Topology, num_bytes: int) -> float:
-    """Returns a time that no copy trees beat, however many packs there are.
+    """Returns a time that no copy trees beat, for any number of packs.
 
     The larger of two bounds:
 
