@@ -13,7 +13,7 @@ import importlib
 import inspect
 import json
 import pkgutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -61,14 +61,9 @@ def missing_members(members: Iterable[Member]) -> list[str]:
             if parameters or name not in _names_in_code(owner):
                 absent.append(where)
         elif parameters:
-            absent += [f"{where}({one})" for one in _lacking(getattr(owner, name), parameters)]
+            known = inspect.signature(getattr(owner, name)).parameters
+            absent += [f"{where}({each})" for each in parameters if each not in known]
     return absent
-
-
-def _lacking(function: Any, parameters: Sequence[str]) -> list[str]:
-    """Returns the parameters that a function does not accept."""
-    known = inspect.signature(function).parameters
-    return [one for one in parameters if one not in known]
 
 
 def _names_in_code(owner: Any) -> set[str]:

@@ -148,7 +148,7 @@ class OuterState(tf.Module):
         extended, devices = strategy.extended, strategy.extended.worker_devices
         with tf.device(devices[0]):
             examples = _components(self.examples)[0][fragment]
-        counts = _of_first(examples, devices)
+        counts = step.of_host(examples, devices)
         with step.during(host_alone=False):
             total = extended.reduce_to(SUM, counts, counts)
         with tf.device(devices[0]):
@@ -160,7 +160,7 @@ class OuterState(tf.Module):
                 (_components(before)[0].read_value() - now) * tf.cast(share, now.dtype)
                 for before, now in zip(common, own, strict=True)
             ]
-        differences = [_of_first(change, devices) for change in changes]
+        differences = [step.of_host(change, devices) for change in changes]
         with step.during(host_alone=False):
             means = extended.sum_gradients(differences, [one.path for one in trained])
         return [step.components(mean)[0] for mean in means], own
@@ -289,12 +289,6 @@ def _agree(optimizer: Any) -> None:
 def _components(variable: Any) -> tuple[Any, ...]:
     """Returns a Keras variable's components on the devices of this host."""
     return step.components(keras_internals.value_of(variable))
-
-
-def _of_first(value: tf.Tensor, devices: Sequence[str]) -> Any:
-    """Returns a value of a host, to be summed over all: its other replicas have zeros."""
-    others = [tf.zeros(value.shape, value.dtype)] * (len(devices) - 1)
-    return step.on_each(devices, tf.identity, [value, *others])
 
 
 def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:

@@ -205,6 +205,12 @@ def on_each(devices: Sequence[str], function: Callable[..., Any], *values: Seque
     return tf_internals.per_replica(numerics.on_each(devices, function, *values))
 
 
+def of_host(value: tf.Tensor, devices: Sequence[str]) -> Any:
+    """Returns a host's value, to be summed over all hosts: its other replicas have zeros."""
+    others = [tf.zeros(value.shape, value.dtype)] * (len(devices) - 1)
+    return on_each(devices, tf.identity, [value, *others])
+
+
 def summed(value: tf.Tensor) -> tf.Tensor:
     """Returns the sum of a value over all replicas, on each; they meet for it."""
     total: tf.Tensor = tf.distribute.get_replica_context().all_reduce(SUM, value)
