@@ -62,7 +62,7 @@ class Session:
         self._reading = threading.Lock()  # One thread at a time reads the others' announcements.
         self._rounds: dict[str, Iterator[int]] = {}
         self._turns: dict[str, Iterator[int]] = {}
-        self._texts: dict[str, str] = {}
+        self._told: set[str] = set()  # The texts of the chief.
 
     def agree(self, description: Description) -> None:
         """Waits until all hosts have come to the same."""
@@ -100,19 +100,16 @@ class Session:
     def text_of_chief(self, description: Description, make: Callable[[], str]) -> str:
         """Returns a text that only the chief makes, once all hosts have come to it."""
         name = f"text/{digest(description)}"
-        if self.cluster.is_chief:
-            with self._lock:
-                if name not in self._texts:
-                    # Before the hosts agree, so that the other hosts need not wait for it.
-                    text = make()
-                    self.store.set(name, text)
-                    self._texts[name] = text
+        with self._lock:
+            if self.cluster.is_chief and name not in self._told:
+                # Before the hosts agree, so that the other hosts need not wait for it.
+                self.store.set(name, make())
+                self._told.add(name)
         self.agree(description)
-        agreed = self._texts.get(name) or self.store.get(name, self.timeout)
-        if agreed is None:
+        text = self.store.get(name, self.timeout)
+        if text is None:
             raise LateHostError(f"{LATE}: {self.cluster.name(0)} does not answer")
-        self._texts[name] = agreed
-        return agreed
+        return text
 
     def differing(self, kind: str, text: str) -> list[int]:
         """Tells the others a text; returns those that have told another one by now."""
