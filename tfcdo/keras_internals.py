@@ -109,7 +109,7 @@ def check(names: Sequence[private_names.Member] = NAMES) -> None:
 
 
 def extend(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Has a function stand before one of Keras's; its first argument is Keras's own."""
+    """Puts a function before one of Keras's, which is its first argument."""
     keras_own = getattr(owner, name)
     if hasattr(keras_own, "tfcdo_extends"):
         return  # This module was loaded again.

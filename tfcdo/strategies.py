@@ -72,7 +72,7 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
         shard_optimizer_state: bool = False,
         synchronize_batch_norm: bool = False,
     ) -> None:
-        # An empty list is as good as None: scripts pass tf.config.list_logical_devices("GPU").
+        # An empty list means None: scripts pass tf.config.list_logical_devices("GPU").
         if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
             raise TypeError(f"devices must be a list of device names or None; got {devices!r}")
         check_cross_device_ops(cross_device_ops)

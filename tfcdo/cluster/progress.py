@@ -128,7 +128,7 @@ def record(cluster: config.Cluster, kinds: Iterable[Kind], reason: str) -> Box:
 
 
 def write_box(box: Box) -> None:
-    """Writes a file in the cache folder, and logs its path, or why there is none."""
+    """Writes a file in the cache folder, and logs its path, or the error."""
     try:
         path = cache_folder.cache_folder() / "blackbox" / f"host{box.host}-{os.getpid()}.json"
         cache_folder.write_whole(path, msgspec.json.encode(box))

@@ -130,7 +130,7 @@ class Store(Protocol):
 
 
 class Kinds:
-    """What one host knows of the kinds of collectives that hosts have come to."""
+    """One host's knowledge of the kinds of collectives that hosts have announced."""
 
     def __init__(self, host: int, hosts: int, membership: str = "") -> None:
         self._membership = membership
@@ -155,7 +155,7 @@ class Kinds:
         return place
 
     def hear(self, host: int, announced: Description) -> None:
-        """Notes what another host has announced, as it stands in that host's `own`."""
+        """Notes another host's announcement, an entry of that host's `own`."""
         self.heard[host][digest(announced)] = announced
 
     def late(self, name: str) -> int | None:
@@ -170,13 +170,13 @@ class Kinds:
         return self.numbers[name]
 
     def stray(self, host: int) -> tuple[Description | None, Description] | None:
-        """Returns what this host waits in and what another one has come to, if that is unknown."""
+        """Returns the kind that this host waits in, and one of another host, unknown here."""
         strange = [d for name, d in self.heard[host].items() if name not in self.own]
         waiting = [d for name, d in self.own.items() if name not in self.numbers]
         return (waiting[-1] if waiting else None, strange[0]) if strange else None
 
 
-# Progress and failure: who waits looks for a reason, says for whom, and gives up in the end.
+# Progress and failure: a waiting host looks for a reason, names the late host, then gives up.
 
 LOG_AFTER = 60.0  # Seconds until the log says who is waited for.
 # Two hosts that have been waiting for this long, each for something that the other has not come to,
@@ -242,7 +242,7 @@ class Leaving:
         self.is_off = False  # No step is common, or the others cannot be asked.
 
     def hold(self) -> None:
-        """Begins no call until there is a decision: this machine will be taken away."""
+        """Begins no call until there is a decision: this machine is being preempted."""
         self._is_held = True
 
     def may_begin(self, call: int) -> bool | None:
@@ -273,7 +273,7 @@ class Leaving:
         return [host for host, begun in enumerate(self._begun) if begun is None]
 
     def proposal(self, waited: float) -> str | None:
-        """Returns what to propose after waiting for the others, or None to wait on."""
+        """Returns the proposal after waiting for the others, or None to continue waiting."""
         if not self.unheard:
             return str(max(begun for begun in self._begun if begun is not None))
         return NO_STEP if waited >= ANSWER_SECONDS else None
@@ -298,7 +298,7 @@ Position = tuple[int, int, str]
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The backup that all hosts restore, and who sends it to those that do not have it."""
+    """The backup that all hosts restore, and the host that sends it to hosts without it."""
 
     position: Position
     source: int
@@ -321,7 +321,7 @@ Operations = Generator[str, Any, bool]
 
 
 def take_folder() -> Operations:
-    """Takes a folder over: what an earlier owner is still writing never becomes visible."""
+    """Takes a folder over: an unfinished file of an earlier owner never becomes visible."""
     yield "enter name"
     yield "remove unfinished"
     return True
@@ -339,7 +339,7 @@ def add_backup(run: str) -> Operations:
     return bool(is_there)
 
 
-# Supervision: what a launcher does when its workers end.
+# Supervision: a launcher's actions when its workers end.
 
 # The exit status of a worker that has made a backup and asks to be started again (EX_TEMPFAIL).
 RESTART_STATUS = 75
@@ -388,7 +388,7 @@ Actions = list[Send | Say]
 
 
 class Supervision:
-    """One run of workers: all end when one fails, and who leaves after a backup is let go."""
+    """One run of workers: all end when one fails; a worker may leave after a backup."""
 
     def __init__(self, workers: int, grace: float, leave: float) -> None:
         self.running = set(range(workers))
@@ -418,7 +418,7 @@ class Supervision:
 
     def ask(self, number: int, now: float) -> Actions:
         """A signal asks the launcher to end."""
-        if self._signal:  # Somebody who asks twice does not want to wait.
+        if self._signal:  # A user who asks twice does not want to wait.
             return self._kill()
         self._signal = number
         return [Say(f"got {_name(number)}: passing it on to the workers"), *self._stop(number, now)]
@@ -457,7 +457,7 @@ class Supervision:
         ]
 
     def _settle(self, now: float) -> Actions:
-        """Decides who has failed, and ends the others."""
+        """Decides which worker has failed, and ends the others."""
         blamed = self._blamed()
         assert blamed is not None
         self._is_settled = True

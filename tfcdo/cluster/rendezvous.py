@@ -46,7 +46,7 @@ _TOKEN = worker.CLUSTER_TOKEN
 
 
 class _Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Says who a host is, and how it is set up."""
+    """A host's number and settings."""
 
     host: int
     settings: dict[str, Setting]
@@ -153,7 +153,7 @@ def _hear(
     token: str,
     arrivals: queue.SimpleQueue[tuple[Connection, _Greeting] | None],
 ) -> None:
-    """Hears who has come, in a thread, so that a slow stranger delays no host."""
+    """Reads a greeting, in a thread, so that a slow stranger delays no host."""
     channel = _channel(peer)
     try:
         _prove(channel, token, "chief", "host")

@@ -1,4 +1,4 @@
-"""A host's session: what it agrees on with the other hosts, before they exchange anything.
+"""A host's session: its agreement with the other hosts, before they exchange data.
 
 Hosts that run one program start the same collectives in the same order. Each kind of collective is
 described by all that its hosts must have in common, and the first time that a host comes to a kind,
@@ -65,7 +65,7 @@ class Session:
         self._told: set[str] = set()  # The texts of the chief.
 
     def agree(self, description: Description) -> None:
-        """Waits until all hosts have come to the same."""
+        """Waits until all hosts have announced the same description."""
         self.number(description, 0)
 
     def number(self, description: Description, size: int) -> int:
@@ -98,7 +98,7 @@ class Session:
         return number
 
     def text_of_chief(self, description: Description, make: Callable[[], str]) -> str:
-        """Returns a text that only the chief makes, once all hosts have come to it."""
+        """Returns a text that only the chief makes, once all hosts ask for it."""
         name = f"text/{digest(description)}"
         with self._lock:
             if self.cluster.is_chief and name not in self._told:
@@ -206,7 +206,7 @@ class Session:
         late: Callable[[], str],
         timeout: float,
     ) -> Any:
-        """Waits until `ready` returns something, or raises why it will not, or who is `late`."""
+        """Waits until `ready` returns a value; else raises the reason, or names `late`."""
         start = time.monotonic()
         wait = protocol.Wait(timeout)
         me = self.cluster.name(self.cluster.index)

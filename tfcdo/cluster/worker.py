@@ -38,7 +38,7 @@ def devices_per_worker() -> int | None:
 
 
 def cluster_token() -> str:
-    """Returns the token that this job's hosts must know; empty if there is none."""
+    """Returns the token that this job's hosts must know; empty without one."""
     return os.environ.get(CLUSTER_TOKEN, "").strip()
 
 

@@ -23,7 +23,7 @@ _writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfcdo bac
 
 @dataclasses.dataclass(frozen=True)
 class _Progress:
-    """How far a training has come."""
+    """The position of a training."""
 
     epoch: int = 0  # That is running, or begins next.
     batch: int = 0  # How many of its batches are done.
@@ -109,7 +109,7 @@ class BackupAndRestore(Callback):
         self.delete_checkpoint = delete_checkpoint
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restores the newest backup, if there is one; Keras calls it."""
+        """Restores the newest backup, if one exists; Keras calls it."""
         _writer.submit(int).result()  # An earlier training of this process may still write.
         self._writing: concurrent.futures.Future[None] | None = None
         self._folder = backup_folder.BackupFolder(self.backup_dir)
@@ -311,14 +311,14 @@ class BackupAndRestore(Callback):
 
 
 def _passes(progress: _Progress, new: int, every: int) -> bool:
-    """Returns whether the last `new` batches have come to, or passed, a multiple of `every`."""
+    """Returns whether the last `new` batches have reached, or passed, a multiple of `every`."""
     return progress.batches // every > (progress.batches - new) // every
 
 
 def _resumption(
     resumed_at: _Progress, earlier: tuple[int, float] | None, now: tuple[int, float] | None
 ) -> str:
-    """Says where training has resumed; with marks, after which time and what is repeated.
+    """Says where training has resumed; with marks, the time and the number of repeated batches.
 
     The time is from the last batch that was done before the fault to the first one after it.
     """

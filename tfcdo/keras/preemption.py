@@ -103,7 +103,7 @@ class Preemption:
                 )
 
     def _ask(self, question: Callable[[int], bool | None], calls: int) -> bool:
-        """Asks what to do, and waits for the hosts' decision where that is needed."""
+        """Asks a question, and waits for the hosts' decision where it depends on one."""
         with self._lock:
             if _signalled.is_set():
                 self._leaving.hold()

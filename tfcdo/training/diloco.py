@@ -80,7 +80,7 @@ class OuterState(tf.Module):
     def begin(self, strategy: tf.distribute.Strategy) -> dict[int, Any]:
         """Begins a step: remembers the parameters if all hosts have the same.
 
-        Returns what `end` needs of each fragment that hosts exchange while they compute this step.
+        Returns the arguments for `end` of each fragment that is exchanged during this step.
         """
         done = _components(self.steps)[0].read_value()
         tf.cond(tf.equal(done, 0), lambda: _copy(self.trained, self.common), lambda: None)
@@ -178,7 +178,7 @@ class OuterState(tf.Module):
         sent: Sequence[tf.Tensor],
         rows: Any,
     ) -> None:
-        """Updates the common parameters; this host's own keep what it has trained since `sent`."""
+        """Updates the common parameters; this host's own keep their changes since `sent`."""
         trained, common = self._of(fragment)
         grads = updates.unified(strategy, means, common)
         updates.alone(strategy, lambda grads: self.optimizer.apply(grads, common), grads)
@@ -197,7 +197,7 @@ class OuterState(tf.Module):
 
 
 def build(strategy: tf.distribute.Strategy, leaf: Any, variables: Sequence[Any]) -> None:
-    """Makes the outer loop's state for an optimizer that has just been built, if there is one."""
+    """Makes the outer loop's state for a newly built optimizer, if the strategy has `outer`."""
     settings = getattr(strategy.extended, "outer", None)
     if settings is None or is_outer(leaf) or hasattr(leaf, _STATE):
         return

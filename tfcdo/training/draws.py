@@ -128,7 +128,7 @@ def _step_of_rows(first: int | None, multiples: bool = False) -> ReplicaStep | N
 
 
 def _rows_of(here: ReplicaStep, op: Function, shape: Any, dtype: tf.DType, seed: Any) -> tf.Tensor:
-    """Draws this replica's rows of what an op draws for the whole batch."""
+    """Draws this replica's rows of an op's numbers for the whole batch."""
     seed = keras_internals.seed_of(seed)
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     if dtype not in _FOUR_PER_COUNT or here.trace is not None:  # XLA draws in another order.

@@ -42,8 +42,8 @@ class ReducesStructures:
         flat = tf.nest.flatten(value)
         on_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
         if not tf.nest.is_nested(value) or not flat or on_replica:
-            # One value as TensorFlow has it; on a replica, its error. On several hosts what follows
-            # would take a replica's tensor for a component, and gather it.
+            # One value as TensorFlow has it; on a replica, its error. On several hosts the code
+            # below would take a replica's tensor for a component, and gather it.
             return super().gather(value, axis)  # type: ignore[misc]
         device = tf_internals.current_device() or extended._default_device or "/device:CPU:0"
         gathered = extended._batch_gather_to([(one, device) for one in flat], axis)
@@ -80,7 +80,7 @@ class ReducesStructures:
         """Describes the all-reduce of such a batch in this strategy, without running it.
 
         Packs are in the order in which they are sent. On several hosts these are the devices, links
-        and packs of this host; `bytes_between_hosts` is what it sends to the others.
+        and packs of this host; `bytes_between_hosts` are the bytes that it sends to the others.
 
         Args:
           shapes: the shape of each value, fully known, in any form that `tf.TensorShape` takes.

@@ -31,7 +31,7 @@ _FIRST_CALLS = 3
 
 
 def install() -> None:
-    """Has tfcdo's functions stand before Keras's; later calls do nothing."""
+    """Puts tfcdo's functions before Keras's; later calls do nothing."""
     if keras.backend.backend() != "tensorflow":
         return  # `keras_internals` has said so.
     extend = keras_internals.extend
@@ -312,7 +312,7 @@ def digest(tensor: tf.Tensor) -> tf.Tensor:
     if tensor.dtype.is_floating:
         tensor = tf.bitcast(tensor, _INTEGER_OF_SIZE[tensor.dtype.size])
     bits = tf.reshape(tf.cast(tensor, tf.int64), [-1])
-    # The order counts, and so does how much each element differs: each is stirred with its index.
+    # Each element is mixed with its index, so that order and size of differences count.
     stirred = (bits + tf.range(tf.size(bits, tf.int64)) * _OF_INDEX) * _FIRST
     stirred = tf.bitwise.bitwise_xor(stirred, tf.bitwise.right_shift(stirred, _HALF))
     return tf.reduce_sum(stirred * _SECOND)

@@ -1,4 +1,4 @@
-"""`ReplicaStep`: what a replica knows about the step that it runs.
+"""`ReplicaStep`: a replica's view of the step that it runs.
 
 `ReplicaExtended` makes one for each replica where a step begins. Everything in training that
 depends on the running step reads it here, and nothing else keeps such state.
@@ -37,7 +37,7 @@ class ReplicaStep:
       total: the number of examples on all replicas.
       writes: the distributed variables that the step's replicas assign, by identity.
       alone: whether the replica works alone: nothing may meet the other replicas.
-      trace: what XLA compiles of the step, see `jit.py`; None if it compiles nothing.
+      trace: the part of the step that XLA compiles, see `jit.py`; None for no part.
       update: the sharded update that the replica makes, see `sharding.py`; None for all variables.
       reports: whether losses are being reported once per batch, see `losses.py`.
       applies: whether an optimizer is applied, after which hosts may meet, see `diloco.py`.

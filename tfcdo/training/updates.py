@@ -164,7 +164,7 @@ def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:
 
 def _finite_on_all(grads: list[Any]) -> list[Any]:
     """Returns gradients, one of them NaN if another replica has one that is not finite."""
-    # A LossScaleOptimizer looks for such gradients on each replica, before there is a sum.
+    # A LossScaleOptimizer looks for such gradients on each replica, before they are summed.
     at = next((i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)), None)
     if at is None:
         at = next(i for i, g in enumerate(grads) if g is not None)
@@ -229,7 +229,7 @@ def alone(strategy: tf.distribute.Strategy, function: Any, grads: Sequence[Any])
 
 
 def _taken(leaf: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Returns a replica's gradients and what it has accumulated, whose place is then empty."""
+    """Returns a replica's gradients plus its accumulated ones, and empties the accumulators."""
     accumulators = keras_internals.accumulators(leaf, variables)
     sums = []
     for grad, accumulator, variable in zip(grads, accumulators, variables, strict=True):
