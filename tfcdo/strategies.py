@@ -443,6 +443,33 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
     def _get_cross_device_ops(self, value: Any) -> Any:
         return self._cross_device_ops
 
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
+        pairs = [
+            (value, self._with_default_device(where)) for value, where in value_destination_pairs
+        ]
+        return super()._batch_reduce_to(reduce_op, pairs, options)
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        return super()._reduce_to(
+            reduce_op, value, self._with_default_device(destinations), options
+        )
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: Any, options: Any
+    ) -> Any:
+        return super()._gather_to_implementation(
+            value, self._with_default_device(destinations), axis, options
+        )
+
+    def _with_default_device(self, destinations: Any) -> Any:
+        """Returns destinations, or the first device for a value whose device is not known."""
+        # Arguments of a traced function have no device yet.
+        if isinstance(destinations, tf_internals.DistributedValues):
+            return destinations
+        named = destinations if isinstance(destinations, str) else None
+        known = named or getattr(destinations, "device", "")
+        return destinations if known else self.worker_devices[0]
+
     def _as_per_replica(self, value: Any) -> Any:
         """Returns a value that has a component for each replica of this host."""
         # On a host with one replica, TensorFlow passes only the component.

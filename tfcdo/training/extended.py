@@ -268,7 +268,7 @@ class ReplicaExtended:
     def sum_gradients(self, grads: Sequence[Any], paths: Sequence[str]) -> list[Any]:
         """Sums gradients of the variables of some paths over all replicas, for all replicas."""
         ops = self._cross_device_ops  # type: ignore[attr-defined]
-        pairs = [(grad, grad) for grad in grads]
+        pairs = [(grad, self._with_default_device(grad)) for grad in grads]
         if not isinstance(ops, ConfiguredCrossDeviceOps) or not ops.asks_for_paths:
             return list(self.batch_reduce_to("SUM", pairs))  # type: ignore[attr-defined]
         return ops.sum_gradients(pairs, paths)
@@ -282,12 +282,18 @@ class ReplicaExtended:
         pairs = [(self._as_per_replica(one), to) for one, to in value_destination_pairs]
         distributed = (isinstance(one, tf_internals.DistributedValues) for one, _ in pairs)
         if isinstance(ops, ConfiguredCrossDeviceOps) and all(distributed):
-            return ops._batch_gather(pairs, axis, options)
+            return ops._batch_gather(
+                [(one, self._with_default_device(to)) for one, to in pairs], axis, options
+            )
         return super()._batch_gather_to(pairs, axis, options)  # type: ignore[misc]
 
     def _as_per_replica(self, value: Any) -> Any:
         """Returns a value as it is gathered; several hosts override it."""
         return value
+
+    def _with_default_device(self, destinations: Any) -> Any:
+        """Returns the destinations of results; several hosts override it."""
+        return destinations
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         distribute = super()._experimental_distribute_dataset  # type: ignore[misc]
