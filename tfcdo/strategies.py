@@ -461,15 +461,6 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
             value, self._with_default_device(destinations), axis, options
         )
 
-    def _with_default_device(self, destinations: Any) -> Any:
-        """Returns destinations, or the first device for a value whose device is not known."""
-        # Arguments of a traced function have no device yet.
-        if isinstance(destinations, tf_internals.DistributedValues):
-            return destinations
-        named = destinations if isinstance(destinations, str) else None
-        known = named or getattr(destinations, "device", "")
-        return destinations if known else self.worker_devices[0]
-
     def _as_per_replica(self, value: Any) -> Any:
         """Returns a value that has a component for each replica of this host."""
         # On a host with one replica, TensorFlow passes only the component.

@@ -292,8 +292,13 @@ class ReplicaExtended:
         return value
 
     def _with_default_device(self, destinations: Any) -> Any:
-        """Returns the destinations of results; several hosts override it."""
-        return destinations
+        """Returns destinations, or the first device for a value whose device is not known."""
+        # Arguments of a traced function have no device yet.
+        if isinstance(destinations, tf_internals.DistributedValues):
+            return destinations
+        named = destinations if isinstance(destinations, str) else None
+        known = named or getattr(destinations, "device", "")
+        return destinations if known else self.worker_devices[0]  # type: ignore[attr-defined]
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         distribute = super()._experimental_distribute_dataset  # type: ignore[misc]

@@ -16,7 +16,6 @@ from tfcdo import keras_internals
 from tfcdo.training import step
 
 Function = Callable[..., Any]
-_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 def install() -> None:
