@@ -201,8 +201,7 @@ class AllReduceCrossDeviceOps(ConfiguredCrossDeviceOps):
     ) -> None:
         chosen = _check_common(self, common, AllReduceOptions)
         algorithm = _check_algorithm(all_reduce_alg)
-        if not isinstance(require_nccl, bool):
-            raise TypeError(f"require_nccl must be True or False; got {require_nccl!r}")
+        checks.check_bool("require_nccl", require_nccl)
         if require_nccl and algorithm != "nccl":
             raise ValueError(
                 "require_nccl must be False unless all_reduce_alg is 'nccl'; got all_reduce_alg="
@@ -343,8 +342,7 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         **common: Unpack[AllReduceOptions],
     ) -> None:
         super().__init__("auto", **common)
-        if not isinstance(nccl, bool):
-            raise TypeError(f"nccl must be True or False; got {nccl!r}")
+        checks.check_bool("nccl", nccl)
         if not nccl:
             self._options = dataclasses.replace(self._options, nccl="never")
         if plan is not None:

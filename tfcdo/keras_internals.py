@@ -31,7 +31,7 @@ from tfcdo import log, private_names, version
 TFEpochIterator = _trainer.TFEpochIterator
 Trainer = _trainer.TensorFlowTrainer
 
-# Optimizers that hand gradients on to others; Keras has the second one since 3.15.
+# Optimizers that pass gradients to other optimizers; Keras has the second one since 3.15.
 WRAPPERS = tuple(
     getattr(keras.optimizers, name)
     for name in ("LossScaleOptimizer", "MultiOptimizer")
@@ -109,7 +109,7 @@ def check(names: Sequence[private_names.Member] = NAMES) -> None:
 
 
 def extend(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Has a function stand before one of Keras's; its first argument is Keras's own."""
+    """Puts a function before one of Keras's, which is its first argument."""
     keras_own = getattr(owner, name)
     if hasattr(keras_own, "tfcdo_extends"):
         return  # This module was loaded again.
@@ -232,7 +232,7 @@ def _update_averages(leaf: Any) -> None:
 
 
 def accumulator_like(optimizer: Any, reference_variable: Any) -> keras.Variable:
-    """Makes an accumulator of gradients of which each replica has its own."""
+    """Makes an accumulator of gradients; each replica has its own."""
     path = getattr(reference_variable, "path", None) or reference_variable.name
 
     def on_read(make: Callable[..., Any], **options: Any) -> Any:

@@ -1,10 +1,15 @@
-"""Logs once each result of a detection, and each request that cannot be met."""
+"""What users read: log lines that appear once, and bytes and seconds with their units."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from absl import logging
+
+_Units = Sequence[tuple[float, str]]
+_BYTE_UNITS: _Units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_TIME_UNITS: _Units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 @functools.lru_cache(maxsize=256)
@@ -17,3 +22,33 @@ def warn_once(message: str) -> None:
 def info_once(message: str) -> None:
     """Logs a piece of information the first time that this process calls it with this message."""
     logging.info("tfcdo: %s", message)
+
+
+def format_bytes(size: int) -> str:
+    """Writes a number of bytes in powers of 1000, with three digits or more."""
+    if size < _BYTE_UNITS[-1][0]:
+        return f"{size} B"
+    return _with_unit(size, 3, _BYTE_UNITS)
+
+
+def format_seconds(seconds: float) -> str:
+    """Writes a time with four digits."""
+    return _with_unit(seconds, 4, _TIME_UNITS) if seconds else "0 s"
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Returns the largest unit that the longest time of an axis holds: its seconds and name."""
+    return _largest_unit(seconds, _TIME_UNITS)
+
+
+def _with_unit(value: float, digits: int, units: _Units) -> str:
+    # Rounded before the unit is chosen: 999,999 bytes are 1.00 MB, not 1000 kB.
+    rounded = float(f"{value:.{digits}g}")
+    unit, name = _largest_unit(rounded, units)
+    scaled = rounded / unit
+    number = f"{scaled:.0f}" if scaled >= 10**digits else f"{scaled:#.{digits}g}".rstrip(".")
+    return f"{number} {name}"
+
+
+def _largest_unit(value: float, units: _Units) -> tuple[float, str]:
+    return next((unit for unit in units if value >= unit[0]), units[-1])

@@ -13,7 +13,7 @@ import importlib
 import inspect
 import json
 import pkgutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -61,14 +61,9 @@ def missing_members(members: Iterable[Member]) -> list[str]:
             if parameters or name not in _names_in_code(owner):
                 absent.append(where)
         elif parameters:
-            absent += [f"{where}({one})" for one in _lacking(getattr(owner, name), parameters)]
+            known = inspect.signature(getattr(owner, name)).parameters
+            absent += [f"{where}({each})" for each in parameters if each not in known]
     return absent
-
-
-def _lacking(function: Any, parameters: Sequence[str]) -> list[str]:
-    """Returns the parameters that a function does not accept."""
-    known = inspect.signature(function).parameters
-    return [one for one in parameters if one not in known]
 
 
 def _names_in_code(owner: Any) -> set[str]:
@@ -78,15 +73,15 @@ def _names_in_code(owner: Any) -> set[str]:
     return {name for function in unwrapped for name in function.__code__.co_names}
 
 
-def missing(source: str, package: str = "tensorflow.python") -> list[str]:
-    """Returns the private names that a source uses and that are not there."""
-    # Found are modules imported as `from package.x import y as z`, their attributes (`z.name`) and
-    # attributes of the results of their functions (`z.name().attribute`).
+def missing(source: str) -> list[str]:
+    """Returns the private names of TensorFlow that a source uses and that do not exist."""
+    # These are modules imported as `from tensorflow.python.x import y as z`, their attributes
+    # (`z.name`) and attributes of the results of their functions (`z.name().attribute`).
     tree = ast.parse(source)
     modules = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{package}.")
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("tensorflow.python.")
         for alias in node.names
     }
     used = dict.fromkeys(filter(None, (_full_name(node, modules) for node in ast.walk(tree))))

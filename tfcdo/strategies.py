@@ -11,8 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcdo import checks, environment, log, tf_internals, version, virtual_devices
-from tfcdo.cluster import config, rendezvous, session
+from tfcdo import checks, log, tf_internals, version, virtual_devices
+from tfcdo.cluster import config, rendezvous, session, worker
 from tfcdo.cluster.watch import HostDelay
 from tfcdo.cross_device_ops import (
     AllReduceCrossDeviceOps,
@@ -35,7 +35,7 @@ from tfcdo.training.extended import ReducesStructures, ReplicaExtended
 models.install()
 
 _TIMEOUT_SECONDS = 600.0
-# TensorFlow's servers, once all hosts are there, take less than one.
+# Once all hosts have met, the start of TensorFlow's servers takes less than a second.
 _SERVER_START_SECONDS = 120.0
 _HEARTBEAT_SECONDS = 10.0  # As TensorFlow has it.
 
@@ -72,7 +72,7 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
         shard_optimizer_state: bool = False,
         synchronize_batch_norm: bool = False,
     ) -> None:
-        # An empty list is as good as None: scripts pass tf.config.list_logical_devices("GPU").
+        # An empty list means None: scripts pass tf.config.list_logical_devices("GPU").
         if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
             raise TypeError(f"devices must be a list of device names or None; got {devices!r}")
         check_cross_device_ops(cross_device_ops)
@@ -114,8 +114,9 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         Its state, such as rounding errors, is in variables, saved with
         `tf.train.Checkpoint(ops=strategy.cross_device_ops)`.
       outer: a `tfcdo.exchange.DiLoCo`: hosts train alone, and exchange the differences of their
-        parameters, as `exchange` says, every so many updates. `strategy.run` is then one host's:
-        losses are divided by its own batch. None to sum the gradients of all hosts in each step.
+        parameters, as `exchange` says, after a number of updates. `strategy.run` is then one
+        host's: losses are divided by its own batch. None to sum the gradients of all hosts in each
+        step.
       shard_optimizer_state: see `MirroredStrategy`; the state is sharded within each host.
       synchronize_batch_norm: see `MirroredStrategy`.
       check_in_sync: whether Keras's `fit` compares digests of the weights of all replicas after
@@ -172,7 +173,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
                 cluster_resolver,
                 communication_options,
                 cross_device_ops,
-                devices_per_worker or environment.devices_per_worker(),
+                devices_per_worker or worker.devices_per_worker(),
                 exchange,
                 outer,
                 switches,
@@ -443,27 +444,24 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         return self._cross_device_ops
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
-        pairs = [(value, self._located(where)) for value, where in value_destination_pairs]
+        pairs = [
+            (value, self._with_default_device(where)) for value, where in value_destination_pairs
+        ]
         return super()._batch_reduce_to(reduce_op, pairs, options)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        return super()._reduce_to(reduce_op, value, self._located(destinations), options)
+        return super()._reduce_to(
+            reduce_op, value, self._with_default_device(destinations), options
+        )
 
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: Any, options: Any
     ) -> Any:
-        return super()._gather_to_implementation(value, self._located(destinations), axis, options)
+        return super()._gather_to_implementation(
+            value, self._with_default_device(destinations), axis, options
+        )
 
-    def _located(self, destinations: Any) -> Any:
-        """Returns destinations, or the first device for a value whose device is not known yet."""
-        # Such are the arguments of a function that is being traced.
-        if isinstance(destinations, tf_internals.DistributedValues):
-            return destinations
-        named = destinations if isinstance(destinations, str) else None
-        known = named or getattr(destinations, "device", "")
-        return destinations if known else self.worker_devices[0]
-
-    def _distributed(self, value: Any) -> Any:
+    def _as_per_replica(self, value: Any) -> Any:
         """Returns a value that has a component for each replica of this host."""
         # On a host with one replica, TensorFlow passes only the component.
         if self._network is None or not tf.is_tensor(value):
@@ -527,7 +525,7 @@ def _prepare(
         "version of TensorFlow": tf.__version__,
         **own_settings,
     }
-    membership = rendezvous.meet(cluster, settings, timeout, environment.cluster_token())
+    membership = rendezvous.meet(cluster, settings, timeout, worker.cluster_token())
     tf_internals.configure_coordination(
         leader=cluster.tasks[0].device_prefix,
         jobs=collections.Counter(task.job for task in cluster.tasks),

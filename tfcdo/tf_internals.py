@@ -206,7 +206,7 @@ def canonical_device(device: str) -> str:
 
 
 def current_device() -> str:
-    """Returns the device that a `tf.device` around names; empty if there is none."""
+    """Returns the device that a `tf.device` around names; empty without one."""
     return _device_util.current() or ""
 
 
@@ -395,8 +395,8 @@ def configure_coordination(
         heartbeat_timeout_in_ms=round(heartbeat_seconds * 1000),
         coordinated_jobs=[make_job(name=job, num_tasks=count) for job, count in jobs.items()],
     )
-    # Registers all hosts or none, so that from then on their heartbeats tell who has ended. Older
-    # versions do not have it: there, a host that ends while servers start is waited for.
+    # Registers all hosts or none, so that from then on their heartbeats tell which host has ended.
+    # Older versions lack it: with them, a host that ends while servers start is waited for.
     config = _context.context().coordination_service
     if "cluster_register_with_barrier" in config.DESCRIPTOR.fields_by_name:
         config.cluster_register_with_barrier = True
@@ -415,7 +415,7 @@ class KeyValueStore:
         threading.Thread(target=self._run, name="tfcdo store", daemon=True).start()
 
     def set(self, key: str, value: str) -> None:
-        """Writes a key that is not there yet."""
+        """Writes a new key."""
         self._write(lambda: _context.context().set_config_key_value(f"tfcdo/{key}", value))
 
     def get(self, key: str, timeout: float) -> str | None:

@@ -62,7 +62,7 @@ def configure_virtual_cpus(count: int) -> list[str]:
 
 def num_logical(physical: tf.config.PhysicalDevice) -> int:
     """Returns the number of logical devices of a physical one."""
-    # TensorFlow reports None for a device that nobody has divided: one logical device.
+    # TensorFlow reports None for an unpartitioned device: one logical device.
     return len(tf.config.get_logical_device_configuration(physical) or [None])
 
 

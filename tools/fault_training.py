@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 
-from tfcdo import environment
+from tfcdo.cluster import worker
 
 SEED = 7
 EPOCHS = 3
@@ -32,7 +32,7 @@ PAUSE_SECONDS = 0.03
 def train(folder: pathlib.Path) -> None:
     """One host of a training: a small Keras model, on batches that are the same in each run."""
     task = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
-    run = int(os.environ.get(environment.RESTART_COUNT, "0"))
+    run = int(os.environ.get(worker.RESTART_COUNT, "0"))
     (folder / f"new-{run}-{task}").write_text(str(os.getpid()))
     (folder / f"new-{run}-{task}").rename(folder / f"pid-{run}-{task}")
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import networkx as nx
 from drawn_machines import draw_buses, draw_machine, draw_slow_link
 
-from tfcdo.plan import algorithms, lower_bound, simulator
+from tfcdo.plan import algorithms, simulator, tree_program
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
@@ -29,7 +29,7 @@ def judge(machine: Topology, num_bytes: int) -> tuple[float, float]:
     plan = algorithms.make_plan("auto", machine, num_bytes)
     planning = time.process_time() - began
     seconds = simulator.robust_seconds(plan, machine)
-    return seconds / lower_bound.bandwidth_bound(machine, num_bytes), planning
+    return seconds / tree_program.bandwidth_bound(machine, num_bytes), planning
 
 
 def parts_of_dgx1() -> list[Topology]:

@@ -22,6 +22,7 @@ from cli_testing import CommandTestCase, rows_of_table, run_tfcdo
 from rich import console as rich_console
 
 from tfcdo.cli import options
+from tfcdo.log import format_seconds
 from tfcdo.plan import algorithms, simulator
 from tfcdo.plan.copy_tree import star
 from tfcdo.plan.evaluation import Evaluation
@@ -30,7 +31,6 @@ from tfcdo.topology import detection
 from tfcdo.topology.links import Link, Resource
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
-from tfcdo.units import format_seconds
 
 _TABLE = """\
         GPU0    GPU1    CPU Affinity    NUMA Affinity

@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from tfcdo import environment
 from tfcdo.cluster import protocol
 
 if TYPE_CHECKING:
@@ -556,7 +555,7 @@ class Process:
             yield from self.get("written/0", 5.0)
         world.check_left(self)
         yield from self.leave(None)
-        raise ProcessExit(environment.RESTART_STATUS)
+        raise ProcessExit(protocol.RESTART_STATUS)
 
     def take_signal(self, number: int) -> None:
         """Gets a signal from its launcher, or from the machine."""

@@ -33,7 +33,6 @@ from simulated_hosts import (
     State,
 )
 
-from tfcdo import environment
 from tfcdo.cluster import protocol
 
 _GRACE, _LEAVE = 10.0, 30.0
@@ -358,7 +357,7 @@ class World:
 
     def check_result(self, launcher: Launcher, result: protocol.Result) -> None:
         if result.has_left:
-            if not any(p.status == environment.RESTART_STATUS for p in launcher.processes):
+            if not any(p.status == protocol.RESTART_STATUS for p in launcher.processes):
                 raise BrokenError("nobody has asked for the restart")
             for process in launcher.processes:
                 cluster = process.cluster
@@ -426,7 +425,7 @@ class World:
             if self.bug and self.bug[0] != "busy":
                 continue
             statuses = {process.status for process in processes if process.is_dead}
-            if len(statuses) > 1 and statuses & {0, environment.RESTART_STATUS}:
+            if len(statuses) > 1 and statuses & {0, protocol.RESTART_STATUS}:
                 raise BrokenError(f"hosts end in different decisions: {statuses}")
         if self.job > 1:
             return  # The job that was replaced may take its folder back.

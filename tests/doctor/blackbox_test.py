@@ -16,8 +16,7 @@ from absl import logging
 from absl.testing import absltest
 from cli_testing import run_tfcdo
 
-from tfcdo import wakeup
-from tfcdo.cluster import config, progress
+from tfcdo.cluster import config, progress, worker
 from tfcdo.doctor import blackbox as black_boxes
 
 _TASKS = tuple(config.ClusterTask("worker", host, f"{'abc'[host]}:{host + 1}") for host in range(3))
@@ -135,7 +134,7 @@ class SignalTest(absltest.TestCase):
     def setUp(self):
         super().setUp()
         self.addCleanup(mock.patch.stopall)
-        mock.patch.multiple(wakeup, _pipe=None, _hears_at_once=False).start()
+        mock.patch.multiple(worker, _pipe=None, _hears_at_once=False).start()
         self.addCleanup(signal.signal, signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
         self.addCleanup(signal.set_wakeup_fd, signal.set_wakeup_fd(-1))
 

@@ -8,8 +8,7 @@ from absl.testing import parameterized
 from testing_utils import EAGER, FUNCTION
 from wire_bounds import roundoff
 
-from tfcdo import dtypes
-from tfcdo.exchange import rounding
+from tfcdo.exchange import dtypes, rounding
 from tfcdo.execute import copy_trees
 
 WIRES = ("bfloat16", "float16")

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfcdo import dtypes
-from tfcdo.exchange import rounding
+from tfcdo.exchange import dtypes, rounding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,8 @@ import warm_python
 
 import tfcdo
 import tfcdo.keras
-from tfcdo import environment, strategies
+from tfcdo import strategies
+from tfcdo.cluster import worker
 from tfcdo.exchange import DiLoCo
 from tfcdo.keras import training_state
 
@@ -59,7 +60,7 @@ def main(folder: str, *faults: str) -> None:
         outer, faults = DiLoCo(2), faults[1:]
     strategy = tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=2, outer=outer)
     host = strategy.cluster_resolver.task_id
-    run = int(os.environ[environment.RESTART_COUNT])
+    run = int(os.environ[worker.RESTART_COUNT])
     keras.utils.set_random_seed(0)
     with strategy.scope():
         layers = keras.layers
@@ -146,7 +147,7 @@ class BackupHostsTest(tf.test.TestCase):
 
 
 if __name__ == "__main__":
-    if environment.RESTART_COUNT in os.environ:
+    if worker.RESTART_COUNT in os.environ:
         tf.get_logger().setLevel("ERROR")
         main(*sys.argv[1:])
     else:

@@ -22,7 +22,8 @@ from absl.testing import parameterized
 
 import tfcdo
 import tfcdo.keras
-from tfcdo import environment, log
+from tfcdo import log
+from tfcdo.cluster import protocol
 from tfcdo.keras import backup, backup_folder, preemption, training_state
 
 _EPOCHS, _STEPS, _BATCH = 3, 7, 12
@@ -206,7 +207,7 @@ class ExactTest(BackupTestCase):
 
     def test_sigterm_makes_a_backup_and_asks_for_a_restart(self):
         undisturbed = _undisturbed()
-        with self.assertRaisesRegex(SystemExit, f"^{environment.RESTART_STATUS}$"):
+        with self.assertRaisesRegex(SystemExit, f"^{protocol.RESTART_STATUS}$"):
             self.addCleanup(preemption._signalled.clear)
             _Training(self.backup(), _Signal(4))
         preemption._signalled.clear()

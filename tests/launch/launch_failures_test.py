@@ -11,7 +11,7 @@ import psutil
 from absl.testing import absltest, parameterized
 from launch_testing import SECONDS, LaunchTestCase
 
-from tfcdo import environment
+from tfcdo.cluster import protocol, worker
 
 
 class FailureTest(LaunchTestCase):
@@ -85,7 +85,7 @@ class FailureTest(LaunchTestCase):
 
     def test_restarts_have_new_ports_and_count(self):
         script = f"""
-        count = int(os.environ["{environment.RESTART_COUNT}"])
+        count = int(os.environ["{worker.RESTART_COUNT}"])
         print(count, json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
         if task == 1: sys.exit(5 if count < 2 else 0)
         if count < 2: time.sleep(60)
@@ -106,13 +106,13 @@ class RestartAskedTest(LaunchTestCase):
         result = self.launch(
             *("--workers", "2", "train.py"),
             script=f"""
-            if os.environ["{environment.RESTART_COUNT}"] != "0":
+            if os.environ["{worker.RESTART_COUNT}"] != "0":
                 sys.exit(0)
             time.sleep(5.5)  # A shorter run counts as a failure.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
-            if task == 1: sys.exit({environment.RESTART_STATUS})
+            if task == 1: sys.exit({protocol.RESTART_STATUS})
             time.sleep(1)  # Is not asked to end, but left to make its backup.
-            sys.exit({environment.RESTART_STATUS})
+            sys.exit({protocol.RESTART_STATUS})
             """,
         )
         self.assertEqual(result.returncode, 0, result.stderr)
@@ -126,14 +126,14 @@ class RestartAskedTest(LaunchTestCase):
 
     def test_one_that_asks_at_once_is_not_started_without_end(self):
         result = self.launch(
-            "--workers", "1", "train.py", script=f"sys.exit({environment.RESTART_STATUS})"
+            "--workers", "1", "train.py", script=f"sys.exit({protocol.RESTART_STATUS})"
         )
-        self.assertEqual(result.returncode, environment.RESTART_STATUS)
+        self.assertEqual(result.returncode, protocol.RESTART_STATUS)
 
     def test_only_a_failure_makes_the_file(self):
         script = f"""
         def end(*_):
-            print("failed", os.path.exists(os.environ["{environment.FAILURE_FILE}"]))
+            print("failed", os.path.exists(os.environ["{worker.FAILURE_FILE}"]))
             sys.exit(4)
         signal.signal(signal.SIGTERM, end)
         mark(f"worker{{task}}")
@@ -145,8 +145,8 @@ class RestartAskedTest(LaunchTestCase):
         result = self.launch("--workers", "2", "train.py", "fail", script=script)
         self.assertEqual(result.returncode, 3)
         self.assertEqual(result.stdout, "worker 0 | failed True\n")
-        for worker in "worker0", "worker1":
-            (self.folder / worker).unlink()
+        for name in "worker0", "worker1":
+            (self.folder / name).unlink()
         launcher = self.start("--workers", "2", "train.py", "wait", script=script)
         self.read_pid("worker0")
         self.read_pid("worker1")

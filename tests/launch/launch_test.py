@@ -15,8 +15,8 @@ import cli_testing
 from absl.testing import absltest, parameterized
 from launch_testing import SECONDS, LaunchTestCase
 
-from tfcdo import environment
 from tfcdo.cli import launch
+from tfcdo.cluster import worker
 from tfcdo.launch import cluster, supervisor
 
 
@@ -28,8 +28,8 @@ class WorkersTest(LaunchTestCase):
             script=f"""
             print(json.dumps([
                 json.loads(os.environ["TF_CONFIG"]),
-                os.environ["{environment.DEVICES_PER_WORKER}"],
-                os.environ["{environment.RESTART_COUNT}"],
+                os.environ["{worker.DEVICES_PER_WORKER}"],
+                os.environ["{worker.RESTART_COUNT}"],
                 sys.argv[1:],
                 sys.stdin.read(),
             ]))
@@ -76,7 +76,7 @@ class WorkersTest(LaunchTestCase):
         result = self.launch(
             *("--hosts", ",".join(addresses), "--index", "1", "train.py"),
             script=f"""
-            print(os.environ["TF_CONFIG"], "{environment.DEVICES_PER_WORKER}" in os.environ)
+            print(os.environ["TF_CONFIG"], "{worker.DEVICES_PER_WORKER}" in os.environ)
             """,
         )
         self.assertEqual((result.returncode, result.stderr), (0, ""))
@@ -84,8 +84,8 @@ class WorkersTest(LaunchTestCase):
 
     @parameterized.parameters(None, "by hand")
     def test_the_token_that_keeps_jobs_apart(self, own):
-        self.enter_context(_variable(environment.CLUSTER_TOKEN, own))
-        script = f'print(os.environ.get("{environment.CLUSTER_TOKEN}"))'
+        self.enter_context(_variable(worker.CLUSTER_TOKEN, own))
+        script = f'print(os.environ.get("{worker.CLUSTER_TOKEN}"))'
         with cluster.reserved_ports(1) as [address]:
             pass
         runs = [
@@ -319,16 +319,16 @@ class ArgumentsTest(LaunchTestCase):
 class EnvironmentTest(parameterized.TestCase):
     @parameterized.parameters((None, None), ("", None), ("3", 3), (" 12 ", 12))
     def test_devices_per_worker(self, text: str | None, expected: int | None):
-        with _variable(environment.DEVICES_PER_WORKER, text):
-            self.assertEqual(environment.devices_per_worker(), expected)
+        with _variable(worker.DEVICES_PER_WORKER, text):
+            self.assertEqual(worker.devices_per_worker(), expected)
 
     @parameterized.parameters("0", "-1", "two", "1.5", "²")
     def test_bad_devices_per_worker(self, text: str):
         with (
-            _variable(environment.DEVICES_PER_WORKER, text),
+            _variable(worker.DEVICES_PER_WORKER, text),
             self.assertRaisesRegex(ValueError, f"_PER_WORKER must be a positive .*{text}"),
         ):
-            environment.devices_per_worker()
+            worker.devices_per_worker()
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tfcdo import log
 from tfcdo.plan import algorithms, packed_trees, packing, simulator
-from tfcdo.plan.lower_bound import lower_bound_seconds
 from tfcdo.plan.plan import ValueSpec, size_class
+from tfcdo.plan.tree_program import lower_bound_seconds
 from tfcdo.topology.presets import PRESETS, preset
 
 MB, GB = 10**6, 10**9

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from tfcdo.plan import algorithms, copy_tree, simulator
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.lower_bound import bandwidth_bound, lower_bound_seconds
 from tfcdo.plan.plan import Plan, cut, in_turn, plan_of_bytes
+from tfcdo.plan.tree_program import bandwidth_bound, lower_bound_seconds
 from tfcdo.topology.links import Resource, Route, ordered_pairs
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology

@@ -14,8 +14,8 @@ from drawn_machines import draw_buses, draw_machine, draw_slow_link
 from hypothesis import strategies as st
 
 from tfcdo.plan import algorithms, copy_tree, packed_trees, simulator
-from tfcdo.plan.lower_bound import bandwidth_bound
 from tfcdo.plan.packed_trees import Stream, deal, rings_of
+from tfcdo.plan.tree_program import bandwidth_bound
 from tfcdo.topology.presets import preset
 
 MB, GB = 10**6, 10**9

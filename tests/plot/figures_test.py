@@ -11,8 +11,8 @@ from absl.testing import absltest, parameterized
 
 from tfcdo.plan import algorithms, simulator
 from tfcdo.plan.copy_tree import chain
-from tfcdo.plan.lower_bound import lower_bound_seconds
 from tfcdo.plan.plan import Plan, in_turn
+from tfcdo.plan.tree_program import lower_bound_seconds
 from tfcdo.plot import gantt
 from tfcdo.plot.figures import make_figure, save_figure
 from tfcdo.plot.gantt import draw_gantt

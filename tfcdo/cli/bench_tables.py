@@ -13,7 +13,7 @@ from rich.text import Text
 from tfcdo.bench import results
 from tfcdo.bench.results import ALONE, BASELINE, OURS, TENSORFLOW, Measurement
 from tfcdo.cli import options
-from tfcdo.units import format_bytes, format_seconds
+from tfcdo.log import format_bytes, format_seconds
 
 # A heading, and the cell below it for a measurement.
 _Column = tuple[str, Callable[[Measurement], str | Text]]

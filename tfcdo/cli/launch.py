@@ -17,9 +17,8 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from tfcdo import environment
 from tfcdo.cli import options
-from tfcdo.cluster import config
+from tfcdo.cluster import config, worker
 from tfcdo.launch import cluster, supervisor
 
 _MOST_WORKERS = 256
@@ -183,7 +182,7 @@ def launch(
     # The errors of the workers' TensorFlow are enough, unless the user wants more.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     each = devices_per_worker
-    variables = {environment.DEVICES_PER_WORKER: str(each)} if each else {}
+    variables = {worker.DEVICES_PER_WORKER: str(each)} if each else {}
     job = supervisor.Job(
         command=(sys.executable, *(["-m"] if module else []), script, *arguments),
         workers=functools.partial(_workers, workers or 0, place, variables, gpus),
@@ -271,8 +270,8 @@ def _workers(
             addresses = stack.enter_context(cluster.reserved_ports(count))
             place = Place(addresses, range(count), 0, count)
             # It keeps out workers that an earlier run has left.
-            token = environment.cluster_token() or secrets.token_hex(16)
-            variables = {**variables, environment.CLUSTER_TOKEN: token}
+            token = worker.cluster_token() or secrets.token_hex(16)
+            variables = {**variables, worker.CLUSTER_TOKEN: token}
         else:
             for number in place.own:
                 _check_port(place.addresses[number])

@@ -18,7 +18,8 @@ from rich.table import Table
 from tfcdo.cli import options
 from tfcdo.exchange.casts import BY_NAME
 from tfcdo.exchange.protocol import SUM, Exchange
-from tfcdo.plan import algorithms, lower_bound, simulator
+from tfcdo.log import format_bytes, format_seconds
+from tfcdo.plan import algorithms, simulator, tree_program
 from tfcdo.plan.decide import BetweenHosts, Machine, Options, decide
 from tfcdo.plan.evaluation import Evaluation, check_num_devices
 from tfcdo.plan.packing import PackingOptions
@@ -27,7 +28,6 @@ from tfcdo.plan.simulator import Hosts
 from tfcdo.topology import detection, measurement
 from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
-from tfcdo.units import format_bytes, format_seconds
 
 _MAX_HOSTS = 1024
 # More packs take more time to simulate than anyone waits.
@@ -250,7 +250,7 @@ def evaluate(
     made = _decide(algorithm, topology, num_bytes, num_packs, hosts, exchange)
     seconds = simulator.robust_seconds(made, topology, hosts=hosts)
     ordered = simulator.simulate(made, topology, hosts=hosts).seconds
-    bound = lower_bound.lower_bound_seconds(topology, num_bytes)
+    bound = tree_program.lower_bound_seconds(topology, num_bytes)
     if hosts is not None:
         bound = max(bound, made.bytes_between_hosts / hosts.bandwidth)
     return Evaluation(topology, algorithm, algorithm, made, seconds, ordered, bound)

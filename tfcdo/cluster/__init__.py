@@ -1,1 +1,1 @@
-"""The hosts of a cluster: who they are, and whether they do the same."""
+"""The hosts of a cluster, and the rules by which they decide together."""

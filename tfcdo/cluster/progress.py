@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 from absl import logging
 
-from tfcdo import cache_folder, wakeup
-from tfcdo.cluster import config, protocol
+from tfcdo import cache_folder
+from tfcdo.cluster import config, protocol, worker
 
 # Collectives of each kind whose times are kept, and uses of it if it has many packs.
 KEPT = 1000
@@ -128,7 +128,7 @@ def record(cluster: config.Cluster, kinds: Iterable[Kind], reason: str) -> Box:
 
 
 def write_box(box: Box) -> None:
-    """Writes a file in the cache folder, and logs its path, or why there is none."""
+    """Writes a file in the cache folder, and logs its path, or the error."""
     try:
         path = cache_folder.cache_folder() / "blackbox" / f"host{box.host}-{os.getpid()}.json"
         cache_folder.write_whole(path, msgspec.json.encode(box))
@@ -156,7 +156,7 @@ def listen() -> None:
         return
     handler = signal.getsignal(signal.SIGUSR1)
     if handler is signal.SIG_DFL:
-        wakeup.listen()
+        worker.listen()
         signal.signal(signal.SIGUSR1, _handle)
     elif handler is not _handle:
         logging.info("tfcdo: SIGUSR1 has a handler already, so it does not write the black box")
@@ -164,8 +164,8 @@ def listen() -> None:
 
 def asked() -> bool:
     """Returns whether SIGUSR1 has come since this was last asked."""
-    return wakeup.take(signal.SIGUSR1)
+    return worker.take_signal(signal.SIGUSR1)
 
 
 def _handle(number: int, frame: object) -> None:
-    wakeup.note(number)
+    worker.note_signal(number)

@@ -1,7 +1,7 @@
 """The rules by which hosts decide together, and a launcher about its workers; nothing else.
 
-Events go in, with the time where it matters, and decisions come out. There are no sockets, threads,
-clocks, files or TensorFlow here: `rendezvous`, `session`, `watch`, `keras.preemption`,
+Events go in, with the time where it matters, and decisions come out. This file has no sockets,
+threads, clocks, files or TensorFlow: `rendezvous`, `session`, `watch`, `keras.preemption`,
 `keras.backup_folder` and `launch.supervisor` bring events and carry decisions out. A simulator,
 tests/cluster/simulator.py, runs the same rules on millions of schedules of faults.
 """
@@ -14,8 +14,6 @@ import json
 import signal
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol
-
-from tfcdo import environment
 
 Description = Mapping[str, Any]
 Settings = Mapping[str, Any]
@@ -48,14 +46,14 @@ class RendezvousError(ClusterError):
     """A host is missing, or the hosts have different settings; the message names them."""
 
 
-# Meeting: before TensorFlow starts, all hosts come to the chief, and all go on or none does.
+# Meeting: before TensorFlow starts, all hosts come to the chief, and all continue or none does.
 
 PATIENCE = 5.0  # By how much the others are more patient than the chief, which knows who is late.
 _TELL_SECONDS = 10.0  # So that all learn that settings differ, also those on their way.
 
 
 class Meeting:
-    """The chief's part in a meeting: who is there, and whether all can go on."""
+    """The chief's part in a meeting: which hosts have come, and whether all can continue."""
 
     def __init__(
         self, names: Sequence[str], settings: Settings, membership: str, deadline: float
@@ -65,7 +63,7 @@ class Meeting:
         self.membership = membership  # Names these processes; a restarted one is not of them.
         self._deadline = deadline
         self._problem = ""
-        self.arrived: dict[int, Any] = {}  # The connection of each host that is there.
+        self.arrived: dict[int, Any] = {}  # The connection of each host that has come.
 
     @property
     def missing(self) -> list[int]:
@@ -90,7 +88,7 @@ class Meeting:
         self.arrived = {h: other for h, other in self.arrived.items() if other != connection}
 
     def decide(self, now: float) -> str | None:
-        """Returns None to wait, "" if all can go on, or why they cannot."""
+        """Returns None to wait, "" if all can continue, or why they cannot."""
         if self.missing and now <= self._deadline:
             return None
         late = f"{LATE} {self.waiting_for()}" if self.missing else ""
@@ -102,7 +100,7 @@ class Meeting:
 
 
 def may_keep_asking(now: float, deadline: float, greeted: bool) -> bool:
-    """Returns whether a host goes on waiting for the chief, which it has greeted or not."""
+    """Returns whether a host continues to wait for the chief, which it has greeted or not."""
     return now < deadline + (PATIENCE if greeted else 0.0)
 
 
@@ -128,11 +126,11 @@ class Store(Protocol):
         """Removes a key, so that it can be written again."""
 
     def check_hosts(self, jobs: Mapping[str, int]) -> None:
-        """Raises an error if one of so many tasks of each job has ended; for the chief."""
+        """Raises an error if a task has ended; the chief calls it with the tasks of each job."""
 
 
 class Kinds:
-    """What one host knows of the kinds of collectives that hosts have come to."""
+    """One host's knowledge of the kinds of collectives that hosts have announced."""
 
     def __init__(self, host: int, hosts: int, membership: str = "") -> None:
         self._membership = membership
@@ -157,7 +155,7 @@ class Kinds:
         return place
 
     def hear(self, host: int, announced: Description) -> None:
-        """Notes what another host has announced, as it stands in that host's `own`."""
+        """Notes another host's announcement, an entry of that host's `own`."""
         self.heard[host][digest(announced)] = announced
 
     def late(self, name: str) -> int | None:
@@ -172,13 +170,13 @@ class Kinds:
         return self.numbers[name]
 
     def stray(self, host: int) -> tuple[Description | None, Description] | None:
-        """Returns what this host waits in and what another one has come to, if that is unknown."""
+        """Returns the kind that this host waits in, and one of another host, unknown here."""
         strange = [d for name, d in self.heard[host].items() if name not in self.own]
         waiting = [d for name, d in self.own.items() if name not in self.numbers]
         return (waiting[-1] if waiting else None, strange[0]) if strange else None
 
 
-# Progress and failure: who waits looks for a reason, says for whom, and gives up in the end.
+# Progress and failure: a waiting host looks for a reason, names the late host, then gives up.
 
 LOG_AFTER = 60.0  # Seconds until the log says who is waited for.
 # Two hosts that have been waiting for this long, each for something that the other has not come to,
@@ -244,7 +242,7 @@ class Leaving:
         self.is_off = False  # No step is common, or the others cannot be asked.
 
     def hold(self) -> None:
-        """Begins no call until there is a decision: this machine will be taken away."""
+        """Begins no call until there is a decision: this machine is being preempted."""
         self._is_held = True
 
     def may_begin(self, call: int) -> bool | None:
@@ -275,7 +273,7 @@ class Leaving:
         return [host for host, begun in enumerate(self._begun) if begun is None]
 
     def proposal(self, waited: float) -> str | None:
-        """Returns what to propose after waiting for the others, or None to wait on."""
+        """Returns the proposal after waiting for the others, or None to continue waiting."""
         if not self.unheard:
             return str(max(begun for begun in self._begun if begun is not None))
         return NO_STEP if waited >= ANSWER_SECONDS else None
@@ -300,7 +298,7 @@ Position = tuple[int, int, str]
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The backup that all hosts restore, and who sends it to those that do not have it."""
+    """The backup that all hosts restore, and the host that sends it to hosts without it."""
 
     position: Position
     source: int
@@ -315,7 +313,7 @@ def choose(found: Sequence[Position | None]) -> Choice | None:
     return Choice(newest, found.index(newest), any(own != newest for own in found))
 
 
-# The operations on a folder, each of which happens at once. A writer creates its file before it
+# The operations on a folder; each happens at once. A writer creates its file before it
 # looks who owns the folder; a new owner enters its name before it removes files. So either the
 # writer sees the new name, or its file is gone when it is to become visible.
 
@@ -323,7 +321,7 @@ Operations = Generator[str, Any, bool]
 
 
 def take_folder() -> Operations:
-    """Takes a folder over: what an earlier owner is still writing never becomes visible."""
+    """Takes a folder over: an unfinished file of an earlier owner never becomes visible."""
     yield "enter name"
     yield "remove unfinished"
     return True
@@ -341,8 +339,10 @@ def add_backup(run: str) -> Operations:
     return bool(is_there)
 
 
-# Supervision: what a launcher does when its workers end.
+# Supervision: a launcher's actions when its workers end.
 
+# The exit status of a worker that has made a backup and asks to be started again (EX_TEMPFAIL).
+RESTART_STATUS = 75
 _KILLED = 128 + signal.SIGKILL
 TELL_OF_FAILURE = 0  # Not a signal: the worker learns that another one has failed.
 # Workers that end within this time may end because of each other; the first of them is to blame.
@@ -388,7 +388,7 @@ Actions = list[Send | Say]
 
 
 class Supervision:
-    """One run of workers: all end when one fails, and who leaves after a backup is let go."""
+    """One run of workers: all end when one fails; a worker may leave after a backup."""
 
     def __init__(self, workers: int, grace: float, leave: float) -> None:
         self.running = set(range(workers))
@@ -404,10 +404,10 @@ class Supervision:
         self.running.discard(event.worker)
         if not event.status or self._signal:
             return []
-        if event.status == environment.RESTART_STATUS:
+        if event.status == RESTART_STATUS:
             return self._let_go(event.worker, now)
         if self._is_settled:
-            # What follows the request to end does not count, but nobody asked for a SIGKILL yet.
+            # An end after the request to end does not count, unless by a SIGKILL from elsewhere.
             if event.status == _KILLED and not self._is_killing:
                 self._failures.append(event)
             return []
@@ -418,7 +418,7 @@ class Supervision:
 
     def ask(self, number: int, now: float) -> Actions:
         """A signal asks the launcher to end."""
-        if self._signal:  # Somebody who asks twice does not want to wait.
+        if self._signal:  # A user who asks twice does not want to wait.
             return self._kill()
         self._signal = number
         return [Say(f"got {_name(number)}: passing it on to the workers"), *self._stop(number, now)]
@@ -437,7 +437,7 @@ class Supervision:
             return Result(128 + self._signal, self._signal)
         blamed = self._blamed()
         if self._has_left:
-            return Result(environment.RESTART_STATUS, has_left=True)
+            return Result(RESTART_STATUS, has_left=True)
         return Result(blamed.status, blamed=blamed.worker) if blamed else Result(0)
 
     def _blamed(self) -> End | None:
@@ -457,7 +457,7 @@ class Supervision:
         ]
 
     def _settle(self, now: float) -> Actions:
-        """Decides who has failed, and ends the others."""
+        """Decides which worker has failed, and ends the others."""
         blamed = self._blamed()
         assert blamed is not None
         self._is_settled = True

@@ -2,11 +2,11 @@
 
 TensorFlow's start waits inside C++ with Python's lock held: nothing can be logged meanwhile, it
 cannot be interrupted, and a host that never comes is waited for without end. So the hosts first
-meet here, at the chief's address: each says who it is and how it is set up, and all go on together,
-or all learn why not.
+meet here, at the chief's address: each says who it is and how it is set up, and all continue
+together, or all learn why not.
 
-Both sides first prove with an HMAC over the other's nonce that they know the job's token. So nobody
-else is heard, and a process of another job that comes to the same port is not taken for one
+Both sides first prove with an HMAC over the other's nonce that they know the job's token. So no
+stranger is heard, and a process of another job that comes to the same port is not taken for one
 of this job.
 """
 
@@ -29,8 +29,7 @@ from multiprocessing.connection import Connection
 import msgspec
 from absl import logging
 
-from tfcdo import environment
-from tfcdo.cluster import config, protocol
+from tfcdo.cluster import config, protocol, worker
 from tfcdo.cluster.protocol import RendezvousError
 
 Setting = str | int | float | bool | None | list[str]
@@ -40,21 +39,21 @@ _FIRST_LINE = 10.0  # Seconds until the log says who is waited for; then each mi
 _NEXT_LINES = 60.0
 _RETRY = 0.2
 _POLL = 0.1
-# How long each part of a message may take, and how large one may be: strangers can send as well.
+# How long each part of a message may take, and how large one may be: strangers can send messages.
 _MESSAGE_SECONDS = 5
 _MAX_BYTES = 1 << 20
-_TOKEN = environment.CLUSTER_TOKEN
+_TOKEN = worker.CLUSTER_TOKEN
 
 
 class _Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Says who a host is, and how it is set up."""
+    """A host's number and settings."""
 
     host: int
     settings: dict[str, Setting]
 
 
 class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Says why hosts cannot go on, or else the name of their membership."""
+    """Says why hosts cannot continue, or else the name of their membership."""
 
     error: str
     membership: str = ""
@@ -71,7 +70,7 @@ class _Job:
 
 
 def meet(cluster: config.Cluster, settings: Settings, timeout: float, token: str) -> str:
-    """Waits until all hosts are there, know the token, have equal settings, and can be reached.
+    """Waits until all hosts have come, know the token, have equal settings, and can be reached.
 
     Returns the name of this membership, which no other start of the hosts has.
     """
@@ -100,7 +99,7 @@ def _listen(cluster: config.Cluster) -> socket.socket:
 
 
 def _lead(job: _Job, listener: socket.socket) -> str:
-    """Waits for all others, and tells them why not to go on, or "": the chief's part."""
+    """Waits for all others, and tells them why not to continue, or "": the chief's part."""
     membership = secrets.token_hex(8)
     names = [job.cluster.name(host) for host in range(len(job.cluster.tasks))]
     meeting = protocol.Meeting(names, job.settings, membership, job.deadline)
@@ -154,7 +153,7 @@ def _hear(
     token: str,
     arrivals: queue.SimpleQueue[tuple[Connection, _Greeting] | None],
 ) -> None:
-    """Hears who has come, in a thread, so that a slow stranger holds up nobody."""
+    """Reads a greeting, in a thread, so that a slow stranger delays no host."""
     channel = _channel(peer)
     try:
         _prove(channel, token, "chief", "host")

@@ -1,4 +1,4 @@
-"""A host's session: what it agrees on with the other hosts, before they exchange anything.
+"""A host's session: its agreement with the other hosts, before they exchange data.
 
 Hosts that run one program start the same collectives in the same order. Each kind of collective is
 described by all that its hosts must have in common, and the first time that a host comes to a kind,
@@ -38,12 +38,12 @@ _LAST_SECONDS = 8.0
 # A key comes back after this many uses of its kind, long after the last one has ended. TensorFlow
 # never forgets a key, so this is also the number that it keeps for each collective.
 _ROUNDS = 64
-# Keys are below this; the rest of 31 bits is for collectives of which each size has its own.
+# Keys are below this; the rest of 31 bits is for collectives with a key per size.
 NUM_KEYS = 2**24
 
 
 class Session:
-    """This host's part in the cluster: keys for collectives, and an eye on their progress."""
+    """This host's part in the cluster: keys for collectives, and a watch of their progress."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class Session:
         self._reading = threading.Lock()  # One thread at a time reads the others' announcements.
         self._rounds: dict[str, Iterator[int]] = {}
         self._turns: dict[str, Iterator[int]] = {}
-        self._texts: dict[str, str] = {}
+        self._told: set[str] = set()  # The texts of the chief.
 
     def agree(self, description: Description) -> None:
-        """Waits until all hosts have come to the same."""
+        """Waits until all hosts have announced the same description."""
         self.number(description, 0)
 
     def number(self, description: Description, size: int) -> int:
@@ -98,21 +98,18 @@ class Session:
         return number
 
     def text_of_chief(self, description: Description, make: Callable[[], str]) -> str:
-        """Returns a text that only the chief makes, once all hosts have come to it."""
+        """Returns a text that only the chief makes, once all hosts ask for it."""
         name = f"text/{digest(description)}"
-        if self.cluster.is_chief:
-            with self._lock:
-                if name not in self._texts:
-                    # Before the hosts agree, so that no other one has to wait for it.
-                    text = make()
-                    self.store.set(name, text)
-                    self._texts[name] = text
+        with self._lock:
+            if self.cluster.is_chief and name not in self._told:
+                # Before the hosts agree, so that the other hosts need not wait for it.
+                self.store.set(name, make())
+                self._told.add(name)
         self.agree(description)
-        agreed = self._texts.get(name) or self.store.get(name, self.timeout)
-        if agreed is None:
+        text = self.store.get(name, self.timeout)
+        if text is None:
             raise LateHostError(f"{LATE}: {self.cluster.name(0)} does not answer")
-        self._texts[name] = agreed
-        return agreed
+        return text
 
     def differing(self, kind: str, text: str) -> list[int]:
         """Tells the others a text; returns those that have told another one by now."""
@@ -168,7 +165,7 @@ class Session:
         if self.failure() is None:
             try:
                 self.store.set("failed", reason)
-            except Exception as error:  # Another host was first, or the chief is gone: as good.
+            except Exception as error:  # Another host was first, or the chief is gone: no action.
                 logging.info("tfcdo: could not tell the other hosts: %s", error)
 
     def leave(self, error: BaseException | None) -> None:
@@ -189,7 +186,7 @@ class Session:
                 while self.store.get(f"left/{host}", _POLL) is None:
                     if time.monotonic() > deadline:
                         return
-        except Exception as problem:  # The chief or another host is gone: there is nobody to tell.
+        except Exception as problem:  # The chief or another host is gone: no host to tell.
             logging.info("tfcdo: could not wait for the other hosts: %s", problem)
 
     def _has_announced(self, host: int, name: str) -> bool | None:
@@ -209,7 +206,7 @@ class Session:
         late: Callable[[], str],
         timeout: float,
     ) -> Any:
-        """Waits until `ready` returns something, or raises why it will not, or who is `late`."""
+        """Waits until `ready` returns a value; else raises the reason, or names `late`."""
         start = time.monotonic()
         wait = protocol.Wait(timeout)
         me = self.cluster.name(self.cluster.index)

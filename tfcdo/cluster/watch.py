@@ -1,4 +1,4 @@
-"""An eye on the collectives of this process: says who is waited for, ends waits that are too long.
+"""Watchdog for the collectives of this process: names late hosts, and ends waits that are too long.
 
 TensorFlow's own time-out of a collective keeps a thread asleep for each one that has been started,
 for as long as the time-out is; and its error names neither the collective nor the host.
@@ -196,7 +196,7 @@ class Watch:
         return f"{waiting.place(waiting.count)} has waited {waited:.0f} s on {me} for {late}"
 
     def _waited_for(self, waiting: progress.Kind) -> list[str]:
-        """Names the hosts that have not come to a collective, and where they are."""
+        """Names the hosts that have not entered a collective, and where they wait."""
         late = []
         for host in self._cluster.others:
             status = self._store.get(f"waiting/{host}", _STATUS_TIMEOUT)
@@ -207,7 +207,7 @@ class Watch:
             with self._lock:
                 theirs = self._watched.get(name)
             if theirs is waiting and count >= waiting.count:
-                continue  # It waits as well, or is ahead.
+                continue  # It waits in the same collective, or is ahead.
             place = theirs.place(count) if theirs else "another collective"
             late.append(f"{self._cluster.name(host)}, which waits in {place}")
         return late

@@ -14,9 +14,9 @@ from tfcdo.bench import devices as bench_devices
 from tfcdo.bench import implementations, measure, workloads
 from tfcdo.doctor.examination import Copies, Machine, Sums
 from tfcdo.execute import copy_trees
+from tfcdo.log import format_bytes
 from tfcdo.plan.packing import deal_owners, owned_sizes
 from tfcdo.topology import detection
-from tfcdo.units import format_bytes
 
 _MODELS = ("mobilenet", "bert-base")
 # Bytes that are copied between two devices. Between GPUs many, as the call itself takes a while.

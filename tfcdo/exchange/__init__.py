@@ -1,4 +1,4 @@
-"""Exchanges: what the roots of hosts do with the sum of a pack, for `exchange=` of a strategy."""
+"""Exchanges: how the roots of hosts add up the sums of a pack, for `exchange=` of a strategy."""
 
 from tfcdo.exchange.casts import Blocks, Cast
 from tfcdo.exchange.diloco import DiLoCo

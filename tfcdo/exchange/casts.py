@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from tfcdo import checks, dtypes
+from tfcdo import checks
+from tfcdo.exchange import dtypes
 from tfcdo.exchange.protocol import Collective, Exchange, PackSpec, Peers
 
 # Shares are a multiple of this many values, 64 bytes: TensorFlow takes a tensor apart without
@@ -26,14 +27,14 @@ CAST_DTYPES = ("bfloat16", "float16")
 
 
 class _Shares(Exchange):
-    """The sum of shares, encoded: what `Cast` and `Blocks` have in common."""
+    """The sum of encoded shares: the common part of `Cast` and `Blocks`."""
 
     dtype: str
     error_feedback: bool
 
     @abc.abstractmethod
     def layout(self, size: int, hosts: int) -> tuple[int, int]:
-        """Returns the number and size of the blocks of a share of so many values."""
+        """Returns the number and size of the blocks of a share of `size` values."""
 
     def state(self, pack: PackSpec, hosts: int) -> dict[str, np.ndarray]:
         """Returns the errors of the shares that a host sends, and of the sums that it forms."""
@@ -93,7 +94,7 @@ class Cast(_Shares):
         _check(self, CAST_DTYPES)
 
     def layout(self, size: int, hosts: int) -> tuple[int, int]:
-        """Returns the number and size of the blocks of a share of so many values: one block."""
+        """Returns the number and size of the blocks of a share of `size` values: one block."""
         return 1, -(-size // (hosts * SHARE_ALIGNMENT)) * SHARE_ALIGNMENT
 
 
@@ -129,7 +130,7 @@ class Blocks(_Shares):
         checks.check_int("block", self.block, at_least=2)
 
     def layout(self, size: int, hosts: int) -> tuple[int, int]:
-        """Returns the number and size of the blocks of a share of so many values."""
+        """Returns the number and size of the blocks of a share of `size` values."""
         # The blocks are equal, so that a share has few values more than it must have. Values of 8
         # bits are sent in pairs.
         blocks = -(-size // (hosts * self.block))

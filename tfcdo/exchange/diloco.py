@@ -1,4 +1,4 @@
-"""DiLoCo: hosts train alone, and exchange what has become of the parameters every so many steps."""
+"""DiLoCo: hosts train alone, and exchange the changes of the parameters after `every` steps."""
 
 from __future__ import annotations
 

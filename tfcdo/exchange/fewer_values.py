@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tfcdo import checks, dtypes
+from tfcdo import checks
+from tfcdo.exchange import dtypes
 from tfcdo.exchange.protocol import Collective, Exchange, PackSpec, Peers
 
 

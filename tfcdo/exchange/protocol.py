@@ -1,4 +1,4 @@
-"""The protocol of what the roots of hosts do with a pack's sum, the exact sum, and a rehearsal."""
+"""The protocol of exchanges between the roots of hosts, the exact sum, and a rehearsal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from tfcdo import dtypes
+from tfcdo.exchange import dtypes
 
 _SECONDS = 60.0  # To wait for the other threads; only an exchange that hangs needs them.
 Kind = Literal["all_reduce", "all_to_all", "all_gather", "broadcast"]
@@ -67,7 +67,8 @@ class Peers(Protocol):
     """The roots of a pack on all hosts, as `Exchange.run` sees them.
 
     Every host must call the same methods in the same order, with tensors of the same shapes, as
-    `Exchange.cost` lists them. A result has the same bits on every host, but for `all_to_all`.
+    `Exchange.cost` lists them. The results of all methods but `all_to_all` are bitwise identical on
+    all hosts.
 
     Attributes:
       rank: this host's number.
@@ -92,7 +93,7 @@ class Peers(Protocol):
 
 @runtime_checkable
 class Exchange(Protocol):
-    """What the roots of hosts do with a pack's sum: a frozen dataclass that inherits from this.
+    """How the roots of hosts add up a pack's sums: a frozen dataclass that inherits from this.
 
     The class and its fields are compared among hosts, and name the state in checkpoints. Only
     gradients of float32 and float64 in packs of at least 4 KiB reach an exchange; all other values
@@ -149,7 +150,7 @@ class Exchange(Protocol):
 
 
 class CheckedPeers(abc.ABC):
-    """`Peers` that hold an exchange to its cost; how they emit a call is for others to say."""
+    """`Peers` that hold an exchange to its cost; subclasses emit the calls."""
 
     def __init__(self, exchange: Exchange, spec: PackSpec, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

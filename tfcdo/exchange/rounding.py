@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import dtypes
+from tfcdo.exchange import dtypes
 from tfcdo.exchange.protocol import Peers
 
 # The largest error of rounding to a dtype: relative to the number; for int8, to the largest one of

@@ -15,7 +15,7 @@ from tfcdo.execute import copy_trees, explain, nccl, request
 from tfcdo.execute.between import Network
 from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback, Residuals
-from tfcdo.execute.question import Owned, Question, questions
+from tfcdo.execute.groups import Group, Owned, grouped
 from tfcdo.execute.request import Reduction, devices_of, existing_device
 from tfcdo.plan import decide as deciding
 from tfcdo.plan.decide import BetweenHosts, Machine, Options
@@ -23,8 +23,8 @@ from tfcdo.plan.plan import Plan
 from tfcdo.topology import detection
 from tfcdo.topology.topology import Topology
 
-# A tf.function rewrites the Python that it calls, for tensors in `if` and `for`. There are none
-# here, so rewriting all of tfcdo would only make tracing slow.
+# A tf.function rewrites the Python that it calls, for tensors in `if` and `for`. tfcdo has no such
+# tensors, so rewriting it would only make tracing slow.
 _as_written = tf.autograph.experimental.do_not_convert
 
 
@@ -205,10 +205,10 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
           2
         """
 
-        def emit(reductions: Sequence[Reduction]) -> list[tuple[Question, Plan]]:
+        def emit(reductions: Sequence[Reduction]) -> list[tuple[Group, Plan]]:
             found = self._plans_of("sum", reductions)
-            for question, plan in found:
-                question.emit(plan, self._network, self._accumulate)
+            for group, plan in found:
+                group.emit(plan, self._network, self._accumulate)
             return found
 
         known = devices if devices is not None or self._network is None else self._network.devices
@@ -244,12 +244,12 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         ]
         return self._run(self._plans_of("gather", reductions, options), axis)
 
-    def _run(self, found: Sequence[tuple[Question, Plan]], axis: Any = None) -> list[Any]:
+    def _run(self, found: Sequence[tuple[Group, Plan]], axis: Any = None) -> list[Any]:
         results: dict[int, Any] = {}
-        # They may be refused, before the first op is created.
-        kept = [self._residuals(plan, question) for question, plan in found]
-        for (question, plan), residuals in zip(found, kept, strict=True):
-            results.update(question.run(plan, self._network, residuals, self._accumulate, axis))
+        # Residuals may be refused, before the first op is created.
+        kept = [self._residuals(plan, group) for group, plan in found]
+        for (group, plan), residuals in zip(found, kept, strict=True):
+            results.update(group.run(plan, self._network, residuals, self._accumulate, axis))
         return [results[position] for position in range(len(results))]
 
     @property
@@ -277,15 +277,15 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
 
     def _plans_of(
         self, op: str, reductions: Sequence[Reduction], options: Any = None
-    ) -> list[tuple[Question, Plan]]:
+    ) -> list[tuple[Group, Plan]]:
         # An accumulation_fn may take other dtypes, until the result is divided.
         if op == "mean" or (op == "sum" and self.accumulation_fn is None):
             request.check_numeric(reductions)
         root, user = self.reduce_to_device, self.accumulation_fn is not None
         root = None if root is None else existing_device("reduce_to_device", root)
         chosen = self._options_of(options)
-        found = questions(op, reductions, chosen, self._network, root, user)
-        return [(question, self._plan(question, chosen)) for question in found]
+        found = grouped(op, reductions, chosen, self._network, root, user)
+        return [(group, self._plan(group, chosen)) for group in found]
 
     @property
     def is_one_device(self) -> bool:
@@ -300,8 +300,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         packing = dataclasses.replace(self._options.packing, bytes_per_pack=most)
         return dataclasses.replace(self._options, packing=packing)
 
-    def _plan(self, question: Question, options: Options) -> Plan:
-        batch, devices = question.batch, question.devices[: question.batch.replicas]
+    def _plan(self, group: Group, options: Options) -> Plan:
+        batch, devices = group.batch, group.devices[: group.batch.replicas]
         reasons = []
         for dtype in sorted(deciding.nccl_dtypes(batch, options)):
             status = nccl.nccl_status(devices, dtype)
@@ -325,7 +325,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
             return self._network.topology_of(devices), "is the first host's"
         return detection.detect(tuple(devices)), "was detected"
 
-    def _residuals(self, plan: Plan, question: Question) -> Residuals | None:
+    def _residuals(self, plan: Plan, group: Group) -> Residuals | None:
         if self._feedback is None or not plan.has_state:
             return None
         for pack in plan.packs:
@@ -335,7 +335,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
                     "error_feedback needs values whose shapes are known while a function is "
                     f"traced; got {value}"
                 )
-        return self._feedback.residuals(plan.residual_key, question.devices)
+        return self._feedback.residuals(plan.residual_key, group.devices)
 
     def _accumulate(self, values: Sequence[tf.Tensor], name: str) -> tf.Tensor:
         """Calls the accumulation_fn and checks its result."""
@@ -359,7 +359,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         ops = copy.copy(self)
         ops._network = network
         ops._options = dataclasses.replace(self._options, between=between)
-        # The exchange may keep state; without a variable's path nobody knows.
+        # The exchange may keep state: it is not known before it gets a variable's path.
         if between.exchange != SUM and ops._feedback is None:
             ops._feedback = ErrorFeedback()
             ops._track_trackable(ops._feedback, "error_feedback", overwrite=True)

@@ -2,7 +2,7 @@
 
 The roots of one pack on all hosts exchange the sums of their trees; nothing else crosses between
 hosts. Each host sends the data of one device, however many devices it has. Or, where NCCL runs, all
-devices of all hosts take part in one collective, and there are no trees.
+devices of all hosts take part in one collective, without trees.
 
 Before the first byte is sent, the hosts agree on the plan's fingerprint.
 """
@@ -24,13 +24,14 @@ from tfcdo.cluster.session import NUM_KEYS, Session
 from tfcdo.exchange import rounding
 from tfcdo.exchange.protocol import CheckedPeers, Exchange, Kind, PackSpec
 from tfcdo.execute import graphless, numerics
+from tfcdo.execute.numerics import on_each
 from tfcdo.plan import plan as plans
 from tfcdo.plan.plan import Plan
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
-# TensorFlow never forgets the shape with which a key was used first. So what differs in size from
-# step to step has other keys for each size. Gathers are padded to one of few sizes.
+# TensorFlow never forgets the shape with which a key was used first. So a tensor whose size differs
+# from step to step has a key per size. Gathers are padded to one of few sizes.
 _SIZES = sorted({2**octave * (4 + quarter) // 4 for octave in range(31) for quarter in range(4)})
 _NUM_SIZES = 127
 
@@ -63,7 +64,7 @@ class Network:
 
     def with_known_devices(self, known: Sequence[str]) -> tuple[str, ...]:
         """Fills in devices that are not known while tracing."""
-        # One value a replica is on the replicas' devices, anything else on the CPU.
+        # One value per replica is on the replicas' devices; other numbers of values are on the CPU.
         usual = self.devices
         if len(known) != len(self.devices):
             usual = (self.host_device,) * len(known)
@@ -148,12 +149,12 @@ class Marks:
         self._times = graphless.bare_variable(f"times_{name}", device, tf.float64, [self._length])
 
     def mark(self, tensors: Sequence[tf.Tensor], after: tf.Operation | None = None) -> tf.Operation:
-        """Counts one more event as soon as these tensors, and an earlier mark, are there."""
+        """Counts one more event as soon as these tensors, and an earlier mark, exist."""
         before = [*tensors, after] if after is not None else list(tensors)
         with tf.control_dependencies(before), tf.device(self._device):
             count, times = map(tf_internals.captured, (self._count, self._times))
             number = tf.raw_ops.ReadVariableOp(resource=count, dtype=tf.int64)
-            # The time first, so that each event that is counted has its time.
+            # The time is written first, so that each counted event has a time.
             timed = tf.raw_ops.ResourceScatterUpdate(
                 resource=times, indices=number % self._length, updates=tf.raw_ops.Timestamp()
             )
@@ -205,18 +206,16 @@ class Collectives:
             sums, changed = exchange.run(tensors, state, peers)
             peers.check_end(tensors, sums, state, changed)
             wide = [tf.cast(own, total.dtype) for own, total in zip(tensors, sums, strict=True)]
-            places = (device,) * len(wide)
-            return _gradient_of_sums(self.network, device).of(sums, wide, places), changed
+            joint = _gradient_of_sums(self.network, (device,))
+            return joint.of(sums, wide, (device,) * len(wide)), changed
 
     def all_reduce_flat(
         self, tensors: Sequence[tf.Tensor], devices: Sequence[str]
     ) -> list[tf.Tensor]:
         """Adds up one tensor of each device of all hosts by one collective; 16-bit floats in 32."""
-        totals, wide = self.sum(tensors, devices), []
-        for tensor, total, device in zip(tensors, totals, devices, strict=True):
-            with tf.device(device):
-                wide.append(tf.cast(tensor, total.dtype))
-        return _gradient_of_sum(self.network, tuple(devices)).of(totals, wide, devices)
+        totals = self.sum(tensors, devices)
+        wide = on_each(devices, lambda own, total: tf.cast(own, total.dtype), tensors, totals)
+        return _gradient_of_sums(self.network, tuple(devices)).of(totals, wide, devices)
 
     def all_gather(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
         """Concatenates the rows of all hosts, in their order; numbers of rows may differ."""
@@ -307,10 +306,7 @@ class Collectives:
         self, tensors: Sequence[tf.Tensor], devices: Sequence[str], line: str = ""
     ) -> list[tf.Tensor]:
         """Adds up one tensor of each device of all hosts; it has no gradient."""
-        parts = []
-        for tensor, device in zip(tensors, devices, strict=True):
-            with tf.device(device):
-                parts.append(numerics.as_summed(tensor))
+        parts = on_each(devices, numerics.as_summed, tensors)
         entered, key = self._marks.mark(parts), self._key(parts[0])
         totals = []
         for part, device in zip(parts, devices, strict=True):
@@ -327,12 +323,7 @@ class Collectives:
                 )
                 totals.append(total)
         self._marks.mark(totals, after=entered)
-        results = []
-        for total, tensor, device in zip(totals, tensors, devices, strict=True):
-            with tf.device(device):
-                back = numerics.from_collective(total, tensor, summed=True)
-                results.append(numerics.upcast(back))
-        return results
+        return on_each(devices, numerics.from_sum, totals, tensors)
 
     def copy(
         self,
@@ -405,26 +396,22 @@ class _RootPeers(CheckedPeers):
 
 
 @functools.cache
-def _gradient_of_sum(network: Network, devices: tuple[str, ...]) -> graphless.JointGradient:
-    """Returns the gradient of a sum over all hosts: the sum of all gradients, by one collective."""
+def _gradient_of_sums(network: Network, devices: tuple[str, ...]) -> graphless.JointGradient:
+    """Returns the gradient of sums over all hosts: the sums of all gradients, by one collective.
+
+    The sums are one of each device, or several of a single device.
+    """
 
     def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-        description = _describe_one_collective("gradient of an all-reduce", upstream, devices)
-        return Collectives(network, description).all_reduce_flat(upstream, devices)
-
-    return graphless.JointGradient(gradient)
-
-
-@functools.cache
-def _gradient_of_sums(network: Network, device: str) -> graphless.JointGradient:
-    """Returns the gradient of sums of several tensors of a device: the sums of all gradients."""
-
-    def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-        with tf.device(device):
-            flat = rounding.laid_out(upstream)
-        description = _describe_one_collective("gradient of an all-reduce", [flat], [device])
-        [total] = Collectives(network, description).all_reduce_flat([flat], [device])
-        with tf.device(device):
-            return numerics.like(upstream, total)
+        tensors = list(upstream)
+        if len(devices) == 1:
+            with tf.device(devices[0]):
+                tensors = [rounding.laid_out(upstream)]
+        description = _describe_one_collective("gradient of an all-reduce", tensors, devices)
+        totals = Collectives(network, description).all_reduce_flat(tensors, devices)
+        if len(devices) > 1:
+            return totals
+        with tf.device(devices[0]):
+            return numerics.like(upstream, totals[0])
 
     return graphless.JointGradient(gradient)

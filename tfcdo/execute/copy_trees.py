@@ -6,7 +6,7 @@ both, and `broadcast/0to2` is the copy back. With several tensors, a number is a
 second tensor on.
 
 Between devices, float32 and float64 may be rounded to 16 bits where they are copied; sums are
-formed in their own dtype. docs/wire.md derives the error.
+formed in their own dtype. docs/wire-numerics.md derives the error.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import dtypes
-from tfcdo.exchange import rounding
+from tfcdo.exchange import dtypes, rounding
 from tfcdo.execute import graphless
 from tfcdo.execute.feedback import Residuals
 from tfcdo.plan.copy_tree import CopyTree
@@ -101,7 +100,7 @@ class PackCodec:
     """The codec of one pack, with the rounding errors that its devices keep."""
 
     wire: str  # The dtype that is sent.
-    dtype: tf.DType  # Of the values.
+    dtype: tf.DType  # The dtype of the values.
     residuals: Residuals | None = None  # None without error feedback.
     pack: int = 0  # Its number.
 

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import checks, tf_internals
-from tfcdo.execute.question import Question
+from tfcdo.execute.groups import Group
 from tfcdo.execute.request import Reduction, check_device, check_owned, check_pairs
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.packing import deal_owners, owned_sizes
@@ -96,7 +96,7 @@ def explain(
     dtype: Any,
     devices: Sequence[str] | None,
     # Creates ops; returns their plans.
-    emit: Callable[[Sequence[Reduction]], list[tuple[Question, Plan]]],
+    emit: Callable[[Sequence[Reduction]], list[tuple[Group, Plan]]],
     shard_optimizer_state: bool = False,
 ) -> Explanation:
     """Explains how a class sums a batch of values; see `ConfiguredCrossDeviceOps.explain`."""
@@ -108,7 +108,7 @@ def explain(
     for index, shape in enumerate(known):
         if not shape.is_fully_defined():
             raise ValueError(f"shapes[{index}] must be fully known; got {shape}")
-    found: list[tuple[Question, Plan]] = []
+    found: list[tuple[Group, Plan]] = []
     sizes = [(shape.num_elements() or 0) * dtype.size for shape in known]
     sharded = shard_optimizer_state and len(names) > 1
     owner = deal_owners(sizes, len(names)) if sharded else ()

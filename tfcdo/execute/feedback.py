@@ -103,7 +103,7 @@ class ErrorFeedback(tf_internals.Trackable):
         # By structure; then by the function that uses them and, of several such batches in it,
         # which one this is.
         self._kept: dict[str, dict[tuple[Hashable, int], Residuals]] = {}
-        # Values from a backup, for variables that are not there yet.
+        # Values from a backup, for variables that do not exist yet.
         self._restored: dict[str, Any] = {}
         # All residuals; the names are the same in another process.
         self.by_name: dict[str, tf.Variable] = {}

@@ -1,4 +1,4 @@
-"""What belongs to no graph: gradients, group keys, the order of collectives, and counters.
+"""Objects outside of graphs: gradients, group keys, the order of collectives, and counters.
 
 `tf.custom_gradient` registers a new gradient in each graph, which keeps the graph alive for as long
 as the process runs.
@@ -16,13 +16,16 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import tf_internals
+from tfcdo.execute.numerics import on_each
 
 # Group keys of ours, far from those that TensorFlow's strategies count up from 1.
 _GROUP_KEYS = {"CPU": 7_001_000, "GPU": 7_002_000}
 _ALL_DEVICES_KEYS = {"CPU": 7_003_000, "GPU": 7_004_000}
 _lock = threading.Lock()
 
-with contextlib.suppress(KeyError):  # It is registered already if this module is reloaded.
+with contextlib.suppress(
+    KeyError
+):  # The gradient is registered already if this module is reloaded.
     tf.RegisterGradient("TfcdoGradientOf")(lambda op, upstream, _: (None, upstream))
 
 
@@ -46,7 +49,7 @@ class JointGradient:
     _numbers = itertools.count()
 
     def __init__(self, function: Callable[..., Sequence[tf.Tensor]]) -> None:
-        # From the results' gradients to the tensors'. It is registered, so it must hold no graph.
+        # Maps the results' gradients to the tensors'. It stays registered, so it holds no graph.
         self._function = function
         self._name = f"TfcdoJointGradient{next(self._numbers)}"
         tf.RegisterGradient(self._name)(self._of_op)
@@ -54,7 +57,7 @@ class JointGradient:
     def of(
         self, results: Sequence[tf.Tensor], tensors: Sequence[tf.Tensor], devices: Sequence[str]
     ) -> list[tf.Tensor]:
-        """Returns results, one on each device, whose gradients go on to the tensors together."""
+        """Returns results, one on each device, whose gradients reach the tensors together."""
         # A gradient of all tensors together needs an op that all pass through, and TensorFlow's is
         # on one device. So the tensors go there, not the results: a gradient sees that op, but it
         # is pruned before the step runs, as nothing uses its values.
@@ -65,11 +68,7 @@ class JointGradient:
             with graph.gradient_override_map({"IdentityN": self._name}):
                 passed = list(tf.raw_ops.IdentityN(input=tensors))
         tf_internals.record_operation(self._name, passed, list(tensors), self._of_results)
-        found = []
-        for result, tensor, device in zip(results, passed, devices, strict=True):
-            with tf.device(device):
-                found.append(with_gradient_of(result, tensor))
-        return found
+        return on_each(devices, with_gradient_of, results, passed)
 
     def _of_results(self, *upstream: Any) -> Sequence[tf.Tensor]:
         return self._function(*[tf.convert_to_tensor(one) for one in upstream])
@@ -101,7 +100,7 @@ def group_key(*devices: str) -> int:
 
 def ordering_token(device: str, line: str = "") -> tf.Tensor:
     """Returns the resource by which TensorFlow runs the collectives of a device one by one."""
-    # On a CPU, those of one `line` need not wait for the others. NCCL needs one order for all.
+    # On a CPU, only the collectives of one `line` wait for each other. NCCL needs one order.
     is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
     name = f"order_{device_number(device)}_{line if is_cpu else ''}"
     return tf_internals.captured(bare_variable(name, device, tf.float32))

@@ -46,7 +46,7 @@ class Planned:
     """Describes an all-reduce that was put into a graph."""
 
     scope: str  # The name scope of its ops, such as "replica_1/tfcdo_2".
-    devices: tuple[str, ...]  # Of each node.
+    devices: tuple[str, ...]  # Each node's.
     plan: Plan
 
 
@@ -134,7 +134,7 @@ def _reduce_pack(
         return [result if node == tree.root else None for node in range(tree.num_devices)]
     if pack.kind == "rows":
         return _rows_down(pack, result, held, devices)
-    if pack.to is not None:  # Where there was nothing to add, the result may be on another device.
+    if pack.to is not None:  # A sum of one value may be on another device.
         result = copy_trees.copy(result, root)
     if codec is None:
         return copy_trees.broadcast_down(tree, result, devices, pack.to)
@@ -279,12 +279,11 @@ def _reduce_without_tree(
         codec = _codec(pack, index, runtime)
         return nccl.reduce_pack(held, devices, codec, pack.root.divide)
     assert runtime.collectives is not None
-    results = []
+    dtype = tf.as_dtype(pack.dtype)
     totals = runtime.collectives.all_reduce_flat([tensor for (tensor,) in held], devices)
-    for total, device in zip(totals, devices, strict=True):
-        with tf.device(device):
-            results.append([numerics.finish(total, pack.root.divide, tf.as_dtype(pack.dtype))])
-    return results
+    return numerics.on_each(
+        devices, lambda total: [numerics.finish(total, pack.root.divide, dtype)], totals
+    )
 
 
 def _pack_all(plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str]) -> list[Held]:

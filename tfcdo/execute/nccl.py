@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,11 +16,12 @@ from tfcdo import checks, tf_internals, virtual_devices
 from tfcdo.exchange import rounding
 from tfcdo.execute import copy_trees, graphless, numerics
 from tfcdo.execute.copy_trees import PackCodec
+from tfcdo.execute.numerics import on_each
 from tfcdo.execute.request import check_device
 
 OP = "NcclAllReduce"
-# The kernels of one pack find each other by this name: never used twice in a process, and not in
-# another one either, as graphs may be saved and loaded there. `next` on it is atomic.
+# The kernels of one pack find each other by a name that is unique in this process and in others,
+# where graphs may be loaded. `next` is atomic.
 _numbers = itertools.count()
 _PROCESS = uuid.uuid4().hex[:12]
 _HOST = "/cpu:0"
@@ -125,8 +126,8 @@ def _problem_of_function() -> tuple[str, str] | None:
 def _problem_of_physical_devices(
     indices: Sequence[int], device_type: str
 ) -> tuple[str, str] | None:
-    """Returns the problem of devices that do not exist or share a physical one, if there is one."""
-    physical = [  # Of each logical device, in the order of their numbers.
+    """Returns the problem of devices that do not exist or share a physical one, or None."""
+    physical = [  # The device of each logical one, by its number.
         device.name
         for device in tf.config.get_visible_devices(device_type)
         for _ in range(virtual_devices.num_logical(device))
@@ -161,9 +162,9 @@ def reduce_pack(
     # Encoded values are added in 16 bits, with one scale for all devices.
     if codec is not None:
         return _reduce_encoded(held, devices, codec, divide)
-    wide = _on_each(devices, lambda own: [numerics.upcast(tensor) for tensor in own], held)
+    wide = on_each(devices, lambda own: [numerics.upcast(tensor) for tensor in own], held)
     totals = _sum_each(wide, devices)
-    return _on_each(
+    return on_each(
         devices,
         lambda sums, own: [
             numerics.finish(total, divide, tensor.dtype)
@@ -181,13 +182,13 @@ def _reduce_encoded(
     divide: int | None,
 ) -> list[list[tf.Tensor]]:
     ranks, wire = range(len(devices)), codec.wire
-    carried = _on_each(devices, codec.carry, held, ranks)
+    carried = on_each(devices, codec.carry, held, ranks)
     scales: list[Any] = [None] * len(devices)
     if codec.scaled:
-        largest = _emit(_on_each(devices, rounding.largest_magnitude, carried), devices, "max")
-        scales = _on_each(devices, lambda one: rounding.scale_for(one, wire, len(devices)), largest)
-    bits = _on_each(devices, codec.round, carried, ranks, scales)
-    return _on_each(
+        largest = _emit(on_each(devices, rounding.largest_magnitude, carried), devices, "max")
+        scales = on_each(devices, lambda one: rounding.scale_for(one, wire, len(devices)), largest)
+    bits = on_each(devices, codec.round, carried, ranks, scales)
+    return on_each(
         devices,
         lambda sums, scale: [
             numerics.finish(copy_trees.decode(total, codec.dtype, scale), divide, codec.dtype)
@@ -196,17 +197,6 @@ def _reduce_encoded(
         _sum_each(bits, devices),
         scales,
     )
-
-
-def _on_each(
-    devices: Sequence[str], function: Callable[..., Any], *arguments: Sequence[Any]
-) -> list[Any]:
-    """Calls a function on each device, with the arguments of that device."""
-    results = []
-    for device, *own in zip(devices, *arguments, strict=True):
-        with tf.device(device):
-            results.append(function(*own))
-    return results
 
 
 def _sum_each(
@@ -245,21 +235,17 @@ def _emit(
             )
     _serialize_calls(sums)
     # Each kernel waits for all others, but TensorFlow does not know: it prunes those whose results
-    # nobody asks for, and the rest would wait for ever. So each result depends on all of them.
-    results = []
+    # are not used, and the rest would hang. So each result depends on all of them.
     with tf.control_dependencies(sums):
-        for total, device in zip(sums, devices, strict=True):
-            with tf.device(device):
-                results.append(tf.identity(total))
-    return results
+        return on_each(devices, tf.identity, sums)
 
 
 def _serialize_calls(sums: Sequence[tf.Tensor]) -> None:
     """Makes repeated calls of the `tf.function` that is being traced wait for each other."""
-    # A function that is called twice in one step is there twice with the same shared names: kernels
+    # A function that is called twice in one step runs twice with the same shared names: kernels
     # of one call would meet the other's. TensorFlow runs the calls in turn if they write to the
     # same resource and the function waits for the write. A graph of TensorFlow 1 does not order
-    # calls: there, call such a function once in a step.
+    # calls: with one, call such a function once per step.
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return
     counter = graphless.bare_variable(_PROCESS, _HOST, tf.int32)

@@ -1,14 +1,13 @@
-"""Numerics: additions, casts, sizes, shapes and cuts of tensors, as ops take them."""
+"""Numerics: additions, casts, sizes, shapes and cuts of tensors, on the devices that hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import dtypes
-from tfcdo.exchange import rounding
+from tfcdo.exchange import dtypes, rounding
 
 _WIDER = {tf.as_dtype(dtype): tf.as_dtype(wide) for dtype, wide in dtypes.SUM_DTYPE.items()}
 # For `CollectiveReduceV2`: sums of integers are correct modulo their size in wider ones too, and a
@@ -36,6 +35,17 @@ _COPIED_BITS = {
 }
 
 
+def on_each(
+    devices: Sequence[str], function: Callable[..., Any], *arguments: Sequence[Any]
+) -> list[Any]:
+    """Calls a function on each device, with the arguments of that device."""
+    results = []
+    for device, *own in zip(devices, *arguments, strict=True):
+        with tf.device(device):
+            results.append(function(*own))
+    return results
+
+
 def upcast_dtype(dtype: tf.DType) -> tf.DType:
     """Returns the dtype that sums of values of a dtype are formed in."""
     return _WIDER.get(dtype, dtype)
@@ -43,7 +53,7 @@ def upcast_dtype(dtype: tf.DType) -> tf.DType:
 
 def upcast(value: tf.Tensor) -> tf.Tensor:
     """Casts a value to the dtype that sums are formed in: 16-bit floats to 32 bits."""
-    # Without a call where there is nothing to cast: with thousands of values it would be felt.
+    # No call where nothing is cast: with thousands of values, calls take noticeable time.
     return tf.cast(value, _WIDER[value.dtype]) if value.dtype in _WIDER else value
 
 
@@ -62,7 +72,7 @@ def add(values: Sequence[tf.Tensor], name: str | None = None) -> tf.Tensor:
     """Adds tensors of one shape, or partial sums of them, on the current device; see `upcast`."""
     if len(values) == 1:
         return values[0]
-    # All are tensors already, so there is nothing that tf.add_n has to convert or check.
+    # All are tensors already, so the conversions and checks of tf.add_n are not needed.
     return tf.raw_ops.AddN(inputs=[upcast(value) for value in values], name=name)
 
 
@@ -79,7 +89,7 @@ def int64(numbers: Iterable[int | None]) -> tf.Tensor:
 
 
 def flatten(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor with one axis, as it is if it has one already."""
+    """Returns a tensor with one axis; a vector is returned unchanged."""
     return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, int64([-1]))
 
 
@@ -133,10 +143,15 @@ def as_copied(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tensor, _COPIED_AS.get(tensor.dtype, tensor.dtype))
 
 
-def from_collective(received: tf.Tensor, like: tf.Tensor, summed: bool = False) -> tf.Tensor:
-    """Turns a result back into the dtype of `like`; sums of 16-bit floats stay in 32 bits."""
-    if like.dtype in (_SUMMED_BITS if summed else _COPIED_BITS):
+def from_collective(received: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Turns a copy of a result of `as_copied` back into the dtype of `like`."""
+    if like.dtype in _COPIED_BITS:
         return tf.bitcast(received, like.dtype)
-    if summed and like.dtype in (tf.float16, tf.bfloat16):
-        return received
     return tf.cast(received, like.dtype)
+
+
+def from_sum(total: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Turns a sum of results of `as_summed` back into the dtype that sums of `like` have."""
+    if like.dtype in _SUMMED_BITS:
+        return tf.bitcast(total, like.dtype)
+    return tf.cast(total, upcast_dtype(like.dtype))

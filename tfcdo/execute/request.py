@@ -17,7 +17,7 @@ class Reduction:
     """Holds one checked (value, destinations) pair of a batch."""
 
     values: tuple[Any, ...]  # One tensor or `tf.IndexedSlices` per replica.
-    devices: tuple[str, ...]  # Of each value; `""` where it is not known at trace time.
+    devices: tuple[str, ...]  # Each value's; `""` where it is not known at trace time.
     destinations: tuple[str, ...]  # The devices that get the result.
     exact: bool = False  # Never rounded where it is copied: only gradients are.
     # The replica that updates its variable with the sum; None if the sum itself is sent.
@@ -67,7 +67,7 @@ def check_options(options: Any) -> None:
 def check_cross_device_ops(ops: Any) -> None:
     """Raises `TypeError` unless `ops` is None or a `tf.distribute.CrossDeviceOps`.
 
-    TensorFlow takes anything, a class in place of an object too, and fails in the first reduction.
+    TensorFlow accepts anything, even a class, and fails in the first reduction.
     """
     if ops is not None and not isinstance(ops, tf.distribute.CrossDeviceOps):
         raise TypeError(
@@ -111,7 +111,7 @@ def check_pairs(value_destination_pairs: Any, by_strategy: bool = False) -> list
 def check_owned(
     values: Sequence[Any], owners: Sequence[int], devices: Sequence[str]
 ) -> list[Reduction]:
-    """Checks values, one component a device, of which each is to be summed on one device."""
+    """Checks values, one component per device; each value is summed on one device."""
     pairs = check_pairs([(value, value) for value in values])
     return [
         dataclasses.replace(pair, devices=tuple(devices), destinations=tuple(devices), owner=owner)

@@ -21,7 +21,7 @@ from tfcdo.execute import copy_trees, numerics
 from tfcdo.execute.between import Collectives
 from tfcdo.plan.copy_tree import CopyTree
 
-# One value as each node holds it; None for a node without a value.
+# A value's part on each node; None for a node without one.
 Parts = Sequence[tf.IndexedSlices | None]
 
 

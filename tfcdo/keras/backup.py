@@ -1,4 +1,4 @@
-"""`BackupAndRestore`: after a fault, training goes on at the batch of the last backup."""
+"""`BackupAndRestore`: after a fault, training resumes at the batch of the last backup."""
 
 from __future__ import annotations
 
@@ -12,14 +12,9 @@ from typing import Any, Literal
 
 from absl import logging
 
-from tfcdo import checks, environment, keras_internals, log, strategies
+from tfcdo import checks, keras_internals, log, strategies
 from tfcdo.cluster import protocol
-from tfcdo.keras import (
-    backup_folder,
-    data_order,
-    preemption,
-    training_state,
-)
+from tfcdo.keras import backup_folder, data_order, preemption, training_state
 from tfcdo.keras.callbacks import Callback
 
 # Writes one backup at a time; the process ends when the last one has been written.
@@ -28,7 +23,7 @@ _writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfcdo bac
 
 @dataclasses.dataclass(frozen=True)
 class _Progress:
-    """How far a training has come."""
+    """The position of a training."""
 
     epoch: int = 0  # That is running, or begins next.
     batch: int = 0  # How many of its batches are done.
@@ -48,7 +43,7 @@ class BackupAndRestore(Callback):
     scale), seeds, the moving statistics of each replica, the rounding errors of `error_feedback`,
     the metrics of the epoch and the position. On the same devices, a training that is killed and
     started again ends with the weights of an undisturbed one, bit for bit. On another number of
-    replicas or hosts it goes on with the same global batches.
+    replicas or hosts it continues with the same global batches.
 
     The data must come in the same order again: pass `tfcdo.keras.resumable_dataset(...)` to `fit`,
     which starts at any example, or a `tf.data.Dataset` that gives the same batches each time, whose
@@ -69,7 +64,7 @@ class BackupAndRestore(Callback):
 
     Args:
       backup_dir: the folder for the backups of one training, on a file system that all hosts
-        share, so that the backups are there when the chief is another machine.
+        share, so that another machine finds the backups when it becomes the chief.
       save_freq: "epoch" for a backup at the end of each epoch; or after how many batches.
       delete_checkpoint: whether to remove the backups at the end of the training.
 
@@ -114,7 +109,7 @@ class BackupAndRestore(Callback):
         self.delete_checkpoint = delete_checkpoint
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restores the newest backup, if there is one; Keras calls it."""
+        """Restores the newest backup, if one exists; Keras calls it."""
         _writer.submit(int).result()  # An earlier training of this process may still write.
         self._writing: concurrent.futures.Future[None] | None = None
         self._folder = backup_folder.BackupFolder(self.backup_dir)
@@ -123,7 +118,7 @@ class BackupAndRestore(Callback):
         self._is_chief = strategies.is_chief()
         if self._is_chief:
             self._folder.take()
-        # All hosts come to this when the chief has taken the folder: then nobody else adds to it.
+        # All hosts get here once the chief has taken the folder, so no other process adds to it.
         strategy = self.model.distribute_strategy
         self._run = training_state.gather_json(strategy, self._folder.run)[0]
         restored = self._newest_of_all_hosts()
@@ -161,7 +156,7 @@ class BackupAndRestore(Callback):
         self._restored = None  # Frees the arrays.
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Leaves if a host will be taken away, else goes on; Keras calls it."""
+        """Leaves if a host is being preempted; Keras calls it."""
         if not self._preemption.may_begin(self._calls + 1):
             self._leave()
 
@@ -234,7 +229,7 @@ class BackupAndRestore(Callback):
             "host's, will be taken away",
             *self._progress.position,
         )
-        raise SystemExit(environment.RESTART_STATUS)
+        raise SystemExit(protocol.RESTART_STATUS)
 
     def _begin_marks(self) -> None:
         """Reads the mark of an earlier run, before this one overwrites it."""
@@ -288,7 +283,7 @@ class BackupAndRestore(Callback):
         keras_internals.set_initial_epoch(self.model, self._progress.epoch)
 
     def _begin_data(self) -> data_order.Order | None:
-        """Has a `resumable_dataset` dataset start where training goes on; names other data."""
+        """Starts the data of `resumable_dataset` where training resumes; names other data."""
         if self._iterator is None:
             return None
         order = data_order.order_of(self._iterator)
@@ -316,14 +311,14 @@ class BackupAndRestore(Callback):
 
 
 def _passes(progress: _Progress, new: int, every: int) -> bool:
-    """Returns whether the last `new` batches have come to, or passed, a multiple of `every`."""
+    """Returns whether the last `new` batches have reached, or passed, a multiple of `every`."""
     return progress.batches // every > (progress.batches - new) // every
 
 
 def _resumption(
     resumed_at: _Progress, earlier: tuple[int, float] | None, now: tuple[int, float] | None
 ) -> str:
-    """Says where training has resumed; with marks, after which time and what is repeated.
+    """Says where training has resumed; with marks, the time and the number of repeated batches.
 
     The time is from the last batch that was done before the fault to the first one after it.
     """

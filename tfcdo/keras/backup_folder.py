@@ -47,7 +47,7 @@ class Backup:
 
 
 class BackupFolder:
-    """Writes and reads the backups of one training, of which the two newest are kept."""
+    """Writes and reads the backups of one training, and keeps the two newest."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
@@ -201,7 +201,7 @@ class ProgressMark:
             return None
 
     def write(self, batches: int) -> None:
-        """Notes that so many batches are done."""
+        """Notes the number of batches that are done."""
         with contextlib.suppress(OSError):
             if self._file is None:
                 # A new file: an earlier job that still runs writes to its own.

@@ -177,7 +177,7 @@ def batches_before(epoch_iterator: Any, epochs: int) -> int:
     size: int | None = epoch_iterator.data_adapter.num_batches
     if not epoch_iterator.steps_per_epoch:
         return 0  # Each epoch has an iterator of its own.
-    # Keras trains so many at once, also beyond the end of an epoch.
+    # Keras trains this many at once, also beyond the end of an epoch.
     at_once: int = epoch_iterator.steps_per_execution
     steps: int = math.ceil(epoch_iterator.steps_per_epoch / at_once) * at_once
     # It makes a new iterator after an epoch that has reached the end of the data.

@@ -1,4 +1,4 @@
-"""Notices that a machine will be taken away: all hosts leave after the same step.
+"""Notices of preemption: all hosts leave after the same step.
 
 `cluster.protocol.Leaving` has the rules; here are the threads, the signals and the store.
 """
@@ -17,13 +17,13 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tfcdo import environment, keras_internals, log, tf_internals, wakeup
-from tfcdo.cluster import protocol, session
+from tfcdo import keras_internals, log, tf_internals
+from tfcdo.cluster import protocol, session, worker
 
 _POLL = 1.0
 
 _fits = itertools.count()  # Hosts count the same trainings.
-_signalled = threading.Event()  # This machine will be taken away, in the next training too.
+_signalled = threading.Event()  # This machine is being preempted; for later trainings too.
 
 
 class Preemption:
@@ -47,12 +47,12 @@ class Preemption:
                 "SIGTERM makes no backup, because fit was not called by the main thread, the only "
                 "one that handles signals; call fit there"
             )
-        # The last is there if an earlier `fit` has ended with an error.
+        # `_handle` is installed if an earlier `fit` has ended with an error.
         elif signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None, _handle):
             signal.signal(signal.SIGTERM, _handle)
             self._previous_handler = signal.SIG_DFL
-            if os.environ.get(environment.FAILURE_FILE):
-                wakeup.listen()
+            if os.environ.get(worker.FAILURE_FILE):
+                worker.listen()
                 threading.Thread(
                     target=self._end_with_the_run, name="tfcdo signals", daemon=True
                 ).start()
@@ -103,7 +103,7 @@ class Preemption:
                 )
 
     def _ask(self, question: Callable[[int], bool | None], calls: int) -> bool:
-        """Asks what to do, and waits for the hosts' decision where that is needed."""
+        """Asks a question, and waits for the hosts' decision where it depends on one."""
         with self._lock:
             if _signalled.is_set():
                 self._leaving.hold()
@@ -123,7 +123,7 @@ class Preemption:
         """Ends this process when `tfcdo launch` ends a run that has failed."""
         # The main thread may wait in a collective for a host that is gone, and so run no handler.
         while not self._ended.wait(_POLL):
-            if wakeup.take(signal.SIGTERM) and environment.another_has_failed():
+            if worker.take_signal(signal.SIGTERM) and worker.another_has_failed():
                 os._exit(128 + signal.SIGTERM)
 
     def _announce(self, notice: str) -> None:
@@ -179,7 +179,7 @@ class Preemption:
 
 def _handle(number: int, frame: Any) -> None:
     """Handles SIGTERM: between steps it is remembered, and elsewhere it ends the process."""
-    if environment.another_has_failed():
+    if worker.another_has_failed():
         os._exit(128 + number)
     if keras_internals.is_fitting():
         _signalled.set()

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfcdo import keras_internals, log, tf_internals
 from tfcdo.keras import backup_folder
-from tfcdo.training import diloco
+from tfcdo.training import diloco, step
 
 Arrays = dict[str, np.ndarray]
 Values = Mapping[str, tf.Tensor | np.ndarray]
@@ -125,15 +125,10 @@ def gather_json(strategy: tf.distribute.Strategy, value: Any) -> list[Any]:
 
 
 def _joined(strategy: tf.distribute.Strategy, own: np.ndarray) -> bytes:
-    """Returns bytes of which each host gives its own, and zeros elsewhere."""
+    """Returns all hosts' bytes; `own` has this host's, and zeros elsewhere."""
     # Sums of integers are exact.
     own = np.concatenate([own, np.zeros(-len(own) % 4, np.uint8)]).view(np.int32)
-    devices = len(strategy.extended.worker_devices)
-    values = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(
-            own if context.replica_id_in_sync_group % devices == 0 else np.zeros_like(own)
-        )
-    )
+    values = step.of_host(tf.constant(own), strategy.extended.worker_devices)
     joined: bytes = strategy.reduce("SUM", values, axis=None).numpy().tobytes()
     return joined
 

@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO
 
-from tfcdo import environment
-from tfcdo.cluster import protocol
+from tfcdo.cluster import protocol, worker
 from tfcdo.launch import guard
 
 # Signals that end the job, and those that are only passed on.
@@ -96,7 +95,7 @@ def _run_once(job: Job, restart: int, events: Events) -> protocol.Result:
     with job.workers() as specs:
         try:
             for number, spec in enumerate(specs):
-                variables = {**spec.environment, environment.RESTART_COUNT: str(restart)}
+                variables = {**spec.environment, worker.RESTART_COUNT: str(restart)}
                 spec = dataclasses.replace(spec, environment=variables)
                 processes.append(Process(number, spec, job.command, events))
             return _supervise(job, specs, processes, events)
@@ -170,7 +169,7 @@ class Process:
             env={
                 **os.environ,
                 **spec.environment,
-                environment.FAILURE_FILE: str(self._failure_file),
+                worker.FAILURE_FILE: str(self._failure_file),
                 # Lines come as they are printed, not 8 KB of them at a time.
                 "PYTHONUNBUFFERED": "1",
             },

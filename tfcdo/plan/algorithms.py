@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from tfcdo import checks, log
-from tfcdo.plan import copy_tree, lower_bound, packed_trees, simulator
+from tfcdo.plan import copy_tree, packed_trees, simulator, tree_program
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Plan, cut, in_turn, plan_of_bytes, size_class
 from tfcdo.topology.topology import Topology
@@ -47,7 +47,7 @@ MAX_SIMULATED_DEVICES = 64
 
 
 def check_algorithm(algorithm: str) -> None:
-    """Raises `ValueError` unless there is an algorithm of this name."""
+    """Raises `ValueError` unless an algorithm has this name."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
 
@@ -174,7 +174,7 @@ def _decide(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
 
 def _fastest(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
     alone = simulator.simulate(make_plan("one_device", topology, num_bytes), topology).seconds
-    if alone <= simulator.NEARLY_AS_FAST * lower_bound.additions_bound(topology, num_bytes):
+    if alone <= simulator.NEARLY_AS_FAST * tree_program.additions_bound(topology, num_bytes):
         return "one_device"
     if topology.num_devices > MAX_SIMULATED_DEVICES:
         few = num_packs is not None and num_packs < topology.num_devices

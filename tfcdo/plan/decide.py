@@ -1,6 +1,6 @@
 """Decides how a batch is reduced: the only place where a plan is made.
 
-`decide` is a pure function: hosts that ask the same question of the same machine get the same plan.
+`decide` is a pure function: hosts with the same batch, choices and machine get the same plan.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from tfcdo import dtypes, log
+from tfcdo import log
+from tfcdo.exchange import dtypes
 from tfcdo.exchange.casts import Cast, check_exchange
 from tfcdo.exchange.protocol import SUM, Exchange
+from tfcdo.log import format_bytes, format_seconds
 from tfcdo.plan import algorithms, copy_tree, packing, simulator
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.evaluation import Evaluation
@@ -30,7 +32,6 @@ from tfcdo.plan.plan import (
 )
 from tfcdo.topology.measurement import Measured
 from tfcdo.topology.topology import Topology
-from tfcdo.units import format_bytes, format_seconds
 
 # Smaller packs are summed exactly between hosts: a second collective would cost more than the bytes
 # that it saves, and counts keep their digits.
@@ -45,8 +46,8 @@ class BetweenHosts:
     # that the first packs are sent while the backward pass still computes others.
     bytes_per_pack: int = 4 << 20
     flat: bool = False  # Whether one NCCL collective reduces over all devices of all hosts.
-    # What the roots of hosts do; or a function to one from the path of a value's variable, None if
-    # it has none, and the value's spec.
+    # How the roots of hosts add up their sums; or a function to an exchange from the path of a
+    # value's variable, None if it has none, and the value's spec.
     exchange: Exchange | Callable[[str | None, ValueSpec], Exchange] = SUM
 
     def exchange_of(self, path: str | None, value: ValueSpec) -> Exchange:
@@ -68,7 +69,7 @@ class Options:
     require_nccl: bool = False  # Whether to raise where NCCL was requested and cannot run.
     one_device: bool = False  # Whether batches have a root, on which everything is reduced.
     sparse_as_dense: bool = False  # Whether `tf.IndexedSlices` become tables first.
-    sum_equal_rows: bool = False  # Whether those that stay rows have rows of one index added.
+    sum_equal_rows: bool = False  # Whether rows of one index are added.
     wire: Cast | None = None  # How float32 and float64 gradients are sent; None for as they are.
     saved: Evaluation | None = None  # The file whose plan `algorithm` is.
     between: BetweenHosts | None = None  # None for one host.
@@ -84,7 +85,7 @@ class Machine:
     """The facts about a machine that a decision depends on."""
 
     topology: Topology
-    origin: str = "was detected"  # Where the topology comes from, for people.
+    origin: str = "was detected"  # Where the topology comes from, for readers.
     # For each dtype that NCCL might add, the reason why it cannot, or None. Empty where NCCL
     # is not asked for.
     nccl: tuple[tuple[str, str | None], ...] = ()
@@ -134,7 +135,7 @@ def _check_machine(batch: Batch, options: Options, topology: Topology) -> None:
 def packed_dtype(batch: Batch, request: Request) -> str:
     """Returns the dtype that a value is added in: floats for a mean of integers."""
     dtype = request.value.dtype
-    # One replica that keeps its value keeps its dtype too.
+    # A single replica's value keeps its dtype.
     alone = batch.replicas * batch.hosts == 1 and batch.is_all_reduce
     # An accumulation_fn gets tensors as they are; rows are always added.
     if batch.op != "mean" or (batch.user and not request.value.rows) or alone:
@@ -163,7 +164,7 @@ def _divide(batch: Batch) -> int | None:
 
 
 def _is_cast(request: Request) -> bool:
-    """Returns whether a value is rounded where there is a dtype to round it to."""
+    """Returns whether a wire dtype applies to a value."""
     value = request.value
     return not request.exact and not value.rows and value.dtype in dtypes.CAST
 
@@ -176,7 +177,7 @@ def _wire(batch: Batch, request: Request, options: Options) -> Cast | None:
     holders = {batch.nodes[node] for node in range(batch.replicas)}
     devices = holders | {batch.nodes[node] for node in request.to}
     if wire.error_feedback and holders == {""} and len(devices) > 2:
-        return None  # One argument that all replicas share: no device could keep its errors.
+        return None  # All replicas share one argument: no device could keep its errors.
     # Values of unknown devices are taken to be on different ones.
     if len(devices) == 1 and (devices != {""} or batch.replicas == 1):
         return None
@@ -199,7 +200,7 @@ def _root_step(batch: Batch, pack: Pack, exchange: Exchange) -> RootStep:
 
 
 class _Group(NamedTuple):
-    """Dense values that are packed together, as they are sent and added alike."""
+    """Dense values that are packed together, as they are sent and added in the same way."""
 
     wire: Cast | None
     scaled: bool  # Whether they are scaled before they are cast.
@@ -209,7 +210,7 @@ class _Group(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """How a group is packed, along which trees, and for people a name and the reason."""
+    """How a group is packed, along which trees, and for readers a name and the reason."""
 
     packing: PackingOptions
     algorithm: algorithms.Algorithm | None  # None where NCCL adds, without trees.
@@ -221,7 +222,7 @@ class _Way(NamedTuple):
 def _all_reduced(
     batch: Batch, options: Options, machine: Machine
 ) -> tuple[tuple[Pack, ...], str, str]:
-    """Packs dense values; those that are encoded alike are planned together."""
+    """Packs dense values; values with the same encoding are planned together."""
     packs: list[Pack] = []
     reasons: list[tuple[int, str, str]] = []
     for group, values in _groups(batch, options, machine).items():
@@ -353,7 +354,7 @@ def _compare_with_nccl(measured: Measured | None, num_bytes: int) -> tuple[bool,
 def _along_trees(
     batch: Batch, group: _Group, dtype: str, num_bytes: int, options: Options, machine: Machine
 ) -> _Way:
-    """Sums along the trees of an algorithm, for so many bytes that are sent."""
+    """Sums along the trees of an algorithm, for a number of bytes that are sent."""
     wider = 1.0
     if group.wire is not None:
         wider = dtypes.itemsize(dtype) / dtypes.itemsize(group.wire.dtype)
@@ -371,7 +372,7 @@ def _reason(
     topology: Topology,
     num_bytes: int,
 ) -> tuple[str, str]:
-    """Returns, for people, the name of the algorithm of copy trees and the reason for it."""
+    """Returns, for readers, the name of the algorithm of copy trees and the reason for it."""
     place = f"the topology {topology.name!r} {machine.origin}"
     if options.saved is not None:
         return options.saved.resolved, f"the plan was given: {options.saved.origin}; {place}"
@@ -392,7 +393,7 @@ def _algorithm(options: Options, topology: Topology, num_bytes: int) -> algorith
     """Returns the algorithm; across a network, the roots of its trees are all devices in turn."""
     if options.between is None or options.algorithm != "auto":
         return options.algorithm
-    # Each network interface has its share.
+    # Each network interface then sends a share.
     name = algorithms.fastest_algorithm(topology, num_bytes, topology.num_devices)
     return "shuffle" if name == "one_device" else name
 
@@ -503,7 +504,7 @@ def _trees(
 
 
 def _owner_tree(options: Options, topology: Topology, owner: int, num_bytes: int) -> CopyTree:
-    """Returns the algorithm's tree with this root; if there is none, another one's edges."""
+    """Returns the algorithm's tree with this root, or another tree's edges with this root."""
     count, algorithm = topology.num_devices, _algorithm(options, topology, num_bytes)
     if algorithm == "auto":
         algorithm = algorithms.fastest_algorithm(topology, num_bytes, count)

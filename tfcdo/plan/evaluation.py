@@ -16,7 +16,7 @@ from tfcdo.plan.plan import Plan, plan_of_bytes
 from tfcdo.topology import serialization
 from tfcdo.topology.topology import Topology
 
-# A machine with so many devices takes half a minute.
+# A machine of this many devices takes half a minute.
 MAX_DEVICES = 128
 
 
@@ -84,14 +84,14 @@ class Evaluation:
 
     @property
     def label(self) -> str:
-        """Returns the name for people: for `auto` also the algorithm that it stands for."""
+        """Returns the name for readers: for `auto` also the algorithm that it stands for."""
         if self.algorithm == self.resolved:
             return self.algorithm
         return f"{self.algorithm}: {self.resolved}"
 
     @property
     def origin(self) -> str:
-        """Returns where the trees are from, for people."""
+        """Returns the origin of the trees, for readers."""
         if self.resolved == "packed_trees":
             return f"packed trees for {self.topology.name}"
         return "the algorithm's own trees"

@@ -1,4 +1,4 @@
-"""Packed trees: the copy trees of a linear program, cut into packs, few of which are in flight.
+"""Packed trees: the copy trees of a linear program, cut into packs; few packs are in flight.
 
 For each number of packs the program has the latencies in its prices; a second one chooses few trees
 with short ways. Each tree's part is cut into equal packs, and a window keeps packs of one tree from
@@ -31,15 +31,15 @@ _SLACKS, _SLACKS_OF_SMALL_DATA = (0.06, 0.01, 0.2), (0.06, 0.01, 0.2, 0.3)
 # How many packs are in flight along a tree, relative to the number that are on their way if none
 # waits; None for no windows.
 _FILLS = (None, 1.5, 2.0, 3.0)
-# Small data: as many trees are chosen one by one, from so many that are fastest alone.
+# Small data: the number of trees that are chosen one by one, and of the candidates.
 _FEW, _FASTEST_ALONE = 24, 40
 # Where the best plan has more packs than this, so few trees would be slower.
 _PACKS_OF_SMALL_DATA = 32
 # Limit on the simulated tasks of one search.
 _TASKS = 200_000
-# So many plans, and of many tasks fewer, are judged thoroughly.
+# Finalists to simulate fully; fewer for large task graphs.
 _FINALISTS, _TASKS_OF_FINALISTS = 8, 3_000
-# The seeds of a search's runs; none of those by which `robust_seconds` judges the outcome.
+# The seeds of a search's runs; `robust_seconds`, which judges the outcome, has other seeds.
 _SEEDS = (501, 502, 503)
 _TASKS_OF_ONE_RUN = 300
 # Between the cheapest trees (0) and the trees of the shortest ways from a root (1).
@@ -88,7 +88,7 @@ def _search(topology: Topology, num_bytes: int, num_packs: int | None) -> Stream
 
 
 class _Trial:
-    """Tries streams by simulated runs, as long as there is time."""
+    """Tries streams by simulated runs, within a limit on tasks."""
 
     def __init__(self, topology: Topology, num_bytes: int, num_packs: int | None) -> None:
         self.topology, self.num_bytes, self.num_packs = topology, num_bytes, num_packs
@@ -182,10 +182,10 @@ Streams: TypeAlias = "tuple[Stream, ...]"
 
 
 class Source:
-    """Copy trees that fill the links together, by a linear program for about so many packs.
+    """Copy trees that fill the links together, by a linear program for about a number of packs.
 
     Each column of the program is one tree, or the paths along a Hamiltonian ring, one for each edge
-    that a path can leave out: together they load all edges of the ring alike.
+    that a path can leave out: together they load all edges of the ring equally.
 
     References:
       Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations",
@@ -222,7 +222,7 @@ class Source:
         program = tree_program.TreeProgram(edges, unit)
         for ring in rings:
             program.add(ring)
-        # Rings have as many edges each, so none is preferred: the fewer there are, the better.
+        # Rings have equal numbers of edges, so none is preferred: fewer rings are better.
         return cls(tree_program.Solved(program, *program.solve(), 0.0), np.ones(len(rings)))
 
     def least_seconds(self, num_bytes: int) -> float:
@@ -322,7 +322,7 @@ def deal(streams: Sequence[Stream], num_bytes: int) -> Plan:
     for position, (_, index) in enumerate(order):
         stream, earlier = streams[index], of_stream[index]
         end += stream.part / stream.num_packs / total
-        # The last byte of very many is no float.
+        # A float does not hold the last byte of very many.
         stop = num_bytes if position == len(order) - 1 else min(round(num_bytes * end), num_bytes)
         if stop > start:
             after = None
@@ -344,7 +344,7 @@ def turns(streams: Sequence[Stream]) -> list[tuple[float, int]]:
 
 
 def equal(streams: Streams, num_packs: int) -> Streams:
-    """Returns the streams with so many equal packs in all, as near to their parts as can be."""
+    """Returns the streams in a number of equal packs, as near to their parts as possible."""
     total = sum(stream.part for stream in streams)
     counts = [math.floor(num_packs * stream.part / total) for stream in streams]
     lacking = [num_packs * stream.part / total - count for stream, count in zip(streams, counts)]

@@ -1,6 +1,6 @@
 """Packing: which ranges of which values form which pack, and which are sent as one tensor.
 
-And which device owns which variable, and updates it with the sum.
+Here variables also get their owners: the devices that update them with the sum.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tfcdo import dtypes
+from tfcdo.exchange import dtypes
 from tfcdo.plan import algorithms
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import FusedTensor, Pack, Slice, ValueSpec, cut
@@ -27,7 +27,7 @@ class PackingOptions:
     # Cut all values of one dtype into this many packs; 0 for no such packing, None to leave the
     # number and the sizes of the packs of all dtypes together to the algorithm.
     num_packs: int | None = 1
-    # With `num_packs` 0, values of fewer bytes are sent in groups of at most so many; 0 for none.
+    # With `num_packs` 0, values of fewer bytes are sent in groups of at most this many; 0 for none.
     agg_small_grads_max_bytes: int = 0
     agg_small_grads_max_group: int = 0
     bytes_per_pack: int = 0  # No pack is larger than this many bytes; 0 for no limit.
@@ -154,7 +154,7 @@ def _cut_line(
 
 
 def _ends_of_whole_values(line: Sequence[Slice], most: int) -> list[int]:
-    """Returns where packs end: each has the values that fit into so many elements, at least one."""
+    """Returns where packs end: each has the values that fit into `most` elements, at least one."""
     ends, begin, end = [], 0, 0
     for part in line:
         if end > begin and end + part.size - begin > most:
@@ -165,7 +165,7 @@ def _ends_of_whole_values(line: Sequence[Slice], most: int) -> list[int]:
 
 
 def _take(rest: list[Slice], size: int) -> Iterator[Slice]:
-    """Takes so many elements from the slices at the end of a list."""
+    """Takes `size` elements from the slices at the end of a list."""
     while size:
         part = rest.pop()
         taken = min(part.size, size)
@@ -194,9 +194,9 @@ def _fuse(
     """Divides the content of a pack into tensors; slices of more elements are sent alone."""
     small = [part for part in slices if part.stop is not None and part.size <= limit]
     alone = [part for part in slices if part.stop is None or part.size > limit]
-    # Each tensor that is sent costs a link's latency, so there is to be one. Where there are no
-    # links it only costs an op: then flat values are concatenated as they are; others would have to
-    # be flattened first, each by an op, but whole values of one shape can be stacked.
+    # Each tensor that is sent costs a link's latency, so one is best. Without links it only costs
+    # an op: then flat values are concatenated as they are. Others would need an op each to be
+    # flattened first, but whole values of one shape can be stacked.
     by_shape: dict[tuple[int | None, ...], list[Slice]] = {}
     for part in small if math.isfinite(limit) else ():
         spec = values[part.value]

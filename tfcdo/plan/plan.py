@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from tfcdo import checks, dtypes
+from tfcdo import checks
+from tfcdo.exchange import dtypes
 from tfcdo.exchange.casts import Cast
 from tfcdo.exchange.protocol import Collective, Exchange, PackSpec, identity
 from tfcdo.plan.copy_tree import CopyTree
@@ -39,7 +40,7 @@ class ValueSpec:
     # rows is left out: it differs between replicas and steps.
     shape: tuple[int | None, ...] | None
     rows: bool = False  # Whether it is a `tf.IndexedSlices` that stays one.
-    table: bool = False  # Whether it is one that becomes the table that it stands for first.
+    table: bool = False  # Whether it is one that becomes a table first.
 
     @functools.cached_property
     def size(self) -> int | None:
@@ -57,7 +58,7 @@ class ValueSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One value to reduce, and where to."""
+    """One value to reduce, and its destinations."""
 
     value: ValueSpec
     to: tuple[int, ...]  # The nodes that get the result, in the caller's order.
@@ -68,10 +69,10 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A caller's question: values that are reduced together."""
+    """Values that are reduced together, and how."""
 
     op: Literal["sum", "mean", "gather"]
-    replicas: int  # On this host.
+    replicas: int  # This host's.
     hosts: int
     nodes: tuple[str, ...]  # The devices, such as "GPU:0"; "" for one that is not known.
     requests: tuple[Request, ...]  # Either all dense (or to become so), or all rows.
@@ -214,11 +215,11 @@ class Plan:
     """
 
     nodes: tuple[str, ...]  # The devices, such as "GPU:0"; "" for one that is not known.
-    replicas: int  # Of this host; nodes after them have no value.
+    replicas: int  # This host's; nodes after them have no value.
     hosts: int
     values: tuple[ValueSpec, ...]
     packs: tuple[Pack, ...]
-    algorithm: str = ""  # The way in which most values are reduced, for people.
+    algorithm: str = ""  # The way in which most values are reduced, for readers.
     why: str = ""  # Why that is; like the algorithm not part of the fingerprint.
 
     def __post_init__(self) -> None:
@@ -287,7 +288,7 @@ class Plan:
         return all(pack.tree is not None and pack.num_sent_bytes for pack in self.packs)
 
     def spec(self, pack: Pack) -> PackSpec:
-        """Returns what the exchange of a dense pack sees: one vector, or whole values."""
+        """Returns the spec that the exchange of a dense pack gets: one vector, or whole values."""
         shapes: tuple[tuple[int | None, ...], ...] = ((pack.size,),)
         if pack.root.exchange is not None and pack.root.exchange.whole_values:
             shapes = tuple(self.values[part.value].shape or () for part in pack.slices)
@@ -425,7 +426,7 @@ def in_turn(sizes: Sequence[int], trees: Sequence[CopyTree]) -> Plan:
 def cut(size: int, num_packs: int) -> tuple[int, ...]:
     """Cuts `size` units into `num_packs` sizes that differ by at most one.
 
-    With fewer units than packs there are only `size` ones, because an empty pack moves nothing.
+    With fewer units than packs the result has `size` sizes, because an empty pack moves nothing.
 
     Example:
       >>> cut(7, 3)

@@ -35,7 +35,7 @@ _HOPELESS = 1.2
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """Hosts that are alike, each of which sums the packs of its devices before the exchange.
+    """Equal hosts; each sums the packs of its devices before the exchange.
 
     Attributes:
       count: the number of hosts.

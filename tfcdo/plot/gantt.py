@@ -10,12 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from tfcdo.log import format_seconds, time_unit
 from tfcdo.plan import simulator
-from tfcdo.plan.lower_bound import lower_bound_seconds
 from tfcdo.plan.plan import Plan
+from tfcdo.plan.tree_program import lower_bound_seconds
 from tfcdo.plot.figures import Color, device_colors, make_figure, make_paler
 from tfcdo.topology.topology import Topology
-from tfcdo.units import format_seconds, time_unit
 
 _MAX_LANES = 64
 _MAX_ROOTS_EXPLAINED = 16

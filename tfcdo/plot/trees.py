@@ -12,11 +12,11 @@ import networkx as nx
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from tfcdo.log import format_bytes
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Plan
 from tfcdo.plot.figures import Color, device_colors, make_figure
 from tfcdo.topology.topology import Topology
-from tfcdo.units import format_bytes
 
 _MAX_TREES = 32
 # More devices leave no room for their numbers in the picture of a tree.

@@ -17,13 +17,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo.execute.interpreter import Planned, recently_planned
+from tfcdo.log import format_seconds
 from tfcdo.plan import simulator
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
 from tfcdo.tracing import edges, profile
 from tfcdo.tracing.edges import EdgeRun
 from tfcdo.tracing.profile import Event
-from tfcdo.units import format_seconds
 
 Interval = tuple[float, float]
 

@@ -1,7 +1,7 @@
 """`outer=DiLoCo(...)`: hosts train alone, and exchange their parameters' differences in turn.
 
 Within `strategy.run` a host is alone, see `step.is_host_alone`. `apply` stands around the update of
-the outermost optimizer, and counts. Every so many updates the hosts meet in it, inside of the
+the outermost optimizer, and counts. After `every` updates the hosts meet in it, inside of the
 traced step, however many steps an execution has. As hosts take the same number of steps, their
 counts are equal, and all of them take the same branch.
 """
@@ -33,7 +33,7 @@ class OuterState(tf.Module):
     """The outer loop's state for one optimizer that updates variables by itself.
 
     Attributes:
-      trained: the parameters, of which each host has its own between two exchanges.
+      trained: the parameters; between two exchanges each host has its own.
       common: parameters of the last exchange, once steps have followed it; equal on all hosts.
       optimizer: the outer optimizer, which updates `common`.
       steps: the number of steps since all hosts were known to have the same parameters; 0 if they
@@ -52,7 +52,7 @@ class OuterState(tf.Module):
         self.overlaps = settings.fragments > 1
         make = settings.optimizer or _DEFAULT
         self.common = [
-            # Not trainable, it would be a statistic, of which each replica has its own.
+            # With trainable=False it would be a statistic, whose value differs between replicas.
             keras.Variable(
                 "zeros", shape=tuple(one.shape), dtype=one.dtype, name=f"outer_{one.name}"
             )
@@ -80,7 +80,7 @@ class OuterState(tf.Module):
     def begin(self, strategy: tf.distribute.Strategy) -> dict[int, Any]:
         """Begins a step: remembers the parameters if all hosts have the same.
 
-        Returns what `end` needs of each fragment that hosts exchange while they compute this step.
+        Returns the arguments for `end` of each fragment that is exchanged during this step.
         """
         done = _components(self.steps)[0].read_value()
         tf.cond(tf.equal(done, 0), lambda: _copy(self.trained, self.common), lambda: None)
@@ -127,7 +127,7 @@ class OuterState(tf.Module):
         return sorted(set(self.fragments))
 
     def _is_due(self, done: Any, fragment: int) -> Any:
-        """Returns whether a fragment is exchanged after so many steps, at least one."""
+        """Returns whether a fragment is exchanged after `done` steps, at least one."""
         return (done - (fragment + 1) * self.interval) % self.period == 0
 
     def _of(self, fragment: int) -> tuple[list[Any], list[Any]]:
@@ -148,7 +148,7 @@ class OuterState(tf.Module):
         extended, devices = strategy.extended, strategy.extended.worker_devices
         with tf.device(devices[0]):
             examples = _components(self.examples)[0][fragment]
-        counts = _of_first(examples, devices)
+        counts = step.of_host(examples, devices)
         with step.during(host_alone=False):
             total = extended.reduce_to(SUM, counts, counts)
         with tf.device(devices[0]):
@@ -160,7 +160,7 @@ class OuterState(tf.Module):
                 (_components(before)[0].read_value() - now) * tf.cast(share, now.dtype)
                 for before, now in zip(common, own, strict=True)
             ]
-        differences = [_of_first(change, devices) for change in changes]
+        differences = [step.of_host(change, devices) for change in changes]
         with step.during(host_alone=False):
             means = extended.sum_gradients(differences, [one.path for one in trained])
         return [step.components(mean)[0] for mean in means], own
@@ -178,7 +178,7 @@ class OuterState(tf.Module):
         sent: Sequence[tf.Tensor],
         rows: Any,
     ) -> None:
-        """Updates the common parameters; this host's own keep what it has trained since `sent`."""
+        """Updates the common parameters; this host's own keep their changes since `sent`."""
         trained, common = self._of(fragment)
         grads = updates.unified(strategy, means, common)
         updates.alone(strategy, lambda grads: self.optimizer.apply(grads, common), grads)
@@ -197,7 +197,7 @@ class OuterState(tf.Module):
 
 
 def build(strategy: tf.distribute.Strategy, leaf: Any, variables: Sequence[Any]) -> None:
-    """Makes the outer loop's state for an optimizer that has just been built, if there is one."""
+    """Makes the outer loop's state for a newly built optimizer, if the strategy has `outer`."""
     settings = getattr(strategy.extended, "outer", None)
     if settings is None or is_outer(leaf) or hasattr(leaf, _STATE):
         return
@@ -235,7 +235,7 @@ def apply(optimizer: Any, variables: Sequence[Any] | None, update: Callable[[Any
         if variables is not None:
             keras_internals.build(optimizer, variables)
         begun.extend(state.begin(strategy) for state in states_of(optimizer))
-        # A LossScaleOptimizer has its inner optimizer go on from where the replicas meet.
+        # A LossScaleOptimizer calls its inner optimizer where the replicas meet.
         step.change_all(applies=True)
 
     def end(strategy: tf.distribute.Strategy) -> None:
@@ -289,12 +289,6 @@ def _agree(optimizer: Any) -> None:
 def _components(variable: Any) -> tuple[Any, ...]:
     """Returns a Keras variable's components on the devices of this host."""
     return step.components(keras_internals.value_of(variable))
-
-
-def _of_first(value: tf.Tensor, devices: Sequence[str]) -> Any:
-    """Returns a value of a host, to be summed over all: its other replicas have zeros."""
-    others = [tf.zeros(value.shape, value.dtype)] * (len(devices) - 1)
-    return step.on_each(devices, tf.identity, [value, *others])
 
 
 def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:

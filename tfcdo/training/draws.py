@@ -24,7 +24,7 @@ _FOUR_PER_COUNT = (tf.float32, tf.float16, tf.bfloat16)
 
 
 def install() -> None:
-    """Has these functions stand before those of Keras's TensorFlow backend."""
+    """Puts these functions before the functions of Keras's TensorFlow backend."""
     module = keras_internals.RANDOM
     keras_internals.extend(module, "dropout", _dropout)
     keras_internals.extend(module, "uniform", _uniform)
@@ -94,7 +94,7 @@ def _whole_batch(own: Function, shape: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _taken(here: ReplicaStep, draw: Function, shape: Any, args: Sequence[Any] = ()) -> Any:
     rows, *others = tf.unstack(shape) if tf.is_tensor(shape) else shape
-    own = _own_rows(here)
+    own = here.present_rows
     per_row = rows // (tf.cast(own, rows.dtype) if tf.is_tensor(rows) else own)
     total = _as(here.total, per_row) * per_row
     before = _as(here.before, per_row) * per_row
@@ -103,12 +103,6 @@ def _taken(here: ReplicaStep, draw: Function, shape: Any, args: Sequence[Any] = 
 
 def _as(count: Any, like: Any) -> Any:
     return tf.cast(count, like.dtype) if tf.is_tensor(like) else count
-
-
-def _own_rows(here: ReplicaStep) -> Any:
-    """Returns the rows of this replica's tensors, which are a stand-in's if it has no examples."""
-    known = here.known_rows
-    return tf.maximum(here.rows, 1) if known is None else max(known, 1)
 
 
 def _first(shape: Any) -> Any:
@@ -134,7 +128,7 @@ def _step_of_rows(first: int | None, multiples: bool = False) -> ReplicaStep | N
 
 
 def _rows_of(here: ReplicaStep, op: Function, shape: Any, dtype: tf.DType, seed: Any) -> tf.Tensor:
-    """Draws this replica's rows of what an op draws for the whole batch."""
+    """Draws this replica's rows of an op's numbers for the whole batch."""
     seed = keras_internals.seed_of(seed)
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     if dtype not in _FOUR_PER_COUNT or here.trace is not None:  # XLA draws in another order.
@@ -146,7 +140,7 @@ def _rows_of(here: ReplicaStep, op: Function, shape: Any, dtype: tf.DType, seed:
     else:
         shape = tf.cast(tf.convert_to_tensor(shape), tf.int64)
         size = tf.reduce_prod(shape)
-        start = tf.cast(here.before, tf.int64) * (size // tf.cast(_own_rows(here), tf.int64))
+        start = tf.cast(here.before, tf.int64) * (size // tf.cast(here.present_rows, tf.int64))
         extra = start % 4
         moved = tf.stack([counter[0] + tf.cast(start // 4, tf.uint64), counter[1]])
         drawn = op(shape=[size + extra], key=key, counter=moved, alg=_PHILOX, dtype=dtype)

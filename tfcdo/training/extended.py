@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -43,8 +42,8 @@ class ReducesStructures:
         flat = tf.nest.flatten(value)
         on_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
         if not tf.nest.is_nested(value) or not flat or on_replica:
-            # One value as TensorFlow has it; on a replica, its error. On several hosts what follows
-            # would take a replica's tensor for a component, and gather it.
+            # One value as TensorFlow has it; on a replica, its error. On several hosts the code
+            # below would take a replica's tensor for a component, and gather it.
             return super().gather(value, axis)  # type: ignore[misc]
         device = tf_internals.current_device() or extended._default_device or "/device:CPU:0"
         gathered = extended._batch_gather_to([(one, device) for one in flat], axis)
@@ -81,7 +80,7 @@ class ReducesStructures:
         """Describes the all-reduce of such a batch in this strategy, without running it.
 
         Packs are in the order in which they are sent. On several hosts these are the devices, links
-        and packs of this host; `bytes_between_hosts` is what it sends to the others.
+        and packs of this host; `bytes_between_hosts` are the bytes that it sends to the others.
 
         Args:
           shapes: the shape of each value, fully known, in any form that `tf.TensorShape` takes.
@@ -141,7 +140,7 @@ class ReplicaExtended:
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
             return self._run_function(run, fn, args, kwargs)
         meeting = step.all_running()
-        if meeting is not None:  # Replicas have met in a step, and go on from there.
+        if meeting is not None:  # Replicas have met in a step, and continue there.
             return run(_entering(fn, meeting), args, kwargs)
         is_keras = step.method_of_keras() is not None
         several = replicas > 1 or self.outer is not None
@@ -157,12 +156,8 @@ class ReplicaExtended:
         def with_examples(*args: Any, **kwargs: Any) -> Any:
             here = step.current()
             if is_keras and here is not None and here.can_be_empty:
-                args, kwargs = tf.nest.map_structure(
-                    functools.partial(_or_stand_in, here), (args, kwargs)
-                )
-                return tf.nest.map_structure(
-                    functools.partial(_or_nothing, here), fn(*args, **kwargs)
-                )
+                args, kwargs = tf.nest.map_structure(here.with_stand_in, (args, kwargs))
+                return tf.nest.map_structure(here.without_stand_in, fn(*args, **kwargs))
             return fn(*args, **kwargs)
 
         with step.during(steps=steps), tf.control_dependencies(all_have_data):
@@ -228,7 +223,7 @@ class ReplicaExtended:
         return int(self._get_replica_id_in_sync_group(0))  # type: ignore[attr-defined]
 
     def _of_all_hosts(self, own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns a number of each replica of all hosts, from those of this host."""
+        """Returns the numbers of all hosts' replicas; `own` are the numbers of this host's."""
         replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
         first, devices = self._first_replica(), self.worker_devices  # type: ignore[attr-defined]
 
@@ -273,7 +268,7 @@ class ReplicaExtended:
     def sum_gradients(self, grads: Sequence[Any], paths: Sequence[str]) -> list[Any]:
         """Sums gradients of the variables of some paths over all replicas, for all replicas."""
         ops = self._cross_device_ops  # type: ignore[attr-defined]
-        pairs = [(grad, self._located(grad)) for grad in grads]
+        pairs = [(grad, self._with_default_device(grad)) for grad in grads]
         if not isinstance(ops, ConfiguredCrossDeviceOps) or not ops.asks_for_paths:
             return list(self.batch_reduce_to("SUM", pairs))  # type: ignore[attr-defined]
         return ops.sum_gradients(pairs, paths)
@@ -284,19 +279,26 @@ class ReplicaExtended:
 
     def _batch_gather_to(self, value_destination_pairs: Any, axis: Any, options: Any = None) -> Any:
         ops = self._cross_device_ops  # type: ignore[attr-defined]
-        pairs = [(self._distributed(one), to) for one, to in value_destination_pairs]
+        pairs = [(self._as_per_replica(one), to) for one, to in value_destination_pairs]
         distributed = (isinstance(one, tf_internals.DistributedValues) for one, _ in pairs)
         if isinstance(ops, ConfiguredCrossDeviceOps) and all(distributed):
-            return ops._batch_gather([(one, self._located(to)) for one, to in pairs], axis, options)
+            return ops._batch_gather(
+                [(one, self._with_default_device(to)) for one, to in pairs], axis, options
+            )
         return super()._batch_gather_to(pairs, axis, options)  # type: ignore[misc]
 
-    def _distributed(self, value: Any) -> Any:
-        """Returns a value as it is to be gathered; for several hosts to say otherwise."""
+    def _as_per_replica(self, value: Any) -> Any:
+        """Returns a value as it is gathered; several hosts override it."""
         return value
 
-    def _located(self, destinations: Any) -> Any:
-        """Returns where results are to be; for several hosts to say otherwise."""
-        return destinations
+    def _with_default_device(self, destinations: Any) -> Any:
+        """Returns destinations, or the first device for a value whose device is not known."""
+        # Arguments of a traced function have no device yet.
+        if isinstance(destinations, tf_internals.DistributedValues):
+            return destinations
+        named = destinations if isinstance(destinations, str) else None
+        known = named or getattr(destinations, "device", "")
+        return destinations if known else self.worker_devices[0]  # type: ignore[attr-defined]
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         distribute = super()._experimental_distribute_dataset  # type: ignore[misc]
@@ -334,26 +336,3 @@ def _none_empty(steps: Sequence[ReplicaStep]) -> Any:
         "none: use dataset.batch(n, drop_remainder=True), or batches of which the last has enough "
         "examples; Model.fit, evaluate and predict accept such a batch. Examples per replica",
     )
-
-
-def _or_stand_in(here: ReplicaStep, value: Any) -> Any:
-    """Returns a tensor of rows, or one row of zeros on a replica without examples."""
-    if not isinstance(value, tf.Tensor) or not value.shape.rank or (value.shape[0] or 0) > 0:
-        return value
-    one = tf.concat([[1], tf.shape(value)[1:]], 0)
-    if value.shape[0] == 0:
-        return tf.zeros(one, value.dtype)
-    rows = tf.cond(here.has_rows, lambda: value, lambda: tf.zeros(one, value.dtype))
-    rows.set_shape(value.shape)
-    return rows
-
-
-def _or_nothing(here: ReplicaStep, value: Any) -> Any:
-    """Returns a result, without the row of a stand-in."""
-    if not isinstance(value, tf.Tensor) or not value.shape.rank:
-        return value
-    if here.known_rows is not None:
-        return value if here.known_rows else value[:0]
-    if value.shape[0] is not None:
-        return value
-    return value[: tf.where(here.has_rows, tf.shape(value)[0], 0)]

@@ -82,24 +82,13 @@ def jit_compile(step: Callable[..., Any], optimizer: Any = None) -> Callable[...
 def make_function(model: keras.Model, name: str) -> None:
     """Makes a model's train or test function, whose step XLA compiles on each replica."""
     optimizer = model.optimizer if name == "train" else None
-    compiled = _KerasStep(getattr(model, f"{name}_step"), optimizer)
-    model.jit_compile = False  # Of the whole, around the steps of all replicas.
+    compiled: Any = jit_compile(getattr(model, f"{name}_step"), optimizer)
+    compiled.is_keras_step = True  # For `keras_internals.method_of_step`.
+    model.jit_compile = False  # Not the whole, around the steps of all replicas.
     try:
         keras_internals.make_function(model, name, compiled)
     finally:
         model.jit_compile = True
-
-
-class _KerasStep:
-    """A step of Keras that XLA compiles."""
-
-    is_keras_step = True  # For `keras_internals.method_of_step`.
-
-    def __init__(self, step: Callable[..., Any], optimizer: Any) -> None:
-        self._call = jit_compile(step, optimizer)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -14,14 +14,12 @@ import tensorflow as tf
 
 from tfcdo import keras_internals
 from tfcdo.training import step
-from tfcdo.training.step import SUM
 
 Function = Callable[..., Any]
-_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 def install() -> None:
-    """Has these functions stand before Keras's."""
+    """Puts these functions before Keras's."""
     module = keras_internals.LOSSES
     keras_internals.extend(module, "scale_loss_for_distribution", _scaled)
     keras_internals.extend(module, "unscale_loss_for_distribution", _unscaled)
@@ -72,7 +70,7 @@ def _reduced(
         return values if reduction == "sum" else values * here.share(values.dtype)
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
         weights = here.keep(tf.cast(sample_weight, values.dtype))
-        return tf.math.divide_no_nan(tf.reduce_sum(values), _over_all(tf.reduce_sum(weights)))
+        return tf.math.divide_no_nan(tf.reduce_sum(values), step.summed(tf.reduce_sum(weights)))
     return own(values, sample_weight, reduction)
 
 
@@ -84,15 +82,9 @@ def _masked(own: Function, sample_weight: Any, mask: Any, dtype: Any, reduction:
     # Keras multiplies by the ratio of all values to those kept, of this replica.
     mask = here.keep(tf.cast(mask, dtype))
     kept = tf.reduce_sum(mask)
-    scaled = tf.math.divide_no_nan(kept, _over_all(kept) * here.share(dtype))
+    scaled = tf.math.divide_no_nan(kept, step.summed(kept) * here.share(dtype))
     weighted = own(sample_weight, mask, dtype, reduction)
     return weighted * scaled
-
-
-def _over_all(count: tf.Tensor) -> tf.Tensor:
-    """Returns the sum of a number over all replicas."""
-    total: tf.Tensor = tf.distribute.get_replica_context().all_reduce(SUM, count)
-    return total
 
 
 def global_batch(values: Any) -> Any:
@@ -129,7 +121,7 @@ def global_batch(values: Any) -> Any:
 def _gathered(here: step.ReplicaStep, value: Any) -> tf.Tensor:
     value = tf.convert_to_tensor(value)
     if here.can_be_empty:  # A stand-in is not sent.
-        value = value[: tf.where(here.has_rows, tf.shape(value)[0], 0)]
+        value = here.without_stand_in(value)
     if value.dtype.is_floating:
         return _with_gradient(here, value)
     return _of_all(value)
@@ -150,12 +142,10 @@ def _with_gradient(here: step.ReplicaStep, value: tf.Tensor) -> tf.Tensor:
         total = _of_all(value)
 
         def gradient(upstream: Any) -> tf.Tensor:
-            summed = tf.distribute.get_replica_context().all_reduce(
-                SUM, tf.convert_to_tensor(upstream)
-            )
+            summed = step.summed(tf.convert_to_tensor(upstream))
             if isinstance(here.before, int):
                 return summed[here.before : here.before + rows]
-            per_row = rows // tf.cast(tf.maximum(here.rows, 1), tf.int32)
+            per_row = rows // tf.cast(here.present_rows, tf.int32)
             before = tf.cast(here.before, tf.int32) * per_row
             return summed[before : before + rows]
 

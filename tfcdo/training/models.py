@@ -26,12 +26,12 @@ _OF_INDEX, _FIRST, _SECOND = (
 )
 _HALF = np.int64(32)
 _INTEGER_OF_SIZE = {2: tf.int16, 4: tf.int32, 8: tf.int64}
-# A wrong setup shows in the first update; the second and third show an optimizer that drifts.
+# An incorrect setup shows in the first update; the next two show an optimizer that drifts.
 _FIRST_CALLS = 3
 
 
 def install() -> None:
-    """Has tfcdo's functions stand before Keras's; later calls do nothing."""
+    """Puts tfcdo's functions before Keras's; later calls do nothing."""
     if keras.backend.backend() != "tensorflow":
         return  # `keras_internals` has said so.
     extend = keras_internals.extend
@@ -121,7 +121,7 @@ def _add_slot(
         return own(optimizer, reference_variable, name=name, **options)
     if name == "gradient_accumulator":
         return keras_internals.accumulator_like(optimizer, reference_variable)
-    # SwapEMAWeights swaps a variable with its moving average, which is on all devices, too.
+    # SwapEMAWeights swaps a variable with its moving average, so both are on all devices.
     if not extended.shard_optimizer_state or name == "average":
         return own(optimizer, reference_variable, name=name, **options)
     device = sharding.device_of_slots(keras_internals.strategy_of(optimizer), reference_variable)
@@ -160,7 +160,7 @@ def _symbolic_build(own: Function, model: Any, iterator: Any = None, data_batch:
 
 
 def _of_any_batch(spec: Any) -> Any:
-    """Returns a tensor's spec for any number of examples; None for a value that is no tensor."""
+    """Returns a tensor's spec for any number of examples; None for a value that is not a tensor."""
     spec = tf_internals.spec_of_component(spec)
     if not isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec, tf.RaggedTensorSpec)):
         return None
@@ -243,7 +243,7 @@ class WeightComparison:
     def __init__(self, model: Any) -> None:
         self._strategy = model.distribute_strategy
         variables = [*model.trainable_variables, *getattr(model.optimizer, "variables", ())]
-        self._variables = [  # Those of which all replicas hold the same numbers.
+        self._variables = [  # All replicas hold the same numbers of these.
             variable
             for variable in variables
             if variable.value.synchronization != tf.VariableSynchronization.ON_READ
@@ -308,11 +308,11 @@ def run_checked(
 
 def digest(tensor: tf.Tensor) -> tf.Tensor:
     """Makes one int64 of all bits of a tensor of numbers or bools, on its device."""
-    # It is equal for equal bits and, but for one chance in 2^64, for no others.
+    # It is equal for equal bits, and differs for others but for one chance in 2^64.
     if tensor.dtype.is_floating:
         tensor = tf.bitcast(tensor, _INTEGER_OF_SIZE[tensor.dtype.size])
     bits = tf.reshape(tf.cast(tensor, tf.int64), [-1])
-    # The order counts, and so does how much each element differs: each is stirred with its index.
+    # Each element is mixed with its index, so that order and size of differences count.
     stirred = (bits + tf.range(tf.size(bits, tf.int64)) * _OF_INDEX) * _FIRST
     stirred = tf.bitwise.bitwise_xor(stirred, tf.bitwise.right_shift(stirred, _HALF))
     return tf.reduce_sum(stirred * _SECOND)

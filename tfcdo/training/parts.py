@@ -70,7 +70,8 @@ def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.d
             )
     rows = _static_rows(dataset.element_spec)
     size = rows // replicas if rows is not None and rows % replicas == 0 else None
-    is_tuple = type(dataset.element_spec) is tuple  # Of a named one, `flat_map` passes no parts.
+    # `flat_map` passes the parts of a plain tuple, but not of a named one.
+    is_tuple = type(dataset.element_spec) is tuple
 
     @tf.autograph.experimental.do_not_convert
     def parts(*elements: Any) -> tf.data.Dataset:
@@ -138,7 +139,8 @@ def _copied(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a dataset of copies: replicas might write into an array that Python still has."""
     # TensorFlow takes a NumPy array as it is if its address divides by 64. It splits the batch, and
     # then takes the last part to be alone in using the memory, so that an op may write into it.
-    is_tuple = type(dataset.element_spec) is tuple  # Of a named one, `map` passes no parts.
+    # `map` passes the parts of a plain tuple, but not of a named one.
+    is_tuple = type(dataset.element_spec) is tuple
 
     @tf.autograph.experimental.do_not_convert
     def copies(*parts: Any) -> Any:
@@ -154,7 +156,7 @@ def _copy(value: Any) -> Any:
 
 
 def _warn_if_unlike(dataset: tf.data.Dataset, session: Session) -> None:
-    """Warns if hosts take their parts of one dataset in unlike orders."""
+    """Warns if hosts take their parts of one dataset in different orders."""
     if dataset.options().experimental_distribute.auto_shard_policy == _POLICY.OFF:
         return
     parts = list(made_from(dataset))

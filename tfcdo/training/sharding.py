@@ -80,7 +80,7 @@ def update(
     paths = [keras_internals.path_of(variable) for variable in variables]
     owned = strategy.extended._cross_device_ops.reduce_to_owners(grads, paths, owner, devices)
     sums = list(owned.sums)
-    # No owner begins before all sums are there, so a step that fails until then changes nothing.
+    # No owner begins before all sums exist, so a step that fails until then changes nothing.
     ready = [] if tf.executing_eagerly() else tf.nest.flatten(sums, expand_composites=True)
     all_there = [tf.group(*ready)] if ready else []
     sums = _clipped(leaf, owner, sums, devices)
@@ -107,7 +107,8 @@ def update(
     for value, at, arrived in zip(values, owner, owned.send(changed), strict=True):
         _assign(value.values, at, arrived, devices)
     for slot, at in kept:  # Averages of variables, and small ones, such as Adafactor's.
-        _send_slot(slot.values, owner[at], devices)
+        value = slot.values[owner[at]].read_value()
+        _assign(slot.values, owner[at], [value] * len(devices), devices)
 
 
 def _in_dtype(grad: Any, dtype: tf.DType) -> Any:
@@ -170,8 +171,3 @@ def _assign(
                 component.scatter_update(value)
             else:
                 component.assign(value)
-
-
-def _send_slot(components: Sequence[tf.Variable], owner: int, devices: Sequence[str]) -> None:
-    value = components[owner].read_value()
-    _assign(components, owner, [value] * len(components), devices)

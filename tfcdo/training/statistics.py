@@ -1,9 +1,9 @@
-"""Variables of which each replica keeps its own: moving statistics, metrics, accumulators.
+"""Variables with a value per replica: moving statistics, metrics, accumulators.
 
 A layer such as `BatchNormalization` updates its statistics on each replica from that replica's part
-of a batch. TensorFlow takes such a variable for one that all replicas hold alike, and reads and
-saves the first replica's. tfcdo's strategies make it one of which each replica has its own and
-whose value, where replicas meet, is the mean: what tf.keras asked for and Keras 3 does not.
+of a batch. TensorFlow expects the same value on all replicas, and reads and saves the first
+replica's. Under tfcdo's strategies each replica keeps its own value, and where replicas meet the
+variable's value is the mean. tf.keras asked for that, and Keras 3 does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
 from tfcdo.training import step
-from tfcdo.training.step import SUM
 
 _AUTO = (None, tf.VariableSynchronization.AUTO)
 _NONE = (None, tf.VariableAggregation.NONE)
@@ -24,7 +23,7 @@ MEAN = tf.VariableAggregation.MEAN
 
 
 class OwnVariable(tf_internals.SyncOnReadVariable):
-    """A variable of which each replica keeps its own, unchanged by a replica without examples."""
+    """A variable with a value per replica; a replica without examples does not change its value."""
 
     is_shared = False  # Whether all replicas assign the same number, examples or not.
 
@@ -129,7 +128,7 @@ def synchronize(model: keras.Model) -> None:
 
 
 def install() -> None:
-    """Has these functions stand before those of `BatchNormalization`."""
+    """Puts these functions before the methods of `BatchNormalization`."""
     layer = keras.layers.BatchNormalization
     keras_internals.extend(layer, "build", _build_layer)
     keras_internals.extend(layer, "_moments", _moments)
@@ -167,5 +166,4 @@ def _moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any
 
 def _together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums vectors of one size over all replicas; alone, so that a wire dtype leaves them exact."""
-    summed = tf.distribute.get_replica_context().all_reduce(SUM, tf.stack(values))
-    return list(tf.unstack(summed))
+    return list(tf.unstack(step.summed(tf.stack(values))))

@@ -1,4 +1,4 @@
-"""`ReplicaStep`: what a replica knows about the step that it runs.
+"""`ReplicaStep`: a replica's view of the step that it runs.
 
 `ReplicaExtended` makes one for each replica where a step begins. Everything in training that
 depends on the running step reads it here, and nothing else keeps such state.
@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import tf_internals
+from tfcdo.execute import numerics
 
 # TensorFlow traces each replica in a thread of its own, and starts all of them from one thread.
 _LOCAL = threading.local()
@@ -36,7 +37,7 @@ class ReplicaStep:
       total: the number of examples on all replicas.
       writes: the distributed variables that the step's replicas assign, by identity.
       alone: whether the replica works alone: nothing may meet the other replicas.
-      trace: what XLA compiles of the step, see `jit.py`; None if it compiles nothing.
+      trace: the part of the step that XLA compiles, see `jit.py`; None for no part.
       update: the sharded update that the replica makes, see `sharding.py`; None for all variables.
       reports: whether losses are being reported once per batch, see `losses.py`.
       applies: whether an optimizer is applied, after which hosts may meet, see `diloco.py`.
@@ -86,6 +87,33 @@ class ReplicaStep:
         if not self.can_be_empty:
             return values
         return tf.nest.map_structure(self._kept, values)
+
+    @property
+    def present_rows(self) -> Any:
+        """Returns the number of rows of this replica's tensors, which may be a stand-in's."""
+        known = self.known_rows
+        return tf.maximum(self.rows, 1) if known is None else max(known, 1)
+
+    def with_stand_in(self, value: Any) -> Any:
+        """Returns a tensor of rows, or one row of zeros on a replica without examples."""
+        if not isinstance(value, tf.Tensor) or not value.shape.rank or (value.shape[0] or 0) > 0:
+            return value
+        one = tf.concat([[1], tf.shape(value)[1:]], 0)
+        if value.shape[0] == 0:
+            return tf.zeros(one, value.dtype)
+        rows = tf.cond(self.has_rows, lambda: value, lambda: tf.zeros(one, value.dtype))
+        rows.set_shape(value.shape)
+        return rows
+
+    def without_stand_in(self, value: Any) -> Any:
+        """Returns a value, without the row of a stand-in."""
+        if not isinstance(value, tf.Tensor) or not value.shape.rank:
+            return value
+        if self.known_rows is not None:
+            return value if self.known_rows else value[:0]
+        if value.shape[0] is not None:
+            return value
+        return value[: tf.where(self.has_rows, tf.shape(value)[0], 0)]
 
     def _kept(self, value: Any) -> Any:
         if isinstance(value, tf.IndexedSlices):
@@ -174,11 +202,19 @@ def components(value: Any) -> tuple[Any, ...]:
 
 def on_each(devices: Sequence[str], function: Callable[..., Any], *values: Sequence[Any]) -> Any:
     """Calls a function with each replica's component of some values, on that replica's device."""
-    results = []
-    for device, *own in zip(devices, *values, strict=True):
-        with tf.device(device):
-            results.append(function(*own))
-    return tf_internals.per_replica(results)
+    return tf_internals.per_replica(numerics.on_each(devices, function, *values))
+
+
+def of_host(value: tf.Tensor, devices: Sequence[str]) -> Any:
+    """Returns a host's value, to be summed over all hosts: its other replicas have zeros."""
+    others = [tf.zeros(value.shape, value.dtype)] * (len(devices) - 1)
+    return on_each(devices, tf.identity, [value, *others])
+
+
+def summed(value: tf.Tensor) -> tf.Tensor:
+    """Returns the sum of a value over all replicas, on each; they meet for it."""
+    total: tf.Tensor = tf.distribute.get_replica_context().all_reduce(SUM, value)
+    return total
 
 
 def assign(variable: Any, values: Sequence[Any]) -> None:

@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
 from tfcdo.training import sharding, step
-from tfcdo.training.step import SUM
 
 # Calls the optimizer's own method with gradients and variables.
 Call = Callable[[Sequence[Any], Sequence[Any] | None], Any]
@@ -52,7 +51,7 @@ def apply(optimizer: Any, own: Call, grads: Sequence[Any], variables: Sequence[A
         with step.changed(alone=True):
             return own(sums, variables)
     if leaves != [optimizer]:  # Its parts come here again, each with gradients of its own.
-        return own(_finite_on_all(context, list(grads)), variables)
+        return own(_finite_on_all(list(grads)), variables)
     context.merge_call(lambda strategy, grads: _update(strategy, optimizer, grads, known), [grads])
     return optimizer.iterations
 
@@ -147,7 +146,7 @@ def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:
         return grad
     dtype = present[0].dtype
 
-    def of_one_kind(part: Any) -> Any:
+    def unify(part: Any) -> Any:
         if part is None and kinds == {True}:
             no_indices = tf.zeros([0], present[0].indices.dtype)
             part = tf.IndexedSlices(tf.zeros([0, *shape[1:]], dtype), no_indices)
@@ -157,12 +156,12 @@ def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:
             part = tf.IndexedSlices(part.values, part.indices, tf.constant(shape))
         return part if kinds == {True} else tf.convert_to_tensor(part)
 
-    return step.on_each(devices, of_one_kind, grad.values)
+    return step.on_each(devices, unify, grad.values)
 
 
-def _finite_on_all(context: Any, grads: list[Any]) -> list[Any]:
-    """Returns gradients of which one is NaN if another replica has one that is not finite."""
-    # A LossScaleOptimizer looks for such gradients on each replica, before there is a sum.
+def _finite_on_all(grads: list[Any]) -> list[Any]:
+    """Returns gradients, one of them NaN if another replica has one that is not finite."""
+    # A LossScaleOptimizer looks for such gradients on each replica, before they are summed.
     at = next((i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)), None)
     if at is None:
         at = next(i for i, g in enumerate(grads) if g is not None)
@@ -172,7 +171,7 @@ def _finite_on_all(context: Any, grads: list[Any]) -> list[Any]:
         for grad in grads
         if grad is not None
     ]
-    failures = context.all_reduce(SUM, tf.cast(tf.logical_not(tf.reduce_all(finite)), tf.float32))
+    failures = step.summed(tf.cast(tf.logical_not(tf.reduce_all(finite)), tf.float32))
     nan = tf.constant(float("nan"), grads[at].dtype)
     grads[at] = tf.where(failures > 0, nan, grads[at])
     return grads
@@ -181,7 +180,7 @@ def _finite_on_all(context: Any, grads: list[Any]) -> list[Any]:
 def _update(
     strategy: tf.distribute.Strategy, leaf: Any, grads: Sequence[Any], variables: Sequence[Any]
 ) -> None:
-    """Updates, or accumulates, with an optimizer that wraps no others; where the replicas meet."""
+    """Updates, or accumulates, with an optimizer without inner ones; where the replicas meet."""
     shards = strategy.extended.shard_optimizer_state
     grads = unified(strategy, grads, variables)
     at = [i for i, grad in enumerate(grads) if grad is not None]
@@ -227,7 +226,7 @@ def alone(strategy: tf.distribute.Strategy, function: Any, grads: Sequence[Any])
 
 
 def _taken(leaf: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Returns a replica's gradients and what it has accumulated, whose place is then empty."""
+    """Returns a replica's gradients plus its accumulated ones, and empties the accumulators."""
     accumulators = keras_internals.accumulators(leaf, variables)
     sums = []
     for grad, accumulator, variable in zip(grads, accumulators, variables, strict=True):

@@ -1,4 +1,4 @@
-"""Questions: checked reductions, grouped so that one plan answers each, and its run."""
+"""Groups of checked reductions, each with one plan, and the run of that plan."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _lock = threading.Lock()  # All threads must get the same function for the same 
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
-    """Some reductions of a batch that one plan answers."""
+class Group:
+    """Reductions of a batch that have one plan."""
 
     batch: Batch
     values: tuple[tuple[Any, ...], ...]  # `[v][r]` is value `v` of replica `r`.
-    devices: tuple[str, ...]  # Of each node.
-    positions: tuple[int, ...]  # Of the values in the caller's batch.
+    devices: tuple[str, ...]  # Each node's.
+    positions: tuple[int, ...]  # The values' places in the caller's batch.
 
     def run(
         self,
@@ -46,7 +46,7 @@ class Question:
         devices = self.devices
         if network is not None and plan.over_hosts:
             # The members of a collective are known by their devices, so each replica takes part
-            # with its own, even where several values lie on one: TensorFlow would wait for ever.
+            # with its own device, even where several values are on one: else TensorFlow would hang.
             devices = network.devices
         if plan.one_function and tf.executing_eagerly():
             # The ops wait for each other, so they must run at the same time, not one by one. A
@@ -83,31 +83,31 @@ class Owned:
     """Values that were summed on their owners: the first half of plans."""
 
     sums: tuple[Any, ...]  # Each on its owner, which updates a variable with it.
-    halves: tuple[tuple[Question, Plan], ...]
+    halves: tuple[tuple[Group, Plan], ...]
 
     def send(self, values: Sequence[Any]) -> list[list[Any]]:
         """Sends a tensor, or some rows of it, for each value from its owner: `[value][device]`."""
         results: dict[int, list[Any]] = {}
-        for question, plan in self.halves:
-            here = [values[position] for position in question.positions]
-            arrived = interpreter.broadcast(plan, here, question.devices)
-            results.update(zip(question.positions, arrived, strict=True))
+        for group, plan in self.halves:
+            here = [values[position] for position in group.positions]
+            arrived = interpreter.broadcast(plan, here, group.devices)
+            results.update(zip(group.positions, arrived, strict=True))
         return [results[position] for position in range(len(values))]
 
 
-def questions(
+def grouped(
     op: Any,
     reductions: Sequence[Reduction],
     options: Options,
     network: Network | None,
     root: str | None,  # Where `one_device` reduces; None for the first destination.
-    user: bool,  # Whether there is an accumulation_fn.
-) -> list[Question]:
-    """Divides a batch into questions: one for each set of devices, and for rows."""
+    user: bool,  # Whether an accumulation_fn combines the values.
+) -> list[Group]:
+    """Divides a batch into groups: one for each set of devices, and for rows."""
     one_device, tables = options.one_device, options.sparse_as_dense
     groups: dict[Any, list[int]] = {}
     if network is not None:
-        reductions = [_placed(reduction, network) for reduction in reductions]
+        reductions = [_with_known_devices(reduction, network) for reduction in reductions]
     for position, reduction in enumerate(reductions):
         everywhere = reduction.is_all_reduce and not one_device
         to = None if everywhere else reduction.destinations
@@ -146,11 +146,11 @@ def questions(
             user,
         )
         values = tuple(reduction.values for reduction in members)
-        found.append(Question(batch, values, tuple(nodes), tuple(positions)))
+        found.append(Group(batch, values, tuple(nodes), tuple(positions)))
     return found
 
 
-def _placed(reduction: Reduction, network: Network) -> Reduction:
+def _with_known_devices(reduction: Reduction, network: Network) -> Reduction:
     """Returns a reduction with the devices filled in that are not known while tracing."""
     if all(reduction.devices) and all(reduction.destinations):
         return reduction

@@ -11,7 +11,7 @@ import tempfile
 
 from absl.testing import absltest
 
-from tfcdo import environment
+from tfcdo.cluster import worker
 
 _SECONDS = 60.0
 # Stuck for ever in a lock of the C library, as in a collective: no signal interrupts it.
@@ -28,7 +28,7 @@ library.pthread_mutex_lock(lock)
 """
 
 
-class WakeupTest(absltest.TestCase):
+class SignalsTest(absltest.TestCase):
     def test_a_failed_run_ends_a_worker_that_listens_for_the_black_box_too(self):
         with tempfile.TemporaryDirectory() as folder:
             failed = pathlib.Path(folder, "failed")
@@ -37,7 +37,7 @@ class WakeupTest(absltest.TestCase):
                 stdout=subprocess.PIPE,
                 env={
                     **os.environ,
-                    environment.FAILURE_FILE: str(failed),
+                    worker.FAILURE_FILE: str(failed),
                     "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                 },
             )
