@@ -223,17 +223,12 @@ def main(arguments: Sequence[str]) -> None:
         "calls": [case.name for case in CASES],
         "trainings": [training.name for training in TRAININGS],
     }
-    calls, trainings = (
-        {
-            library: run(
-                names[kind],
-                [sys.executable, __file__, "--worker", kind, library],
-                seconds,
-            )
-            for library in LIBRARIES
-        }
-        for kind, seconds in TIMEOUT_SECONDS.items()
-    )
+    works = [(kind, library) for kind in TIMEOUT_SECONDS for library in LIBRARIES]
+    rows: dict[str, dict[str, list[Row]]] = {kind: {} for kind in TIMEOUT_SECONDS}
+    for kind, library in pages.with_progress(works, " with ".join):
+        command = [sys.executable, __file__, "--worker", kind, library]
+        rows[kind][library] = run(names[kind], command, TIMEOUT_SECONDS[kind])
+    calls, trainings = rows["calls"], rows["trainings"]
     pathlib.Path(arguments[0]).write_text(page(calls, trainings), encoding="utf-8")
     pages.replace_table(pages.ROOT / "README.md", "compat.py", readme_table(trainings))
     print(f"{arguments[0]}: {len(CASES)} cases")

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import fault_training
 import numpy as np
+import pages
 import psutil
 import warm_python
 from fault_training import EPOCHS, SEED, STEPS
@@ -460,6 +461,11 @@ def document(results: Sequence[tuple[Case, Outcome]], planned: int, seed: int, n
     return "\n".join(lines) + "\n"
 
 
+def _describe(case: Case) -> str:
+    """Says which fault comes, and when."""
+    return f"{NAMES[case.kind]}, {MOMENTS[case.moment]}; {case.hosts} hosts"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="number of cases")
@@ -477,9 +483,9 @@ def main() -> int:
         print(note, flush=True)
         cases = kept
     results: list[tuple[Case, Outcome]] = []
-    for case in cases:
+    for case in pages.with_progress(cases, _describe):
         outcome = run_case(case)
-        print(case, outcome, flush=True)
+        print(outcome.problem or "correct", flush=True)
         results.append((case, outcome))
         arguments.path.write_text(document(results, 200, arguments.seed, note))
     return int(any(outcome.problem for _, outcome in results))

@@ -1,16 +1,31 @@
-"""Writes the tables of pages that tools have measured."""
+"""Writes the tables of pages that tools have measured, and shows the tools' progress."""
 
 from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
+_Item = TypeVar("_Item")
 ROOT = pathlib.Path(__file__).absolute().parents[1]
 # A table of three such columns fits a screen.
 MAX_CELL = 56
 _MAX_MESSAGE = 140
+
+
+def with_progress(
+    items: Sequence[_Item], describe: Callable[[_Item], str] = str
+) -> Iterator[_Item]:
+    """Yields items; says on standard error which one begins, of how many, and the time so far."""
+    begin = time.monotonic()
+    for number, item in enumerate(items, 1):
+        minutes, seconds = divmod(int(time.monotonic() - begin), 60)
+        line = f"{number} of {len(items)}, after {minutes}:{seconds:02} minutes: {describe(item)}"
+        print(line, file=sys.stderr, flush=True)
+        yield item
 
 
 def replace_table(path: pathlib.Path, tool: str, lines: Sequence[str]) -> None:

@@ -121,7 +121,7 @@ def draw(results: Sequence[Result]) -> Figure:
 def main(path: pathlib.Path) -> None:
     """Measures and changes the page; the picture goes next to it."""
     lines: list[str] = []
-    for case in CASES:
+    for case in pages.with_progress(CASES):
         run = bench(case.split())
         lines = [*(lines or heading(run)), row(case, run, floor_seconds)]
         print(lines[-1], flush=True)

@@ -18,6 +18,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pages
+
 NUM_DEVICES = 3
 _SECONDS = 600
 _PAGE = """\
@@ -136,7 +138,7 @@ def main(path: pathlib.Path, names: list[str]) -> None:
     """Runs the programs and writes the page."""
     chosen = [program for program in PROGRAMS if not names or program.name in names]
     rows = []
-    for program in chosen:
+    for program in pages.with_progress(chosen, lambda program: program.name):
         rows.append(row(program))
         print(rows[-1], flush=True)
     version = importlib.metadata.version("tensorflow")

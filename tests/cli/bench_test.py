@@ -198,7 +198,7 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         (("--model", "vgg"), "'vgg' is not one of 'resnet50', "),
         (("--json", "out.txt"), "does not end in .json"),
         (("--json", "folder.json"), "'folder.json' is a folder"),
-        (("workers", "1"), "'NUMBER': 1 is not in the range 2<=x<=16"),
+        (("workers", "1"), "'NUMBER': expected a number from 2 to 16; got '1'"),
         (("workers", "2", "--rate", "fast"), "'fast' is not a bandwidth"),
         (("--json", "no-such-folder/out.json"), "there is no folder 'no-such-folder'"),
         (("--workers", "2", "-g", "1", "--rate", "1gbit"), "; see tfcdo bench --help"),

@@ -304,6 +304,7 @@ class ArgumentsTest(LaunchTestCase):
         self.assertNotRegex(text, r"RANGE|x[<>]=")
         for group in ("Workers:", "Devices:", "Failures:", "Other:"):
             self.assertIn(f"\n{group}\n", text)
+        self.assertIn("-h, --help", text)
         for parameter in launch.launch.params:
             for name in parameter.opts if parameter.param_type_name == "option" else ():
                 self.assertIn(name, text)

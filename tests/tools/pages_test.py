@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import io
 import pathlib
 import platform
 import sys
@@ -173,6 +174,17 @@ class PerformanceTest(absltest.TestCase):
 
     def test_the_floor_takes_time(self):
         self.assertGreater(performance.floor_seconds(4, 2**24 + 8), 0.0)
+
+    def test_progress_is_a_line_for_each_item(self):
+        errors = io.StringIO()
+        with (
+            mock.patch.object(pages.time, "monotonic", side_effect=[10.0, 10.0, 135.9]),
+            contextlib.redirect_stderr(errors),
+        ):
+            items = list(pages.with_progress(["a", "b"], str.upper))
+        self.assertEqual(items, ["a", "b"])
+        lines = ["1 of 2, after 0:00 minutes: A", "2 of 2, after 2:05 minutes: B"]
+        self.assertEqual(errors.getvalue().splitlines(), lines)
 
     def test_the_table_replaces_the_one_before(self):
         path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "page.md")

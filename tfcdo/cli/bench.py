@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _DEVICES = options.option(
     "-g --devices num_devices",
-    click.IntRange(2, 16),
+    options.number(2, 16),
     "Number of devices: GPUs if there are enough, else virtual CPUs.",
     4,
 )
@@ -41,7 +41,7 @@ _NAMES = options.option(
 @click.group(invoke_without_command=True, short_help="Measure all-reduce implementations.")
 @options.option("-b --minbytes", options.SIZE, "Smallest size; M is 1024^2, MB is 1000^2.", "8")
 @options.option("-e --maxbytes", options.SIZE, "Largest size.", "128M")
-@options.option("-f --stepfactor", click.IntRange(2), "Factor from one size to the next.", 8)
+@options.option("-f --stepfactor", options.number(2), "Factor from one size to the next.", 8)
 @_DEVICES
 @options.ITERATIONS
 @options.WARMUP
@@ -124,10 +124,10 @@ def bench(
 
 
 @bench.command()
-@click.argument("num_workers", metavar="NUMBER", type=click.IntRange(2, 16))
+@click.argument("num_workers", metavar="NUMBER", type=options.number(2, 16))
 @options.option(
     "-g --devices num_devices",
-    click.IntRange(1, 16),
+    options.number(1, 16),
     "Number of virtual CPU devices of each worker.",
     4,
 )

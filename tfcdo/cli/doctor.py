@@ -26,7 +26,7 @@ _MOST_COLUMNS = 8
 @click.command()
 @options.option(
     "-g --devices num_devices",
-    click.IntRange(2, 16),
+    options.number(2, 16),
     "Number of devices; default: all GPUs, or 4 virtual CPU devices.",
 )
 @options.option(

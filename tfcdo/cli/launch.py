@@ -39,16 +39,11 @@ Examples:
   A module instead of a script:
     tfcdo launch --workers 2 -m my_project.train
 """
-# Such as [x>=1] in a help, or the end of [default: 0; x>=0].
-_RANGE = re.compile(r"  \[[\d<=]*x[\d<>=]+\]|; [\d<=]*x[\d<>=]+(?=\])")
 _GROUPS = {
     "Workers": ("workers", "hosts", "index", "nnodes", "slurm"),
     "Devices": ("devices_per_worker", "gpus_per_worker"),
     "Failures": ("max_restarts", "grace"),
-    "Other": ("module", "help"),
 }
-
-
 # Jobs of Slurm take turns in so many ranges of ports, below those that Linux gives to anybody.
 _FIRST_PORT, _PORTS, _JOBS = 10_000, 16, 1_250
 _SLURM_NUMBERS = ("JOB_ID", "STEP_ID", "NTASKS", "PROCID", "NODEID", "LOCALID")
@@ -75,11 +70,17 @@ class _Command(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the options in their groups."""
-        records = {p.name: p.get_help_record(ctx) for p in self.get_params(ctx)}
-        for group, names in _GROUPS.items():
-            found = [record for name in names if (record := records.get(name))]
+        records = {
+            param.name: record
+            for param in self.get_params(ctx)
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx))
+        }
+        grouped = {name for names in _GROUPS.values() for name in names}
+        # The option of the help has another name in each version of click.
+        others = tuple(name for name in records if name not in grouped)
+        for group, names in {**_GROUPS, "Other": others}.items():
             with formatter.section(group):
-                formatter.write_dl([(option, _RANGE.sub("", text)) for option, text in found])
+                formatter.write_dl([records[name] for name in names])
 
 
 def _parse_workers(text: str) -> int:
@@ -108,6 +109,7 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     cls=_Command,
     # Later arguments go to the script, even if they look like options.
     context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
+    short_help="Run a script in several workers.",
 )
 @options.option(
     "--workers --nproc-per-node --nproc_per_node",
@@ -123,31 +125,27 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 )
 @options.option(
     "--index --node-rank --node_rank",
-    click.IntRange(0),
+    options.number(0, metavar="I"),
     "Number of this machine in --hosts, from 0.",
-    metavar="I",
 )
-@options.option("--nnodes", click.IntRange(1), "Number of --hosts, as a check.", metavar="N")
+@options.option("--nnodes", options.number(1), "Number of --hosts, as a check.")
 @options.option("--slurm", bool, "Take the workers from Slurm's variables.", is_flag=True)
 @options.option(
     "-g --devices-per-worker",
-    click.IntRange(1, 256),
+    options.number(1, 256),
     "Number of devices per worker; default: its GPUs, or one CPU.",
-    metavar="D",
 )
 @options.option(
     "--gpus-per-worker",
-    click.IntRange(1, 64),
+    options.number(1, 64),
     "Number of GPUs per worker; default: an equal share.",
-    metavar="D",
 )
-@options.option("--max-restarts", click.IntRange(0), "Number of restarts.", 0, metavar="N")
+@options.option("--max-restarts", options.number(0), "Number of restarts.", 0)
 @options.option(
     "--grace",
-    click.FloatRange(0, 86_400),
+    options.number(0, 86_400, float, "SECONDS"),
     "Time from SIGTERM to SIGKILL for workers that must end.",
     10.0,
-    metavar="SECONDS",
 )
 @options.option("-m --module", bool, "SCRIPT is a module's name, as in python -m.", is_flag=True)
 @click.argument("script")
@@ -174,6 +172,9 @@ def launch(
     are only passed on. No process that a worker started is left, even when the launcher is killed.
     After a restart, the script continues from its own checkpoint; TFCDO_RESTART_COUNT has the
     number of restarts. torchrun's names --nproc-per-node, --nnodes and --node-rank are accepted.
+
+    Workers of one machine share its GPUs equally: --gpus-per-worker is for another division. On
+    CPUs, or to leave GPUs of a worker out, --devices-per-worker sets the number of its devices.
     """
     place = _place(workers, hosts, index, nnodes, slurm)
     gpus = _gpus(gpus_per_worker, place.here if place else workers or 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import decimal
 import fractions
+import math
 import os
 import pathlib
 import re
@@ -45,6 +46,24 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # Only newer clicks ta
             return self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+def number(
+    least: float, most: float = math.inf, kind: Callable[[str], float] = int, metavar: str = "N"
+) -> Parsed:
+    """Makes the type of a number in a range."""
+    limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise ValueError(f"expected a number {limits}; got {text!r}")
+        return value
+
+    return Parsed(metavar, read)
 
 
 def parse_size(text: str) -> int:
@@ -191,9 +210,9 @@ def refuse(cases: Mapping[str, object]) -> None:
 # Options that the commands of the bench share; more samples would not end in a day.
 ITERATIONS = option(
     "-n --iters iterations",
-    click.IntRange(1, 10**6),
+    number(1, 10**6),
     "Samples of each implementation, taken in turn.",
     20,
 )
-WARMUP = option("-w --warmup", click.IntRange(0, 10**6), "Samples before those that count.", 5)
+WARMUP = option("-w --warmup", number(0, 10**6), "Samples before those that count.", 5)
 JSON_FILE = option("-J --json json_file", new_file(".json"), "File for the results.")

@@ -100,7 +100,7 @@ def _read(name: str) -> str:
 )
 @options.option(
     "--num-packs",
-    click.IntRange(1, _MAX_PACKS),
+    options.number(1, _MAX_PACKS),
     "Number of equal packs; TensorFlow's default is 1.",
 )
 @options.option(
@@ -117,7 +117,7 @@ def _read(name: str) -> str:
     "--gantt gantt_file", options.PICTURE, "Picture of the transfers over time: .png or .svg."
 )
 @options.option(
-    "--hosts num_hosts", click.IntRange(1, _MAX_HOSTS), "Number of hosts, all like this machine."
+    "--hosts num_hosts", options.number(1, _MAX_HOSTS), "Number of hosts, all like this machine."
 )
 @options.option(
     "--network",

@@ -25,10 +25,17 @@ from tfcdo.cli import options
     "trace.json",
 )
 @options.option(
-    "--after", click.FloatRange(0.0), "Seconds to wait, to skip graph tracing.", 0.0,
-    metavar="SECONDS",
-)  # fmt: skip
-@options.option("--seconds", click.FloatRange(0.0, min_open=True), "Longest recording.", 60.0)
+    "--after",
+    options.number(0.0, kind=float, metavar="SECONDS"),
+    "Time to wait, to skip graph tracing.",
+    0.0,
+)
+@options.option(
+    "--seconds",
+    options.number(0.001, kind=float, metavar="SECONDS"),
+    "Longest time to record.",
+    60.0,
+)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 def trace(
