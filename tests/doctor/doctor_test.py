@@ -18,8 +18,9 @@ from bench_testing import (
 )
 from cli_testing import run_tfcdo
 
+from tfcdo.bench import devices as bench_devices
 from tfcdo.bench import worker_pool
-from tfcdo.doctor import examination, probe, self_test
+from tfcdo.doctor import examination, probe
 from tfcdo.execute import copy_trees
 
 
@@ -43,8 +44,8 @@ def _doctor(*arguments: str, tf_config: str = "") -> tuple[int, list[str]]:
     with (
         mock.patch.object(examination, "Probes", _InThisProcess),
         mock.patch.object(examination, "_SECONDS_OF_PAIRS", 0.01),
-        mock.patch.object(self_test, "_PATTERN_BYTES", {True: 4096}),
-        mock.patch.object(self_test, "_SUM_BYTES", 4096),
+        mock.patch.object(probe, "_PATTERN_BYTES", {True: 4096}),
+        mock.patch.object(probe, "_SUM_BYTES", 4096),
         # TensorFlow's collectives keep to one number of devices a process for each key, and the
         # bench's tests, whose number is another, may run in this one.
         mock.patch.object(tf.distribute.MirroredStrategy, "_collective_key_base", 1000),
@@ -79,13 +80,13 @@ class DoctorTest(parameterized.TestCase):
             f"tensorflow {tf.__version__}",
             "tfcdo.NcclAllReduce cannot run here: no NcclAllReduce kernel is registered for CPU",
             "shared_memory: CPU devices of one host",
-            "mobilenet (14.0 MB in 158 gradients): ",
-            "bert-base (438 MB in 199 gradients): ",
             "ok     copies between all 6 ordered pairs of devices are correct",
             "ok     tfcdo.HierarchicalCopyAllReduce sums are correct",
             # TensorFlow's fault is told, but nothing is wrong here.
             "note   tf.HierarchicalCopyAllReduce sums are incorrect: ",
             "→ use tfcdo.HierarchicalCopyAllReduce",
+            "ok     metrics of fit under tfcdo.MirroredStrategy are correct",
+            "ok     metrics of fit under tf.distribute.MirroredStrategy are correct",
         ):
             self.assertIn(shown, text)
         self.assertNotIn("  wrong  ", text)
@@ -101,6 +102,7 @@ class DoctorTest(parameterized.TestCase):
         self.assertIn("  wrong  copies from CPU:0 to CPU:1, CPU:2 to CPU:1 arrive corrupted", text)
         # Its sums come along the same edges.
         self.assertIn("tfcdo.ReductionToOneDevice sums are incorrect: 1 of 3072 elements", text)
+        self.assertIn("metrics of fit under tfcdo.MirroredStrategy are incorrect: loss is ", text)
         self.assertEqual(
             lines[-1],
             "import tfcdo; strategy = tfcdo.MirroredStrategy(['CPU:0', 'CPU:2'], "
@@ -171,7 +173,7 @@ class DoctorTest(parameterized.TestCase):
 
     def test_an_answer_that_is_an_error(self):
         error = RuntimeError("no devices today")
-        with mock.patch.object(self_test, "Patient", side_effect=error):
+        with mock.patch.object(bench_devices, "choose_devices", side_effect=error):
             status, lines = _doctor()
         self.assertEqual(status, 1)
         self.assertIn("  wrong  the devices cannot be used: RuntimeError: no devices today", lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from tfcdo.topology.presets import preset
 _GPUS = tuple(f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(4))
 
 
+_NAN = "are incorrect: loss is nan instead of 2, mae is 4 instead of 3"
 _PAIRS = list(itertools.permutations(range(4), 2))
 
 
@@ -103,13 +105,30 @@ class FindingsTest(parameterized.TestCase):
         text = "copies from GPU:0 to GPU:2 fail: InternalError: no peer"
         self.assertEqual(_texts(report, WRONG), [text])
 
-    def test_a_keras_whose_metrics_tensorflow_adds_up_twice(self):
-        for keras, noted in (("3.6.0", 0), ("3.7.0", 1), ("3.9.2", 1), ("3.10.0", 0), (None, 0)):
-            versions = examination.Versions("0.1.0", "3.12.1", tensorflow="2.21.0", keras=keras)
-            texts = _texts(_report(versions=versions), NOTE)
-            self.assertLen(texts, noted)
-            if noted:
-                self.assertIn(f"metrics of Keras {keras} are wrong", texts[0])
+    @parameterized.parameters(
+        ("3.7.0", "which gives NaN after some steps (keras-team/keras#21467)", "pip install"),
+        ("3.10.0", "are incorrect: loss is nan instead of 2, mae is 4 instead of 3", "see the co"),
+    )
+    def test_a_fit_whose_metrics_are_nan(self, keras: str, cause: str, remedy: str):
+        ours, theirs = examination.STRATEGIES
+        metrics = {"loss": (math.nan, 2.0), "mae": (4.0, 3.0), "other": (1.00001, 1.0)}
+        fits = {ours: examination.Fit(metrics), theirs: examination.Fit(metrics)}
+        versions = examination.Versions("0.1.0", "3.12.1", tensorflow="2.21.0", keras=keras)
+        found = findings.findings_of(_report(versions=versions, fits=fits))
+        wrong, note = (one for one in found if one.severity != OK)
+        self.assertEqual((wrong.severity, note.severity), (WRONG, NOTE))
+        self.assertEndsWith(wrong.text, f"{ours} {_NAN}")
+        self.assertStartsWith(wrong.remedy, "see the copies and sums above")
+        self.assertIn(f"{theirs} {_NAN}", note.text)
+        self.assertEndsWith(note.text, cause)
+        self.assertStartsWith(note.remedy, "use tfcdo.MirroredStrategy, or " + remedy)
+
+    def test_a_fit_that_fails(self):
+        failure = examination.Failure("no end within 120 s", hangs=True)
+        report = _report(fits=dict.fromkeys(examination.STRATEGIES, failure))
+        text = "fit under tfcdo.MirroredStrategy fails: no end within 120 s"
+        self.assertEqual(_texts(report, WRONG), [text])
+        self.assertLen(_texts(report, NOTE), 1)
 
     def test_gpus_that_tensorflow_has_no_kernels_for(self):
         versions = examination.Versions(

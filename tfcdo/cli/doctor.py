@@ -8,9 +8,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from tfcdo.cli import options
@@ -19,8 +17,6 @@ from tfcdo.doctor import examination, findings
 from tfcdo.topology.topology import Topology
 
 _STYLES = {findings.OK: "green", findings.NOTE: "yellow", findings.WRONG: "bold red"}
-# A table of more devices would be wider than a screen.
-_MOST_COLUMNS = 8
 
 
 @click.command()
@@ -37,9 +33,10 @@ def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, .
     """Check this machine, and show what tfcdo would do here.
 
     Copies a known pattern between every two devices, then all-reduces on all of them with tfcdo's
-    and TensorFlow's classes. All this runs in a process that is ended if it hangs. Each finding
-    has its remedy; the last line can be pasted into a script. The exit status is 1 if there is a
-    problem; TensorFlow's own errors are reported but do not affect it.
+    and TensorFlow's classes, and trains a tiny model with fit, whose metrics are checked. All this
+    runs in a process that is ended if it hangs. Each finding has its remedy; the last line can be
+    pasted into a script. The exit status is 1 if there is a problem; TensorFlow's own errors are
+    reported but do not affect it.
     """
     options.refuse(
         {
@@ -83,12 +80,6 @@ def _print(report: examination.Report, found: Sequence[findings.Finding], consol
         console.print(Text(heading, "bold"))
         for line in lines:
             console.print(options.printable(f"  {line}", console), soft_wrap=True)
-    if (
-        report.pairs
-        and isinstance(report.machine, examination.Machine)
-        and not report.machine.on_cpu
-    ):
-        console.print(_table_of_pairs(report))
     console.print(Text("To paste into your script", "bold"))
 
 
@@ -109,7 +100,6 @@ def _facts(report: examination.Report) -> Iterator[tuple[str, Sequence[str]]]:
             [f"physical: {physical}; logical: {logical}", f"examined: {machine.description}"],
         )
         yield "Topology", [f"{topology.name}: {machine.topology_reason}", _links(topology)]
-        yield "What AutoAllReduce would do", machine.models
     config = report.tf_config
     hosts = [f"{host.name}: {host.status}" for host in config.hosts]
     alone = "not set: this process trains alone"
@@ -124,28 +114,3 @@ def _links(topology: Topology) -> str:
         for speed, count in sorted(by_speed.items(), reverse=True)
     ]
     return ", ".join(parts) or "no links"
-
-
-def _table_of_pairs(report: examination.Report) -> Table:
-    """Makes the table of bandwidths, measured and of the topology; a row a sending device."""
-    names = [findings.short_name(name) for name in report.examined][:_MOST_COLUMNS]
-    title = "GB/s from device (row) to device (column): measured / of the topology"
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title, title_justify="left")
-    for heading in ("", *names):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for source, name in enumerate(names):
-        cells = [_bandwidths(report, (source, target)) for target in range(len(names))]
-        table.add_row(name, *cells)
-    return table
-
-
-def _bandwidths(report: examination.Report, pair: examination.Pair) -> Text:
-    copies = report.pairs.get(pair)
-    if copies is None:
-        return Text("-")
-    if isinstance(copies, examination.Failure):
-        return Text("hangs" if copies.hangs else "fails", _STYLES[findings.WRONG])
-    assert report.topology
-    style = _STYLES[findings.WRONG] if copies.wrong else ""
-    expected = report.topology.bandwidth(*pair) / 1e9
-    return Text(f"{copies.bandwidth / 1e9:.1f} / {expected:.1f}", style)

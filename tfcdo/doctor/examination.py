@@ -26,8 +26,10 @@ COMPARED = (
     ("tfcdo.ReductionToOneDevice", "tf.ReductionToOneDevice"),
     ("tfcdo.NcclAllReduce", "tf.NcclAllReduce"),
 )
-# Seconds for each question; that for the machine plans for two models, too.
-_LIMITS = {"versions": 120.0, "machine": 240.0, "pair": 15.0, "sum": 60.0}
+# The strategies under which a tiny model trains.
+STRATEGIES = ("tfcdo.MirroredStrategy", "tf.distribute.MirroredStrategy")
+# Seconds for each question.
+_LIMITS = {"versions": 120.0, "machine": 120.0, "pair": 15.0, "sum": 60.0, "fit": 120.0}
 # Seconds until a host that does not answer counts as not reached.
 _SECONDS_OF_A_HOST = 3.0
 # Seconds for the tests of all pairs of devices together.
@@ -80,7 +82,6 @@ class Machine:
     topology_reason: str  # How it was found.
     nccl_problem: str = ""
     nccl_remedy: str = ""
-    models: Sequence[str] = ()  # A line for each of two models: the plan, and memory.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +98,13 @@ class Sums:
 
     elements: int = 0
     wrong: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Metrics of `fit` under one strategy: of each name, Keras's number and numpy's."""
+
+    metrics: Mapping[str, tuple[float, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +135,7 @@ class Report:
     tf_config: TfConfig = TfConfig("")
     pairs: Mapping[Pair, Copies | Failure] = dataclasses.field(default_factory=dict)
     sums: Mapping[str, Sums | Failure] = dataclasses.field(default_factory=dict)
+    fits: Mapping[str, Fit | Failure] = dataclasses.field(default_factory=dict)
 
     @property
     def examined(self) -> Sequence[str]:
@@ -157,6 +166,7 @@ class Probes(contextlib.ExitStack):
             if self._pool is None:
                 # TF_CONFIG is examined in this process; the probe is a separate process.
                 variables = {"TF_CONFIG": "{}", "TF_CPP_MIN_LOG_LEVEL": "2"}
+                variables["KERAS_BACKEND"] = "tensorflow"
                 workers = worker_pool.start_workers(self._command, [variables])
                 self._pool = self.enter_context(workers)
                 if question not in ("versions", "machine"):
@@ -181,7 +191,14 @@ def examine(ask: Ask, count: int | None, tell: Tell = lambda message: None) -> R
     if isinstance(machine, Failure):
         return Report(versions, machine, given)
     pairs = dict(_pairs(ask, len(machine.examined), tell))
-    return Report(versions, machine, given, pairs, dict(_sums(ask, tell)))
+    sums, fits = {}, {}
+    for name in itertools.chain.from_iterable(COMPARED):
+        tell(f"Summing with {name}")
+        sums[name] = _answer(Sums, ask, "sum", name=name)
+    for name in STRATEGIES if versions.keras else ():
+        tell(f"Training under {name}")
+        fits[name] = _answer(Fit, ask, "fit", name=name)
+    return Report(versions, machine, given, pairs, sums, fits)
 
 
 def examine_tf_config() -> TfConfig:
@@ -233,12 +250,6 @@ def _pairs(ask: Ask, count: int, tell: Tell) -> Iterator[tuple[Pair, Copies | Fa
         answer = _answer(Copies, ask, "pair", source=source, target=target, seconds=seconds)
         hanging += isinstance(answer, Failure) and answer.hangs
         yield (source, target), answer
-
-
-def _sums(ask: Ask, tell: Tell) -> Iterator[tuple[str, Sums | Failure]]:
-    for name in itertools.chain.from_iterable(COMPARED):
-        tell(f"Summing with {name}")
-        yield name, _answer(Sums, ask, "sum", name=name)
 
 
 def _answer(kind: type[_Kind], ask: Ask, question: str, **arguments: Any) -> _Kind | Failure:

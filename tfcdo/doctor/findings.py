@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from tfcdo import version
 from tfcdo.doctor.examination import (
     COMPARED,
+    STRATEGIES,
     Copies,
     Failure,
     Pair,
@@ -21,6 +22,8 @@ from tfcdo.doctor.examination import (
 OK, NOTE, WRONG = "ok", "note", "wrong"
 # A link this much slower than the topology says makes its plans bad ones.
 _SLOW = 0.5
+# Largest relative difference of a metric.
+_ROUNDING = 1e-4
 # Number of pairs named in one finding.
 _MOST_NAMED = 12
 _REPORT = "please report this, with the output of `tfcdo doctor`"
@@ -37,7 +40,7 @@ class Finding:
 
 def findings_of(report: Report) -> list[Finding]:
     """Lists the findings of a report."""
-    parts = (_tf_config, _versions, _machine, _pairs, _slow_links, _sums)
+    parts = (_tf_config, _versions, _machine, _pairs, _slow_links, _sums, _fits)
     return [finding for part in parts for finding in part(report)]
 
 
@@ -74,12 +77,6 @@ def _versions(report: Report) -> Iterator[Finding]:
                 "30 minutes, or fails (tensorflow/tensorflow#97387)"
             )
             yield Finding(NOTE, text, "install a TensorFlow that was built for these GPUs")
-        if found.keras and version.adds_metrics_twice(found.keras):
-            text = (
-                f"under TensorFlow's strategies, metrics of Keras {found.keras} are wrong, and NaN "
-                "after some steps: the replicas' parts are added twice (keras-team/keras#21467)"
-            )
-            yield Finding(NOTE, text, "use tfcdo.MirroredStrategy, or pip install 'keras>=3.10'")
 
 
 def _machine(report: Report) -> Iterator[Finding]:
@@ -200,6 +197,35 @@ def _sums(report: Report) -> Iterator[Finding]:
                 yield Finding(severity, text, mend if is_ours else remedy)
             elif found.elements:
                 yield Finding(OK, f"{name} sums are correct")
+
+
+def _fits(report: Report) -> Iterator[Finding]:
+    keras = getattr(report.versions, "keras", None)
+    for name, found in report.fits.items():
+        is_ours = name == STRATEGIES[0]
+        severity = WRONG if is_ours else NOTE
+        above = "see the copies and sums above"
+        remedy = f"{above}; if all of them are correct, {_REPORT}"
+        if not is_ours:
+            remedy = f"use {STRATEGIES[0]}, or {above}"
+        if isinstance(found, Failure):
+            yield Finding(severity, f"fit under {name} fails: {found.error}", remedy)
+            continue
+        # NaN is not close to anything.
+        wrong = [
+            f"{metric} is {number:g} instead of {expected:g}"
+            for metric, (number, expected) in found.metrics.items()
+            if not math.isclose(number, expected, rel_tol=_ROUNDING)
+        ]
+        if not wrong:
+            yield Finding(OK, f"metrics of fit under {name} are correct")
+            continue
+        text = f"metrics of fit under {name} are incorrect: {', '.join(wrong)}"
+        if not is_ours and keras and version.adds_metrics_twice(keras):
+            text += f". Keras {keras} adds the replicas' parts twice, which gives NaN after some "
+            text += "steps (keras-team/keras#21467)"
+            remedy = f"use {STRATEGIES[0]}, or pip install 'keras>=3.10'"
+        yield Finding(severity, text, remedy)
 
 
 def script_line(report: Report) -> str:

@@ -1,25 +1,42 @@
-"""Answers the doctor's questions in a process that may hang or crash; imports TensorFlow late."""
+"""Answers the doctor's questions in a process that may hang or crash.
+
+TensorFlow is imported by the first question, whose answer says whether that works.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
+import math
 import platform
 import re
+import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from tfcdo.bench import devices as bench_devices
 from tfcdo.bench import worker_pool
-from tfcdo.doctor.examination import Machine, Versions
+from tfcdo.doctor.examination import STRATEGIES, Copies, Fit, Machine, Sums, Versions
+from tfcdo.topology import detection
 from tfcdo.version import __version__
 
 # That of pyproject.toml, which is not there where tfcdo is installed: a test compares them.
 OLDEST_TENSORFLOW = (2, 16)
+# Bytes that are copied between two devices. Between GPUs many, as the call itself takes a while.
+_PATTERN_BYTES = {True: 2**22, False: 2**26}
+_SUM_BYTES = 2**20
+# Of the tiny fit: steps, rows per device and step, learning rate.
+_STEPS, _ROWS, _RATE = 4, 2, 0.5
 
 
 class Probe:
-    """The questions: `versions`, `machine`, and after that `pair` and `sum`."""
+    """The questions: `versions`, `machine`, and after that `pair`, `sum` and `fit`."""
+
+    _devices: bench_devices.ChosenDevices
 
     def versions(self) -> Versions:
         """Imports TensorFlow and says which versions there are, and whether it can be used."""
@@ -43,12 +60,102 @@ class Probe:
         return Versions(__version__, python, **found, problem=problem, remedy=remedy)
 
     def machine(self, count: int | None) -> Machine:
-        """Looks at the devices, and chooses those to examine."""
-        from tfcdo.doctor import self_test
+        """Chooses devices; says what TensorFlow sees, and how tfcdo would use the devices."""
+        import tensorflow as tf
 
-        patient = self_test.Patient(count)
-        self.pair, self.sum = patient.pair, patient.sum
-        return patient.machine()
+        import tfcdo
+
+        tf.get_logger().setLevel("ERROR")
+        self._devices = bench_devices.choose_devices(count)
+        names = self._devices.names
+        topology, reason = detection.detect_with_reason(names)
+        nccl = tfcdo.nccl_status(names)
+        return Machine(
+            physical=[device.name for device in tf.config.list_physical_devices()],
+            logical=[device.name for device in tf.config.list_logical_devices()],
+            examined=names,
+            description=self._devices.description,
+            on_cpu=self._devices.on_cpu,
+            gpus_of_nvidia_smi=list(detection.gpus_of_nvidia_smi()),
+            topology=topology.to_json(),
+            topology_reason=reason,
+            nccl_problem="" if nccl.can_run else nccl.reason,
+            nccl_remedy=nccl.remedy,
+        )
+
+    def pair(self, source: int, target: int, seconds: float) -> Copies:
+        """Copies a known pattern from one device to another and compares every byte."""
+        import tensorflow as tf
+
+        from tfcdo.execute import copy_trees
+
+        pattern, sent = self._pattern_on(source)
+        receiver = self._devices.names[target]
+
+        # As in a training step: a graph that begins on one device and ends on another.
+        @tf.function(autograph=False)
+        def send(tensor: tf.Tensor) -> tf.Tensor:
+            return copy_trees.copy([tensor], receiver)[0]
+
+        received = send(sent).numpy()
+        wrong = int(np.count_nonzero(received != pattern))
+        end, fastest = time.perf_counter() + seconds, math.inf
+        while time.perf_counter() < end:
+            start = time.perf_counter()
+            send(sent)
+            self._devices.wait()
+            fastest = min(fastest, time.perf_counter() - start)
+        return Copies(wrong, pattern.size / fastest)
+
+    @functools.cache  # noqa: B019 - there is one probe in a process
+    def _pattern_on(self, source: int) -> tuple[np.ndarray, Any]:
+        """Draws bytes that differ from device to device, and puts them on one."""
+        import tensorflow as tf
+
+        size = _PATTERN_BYTES[self._devices.on_cpu]
+        pattern = np.random.default_rng(source).integers(0, 256, size, np.uint8)
+        with tf.device(self._devices.names[source]):
+            return pattern, tf.identity(tf.constant(pattern))
+
+    def sum(self, name: str) -> Sums:
+        """All-reduces over all devices and compares every element with numpy's sum."""
+        from tfcdo.bench import implementations, measure, workloads
+
+        (implementation,) = implementations.parse(name)
+        workload = workloads.one_value(_SUM_BYTES, "float32")
+        if implementation.reason_not_to_run(self._devices.names, workload.dtype):
+            return Sums()
+        data = measure.place_values(workload, self._devices)
+        built = measure.build(data, implementation.reducer(self._devices.names))
+        return Sums(workload.count * len(self._devices.names), built.num_wrong)
+
+    def fit(self, name: str) -> Fit:
+        """Trains one weight, from 0, to repeat its inputs, and in numpy too."""
+        import keras
+        import tensorflow as tf
+
+        import tfcdo
+
+        names = list(self._devices.names)
+        if name == STRATEGIES[0]:
+            strategy = tfcdo.MirroredStrategy(names)
+        else:
+            strategy = tf.distribute.MirroredStrategy(names, tf.distribute.ReductionToOneDevice())
+        batch = _ROWS * len(names)
+        inputs = np.linspace(0.0, 1.0, _STEPS * batch)[:, None]
+        with strategy.scope():
+            layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+            model = keras.Sequential([keras.Input([1]), layer])
+            model.compile(keras.optimizers.SGD(_RATE), "mse", metrics=["mae"])
+        found = model.fit(inputs, inputs, batch, shuffle=False, verbose=0).history
+        weight, squares, errors = 0.0, [], []
+        for rows in np.split(inputs, _STEPS):
+            error = (weight - 1) * rows
+            squares.append(np.mean(error**2))
+            errors.append(np.mean(np.abs(error)))
+            weight -= _RATE * float(np.mean(2 * error * rows))
+        expected = {"loss": np.mean(squares), "mae": np.mean(errors)}
+        return Fit({key: (found[key][0], float(value)) for key, value in expected.items()})
 
 
 def _problem_of_tensorflow(version: str) -> tuple[str, str]:
