@@ -27,6 +27,20 @@ class _OfSteps(kl.Layer):
         return keras.ops.reshape(dropped, [-1, _STEPS, _WIDTH])
 
 
+class RandomScale(kl.Layer):
+    """A user's layer, with nothing of tfcdo's: multiplies each example by a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(5)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if not training:
+            return inputs
+        shape = (keras.ops.shape(inputs)[0], *[1] * (len(inputs.shape) - 1))
+        return inputs * keras.random.uniform(shape, 0.8, 1.2, seed=self.seed)
+
+
 # Each layer's draws reach the weights of the last one.
 RANDOM: dict[str, Callable[[], list[Any]]] = {
     "dropout": lambda: [kl.Dropout(0.4)],
@@ -159,6 +173,33 @@ class DrawsTest(TrainingTestCase):
             self.assertGreater(np.std(expected[:, number]), 0.1)
         for count in (2, 5):
             self.assertAllClose(expected, predicted(count), 1e-6, 1e-6)
+
+    @parameterized.parameters((2, 11), (3, 11), (3, 7))
+    def test_a_layer_of_ones_own_scales_each_example(self, count, examples):
+        def layers(*random: Any) -> list[Any]:
+            return [kl.Input([_STEPS, _WIDTH]), *random, kl.Flatten(), kl.Dense(2)]
+
+        expected = fitted(1, lambda: layers(RandomScale()), examples)
+        model = fitted(count, lambda: layers(RandomScale()), examples)
+        self.assert_same_training(expected, model)
+        plain = fitted(1, layers, examples)  # The factors matter: without them, weights differ.
+        differences = [np.abs(one - other).max() for one, other in
+                       zip(plain.get_weights(), expected.get_weights())]  # fmt: skip
+        self.assertGreater(max(differences), 1e-3)
+
+    def test_each_example_of_the_batch_has_another_factor(self):
+        with strategy_of(3).scope():
+            layer = RandomScale()
+            model = keras.Sequential([kl.Input([_STEPS, _WIDTH]), layer])
+            model.compile()
+        strategy, step = model.distribute_strategy, tf.function(lambda x: model(x, training=True))
+        batches = tf.data.Dataset.from_tensor_slices(np.ones([11, _STEPS, _WIDTH], "f")).batch(11)
+        [batch] = strategy.experimental_distribute_dataset(batches)
+        parts = strategy.experimental_local_results(strategy.run(step, (batch,)))
+        factors = np.concatenate(parts)
+        self.assertAllEqual(factors, np.broadcast_to(factors[:, :1, :1], factors.shape))
+        self.assertLen(set(factors[:, 0, 0]), 11)
+        self.assertAllInRange(factors, 0.8, 1.2)
 
     def test_numbers_that_do_not_belong_to_rows_are_equal_on_all_replicas(self):
         class NoisyScale(kl.Layer):
