@@ -68,7 +68,7 @@ class Peers(Protocol):
 
     Every host must call the same methods in the same order, with tensors of the same shapes, as
     `Exchange.cost` lists them. The results of all methods but `all_to_all` are bitwise identical on
-    all hosts.
+    all hosts. The tensors may have any dtype of 2 bytes or more: bitcast smaller ones.
 
     Attributes:
       rank: this host's number.
@@ -145,7 +145,7 @@ class Exchange(Protocol):
 
         Returns:
           The sums, bitwise the same on all hosts, of the same dtypes and shapes as the tensors; and
-          the state for the next step. The sums have the gradient of an exact sum.
+          the state for the next step. The caller gives the sums the gradient of an exact sum.
         """
 
 

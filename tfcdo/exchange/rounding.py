@@ -1,6 +1,6 @@
 """The numerics of casts to 16 and 8 bits: scales, casts there and back, and the sum of shares.
 
-The only file of the two exchanges and of copies between devices that knows TensorFlow's ops.
+They serve the exchanges and the copies between devices.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ def sum_of_shares(
 def _encode_rows(
     rows: tf.Tensor, wire: str, error: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Encodes shares `[rows, blocks, values]` as rows of float16, scales at the end of each."""
-    # Collective ops copy neither bfloat16 nor int8. Returns the errors of the casts too.
+    """Encodes shares `[rows, blocks, values]` as rows of float16, scales at each end; and errors."""
     carried = rows if error is None else rows + error
     needs_scale = dtypes.needs_scale(wire, rows.dtype.name)
     scales = [_block_scales(carried, wire)] if needs_scale else []
