@@ -59,7 +59,7 @@ def sum_of_shares(
 def _encode_rows(
     rows: tf.Tensor, wire: str, error: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Encodes shares `[rows, blocks, values]` as rows of float16, scales at each end; and errors."""
+    """Encodes shares `[rows, blocks, values]` as rows of float16 that end in scales; and errors."""
     carried = rows if error is None else rows + error
     needs_scale = dtypes.needs_scale(wire, rows.dtype.name)
     scales = [_block_scales(carried, wire)] if needs_scale else []
