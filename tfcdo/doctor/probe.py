@@ -132,15 +132,15 @@ class Probe:
     def fit(self, name: str) -> Fit:
         """Trains one weight, from 0, to repeat its inputs, and in numpy too."""
         import keras
-        import tensorflow as tf
 
         import tfcdo
+        from tfcdo.bench import implementations
 
         names = list(self._devices.names)
-        if name == STRATEGIES[0]:
-            strategy = tfcdo.MirroredStrategy(names)
-        else:
-            strategy = tf.distribute.MirroredStrategy(names, tf.distribute.ReductionToOneDevice())
+        strategy = tfcdo.MirroredStrategy(names)
+        if name != STRATEGIES[0]:
+            # TensorFlow's default is one of the sums above, whose collectives cannot begin again.
+            strategy = implementations.parse("tf.ReductionToOneDevice")[0].strategy(names)
         batch = _ROWS * len(names)
         inputs = np.linspace(0.0, 1.0, _STEPS * batch)[:, None]
         with strategy.scope():
