@@ -69,6 +69,20 @@ class DestinationsTest(tf.test.TestCase, parameterized.TestCase):
                 (device,) = devices_of(variable)
                 self.assertEndsWith(device, "/replica:0/task:0/device:CPU:2")  # Such have no job.
 
+    def test_a_tensor_of_a_host_has_no_known_device(self):
+        @tf.function
+        def trace():
+            with tf.device("/job:localhost/task:0"):
+                tensor = tf.constant(1.0)
+            self.assertNotEmpty(tensor.device)
+            self.assertEqual(check_pair(tensor, "CPU:0").devices, ("",))
+            with tf.device("/job:localhost/task:0/device:CPU:1"):
+                tensor = tf.identity(tensor)
+            self.assertEqual(check_pair(tensor, "CPU:0").devices, (tensor.device,))
+            return tensor
+
+        trace.get_concrete_function()
+
     def test_no_device(self):
         with self.assertRaisesRegex(ValueError, "destinations .*at least one device"):
             devices_of("")

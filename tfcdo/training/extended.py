@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfcdo import keras_internals, tf_internals
 from tfcdo.cluster import session
 from tfcdo.exchange.diloco import DiLoCo
+from tfcdo.execute import request
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.explain import Explanation
 from tfcdo.training import parts, statistics, step
@@ -297,7 +298,7 @@ class ReplicaExtended:
         if isinstance(destinations, tf_internals.DistributedValues):
             return destinations
         named = destinations if isinstance(destinations, str) else None
-        known = named or getattr(destinations, "device", "")
+        known = named or request.known_device(destinations)
         return destinations if known else self.worker_devices[0]  # type: ignore[attr-defined]
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
