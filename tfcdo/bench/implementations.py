@@ -13,6 +13,7 @@ import tensorflow as tf
 import tfcdo
 from tfcdo import tf_internals
 from tfcdo.bench.results import OURS, TENSORFLOW
+from tfcdo.execute.numerics import on_each
 
 # From one `PerReplica` per value to one `Mirrored` per value.
 Reduce = Callable[[Sequence[Any]], Sequence[Any]]
@@ -81,10 +82,7 @@ class Implementation:
         """Sums a number on each device; `ValueError` if arguments only prove wrong there."""
         if not self.arguments:
             return
-        numbers = []
-        for device in devices:
-            with tf.device(device):
-                numbers.append(tf.ones([]))
+        numbers = on_each(devices, lambda: tf.ones([]))
         try:
             self.reducer(devices)([tf_internals.per_replica(numbers)])
         except Exception as error:

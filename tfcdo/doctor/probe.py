@@ -14,7 +14,7 @@ import platform
 import re
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from tfcdo.bench import worker_pool
 from tfcdo.doctor.examination import STRATEGIES, Copies, Fit, Machine, Sums, Versions
 from tfcdo.topology import detection
 from tfcdo.version import __version__
+
+if TYPE_CHECKING:
+    from tfcdo.bench import measure
 
 # That of pyproject.toml, which is not there where tfcdo is installed: a test compares them.
 OLDEST_TENSORFLOW = (2, 16)
@@ -119,15 +122,21 @@ class Probe:
 
     def sum(self, name: str) -> Sums:
         """All-reduces over all devices and compares every element with numpy's sum."""
-        from tfcdo.bench import implementations, measure, workloads
+        from tfcdo.bench import implementations, measure
 
         (implementation,) = implementations.parse(name)
-        workload = workloads.one_value(_SUM_BYTES, "float32")
-        if implementation.reason_not_to_run(self._devices.names, workload.dtype):
+        data = self._values
+        if implementation.reason_not_to_run(self._devices.names, data.workload.dtype):
             return Sums()
-        data = measure.place_values(workload, self._devices)
         built = measure.build(data, implementation.reducer(self._devices.names))
-        return Sums(workload.count * len(self._devices.names), built.num_wrong)
+        return Sums(data.workload.count * len(self._devices.names), built.num_wrong)
+
+    @functools.cached_property
+    def _values(self) -> measure.Data:
+        """Returns the values that all classes sum."""
+        from tfcdo.bench import measure, workloads
+
+        return measure.place_values(workloads.one_value(_SUM_BYTES, "float32"), self._devices)
 
     def fit(self, name: str) -> Fit:
         """Trains one weight, from 0, to repeat its inputs, and in numpy too."""
@@ -137,8 +146,9 @@ class Probe:
         from tfcdo.bench import implementations
 
         names = list(self._devices.names)
-        strategy = tfcdo.MirroredStrategy(names)
-        if name != STRATEGIES[0]:
+        if name == STRATEGIES[0]:
+            strategy = tfcdo.MirroredStrategy(names)
+        else:
             # TensorFlow's default is one of the sums above, whose collectives cannot begin again.
             strategy = implementations.parse("tf.ReductionToOneDevice")[0].strategy(names)
         batch = _ROWS * len(names)

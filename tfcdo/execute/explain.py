@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfcdo import checks, tf_internals
+from tfcdo.execute import numerics
 from tfcdo.execute.groups import Group
 from tfcdo.execute.request import Reduction, check_device, check_owned, check_pairs
 from tfcdo.plan.copy_tree import CopyTree
@@ -159,11 +161,8 @@ def _device_names(devices: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _placeholders(shape: tf.TensorShape, dtype: tf.DType, devices: Sequence[str]) -> Any:
-    values = []
-    for device in devices:
-        with tf.device(device):
-            values.append(tf.raw_ops.Placeholder(dtype=dtype, shape=shape))
-    return tf_internals.per_replica(values)
+    make = functools.partial(tf.raw_ops.Placeholder, dtype=dtype, shape=shape)
+    return tf_internals.per_replica(numerics.on_each(devices, make))
 
 
 def _pack(pack: Pack) -> str:

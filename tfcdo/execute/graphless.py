@@ -23,9 +23,8 @@ _GROUP_KEYS = {"CPU": 7_001_000, "GPU": 7_002_000}
 _ALL_DEVICES_KEYS = {"CPU": 7_003_000, "GPU": 7_004_000}
 _lock = threading.Lock()
 
-with contextlib.suppress(
-    KeyError
-):  # The gradient is registered already if this module is reloaded.
+# The gradient is registered already if this module is reloaded.
+with contextlib.suppress(KeyError):
     tf.RegisterGradient("TfcdoGradientOf")(lambda op, upstream, _: (None, upstream))
 
 
