@@ -25,8 +25,8 @@ from bench_testing import (
 from cli_testing import CommandTestCase, Finished, run_tfcdo
 
 import tfcdo
-from tfcdo.bench import implementations, results
-from tfcdo.cli import bench_tables
+from tfcdo.bench import implementations
+from tfcdo.cli import bench as bench_cli
 
 
 def _bench(*arguments: str) -> Finished:
@@ -36,24 +36,13 @@ def _bench(*arguments: str) -> Finished:
 
 
 class ReportTest(parameterized.TestCase, tf.test.TestCase):
-    @parameterized.parameters((-1e-3, -1e-3), (1e-3, -1e-3))
-    def test_no_averages_where_each_size_has_noise(self, small: float, large: float):
-        found = [
-            measurement_of("tfcdo.X", "tfcdo", small),
-            dataclasses.replace(measurement_of("tf.X", "tf", small), size=8),
-            measurement_of("tf.X", "tf", large),
-        ]
-        output = io.StringIO()
-        bench_tables.show_averages(found, rich.console.Console(file=output, width=80))
-        self.assertEndsWith(output.getvalue(), "OK\n# Avg bus bandwidth    : below noise\n")
-
     def test_the_table_fits(self):
         results = [
             dataclasses.replace(measurement_of(name, "tf", 0.2), size=437928960)
             for name in ("tf.CollectiveAllReduce", TF_HIERARCHICAL)
         ]
         output = io.StringIO()
-        bench_tables.show(results, rich.console.Console(file=output, width=80))
+        bench_cli._show(results, rich.console.Console(file=output, width=80))
         self.assertNotIn("…", output.getvalue())
         self.assertIn("437928960 bytes, 1000 elements of float32", output.getvalue())
         self.assertLessEqual(max(map(len, output.getvalue().splitlines())), 80)
@@ -64,34 +53,9 @@ class ReportTest(parameterized.TestCase, tf.test.TestCase):
         for spread, shown in ((1e-3, "0.50"), (3e-3, "-")):
             output = io.StringIO()
             noisy = dataclasses.replace(reference, spread=spread)
-            bench_tables.show([ours, noisy], rich.console.Console(file=output, width=160))
+            bench_cli._show([ours, noisy], rich.console.Console(file=output, width=160))
             row = next(line for line in output.getvalue().splitlines() if "tfcdo.X" in line)
             self.assertEqual(row.split()[-2:], [shown, "1.00"])
-
-    def test_averages_end_with_the_best_of_ours(self):
-        found = [
-            measurement_of("tfcdo.Slow", "tfcdo", 2e-3),
-            measurement_of("tfcdo.Fast", "tfcdo", 1e-3),
-            measurement_of("tfcdo.Lost", "tfcdo", -1e-3),
-            measurement_of(TF_HIERARCHICAL, "tf", 0.1e-3, wrong=3),
-            # At another size, only one of them has a time: it says nothing of who is faster.
-            dataclasses.replace(measurement_of("tfcdo.Slow", "tfcdo", 1e-9), size=8),
-            measurement_of("copy", results.BASELINE, 1e-6),
-        ]
-        output = io.StringIO()
-        bench_tables.show_averages(found, rich.console.Console(file=output, width=80))
-        self.assertEqual(
-            output.getvalue().splitlines(),
-            [
-                "# Out of bounds values : 0 OK",
-                "# Averages of 1 of 2 sizes; at the others, some time is below noise",
-                # 4000 bytes on 4 devices: 1.5 * 4000 / time.
-                f"# Avg bus bandwidth    : 0.06 ({TF_HIERARCHICAL})",
-                "# Avg bus bandwidth    : below noise (tfcdo.Lost)",
-                "# Avg bus bandwidth    : 0.003 (tfcdo.Slow)",
-                "# Avg bus bandwidth    : 0.006 (tfcdo.Fast)",
-            ],
-        )
 
 
 class CommandTest(tf.test.TestCase, CommandTestCase):

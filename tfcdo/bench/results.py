@@ -38,7 +38,6 @@ class Measurement:
     dtype: str = "float32"
     wrong: int | None = None  # Elements that differ from numpy's.
     first_call: float | None = None  # Seconds of tracing and of the first call or step.
-    peak_memory: int | None = None  # Bytes.
     sent_size: int | None = None  # Bytes of each device's values as they are sent, if not `size`.
     bytes_sent: float | None = None  # That crossed the link between the workers in a step.
     state_bytes: int | None = None  # The optimizer's, on all devices.

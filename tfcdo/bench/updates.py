@@ -1,32 +1,18 @@
-"""Times all-reduce plus update, each strategy in a process of its own for its peak memory.
-
-Run as a module, it is such a process.
-"""
+"""Times all-reduce plus update under TensorFlow's strategy and tfcdo's, which take turns."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-import resource
-import sys
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tfcdo
-from tfcdo.bench import results, worker_pool
-from tfcdo.bench.devices import choose_devices
+from tfcdo.bench import results
+from tfcdo.bench.devices import ChosenDevices
 
-_NAMES: Mapping[str, str] = {
-    "tf": "tf.distribute.MirroredStrategy",
-    "tfcdo": "tfcdo.MirroredStrategy",
-    "sharded": "shard_optimizer_state=True",
-}
 # A convolutional and fully connected mixture of large and small variables: 69 MB in float32.
 _SHAPES = (
     *[(1024, 1024)] * 12,
@@ -35,58 +21,48 @@ _SHAPES = (
     *[(256,)] * 40,
 )
 _SEED = 7
-_TIMEOUT = 600.0
 
 
 def run(
     optimizer: str,
-    num_devices: int,
+    devices: ChosenDevices,
     iterations: int,
     warmup: int,
     track: results.Track = results.silently,
 ) -> list[results.Measurement]:
     """Takes steps under each strategy, in turn."""
-    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
-    with contextlib.ExitStack() as stack:
-        pools: dict[str, worker_pool.WorkerPool] = {}
-
-        def ask(kind: str, method: str) -> Any:
-            return pools[kind].call(method, _TIMEOUT)[0]
-
-        for kind in _NAMES:
-            command = [sys.executable, "-m", "tfcdo.bench.updates", kind]
-            command += [str(num_devices), optimizer]
-            pools[kind] = stack.enter_context(worker_pool.start_workers(command, [variables]))
-        first = {kind: ask(kind, "step") for kind in track(list(_NAMES), description="first steps")}
-        steps = {kind: functools.partial(ask, kind, "step") for kind in _NAMES}
-        taken = results.take_turns(steps, iterations, warmup, track)
-        reports = {kind: ask(kind, "report") for kind in _NAMES}
+    names = list(devices.names)
+    strategies = {
+        "tf.distribute.MirroredStrategy": tf.distribute.MirroredStrategy(names),
+        "tfcdo.MirroredStrategy": tfcdo.MirroredStrategy(names),
+        "shard_optimizer_state=True": tfcdo.MirroredStrategy(names, shard_optimizer_state=True),
+    }
+    updates, first = {}, {}
+    for name in track(list(strategies), description="first steps"):
+        updates[name] = _Updates(strategies[name], optimizer, devices)
+        first[name] = updates[name].step()
+    steps = {name: one.step for name, one in updates.items()}
+    taken = results.take_turns(steps, iterations, warmup, track)
     return [
         results.Measurement(
             name,
-            kind,
-            num_devices,
-            *results.median_and_spread(taken[kind]),
+            results.TENSORFLOW if name.startswith("tf.") else results.OURS,
+            len(names),
+            *results.median_and_spread(taken[name]),
             workload=optimizer,
             size=4 * sum(map(math.prod, _SHAPES)),
-            first_call=first[kind],
-            **reports[kind],
+            first_call=first[name],
+            state_bytes=one.state_bytes(),
         )
-        for kind, name in _NAMES.items()
+        for name, one in updates.items()
     ]
 
 
 class _Updates:
     """Variables, an optimizer, and the step that reduces gradients and updates."""
 
-    def __init__(self, kind: str, num_devices: str, name: str) -> None:
-        self._devices = choose_devices(int(num_devices))
-        names = list(self._devices.names)
-        self._strategy = (
-            tf.distribute.MirroredStrategy(names)
-            if kind == "tf"
-            else tfcdo.MirroredStrategy(names, shard_optimizer_state=kind == "sharded")
-        )
+    def __init__(self, strategy: tf.distribute.Strategy, name: str, devices: ChosenDevices) -> None:
+        self._strategy, self._devices = strategy, devices
         generator = np.random.default_rng(_SEED)
         with self._strategy.scope():
             self._variables = [
@@ -110,21 +86,10 @@ class _Updates:
         self._devices.wait()
         return time.perf_counter() - start
 
-    def report(self) -> dict[str, int]:
-        """Returns the bytes of the optimizer's state, and the most that the process used."""
-        state = [
+    def state_bytes(self) -> int:
+        """Returns the bytes of the optimizer's state on all devices."""
+        return sum(
             component.shape.num_elements() * component.dtype.size
             for one in self._optimizer.variables
             for component in getattr(one.value, "values", (one.value,))
-        ]
-        return {"state_bytes": sum(state), "peak_memory": self._peak_memory()}
-
-    def _peak_memory(self) -> int:
-        if self._devices.on_cpu:
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        infos = map(tf.config.experimental.get_memory_info, self._devices.names)
-        return max(int(info["peak"]) for info in infos)
-
-
-if __name__ == "__main__":
-    worker_pool.serve(_Updates)
+        )

@@ -7,42 +7,40 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
+from rich import box
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from tfcdo.bench import devices as bench_devices
 from tfcdo.bench import results, worker_pool, workloads
-from tfcdo.cli import bench_tables, options
+from tfcdo.bench.results import ALONE, BASELINE, OURS, TENSORFLOW, Measurement
+from tfcdo.cli import options
+from tfcdo.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from tfcdo.bench import hosts, implementations
 
-_DEVICES = options.option(
-    "-g --devices num_devices",
-    options.number(2, 16),
-    "Number of devices: GPUs if there are enough, else virtual CPUs.",
-    4,
-)
-_NAMES = options.option(
-    "--ops names",
-    str,
-    "Implementations: tfcdo, tf, all, or Python such as "
-    "'tfcdo.AutoAllReduce(wire_dtype=\"bfloat16\")'. Repeatable.",
-    ("all",),
-    multiple=True,
-    metavar="NAME",
-)
+# A heading, and the cell below it for a measurement.
+_Column = tuple[str, Callable[[Measurement], str | Text]]
+_STYLES = {TENSORFLOW: "", BASELINE: "dim", ALONE: "dim"}
 
 
 @click.group(invoke_without_command=True, short_help="Measure all-reduce implementations.")
 @options.option("-b --minbytes", options.SIZE, "Smallest size; M is 1024^2, MB is 1000^2.", "8")
 @options.option("-e --maxbytes", options.SIZE, "Largest size.", "128M")
 @options.option("-f --stepfactor", options.number(2), "Factor from one size to the next.", 8)
-@_DEVICES
+@options.option(
+    "-g --devices num_devices",
+    options.number(2, 16),
+    "Number of devices: GPUs if there are enough, else virtual CPUs.",
+    4,
+)
 @options.ITERATIONS
 @options.WARMUP
 @options.option(
@@ -59,7 +57,15 @@ _NAMES = options.option(
     click.Choice(workloads.OPTIMIZERS),
     "Optimizer whose update is measured, with and without sharded state.",
 )
-@_NAMES
+@options.option(
+    "--ops names",
+    str,
+    "Implementations: tfcdo, tf, all, or Python such as "
+    "'tfcdo.AutoAllReduce(wire_dtype=\"bfloat16\")'. Repeatable.",
+    ("all",),
+    multiple=True,
+    metavar="NAME",
+)
 @options.JSON_FILE
 @click.pass_context
 def bench(
@@ -103,24 +109,30 @@ def bench(
     )
     if context.invoked_subcommand:
         return 0
+    console, devices = _start(num_devices)
     if optimizer:
-        return _bench_updates(optimizer, num_devices, iterations, warmup, json_file)
+        from tfcdo.bench import updates
+
+        with options.progress() as track:
+            found = updates.run(optimizer, devices, iterations, warmup, track)
+        _show_updates(found, console)
+        _write_json(found, json_file, devices.description)
+        return 0
     dtype = workloads.DTYPES[datatype]
     benched = [workloads.gradients_of(name, dtype) for name in models] or [
         workloads.one_value(size, dtype) for size in workloads.sizes(minbytes, maxbytes, stepfactor)
     ]
-    console, devices, compared = _start(num_devices, names, dtype)
+    compared = _compared(names, devices, dtype, console)
     from tfcdo.bench import measure
 
-    found: list[results.Measurement] = []
+    found = []
     with options.progress() as track:
         # Sizes below one element are rounded up to it: each workload is measured once.
         for workload in track(list(dict.fromkeys(benched)), description="workloads"):
             found += measure.run(workload, devices, compared, iterations, warmup, track)
-    bench_tables.show(found, console)
+    _show(found, console)
     _write_json(found, json_file, devices.description)
-    bench_tables.show_averages(found, console)
-    return int(any(one.wrong for one in found if one.kind == results.OURS))
+    return int(any(one.wrong for one in found if one.kind == OURS))
 
 
 @bench.command()
@@ -156,39 +168,14 @@ def workers(
     console = options.make_console()
     with options.status("Starting TensorFlow ..."), options.quiet_start():
         from tfcdo.bench import hosts
-    with _open_link(rate, console) as opened, _progress_of_workers() as track:
-        found = hosts.run(opened, num_workers, num_devices, iterations, warmup, track=track)
-    bench_tables.show_hosts(found, num_workers, rate, console)
-    _write_json(found, json_file, f"{num_devices} virtual CPU devices of {num_workers} processes")
-    return 0
-
-
-def _bench_updates(
-    optimizer: str,
-    num_devices: int,
-    iterations: int,
-    warmup: int,
-    json_file: pathlib.Path | None,
-) -> int:
-    """Measures all-reduce plus update under TensorFlow's strategy and tfcdo's."""
-    console = options.make_console()
-    with options.status("Starting TensorFlow ..."), options.quiet_start():
-        from tfcdo.bench import updates
-    with _progress_of_workers() as track:
-        found = updates.run(optimizer, num_devices, iterations, warmup, track)
-    bench_tables.show_updates(found, console)
-    _write_json(found, json_file, f"{num_devices} devices")
-    return 0
-
-
-@contextlib.contextmanager
-def _progress_of_workers() -> Iterator[results.Track]:
-    """Shows the progress of a block in which an error of a worker is the command's."""
     try:
-        with options.progress() as track:
-            yield track
+        with _open_link(rate, console) as opened, options.progress() as track:
+            found = hosts.run(opened, num_workers, num_devices, iterations, warmup, track=track)
     except worker_pool.WorkerError as error:
         raise click.ClickException(str(error)) from error
+    _show_hosts(found, num_workers, rate, console)
+    _write_json(found, json_file, f"{num_devices} virtual CPU devices of {num_workers} processes")
+    return 0
 
 
 @contextlib.contextmanager
@@ -209,42 +196,45 @@ def _open_link(rate: float | None, console: Console) -> Iterator[hosts.Loopback]
         yield opened
 
 
-def _start(
-    num_devices: int, names: Sequence[str], dtype: str
-) -> tuple[Console, bench_devices.ChosenDevices, list[implementations.Implementation]]:
-    """Starts TensorFlow; makes the implementations that are named and can run on the devices."""
+def _start(num_devices: int) -> tuple[Console, bench_devices.ChosenDevices]:
+    """Starts TensorFlow with some devices, and says which."""
     console = options.make_console()
     with options.status("Starting TensorFlow ..."), options.quiet_start():
         import tensorflow as tf
 
-        from tfcdo.bench import implementations
-
         tf.get_logger().setLevel("ERROR")
         try:
-            # Devices come first, because constructing implementations may start TensorFlow.
             devices = bench_devices.choose_devices(num_devices)
-            named = [found for name in names for found in implementations.parse(name)]
-            reasons = {one: one.reason_not_to_run(devices.names, dtype) for one in named}
-            compared = [one for one, reason in reasons.items() if not reason]
-            for one in compared:
-                one.check_arguments(devices.names)
         except RuntimeError as error:
             raise click.ClickException(str(error)) from error
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
         tf.config.list_logical_devices()
     console.print(f"{devices.description}, TensorFlow {tf.__version__}")
+    return console, devices
+
+
+def _compared(
+    names: Sequence[str], devices: bench_devices.ChosenDevices, dtype: str, console: Console
+) -> list[implementations.Implementation]:
+    """Makes the implementations that are named and can run on the devices; says which cannot."""
+    from tfcdo.bench import implementations
+
+    try:
+        named = [found for name in names for found in implementations.parse(name)]
+        reasons = {one: one.reason_not_to_run(devices.names, dtype) for one in named}
+        compared = [one for one, reason in reasons.items() if not reason]
+        for one in compared:
+            one.check_arguments(devices.names)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     for reason in dict.fromkeys(filter(None, reasons.values())):
         left_out = [one.name for one in reasons if reasons[one] == reason]
         console.print(f"Without {' and '.join(left_out)}: {reason}")
     if not compared:
         raise click.UsageError("none of the implementations can run here")
-    return console, devices, compared
+    return compared
 
 
-def _write_json(
-    found: Sequence[results.Measurement], path: pathlib.Path | None, description: str
-) -> None:
+def _write_json(found: Sequence[Measurement], path: pathlib.Path | None, description: str) -> None:
     """Writes measurements after a description of their environment, if there is a file for it."""
     if not path:
         return
@@ -256,3 +246,138 @@ def _write_json(
         measured.append(dataclasses.asdict(one) | finite)
     content = {**bench_devices.describe_environment(description), "results": measured}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _show(measured: Sequence[Measurement], console: Console) -> None:
+    """Prints a table for each workload."""
+    for group in results.by_workload(measured):
+        _print_times(group, console)
+    text = (
+        "Times are medians minus the baseline (< noise: below it), ± is the distance between the "
+        "quartiles. of TF: time relative to the fastest correct TensorFlow class; - where a time "
+        "is smaller than its spread."
+    )
+    console.print(options.printable(text, console))
+
+
+def _show_updates(measured: Sequence[Measurement], console: Console) -> None:
+    """Prints times and state of each strategy's all-reduces and updates."""
+    first = measured[0]
+    columns: list[_Column] = [
+        ("strategy\n", lambda one: one.name),
+        *_step_columns(measured),
+        ("first\n(s)", lambda one: f"{one.first_call:.1f}"),
+        ("state\n(MB)", lambda one: _megabytes(one.state_bytes)),
+    ]
+    title = (
+        f"{first.num_devices} devices, all-reduce and {first.workload} update of "
+        f"{format_bytes(first.size)}"
+    )
+    _print(title, columns, measured, console)
+    console.print("State: the optimizer's, on all devices together.")
+
+
+def _show_hosts(
+    measured: Sequence[Measurement], num_workers: int, rate: float | None, console: Console
+) -> None:
+    """Prints the table of training steps on several workers."""
+    theirs = next(one for one in measured if one.kind == TENSORFLOW)
+
+    def sent_of_theirs(one: Measurement) -> str:
+        sent = one.bytes_sent or 0.0
+        return "" if one.kind == ALONE else f"{sent / (theirs.bytes_sent or 0.0):.3f}"
+
+    columns: list[_Column] = [
+        ("strategy\n", lambda one: one.name),
+        *_step_columns(measured),
+        ("sent\n(MB)", lambda one: _megabytes(one.bytes_sent, 1)),
+        ("of\nTF", sent_of_theirs),
+    ]
+    title = (
+        f"{num_workers} workers with {theirs.num_devices} virtual CPU devices each, "
+        f"{format_bytes(theirs.size)} of gradients"
+    )
+    _print(title, columns, measured, console)
+    if rate:
+        # Patarasuk and Yuan 2009: each of N workers sends at least 2 (N - 1) / N times its data.
+        seconds = format_seconds(2 * (num_workers - 1) * theirs.size / rate)
+        console.print(
+            f"Sending float32 takes at least {options.printable(seconds, console)} at "
+            f"{format_bytes(round(rate))}/s, for both directions together."
+        )
+
+
+def _print(
+    title: str, columns: Sequence[_Column], rows: Sequence[Measurement], console: Console
+) -> None:
+    """Prints a table whose first column is names, and whose others are numbers."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
+    table.title = title
+    table.add_column(columns[0][0], overflow="fold")
+    for heading, _ in columns[1:]:
+        table.add_column(options.printable(heading, console), justify="right", no_wrap=True)
+    for one in rows:
+        style = _STYLES.get(one.kind, "bold")
+        table.add_row(*(cell(one) for _, cell in columns), style=style)
+    console.print(table)
+
+
+def _print_times(group: Sequence[Measurement], console: Console) -> None:
+    first = group[0]
+    work = "sum" if first.workload == "sweep" else f"sum of {first.workload}'s gradients"
+    theirs = results.fastest(group, TENSORFLOW)
+    columns: list[_Column] = [
+        ("implementation\n", _short_name),
+        ("time\n(us)", lambda one: _microseconds(one.seconds)),
+        ("±\n(us)", lambda one: _microseconds(one.spread)),
+        ("algbw\n(GB/s)", lambda one: "" if one.wrong is None else _number(one.algbw / 1e9)),
+        ("busbw\n(GB/s)", lambda one: "" if one.wrong is None else _number(one.busbw / 1e9)),
+        ("#wrong\n", _wrong),
+        ("of\nTF", lambda one: _ratio(one, theirs) if one.wrong is not None else ""),
+        ("first call\n(s)", lambda one: f"{one.first_call:.2f}"),
+    ]
+    title = f"{first.size} bytes, {first.count} elements of {first.dtype}, {work}"
+    _print(title, columns, group, console)
+
+
+def _step_columns(measured: Sequence[Measurement]) -> list[_Column]:
+    """Makes the columns of training steps."""
+    theirs = results.fastest(measured, TENSORFLOW)
+    return [
+        ("step\n(ms)", lambda one: f"{one.seconds * 1e3:.0f}"),
+        ("±\n(ms)", lambda one: f"{one.spread * 1e3:.0f}"),
+        ("of\nTF", lambda one: _ratio(one, theirs)),
+    ]
+
+
+def _short_name(one: Measurement) -> str:
+    # In 80 columns there is no room for more.
+    return one.name.replace("num_packs=", "").replace("AllReduce", "")
+
+
+def _wrong(one: Measurement) -> str | Text:
+    if one.wrong is None:
+        return ""
+    return Text(str(one.wrong), "bold red" if one.wrong else "")
+
+
+def _megabytes(size: float | None, digits: int = 0) -> str:
+    return "-" if size is None else f"{size / 1e6:.{digits}f}"
+
+
+def _microseconds(seconds: float) -> str:
+    if seconds < 0:
+        return "< noise"
+    value = seconds * 1e6
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
+
+
+def _ratio(one: Measurement, other: Measurement | None) -> str:
+    """Formats one time as a multiple of another; "-" where either is lost in the noise."""
+    if other is None or one.seconds <= 0 or other.is_noise:
+        return "-"
+    return f"{one.seconds / other.seconds:.2f}"
