@@ -210,7 +210,7 @@ class ReferenceTest(absltest.TestCase):
                 module = found[1]
             elif found := re.fullmatch(r"   (\w[\w.]*)|\.\. data:: (\w+)", line):
                 listed.add(f"{module}.{found[1] or found[2]}")
-        packages = (tfcdo, tfcdo.exchange, tfcdo.keras, tfcdo.plan, tfcdo.topology)
+        packages = (tfcdo, tfcdo.exchange, tfcdo.keras, tfcdo.plan, tfcdo.plot, tfcdo.topology)
         public = {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
         public -= {"tfcdo.__version__", *(f"tfcdo.{name}" for name in tfcdo._PACKAGES)}
         self.assertEmpty(public - listed)

@@ -36,19 +36,10 @@ def format_seconds(seconds: float) -> str:
     return _with_unit(seconds, 4, _TIME_UNITS) if seconds else "0 s"
 
 
-def time_unit(seconds: float) -> tuple[float, str]:
-    """Returns the largest unit that the longest time of an axis holds: its seconds and name."""
-    return _largest_unit(seconds, _TIME_UNITS)
-
-
 def _with_unit(value: float, digits: int, units: _Units) -> str:
     # Rounded before the unit is chosen: 999,999 bytes are 1.00 MB, not 1000 kB.
     rounded = float(f"{value:.{digits}g}")
-    unit, name = _largest_unit(rounded, units)
+    unit, name = next((unit for unit in units if rounded >= unit[0]), units[-1])
     scaled = rounded / unit
     number = f"{scaled:.0f}" if scaled >= 10**digits else f"{scaled:#.{digits}g}".rstrip(".")
     return f"{number} {name}"
-
-
-def _largest_unit(value: float, units: _Units) -> tuple[float, str]:
-    return next((unit for unit in units if value >= unit[0]), units[-1])

@@ -223,7 +223,7 @@ class DetectTest(parameterized.TestCase):
 class ImportTest(absltest.TestCase):
     def test_neither_topologies_nor_plans_import_tensorflow(self):
         script = (
-            "import sys, tfcdo, tfcdo.plan.algorithms, tfcdo.plot.gantt, tfcdo.plot.trees\n"
+            "import sys, tfcdo, tfcdo.plan.algorithms, tfcdo.plot\n"
             "tfcdo.topology.detect(['GPU:0', 'CPU:0'])\n"
             "print(tfcdo.__version__, tfcdo.topology.preset('dgx1').num_devices)\n"
             "sys.exit('tensorflow' in sys.modules)"

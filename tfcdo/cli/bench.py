@@ -21,7 +21,7 @@ from tfcdo.bench import devices as bench_devices
 from tfcdo.bench import results, worker_pool, workloads
 from tfcdo.bench.results import ALONE, BASELINE, OURS, TENSORFLOW, Measurement
 from tfcdo.cli import options
-from tfcdo.units import format_bytes, format_seconds
+from tfcdo.log import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from tfcdo.bench import hosts, implementations

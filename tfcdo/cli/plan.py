@@ -114,9 +114,6 @@ def _read(name: str) -> str:
     "Picture of the machine and the copy trees: .png or .svg.",
 )
 @options.option(
-    "--gantt gantt_file", options.PICTURE, "Picture of the transfers over time: .png or .svg."
-)
-@options.option(
     "--hosts num_hosts", options.number(1, _MAX_HOSTS), "Number of hosts, all like this machine."
 )
 @options.option(
@@ -142,7 +139,6 @@ def plan(
     num_packs: int | None,
     saved_file: pathlib.Path | None,
     trees_file: pathlib.Path | None,
-    gantt_file: pathlib.Path | None,
     num_hosts: int | None,
     network: float,
     exchange: str | None,
@@ -161,19 +157,17 @@ def plan(
     """
     if wanted is None:
         raise click.UsageError(f"--topology names the machine: {_MACHINES}, or a file")
-    drawn = [path.resolve() for path in (trees_file, gantt_file) if path]
     is_network_given = context.get_parameter_source("network") is ParameterSource.COMMANDLINE
     options.refuse(
         {
-            f"--draw and --gantt are one file: {gantt_file}": len(set(drawn)) < len(drawn),
             "--measure measures this machine: -t here": measures and isinstance(wanted, Topology),
             "--network is between hosts: it needs --hosts": is_network_given and not num_hosts,
             "--exchange needs --hosts": exchange and not num_hosts,
-            "--draw and --gantt draw one host: leave --hosts out": drawn and num_hosts,
-            "--num-packs and --save are for one host": (num_packs or saved_file) and num_hosts,
+            "--num-packs, --save and --draw are for one host": num_hosts
+            and (num_packs or saved_file or trees_file),
         }
     )
-    if drawn:
+    if trees_file:
         importlib.import_module("matplotlib")  # Before time is spent on data for it.
     console = options.make_console()
     if isinstance(wanted, _Here):
@@ -200,18 +194,14 @@ def plan(
     if saved_file:
         saved_file.write_text(f"{chosen.to_json()}\n", encoding="utf-8")
         console.print(f"Saved {chosen.label} in {saved_file}", soft_wrap=True)
-    if drawn:
-        from tfcdo.plot.figures import save_figure
-        from tfcdo.plot.gantt import draw_gantt
-        from tfcdo.plot.trees import draw_trees
+    if trees_file:
+        from tfcdo import plot
 
         title = f"{chosen.label} on {topology.name}: {size} in {format_seconds(chosen.seconds)}"
         if chosen.bound:
             title += f", {chosen.ratio:.3f} x the bound"
-        for path, draw in ((trees_file, draw_trees), (gantt_file, draw_gantt)):
-            if path:
-                save_figure(draw(chosen.plan, topology, title), path)
-                console.print(f"Drew {chosen.label} in {path}", soft_wrap=True)
+        plot.save_figure(plot.draw_trees(chosen.plan, topology, title), trees_file)
+        console.print(f"Drew {chosen.label} in {trees_file}", soft_wrap=True)
 
 
 def _measure(here: _Here, measure_again: bool) -> Topology:

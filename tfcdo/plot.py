@@ -1,23 +1,35 @@
-"""Draws the copy trees of a plan next to the machine that they span."""
+"""Draws the copy trees of a plan next to the machine that they span, and saves pictures."""
 
 from __future__ import annotations
 
 import collections
+import io
 import itertools
 import math
+import pathlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import matplotlib
 import networkx as nx
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
 from tfcdo.log import format_bytes
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Plan
-from tfcdo.plot.figures import Color, device_colors, make_figure
 from tfcdo.topology.topology import Topology
 
+__all__ = ["draw_trees", "save_figure"]
+
+Color = tuple[float, float, float]
+Positions = Mapping[int, tuple[float, float]]
+
+_DPI = 100
+# Width of a title in its bold font.
+_LETTERS_PER_INCH = 7.5
 _MAX_TREES = 32
 # More devices leave no room for their numbers in the picture of a tree.
 _MAX_NUMBERED = 12
@@ -25,8 +37,6 @@ _FAINT = "0.88"
 _MAX_LINK_KINDS = 6
 _NODE_SIZE = 900
 _LINE_COLOR = "0.45"
-
-Positions = Mapping[int, tuple[float, float]]
 
 
 def draw_trees(plan: Plan, topology: Topology, title: str = "") -> Figure:
@@ -41,7 +51,7 @@ def draw_trees(plan: Plan, topology: Topology, title: str = "") -> Figure:
       title: a line above the picture.
 
     Returns:
-      The figure; `tfcdo.plot.figures.save_figure` writes it to a file.
+      The figure; `tfcdo.plot.save_figure` writes it to a file.
 
     Example:
       >>> from tfcdo.topology import preset
@@ -56,14 +66,14 @@ def draw_trees(plan: Plan, topology: Topology, title: str = "") -> Figure:
     rows = max(1, round(math.sqrt(len(shown) / 2)))
     columns = max(3, math.ceil(len(shown) / rows))
     widths = (4.8, 1.4 * columns)
-    figure = make_figure(sum(widths), max(5.2, 1.55 * rows + 0.8), title)
+    figure = _make_figure(sum(widths), max(5.2, 1.55 * rows + 0.8), title)
     areas: Any = figure.subfigures(1, 2, width_ratios=widths)
     left, right = areas
     name = f"{topology.name}: {_count(topology.num_devices, 'device')}"
     left.suptitle(name, fontsize=12, parse_math=False)
     positions = _place_devices(topology)
     _draw_machine(left.add_subplot(), topology, positions)
-    colors = device_colors(topology.num_devices)
+    colors = _device_colors(topology.num_devices)
     for place, (tree, packs) in enumerate(shown, 1):
         axes = right.add_subplot(rows, columns, place)
         _draw_tree(axes, tree, topology, positions, colors[tree.root])
@@ -72,6 +82,50 @@ def draw_trees(plan: Plan, topology: Topology, title: str = "") -> Figure:
     more = f", {len(shown)} of them shown" if len(shown) < len(groups) else ""
     right.suptitle(f"{_count(len(groups), 'copy tree')}{more}: arrows up to the root", fontsize=12)
     return figure
+
+
+def save_figure(figure: Figure, path: pathlib.Path) -> None:
+    """Writes a figure to a file, .svg or .png; the same plan gives the same file."""
+    _fix_layout(figure)
+    if path.suffix == ".svg":
+        for artist in figure.findobj():
+            artist.set_clip_on(False)  # Nothing sticks out, and clip paths are named by address.
+        with matplotlib.rc_context({"svg.hashsalt": "tfcdo"}):
+            figure.savefig(path, metadata={"Date": None})
+        return
+    pixels = io.BytesIO()
+    figure.savefig(pixels, dpi=_DPI)
+    # A palette is enough for lines and a few colours, and a third of the bytes.
+    Image.open(pixels).convert("RGB").quantize(256).save(path, optimize=True)
+
+
+def _fix_layout(figure: Figure) -> None:
+    """Lays the figure out, to a millionth: the solver's last bits depend on addresses in memory."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in figure.axes:
+        left, bottom, width, height = axes.get_position().bounds
+        axes.set_position((round(left, 6), round(bottom, 6), round(width, 6), round(height, 6)))
+
+
+def _make_figure(width: float, height: float, title: str) -> Figure:
+    """Makes an empty figure."""
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    wrapped = textwrap.fill(title, round(_LETTERS_PER_INCH * width))
+    figure.suptitle(wrapped, fontsize=14, fontweight="bold", parse_math=False)
+    return figure
+
+
+def _device_colors(num_devices: int) -> list[Color]:
+    """Chooses a colour for each device."""
+    if num_devices <= 8:
+        colormap = matplotlib.colormaps["tab10"]
+        # Grey is for the machine, and olive is next to it.
+        numbers = [0, 1, 2, 3, 4, 5, 6, 9][:num_devices]
+    else:
+        colormap = matplotlib.colormaps["turbo"].resampled(num_devices)
+        numbers = [*range(num_devices)]
+    return [(red, green, blue) for red, green, blue, _ in map(colormap, numbers)]
 
 
 def _packs_by_tree(plan: Plan) -> dict[CopyTree, list[int]]:
@@ -181,7 +235,7 @@ def _draw_machine(axes: Axes, topology: Topology, positions: Positions) -> None:
     via_host = _describe_links_via_host(topology)
     if via_host:
         axes.plot([], [], " ", label=via_host)
-    colors = device_colors(topology.num_devices)
+    colors = _device_colors(topology.num_devices)
     nx.draw_networkx_nodes(graph, positions, ax=axes, node_size=_NODE_SIZE, node_color=colors)
     nx.draw_networkx_labels(
         graph, positions, ax=axes, font_size=15, font_color="white", font_weight="bold"

@@ -1,1 +1,0 @@
-"""Draws pictures: copy trees, and transfers over time."""
