@@ -43,8 +43,7 @@ def _doctor(*arguments: str, tf_config: str = "") -> tuple[int, list[str]]:
     """Runs the command; returns its status and its lines."""
     with (
         mock.patch.object(examination, "Probes", _InThisProcess),
-        mock.patch.object(examination, "_SECONDS_OF_PAIRS", 0.01),
-        mock.patch.object(probe, "_PATTERN_BYTES", {True: 4096}),
+        mock.patch.object(probe, "_PATTERN_BYTES", 4096),
         mock.patch.object(probe, "_SUM_BYTES", 4096),
         # TensorFlow's collectives keep to one number of devices a process for each key, and the
         # bench's tests, whose number is another, may run in this one.
@@ -195,7 +194,7 @@ class Probe:
     def machine(self, count):
         self.asked.append("machine")
 
-    def pair(self, source, target, seconds):
+    def pair(self, source, target):
         self.asked.append("pair")
         if (source, target) == (0, 1):
             time.sleep(60)
@@ -204,7 +203,7 @@ class Probe:
             os._exit(7)
         if (source, target) == (2, 1):
             raise ValueError("no peer")
-        return {"wrong": 0, "bandwidth": float(len(self.asked))}
+        return {"wrong": len(self.asked)}
 
 worker_pool.serve(Probe)
 """
@@ -227,9 +226,9 @@ class ProbesTest(absltest.TestCase):
         self.assertFalse(ended.hangs)
         self.assertRegex(ended.error, r"ended with status 7(.*\n)*no such link")
         # A new probe was asked for its devices first; one that only reports an error goes on.
-        wanted = {(0, 2): 2.0, (1, 2): 2.0, (2, 0): 3.0}
+        wanted = {(0, 2): 2, (1, 2): 2, (2, 0): 3}
         self.assertEqual(
-            pairs, {pair: examination.Copies(0, number) for pair, number in wanted.items()}
+            pairs, {pair: examination.Copies(number) for pair, number in wanted.items()}
         )
 
     def test_after_some_that_hang_the_rest_is_not_tried(self):
@@ -244,7 +243,7 @@ class ProbesTest(absltest.TestCase):
         with mock.patch.dict(os.environ, TF_CONFIG="{"), examination.Probes(3) as probes:
             versions = probes.ask("versions")
             machine = probes.ask("machine", count=3)
-            copied = probes.ask("pair", source=2, target=0, seconds=0.0)
+            copied = probes.ask("pair", source=2, target=0)
         self.assertEqual(versions["tensorflow"], tf.__version__)
         self.assertEqual(versions["problem"], "")
         self.assertLen(machine["examined"], 3)

@@ -32,7 +32,7 @@ def _report(**changes: Any) -> Report:
     report = Report(
         versions=examination.Versions("0.1.0", "3.12.1", tensorflow="2.21.0"),
         machine=_MACHINE,
-        pairs={pair: examination.Copies(0, 40e9) for pair in _PAIRS},
+        pairs={pair: examination.Copies(0) for pair in _PAIRS},
         sums=dict.fromkeys(names, examination.Sums(elements=8)),
     )
     return dataclasses.replace(report, **changes)
@@ -77,7 +77,7 @@ class FindingsTest(parameterized.TestCase):
 
     def test_what_is_not_ok_has_a_remedy_on_one_line(self):
         report = _with_pairs(
-            {(0, 1): examination.Copies(3, 40e9), (1, 2): examination.Failure("y")},
+            {(0, 1): examination.Copies(3), (1, 2): examination.Failure("y")},
             versions=examination.Failure("x"),
         )
         for finding in findings.findings_of(report):
@@ -136,16 +136,6 @@ class FindingsTest(parameterized.TestCase):
         )
         (text,) = _texts(_report(versions=versions), NOTE)
         self.assertIn("has no compiled kernels for GPU:1 (compute ...), GPU:3: ", text)
-
-    def test_slow_links(self):
-        report = _with_pairs({(3, 0): examination.Copies(0, 6e9)})
-        (text,) = _texts(report, NOTE)
-        self.assertIn("copies from GPU:3 to GPU:0 are slower", text)
-        self.assertIn("down to 6.0 GB/s", text)
-        # A link that the planner takes for free is not compared with anything.
-        machine = dataclasses.replace(_MACHINE, topology=preset("shared_memory", 4).to_json())
-        free = dataclasses.replace(report, machine=machine)
-        self.assertEmpty(_texts(free, NOTE))
 
     def test_classes_that_are_wrong_or_fail(self):
         report = _with_sums(

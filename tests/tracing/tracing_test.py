@@ -24,8 +24,8 @@ from tfcdo import log
 from tfcdo.execute.interpreter import Planned
 from tfcdo.keras import callbacks
 from tfcdo.plan.plan import Plan
-from tfcdo.tracing import edges, profile, recording
-from tfcdo.tracing.profile import Event
+from tfcdo.tracing import edges, recording
+from tfcdo.tracing.edges import Event
 
 _STEPS = 3
 _DEVICES = 3
@@ -167,7 +167,7 @@ class ProfileTest(absltest.TestCase):
             _op("x/_2", 7, 7, "_Recv Done"),
             _op("z", 0, 8),
         ]
-        joined = [(one.name, one.op, one.start, one.end) for one in profile._joined(halves)]
+        joined = [(one.name, one.op, one.start, one.end) for one in edges._joined(halves)]
         self.assertCountEqual(
             joined, [("x/_2", "_Recv", 1, 4), ("x/_2", "_Recv", 2, 7), ("z", "Add", 0, 8)]
         )

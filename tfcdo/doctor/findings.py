@@ -20,8 +20,6 @@ from tfcdo.doctor.examination import (
 )
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
-# A link this much slower than the topology says makes its plans bad ones.
-_SLOW = 0.5
 # Largest relative difference of a metric.
 _ROUNDING = 1e-4
 # Number of pairs named in one finding.
@@ -40,7 +38,7 @@ class Finding:
 
 def findings_of(report: Report) -> list[Finding]:
     """Lists the findings of a report."""
-    parts = (_tf_config, _versions, _machine, _pairs, _slow_links, _sums, _fits)
+    parts = (_tf_config, _versions, _machine, _pairs, _sums, _fits)
     return [finding for part in parts for finding in part(report)]
 
 
@@ -150,25 +148,6 @@ def _pairs(report: Report) -> Iterator[Finding]:
     if missed:
         text = f"{missed} pairs of devices were not tried, because others hang"
         yield Finding(NOTE, text, "fix those first and run this again")
-
-
-def _slow_links(report: Report) -> Iterator[Finding]:
-    topology = report.topology
-    if not topology:
-        return
-    slow = {
-        pair: copies.bandwidth
-        for pair, copies in report.pairs.items()
-        if isinstance(copies, Copies)
-        and copies.bandwidth < _SLOW * topology.bandwidth(*pair) < math.inf
-    }
-    if slow:
-        yield Finding(
-            NOTE,
-            f"copies from {_named(list(slow), report)} are slower than half of what the topology "
-            f"{topology.name!r} says (down to {min(slow.values()) / 1e9:.1f} GB/s)",
-            "see `nvidia-smi nvlink -s` and `lspci -vv`; or describe the machine with topology=",
-        )
 
 
 def _named(pairs: Sequence[Pair], report: Report) -> str:

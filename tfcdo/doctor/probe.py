@@ -6,13 +6,10 @@ TensorFlow is imported by the first question, whose answer says whether that wor
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.metadata
-import math
 import platform
 import re
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +26,8 @@ if TYPE_CHECKING:
 
 # That of pyproject.toml, which is not there where tfcdo is installed: a test compares them.
 OLDEST_TENSORFLOW = (2, 16)
-# Bytes that are copied between two devices. Between GPUs many, as the call itself takes a while.
-_PATTERN_BYTES = {True: 2**22, False: 2**26}
-_SUM_BYTES = 2**20
+# Bytes that are copied between two devices, and of a value that is summed.
+_PATTERN_BYTES, _SUM_BYTES = 2**22, 2**20
 # Of the tiny fit: steps, rows per device and step, learning rate.
 _STEPS, _ROWS, _RATE = 4, 2, 0.5
 
@@ -86,39 +82,23 @@ class Probe:
             nccl_remedy=nccl.remedy,
         )
 
-    def pair(self, source: int, target: int, seconds: float) -> Copies:
+    def pair(self, source: int, target: int) -> Copies:
         """Copies a known pattern from one device to another and compares every byte."""
         import tensorflow as tf
 
         from tfcdo.execute import copy_trees
 
-        pattern, sent = self._pattern_on(source)
-        receiver = self._devices.names[target]
+        # Bytes that differ from device to device.
+        pattern = np.random.default_rng(source).integers(0, 256, _PATTERN_BYTES, np.uint8)
+        with tf.device(self._devices.names[source]):
+            sent = tf.identity(tf.constant(pattern))
 
         # As in a training step: a graph that begins on one device and ends on another.
         @tf.function(autograph=False)
         def send(tensor: tf.Tensor) -> tf.Tensor:
-            return copy_trees.copy([tensor], receiver)[0]
+            return copy_trees.copy([tensor], self._devices.names[target])[0]
 
-        received = send(sent).numpy()
-        wrong = int(np.count_nonzero(received != pattern))
-        end, fastest = time.perf_counter() + seconds, math.inf
-        while time.perf_counter() < end:
-            start = time.perf_counter()
-            send(sent)
-            self._devices.wait()
-            fastest = min(fastest, time.perf_counter() - start)
-        return Copies(wrong, pattern.size / fastest)
-
-    @functools.cache  # noqa: B019 - there is one probe in a process
-    def _pattern_on(self, source: int) -> tuple[np.ndarray, Any]:
-        """Draws bytes that differ from device to device, and puts them on one."""
-        import tensorflow as tf
-
-        size = _PATTERN_BYTES[self._devices.on_cpu]
-        pattern = np.random.default_rng(source).integers(0, 256, size, np.uint8)
-        with tf.device(self._devices.names[source]):
-            return pattern, tf.identity(tf.constant(pattern))
+        return Copies(int(np.count_nonzero(send(sent).numpy() != pattern)))
 
     def sum(self, name: str) -> Sums:
         """All-reduces over all devices and compares every element with numpy's sum."""

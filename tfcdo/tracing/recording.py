@@ -21,9 +21,8 @@ from tfcdo.log import format_seconds
 from tfcdo.plan import simulator
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
-from tfcdo.tracing import edges, profile
-from tfcdo.tracing.edges import EdgeRun
-from tfcdo.tracing.profile import Event
+from tfcdo.tracing import edges
+from tfcdo.tracing.edges import EdgeRun, Event
 
 Interval = tuple[float, float]
 
@@ -242,7 +241,7 @@ class Profiler:
         folder, self._folder = self._folder, None
         with folder as path:
             tf.profiler.experimental.stop()
-            return Recording(profile.read(pathlib.Path(path)), recently_planned(), self._topology)
+            return Recording(edges.read(pathlib.Path(path)), recently_planned(), self._topology)
 
 
 def write(recording: Recording, path: pathlib.Path) -> None:
