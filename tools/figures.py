@@ -2,9 +2,8 @@
 
     python tools/figures.py loss docs/loss.png
     python tools/figures.py wire docs/wire.png
-    python tools/figures.py optimizer_state docs/optimizer-state.png
 
-The first two need scikit-learn (the extra `demo`), whose handwritten digits are learned.
+Both need scikit-learn (the extra `demo`), whose handwritten digits are learned.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ WIRES: dict[str, dict[str, Any]] = {
     "float16, error feedback": {"wire_dtype": "float16", "error_feedback": True},
 }
 _WIRE_STYLES = {"float32": "k-", "bfloat16": "C0--", "bfloat16, error feedback": "C0-"}
-_SLOTS = {"SGD with momentum, Lion": 1, "Adam": 2, "Adam with amsgrad": 3}
-_MOST_DEVICES = 16
 
 
 def devices(count: int = NUM_DEVICES) -> list[str]:
@@ -179,20 +176,7 @@ def wire() -> Figure:
     return draw_descents(losses)
 
 
-def optimizer_state() -> Figure:
-    """Draws the bytes per parameter, in float32, over the number of devices."""
-    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
-    axes = figure.subplots()
-    counts = np.arange(1, _MOST_DEVICES + 1)
-    for name, slots in _SLOTS.items():
-        axes.plot(counts, 8 + 4 * slots / counts, label=name)
-    axes.axhline(8, color="gray", linestyle=":", label="weights and gradients")
-    axes.set(xlabel="devices that share the state", ylabel="bytes per parameter", ylim=(0, 21))
-    axes.legend()
-    return figure
-
-
 if __name__ == "__main__":
     tfcdo.configure_virtual_cpus(NUM_DEVICES)
-    draw = {"loss": loss, "wire": wire, "optimizer_state": optimizer_state}[sys.argv[1]]
+    draw = {"loss": loss, "wire": wire}[sys.argv[1]]
     draw().savefig(sys.argv[2], dpi=100)
