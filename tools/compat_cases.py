@@ -17,17 +17,11 @@ import testing_utils as tu  # It configures the virtual devices.
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call and its right result.
-
-    Attributes:
-      name: what the call is.
-      call: given the library, makes the call.
-      expected: the right result, or the argument that a clear error names.
-    """
+    """A call and its correct result."""
 
     name: str
-    call: Callable[[Any], Any]
-    expected: Any
+    call: Callable[[Any], Any]  # Gets the library.
+    expected: Any  # The result, or the argument that a clear error names.
 
 
 @dataclasses.dataclass(frozen=True)

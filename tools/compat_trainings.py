@@ -30,42 +30,26 @@ Differences = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Training:
-    """A training and what is made of it.
-
-    Attributes:
-      name: what it is about.
-      build: makes the model.
-      optimizer: makes the optimizer.
-      data: makes inputs, targets and, if any, the weights of the examples.
-      compile: further arguments of `compile`.
-      fit: further arguments of `fit`.
-      metrics: the names of metrics.
-      tolerance: how much weights and reported numbers may differ, relative to 1 or their size.
-      evaluate_batch: the size of the batches of `evaluate`, if that is called too.
-      saved_only: whether `evaluate` in the strategy is compared with that of the saved model,
-        rather than the training with that on one device.
-      reason: why it cannot be as on one device.
-      loop: whether to train in an own loop instead of `fit`.
-      options: arguments of tfcdo's strategy.
-      counts: the numbers of replicas to compare with one device.
-      wire_dtype: the dtype of gradients on their way, for tfcdo alone.
-    """
+    """A training that is compared with the same one on one device."""
 
     name: str
     build: Callable[[], keras.Model]
     optimizer: Callable[[], Any] = lambda: optimizers.SGD(0.1, momentum=0.5)
+    # Inputs, targets and, if any, the weights of the examples.
     data: Callable[[], Data] = lambda: numbers()
-    compile: dict[str, Any] = dataclasses.field(default_factory=dict)
+    compile: dict[str, Any] = dataclasses.field(default_factory=dict)  # More arguments.
     fit: dict[str, Any] = dataclasses.field(default_factory=dict)
     metrics: tuple[str, ...] = ("mae",)
+    # Largest difference of weights and reported numbers, relative to 1 or their size.
     tolerance: float = 2e-5
-    evaluate_batch: int | None = None
+    evaluate_batch: int | None = None  # The size of the batches of `evaluate`, if it is called.
+    # Whether `evaluate` in the strategy is compared with that of the saved model instead.
     saved_only: bool = False
-    reason: str = ""
-    loop: bool = False
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    counts: tuple[int, ...] = (2, 3, 5)
-    wire_dtype: str | None = None
+    reason: str = ""  # Why it cannot be as on one device.
+    loop: bool = False  # An own loop instead of `fit`.
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # Of tfcdo's strategy.
+    counts: tuple[int, ...] = (2, 3, 5)  # Of replicas.
+    wire_dtype: str | None = None  # Of gradients that are sent, for tfcdo alone.
 
 
 def numbers(examples: int = EXAMPLES) -> Data:
@@ -202,6 +186,13 @@ def embedded(name: str, optimizer: Callable[[], Any], **others: Any) -> Training
     )
 
 
+def random_layer(
+    make: Callable[[], keras.Layer], build: Callable[..., keras.Model] = dense, **others: Any
+) -> Training:
+    """Trains a model with a layer that draws random numbers."""
+    return Training(f"`{type(make()).__name__}`", lambda: build(make()), **others)
+
+
 def uneven(what: str, examples: int, build: Callable[[], keras.Model], **others: Any) -> Training:
     """Trains on batches of which the last does not divide."""
     name = f"a last batch of {examples} example{'s' * (examples > 1)}, {what}"
@@ -320,30 +311,20 @@ NORMALIZATION = (
     ),
 )
 RANDOM_NUMBERS = (
-    *(
-        Training(f"`{type(make()).__name__}`", lambda make=make: dense(make()))  # type: ignore[misc]
-        for make in (
-            lambda: layers.Dropout(0.5),
-            lambda: layers.GaussianNoise(0.2),
-            lambda: layers.GaussianDropout(0.3),
-            lambda: layers.AlphaDropout(0.3),
-        )
+    random_layer(lambda: layers.Dropout(0.5)),
+    random_layer(lambda: layers.GaussianNoise(0.2)),
+    random_layer(lambda: layers.GaussianDropout(0.3)),
+    random_layer(lambda: layers.AlphaDropout(0.3)),
+    random_layer(lambda: layers.SpatialDropout2D(0.5), convolutional, data=pictures),
+    random_layer(lambda: layers.RandomFlip(), convolutional, data=pictures),
+    random_layer(lambda: layers.RandomRotation(0.2), convolutional, data=pictures),
+    random_layer(lambda: layers.RandomTranslation(0.2, 0.2), convolutional, data=pictures),
+    random_layer(lambda: layers.RandomZoom(0.2), convolutional, data=pictures),
+    random_layer(
+        lambda: layers.RandomContrast(0.5, value_range=(-3, 3)), convolutional, data=pictures
     ),
-    *(
-        Training(
-            f"`{type(make()).__name__}`",
-            lambda make=make: convolutional(make()),  # type: ignore[misc]
-            data=pictures,
-        )
-        for make in (
-            lambda: layers.SpatialDropout2D(0.5),
-            lambda: layers.RandomFlip(),
-            lambda: layers.RandomRotation(0.2),
-            lambda: layers.RandomTranslation(0.2, 0.2),
-            lambda: layers.RandomZoom(0.2),
-            lambda: layers.RandomContrast(0.5, value_range=(-3, 3)),
-            lambda: layers.RandomBrightness(0.5, value_range=(-3, 3)),
-        )
+    random_layer(
+        lambda: layers.RandomBrightness(0.5, value_range=(-3, 3)), convolutional, data=pictures
     ),
     Training("dropout in attention", lambda: attention(0.3), data=sequences),
     Training(
