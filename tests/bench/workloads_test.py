@@ -79,22 +79,27 @@ class ImplementationTest(parameterized.TestCase):
             found,
         )
 
-    def test_parses_a_call_with_its_arguments(self):
-        ops = implementation_of("tfcdo.AllReduceCrossDeviceOps(all_reduce_alg='ring', num_packs=3)")
-        made = ops.cross_device_ops()
-        self.assertIsInstance(made, tfcdo.AllReduceCrossDeviceOps)
-        self.assertEqual(dict(ops.arguments), {"all_reduce_alg": "ring", "num_packs": 3})
-
-    def test_the_long_name_of_a_tensorflow_class(self):
-        made = implementation_of("tf.distribute.ReductionToOneDevice()").cross_device_ops()
-        self.assertIs(type(made), tf.distribute.ReductionToOneDevice)
+    @parameterized.parameters(
+        ("tfcdo.AllReduceCrossDeviceOps('ring', num_packs=3)", tfcdo.AllReduceCrossDeviceOps),
+        ("tf.distribute.ReductionToOneDevice()", tf.distribute.ReductionToOneDevice),
+        ("tf.HierarchicalCopyAllReduce", tf.distribute.HierarchicalCopyAllReduce),
+    )
+    def test_names_are_python(self, name: str, class_: type[Any]):
+        self.assertIs(type(implementation_of(name).ops), class_)
 
     def test_the_default_of_a_strategy(self):
-        strategy = implementation_of("tf.CollectiveAllReduce").strategy(["CPU:0", "CPU:1"])
+        self.assertIsNone(implementation_of("tf.CollectiveAllReduce").ops)
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
         self.assertEqual(
             type(strategy.extended._get_cross_device_ops(tf.constant(0.0))).__name__,
             "CollectiveAllReduce",
         )
+
+    def test_the_dtype_on_the_wire(self):
+        cast = implementation_of("tfcdo.AutoAllReduce(wire_dtype='bfloat16')")
+        self.assertEqual(cast.wire, "bfloat16")
+        self.assertIsNone(implementation_of("tfcdo.AutoAllReduce").wire)
+        self.assertIsNone(implementation_of("tf.ReductionToOneDevice").wire)
 
     @parameterized.parameters(
         ("tf.NcclAllReduce", True),

@@ -1,10 +1,10 @@
-"""Finds the all-reduces that are compared, by the names a user writes in Python."""
+"""Makes the all-reduces that are compared, from what a user writes in Python."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,21 +14,31 @@ import tfcdo
 from tfcdo import tf_internals
 from tfcdo.bench.results import OURS, TENSORFLOW
 from tfcdo.execute.numerics import on_each
+from tfcdo.plan.decide import Options
 
 # From one `PerReplica` per value to one `Mirrored` per value.
 Reduce = Callable[[Sequence[Any]], Sequence[Any]]
 
-_STRATEGY_DEFAULT = "CollectiveAllReduce"
-_TENSORFLOW_CALLS = (
+# What a strategy uses by itself has no public class.
+_STRATEGY_DEFAULT = "tf.CollectiveAllReduce"
+_KNOWN = (
+    "tfcdo.AutoAllReduce",
+    "tfcdo.HierarchicalCopyAllReduce",
+    "tfcdo.NcclAllReduce",
+    "tfcdo.ReductionToOneDevice",
     "tf.HierarchicalCopyAllReduce(num_packs=0)",
     "tf.HierarchicalCopyAllReduce(num_packs=1)",
     "tf.HierarchicalCopyAllReduce(num_packs=8)",
     "tf.ReductionToOneDevice",
     "tf.NcclAllReduce",
-    f"tf.{_STRATEGY_DEFAULT}",
+    _STRATEGY_DEFAULT,
 )
-# The other classes are ways to configure this one.
-_GENERAL = "AllReduceCrossDeviceOps"
+# The names that a user's Python may use: tf.X is short for tf.distribute.X.
+_NAMES = {
+    "tfcdo": tfcdo,
+    "tf": types.SimpleNamespace(**vars(tf.distribute), distribute=tf.distribute),
+}
+_WANTED = "write all, tfcdo, tf, or Python such as tfcdo.AutoAllReduce() or tf.NcclAllReduce()"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,43 +46,35 @@ class Implementation:
     """An implementation of all-reduce."""
 
     name: str  # As in Python, such as `tf.HierarchicalCopyAllReduce(num_packs=8)`.
-    package: str  # `OURS` or `TENSORFLOW`.
-    class_name: str
-    arguments: tuple[tuple[str, Any], ...] = ()
+    ops: tf.distribute.CrossDeviceOps | None  # None: what a strategy uses by itself.
+
+    @property
+    def package(self) -> str:
+        """Returns `OURS` or `TENSORFLOW`."""
+        return OURS if self.name.startswith(f"{OURS}.") else TENSORFLOW
 
     @property
     def wire(self) -> str | None:
         """Returns the dtype in which float32 and float64 are sent; None for their own."""
-        found: str | None = dict(self.arguments).get("wire_dtype")
-        return found
+        wire = self._options.wire if self._options else None
+        return wire.dtype if wire else None
 
-    def cross_device_ops(self) -> tf.distribute.CrossDeviceOps | None:
-        """Makes an instance; returns None for the one that a strategy chooses by itself."""
-        if (self.package, self.class_name) == (TENSORFLOW, _STRATEGY_DEFAULT):
-            return None
-        return _classes(self.package)[self.class_name](**dict(self.arguments))
-
-    def strategy(self, devices: Sequence[str]) -> tf.distribute.MirroredStrategy:
-        """Makes a strategy over these devices that reduces by this implementation."""
-        return tf.distribute.MirroredStrategy(
-            list(devices), cross_device_ops=self.cross_device_ops()
-        )
+    @property
+    def _options(self) -> Options | None:
+        """Returns the options of one of tfcdo's classes."""
+        return getattr(self.ops, "_options", None)
 
     def reducer(self, devices: Sequence[str]) -> Reduce:
         """Returns the function that sums a batch of values over these devices."""
-        batch_reduce = _batch_reduce(self, tuple(devices))
+        batch_reduce = self.ops.batch_reduce if self.ops else _default(tuple(devices))
         return lambda values: batch_reduce(
             tf.distribute.ReduceOp.SUM, [(value, value) for value in values]
         )
 
     def reason_not_to_run(self, devices: Sequence[str], dtype: str) -> str | None:
         """Returns the reason why this implementation cannot run."""
-        # The default of the general class is TensorFlow's.
-        algorithm = dict(self.arguments).get("all_reduce_alg", "nccl")
-        if self.class_name != "NcclAllReduce" and (self.class_name, algorithm) != (
-            _GENERAL,
-            "nccl",
-        ):
+        ours = self._options is not None and self._options.nccl == "always"
+        if not ours and not isinstance(self.ops, tf.distribute.NcclAllReduce):
             return None
         cast = self.wire if dtype in ("float32", "float64") else None
         status = tfcdo.nccl_status(devices, cast or dtype)
@@ -80,7 +82,7 @@ class Implementation:
 
     def check_arguments(self, devices: Sequence[str]) -> None:
         """Sums a number on each device; `ValueError` if arguments only prove wrong there."""
-        if not self.arguments:
+        if "(" not in self.name:
             return
         numbers = on_each(devices, lambda: tf.ones([]))
         try:
@@ -90,79 +92,28 @@ class Implementation:
             raise ValueError(f"{self.name}: {message}") from error
 
 
-# One instance for all workloads: a second strategy over the same devices would number its
-# collective ops like the first one's, which TensorFlow takes for the same ops.
+# One for all workloads: a second strategy over the same devices would number its collective ops
+# like the first one's, which TensorFlow takes for the same ops.
 @functools.cache
-def _batch_reduce(
-    implementation: Implementation, devices: tuple[str, ...]
-) -> Callable[..., Sequence[Any]]:
-    ops = implementation.cross_device_ops()
-    reduce: Callable[..., Sequence[Any]] = (
-        ops.batch_reduce if ops else implementation.strategy(devices).extended.batch_reduce_to
-    )
+def _default(devices: tuple[str, ...]) -> Callable[..., Sequence[Any]]:
+    strategy = tf.distribute.MirroredStrategy(list(devices))
+    reduce: Callable[..., Sequence[Any]] = strategy.extended.batch_reduce_to
     return reduce
 
 
 def parse(name: str) -> list[Implementation]:
-    """Returns the implementations that a name stands for."""
+    """Makes the implementations that a name stands for: a package, or Python for one."""
     if name in (OURS, TENSORFLOW, "all"):
-        return [found for found in _known() if name in (found.package, "all")]
-    package, class_name, arguments = _read_call(name)
-    if class_name == _STRATEGY_DEFAULT and arguments:
-        raise ValueError(f"{name}: a strategy makes it without arguments")
-    if class_name not in _classes(package):
-        raise ValueError(
-            f"no class {class_name!r} in {package}, which has {', '.join(_classes(package))}"
-        )
-    found = Implementation(name, package, class_name, arguments)
+        known = [parse(one)[0] for one in _KNOWN]
+        return [one for one in known if name in (one.package, "all")]
+    if name == _STRATEGY_DEFAULT:
+        return [Implementation(name, None)]
     try:
-        found.cross_device_ops()
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}: {error}") from error
-    return [found]
-
-
-def _known() -> list[Implementation]:
-    """Returns all implementations, tfcdo's first."""
-    ours = [f"{OURS}.{name}" for name in _classes(OURS) if name != _GENERAL]
-    return [Implementation(name, *_read_call(name)) for name in (*ours, *_TENSORFLOW_CALLS)]
-
-
-def _classes(package: str) -> dict[str, Any]:
-    if package == OURS:
-        public = {name: getattr(tfcdo, name) for name in tfcdo.__all__}
-    else:
-        public = {name: getattr(tf.distribute, name) for name in dir(tf.distribute)}
-    classes: dict[str, Any] = {
-        name: item
-        for name, item in public.items()
-        if isinstance(item, type)
-        and issubclass(item, tf.distribute.CrossDeviceOps)
-        and item is not tf.distribute.CrossDeviceOps
-    }
-    if package == TENSORFLOW:
-        classes[_STRATEGY_DEFAULT] = None
-    return classes
-
-
-def _read_call(text: str) -> tuple[str, str, tuple[tuple[str, Any], ...]]:
-    """Splits `package.Class(argument=literal)` into its parts."""
-    arguments: dict[str, Any] = {}
-    try:
-        compile(text, "--ops", "eval")  # It also finds an argument that is given twice.
-        node = ast.parse(text, mode="eval").body
-        if isinstance(node, ast.Call):
-            if node.args:
-                raise ValueError("arguments are written as in num_packs=8")
-            arguments = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords}
-            node = node.func
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"cannot read {text!r}: {error.args[0]}") from error
-    package, _, class_name = ast.unparse(node).rpartition(".")
-    package = {"tf.distribute": TENSORFLOW}.get(package, package)
-    if package not in (OURS, TENSORFLOW):
-        raise ValueError(
-            f"{text!r} is not the name of an implementation: write all, tfcdo, tf, tfcdo.CLASS or "
-            "tf.CLASS"
-        )
-    return package, class_name, tuple(arguments.items())
+        ops = eval(name, dict(_NAMES))
+        ops = ops() if isinstance(ops, type) else ops
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(f"{name}: {reason}; {_WANTED}") from error
+    if not isinstance(ops, tf.distribute.CrossDeviceOps):
+        raise ValueError(f"{name} makes no cross-device ops; {_WANTED}")
+    return [Implementation(name, ops)]
