@@ -52,10 +52,14 @@ def choose_devices(count: int | None) -> ChosenDevices:
     return ChosenDevices(tuple(map(tf_internals.canonical_device, names)), description, on_cpu)
 
 
+def tensorflow_version() -> str:
+    """Returns the version from the package's metadata, as importing TensorFlow takes seconds."""
+    package, *_ = importlib.metadata.packages_distributions()["tensorflow"]
+    return importlib.metadata.version(package)
+
+
 def describe_environment(devices: str) -> dict[str, Any]:
     """Describes when, where and with which versions something was measured."""
-    # From the package's metadata, as importing TensorFlow takes seconds.
-    tensorflow, *_ = importlib.metadata.packages_distributions()["tensorflow"]
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": {
@@ -66,7 +70,7 @@ def describe_environment(devices: str) -> dict[str, Any]:
         "devices": devices,
         "versions": {
             "tfcdo": __version__,
-            "tensorflow": importlib.metadata.version(tensorflow),
+            "tensorflow": tensorflow_version(),
             "python": platform.python_version(),
         },
     }

@@ -109,7 +109,9 @@ def bench(
     )
     if context.invoked_subcommand:
         return 0
-    console, devices = _start(num_devices)
+    console = options.make_console()
+    devices = options.start_tensorflow(num_devices)
+    console.print(f"{devices.description}, TensorFlow {bench_devices.tensorflow_version()}")
     if optimizer:
         from tfcdo.bench import updates
 
@@ -194,22 +196,6 @@ def _open_link(rate: float | None, console: Console) -> Iterator[hosts.Loopback]
             )
             opened = hosts.shared_link()
         yield opened
-
-
-def _start(num_devices: int) -> tuple[Console, bench_devices.ChosenDevices]:
-    """Starts TensorFlow with some devices, and says which."""
-    console = options.make_console()
-    with options.status("Starting TensorFlow ..."), options.quiet_start():
-        import tensorflow as tf
-
-        tf.get_logger().setLevel("ERROR")
-        try:
-            devices = bench_devices.choose_devices(num_devices)
-        except RuntimeError as error:
-            raise click.ClickException(str(error)) from error
-        tf.config.list_logical_devices()
-    console.print(f"{devices.description}, TensorFlow {tf.__version__}")
-    return console, devices
 
 
 def _compared(

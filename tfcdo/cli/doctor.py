@@ -1,4 +1,4 @@
-"""`tfcdo doctor`: checks this machine, and shows what tfcdo would do on it."""
+"""`tfcdo doctor`: checks this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STYLES = {findings.OK: "green", findings.NOTE: "yellow", findings.WRONG: "bold 
 )
 @click.argument("files", nargs=-1, type=click.Path(path_type=pathlib.Path))
 def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, ...]) -> int:
-    """Check this machine, and show what tfcdo would do here.
+    """Check this machine, and print a line for your script.
 
     Copies a known pattern between every two devices, then all-reduces on all of them with tfcdo's
     and TensorFlow's classes, and trains a tiny model with fit, whose metrics are checked. All this

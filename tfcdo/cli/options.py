@@ -15,11 +15,14 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich import progress as rich_progress
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from tfcdo.bench.devices import ChosenDevices
 
 _Item = TypeVar("_Item")
 
@@ -193,6 +196,22 @@ def quiet_start() -> Iterator[None]:
             sys.stderr.flush()
             os.dup2(shown, 2)
             os.close(shown)
+
+
+def start_tensorflow(count: int | None) -> ChosenDevices:
+    """Starts TensorFlow and chooses devices: None for all GPUs, or some virtual CPU devices."""
+    with status("Starting TensorFlow ..."), quiet_start():
+        import tensorflow as tf
+
+        from tfcdo.bench.devices import choose_devices
+
+        tf.get_logger().setLevel("ERROR")
+        try:
+            devices = choose_devices(count)
+        except RuntimeError as error:
+            raise click.ClickException(str(error)) from error
+        tf.config.list_logical_devices()
+    return devices
 
 
 def printable(text: str, console: Console) -> str:

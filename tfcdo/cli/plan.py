@@ -208,13 +208,7 @@ def _measure(here: _Here, measure_again: bool) -> Topology:
     """Returns the topology of devices of this machine; measures it unless that was done before."""
     # On standard error: the output is the table.
     console = options.make_console(stderr=True)
-    with options.status("Starting TensorFlow ..."), options.quiet_start():
-        import tensorflow as tf
-
-        from tfcdo.bench.devices import choose_devices
-
-        devices = choose_devices(here.count)
-        tf.config.list_logical_devices()
+    devices = options.start_tensorflow(here.count)
     name = detection.name_of_measured(devices.names)
     known = measurement.load(name) if name else None
     if known is not None and not measure_again:
