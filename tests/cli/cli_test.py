@@ -161,6 +161,17 @@ class OptionsTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "is not a bandwidth such as"):
             options.parse_bandwidth(text)
 
+    def test_number(self):
+        whole, time = options.number(1, 16), options.number(0.5, kind=float)
+        self.assertEqual([whole.convert(text, None, None) for text in ("1", "16", 4)], [1, 16, 4])
+        self.assertEqual(time.convert("2.5", None, None), 2.5)
+        for kind, text, limits in (
+            *((whole, text, "from 1 to 16") for text in ("0", "17", "1.5", "x", "9" * 5000)),
+            *((time, text, "of at least 0.5") for text in ("0.4", "nan", "-inf", "")),
+        ):
+            with self.assertRaisesRegex(click.UsageError, f"expected a number {limits}; got '"):
+                kind.convert(text, None, None)
+
     @parameterized.parameters("9223372036854775808", "8589934592G", "1" * 400, "1" * 5000 + ".5K")
     def test_a_size_that_nothing_has(self, value: str):
         with self.assertRaisesRegex(ValueError, r"^there can be at most 2\^63 - 1 bytes$"):

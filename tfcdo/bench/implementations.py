@@ -66,7 +66,7 @@ class Implementation:
 
     def reducer(self, devices: Sequence[str]) -> Reduce:
         """Returns the function that sums a batch of values over these devices."""
-        batch_reduce = self.ops.batch_reduce if self.ops else _default(tuple(devices))
+        batch_reduce = self.ops.batch_reduce if self.ops is not None else _default(tuple(devices))
         return lambda values: batch_reduce(
             tf.distribute.ReduceOp.SUM, [(value, value) for value in values]
         )

@@ -95,15 +95,11 @@ def _facts(report: examination.Report) -> Iterator[tuple[str, Sequence[str]]]:
             ", ".join(map(findings.short_name, names))
             for names in (machine.physical, machine.logical)
         )
-        yield (
-            "Devices",
-            [f"physical: {physical}; logical: {logical}", f"examined: {machine.description}"],
-        )
+        yield "Devices", [f"physical: {physical}; logical: {logical}"]
         yield "Topology", [f"{topology.name}: {machine.topology_reason}", _links(topology)]
-    config = report.tf_config
-    hosts = [f"{host.name}: {host.status}" for host in config.hosts]
-    alone = "not set: this process trains alone"
-    yield "TF_CONFIG", hosts or [config.problem or (config.text or alone)]
+    # Its hosts and problems are findings.
+    if not report.tf_config.hosts and not report.tf_config.problem:
+        yield "TF_CONFIG", [report.tf_config.text or "not set: this process trains alone"]
 
 
 def _links(topology: Topology) -> str:
