@@ -25,7 +25,7 @@ from bench_testing import (
 from cli_testing import CommandTestCase, Finished, run_tfcdo
 
 import tfcdo
-from tfcdo.bench import implementations
+from tfcdo.bench import implementations, results
 from tfcdo.cli import bench as bench_cli
 
 
@@ -37,15 +37,24 @@ def _bench(*arguments: str) -> Finished:
 
 class ReportTest(parameterized.TestCase, tf.test.TestCase):
     def test_the_table_fits(self):
-        results = [
+        found = [
             dataclasses.replace(measurement_of(name, "tf", 0.2), size=437928960)
             for name in ("tf.CollectiveAllReduce", TF_HIERARCHICAL)
         ]
         output = io.StringIO()
-        bench_cli._show(results, rich.console.Console(file=output, width=80))
+        bench_cli._show("a title", found, rich.console.Console(file=output, width=80))
         self.assertNotIn("…", output.getvalue())
-        self.assertIn("437928960 bytes, 1000 elements of float32", output.getvalue())
+        self.assertIn("a title", output.getvalue())
         self.assertLessEqual(max(map(len, output.getvalue().splitlines())), 80)
+
+    def test_columns_without_values_are_left_out(self):
+        step = results.Measurement("a", "tf", 4, 0.2, 0.1, bytes_sent=3e6)
+        output = io.StringIO()
+        bench_cli._show("a title", [step], rich.console.Console(file=output, width=80))
+        *head, _, row = output.getvalue().rstrip().splitlines()
+        words = " ".join(head).split()
+        self.assertEqual(" ".join(words), "a title time ± of sent sent, TF (MB) of TF")
+        self.assertEqual(" ".join(row.split()), "a 200.0 ms 100.0 ms 1.00 3.00 1.00")
 
     def test_ratios_to_what_is_lost_in_its_spread_are_not_shown(self):
         reference = measurement_of("tf.X", "tf", 2e-3)
@@ -53,7 +62,7 @@ class ReportTest(parameterized.TestCase, tf.test.TestCase):
         for spread, shown in ((1e-3, "0.50"), (3e-3, "-")):
             output = io.StringIO()
             noisy = dataclasses.replace(reference, spread=spread)
-            bench_cli._show([ours, noisy], rich.console.Console(file=output, width=160))
+            bench_cli._show("a title", [ours, noisy], rich.console.Console(file=output, width=160))
             row = next(line for line in output.getvalue().splitlines() if "tfcdo.X" in line)
             self.assertEqual(row.split()[-2:], [shown, "1.00"])
 

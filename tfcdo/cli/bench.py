@@ -7,8 +7,8 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import click
 from click.core import ParameterSource
@@ -25,10 +25,6 @@ from tfcdo.log import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from tfcdo.bench import hosts, implementations
-
-# A heading, and the cell below it for a measurement.
-_Column = tuple[str, Callable[[Measurement], str | Text]]
-_STYLES = {TENSORFLOW: "", BASELINE: "dim", ALONE: "dim"}
 
 
 @click.group(invoke_without_command=True, short_help="Measure all-reduce implementations.")
@@ -117,7 +113,9 @@ def bench(
 
         with options.progress() as track:
             found = updates.run(optimizer, devices, iterations, warmup, track)
-        _show_updates(found, console)
+        size = format_bytes(found[0].size)
+        _show(f"{num_devices} devices, all-reduce and {optimizer} update of {size}", found, console)
+        console.print("State: the optimizer's, on all devices together.")
         _write_json(found, json_file, devices.description)
         return 0
     dtype = workloads.DTYPES[datatype]
@@ -132,7 +130,17 @@ def bench(
         # Sizes below one element are rounded up to it: each workload is measured once.
         for workload in track(list(dict.fromkeys(benched)), description="workloads"):
             found += measure.run(workload, devices, compared, iterations, warmup, track)
-    _show(found, console)
+    for group in results.by_workload(found):
+        one = group[0]
+        work = "sum" if one.workload == "sweep" else f"sum of {one.workload}'s gradients"
+        title = f"{one.size} bytes, {one.count} elements of {one.dtype}, {work}"
+        _show(title, group, console)
+    text = (
+        "Times are medians minus the baseline (< noise: below it), ± is the distance between the "
+        "quartiles. of TF: time relative to the fastest correct TensorFlow class; - where a time "
+        "is smaller than its spread."
+    )
+    console.print(options.printable(text, console))
     _write_json(found, json_file, devices.description)
     return int(any(one.wrong for one in found if one.kind == OURS))
 
@@ -175,7 +183,16 @@ def workers(
             found = hosts.run(opened, num_workers, num_devices, iterations, warmup, track=track)
     except worker_pool.WorkerError as error:
         raise click.ClickException(str(error)) from error
-    _show_hosts(found, num_workers, rate, console)
+    size = found[0].size
+    title = f"{num_workers} workers with {num_devices} virtual CPU devices each, "
+    _show(f"{title}{format_bytes(size)} of gradients", found, console)
+    if rate:
+        # Patarasuk and Yuan 2009: each of N workers sends at least 2 (N - 1) / N times its data.
+        seconds = format_seconds(2 * (num_workers - 1) * size / rate)
+        console.print(
+            f"Sending float32 takes at least {options.printable(seconds, console)} at "
+            f"{format_bytes(round(rate))}/s, for both directions together."
+        )
     _write_json(found, json_file, f"{num_devices} virtual CPU devices of {num_workers} processes")
     return 0
 
@@ -234,106 +251,41 @@ def _write_json(found: Sequence[Measurement], path: pathlib.Path | None, descrip
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _show(measured: Sequence[Measurement], console: Console) -> None:
-    """Prints a table for each workload."""
-    for group in results.by_workload(measured):
-        _print_times(group, console)
-    text = (
-        "Times are medians minus the baseline (< noise: below it), ± is the distance between the "
-        "quartiles. of TF: time relative to the fastest correct TensorFlow class; - where a time "
-        "is smaller than its spread."
-    )
-    console.print(options.printable(text, console))
-
-
-def _show_updates(measured: Sequence[Measurement], console: Console) -> None:
-    """Prints times and state of each strategy's all-reduces and updates."""
-    first = measured[0]
-    columns: list[_Column] = [
-        ("strategy\n", lambda one: one.name),
-        *_step_columns(measured),
-        ("first\n(s)", lambda one: f"{one.first_call:.1f}"),
-        ("state\n(MB)", lambda one: _megabytes(one.state_bytes)),
-    ]
-    title = (
-        f"{first.num_devices} devices, all-reduce and {first.workload} update of "
-        f"{format_bytes(first.size)}"
-    )
-    _print(title, columns, measured, console)
-    console.print("State: the optimizer's, on all devices together.")
-
-
-def _show_hosts(
-    measured: Sequence[Measurement], num_workers: int, rate: float | None, console: Console
-) -> None:
-    """Prints the table of training steps on several workers."""
-    theirs = next(one for one in measured if one.kind == TENSORFLOW)
-
-    def sent_of_theirs(one: Measurement) -> str:
-        sent = one.bytes_sent or 0.0
-        return "" if one.kind == ALONE else f"{sent / (theirs.bytes_sent or 0.0):.3f}"
-
-    columns: list[_Column] = [
-        ("strategy\n", lambda one: one.name),
-        *_step_columns(measured),
-        ("sent\n(MB)", lambda one: _megabytes(one.bytes_sent, 1)),
-        ("of\nTF", sent_of_theirs),
-    ]
-    title = (
-        f"{num_workers} workers with {theirs.num_devices} virtual CPU devices each, "
-        f"{format_bytes(theirs.size)} of gradients"
-    )
-    _print(title, columns, measured, console)
-    if rate:
-        # Patarasuk and Yuan 2009: each of N workers sends at least 2 (N - 1) / N times its data.
-        seconds = format_seconds(2 * (num_workers - 1) * theirs.size / rate)
-        console.print(
-            f"Sending float32 takes at least {options.printable(seconds, console)} at "
-            f"{format_bytes(round(rate))}/s, for both directions together."
-        )
-
-
-def _print(
-    title: str, columns: Sequence[_Column], rows: Sequence[Measurement], console: Console
-) -> None:
-    """Prints a table whose first column is names, and whose others are numbers."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
-    table.title = title
-    table.add_column(columns[0][0], overflow="fold")
-    for heading, _ in columns[1:]:
-        table.add_column(options.printable(heading, console), justify="right", no_wrap=True)
-    for one in rows:
-        style = _STYLES.get(one.kind, "bold")
-        table.add_row(*(cell(one) for _, cell in columns), style=style)
-    console.print(table)
-
-
-def _print_times(group: Sequence[Measurement], console: Console) -> None:
-    first = group[0]
-    work = "sum" if first.workload == "sweep" else f"sum of {first.workload}'s gradients"
-    theirs = results.fastest(group, TENSORFLOW)
-    columns: list[_Column] = [
-        ("implementation\n", _short_name),
-        ("time\n(us)", lambda one: _microseconds(one.seconds)),
-        ("±\n(us)", lambda one: _microseconds(one.spread)),
-        ("algbw\n(GB/s)", lambda one: "" if one.wrong is None else _number(one.algbw / 1e9)),
-        ("busbw\n(GB/s)", lambda one: "" if one.wrong is None else _number(one.busbw / 1e9)),
-        ("#wrong\n", _wrong),
-        ("of\nTF", lambda one: _ratio(one, theirs) if one.wrong is not None else ""),
-        ("first call\n(s)", lambda one: f"{one.first_call:.2f}"),
-    ]
-    title = f"{first.size} bytes, {first.count} elements of {first.dtype}, {work}"
-    _print(title, columns, group, console)
-
-
-def _step_columns(measured: Sequence[Measurement]) -> list[_Column]:
-    """Makes the columns of training steps."""
+def _show(title: str, measured: Sequence[Measurement], console: Console) -> None:
+    """Prints a table of measurements, without the columns that they have no values for."""
     theirs = results.fastest(measured, TENSORFLOW)
-    return [
-        ("step\n(ms)", lambda one: f"{one.seconds * 1e3:.0f}"),
-        ("±\n(ms)", lambda one: f"{one.spread * 1e3:.0f}"),
-        ("of\nTF", lambda one: _ratio(one, theirs)),
-    ]
+    sent_of_theirs = theirs.bytes_sent if theirs else None
+
+    def time(seconds: float) -> str:
+        return options.printable(format_seconds(seconds), console) if seconds >= 0 else "< noise"
+
+    columns: Mapping[str, Callable[[Measurement], str | Text]] = {
+        "\n": _short_name,
+        "time\n": lambda one: time(one.seconds),
+        "±\n": lambda one: time(one.spread),
+        "algbw\n(GB/s)": lambda one: "" if one.wrong is None else _number(one.algbw, 1e9),
+        "busbw\n(GB/s)": lambda one: "" if one.wrong is None else _number(one.busbw, 1e9),
+        "#wrong\n": _wrong,
+        "of\nTF": lambda one: "" if one.kind == BASELINE else _ratio(one, theirs),
+        "first call\n(s)": lambda one: _number(one.first_call),
+        "state\n(MB)": lambda one: _number(one.state_bytes, 1e6),
+        "sent\n(MB)": lambda one: _number(one.bytes_sent, 1e6),
+        "sent,\nof TF": lambda one: _number(one.bytes_sent, sent_of_theirs),
+    }
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.title_justify = "left"
+    shown: list[list[str | Text]] = []
+    for heading, cell in columns.items():
+        cells = [cell(one) for one in measured]
+        if any(cells):
+            heading, is_name = options.printable(heading, console), not shown
+            justify: Literal["left", "right"] = "left" if is_name else "right"
+            table.add_column(heading, justify=justify, no_wrap=not is_name, overflow="fold")
+            shown.append(cells)
+    for one, *cells in zip(measured, *shown, strict=True):
+        style = {TENSORFLOW: "", BASELINE: "dim", ALONE: "dim"}.get(one.kind, "bold")
+        table.add_row(*cells, style=style)
+    console.print(table)
 
 
 def _short_name(one: Measurement) -> str:
@@ -347,19 +299,11 @@ def _wrong(one: Measurement) -> str | Text:
     return Text(str(one.wrong), "bold red" if one.wrong else "")
 
 
-def _megabytes(size: float | None, digits: int = 0) -> str:
-    return "-" if size is None else f"{size / 1e6:.{digits}f}"
-
-
-def _microseconds(seconds: float) -> str:
-    if seconds < 0:
-        return "< noise"
-    value = seconds * 1e6
-    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
-
-
-def _number(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2f}"
+def _number(value: float | None, unit: float | None = 1.0) -> str:
+    """Formats a number in a unit; "-" for NaN."""
+    if value is None or not unit:
+        return ""
+    return "-" if math.isnan(value) else f"{value / unit:.2f}"
 
 
 def _ratio(one: Measurement, other: Measurement | None) -> str:
