@@ -83,25 +83,11 @@ class Machine:
 
 
 @dataclasses.dataclass(frozen=True)
-class Copies:
-    """A copy between two devices, and its number of wrong bytes."""
+class Check:
+    """A check that has ended: what was incorrect, if anything, and whether it could run here."""
 
-    wrong: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Sums:
-    """An all-reduce by one implementation: elements on all devices, 0 if it cannot run; wrong."""
-
-    elements: int = 0
-    wrong: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Fit:
-    """Metrics of `fit` under one strategy: of each name, Keras's number and numpy's."""
-
-    metrics: Mapping[str, tuple[float, float]]
+    problem: str = ""
+    ran: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +116,9 @@ class Report:
     versions: Versions | Failure
     machine: Machine | Failure | None = None
     tf_config: TfConfig = TfConfig("")
-    pairs: Mapping[Pair, Copies | Failure] = dataclasses.field(default_factory=dict)
-    sums: Mapping[str, Sums | Failure] = dataclasses.field(default_factory=dict)
-    fits: Mapping[str, Fit | Failure] = dataclasses.field(default_factory=dict)
+    pairs: Mapping[Pair, Check | Failure] = dataclasses.field(default_factory=dict)
+    sums: Mapping[str, Check | Failure] = dataclasses.field(default_factory=dict)
+    fits: Mapping[str, Check | Failure] = dataclasses.field(default_factory=dict)
 
     @property
     def examined(self) -> Sequence[str]:
@@ -191,10 +177,10 @@ def examine(ask: Ask, count: int | None, tell: Tell = lambda message: None) -> R
     sums, fits = {}, {}
     for name in itertools.chain.from_iterable(COMPARED):
         tell(f"Summing with {name}")
-        sums[name] = _answer(Sums, ask, "sum", name=name)
+        sums[name] = _answer(Check, ask, "sum", name=name)
     for name in STRATEGIES if versions.keras else ():
         tell(f"Training under {name}")
-        fits[name] = _answer(Fit, ask, "fit", name=name)
+        fits[name] = _answer(Check, ask, "fit", name=name)
     return Report(versions, machine, given, pairs, sums, fits)
 
 
@@ -235,14 +221,14 @@ def _reach(cluster: config.Cluster, index: int) -> Host:
     return Host(cluster.name(index), is_here, reached, status)
 
 
-def _pairs(ask: Ask, count: int, tell: Tell) -> Iterator[tuple[Pair, Copies | Failure]]:
+def _pairs(ask: Ask, count: int, tell: Tell) -> Iterator[tuple[Pair, Check | Failure]]:
     """Tests each ordered pair of devices, until too many hang."""
     hanging = 0
     for source, target in itertools.permutations(range(count), 2):
         if hanging == _MOST_HANGING:
             return
         tell(f"Copying from device {source} to {target}")
-        answer = _answer(Copies, ask, "pair", source=source, target=target)
+        answer = _answer(Check, ask, "pair", source=source, target=target)
         hanging += isinstance(answer, Failure) and answer.hangs
         yield (source, target), answer
 

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
-from tfcdo import version
 from tfcdo.doctor.examination import (
     COMPARED,
     STRATEGIES,
-    Copies,
+    Check,
     Failure,
     Pair,
     Report,
-    Sums,
     Versions,
 )
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
-# Largest relative difference of a metric.
-_ROUNDING = 1e-4
 # Number of pairs named in one finding.
 _MOST_NAMED = 12
 _REPORT = "please report this, with the output of `tfcdo doctor`"
@@ -38,7 +33,7 @@ class Finding:
 
 def findings_of(report: Report) -> list[Finding]:
     """Lists the findings of a report."""
-    parts = (_tf_config, _versions, _machine, _pairs, _sums, _fits)
+    parts = (_tf_config, _versions, _machine, _pairs, _checks)
     return [finding for part in parts for finding in part(report)]
 
 
@@ -120,11 +115,11 @@ _TROUBLES = {
 }
 
 
-def _trouble(copies: Copies | Failure) -> str:
-    """Returns one of `_TROUBLES`; "" for copies that are correct."""
-    if isinstance(copies, Failure):
-        return _HANG if copies.hangs else _FAIL
-    return _LIE if copies.wrong else ""
+def _trouble(copy: Check | Failure) -> str:
+    """Returns one of `_TROUBLES`; "" for a correct copy."""
+    if isinstance(copy, Failure):
+        return _HANG if copy.hangs else _FAIL
+    return _LIE if copy.problem else ""
 
 
 def _pairs(report: Report) -> Iterator[Finding]:
@@ -159,52 +154,27 @@ def _named(pairs: Sequence[Pair], report: Report) -> str:
     return f"{named} and {more} more" if more > 0 else named
 
 
-def _sums(report: Report) -> Iterator[Finding]:
-    for pair in COMPARED:
-        for name, found in ((name, report.sums.get(name, Sums())) for name in pair):
-            # A fault of TensorFlow's class is worth knowing but no fault of this machine.
-            is_ours = name == pair[0]
-            severity = WRONG if is_ours else NOTE
-            remedy = f"use {pair[0]}"
-            if isinstance(found, Failure):
-                remedy = f"use another class; {_REPORT}" if is_ours else remedy
-                yield Finding(severity, f"{name} fails: {found.error}", remedy)
-            elif found.wrong:
-                text = f"{name} sums are incorrect: {found.wrong} of {found.elements} elements"
-                text += f" on {len(report.examined)} devices, without an error"
-                mend = "see the pairs above; if all of them are correct, report this"
-                yield Finding(severity, text, mend if is_ours else remedy)
-            elif found.elements:
-                yield Finding(OK, f"{name} sums are correct")
-
-
-def _fits(report: Report) -> Iterator[Finding]:
-    keras = getattr(report.versions, "keras", None)
-    for name, found in report.fits.items():
-        is_ours = name == STRATEGIES[0]
+def _checks(report: Report) -> Iterator[Finding]:
+    checks = [
+        (f"{name} sums", found, name == pair[0], f"use {pair[0]}")
+        for pair in COMPARED
+        for name in pair
+        if (found := report.sums.get(name))
+    ] + [
+        (f"metrics of fit under {name}", found, name == STRATEGIES[0], f"use {STRATEGIES[0]}")
+        for name, found in report.fits.items()
+    ]
+    for subject, found, is_ours, instead in checks:
+        # A fault of TensorFlow's class is worth knowing but no fault of this machine.
         severity = WRONG if is_ours else NOTE
-        above = "see the copies and sums above"
-        remedy = f"{above}; if all of them are correct, {_REPORT}"
-        if not is_ours:
-            remedy = f"use {STRATEGIES[0]}, or {above}"
+        remedy = f"see the copies above; if all of them are correct, {_REPORT}"
+        remedy = remedy if is_ours else instead
         if isinstance(found, Failure):
-            yield Finding(severity, f"fit under {name} fails: {found.error}", remedy)
-            continue
-        # NaN is not close to anything.
-        wrong = [
-            f"{metric} is {number:g} instead of {expected:g}"
-            for metric, (number, expected) in found.metrics.items()
-            if not math.isclose(number, expected, rel_tol=_ROUNDING)
-        ]
-        if not wrong:
-            yield Finding(OK, f"metrics of fit under {name} are correct")
-            continue
-        text = f"metrics of fit under {name} are incorrect: {', '.join(wrong)}"
-        if not is_ours and keras and version.adds_metrics_twice(keras):
-            text += f". Keras {keras} adds the replicas' parts twice, which gives NaN after some "
-            text += "steps (keras-team/keras#21467)"
-            remedy = f"use {STRATEGIES[0]}, or pip install 'keras>=3.10'"
-        yield Finding(severity, text, remedy)
+            yield Finding(severity, f"{subject} fail: {found.error}", remedy)
+        elif found.problem:
+            yield Finding(severity, f"{subject} are incorrect: {found.problem}", remedy)
+        elif found.ran:
+            yield Finding(OK, f"{subject} are correct")
 
 
 def script_line(report: Report) -> str:
@@ -233,7 +203,7 @@ def _best_class(report: Report) -> str:
     """Returns the first class with correct sums, NCCL before all others."""
     for name, _ in (COMPARED[-1], *COMPARED[:-1]):
         found = report.sums.get(name)
-        if isinstance(found, Sums) and found.elements and not found.wrong:
+        if isinstance(found, Check) and found.ran and not found.problem:
             return name
     return COMPARED[0][0]
 

@@ -6,8 +6,10 @@ TensorFlow is imported by the first question, whose answer says whether that wor
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
+import math
 import platform
 import re
 from collections.abc import Mapping
@@ -17,9 +19,9 @@ import numpy as np
 
 from tfcdo.bench import devices as bench_devices
 from tfcdo.bench import worker_pool
-from tfcdo.doctor.examination import STRATEGIES, Copies, Fit, Machine, Sums, Versions
+from tfcdo.doctor.examination import STRATEGIES, Check, Machine, Versions
 from tfcdo.topology import detection
-from tfcdo.version import __version__
+from tfcdo.version import __version__, adds_metrics_twice
 
 if TYPE_CHECKING:
     from tfcdo.bench import measure
@@ -30,6 +32,7 @@ OLDEST_TENSORFLOW = (2, 16)
 _PATTERN_BYTES, _SUM_BYTES = 2**22, 2**20
 # Of the tiny fit: steps, rows per device and step, learning rate.
 _STEPS, _ROWS, _RATE = 4, 2, 0.5
+_ROUNDING = 1e-4  # Largest relative difference of a metric.
 
 
 class Probe:
@@ -82,7 +85,7 @@ class Probe:
             nccl_remedy=nccl.remedy,
         )
 
-    def pair(self, source: int, target: int) -> Copies:
+    def pair(self, source: int, target: int) -> Check:
         """Copies a known pattern from one device to another and compares every byte."""
         import tensorflow as tf
 
@@ -98,18 +101,21 @@ class Probe:
         def send(tensor: tf.Tensor) -> tf.Tensor:
             return copy_trees.copy([tensor], self._devices.names[target])[0]
 
-        return Copies(int(np.count_nonzero(send(sent).numpy() != pattern)))
+        wrong = np.count_nonzero(send(sent).numpy() != pattern)
+        return Check(f"{wrong} bytes" if wrong else "")
 
-    def sum(self, name: str) -> Sums:
+    def sum(self, name: str) -> Check:
         """All-reduces over all devices and compares every element with numpy's sum."""
         from tfcdo.bench import implementations, measure
 
         (implementation,) = implementations.parse(name)
         data = self._values
         if implementation.reason_not_to_run(self._devices.names, data.workload.dtype):
-            return Sums()
+            return Check(ran=False)
         built = measure.build(data, implementation.reducer(self._devices.names))
-        return Sums(data.workload.count * len(self._devices.names), built.num_wrong)
+        elements = data.workload.count * len(self._devices.names)
+        text = f"{built.num_wrong} of {elements} elements on {len(self._devices.names)} devices"
+        return Check(f"{text}, without an error" if built.num_wrong else "")
 
     @functools.cached_property
     def _values(self) -> measure.Data:
@@ -118,9 +124,10 @@ class Probe:
 
         return measure.place_values(workloads.one_value(_SUM_BYTES, "float32"), self._devices)
 
-    def fit(self, name: str) -> Fit:
+    def fit(self, name: str) -> Check:
         """Trains one weight, from 0, to repeat its inputs, and in numpy too."""
         import keras
+        import tensorflow as tf
 
         import tfcdo
         from tfcdo.bench import implementations
@@ -130,7 +137,8 @@ class Probe:
             strategy = tfcdo.MirroredStrategy(names)
         else:
             # TensorFlow's default is one of the sums above, whose collectives cannot begin again.
-            strategy = implementations.parse("tf.ReductionToOneDevice")[0].strategy(names)
+            (theirs,) = implementations.parse("tf.ReductionToOneDevice")
+            strategy = tf.distribute.MirroredStrategy(names, cross_device_ops=theirs.ops)
         batch = _ROWS * len(names)
         inputs = np.linspace(0.0, 1.0, _STEPS * batch)[:, None]
         with strategy.scope():
@@ -145,7 +153,16 @@ class Probe:
             errors.append(np.mean(np.abs(error)))
             weight -= _RATE * float(np.mean(2 * error * rows))
         expected = {"loss": np.mean(squares), "mae": np.mean(errors)}
-        return Fit({key: (found[key][0], float(value)) for key, value in expected.items()})
+        # NaN is not close to anything.
+        problem = ", ".join(
+            f"{metric} is {found[metric][0]:.5g} instead of {value:.5g}"
+            for metric, value in expected.items()
+            if not math.isclose(found[metric][0], value, rel_tol=_ROUNDING)
+        )
+        if problem and name != STRATEGIES[0] and adds_metrics_twice(keras.__version__):
+            problem += f". Keras {keras.__version__} adds the replicas' parts twice, until they "
+            problem += "are NaN; Keras 3.10 does not (keras-team/keras#21467)"
+        return Check(problem)
 
 
 def _problem_of_tensorflow(version: str) -> tuple[str, str]:
