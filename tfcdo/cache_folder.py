@@ -1,4 +1,4 @@
-"""Finds the user's folder for measurements, and writes files there."""
+"""Finds the user's folder for files, and writes files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VARIABLE = "TFCDO_CACHE_DIR"
 
 
 def cache_folder() -> pathlib.Path:
-    """Returns the folder for measurements, which may not exist; a `RuntimeError` without a home."""
+    """Returns the folder, which may not exist; a `RuntimeError` without a home."""
     given = os.environ.get(VARIABLE)
     try:
         folder = pathlib.Path(given) if given else platformdirs.user_cache_path("tfcdo")

@@ -27,7 +27,7 @@ from tfcdo.plan import algorithms, simulator
 from tfcdo.plan.copy_tree import star
 from tfcdo.plan.evaluation import Evaluation
 from tfcdo.plan.plan import plan_of_bytes
-from tfcdo.topology import detection
+from tfcdo.topology import detection, measurement
 from tfcdo.topology.links import Link, Resource
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
@@ -378,26 +378,22 @@ class HereTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(found, status, errors)
         return output, errors
 
-    def test_plans_for_this_machine_and_measures_it_once(self):
-        arguments = ("plan", "-t", "here:3", "-b", "1MB")
+    def test_plans_for_this_machine(self):
+        arguments = ("plan", "-t", "here:3", "-b", "1MB", "--save", str(self.folder / "plan.json"))
         output, errors = self.run_tfcdo(*arguments)
         name = detection.name_of_measured(tu.device_names(3)) or ""
         self.assertStartsWith(name, "measured 3 CPU devices of ")
         self.assertIn(name, " ".join(output.split()))
-        self.assertEqual(errors.splitlines()[-1], f"{name}: measured now, and kept")
-        (file,) = self.folder.glob("measured-*")
-        content = file.read_text()
-        _, errors = self.run_tfcdo(*arguments, "--save", str(self.folder / "plan.json"))
-        self.assertIn("--measure measures again", errors)
+        self.assertIn("0% additions", errors)
         plan = json.loads((self.folder / "plan.json").read_text())
         self.assertEqual(plan["topology"]["name"], name)
-        self.assertEqual(file.read_text(), content)
-        self.run_tfcdo(*arguments, "--measure")
-        self.assertNotEqual(file.read_text(), content)
 
-    def test_only_this_machine_can_be_measured(self):
-        _, errors = self.run_tfcdo("plan", "-t", "dgx1", "--measure", status=2)
-        self.assertIn("--measure measures this machine: -t here", errors)
+    def test_a_measurement_in_a_file(self):
+        path = self.folder / "machine.json"
+        found = measurement.Measured(preset("pcie"), "2026-01-02", ((1000, 1e-9),))
+        measurement.save(found, path)
+        output, _ = self.run_tfcdo("plan", "-t", str(path), "-b", "1MB")
+        self.assertIn("4 devices of pcie", output)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from unittest import mock
 import msgspec
 import numpy as np
 from absl import logging
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 from cli_testing import run_tfcdo
 
+from tfcdo import cache_folder
 from tfcdo.cluster import config, progress, worker
 from tfcdo.doctor import blackbox as black_boxes
 
@@ -31,7 +32,7 @@ def made_box(host, *entries, reason="time-out", hosts=_HOSTS):
     return progress.Box(host, hosts, reason, 100.0, {"k": _KIND}, listed)
 
 
-class BlackBoxTest(absltest.TestCase):
+class BlackBoxTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         folder = tempfile.TemporaryDirectory()
@@ -122,6 +123,18 @@ class BlackBoxTest(absltest.TestCase):
         path = self.folder / "blackbox" / f"host0-{os.getpid()}.json"
         self.assertIn(f"the last 1000 collectives are in {path}", logs.output[0])
         self.assertEqual(box, progress.read_box(path))
+
+    @parameterized.parameters(
+        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "{}"}, "tfcdo"),
+        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": "{}"}, ".cache/tfcdo"),
+        ({"TFCDO_CACHE_DIR": "{}", "XDG_CACHE_HOME": "/elsewhere"}, "."),
+        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "relative", "HOME": "{}"}, ".cache/tfcdo"),
+        ({"TFCDO_CACHE_DIR": "~/mine", "HOME": "{}"}, "mine"),
+    )
+    def test_where(self, variables, folder):
+        variables = {key: value.format(self.folder) for key, value in variables.items()}
+        with mock.patch.dict(os.environ, variables):
+            self.assertEqual(self.folder / folder, cache_folder.cache_folder())
 
     def test_a_folder_that_cannot_be_written(self):
         (self.folder / "blackbox").write_text("a file")

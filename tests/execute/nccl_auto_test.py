@@ -84,7 +84,8 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
         assert name is not None
         machine = dataclasses.replace(preset("shared_memory", K), name=name)
         found = measurement.Measured(machine, "2026-01-02", ((1000, 1e-9), (10**6, 1.0)))
-        file = measurement.save(found)
+        file = self.folder / "mine.json"
+        measurement.save(found, file)
         takes, _ = self.takes_nccl(tfcdo.AutoAllReduce(), 125_000, 125_000)
         self.assertTrue(takes)  # Nobody asked for the measurement.
         takes, line = self.takes_nccl(tfcdo.AutoAllReduce(topology=file), 250)

@@ -1,9 +1,8 @@
-"""Shared by tests that measure this machine: soon done, and kept in a folder of the test's own."""
+"""Shared by tests that measure this machine: soon done, with a folder for files."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import pathlib
 import tempfile
 import unittest
@@ -17,6 +16,5 @@ def measure_briefly(test: unittest.TestCase) -> pathlib.Path:
     stack = contextlib.ExitStack()
     test.addCleanup(stack.close)
     folder = stack.enter_context(tempfile.TemporaryDirectory())
-    stack.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=folder))
     stack.enter_context(mock.patch.multiple(measurement, _COUNT=2**12, _BYTES=2**14))
     return pathlib.Path(folder)

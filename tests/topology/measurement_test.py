@@ -1,10 +1,8 @@
-"""Measuring this machine: in a file, named by what the devices are, and used where it is passed."""
+"""Measuring this machine: in a file, and used where it is passed."""
 
 from __future__ import annotations
 
 import math
-import os
-from unittest import mock
 
 import measurement_testing
 import tensorflow as tf
@@ -12,8 +10,8 @@ import testing_utils as tu
 from absl.testing import parameterized
 
 import tfcdo
-from tfcdo import log, topology
-from tfcdo.topology import detection, measurement
+from tfcdo import topology
+from tfcdo.topology import detection
 
 
 class MeasureTest(tf.test.TestCase, parameterized.TestCase):
@@ -21,7 +19,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         super().setUp()
         self.folder = measurement_testing.measure_briefly(self)
 
-    def test_is_kept_and_not_used_unasked(self):
+    def test_is_not_used_unasked(self):
         devices = tu.device_names(3)
         self.assertEqual(topology.detect(devices).name, "shared_memory")
         parts: list[float] = []
@@ -35,15 +33,11 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         self.assertTrue(found.serial_reduction)
         # How large they are is not asserted: so little is timed that a busy machine could upset it.
         self.assertBetween(found.addition_bandwidth, 1.0, 1e15)
-        (file,) = self.folder.iterdir()
-        self.assertStartsWith(file.name, "measured-3-cpu-devices-of-")
-        self.assertEqual(getattr(measurement.load(found.name), "topology", None), found)
-        # Not in this process, and not in one that comes later.
-        for _ in range(2):
-            self.assertEqual(topology.detect(devices).name, "shared_memory")
-            reason = tfcdo.AutoAllReduce(nccl=False).explain([(3,)], devices=devices).reason
-            self.assertIn("the topology 'shared_memory' was detected", reason)
-            detection.detect_with_reason.cache_clear()
+        self.assertEmpty(list(self.folder.iterdir()))
+        detection.detect_with_reason.cache_clear()
+        self.assertEqual(topology.detect(devices).name, "shared_memory")
+        reason = tfcdo.AutoAllReduce(nccl=False).explain([(3,)], devices=devices).reason
+        self.assertIn("the topology 'shared_memory' was detected", reason)
 
     def test_is_used_where_it_is_passed(self):
         devices, path = tu.device_names(3), self.folder / "mine.json"
@@ -77,27 +71,6 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaises(OSError):
             topology.measure(tu.device_names(2), path=damaged / "mine.json")
 
-    def test_a_damaged_file_is_ignored(self):
-        devices = tu.device_names(2)
-        found = topology.measure(devices)
-        (file,) = self.folder.iterdir()
-        text = file.read_text()
-        for damaged in ("{", text.replace('"num_devices": 2', '"num_devices": 3')):
-            file.write_text(damaged)
-            log.warn_once.cache_clear()
-            with self.assertLogs("absl", "WARNING") as logs:
-                self.assertIsNone(measurement.load(found.name))
-            self.assertRegex(logs.output[0], f"ignoring .*{file.name}, which is no measurement")
-        file.write_text(text)
-        self.assertEqual(getattr(measurement.load(found.name), "topology", None), found)
-
-    def test_what_cannot_be_kept_is_returned_and_logged(self):
-        (self.folder / "file").touch()
-        nowhere = {"TFCDO_CACHE_DIR": str(self.folder / "file")}
-        with mock.patch.dict(os.environ, nowhere), self.assertLogs("absl", "WARNING") as logs:
-            self.assertTrue(topology.measure(tu.device_names(2)).is_measured)
-        self.assertRegex(logs.output[0], "what was measured is not kept: .*TFCDO_CACHE_DIR")
-
     @parameterized.parameters(
         ([], "at least one device"),
         (["CPU:0", "CPU:0"], "different CPUs or GPUs of this host; got .*CPU:0"),
@@ -109,19 +82,6 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
     def test_other_devices_are_refused(self, devices, message):
         with self.assertRaisesRegex(ValueError, f"devices must be .*{message}"):
             topology.measure(devices)
-
-    @parameterized.parameters(
-        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "{}"}, "tfcdo"),
-        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": "{}"}, ".cache/tfcdo"),
-        ({"TFCDO_CACHE_DIR": "{}", "XDG_CACHE_HOME": "/elsewhere"}, "."),
-        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "relative", "HOME": "{}"}, ".cache/tfcdo"),
-        ({"TFCDO_CACHE_DIR": "~/mine", "HOME": "{}"}, "mine"),
-    )
-    def test_where(self, variables, folder):
-        found = measurement.Measured(topology.preset("pcie"), "2026-01-01")
-        variables = {key: value.format(self.folder) for key, value in variables.items()}
-        with mock.patch.dict(os.environ, variables):
-            self.assertEqual(self.folder / folder, measurement.save(found).parent)
 
 
 if __name__ == "__main__":

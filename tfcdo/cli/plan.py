@@ -25,7 +25,7 @@ from tfcdo.plan.evaluation import Evaluation, check_num_devices
 from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import Batch, Plan, Request, ValueSpec
 from tfcdo.plan.simulator import Hosts
-from tfcdo.topology import detection, measurement
+from tfcdo.topology import measurement
 from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
 
@@ -58,9 +58,10 @@ def _parse_machine(text: str) -> Topology | _Here:
         return preset(name, int(count) if count else None)
     content = _read(text)
     is_json = content.lstrip().startswith(("{", "["))
-    read = Topology.from_json if is_json else Topology.from_nvidia_smi
     try:
-        return read(content)
+        if is_json:
+            return measurement.parse(content.encode()).topology
+        return Topology.from_nvidia_smi(content)
     except ValueError as error:
         raise ValueError(f"{text}: {error}") from error
 
@@ -127,9 +128,6 @@ def _read(name: str) -> str:
     click.Choice([*BY_NAME]),
     "Dtype in which hosts send float32.",
 )
-@options.option(
-    "--measure measures", bool, "New measurement of this machine, with -t here.", is_flag=True
-)
 @click.pass_context
 def plan(
     context: click.Context,
@@ -142,7 +140,6 @@ def plan(
     num_hosts: int | None,
     network: float,
     exchange: str | None,
-    measures: bool,
 ) -> None:
     """Compare the all-reduce algorithms on a machine, without that machine.
 
@@ -160,7 +157,6 @@ def plan(
     is_network_given = context.get_parameter_source("network") is ParameterSource.COMMANDLINE
     options.refuse(
         {
-            "--measure measures this machine: -t here": measures and isinstance(wanted, Topology),
             "--network is between hosts: it needs --hosts": is_network_given and not num_hosts,
             "--exchange needs --hosts": exchange and not num_hosts,
             "--num-packs, --save and --draw are for one host": num_hosts
@@ -172,7 +168,7 @@ def plan(
     console = options.make_console()
     if isinstance(wanted, _Here):
         try:
-            topology = _measure(wanted, measures)
+            topology = _measure(wanted)
         except (RuntimeError, ValueError) as error:
             raise click.ClickException(str(error)) from None
     else:
@@ -204,22 +200,13 @@ def plan(
         console.print(f"Drew {chosen.label} in {trees_file}", soft_wrap=True)
 
 
-def _measure(here: _Here, measure_again: bool) -> Topology:
-    """Returns the topology of devices of this machine; measures it unless that was done before."""
-    # On standard error: the output is the table.
-    console = options.make_console(stderr=True)
+def _measure(here: _Here) -> Topology:
+    """Measures devices of this machine."""
     devices = options.start_tensorflow(here.count)
-    name = detection.name_of_measured(devices.names)
-    known = measurement.load(name) if name else None
-    if known is not None and not measure_again:
-        console.print(f"{name}: as on {known.date}; --measure measures again", soft_wrap=True)
-        return known.topology
     with options.status("Measuring ...") as tell:
-        found = measurement.measure(
+        return measurement.measure(
             devices.names, progress=lambda done, what: tell(f"{done:.0%} {what}")
         )
-    console.print(f"{found.name}: measured now, and kept", soft_wrap=True)
-    return found
 
 
 def evaluate(

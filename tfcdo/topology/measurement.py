@@ -1,19 +1,14 @@
-"""Measures the links between the devices of this machine, and the devices' additions.
-
-Measurements are kept in files, in the user's folder unless another one is named.
-"""
+"""Measures the links between the devices of this machine, and the devices' additions."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
 import functools
-import hashlib
 import itertools
 import math
 import os
 import pathlib
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +17,8 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from tfcdo import checks, log
-from tfcdo.cache_folder import cache_folder, write_whole
+from tfcdo import checks
+from tfcdo.cache_folder import write_whole
 from tfcdo.topology import detection
 from tfcdo.topology.links import Resource, Route, link_name, ordered_pairs
 from tfcdo.topology.presets import preset
@@ -37,8 +32,6 @@ _ROUNDS = 15
 # More devices have too many pairs of links to try each together.
 MOST_DEVICES = 16
 _NCCL_SIZES = (2**16, 2**20, 2**24, 2**27)
-# A measurement of another version may mean something else.
-_VERSION = 2
 
 Pair: TypeAlias = tuple[int, int]
 # Called with the part that is done, from 0 to 1, and the name of the measurement.
@@ -51,19 +44,18 @@ def measure(
     path: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Topology:
-    """Measures some devices of this machine, in a few seconds, and writes a file.
+    """Measures some devices of this machine, in a few seconds.
 
     Nothing uses a measurement unasked: pass the file, or the returned topology, as `topology=` of
-    the cross-device ops. It holds the latency and the bandwidth of each pair of devices, which
-    pairs slow each other down and so share something, the speed of additions, and the times of NCCL
-    where it runs; only the file has these. Virtual CPU devices hand tensors over without copying
+    the cross-device ops. Both hold the latency and the bandwidth of each pair of devices, which
+    pairs slow each other down and so share something, and the speed of additions. Only the file
+    has the times of NCCL, where it runs. Virtual CPU devices hand tensors over without copying
     them: their links cost nothing, and they add with the same cores. Measure on an idle machine.
 
     Args:
       devices: TensorFlow device names, each of a device of its own; all CPUs or all GPUs of this
         host.
-      path: the file to write; None for one in the user's cache folder (or `TFCDO_CACHE_DIR`), named
-        by what the devices are, where `tfcdo plan -t here` finds it. Its name is logged.
+      path: the file to write, which `tfcdo plan -t FILE` reads too; None for none.
       progress: called with the part that is done and what is being measured.
 
     Returns:
@@ -71,7 +63,7 @@ def measure(
 
     Raises:
       ValueError: if there are no devices, more than 16, one twice, or they are of several kinds.
-      OSError: if the file cannot be written; one in the cache folder is only logged then.
+      OSError: if the file cannot be written.
 
     Example:
       >>> measure(["CPU:0", "CPU:0"])
@@ -88,13 +80,8 @@ def measure(
     today = datetime.date.today().isoformat()
     found = Measured(_topology(name, clock), today, _time_nccl(clock))
     clock.progress(1.0, "done")
-    try:
-        file = save(found, path)
-        log.info_once(f"{name}: kept in {file}")
-    except (OSError, RuntimeError) as error:
-        if path is not None:
-            raise
-        log.warn_once(f"what was measured is not kept: {error}; TFCDO_CACHE_DIR names a folder")
+    if path is not None:
+        save(found, path)
     return found.topology
 
 
@@ -308,50 +295,30 @@ class Measured:
         return math.exp(float(between)) * max(1.0, num_bytes / float(sizes[-1]))
 
 
+def save(measured: Measured, path: str | os.PathLike[str]) -> None:
+    """Writes a file that `read` reads."""
+    document = {"format": FORMAT} | vars(measured) | {"topology": measured.topology.to_document()}
+    text = msgspec.json.format(msgspec.json.encode(document), indent=1)
+    write_whole(pathlib.Path(path), text)
+
+
 def read(path: str | os.PathLike[str]) -> Measured:
     """Reads a file of `tfcdo.topology.measure` or `Topology.to_json`, or raises `ValueError`."""
     try:
-        content = pathlib.Path(path).read_bytes()
-        if b'"date"' in content:
-            return _decode(content)
-        return Measured(Topology.from_json(content.decode()), "")
+        return parse(pathlib.Path(path).read_bytes())
     except OSError as error:
         raise ValueError(f"{os.fspath(path)}: {error.strerror or error}") from None
-    except (ValueError, msgspec.MsgspecError) as error:
+    except ValueError as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from None
 
 
-def _decode(content: bytes) -> Measured:
-    document = msgspec.convert(upgraded(msgspec.json.decode(content)), _MeasuredDocument)
-    return Measured(Topology.from_document(document.topology), document.date, document.nccl)
-
-
-def load(name: str) -> Measured | None:
-    """Reads the measurement of this name from the user's folder; None, logged, if it cannot."""
+def parse(content: bytes) -> Measured:
+    """Reads the content of such a file."""
+    if b'"date"' not in content:
+        return Measured(Topology.from_json(content.decode()), "")
     try:
-        file = _file(name)
-        found = _decode(file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, RuntimeError):
-        return None  # Nothing was measured, or this user has no folder to keep it in.
-    except OSError as error:
-        log.warn_once(f"ignoring what was measured of this machine: {file}: {error.strerror}")
-        return None
-    except (ValueError, msgspec.MsgspecError) as error:
-        log.warn_once(f"ignoring {file}, which is no measurement: {error}; delete or renew it")
-        return None
-    # Two names may have one file only by a mistake of the user's, who copies files.
-    return found if found.topology.name == name else None
-
-
-def save(measured: Measured, path: str | os.PathLike[str] | None = None) -> pathlib.Path:
-    """Writes a measurement, by default in the user's folder; returns the file."""
-    file = _file(measured.topology.name) if path is None else pathlib.Path(path)
-    document = {"format": FORMAT} | vars(measured) | {"topology": measured.topology.to_document()}
-    write_whole(file, msgspec.json.format(msgspec.json.encode(document), indent=1))
-    return file
-
-
-def _file(name: str) -> pathlib.Path:
-    readable = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:80]
-    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return cache_folder() / f"{readable}-{_VERSION}-{digest}.json"
+        read = upgraded(msgspec.json.decode(content))
+        document = msgspec.convert(read, _MeasuredDocument)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
+    return Measured(Topology.from_document(document.topology), document.date, document.nccl)
