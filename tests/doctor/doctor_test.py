@@ -65,7 +65,9 @@ def _lying_copy(tensors: Sequence[tf.Tensor], device: str, name: str | None = No
     if not device.endswith("CPU:1"):
         return copies
     with tf.device(device):
-        return [tf.concat([one[:1] + tf.ones_like(one[:1]), one[1:]], 0) for one in copies]
+        flat = [tf.reshape(one, [-1]) for one in copies]
+        changed = [tf.concat([one[:1] + tf.ones_like(one[:1]), one[1:]], 0) for one in flat]
+        return [tf.reshape(one, tf.shape(copied)) for one, copied in zip(changed, copies)]
 
 
 _copy = copy_trees.copy
