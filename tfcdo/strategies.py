@@ -440,6 +440,10 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         of_all: int = super()._get_replica_id_in_sync_group(replica_id)
         return of_all
 
+    def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
+        # TensorFlow also asks in the replica's thread, which does not know that the host is alone.
+        return replica_id_in_sync_group % len(self.worker_devices)
+
     def _get_cross_device_ops(self, value: Any) -> Any:
         return self._cross_device_ops
 

@@ -66,6 +66,7 @@ _OF_BOTH: Mapping[str, tuple[str, ...]] = {
     "_cross_device_ops": (),
     "_default_device": (),
     "_experimental_distribute_dataset": ("self", "dataset", "options"),
+    "_get_local_replica_id": ("self", "replica_id_in_sync_group"),
     "_get_replica_id_in_sync_group": ("self", "replica_id"),
     "_in_multi_worker_mode": ("self",),
     "_input_workers_with_options": ("self", "options"),

@@ -10,7 +10,7 @@ import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import clusters
@@ -112,6 +112,11 @@ def synchronous() -> dict[str, np.ndarray]:
 def one_device() -> dict[str, np.ndarray]:
     """Does the same on one device of each host."""
     return _train(_strategy(1, plain, devices=1), sgd, UNEVEN)
+
+
+def three_hosts() -> dict[str, np.ndarray]:
+    """Exchanges a third of the parameters in each second step, on one device of each host."""
+    return _train(_strategy(6, fragments=3, devices=1))
 
 
 def alone() -> dict[str, np.ndarray]:
@@ -247,7 +252,6 @@ def other_weights() -> dict[str, np.ndarray]:
 
 SCENARIOS = (
     synchronous,
-    one_device,
     alone,
     executions,
     fragments,
@@ -259,46 +263,57 @@ SCENARIOS = (
     resumed,
     other_weights,
 )
+ON_THREE_HOSTS = (one_device, three_hosts)
 
 
 def main(folder: str, *names: str) -> None:
-    """Runs scenarios, all by default."""
+    """Runs scenarios by their names."""
     host = tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=2).cluster_resolver.task_id
-    for scenario in SCENARIOS:
-        if not names or scenario.__name__ in names:
-            path = pathlib.Path(folder, f"{scenario.__name__}-{host}.npz")
-            start = time.monotonic()
-            results: dict[str, Any] = scenario()
-            print(f"{scenario.__name__}: {time.monotonic() - start:.1f} s", flush=True)
-            np.savez(path, **results)
+    for name in names:
+        start = time.monotonic()
+        results: dict[str, Any] = globals()[name]()
+        print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
+        np.savez(pathlib.Path(folder, f"{name}-{host}.npz"), **results)
+
+
+def _run(folder: str, hosts: int, scenarios: Sequence[Any]) -> dict[str, list[dict[str, Any]]]:
+    """Returns each host's results of each scenario."""
+    names = [scenario.__name__ for scenario in scenarios]
+    for outcome in clusters.run(hosts, __file__, [folder, *names], _TIMEOUT):
+        assert outcome.returncode == 0, outcome.output
+    return {
+        name: [dict(np.load(pathlib.Path(folder, f"{name}-{host}.npz"))) for host in range(hosts)]
+        for name in names
+    }
 
 
 _TIMEOUT = 900.0
 # The matrix of 40 x 40 values is a fragment, and the one of 6 x 40 values; all others are the last.
-_SHARES = (6, 4)  # Four replicas have 3, 3, 2 and 2 of 10 examples.
+_PARTS = (6, 4)  # Four replicas have 3, 3, 2 and 2 of 10 examples.
 _FRAGMENTS = (1, 2, 0, 2, 2, 2)
 
 
 class _Outer:
     """SGD(0.7, momentum=0.9, nesterov=True), in 64 bits."""
 
-    def __init__(self, parameters):
+    def __init__(self, parameters, parts):
+        self.parts = parts
         self.common = [one.astype(np.float64) for one in parameters]
         self._velocity = [np.zeros_like(one) for one in self.common]
 
     def update(self, at, of_hosts):
-        mean = np.average([one.astype(np.float64) for one in of_hosts], axis=0, weights=_SHARES)
+        mean = np.average([one.astype(np.float64) for one in of_hosts], axis=0, weights=self.parts)
         gradient = self.common[at] - mean
         self._velocity[at] = 0.9 * self._velocity[at] - 0.7 * gradient
         self.common[at] += 0.9 * self._velocity[at] - 0.7 * gradient
 
 
-def _simulate(every, make=adam, fragments=(0,) * 6, updates_every=1):
-    """Returns the common parameters after each epoch, and in the end."""
+def _simulate(every, make=adam, fragments=(0,) * 6, updates_every=1, parts=_PARTS):
+    """Trains hosts with parts of a batch; returns their mean after each epoch, and at the end."""
     # A few steps are quicker eagerly than traced.
-    hosts = [model_with(make(), run_eagerly=True) for _ in range(2)]
+    hosts = [model_with(make(), run_eagerly=True) for _ in parts]
     inputs, targets = data()
-    outer = _Outer(hosts[0].get_weights())
+    outer, ends = _Outer(hosts[0].get_weights(), parts), np.cumsum(parts)
     count = max(fragments) + 1
     period, done, after_epochs = every * updates_every, 0, []
     last = [0] * count  # The step of each fragment's last exchange.
@@ -317,8 +332,8 @@ def _simulate(every, make=adam, fragments=(0,) * 6, updates_every=1):
     for _ in range(EPOCHS):
         for batch in range(STEPS):
             begun = [model.get_weights() for model in hosts]
-            for model, begin, end in zip(hosts, (0, 6), (6, 10), strict=True):
-                rows = slice(batch * BATCH + begin, batch * BATCH + end)
+            for model, part, end in zip(hosts, parts, batch * BATCH + ends, strict=True):
+                rows = slice(end - part, end)
                 model.train_on_batch(inputs[rows], targets[rows])
             done += 1
             for fragment in range(count):
@@ -339,16 +354,7 @@ class DiLoCoTest(tf.test.TestCase, parameterized.TestCase):
     def test_two_hosts(self):
         """One test, as each of pytest's processes would start hosts of its own."""
         with tempfile.TemporaryDirectory() as folder:
-            outcomes = clusters.run(2, __file__, [folder], _TIMEOUT)
-            for outcome in outcomes:
-                self.assertEqual(outcome.returncode, 0, outcome.output)
-            results = {
-                scenario.__name__: [
-                    dict(np.load(pathlib.Path(folder, f"{scenario.__name__}-{host}.npz")))
-                    for host in (0, 1)
-                ]
-                for scenario in SCENARIOS
-            }
+            results = _run(folder, 2, SCENARIOS)
             saved = []
             for epoch in range(EPOCHS):
                 model = model_with("sgd")
@@ -358,7 +364,7 @@ class DiLoCoTest(tf.test.TestCase, parameterized.TestCase):
             with self.subTest(f"all replicas hold the same: {name}"):
                 self.check_same(hosts)
         with self.subTest("averages of each step are synchronous training"):
-            self.check_synchronous(results["synchronous"][0], results["one_device"][0])
+            self.check_synchronous(results["synchronous"][0])
         after_epochs, expected = _simulate(3)
         with self.subTest("what is read and saved in between is what all hosts have"):
             for epoch, common in enumerate(after_epochs):
@@ -398,11 +404,22 @@ class DiLoCoTest(tf.test.TestCase, parameterized.TestCase):
                     r"numbers of \S*outer\S* than replica 0, by 1 at most",
                 )
 
+    def test_three_hosts(self):
+        with tempfile.TemporaryDirectory() as folder:
+            results = _run(folder, 3, ON_THREE_HOSTS)
+        for hosts in results.values():
+            self.check_same(hosts)
+        self.check_synchronous(results["one_device"][0])
+        _, in_turn = _simulate(6, fragments=_FRAGMENTS, parts=(4, 3, 3))
+        self.check_weights(in_turn, results["three_hosts"][0], 1e-6)
+
     def check_same(self, hosts):
         """Asserts that hosts report the same, and all their replicas have the same weights."""
-        self.assertEqual(hosts[0].keys(), hosts[1].keys())
+        for other in hosts[1:]:
+            self.assertEqual(hosts[0].keys(), other.keys())
+            for name, value in hosts[0].items():
+                self.assertEqual(value.tobytes(), other[name].tobytes(), name)
         for name, value in hosts[0].items():
-            self.assertEqual(value.tobytes(), hosts[1][name].tobytes(), name)
             if name.startswith("weight"):
                 for replica in value:
                     self.assertEqual(value[0].tobytes(), replica.tobytes(), name)
@@ -411,12 +428,11 @@ class DiLoCoTest(tf.test.TestCase, parameterized.TestCase):
         for at, one in enumerate(expected):
             self.assertAllClose(one, result[f"weight_{at}"][0], atol=tolerance, rtol=0)
 
-    def check_synchronous(self, *results):
+    def check_synchronous(self, result):
         model = model_with(sgd())
         history = _fit(model, count=UNEVEN)
-        for result in results:
-            self.check_weights(model.get_weights(), result, 1e-6)
-            self.assertAllClose(history["loss"], result["loss"], atol=1e-6)
+        self.check_weights(model.get_weights(), result, 1e-6)
+        self.assertAllClose(history["loss"], result["loss"], atol=1e-6)
 
 
 class ArgumentsTest(tf.test.TestCase):
