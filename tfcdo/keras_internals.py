@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -70,6 +70,9 @@ NAMES: tuple[private_names.Member, ...] = (
     (keras.layers.BatchNormalization, "build", ("self", "input_shape")),
     (keras.layers.BatchNormalization, "_moments", ("self", "inputs", "mask")),
     (Trainer, "fit", ("self", "x")),
+    (Trainer, "train_on_batch", ("self", "x", "return_dict")),
+    (Trainer, "test_on_batch", ("self", "x", "return_dict")),
+    (Trainer, "_flatten_metrics_in_order", ("self", "logs")),
     (Trainer, "_initial_epoch", ()),
     (Trainer, "make_train_function", ("self", "force")),
     (Trainer, "make_test_function", ("self", "force")),
@@ -276,6 +279,11 @@ def fitting() -> Iterator[None]:
         yield
     finally:
         _running_fits -= 1
+
+
+def metrics_in_order(model: Any, logs: Mapping[str, Any]) -> Any:
+    """Returns metrics as `train_on_batch` does without `return_dict`: a list, or one number."""
+    return model._flatten_metrics_in_order(logs)
 
 
 def is_fitting() -> bool:

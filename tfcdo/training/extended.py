@@ -144,8 +144,12 @@ class ReplicaExtended:
         if meeting is not None:  # Replicas have met in a step, and continue there.
             return run(_entering(fn, meeting), args, kwargs)
         is_keras = step.method_of_keras() is not None
+        is_divided = is_keras and self._is_to_divide((args, kwargs))
+        if is_divided:
+            devices = self.worker_devices  # type: ignore[attr-defined]
+            args, kwargs = parts.of_one_batch((args, kwargs), devices)
         several = replicas > 1 or self.outer is not None
-        steps = self._steps(args, kwargs) if several else [ReplicaStep(0, 1)]
+        steps = self._steps(args, kwargs, is_divided) if several else [ReplicaStep(0, 1)]
         begin = list(tf_internals.tensors_of_graph((args, kwargs)))
         some_may_be_empty = any(here.can_be_empty for here in steps)
         if not is_keras and some_may_be_empty:
@@ -167,6 +171,12 @@ class ReplicaExtended:
                 statistics.adopt(steps)
         return result
 
+    def _is_to_divide(self, batch: Any) -> bool:
+        """Returns whether a batch is no dataset's, such as `train_on_batch`'s."""
+        several = len(self.worker_devices) > 1  # type: ignore[attr-defined]
+        values = tf.nest.flatten(batch)
+        return several and not any(isinstance(v, tf_internals.DistributedValues) for v in values)
+
     def _run_function(self, run: Any, fn: Any, args: Any, kwargs: Any) -> Any:
         """Runs a `tf.function` for all replicas at once, as TensorFlow does."""
         if tf_internals.is_compiled(fn):
@@ -184,7 +194,7 @@ class ReplicaExtended:
             self._functions[fn] = tf_internals.with_python_function(fn, on_all)
         return self._functions[fn](*args, **kwargs)
 
-    def _steps(self, args: Any, kwargs: Any) -> list[ReplicaStep]:
+    def _steps(self, args: Any, kwargs: Any, is_divided: bool) -> list[ReplicaStep]:
         """Returns each replica's view of a step that begins with these arguments."""
         devices = self.worker_devices  # type: ignore[attr-defined]
         replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
@@ -198,7 +208,8 @@ class ReplicaExtended:
         hosts, first = replicas // len(devices), self._first_replica()
         # Between hosts only a dataset's own shapes are the same. `fit` takes its batches inside of
         # its function; an argument of a function has the shapes of this host's part.
-        of_dataset = step.method_of_keras() == "fit" and not tf.executing_eagerly()
+        is_fit = step.method_of_keras() == "fit" and not is_divided
+        of_dataset = is_fit and not tf.executing_eagerly()
         if len(static) == 1 and None not in static and (hosts == 1 or of_dataset):
             count = int(static.pop())
             joined = session.current()

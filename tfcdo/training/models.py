@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,8 @@ def install() -> None:
     extend(trainer, "make_predict_function", _make_predict)
     extend(trainer, "_maybe_symbolic_build", _symbolic_build)
     extend(trainer, "fit", _fit)
+    for name in ("train_on_batch", "test_on_batch"):
+        extend(trainer, name, _on_batch)
     for name in ("evaluate", "predict", "save", "save_weights", "get_weights"):
         extend(keras.Model, name, _with_common_parameters)
     for name in ("set_weights", "load_weights"):
@@ -180,6 +183,27 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     if is_ours:
         diloco.finish(model.distribute_strategy, model.optimizer)
     return history
+
+
+def _on_batch(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the metrics of the batch, where Keras returns the mean of the replicas' metrics."""
+    call = inspect.signature(own).bind(model, *args, **kwargs)
+    strategy = model.distribute_strategy
+    if not step.is_ours(strategy) or strategy.extended.outer is not None:
+        return own(*call.args, **call.kwargs)
+    as_dict = call.arguments.get("return_dict", False)
+    call.arguments["return_dict"] = True
+    logs = own(*call.args, **call.kwargs)
+    metrics = model.get_metrics_result()
+    if logs.keys() == metrics.keys():  # Else a `train_step` of the user's returns others.
+        logs = {name: _as_number(value) for name, value in metrics.items()}
+    return logs if as_dict else keras_internals.metrics_in_order(model, logs)
+
+
+def _as_number(value: Any) -> Any:
+    """Returns a number for a tensor of one, as Keras does; else an array."""
+    array = np.asarray(value)
+    return array if array.ndim else float(array)
 
 
 def _with_common_parameters(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfcdo import log, tf_internals
 from tfcdo.cluster import protocol
 from tfcdo.cluster.session import Session
+from tfcdo.training import step
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 _READERS = ("RecordDataset", "TextLineDataset")
@@ -92,7 +95,9 @@ def _part(batch: Any, index: tf.Tensor, replicas: int, size: int | None) -> Any:
     def own(value: Any) -> Any:
         if not tf.is_tensor(value):
             return value
-        begin, rows = place(rows_of(value), index, replicas)
+        rows = rows_of(value)
+        known = None if tf.is_tensor(index) else tf.get_static_value(rows)
+        begin, rows = place(rows if known is None else int(known), index, replicas)
         if isinstance(value, tf.SparseTensor):
             others = value.dense_shape[1:]
             return tf.sparse.slice(
@@ -109,12 +114,25 @@ def _part(batch: Any, index: tf.Tensor, replicas: int, size: int | None) -> Any:
     return tf.nest.map_structure(own, batch)
 
 
+def of_one_batch(batch: Any, devices: Sequence[str]) -> Any:
+    """Divides a batch that no dataset has, such as `train_on_batch`'s, among a host's devices."""
+
+    def divided(value: Any) -> Any:
+        value = tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
+        if not tf.is_tensor(value) or not value.shape.rank:
+            return value
+        cut_at = functools.partial(_part, _copy(value), replicas=len(devices), size=None)
+        return step.on_each(devices, cut_at, range(len(devices)))
+
+    return tf.nest.map_structure(divided, batch)
+
+
 def place(rows: Any, index: Any, replicas: int) -> tuple[Any, Any]:
     """Returns where a replica's part of some rows begins, and how many rows it has."""
     each, more = rows // replicas, rows % replicas
     if tf.is_tensor(rows):
         has_more = tf.cast(index < more, rows.dtype)
-        return index * each + tf.minimum(index, more), each + has_more
+        return index * each + tf.minimum(more, index), each + has_more
     return index * each + min(index, more), each + (index < more)
 
 
