@@ -70,6 +70,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (keras.layers.BatchNormalization, "build", ("self", "input_shape")),
     (keras.layers.BatchNormalization, "_moments", ("self", "inputs", "mask")),
     (Trainer, "fit", ("self", "x")),
+    (keras.Variable, "assign_add", ("self", "value")),
     (Trainer, "train_on_batch", ("self", "x", "return_dict")),
     (Trainer, "test_on_batch", ("self", "x", "return_dict")),
     (Trainer, "_flatten_metrics_in_order", ("self", "logs")),

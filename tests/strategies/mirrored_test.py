@@ -19,6 +19,11 @@ import tfcdo
 from tfcdo import keras_internals, log, strategies, version
 
 
+def _refuse_negative(values):
+    with tf.control_dependencies([tf.debugging.assert_non_negative(values)]):
+        return tf.identity(values)
+
+
 class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     def setUp(self):
         super().setUp()
@@ -154,6 +159,23 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(2, steps.values[rank])
             self.assertAllEqual(6.0, total.values[rank])
             self.assertAllClose(expected, decayed.values[rank])
+
+    @parameterized.parameters(None, 2)
+    def test_a_step_that_fails_on_one_replica_counts_on_none(self, accumulation):
+        strategy = tfcdo.MirroredStrategy(tu.device_names(3))
+        inputs = np.ones([6, 2], np.float32)
+        inputs[-1] = -1.0  # On the last replica.
+        with strategy.scope():
+            check = keras.layers.Lambda(_refuse_negative)
+            model = keras.Sequential([keras.Input([2]), check, keras.layers.Dense(1)])
+            optimizer = keras.optimizers.Adam(gradient_accumulation_steps=accumulation)
+            model.compile(optimizer, "mse")
+        model.fit(inputs[:5], inputs[:5, :1], verbose=0)
+        for _ in range(3):
+            with self.assertRaises(tf.errors.InvalidArgumentError):
+                model.fit(inputs, inputs[:, :1], verbose=0)
+        counts = [int(one.numpy()) for one in optimizer._iterations.value.values]
+        self.assertEqual([1, 1, 1], counts)
 
     def test_a_step_gets_variables_beside_tensors(self):
         with self.strategy.scope():

@@ -46,6 +46,7 @@ def install() -> None:
     extend(optimizer, "add_variable_from_reference", _add_slot)
     for name in ("assign", "assign_add", "assign_sub"):
         extend(optimizer, name, _note_rows)
+    extend(keras.Variable, "assign_add", _count)
     trainer = keras_internals.Trainer
     extend(trainer, "make_train_function", functools.partial(_make, "train"))
     extend(trainer, "make_test_function", functools.partial(_make, "test"))
@@ -148,6 +149,14 @@ def _note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None
         written = here.update.written.setdefault(id(keras_internals.value_of(variable)), [])
         written.append(getattr(value, "indices", None))
     own(optimizer, variable, value)
+
+
+def _count(own: Function, variable: Any, value: Any) -> Any:
+    """Adds to a Keras variable: optimizers count steps so."""
+    # A step that fails on one replica must not be counted on others, which would then differ.
+    here = step.current()
+    with tf.control_dependencies(() if here is None else here.counts_after):
+        return own(variable, value)
 
 
 def _symbolic_build(own: Function, model: Any, iterator: Any = None, data_batch: Any = None) -> Any:

@@ -37,6 +37,7 @@ class ReplicaStep:
       total: the number of examples on all replicas.
       writes: the distributed variables that the step's replicas assign, by identity.
       alone: whether the replica works alone: nothing may meet the other replicas.
+      counts_after: tensors before which an optimizer does not count the step.
       trace: the part of the step that XLA compiles, see `jit.py`; None for no part.
       update: the sharded update that the replica makes, see `sharding.py`; None for all variables.
       reports: whether losses are being reported once per batch, see `losses.py`.
@@ -50,6 +51,7 @@ class ReplicaStep:
     total: Any = None
     writes: dict[int, Any] = dataclasses.field(default_factory=dict)
     alone: bool = False
+    counts_after: Sequence[tf.Tensor] = ()
     trace: Any = None
     update: Any = None
     reports: bool = False

@@ -48,7 +48,7 @@ def apply(optimizer: Any, own: Call, grads: Sequence[Any], variables: Sequence[A
     shards = strategy.extended.shard_optimizer_state
     if not shards and not any(leaf.gradient_accumulation_steps for leaf in leaves):
         sums = context.merge_call(lambda strategy, grads: summed(strategy, grads, known), [grads])
-        with step.changed(alone=True):
+        with step.changed(alone=True, counts_after=_last_of(sums)):
             return own(sums, variables)
     if leaves != [optimizer]:  # Its parts come here again, each with gradients of its own.
         return own(_finite_on_all(list(grads)), variables)
@@ -216,13 +216,20 @@ def _update(
 
 def alone(strategy: tf.distribute.Strategy, function: Any, grads: Sequence[Any]) -> Any:
     """Calls a function on each replica, which works alone."""
+    last = _last_of(grads)
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(grads: Sequence[Any]) -> Any:
-        with step.changed(alone=True):
+        with step.changed(alone=True, counts_after=last):
             return function(grads)
 
     return strategy.extended.call_for_each_replica(on_replica, args=(list(grads),))
+
+
+def _last_of(grads: Sequence[Any]) -> list[tf.Tensor]:
+    """Returns the tensors of the last gradient; a step that fails in its forward pass has none."""
+    last = next((step.components(one) for one in reversed(grads) if one is not None), ())
+    return list(tf.nest.flatten(last, expand_composites=True))
 
 
 def _taken(leaf: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
