@@ -61,13 +61,8 @@ def error_bound(
     too small to be normal are rounded with an absolute error instead, on at most K devices.
     (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition, 2002, chapter 4.)
 
-    Args:
-      magnitudes: the sum over the devices of the absolute values of a pack, of each element; or
-        the mean, for a mean.
-      depth: the most edges between the root and a device, over all packs; 1 for one device.
-      num_devices: the number of devices, K.
-      wire_dtype: "bfloat16" or "float16".
-      dtype: the values' dtype.
+    `magnitudes` are the sums (or means) over the devices of the absolute values of a pack, and
+    `depth` is the most edges between the root and a device, over all packs.
     """
     magnitudes = np.asarray(magnitudes, np.float64)
     wire = _FORMATS[wire_dtype]
@@ -96,13 +91,6 @@ def feedback_error_bound(
     relative to the magnitudes, they are at most c / (1 - c) of the largest. Additions in the
     values' own dtype round in every step, without feedback. (Karimireddy et al., "Error Feedback
     Fixes SignSGD and other Gradient Compression Schemes", ICML 2019, lemma 3.)
-
-    Args:
-      magnitudes_by_step: `magnitudes` of `error_bound` for each step, along the first axis.
-      depth: as for `error_bound`.
-      num_devices: the same.
-      wire_dtype: the same.
-      dtype: the same.
     """
     magnitudes = np.asarray(magnitudes_by_step, np.float64)
     wide = _FORMATS[dtype.name]
@@ -112,7 +100,7 @@ def feedback_error_bound(
     return np.asarray(held + 2 * num_devices * added)
 
 
-def block_error_bound(terms: Any, num_terms: int, block: int | None = None) -> np.ndarray:
+def block_error_bound(terms: Any, num_terms: int, block: int) -> np.ndarray:
     """Bounds the error of each element of a float32 sum of hosts that is sent in int8.
 
     A host's sum is rounded once, and the sum of all once more, each time by at most u of the
@@ -120,14 +108,10 @@ def block_error_bound(terms: Any, num_terms: int, block: int | None = None) -> n
     In between are additions in float32, with roundoff v, and the casts' own products: at most K + 4
     factors of 1 + v on K replicas. Scales of tiny blocks have a limit; 2^-125 a host covers those.
 
-    Args:
-      terms: `terms[h]` are the sums of magnitudes of host `h`'s values, flat.
-      num_terms: the number of replicas, K.
-      block: the values that share a scale; None for not known: the largest of all counts.
+    `terms[h]` are the sums of magnitudes of host `h`'s values, flat; `block` values share a scale.
     """
     terms = np.abs(np.asarray(terms, np.float64))
     num_hosts, size = terms.shape
-    block = block or size
     padded = np.pad(terms, ((0, 0), (0, -size % block)))
     largest = padded.reshape(num_hosts, -1, block).max(axis=2).sum(axis=0)
     growth = (1 + _FORMATS["float32"].roundoff) ** (num_terms + 4)
