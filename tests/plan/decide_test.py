@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import plan_testing
 from absl.testing import absltest, parameterized
 
 from tfcdo import log
 from tfcdo.exchange import Blocks, Cast, Exchange, PowerSGD, Sum
-from tfcdo.plan import algorithms
+from tfcdo.plan import algorithms, copy_tree
 from tfcdo.plan.copy_tree import star
 from tfcdo.plan.decide import (
     MIN_EXCHANGED_BYTES,
@@ -19,13 +20,15 @@ from tfcdo.plan.decide import (
     decide,
     nccl_dtypes,
 )
-from tfcdo.plan.packing import PackingOptions
+from tfcdo.plan.packing import PackingOptions, deal_owners, owned_sizes
 from tfcdo.plan.plan import Batch, Pack, Plan, Request, RootStep, ValueSpec, plan_of_bytes
 from tfcdo.topology.measurement import Measured
 from tfcdo.topology.presets import preset
 
 K = 3
 SUM = RootStep(Sum())
+# The sizes of variables that devices own.
+SIZES = [300, 700, 20, 20, 500, 1, 0, 90]
 # float32 values of this size are just encoded between hosts.
 LARGE = MIN_EXCHANGED_BYTES // 4
 
@@ -354,6 +357,100 @@ class NcclTest(parameterized.TestCase):
         settings = {"algorithm": "auto", "nccl": "auto", "wire": Cast("float16")}
         [pack, *_] = plan(batch(f32(4)), "nvswitch", (("float16", None),), **settings).packs
         self.assertIsNotNone(pack.tree)
+
+
+def owned_batch(count: int, owned: bool = True, hosts: int = 1, rows: bool = False) -> Batch:
+    owner = deal_owners(SIZES, count)
+    requests = tuple(
+        Request(
+            ValueSpec("float32", (None, size) if rows else (size,), rows),
+            tuple(range(count)),
+            owner=owner[index] if owned else None,
+        )
+        for index, size in enumerate(SIZES)
+    )
+    return Batch("sum", count, hosts, tuple(f"CPU:{i}" for i in range(count)), requests)
+
+
+class OwnersTest(plan_testing.PlanTestCase):
+    """Packs whose sums are formed on the devices that own the variables."""
+
+    @parameterized.product(
+        # The smallest first would give one of two devices 9 of the 12 of the second list.
+        sizes=(SIZES, [1, 1, 1, 1, 1, 1, 6]),
+        count=(1, 2, 3, 5, 8),
+    )
+    def test_no_share_is_larger_than_the_best_largest_by_a_third(self, sizes, count):
+        shares = owned_sizes(sizes, deal_owners(sizes, count), count)
+        self.assertEqual(sum(shares), sum(sizes))
+        least = max(max(sizes), sum(sizes) / count)
+        self.assertLessEqual(max(shares), 4 / 3 * least)
+
+    @parameterized.parameters(
+        ("dgx1", "auto", False), ("dgx1", "packed_trees", True),
+        ("dgx1", "hierarchical_copy", False), ("shared_memory", "auto", True),
+        ("shared_memory", "one_device", False),
+        ("nvswitch", "ring", True), ("nvswitch", "packed_trees", False),
+    )  # fmt: skip
+    def test_packs_are_rooted_at_owners(self, machine, algorithm, rows):
+        batch = owned_batch(4, rows=rows)
+        plan = decide(batch, Options(algorithm), Machine(preset(machine, 4)))
+        for pack in plan.packs:
+            self.assertTrue(pack.root.update)
+            assert pack.tree is not None
+            for part in pack.slices:
+                self.assertEqual(pack.tree.root, batch.requests[part.value].owner)
+
+    def test_other_trees_are_rooted_again(self):
+        tree = copy_tree.path((0, 1, 2, 3), 0)
+        plan = decide(owned_batch(4), Options((tree,)), Machine(preset("nvswitch", 4)))
+        trees = [pack.tree for pack in plan.packs if pack.tree is not None]
+        edges = {frozenset(edge) for tree in trees for edge in tree.edges}
+        self.assertEqual(edges, {frozenset(pair) for pair in ((0, 1), (1, 2), (2, 3))})
+
+    def test_as_many_bytes_as_an_all_reduce(self):
+        machine = Machine(preset("nvswitch", 4))
+        totals = [
+            sum(decide(owned_batch(4, owned), Options("ring"), machine).bytes_by_edge().values())
+            for owned in (True, False)
+        ]
+        self.assertEqual(*totals)
+
+    def test_weights_are_sent_in_their_own_dtype(self):
+        options = Options("one_device", wire=Cast("bfloat16"))
+        plan = decide(owned_batch(2), options, Machine(preset("nvswitch", 2)))
+        total = sum(plan.bytes_by_edge().values())
+        cast = sum(size for size in SIZES if size != 1)
+        self.assertGreaterEqual(total, cast * (2 + 4))
+        self.assertLess(total, cast * (2 + 4) + 50)
+
+    def test_bytes_between_hosts_do_not_grow(self):
+        machine = Machine(preset("shared_memory", 4))
+        options = Options("auto", between=BetweenHosts(2**20))
+        plans = [
+            decide(owned_batch(4, owned, hosts=2), options, machine) for owned in (True, False)
+        ]
+        self.assertEqual(*(plan.bytes_between_hosts for plan in plans))
+
+    def test_nccl_does_not_sum_on_owners(self):
+        machine = Machine(preset("nvswitch", 2))
+        plan = decide(owned_batch(2), Options("hierarchical_copy", nccl="always"), machine)
+        self.assertNotIn(None, [pack.tree for pack in plan.packs])
+        options = Options("hierarchical_copy", nccl="always", require_nccl=True)
+        with self.assertRaisesRegex(RuntimeError, "shard_optimizer_state each sum is formed on o"):
+            decide(owned_batch(2), options, machine)
+
+    def test_hosts_see_who_owns_what(self):
+        machine = Machine(preset("nvswitch", 2))
+        batch = owned_batch(2)
+        first, *rest = batch.requests
+        other = dataclasses.replace(first, owner=1 - (first.owner or 0))
+        unlike = dataclasses.replace(batch, requests=(other, *rest))
+        prints = {decide(each, Options(), machine).fingerprint for each in (batch, unlike)}
+        self.assertLen(prints, 2)
+        unowned = owned_batch(2, owned=False)
+        prints |= {decide(unowned, Options(), machine).fingerprint}
+        self.assertLen(prints, 3)
 
 
 if __name__ == "__main__":
