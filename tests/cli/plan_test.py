@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import os
 import pathlib
 import re
@@ -12,10 +11,6 @@ import subprocess
 import sys
 from unittest import mock
 
-import cli_testing
-import measurement_testing
-import tensorflow as tf
-import testing_utils as tu
 import warm_python
 from absl.testing import absltest, parameterized
 from cli_testing import CommandTestCase, rows_of_table, run_tfcdo
@@ -27,7 +22,7 @@ from tfcdo.plan import algorithms, simulator
 from tfcdo.plan.copy_tree import star
 from tfcdo.plan.evaluation import Evaluation
 from tfcdo.plan.plan import plan_of_bytes
-from tfcdo.topology import detection, measurement
+from tfcdo.topology import measurement
 from tfcdo.topology.links import Link, Resource
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
@@ -367,34 +362,13 @@ class SavedTest(CommandTestCase):
         ordered = simulator.simulate(schedule, preset("nvswitch", 4)).seconds
         self.assertEqual(cells[3:5], [format_seconds(robust), format_seconds(ordered)])
 
-
-class HereTest(tf.test.TestCase, parameterized.TestCase):
-    def setUp(self) -> None:
-        super().setUp()
-        self.folder = measurement_testing.measure_briefly(self)
-
-    def run_tfcdo(self, *arguments: str, status: int = 0) -> tuple[str, str]:
-        found, output, errors = cli_testing.run_tfcdo(*arguments)
-        self.assertEqual(found, status, errors)
-        return output, errors
-
-    def test_plans_for_this_machine(self):
-        arguments = ("plan", "-t", "here:3", "-b", "1MB", "--save", str(self.folder / "plan.json"))
-        output, errors = self.run_tfcdo(*arguments)
-        name = detection.name_of_measured(tu.device_names(3)) or ""
-        self.assertStartsWith(name, "measured 3 CPU devices of ")
-        self.assertIn(name, " ".join(output.split()))
-        self.assertIn("0% additions", errors)
-        plan = json.loads((self.folder / "plan.json").read_text())
-        self.assertEqual(plan["topology"]["name"], name)
-
     def test_a_measurement_in_a_file(self):
         path = self.folder / "machine.json"
         found = measurement.Measured(preset("pcie"), "2026-01-02", ((1000, 1e-9),))
         measurement.save(found, path)
-        output, _ = self.run_tfcdo("plan", "-t", str(path), "-b", "1MB")
+        output = self.output_of("plan", "-t", str(path), "-b", "1MB")
         self.assertIn("4 devices of pcie", output)
 
 
 if __name__ == "__main__":
-    tf.test.main()
+    absltest.main()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 
+import cli_testing
 import measurement_testing
 import tensorflow as tf
 import testing_utils as tu
@@ -50,6 +52,17 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
             told = ops.explain([(3,)], devices=devices)
             self.assertIn(f"the topology {found.name!r} was given", told.reason)
             self.assertIn(found.name, repr(ops))
+
+    def test_a_command_plans_for_this_machine(self):
+        arguments = ("plan", "-t", "here:3", "-b", "1MB", "--save", str(self.folder / "plan.json"))
+        status, output, errors = cli_testing.run_tfcdo(*arguments)
+        self.assertEqual(status, 0, errors)
+        name = detection.name_of_measured(tu.device_names(3)) or ""
+        self.assertStartsWith(name, "measured 3 CPU devices of ")
+        self.assertIn(name, " ".join(output.split()))
+        self.assertIn("0% additions", errors)
+        plan = json.loads((self.folder / "plan.json").read_text())
+        self.assertEqual(plan["topology"]["name"], name)
 
     def test_other_files_are_refused(self):
         damaged = self.folder / "damaged.json"
