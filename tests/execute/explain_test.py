@@ -121,30 +121,6 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(ring.bytes_by_link, 16)
         self.assertEqual({400 * 7}, set(ring.bytes_by_link.values()))
 
-    @parameterized.parameters("hierarchical_copy", "ring", "auto")
-    def test_nccl_is_required_of_nccl_only(self, algorithm):
-        with self.assertRaisesRegex(ValueError, f"require_nccl must .*{algorithm}"):
-            tfcdo.AllReduceCrossDeviceOps(algorithm, require_nccl=True)
-
-    @parameterized.parameters(
-        (
-            lambda: tfcdo.HierarchicalCopyAllReduce(2),
-            "HierarchicalCopyAllReduce(num_packs=2, topology=None)",
-        ),
-        (
-            lambda: tfcdo.AutoAllReduce(topology=topology.preset("dgx1")),
-            "AutoAllReduce(topology='dgx1', plan=None, nccl=True)",
-        ),
-        (
-            lambda: tfcdo.AllReduceCrossDeviceOps("ring", agg_small_grads_max_bytes=7),
-            "AllReduceCrossDeviceOps(all_reduce_alg='ring', num_packs=None, "
-            "agg_small_grads_max_bytes=7, agg_small_grads_max_group=10, topology=None, "
-            "require_nccl=False)",
-        ),
-    )
-    def test_repr(self, make, expected):
-        self.assertEqual(expected, repr(make()))
-
 
 class ExplainTest(tf.test.TestCase, parameterized.TestCase):
     SHAPES = ((100,), (5, 10), ())

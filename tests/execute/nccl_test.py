@@ -1,33 +1,86 @@
 """NCCL by execution: the ops that GPUs would run, on virtual CPU devices, by a kernel for tests.
 
-What would hang on GPUs is an error here: see `nccl_on_cpu`. What is reduced to what is in
-`nccl_contract_test`.
+What would hang on GPUs is an error here: see `nccl_on_cpu`. `contract_test` has the results. Most
+tests require NCCL, so that they cannot pass by copy trees.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import dataclasses
 import gc
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 from unittest import mock
 
+import measurement_testing
 import nccl_on_cpu
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl import logging
 from absl.testing import parameterized
-from nccl_on_cpu import (
-    setUpModule,  # noqa: F401
-    tearDownModule,  # noqa: F401
-)
-from nccl_testing import K, all_reduce, delayed, function, nccl, one, packs_of, ranks
-from testing_utils import EAGER, FUNCTION
+from testing_utils import EAGER, FUNCTION, MEAN, SUM
+from wire_bounds import roundoff
 
 import tfcdo
 from tfcdo import log
+from tfcdo.plan import decide
+from tfcdo.topology import detection, measurement
+from tfcdo.topology.presets import preset
+
+K = 4  # How many devices, where their number is not what is tested.
+_environment = contextlib.ExitStack()
+
+
+def setUpModule() -> None:
+    _environment.enter_context(nccl_on_cpu.running())
+
+
+def tearDownModule() -> None:
+    _environment.close()
+
+
+def nccl(num_packs: int = 1) -> tfcdo.NcclAllReduce:
+    return tfcdo.NcclAllReduce(num_packs, require_nccl=True)
+
+
+def all_reduce(
+    ops: tf.distribute.CrossDeviceOps, *values: Sequence[Any], reduce_op: Any = SUM
+) -> list[tuple[tf.Tensor, ...]]:
+    """All-reduces values, each a list of one tensor per device, in one batch."""
+    replicated = [tu.per_replica(own) for own in values]
+    results = ops.batch_reduce(reduce_op, [(value, value) for value in replicated])
+    return [tuple(result.values) for result in results]
+
+
+def one(*tensors: tf.Tensor, ops: tf.distribute.CrossDeviceOps | None = None) -> list[tf.Tensor]:
+    """All-reduces one value."""
+    return list(all_reduce(ops or nccl(), tensors)[0])
+
+
+def ranks(scale: float = 1.0, count: int = K) -> list[tf.Tensor]:
+    """One tensor per device: `scale` times 1, 2, 3... Their sum is 10 times the scale, for 4."""
+    return [tf.constant([scale * (rank + 1)]) for rank in range(count)]
+
+
+def function(body: Callable[..., Any], **kwargs: Any) -> Any:
+    return tf.function(body, autograph=False, **kwargs)
+
+
+def packs_of(graph: Any) -> dict[bytes, list[Any]]:
+    """The NCCL ops of a graph and of all functions it calls, by their shared name."""
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+    packs = collections.defaultdict(list)
+    for node in nodes:
+        if node.op == "NcclAllReduce":
+            packs[node.attr["shared_name"].s].append(node)
+    return packs
 
 
 class GraphTest(tf.test.TestCase, parameterized.TestCase):
@@ -63,12 +116,12 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
             return [name for graph in graphs for name in packs_of(graph)]
 
         with futures.ThreadPoolExecutor(6) as pool:
-            names = [name for found in pool.map(trace, range(12)) for name in found]
+            names = [name for found in pool.map(trace, range(6)) for name in found]
         step = function(lambda own: self.second_gradient(own))
         packs = packs_of(step.get_concrete_function(ranks()).graph)
         self.check_packs(packs, K)
         self.assertGreaterEqual(len(packs), 3)
-        self.assertLen({*names, *packs}, 12 * 2 * 2 + len(packs))
+        self.assertLen({*names, *packs}, 6 * 2 * 2 + len(packs))
 
     def second_gradient(self, own: Any) -> Any:
         with tf.GradientTape() as outer:
@@ -115,17 +168,6 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
         for _ in range(20):
             self.assertAllEqual(expected, outer())
 
-    def test_branches(self):
-        inner = function(one)
-        step = function(
-            lambda which: tf.cond(
-                which, lambda: inner(*ranks()) + one(*ranks(3.0)), lambda: 2 * inner(*ranks(2.0))
-            )
-        )
-        for _ in range(5):
-            self.assertAllEqual([[10.0]] * K + [[30.0]] * K, step(tf.constant(True)))
-            self.assertAllEqual([[20.0]] * 2 * K, step(tf.constant(False)))
-
     @parameterized.parameters(False, True)
     def test_iterations_of_a_loop(self, by_function):
         steps = 12
@@ -159,7 +201,8 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
             by_function = function(one)(*own)
             loop = tf.while_loop(lambda i, *_: i < 3, lambda i, *x: (i + 1, *one(*x)), [0, *own])
             branch = tf.cond(own[0][0] > 0, lambda: one(*own), lambda: own)
-            with tf.control_dependencies([delayed(own[1], 0.01)]):
+            wait = tf.numpy_function(lambda one: time.sleep(0.01) or one, [own[1]], tf.float32)
+            with tf.control_dependencies([wait]):
                 late = tf.identity(own[2])
             # The devices come to the packs in different orders.
             packs = all_reduce(nccl(0), [own[0], late, own[0]], [late, own[1], late])
@@ -192,7 +235,7 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
 
         def work(thread: int) -> None:
             step = one if mode == EAGER else function(one)
-            for turn in range(10):
+            for turn in range(4):
                 own = [
                     tf.fill([5], float(thread * 1000 + turn + rank)) for rank in range(2 + thread)
                 ]
@@ -230,32 +273,6 @@ class StrategyTest(tf.test.TestCase, parameterized.TestCase):
         return strategy.experimental_distribute_values_from_function(
             lambda context: tf.constant(float(numbers[context.replica_id_in_sync_group]))
         )
-
-    def test_two_strategies_at_once(self):
-        def work(own: Sequence[int], scale: float) -> None:
-            strategy = self.strategy(own)
-            with strategy.scope():
-                counter = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
-
-            def replica(x: tf.Tensor) -> tf.Tensor:
-                context = tf.distribute.get_replica_context()
-                total, _ = context.all_reduce("SUM", [tf.stack([x, 2 * x]), tf.ones([3])])
-                counter.assign_add(x)
-                return total
-
-            step = tf.function(lambda x: strategy.run(replica, [x]))
-            x = self.values(strategy, [scale * (rank + 1) for rank in range(len(own))])
-            total = scale * len(own) * (len(own) + 1) / 2
-            for count in range(1, 16):
-                totals = step(x)
-                np.testing.assert_array_equal([[total, 2 * total]] * len(own), totals.values)
-                np.testing.assert_array_equal(count * total, counter.numpy())
-
-        with futures.ThreadPoolExecutor(2) as pool:
-            for future in [
-                pool.submit(work, own, 10.0**i) for i, own in enumerate([range(3), range(4)])
-            ]:
-                future.result()
 
     def test_an_error_in_one_replica(self):
         strategy = self.strategy(range(3))
@@ -295,6 +312,223 @@ class StrategyTest(tf.test.TestCase, parameterized.TestCase):
             tf.function(step, autograph=False)(x)
         fails[0] = False
         self.assertAllEqual([14.0] * 3, tf.function(step, autograph=False)(x).values)
+
+
+class GradientTest(tf.test.TestCase, parameterized.TestCase):
+    """Against the derivatives written out: y_d = sum_i x_i^3 on each device d."""
+
+    WEIGHTS = np.array([2.0, 3.0, 5.0, 7.0])
+    X = np.arange(1.0, K + 1)
+
+    def loss(self, own: Sequence[tf.Tensor], reduce: Any = one) -> tf.Tensor:
+        results = reduce(*[x**3 for x in own])
+        return tf.add_n([w * y**2 for w, y in zip(self.WEIGHTS, results, strict=True)])
+
+    def check(self, first: Any, second: Any) -> None:
+        """Compares with the gradient, and with the gradient of the gradients' sum."""
+        scale, total, squares = 2 * np.sum(self.WEIGHTS), np.sum(self.X**3), 3 * self.X**2
+        self.assertAllClose((scale * total * squares)[:, None], first, rtol=1e-12)
+        expected = scale * (squares * np.sum(squares) + total * 6 * self.X)
+        self.assertAllClose(expected[:, None], second, rtol=1e-12)
+
+    @parameterized.parameters((False, True), (True, False))
+    def test_tape(self, by_function, traced):
+        reduce = function(one) if by_function else one
+
+        def body(own: Any) -> Any:
+            with tf.GradientTape() as outer:
+                outer.watch(own)
+                with tf.GradientTape() as inner:
+                    inner.watch(own)
+                    loss = self.loss(own, reduce)
+                first = inner.gradient(loss, own)
+                total = tf.add_n(first)
+            return first, outer.gradient(total, own)
+
+        step = function(body) if traced else body
+        for _ in range(3):
+            self.check(*step([tf.constant([x], tf.float64) for x in self.X]))
+
+    def test_tf_gradients(self):
+        """In a function, and in a session; one alone, too, of whose pack nobody asks the others."""
+
+        def gradients(own: Any) -> Any:
+            first = tf.gradients(self.loss(own), own)
+            return first, tf.gradients(tf.add_n(first), own)
+
+        constants = [tf.constant([x], tf.float64) for x in self.X]
+        self.check(*function(lambda: gradients([tf.identity(x) for x in constants]))())
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            own = [tf.compat.v1.placeholder(tf.float64, [1]) for _ in range(K)]
+            fed = {tensor: [x] for tensor, x in zip(own, self.X, strict=True)}
+            fetches = gradients(own)
+            results = session.run(fetches, fed)
+            self.check(*results)
+            self.assertAllEqual(results[1][2], session.run(fetches[1][2], fed))
+
+    def test_through_a_loop_and_a_branch(self):
+        @function
+        def gradients(which: tf.Tensor) -> Any:
+            own = ranks()
+            with tf.GradientTape() as tape:
+                tape.watch(own)
+                branch = tf.cond(which, lambda: one(*own), lambda: [2 * x for x in own])
+                results = tf.while_loop(
+                    lambda i, *_: i < 2,
+                    lambda i, *x: (i + 1, *[y / 2 for y in one(*x)]),
+                    [0, *branch],
+                )
+                loss = tf.add_n(results[1:])
+            return tape.gradient(loss, own)
+
+        # Each round doubles the sum of the gradients of the four, and gives each a half of it.
+        self.assertAllEqual([[16.0]] * K, gradients(tf.constant(True)))
+        self.assertAllEqual([[8.0]] * K, gradients(tf.constant(False)))
+
+    def test_of_several_dtypes(self):
+        integers = [tf.constant([rank]) for rank in range(K)]
+        own = [[tf.ones([3], tf.float16) * rank for rank in range(K)], ranks()]
+        with tf.GradientTape() as tape:
+            tape.watch(own)
+            halves, floats, counts = all_reduce(nccl(2), *own, integers, reduce_op=MEAN)
+            loss = tf.cast(tf.reduce_sum(halves[1]), tf.float32) + 8 * floats[2]
+            loss *= tf.cast(counts[0], tf.float32)
+        gradients = tape.gradient(loss, own)
+        self.assertAllEqual([[0.375] * 3] * K, gradients[0])
+        self.assertEqual(tf.float16, gradients[0][0].dtype)
+        self.assertAllEqual([[3.0]] * K, gradients[1])
+
+
+ROUNDOFF = roundoff("float16")
+
+
+class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
+    def make(self, error_feedback: bool = False) -> tfcdo.NcclAllReduce:
+        return tfcdo.NcclAllReduce(
+            2, require_nccl=True, wire_dtype="float16", error_feedback=error_feedback
+        )
+
+    @parameterized.parameters((EAGER, tf.float32, MEAN), (FUNCTION, tf.float64, SUM))
+    def test_sums_are_within_the_bound_of_k_roundings(self, mode, dtype, op):
+        generator = np.random.default_rng(0)
+        arrays = [
+            (generator.uniform(-0.2, 1, 50) * 1e5).astype(dtype.as_numpy_dtype) for _ in range(4)
+        ]
+        (result,) = tu.all_reduce(self.make(), op, [tu.per_replica(arrays)], mode)
+        # One rounding of each value, and K - 1 of partial sums.
+        bound = ((1 + ROUNDOFF) ** 4 * (1 + 2.0**-20) - 1) * tu.oracle(op, [*map(np.abs, arrays)])
+        for component in result.values:
+            self.assertEqual(dtype, component.dtype)
+            self.assertAllEqual(result.value, component)
+        self.assertAllLessEqual(np.abs(tu.exact(result.value) - tu.oracle(op, arrays)) - bound, 0)
+        self.assertNotAllEqual(tu.oracle(op, arrays), tu.exact(result.value))
+
+    def test_all_devices_have_one_scale_and_nothing_overflows(self):
+        values = [np.array([rank * 6e4, np.nan, -6e4, np.inf], np.float32) for rank in range(4)]
+        (result,) = tu.all_reduce(self.make(), SUM, [tu.per_replica(values)], FUNCTION)
+        expected = [36e4, np.nan, -24e4, np.inf]
+        np.testing.assert_allclose(result.value, expected, rtol=4 * ROUNDOFF)
+
+    def test_only_16_bits_are_all_reduced(self):
+        value = tu.per_replica([tf.ones([64])] * 3)
+        ops = [
+            op
+            for op in tu.traced_ops(lambda: self.make().batch_reduce(SUM, [(value, value)]))
+            if op.type == "NcclAllReduce"
+        ]
+        kinds = {(op.get_attr("reduction"), op.get_attr("T")) for op in ops}
+        self.assertEqual({(b"sum", tf.float16), (b"max", tf.float32)}, kinds)
+
+    def test_error_feedback_hands_on_what_casts_lose(self):
+        # Additions round nothing of 2 and 1 + tiny: only the cast loses tiny.
+        ops, tiny = self.make(error_feedback=True), 0.3 * 2.0**-10
+        value = tu.per_replica([np.array([1 + tiny] * 2, np.float32), np.zeros(2, np.float32)])
+
+        @tf.function
+        def reduce() -> tf.Tensor:
+            return ops.batch_reduce(SUM, [(value, value)])[0].values[0]
+
+        total = np.sum([reduce().numpy()[0] for _ in range(50)], dtype=np.float64)
+        self.assertLess(abs(total - 50 * (1 + tiny)), 2.0**-9)
+
+    def test_bfloat16_is_what_the_op_does_not_take(self):
+        value = tu.per_replica([[1.0, 2.0]] * 2)
+        ops = tfcdo.NcclAllReduce(require_nccl=True, wire_dtype="bfloat16")
+        with self.assertRaisesRegex(RuntimeError, "NcclAllReduce does not take bfloat16"):
+            ops.batch_reduce(SUM, [(value, value)])
+        [result] = tfcdo.NcclAllReduce(wire_dtype="bfloat16").batch_reduce(SUM, [(value, value)])
+        self.assertAllEqual([2.0, 4.0], result.values[1])
+
+
+class AutoTest(tf.test.TestCase, parameterized.TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.folder = measurement_testing.measure_briefly(self)
+        decide.decide.cache_clear()  # What was planned before is not logged again.
+
+    def takes_nccl(self, ops: Any, *sizes: int) -> tuple[bool, str]:
+        """All-reduces values of so many floats; returns whether by NCCL, and what was logged."""
+        log.info_once.cache_clear()
+        values = [[tf.fill([size], float(rank + 1)) for rank in range(K)] for size in sizes]
+        step = function(lambda: all_reduce(ops, *values))
+        with self.assertLogs("absl", "INFO") as logs:
+            graph = step.get_concrete_function().graph
+            log.info_once("end")
+        for size, result in zip(sizes, step(), strict=True):
+            for one in result:
+                np.testing.assert_array_equal(one, np.full([size], K * (K + 1) / 2))
+        return bool(packs_of(graph)), " ".join(record.getMessage() for record in logs.records)
+
+    @parameterized.parameters(
+        lambda: tfcdo.AutoAllReduce(),
+        lambda: tfcdo.AllReduceCrossDeviceOps("auto"),
+        lambda: tfcdo.AutoAllReduce(topology=preset("nvswitch", K)),
+    )
+    def test_takes_nccl_where_it_runs(self, make):
+        takes, line = self.takes_nccl(make(), 5, 25_000)
+        self.assertTrue(takes)
+        self.assertRegex(line, f"auto takes NCCL for about .* {K} devices: .*has no measurement")
+        # Trees that NCCL does not use are not planned, which may take seconds.
+        self.assertEqual(1, line.count("auto takes"), line)
+
+    def test_takes_trees_if_asked_and_where_nccl_cannot_run(self):
+        for ops in (tfcdo.AutoAllReduce(nccl=False), tfcdo.AllReduceCrossDeviceOps("ring")):
+            takes, line = self.takes_nccl(ops, 25_000)
+            self.assertFalse(takes)
+            self.assertNotIn("NCCL", line)
+        with tu.kernels_for("GPU"):
+            takes, line = self.takes_nccl(tfcdo.AutoAllReduce(), 25_000)
+        self.assertFalse(takes)
+        self.assertIn("auto takes copy trees, because NCCL cannot run: no NcclAllReduce", line)
+
+    def test_nccl_is_measured_where_it_runs(self):
+        sizes = (2**12, 2**16)
+        with mock.patch.object(measurement, "_NCCL_SIZES", sizes):
+            measurement.measure(tu.device_names(K), path=self.folder / "mine.json")
+        found = measurement.read(self.folder / "mine.json")
+        self.assertEqual(tuple(size for size, _ in found.nccl), sizes)
+        self.assertTrue(all(1e-7 < seconds < 10 for _, seconds in found.nccl))
+
+    def test_a_measurement_that_is_passed_decides_by_size(self):
+        devices = tu.device_names(K)
+        name = detection.name_of_measured(devices)
+        assert name is not None
+        machine = dataclasses.replace(preset("shared_memory", K), name=name)
+        found = measurement.Measured(machine, "2026-01-02", ((1000, 1e-9), (10**6, 1.0)))
+        file = self.folder / "mine.json"
+        measurement.save(found, file)
+        takes, _ = self.takes_nccl(tfcdo.AutoAllReduce(), 125_000, 125_000)
+        self.assertTrue(takes)  # Nobody asked for the measurement.
+        takes, line = self.takes_nccl(tfcdo.AutoAllReduce(topology=file), 250)
+        self.assertTrue(takes)
+        self.assertRegex(line, "auto takes NCCL for about .*as measured on 2026-01-02, NCCL takes")
+        # What counts is the whole batch.
+        takes, line = self.takes_nccl(tfcdo.AutoAllReduce(topology=file), 125_000, 125_000)
+        self.assertFalse(takes)
+        self.assertRegex(line, "auto takes copy trees for about .* NCCL takes .* copy trees")
+        told = tfcdo.AutoAllReduce(topology=file).explain([(250,)], devices=devices)
+        self.assertEqual(told.algorithm, "NCCL")
+        self.assertIn("as measured on 2026-01-02", told.reason)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.copy_tree import CopyTree, binomial, chain, star, two_level
 from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice, ValueSpec
+
+# Trees of every kind and several sizes.
+TREES = (star(1), star(3, 2), chain(3, 1), binomial(8, 3), two_level(8, 5))
 
 
 def one_pack(

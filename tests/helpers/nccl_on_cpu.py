@@ -2,9 +2,7 @@
 
 TensorFlow has a kernel for `NcclAllReduce` on GPUs alone. The C++ file beside this one has one for
 CPUs, which is compiled when it is first needed, and kept in the user's cache folder. It waits for
-all devices; here it gives up after a few seconds, so that what would hang on GPUs is an error. A
-test file whose tests all need it imports `setUpModule` and `tearDownModule` by these names, for
-unittest to find them.
+all devices; here it gives up after a few seconds, so that what would hang on GPUs is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ _PATIENCE_SECONDS = 10
 _SOURCE = pathlib.Path(__file__).with_name("nccl_cpu_kernel.cc")
 # -fwrapv: integers wrap around, as they do on a GPU, instead of being undefined behaviour.
 _OWN_FLAGS = ("-shared", "-fPIC", "-O2", "-fwrapv", "-Wall", "-Wno-sign-compare")
-_environment = contextlib.ExitStack()
 _asked_tensorflow = tf_internals.device_types_with_kernel
 
 
@@ -50,14 +47,6 @@ def running() -> Iterator[None]:
 def patience(seconds: float) -> contextlib.AbstractContextManager[object]:
     """While this lasts, a kernel waits so long for the others."""
     return mock.patch.dict(os.environ, TFCDO_NCCL_CPU_TIMEOUT_S=str(seconds))
-
-
-def setUpModule() -> None:
-    _environment.enter_context(running())
-
-
-def tearDownModule() -> None:
-    _environment.close()
 
 
 @functools.cache

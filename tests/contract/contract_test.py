@@ -1,0 +1,558 @@
+"""The contract of `tf.distribute.CrossDeviceOps`: any batch is reduced as numpy does it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import hypothesis
+import nccl_on_cpu
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+from hypothesis import strategies as st
+from testing_utils import EAGER, FUNCTION, MEAN, SUM
+
+import tfcdo
+from tfcdo import tf_internals, topology
+from tfcdo.plan import algorithms, decide
+
+# More than every run does: TFCDO_EXAMPLES=5000 python tests/contract/contract_test.py
+EXAMPLES = int(os.environ.get("TFCDO_EXAMPLES", "0"))
+ROWS = 5  # Slices are of tables with this many rows.
+# One for each way of a value: onto one device; in packs; alone, unless it is small.
+SETTINGS: dict[str, Callable[[], tf.distribute.CrossDeviceOps]] = {
+    "ReductionToOneDevice": tfcdo.ReductionToOneDevice,
+    "HierarchicalManyPacks": lambda: tfcdo.HierarchicalCopyAllReduce(num_packs=5),
+    "AllReduceSmallGroups": lambda: tfcdo.AllReduceCrossDeviceOps(
+        "ring", num_packs=0, agg_small_grads_max_bytes=40, agg_small_grads_max_group=2
+    ),
+}
+
+
+def make_ops() -> tfcdo.HierarchicalCopyAllReduce:
+    """Makes the ops of tests whose code is the same in all settings."""
+    return tfcdo.HierarchicalCopyAllReduce(num_packs=5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """One drawn value of a batch."""
+
+    dtype: tf.DType
+    shape: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...] | None
+    has_dense_shape: bool
+    destinations: tuple[int, ...] | int | Literal["reversed"] | None
+    seed: int
+
+    def arrays(self, count: int) -> list[Any]:
+        """Makes what each replica holds: an array, or `tf.IndexedSlices`."""
+        # Sums of eight fit into 8 bits. Sums of 16-bit floats have more digits, and are rounded.
+        limit = 15 if self.dtype.is_integer and self.dtype.size == 1 else 100
+        if self.dtype in tu.FLOATS_16 and self.rows is None:
+            limit = 2000
+
+        def numbers(shape: tuple[int, ...], rank: int) -> np.ndarray:
+            return tu.numbers(shape, self.dtype, self.seed + rank, limit)
+
+        if self.rows is None:
+            return [numbers(self.shape, rank) for rank in range(count)]
+        dense_shape = (ROWS, *self.shape)
+        return [
+            tf.IndexedSlices(
+                tf.constant(numbers((len(own), *self.shape), rank), self.dtype),
+                tf.constant(own, tf.int64),
+                tf.constant(dense_shape, tf.int64) if self.has_dense_shape else None,
+            )
+            for rank, own in enumerate(self.rows[:count])
+        ]
+
+    def destinations_for(self, value: Any, count: int) -> Any:
+        """The argument `destinations`, given the `PerReplica` that was made of the value."""
+        if self.destinations is None:
+            return value
+        if isinstance(self.destinations, int):
+            return f"/cpu:{self.destinations}"
+        devices = self.devices(count)
+        return tu.per_replica([0] * len(devices), devices)
+
+    def devices(self, count: int) -> tuple[str, ...]:
+        """The devices that the result must be on."""
+        if self.destinations is None:
+            return tu.device_names(count)
+        if isinstance(self.destinations, str):
+            return tu.device_names(count)[::-1]
+        if isinstance(self.destinations, int):
+            return (tu.device_name(self.destinations),)
+        return tuple(map(tu.device_name, self.destinations))
+
+    def expected(self, reduce_op: tf.distribute.ReduceOp, arrays: Sequence[Any]) -> np.ndarray:
+        """The exact result, dense."""
+        if self.rows is not None:
+            arrays = [tu.dense(own, ROWS) for own in arrays]
+        return tu.oracle(reduce_op, arrays)
+
+
+def values() -> Any:
+    """Draws a `Value`."""
+    device = st.integers(0, tu.NUM_DEVICES - 1)
+    several = st.lists(device, min_size=2, max_size=4, unique=True).map(tuple)
+    rows = st.lists(st.integers(0, ROWS - 1), max_size=8).map(tuple)
+    return st.builds(
+        Value,
+        dtype=st.sampled_from((*tu.DTYPES, *tu.FLOATS_16)),
+        shape=st.lists(st.sampled_from([0, 1, 2, 3, 7, 40]), max_size=3).map(tuple),
+        rows=st.none() | st.none() | st.tuples(*[rows] * tu.NUM_DEVICES),
+        has_dense_shape=st.sampled_from([True, True, False]),
+        destinations=st.none() | device | several | st.just("reversed"),
+        seed=st.integers(0, 10**6),
+    )
+
+
+SPARSE: dict[str, Any] = {
+    "sparse_as_dense": st.sampled_from([False, False, False, True]),
+    "sum_equal_rows": st.booleans(),
+}
+
+
+def by_copies(count: int) -> Any:
+    """Draws cross-device ops for a number of devices."""
+    topologies = st.none() | st.just(topology.preset("nvswitch", count))
+    return st.one_of(
+        st.builds(
+            tfcdo.ReductionToOneDevice,
+            st.sampled_from([None, "/cpu:0", "/cpu:2", "/cpu:7"]),
+            **SPARSE,
+        ),
+        st.builds(
+            tfcdo.HierarchicalCopyAllReduce, st.integers(0, 6), topology=topologies, **SPARSE
+        ),
+        st.builds(tfcdo.NcclAllReduce, st.integers(0, 3), **SPARSE),
+        st.builds(tfcdo.AutoAllReduce, topology=topologies, **SPARSE),
+        st.builds(
+            tfcdo.AllReduceCrossDeviceOps,
+            st.sampled_from(("nccl", "packed_trees", *algorithms.CLASSICS)),
+            st.sampled_from([0, 0, 1, 2, 20]),
+            st.sampled_from([0, 10, 50, 10**6]),
+            st.sampled_from([0, 1, 2, 10]),
+            topology=topologies,
+            **SPARSE,
+        ),
+    )
+
+
+def by_nccl(count: int) -> Any:
+    """Draws ops that take NCCL for what it adds, and copy trees for the rest."""
+    del count
+    small = (st.sampled_from([0, 50]), st.sampled_from([2, 10]))
+    packs = st.sampled_from([0, 0, 1, 3])
+    return st.builds(tfcdo.AllReduceCrossDeviceOps, st.just("nccl"), packs, *small, **SPARSE)
+
+
+OPTIONS = st.sampled_from([0, 0, 0, 1, 16, 100]).map(
+    lambda cap: tf.distribute.experimental.CommunicationOptions(bytes_per_pack=cap) if cap else None
+)
+
+
+def batches(ops: Callable[[int], Any], examples: int) -> Callable[[Any], Any]:
+    """Has a test called with drawn batches."""
+    settings = hypothesis.settings(
+        max_examples=EXAMPLES or examples,
+        deadline=None,
+        derandomize=not EXAMPLES,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    given = hypothesis.given(
+        counted_ops=st.integers(1, tu.NUM_DEVICES).flatmap(
+            lambda count: st.tuples(st.just(count), ops(count))
+        ),
+        reduce_op=st.sampled_from([SUM, MEAN]),
+        batch=st.lists(values(), min_size=1, max_size=5),
+        options=OPTIONS,
+        mode=st.sampled_from([EAGER, EAGER, FUNCTION, tu.ARGUMENTS]),
+    )
+    return lambda test: settings(given(test))
+
+
+class BatchReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    @batches(by_copies, 40)
+    def test_any_batch(self, **drawn):
+        self.check(**drawn)
+
+    @batches(by_nccl, 10)
+    def test_any_batch_by_nccl(self, **drawn):
+        with nccl_on_cpu.running():
+            self.check(**drawn)
+
+    def test_nccl_adds(self):
+        value, ops = tu.per_replica([tf.ones([8])] * 3), tfcdo.AllReduceCrossDeviceOps("nccl", 0)
+        with nccl_on_cpu.running():
+            traced = tu.traced_ops(lambda: ops.reduce(SUM, value, value).values)
+        self.assertEmpty([op for op in traced if op.type == "AddN"])
+        devices = {op.device for op in traced if op.type == "NcclAllReduce"}
+        self.assertEqual(set(tu.device_names(3)), devices)
+
+    def check(self, counted_ops, reduce_op, batch, options, mode):
+        count, ops = counted_ops
+        arrays = [value.arrays(count) for value in batch]
+        given = [tu.per_replica(own) for own in arrays]
+
+        def reduce(*own):
+            pairs = [
+                (one, value.destinations_for(one, count))
+                for one, value in zip(own, batch, strict=True)
+            ]
+            return ops.batch_reduce(reduce_op, pairs, options)
+
+        results = tu.call(mode, reduce, *given)
+
+        self.assertLen(results, len(batch))
+        for value, own, one, result in zip(batch, arrays, given, results, strict=True):
+            # What is given stays as it is.
+            self.assert_bitwise_equal([one.values, tu.per_replica(value.arrays(count)).values])
+            devices = value.devices(count)
+            if mode != tu.ARGUMENTS or value.destinations is not None:
+                self.assert_on(result, devices)
+            self.assertLen(result.values, len(devices))
+            self.assert_bitwise_equal(result.values)
+            expected = value.expected(reduce_op, own)
+            # One replica's value that stays where it is keeps its dtype, as in TensorFlow.
+            # (In a function that takes it as an argument, nobody knows that it does.)
+            seen = mode != tu.ARGUMENTS or value.destinations is None
+            stays = count == 1 and devices == tu.device_names(1) and seen
+            dtype = value.dtype if stays else tu.result_dtype(reduce_op, value.dtype)
+            if value.rows is None:
+                self.assert_exact(result.value, expected, dtype)
+                continue
+            # Replicas add up to 8 rows of an index before they round, as a table of their own.
+            table = result.value
+            if isinstance(table, tf.IndexedSlices):
+                self.assertEqual(own[0].indices.dtype, table.indices.dtype)
+                if value.has_dense_shape:
+                    self.assertAllEqual(own[0].dense_shape, table.dense_shape)
+                else:
+                    self.assertIsNone(table.dense_shape)
+                indices = [row for rows in value.rows[:count] for row in rows]
+                if ops._options.sum_equal_rows:
+                    indices = np.unique(indices).tolist()
+                self.assertAllEqual(indices, table.indices)
+                dtype_found, table = table.values.dtype, tu.dense(table, ROWS)
+            else:
+                self.assertTrue(ops._options.sparse_as_dense and value.has_dense_shape)
+                dtype_found = table.dtype
+            self.assertEqual(dtype, dtype_found)
+            slack = 9 * 8 * 8 * 4 * tu.unit_roundoff(dtype)
+            self.assertAllClose(expected, tu.exact(table), rtol=0, atol=slack)
+
+
+class ValuesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    """Values and shapes that are not drawn."""
+
+    @parameterized.parameters(
+        *zip(SETTINGS.values(), (SUM, MEAN, MEAN), (None, [None, 2], [3, None]), (3, 2, 5))
+    )
+    def test_shapes_unknown_while_traced(self, make, reduce_op, shape, count):
+        ops = make()
+        spec = [tf.TensorSpec(shape, dtype) for dtype in (tf.float32, tf.bfloat16, tf.int64)]
+
+        @tf.function(input_signature=[[spec] * count], autograph=False)
+        def reduce(rows):
+            values = [tu.per_replica(own) for own in zip(*rows, strict=True)]
+            # Values of known shape are in the same batch.
+            values.insert(1, tu.per_replica([tf.ones([2, 2])] * count))
+            results = ops.batch_reduce(reduce_op, [(value, value) for value in values])
+            return [result.values for result in results]
+
+        full = {None: (4,), (None, 2): (0, 2), (3, None): (3, 4)}
+        own_shape = full[None if shape is None else tuple(shape)]
+        rows = [
+            [tu.numbers(own_shape, own.dtype, 10 * rank + i) for i, own in enumerate(spec)]
+            for rank in range(count)
+        ]
+        results = reduce([[tf.constant(one) for one in row] for row in rows])
+        known = results.pop(1)
+        self.assertAllEqual(np.full([2, 2], count if reduce_op == SUM else 1), known[-1])
+        for result, own, one in zip(results, zip(*rows, strict=True), spec, strict=True):
+            for component in result:
+                self.assert_exact(
+                    component, tu.oracle(reduce_op, own), tu.result_dtype(reduce_op, one.dtype)
+                )
+
+    @parameterized.named_parameters(*SETTINGS.items())
+    def test_shapes_that_differ_at_run_time_raise(self, make):
+        ops = make()
+
+        @tf.function(input_signature=[tf.TensorSpec(None)] * 3, autograph=False)
+        def reduce(*own):
+            value = tu.per_replica(own)
+            return ops.reduce(SUM, value, value).values
+
+        for first, second in ((1,), (4,)), ((), (3,)), ((2, 2), (4,)), ((0,), (1,)):
+            ok, bad = tf.ones(first), tf.ones(second)
+            for own in [ok, ok, bad], [bad, ok, ok], [ok, bad, ok]:
+                with self.assertRaises(tf.errors.InvalidArgumentError):
+                    reduce(*own)
+            # The step after it works.
+            self.assertAllEqual(np.full(first, 3.0), reduce(ok, ok, ok)[2])
+
+    def test_mean_of_integers_whose_sum_overflows(self):
+        dtypes = 2 * (tf.uint8, tf.int8, tf.int16, tf.int32)
+        # Every float has this power of two, and no integer of this dtype has three times as much.
+        arrays = [
+            np.full([9], 2 ** (8 * dtype.size - (1 if dtype == tf.uint8 else 2)), dtype.name)
+            for dtype in dtypes
+        ]
+        values = [tu.per_replica([array] * 3) for array in arrays]
+        results = tu.all_reduce(make_ops(), MEAN, values, FUNCTION)
+        for result, array, dtype in zip(results, arrays, dtypes, strict=True):
+            self.assert_exact(result.value, tu.exact(array), tu.result_dtype(MEAN, dtype))
+        # No float64 holds the first, so a sum of floats is 0.
+        own = [np.array([2**60 + 3]), np.array([-(2**60)])]
+        (result,) = tu.all_reduce(make_ops(), MEAN, [tu.per_replica(own)])
+        self.assertAllEqual([1.5], result.value)
+
+    def test_sums_special_values(self):
+        own = [np.array([np.inf, -np.inf, np.nan, 1], np.float32), np.ones([4], np.float32)]
+        own.append(np.array([1, 1, 1, np.inf], np.float32))
+        (result,) = tu.all_reduce(make_ops(), SUM, [tu.per_replica(own)])
+        self.assertAllEqual([np.inf, -np.inf, np.nan, np.inf], result.value)
+
+    def test_empty_batch(self):
+        self.assertEqual([], make_ops().batch_reduce(SUM, []))
+        self.assertEqual([], make_ops().batch_reduce(MEAN, iter(())))
+
+
+class InstancesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    """What is promised of each instance, whatever the values are."""
+
+    def test_variables_are_not_changed(self):
+        variables = []
+        for rank in range(3):
+            with tf.device(tu.device_name(rank)):
+                variables.append(tf.Variable([5.0]))
+        ops = make_ops()
+        value = tu.per_replica([[1.0], [2.0], [3.0]])
+        mirrored = tf_internals.mirrored(variables)
+        (result,) = tu.call(EAGER, lambda: ops.reduce(SUM, value, mirrored))
+        self.assert_on(result, tu.device_names(3))
+        self.assertAllEqual([[6.0]] * 3, result.values)
+        (result,) = tu.call(EAGER, lambda: ops.broadcast(tf.constant([7.0]), mirrored))
+        self.assert_on(result, tu.device_names(3))
+        self.assertAllEqual([[5.0]] * 3, variables)
+
+    def test_results_do_not_follow_what_is_written_later(self):
+        variables = []
+        for rank in range(3):
+            with tf.device(tu.device_name(rank)):
+                variables.append(tf.Variable([1.0, 2.0]))
+        value = tf_internals.per_replica(variables)
+        single = tf_internals.per_replica(variables[:1])
+        results = tu.all_reduce(make_ops(), SUM, [value, value])
+        results += tu.all_reduce(make_ops(), SUM, [single])
+        for variable in variables:
+            variable.assign([8.0, 8.0])
+        for result, expected in zip(results, ([3, 6], [3, 6], [1, 2]), strict=True):
+            self.assertAllEqual(expected, result.value)
+
+    @parameterized.parameters(EAGER, FUNCTION)
+    def test_copies_and_repeated_calls_give_the_same_bits(self, mode):
+        generator = np.random.default_rng(0)
+        values = [
+            tu.per_replica([generator.normal(size=shape).astype(dtype) for _ in range(7)])
+            for shape in ((), (9,), (64, 5))
+            for dtype in (np.float32, np.float64, np.float16)
+        ]
+        ops = make_ops()
+        runs = [tu.all_reduce(one, MEAN, values, mode) for one in (ops, ops, copy.deepcopy(ops))]
+        for own in zip(*runs, strict=True):
+            self.assert_bitwise_equal([component for result in own for component in result.values])
+
+    def arrays(self, count: int, seed: int) -> list[list[np.ndarray]]:
+        """Several values: one array per replica of each."""
+        return [
+            [tu.numbers(shape, tf.float32, seed + 100 * index + rank) for rank in range(count)]
+            for index, shape in enumerate(((), (0,), (7,), (40, 5)))
+        ]
+
+    def test_six_threads_share_one_instance(self):
+        ops = make_ops()
+
+        def work(thread: int) -> None:
+            for step in range(3):
+                arrays = self.arrays(2 + thread, 1000 * thread + step)
+                values = [tu.per_replica(own) for own in arrays]
+                results = tu.all_reduce(ops, SUM, values, EAGER if step else FUNCTION)
+                for result, own in zip(results, arrays, strict=True):
+                    np.testing.assert_array_equal(tu.oracle(SUM, own), result.value)
+
+        tu.call_in_six_threads(work)
+
+    def test_plans_are_computed_once(self):
+        ops, computed = make_ops(), set()
+        for seed in range(3):
+            tu.all_reduce(ops, SUM, [tu.per_replica(own) for own in self.arrays(7, seed)])
+            computed.add(decide.decide.cache_info().misses)
+        self.assertLen(computed, 1)
+
+    def test_gradient(self):
+        count = 3
+        own = [tf.constant(tu.numbers((5,), tf.float32, rank)) for rank in range(count)]
+        weights = [tu.numbers((5,), tf.float32, 50 + rank) for rank in range(count)]
+        ops = make_ops()
+
+        def loss() -> list[tf.Tensor]:
+            with tf.GradientTape() as tape:
+                tape.watch(own)
+                value = tu.per_replica(own)
+                results = ops.reduce(MEAN, value, value).values
+                total = tf.add_n(
+                    [tf.reduce_sum(w * one) for w, one in zip(weights, results, strict=True)]
+                )
+            return tape.gradient(total, own)
+
+        for gradients in loss(), tf.function(loss, autograph=False)():
+            for gradient in gradients:
+                self.assertAllClose(np.sum(weights, axis=0) / count, gradient, rtol=1e-6)
+
+    @parameterized.named_parameters(*SETTINGS.items())
+    def test_every_op_has_its_device(self, make):
+        value = tu.per_replica([tf.ones([8], tf.int32)] * 3)
+        ops = make()
+        traced = tu.traced_ops(lambda: ops.reduce(MEAN, value, value).values)
+        self.assertContainsSubset(["AddN", "RealDiv"], [op.type for op in traced])
+        casts = [op.device for op in traced if op.type == "Cast" and len(op.outputs[0].shape) == 1]
+        self.assertCountEqual(tu.device_names(3), casts)
+        elsewhere = [
+            op.type
+            for op in traced
+            if op.device not in tu.device_names(3) and op.type not in ("Placeholder", "NoOp")
+        ]
+        self.assertEqual(["Identity"] * 3, elsewhere)  # What the function returns.
+
+
+class CallsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    """Tests of broadcast, gather, and the refusal of bad input."""
+
+    @parameterized.parameters((EAGER, 1), (FUNCTION, 3))
+    def test_broadcast(self, mode, count):
+        ops = make_ops()
+        destinations = tu.per_replica([0] * count)
+        for tensor in [
+            tf.constant([[1.5, 2.0]]),
+            tf.constant(["a", "b"]),
+            tf.constant(True),
+            2.5,
+            np.arange(4),
+            tf.Variable([1, 2]),
+        ]:
+            (result,) = tu.call(mode, lambda: ops.broadcast(tensor, destinations))  # noqa: B023
+            self.assert_on(result, tu.device_names(count))
+            for component in result.values:
+                self.assertAllEqual(tensor, component)
+
+    @parameterized.parameters(
+        (EAGER, 1, 0, "own"), (FUNCTION, 5, -1, "own"), (EAGER, 5, 0, "one"),
+        (EAGER, 3, -1, "others"),
+    )  # fmt: skip
+    def test_gather(self, mode, count, axis, place):
+        generator = np.random.default_rng(count)
+        shapes = [[2, 3, 4] for _ in range(count)]
+        for shape in shapes:
+            shape[axis] = int(generator.integers(0, 4))
+        own = [tu.numbers(shape, tf.float32, rank) for rank, shape in enumerate(shapes)]
+        value = tu.per_replica(own)
+        devices = {
+            "own": tu.device_names(count),
+            "one": (tu.device_name(5),),
+            "others": tu.ALL_DEVICES[6:],
+        }[place]
+        destinations = "/cpu:5" if place == "one" else tu.per_replica([0] * len(devices), devices)
+        ops = make_ops()
+        (result,) = tu.call(
+            mode, lambda: ops._gather(value, value if place == "own" else destinations, axis)
+        )
+        self.assert_on(result, devices)
+        for component in result.values:
+            self.assertAllEqual(np.concatenate(own, axis), component)
+        self.assert_bitwise_equal(result.values)
+
+    def test_gather_along_an_axis_that_is_known_later(self):
+        own = [tu.numbers((2, 2), tf.float32, rank) for rank in range(3)]
+        value, ops = tu.per_replica(own), make_ops()
+
+        @tf.function(autograph=False)
+        def gather(axis):
+            return ops._gather(value, value, axis).values
+
+        for axis in 0, 1, -1:
+            for component in gather(tf.constant(axis)):
+                self.assertAllEqual(np.concatenate(own, axis), component)
+
+    def test_gathers_any_dtype(self):
+        kinds = [[str(rank)] for rank in range(3)], [[rank > 1, True] for rank in range(3)]
+        for arrays in (*kinds, [tf.constant([rank, 2], tf.bfloat16) for rank in range(3)]):
+            value = tu.per_replica(arrays)
+            result = make_ops()._gather(value, value, 0)
+            self.assertAllEqual(
+                np.concatenate([one.numpy() for one in value.values]), result.values[2]
+            )
+
+    def test_bad_input_is_refused_before_any_op(self):
+        """What each entry point is given; request_test has more of what is refused, and why."""
+        good = tu.per_replica([tf.ones([2])] * 3)
+        row = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]))
+        wide = tf.IndexedSlices(tf.ones([1, 3]), tf.constant([0]))
+        refused = {
+            r"shape.*\(2,\).*CPU:0.*\(3,\).*CPU:1": [tf.ones([2]), tf.ones([3])],
+            "dtype.*float32.*CPU:0.*int32.*CPU:1": [tf.constant(1.0), tf.constant(1)],
+            "IndexedSlices": [tf.ones([1, 2]), row],
+            r"shape.*\(2,\).*\(3,\)": [row, wide],
+            "adds; got string": [tf.constant("a"), tf.constant("b")],
+            "tensor": [tf.ragged.constant([[1], [2, 3]])] * 2,
+        }
+        ops, rows = make_ops(), tu.per_replica([row] * 2)
+        calls: list[tuple[str, Any]] = []
+
+        def both(*pairs: Any) -> Any:
+            return ops.batch_reduce(SUM, pairs)
+
+        for message, own in refused.items():
+            bad = tu.per_replica(own) if message != "tensor" else tf_internals.per_replica(own)
+            calls += [
+                (message, lambda bad=bad: ops.reduce(SUM, bad, "/cpu:1")),
+                (f"pair 1: .*{message}", lambda bad=bad: both((good, good), (bad, bad))),
+            ]
+        for reduce_op in ("SUM", None, tf.VariableAggregation.SUM):
+            calls += [
+                ("reduce_op.*SUM.*MEAN", lambda op=reduce_op: ops.reduce(op, good, good)),
+                ("reduce_op.*SUM.*MEAN", lambda op=reduce_op: ops.batch_reduce(op, [])),
+            ]
+        for pairs in ([good], [(good,)], [(good, good, good)], [(good, good), None], None, "ab"):
+            calls.append(("value_destination_pairs", lambda p=pairs: ops.batch_reduce(SUM, p)))
+        for to in (None, "", ["/cpu:0"], "nonsense", "/cpu:99", "/gpu:0"):
+            calls += [
+                ("destinations", lambda to=to: ops.reduce(SUM, good, to)),
+                ("pair 1: .*destinations", lambda to=to: both((good, good), (good, to))),
+                ("destinations", lambda to=to: ops.broadcast(1.0, to)),
+                ("destinations", lambda to=to: ops._gather(good, to, 0)),
+            ]
+        calls.append(("IndexedSlices", lambda: ops._gather(rows, "/cpu:1", 0)))
+        calls.append(("options", lambda: ops.batch_reduce(SUM, [(good, good)], "nonsense")))
+        calls.append(("options", lambda: ops._gather(good, good, 0, "nonsense")))
+
+        @tf.function(autograph=False)
+        def trace() -> None:
+            for message, refused_call in calls:
+                with self.assertRaisesRegex((ValueError, TypeError), f"(?s){message}"):
+                    refused_call()
+
+        self.assertEmpty(trace.get_concrete_function().graph.get_operations())
+
+
+if __name__ == "__main__":
+    tf.test.main()
