@@ -5,9 +5,6 @@ The oracle is the same training on one device: the same initial weights and glob
 
 from __future__ import annotations
 
-import functools
-import pathlib
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -84,15 +81,6 @@ def all_layers_model(**compile_arguments: Any) -> keras.Model:
     return model
 
 
-def words_model() -> keras.Model:
-    """An embedding, whose gradient is rows, and a layer."""
-    keras.utils.set_random_seed(4)
-    layers = [keras.layers.Embedding(9, 2), keras.layers.Flatten(), keras.layers.Dense(2)]
-    model = keras.Sequential([keras.layers.Input((6,), dtype="int32"), *layers])
-    model.compile("sgd", "mse")
-    return model
-
-
 def fitted(
     strategy: tf.distribute.Strategy,
     build: Callable[[], keras.Model],
@@ -106,12 +94,6 @@ def fitted(
         *data, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0
     ).history
     return model, history
-
-
-@functools.cache
-def fitted_alone(count: int) -> tuple[keras.Model, dict[str, list[float]]]:
-    """The training on one device that several tests compare with: what `count` replicas do."""
-    return fitted(ONE_DEVICE, dense_model, regression(6 * count), 2 * count)
 
 
 class KerasTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
@@ -140,7 +122,7 @@ class FitTest(KerasTestCase):
     @parameterized.parameters(("hierarchical", 3), ("one_device", 5))
     def test_odd_numbers_of_devices(self, name, count):
         data = regression(6 * count)
-        expected, losses = fitted_alone(count)
+        expected, losses = fitted(ONE_DEVICE, dense_model, data, 2 * count)
         model, own_losses = fitted(strategy_of(self.ops(name), count), dense_model, data, 2 * count)
         self.assert_same_model(expected, model)
         if not keras_internals.adds_metrics_twice:  # TensorFlow's strategy would.
@@ -168,51 +150,16 @@ class FitTest(KerasTestCase):
             warnings.filterwarnings("error", ".*shuffle=True")
             model.fit(tf.data.Dataset.from_tensor_slices(regression(8)).batch(4), verbose=0)
 
-
-class ModelsTest(KerasTestCase):
-    def test_saving(self):
-        directory = pathlib.Path(tempfile.mkdtemp())
-        self.addCleanup(shutil.rmtree, directory)
+    def test_an_exported_model_predicts_alike(self):
         data = regression(12)
-        model, _ = fitted(strategy_of(self.ops("hierarchical"), 3), dense_model, data, 6)
+        with tfcdo.MirroredStrategy(tu.device_names(3)).scope():
+            model = dense_model()
+        model.fit(*data, batch_size=6, verbose=0)
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        model.export(folder, verbose=False)
+        exported = tf.saved_model.load(folder)
         expected = model.predict(data[0], verbose=0)
-
-        model.save(directory / "model.keras")
-        loaded = keras.models.load_model(directory / "model.keras")
-        self.assertAllClose(expected, loaded.predict(data[0], verbose=0))
-        # The optimizer comes along: training goes on alike on one device and on others.
-        with strategy_of(self.ops("nccl"), 2).scope():
-            again = keras.models.load_model(directory / "model.keras")
-        for one in loaded, again:
-            one.fit(*data, batch_size=4, shuffle=False, verbose=0)
-        self.assert_same_model(loaded, again)
-
-        model.save_weights(directory / "model.weights.h5")
-        restored = dense_model()
-        restored.load_weights(directory / "model.weights.h5")
-        self.assertAllClose(expected, restored.predict(data[0], verbose=0))
-
-        model.export(directory / "exported", verbose=False)
-        exported = tf.saved_model.load(str(directory / "exported"))
         self.assertAllClose(expected, exported.serve(tf.constant(data[0])))
-
-    def test_two_strategies_and_three_models_with_one_instance(self):
-        ops = self.ops("hierarchical")
-        runs: list[tuple[Any, Callable[[], keras.Model], Data]] = [
-            (strategy_of(ops, 3), dense_model, regression(12)),
-            (strategy_of(ops, 2), words_model, sentences(12)),
-        ]
-        runs.append((runs[0][0], lambda: dense_model(loss="mae"), regression(12, seed=4)))
-        models = []
-        for strategy, build, _ in runs:
-            with strategy.scope():
-                models.append(build())
-        for _ in range(2):  # In turn.
-            for model, (_, _, data) in zip(models, runs, strict=True):
-                model.fit(*data, batch_size=6, shuffle=False, verbose=0)
-        for model, (_, build, data) in zip(models, runs, strict=True):
-            expected, _ = fitted(ONE_DEVICE, build, data, 6, epochs=2)
-            self.assert_same_model(expected, model)
 
 
 if __name__ == "__main__":
