@@ -194,6 +194,11 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_a_graph_and_a_session(self):
         """Also where nobody asks for the other devices' results, whose ops have to run."""
+
+        def slowly(array: np.ndarray) -> np.ndarray:
+            time.sleep(0.01)
+            return array
+
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:
             own = [tf.compat.v1.placeholder(tf.float32, [1]) for _ in range(K)]
             fed = {tensor: [rank + 1.0] for rank, tensor in enumerate(own)}
@@ -201,8 +206,7 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
             by_function = function(one)(*own)
             loop = tf.while_loop(lambda i, *_: i < 3, lambda i, *x: (i + 1, *one(*x)), [0, *own])
             branch = tf.cond(own[0][0] > 0, lambda: one(*own), lambda: own)
-            wait = tf.numpy_function(lambda one: time.sleep(0.01) or one, [own[1]], tf.float32)
-            with tf.control_dependencies([wait]):
+            with tf.control_dependencies([tf.numpy_function(slowly, [own[1]], tf.float32)]):
                 late = tf.identity(own[2])
             # The devices come to the packs in different orders.
             packs = all_reduce(nccl(0), [own[0], late, own[0]], [late, own[1], late])
