@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 # The jobs whose tasks train together, in the order in which they are counted.
 _TRAINING_JOBS = ("chief", "worker")
@@ -25,6 +26,20 @@ class ClusterTask:
     def device_prefix(self) -> str:
         """Returns the beginning of the names of its devices."""
         return f"/job:{self.job}/replica:0/task:{self.index}"
+
+
+class _Task(msgspec.Struct, frozen=True):
+    """The task of TF_CONFIG."""
+
+    type: str | None = None
+    index: int | None = None
+
+
+class _TfConfig(msgspec.Struct, frozen=True):
+    """The content of TF_CONFIG; TensorFlow has more, which does not matter here."""
+
+    cluster: dict[str, Annotated[list[str], msgspec.Meta(min_length=1)]] = {}
+    task: _Task = _Task()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,30 +80,28 @@ def from_spec(spec: Mapping[str, Sequence[str]], job: Any, index: Any) -> Cluste
     """Returns the hosts that train together; None for an evaluator or a process on its own."""
     if not spec:
         return None
+    for addresses_of_job in spec.values():
+        for address in addresses_of_job:
+            split_address(address)
     if job is None or index is None:
         raise ValueError(
             "TF_CONFIG, or the cluster resolver, must say which task of the cluster this process "
             f"is (a task type and an index); got the cluster {dict(spec)} and no task"
         )
-    if job == "evaluator" and job not in spec:
-        raise ValueError(
-            "an evaluator must be in the cluster with its address, or have no TF_CONFIG; got "
-            f"the cluster {dict(spec)}"
-        )
     if job not in spec:
-        raise ValueError(f"the task type must be one of {sorted(spec)}; got {job!r}")
-    if isinstance(index, bool) or not isinstance(index, int):
-        raise ValueError(f"the task index must be an int; got {index!r}")
+        hint = " (an evaluator needs its address, or no TF_CONFIG)" if job == "evaluator" else ""
+        raise ValueError(f"the task type must be one of {sorted(spec)}; got {job!r}{hint}")
     if job not in (*_TRAINING_JOBS, "evaluator"):
         raise ValueError(
             f"the task type must be 'chief', 'worker' or 'evaluator' to train; got {job!r}"
         )
     if len(spec.get("chief", ())) > 1:
         raise ValueError(f"a cluster has at most one chief; got {list(spec['chief'])}")
-    if not 0 <= index < len(spec[job]):
+    count = len(spec[job])
+    if type(index) is not int or not 0 <= index < count:
         raise ValueError(
-            f"the task index must be one of the {len(spec[job])} of job {job!r}, 0 to "
-            f"{len(spec[job]) - 1}; got {index}"
+            f"the task index must be one of the {count} of job {job!r}, 0 to {count - 1}; "
+            f"got {index!r}"
         )
     if job == "evaluator":
         return None
@@ -97,8 +110,6 @@ def from_spec(spec: Mapping[str, Sequence[str]], job: Any, index: Any) -> Cluste
         for name in _TRAINING_JOBS
         for number, address in enumerate(spec.get(name, ()))
     ]
-    for task in tasks:
-        split_address(task.address)
     addresses = [task.address for task in tasks]
     twice = sorted({address for address in addresses if addresses.count(address) > 1})
     if twice:
@@ -119,29 +130,13 @@ def from_tf_config() -> Cluster | None:
     if not text.strip():
         return None
     try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"TF_CONFIG must be JSON; got {text!r}: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"TF_CONFIG must be a JSON object; got {text!r}")
-    cluster, task = config.get("cluster", {}), config.get("task", {})
-    if not isinstance(cluster, dict) or not isinstance(task, dict):
+        config = msgspec.json.decode(text, type=_TfConfig, strict=False)
+    except msgspec.DecodeError as error:
         raise ValueError(
-            "TF_CONFIG must hold objects 'cluster' (addresses by job) and 'task' (a type and an "
-            f"index); got {text!r}"
-        )
-    for job, addresses in cluster.items():
-        if not isinstance(addresses, list) or not addresses:
-            raise ValueError(
-                f"TF_CONFIG: the tasks of job {job!r} must be a list of 'host:port'; "
-                f"got {addresses!r}"
-            )
-        for address in addresses:
-            split_address(address)
-    index = task.get("index")
-    if isinstance(index, str) and index.isdigit():  # As TensorFlow reads it.
-        index = int(index)
-    return from_spec(cluster, task.get("type"), index)
+            f"TF_CONFIG must be JSON with 'cluster' (lists of 'host:port' by job) and 'task' (a "
+            f"'type' and an 'index'); got {text!r}: {error}"
+        ) from error
+    return from_spec(config.cluster, config.task.type, config.task.index)
 
 
 def split_address(address: Any) -> tuple[str, int]:
