@@ -100,8 +100,8 @@ class RendezvousTest(parameterized.TestCase):
 
     @parameterized.parameters(
         b"\xff\xfe\n",
-        b'{"host": 1, "settings": {"version": "of a stranger"}}\n',
-        b'{"host": 1, "settings": ' + b"[" * 100_000 + b"\n",
+        b'[1, {"version": "of a stranger"}]\n',
+        b"[1, " + b"[" * 100_000 + b"\n",
         b"x" * 3_000_000,
     )
     def test_a_stranger_is_ignored(self, message):
@@ -120,9 +120,9 @@ class RendezvousTest(parameterized.TestCase):
         self.assertEqual(SUCCESS, ends[1])
 
     @parameterized.parameters(
-        (b'{"host": 1, "settings": 5}', ""),
-        (b'{"host": 1, "settings": {"a": ' + b"[" * 100_000, ""),
-        (b'{"host": 7, "settings": {}}', "the cluster has no other host 7"),
+        (b"[1, 5]", ""),
+        (b'[1, {"a": ' + b"[" * 100_000, ""),
+        (b"[7, {}]", "the cluster has no other host 7"),
     )
     def test_a_host_of_the_job_that_talks_nonsense(self, content, answer):
         ends = []

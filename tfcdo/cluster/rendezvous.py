@@ -45,18 +45,9 @@ _MAX_BYTES = 1 << 20
 _TOKEN = worker.CLUSTER_TOKEN
 
 
-class _Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A host's number and settings."""
-
-    host: int
-    settings: dict[str, Setting]
-
-
-class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Says why hosts cannot continue, or else the name of their membership."""
-
-    error: str
-    membership: str = ""
+# Messages: a host's number and settings; why hosts cannot continue, and their membership's name.
+_Greeting = tuple[int, dict[str, Setting]]
+_Answer = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +102,7 @@ def _lead(job: _Job, listener: socket.socket) -> str:
     except RendezvousError as error:
         problem = str(error)
     for peer in meeting.arrived.values():
-        _send(peer, _Answer(problem, membership))
+        _send(peer, (problem, membership))
     if problem:
         raise RendezvousError(problem)
     return membership
@@ -138,11 +129,10 @@ def _await_all(meeting: protocol.Meeting, listener: socket.socket, token: str) -
             if arrival is None:
                 hint = f" (a host came that does not know this job's {_TOKEN})"
                 continue
-            channel, greeting = arrival
-            settings, now = greeting.settings, time.monotonic()
-            before = meeting.arrive(greeting.host, settings, channel, now)
+            channel, (host, settings) = arrival
+            before = meeting.arrive(host, settings, channel, time.monotonic())
             if before is channel:
-                _send(channel, _Answer(f"the cluster has no other host {greeting.host}"))
+                _send(channel, (f"the cluster has no other host {host}", ""))
             elif before is not None:  # It has been started again.
                 before.close()
     return problem + (hint if protocol.LATE in problem else "")
@@ -213,7 +203,7 @@ def _follow(job: _Job) -> str:
     problem = "no attempt yet"
     while protocol.may_keep_asking(time.monotonic(), job.deadline, False):
         try:
-            answer = _ask_chief(job, lines)
+            error, membership = _ask_chief(job, lines)
         except AuthenticationError:
             problem = f"it does not know this job's {_TOKEN}, which all hosts must have"
         except (EOFError, BlockingIOError):
@@ -221,9 +211,9 @@ def _follow(job: _Job) -> str:
         except (OSError, ValueError) as failure:
             problem = str(failure)
         else:
-            if answer.error:
-                raise RendezvousError(answer.error)
-            return answer.membership
+            if error:
+                raise RendezvousError(error)
+            return membership
         lines.log(f"waiting for {chief} to start: {problem}")
         time.sleep(_RETRY)
     raise RendezvousError(f"timed out waiting for {chief} to start: {problem}")
@@ -235,13 +225,13 @@ def _ask_chief(job: _Job, lines: _Lines) -> _Answer:
     address = config.split_address(job.cluster.tasks[0].address)
     with _channel(socket.create_connection(address, timeout=_MESSAGE_SECONDS)) as channel:
         _prove(channel, job.token, "host", "chief")
-        greeting = _Greeting(job.cluster.index, dict(job.settings))
-        channel.send_bytes(msgspec.json.encode(greeting))
+        channel.send_bytes(msgspec.json.encode((job.cluster.index, job.settings)))
         while not channel.poll(1.0):
             lines.log(f"{chief} is there and waits for other hosts")
             if not protocol.may_keep_asking(time.monotonic(), job.deadline, True):
-                return _Answer(f"timed out: {chief} is there, but not all other hosts are")
-        return msgspec.json.decode(channel.recv_bytes(_MAX_BYTES), type=_Answer)
+                return f"timed out: {chief} is there, but not all other hosts are", ""
+        answer: _Answer = msgspec.json.decode(channel.recv_bytes(_MAX_BYTES), type=_Answer)
+        return answer
 
 
 class _Lines:
