@@ -270,7 +270,7 @@ class WatchTest(absltest.TestCase):
         return watch.Watch(
             cluster(host),
             self.store,
-            self.agreements[host],
+            self.agreements[host].judge,
             lambda late, reason: self.aborts.append((host, late, reason)),
             600.0,
             lambda: self.now,

@@ -161,14 +161,17 @@ class ComparisonTest(absltest.TestCase):
         store.get = lambda key, timeout: self.values.get(key)
         store.delete = self.values.__delitem__
         self.hosts = [
-            watch.Comparison(config.Cluster(_TASKS, host), store, lambda: self.now)
-            for host in range(4)
+            watch.Watch(config.Cluster(_TASKS, h), store, _judge, _abort, 600.0, lambda: self.now)
+            for h in range(4)
         ]
 
     def look(self, steps, slow):
         for host in (1, 2, 3, 0):
             wait = 0.0 if host == slow else 0.2
-            self.hosts[host].look([made_kind("k", steps_of(np.full(steps, wait)))])
+            kind = made_kind("k", steps_of(np.full(steps, wait)))
+            kind.since = self.now
+            self.hosts[host]._watched = {"k": kind}
+            self.hosts[host].look()
 
     def test_the_chief_says_so_once_a_minute(self):
         with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
@@ -194,7 +197,28 @@ class ComparisonTest(absltest.TestCase):
         self.assertLen(logs.output, 1)
 
     def test_a_host_that_has_not_published(self):
-        self.assertEmpty(self.hosts[0].delays({}))
+        self.look(20, slow=2)
+        self.assertLen(self.hosts[0].host_delays(), 4)
+        del self.values["status/1"]
+        self.assertEmpty(self.hosts[0].host_delays())
+
+    def test_a_host_that_waits_is_compared(self):
+        self.look(20, slow=2)
+        waiting = made_kind("w", steps_of([0.1]), begun=1)
+        waiting.since, self.now = self.now, 12.0
+        self.hosts[1]._watched["w"] = waiting
+        self.hosts[1]._judge = lambda *_: None
+        self.hosts[1].look()
+        self.assertIn('"waiting":["w",1]', self.values["status/1"])
+        self.assertLen(self.hosts[0].host_delays(), 4)
+
+
+def _judge(*arguments):
+    raise AssertionError("nobody waits")
+
+
+def _abort(late, reason):
+    raise AssertionError("nothing is ended")
 
 
 if __name__ == "__main__":

@@ -56,12 +56,12 @@ class Session:
         self.cluster = cluster
         self.store = store
         self.timeout = timeout
-        self.watch = watch.Watch(cluster, store, self, abort, timeout)
+        self.watch = watch.Watch(cluster, store, self.judge, abort, timeout)
         self._kinds = protocol.Kinds(cluster.index, len(cluster.tasks), membership)
         self._lock = threading.Lock()  # Guards what follows; never held while waiting.
         self._reading = threading.Lock()  # One thread at a time reads the others' announcements.
-        self._rounds: dict[str, Iterator[int]] = {}
-        self._turns: dict[str, Iterator[int]] = {}
+        # Uses of each kind, of keys and of texts that are told.
+        self._uses: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
         self._told: set[str] = set()  # The texts of the chief.
 
     def agree(self, description: Description) -> None:
@@ -115,7 +115,7 @@ class Session:
         """Tells the others a text; returns those that have told another one by now."""
         # Nobody waits here. The last host to come sees the texts of all.
         with self._lock:
-            turn = next(self._turns.setdefault(kind, itertools.count()))
+            turn = next(self._uses[kind])
         name = f"told/{kind}/{turn}"
         self.store.set(f"{name}/{self.cluster.index}", text)
         told = {host: self.store.get(f"{name}/{host}", 0.01) for host in self.cluster.others}
@@ -130,8 +130,7 @@ class Session:
                 "hosts; this one reduces values of ever new shapes: pad them to a few"
             )
         with self._lock:
-            rounds = self._rounds.setdefault(digest(description), itertools.cycle(range(_ROUNDS)))
-            turn = next(rounds)
+            turn = next(self._uses[digest(description)]) % _ROUNDS
         return [(number + index) * _ROUNDS + turn for index in range(count)]
 
     def find_mismatch(self) -> str | None:
@@ -155,6 +154,15 @@ class Session:
                     details = protocol.differences(mine, names[0], strange, names[1])
                 return f"the programs of {me} and {they} differ: {details}"
         return None
+
+    def judge(self, wait: protocol.Wait, waited: float, line: Callable[[], str]) -> str | None:
+        """Judges a wait; returns why it ends, which all hosts can read then."""
+        verdict, text = wait.look(waited, self.failure, self.find_mismatch, line)
+        if verdict == "say":
+            logging.warning("tfcdo: %s", text)
+        elif verdict == "fail":
+            self.fail(str(text))
+        return text if verdict in ("fail", "stop") else None
 
     def failure(self) -> str | None:
         """Returns why another host has given up, or None."""
@@ -219,14 +227,9 @@ class Session:
                 come = f"{late()} to come to its first {protocol.brief(description)}"
                 return f"{me} has waited {waited:.0f} s for {come}"
 
-            verdict, text = wait.look(waited, self.failure, self.find_mismatch, line)
-            if verdict == "say":
-                logging.warning("tfcdo: %s", text)
-            elif verdict != "wait":
-                assert text is not None
-                if verdict == "fail":
-                    self.fail(text)
-                raise (LateHostError if text.startswith(LATE) else DisagreementError)(text)
+            reason = self.judge(wait, waited, line)
+            if reason is not None:
+                raise (LateHostError if reason.startswith(LATE) else DisagreementError)(reason)
         return found
 
     def _hear(self, host: int, timeout: float) -> None:

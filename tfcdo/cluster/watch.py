@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -22,6 +20,8 @@ from tfcdo.cluster import config, progress, protocol
 
 # Ends all collectives of this process: takes whether it was a matter of time, and why.
 Abort = Callable[[bool, str], None]
+# Judges a wait of so many seconds, named by a function; returns why it ends: `Session.judge`.
+Judge = Callable[[protocol.Wait, float, Callable[[], str]], str | None]
 
 _INTERVAL = 1.0  # Seconds between two looks.
 # From then on, this looks whether another host has given up. TensorFlow, which does not say why,
@@ -29,28 +29,13 @@ _INTERVAL = 1.0  # Seconds between two looks.
 _NEWS_AFTER = 4.0
 _SUSPECT_AFTER = 10.0  # From then on, other hosts can read where this one waits.
 _FORGET_AFTER = 60.0  # Until then, the waits in a kind that is no longer used are compared.
-_STATUS_TIMEOUT = 0.05
+_GET_TIMEOUT = 0.05
 _STEPS = 20  # The last steps that are compared, and the fewest.
 _FEWEST_STEPS = 10
 # A host is late in a step if it enters by so much later than most others, and this part of a step.
 _LATE_SECONDS = 0.01
 _LATE_SHARE = 0.1
 _MOSTLY = 0.9  # A host is slow if it is late in this part of the steps.
-_LINE_EVERY = 60.0
-_GET_TIMEOUT = 0.05
-
-
-class Host(Protocol):
-    """What the watch asks this host's session, which tells the other hosts."""
-
-    def failure(self) -> str | None:
-        """Returns why another host has given up, or None."""
-
-    def find_mismatch(self) -> str | None:
-        """Says how programs differ, or None."""
-
-    def fail(self, reason: str) -> None:
-        """Tells the other hosts that this one gives up, and why."""
 
 
 class Watch:
@@ -60,21 +45,21 @@ class Watch:
         self,
         cluster: config.Cluster,
         store: protocol.Store,
-        host: Host,
+        judge: Judge,
         abort: Abort,
         timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster = cluster
         self._store = store
-        self._host = host
+        self._judge = judge
         self._abort = abort
         self._timeout = timeout
         self._clock = clock
-        self._comparison: Comparison | None = Comparison(cluster, store, clock)
         self._lock = threading.Lock()
         self._watched: dict[str, progress.Kind] = {}
-        self._published: str | None = None
+        self._status = Status()
+        self._next_line = -np.inf  # When the chief may name slow hosts again.
         self._wait = protocol.Wait(timeout, _NEWS_AFTER)
         self._has_written = False
         self._end = threading.Event()
@@ -97,10 +82,10 @@ class Watch:
             self._thread.join(timeout=5.0)
 
     def host_delays(self) -> tuple[HostDelay, ...]:
-        """Compares the waits of all hosts in the last steps."""
-        if self._comparison is None:
-            return ()
-        return self._comparison.delays(measure(self._used(self._clock())))
+        """Compares the waits of all hosts in the last steps; empty if one has told none."""
+        hosts = [self._status_of(host).waits for host in range(len(self._cluster.tasks))]
+        hosts[self._cluster.index] = measure(self._used(self._clock()))
+        return compare(hosts)
 
     def write_box(self, reason: str) -> None:
         """Writes the last collectives to a file; an error that follows from it writes no other."""
@@ -127,43 +112,23 @@ class Watch:
     def _used(self, now: float) -> list[progress.Kind]:
         return [k for k in self._kinds() if k.count and now - k.since < _FORGET_AFTER]
 
-    def _compare(self, now: float) -> None:
-        if self._comparison is None:
-            return
-        try:
-            self._comparison.look(self._used(now))
-        except Exception as error:  # The watch is more important.
-            logging.info("tfcdo: delays of hosts are no longer compared: %s", error)
-            self._comparison = None
-
     def look(self) -> bool:
         """Looks once; returns whether the collectives have been ended, so that all is over."""
         now = self._clock()
         waiting = self._longest_waiting(now)
         waited = 0.0 if waiting is None else now - waiting.since
+        if waiting is not None and waited >= _SUSPECT_AFTER:
+            self._publish(Status((waiting.name, waiting.count), self._status.waits))
+        else:
+            self._compare(now)
         if waiting is None or waited < _NEWS_AFTER:
             self._wait = protocol.Wait(self._timeout, _NEWS_AFTER)
-            self._publish(None)
-            self._compare(now)
             return False
-        if waited >= _SUSPECT_AFTER:
-            self._publish(json.dumps([waiting.name, waiting.count]))
-        verdict, text = self._wait.look(
-            waited,
-            self._host.failure,
-            self._host.find_mismatch,
-            lambda: self._line(waiting, waited),
-        )
-        if verdict == "say":
-            logging.warning("tfcdo: %s", text)
-        elif verdict != "wait":
-            assert text is not None
-            self._give_up(verdict == "fail" and text.startswith(protocol.LATE), text)
-            return True
-        elif waited < _SUSPECT_AFTER:
-            self._publish(None)
-            self._compare(now)
-        return False
+        reason = self._judge(self._wait, waited, lambda: self._line(waiting, waited))
+        if reason is not None:
+            self.write_box(reason)
+            self._abort(reason.startswith(protocol.LATE), reason)
+        return reason is not None
 
     def _longest_waiting(self, now: float) -> progress.Kind | None:
         kinds = self._kinds()
@@ -174,21 +139,37 @@ class Watch:
         waiting = (kind for kind in kinds if kind.waits)
         return min(waiting, key=lambda kind: kind.since, default=None)
 
-    def _give_up(self, late: bool, reason: str) -> None:
-        self._host.fail(reason)
-        self.write_box(reason)
-        self._abort(late, reason)
-
-    def _publish(self, status: str | None) -> None:
-        """Lets the other hosts read where this one waits."""
-        if status == self._published:
+    def _compare(self, now: float) -> None:
+        """Lets the others read this host's waits; the chief logs slow hosts, once a minute."""
+        waits = measure(self._used(now))
+        is_new = waits != self._status.waits
+        self._publish(Status(None, waits))
+        if not (waits and is_new and self._cluster.is_chief and now >= self._next_line):
             return
-        key = f"waiting/{self._cluster.index}"
-        if self._published is not None:
+        for delay in self.host_delays():
+            if delay.is_slow:
+                self._next_line = now + protocol.LOG_AFTER
+                logging.warning(
+                    "tfcdo: %s enters %.0f ms after the others in %d of %d steps: %.0f %% of a "
+                    "step of %.0f ms; look at its input data, its load and its devices",
+                    *(self._cluster.name(delay.host), delay.seconds * 1e3, delay.late_steps),
+                    *(delay.steps, delay.share * 100, delay.step_seconds * 1e3),
+                )
+
+    def _publish(self, status: Status) -> None:
+        """Lets the other hosts read this one's status."""
+        if status == self._status:
+            return
+        key = f"status/{self._cluster.index}"
+        if self._status != Status():
             self._store.delete(key)
-        if status is not None:
-            self._store.set(key, status)
-        self._published = status
+        if status != Status():
+            self._store.set(key, msgspec.json.encode(status).decode())
+        self._status = status
+
+    def _status_of(self, host: int) -> Status:
+        text = self._store.get(f"status/{host}", _GET_TIMEOUT)
+        return Status() if text is None else msgspec.json.decode(text, type=Status)
 
     def _line(self, waiting: progress.Kind, waited: float) -> str:
         me = self._cluster.name(self._cluster.index)
@@ -199,11 +180,11 @@ class Watch:
         """Names the hosts that have not entered a collective, and where they wait."""
         late = []
         for host in self._cluster.others:
-            status = self._store.get(f"waiting/{host}", _STATUS_TIMEOUT)
-            if status is None:
+            status = self._status_of(host)
+            if status.waiting is None:
                 late.append(f"{self._cluster.name(host)}, which is busy or stopped")
                 continue
-            name, count = json.loads(status)
+            name, count = status.waiting
             with self._lock:
                 theirs = self._watched.get(name)
             if theirs is waiting and count >= waiting.count:
@@ -263,6 +244,13 @@ class Waits(msgspec.Struct, frozen=True):
 WaitsOfKinds = dict[str, Waits]
 
 
+class Status(msgspec.Struct, frozen=True):
+    """What the other hosts can read: the kind and the event that a host waits in, and its waits."""
+
+    waiting: tuple[str, int] | None = None
+    waits: WaitsOfKinds = {}
+
+
 def measure(kinds: Iterable[progress.Kind]) -> WaitsOfKinds:
     """Measures how long this host waited, in all kinds of collectives together."""
     # A step may use several kinds, or one several times, and hosts wait in the first one only. So
@@ -315,53 +303,3 @@ def compare(hosts: Sequence[WaitsOfKinds]) -> tuple[HostDelay, ...]:
     # A step uses some kinds several times: only in one of them, others wait for a slow host.
     found.sort(key=lambda delays: (-any(d.is_slow for d in delays), delays[0].step_seconds))
     return found[0] if found else ()
-
-
-class Comparison:
-    """Publishes how long this host waits, and has the chief say which hosts are slow."""
-
-    def __init__(
-        self, cluster: config.Cluster, store: protocol.Store, clock: Callable[[], float]
-    ) -> None:
-        self._cluster = cluster
-        self._store = store
-        self._clock = clock
-        self._published = ""
-        self._next_line = -np.inf
-
-    def look(self, kinds: Iterable[progress.Kind]) -> None:
-        """Publishes this host's waits; the chief logs slow hosts, at most once a minute."""
-        own = measure(kinds)
-        text = msgspec.json.encode(own).decode()
-        if text == self._published or not own:
-            return
-        key = f"waits/{self._cluster.index}"
-        if self._published:
-            self._store.delete(key)
-        self._store.set(key, text)
-        self._published = text
-        if not self._cluster.is_chief or self._clock() < self._next_line:
-            return
-        slow = [delay for delay in self.delays(own) if delay.is_slow]
-        for delay in slow:
-            logging.warning(
-                "tfcdo: %s enters %.0f ms after the others in %d of %d steps: %.0f %% of a step of "
-                "%.0f ms; look at its input data, its load and its devices",
-                *(self._cluster.name(delay.host), delay.seconds * 1e3, delay.late_steps),
-                *(delay.steps, delay.share * 100, delay.step_seconds * 1e3),
-            )
-        if slow:
-            self._next_line = self._clock() + _LINE_EVERY
-
-    def delays(self, own: WaitsOfKinds) -> tuple[HostDelay, ...]:
-        """Compares this host's waits with the others'; empty if one has not published any."""
-        hosts = []
-        for host in range(len(self._cluster.tasks)):
-            if host == self._cluster.index:
-                hosts.append(own)
-                continue
-            text = self._store.get(f"waits/{host}", _GET_TIMEOUT)
-            if text is None:
-                return ()
-            hosts.append(msgspec.json.decode(text, type=WaitsOfKinds))
-        return compare(hosts)
