@@ -157,15 +157,11 @@ def listen() -> None:
     handler = signal.getsignal(signal.SIGUSR1)
     if handler is signal.SIG_DFL:
         worker.listen()
-        signal.signal(signal.SIGUSR1, _handle)
-    elif handler is not _handle:
+        signal.signal(signal.SIGUSR1, worker.note_signal)
+    elif handler is not worker.note_signal:
         logging.info("tfcdo: SIGUSR1 has a handler already, so it does not write the black box")
 
 
 def asked() -> bool:
     """Returns whether SIGUSR1 has come since this was last asked."""
     return worker.take_signal(signal.SIGUSR1)
-
-
-def _handle(number: int, frame: object) -> None:
-    worker.note_signal(number)

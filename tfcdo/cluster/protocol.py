@@ -421,7 +421,8 @@ class Supervision:
         if self._signal:  # A user who asks twice does not want to wait.
             return self._kill()
         self._signal = number
-        return [Say(f"got {_name(number)}: passing it on to the workers"), *self._stop(number, now)]
+        name = signal.Signals(number).name
+        return [Say(f"got {name}: passing it on to the workers"), *self._stop(number, now)]
 
     def tick(self, now: float) -> Actions:
         """Time has passed, perhaps until the deadline."""
@@ -462,7 +463,8 @@ class Supervision:
         assert blamed is not None
         self._is_settled = True
         others = "; ending the others" if self.running else ""
-        text = f"{{}} failed: exit status {blamed.status}{_signal_of(blamed.status)}{others}"
+        name = {128 + one.value: f" ({one.name})" for one in signal.Signals}.get(blamed.status, "")
+        text = f"{{}} failed: exit status {blamed.status}{name}{others}"
         tell: Actions = [Send(worker, TELL_OF_FAILURE) for worker in self.running]
         return [Say(text, (blamed.worker,)), *tell, *self._stop(signal.SIGTERM, now)]
 
@@ -477,18 +479,6 @@ class Supervision:
         workers = tuple(sorted(self.running))
         say: Actions = [Say("killing {}", workers)] if workers else []
         return [*say, *(Send(worker, signal.SIGKILL) for worker in workers)]
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return str(number)
-
-
-def _signal_of(status: int) -> str:
-    name = _name(status - 128)
-    return f" ({name})" if name.startswith("SIG") else ""
 
 
 # Words.

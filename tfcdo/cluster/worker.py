@@ -68,8 +68,8 @@ def listen() -> None:
             signal.set_wakeup_fd(other)  # Another library has the file.
 
 
-def note_signal(number: int) -> None:
-    """Is called by handlers, for a process in which another library has the file."""
+def note_signal(number: int, frame: object) -> None:
+    """Handles a signal, also for a process in which another library has the file."""
     if _pipe is not None and not _hears_at_once:
         with contextlib.suppress(BlockingIOError):
             os.write(_pipe[1], bytes([number]))
