@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import io
 import sys
@@ -49,8 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     if sys.stdout is None:
         return _complain("standard output is closed")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A letter that the terminal does not have, such as one of a file's name, stops no command.
-        sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.reconfigure(errors=_SPELLED)
     try:
         # Not click's standalone mode, which prints three lines where one says it all.
         status = tfcdo.main(list(arguments), prog_name="tfcdo", standalone_mode=False) or 0
@@ -69,6 +69,20 @@ def run(arguments: Sequence[str]) -> int:
             sys.stdout = io.StringIO()
         return _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
     return status
+
+
+# Letters that the terminal does not have, such as one of a file's name, stop no command.
+_SPELLED = "tfcdo.spelled"
+_ASCII = str.maketrans({"→": "->", "µ": "u", "±": "+-"})
+
+
+def _spell(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end].translate(_ASCII)
+    return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
+
+
+codecs.register_error(_SPELLED, _spell)
 
 
 def _complain(message: str, status: int = 1) -> int:

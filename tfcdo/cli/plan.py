@@ -23,7 +23,7 @@ from tfcdo.plan import algorithms, simulator, tree_program
 from tfcdo.plan.decide import BetweenHosts, Machine, Options, decide
 from tfcdo.plan.evaluation import Evaluation, check_num_devices
 from tfcdo.plan.packing import PackingOptions
-from tfcdo.plan.plan import Batch, Plan, Request, ValueSpec
+from tfcdo.plan.plan import Batch, Request, ValueSpec
 from tfcdo.plan.simulator import Hosts
 from tfcdo.topology import measurement
 from tfcdo.topology.presets import PRESETS, preset
@@ -166,23 +166,19 @@ def plan(
     if trees_file:
         importlib.import_module("matplotlib")  # Before time is spent on data for it.
     console = options.make_console()
-    if isinstance(wanted, _Here):
-        try:
-            topology = _measure(wanted)
-        except (RuntimeError, ValueError) as error:
-            raise click.ClickException(str(error)) from None
-    else:
-        topology = wanted
+    topology = _measure(wanted) if isinstance(wanted, _Here) else wanted
     size, hosts = format_bytes(num_bytes), None
     if num_hosts:
         hosts = Hosts(num_hosts, network)
         rate = f"{format_bytes(round(network))}/s"
         size += f" across {num_hosts} hosts with {rate} of {exchange or 'network'}"
     try:
+        check_num_devices(topology.name, topology.num_devices)
+        asked = topology, num_bytes, num_packs, hosts, BY_NAME[exchange] if exchange else SUM
         with options.status("Planning ..."):
-            found = evaluate_all(
-                topology, num_bytes, num_packs, hosts, BY_NAME[exchange] if exchange else SUM
-            )
+            found: list[Evaluation] = []
+            for name in algorithms.ALGORITHMS:
+                found.append(evaluate(name, *asked, known=found))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     _print_table(found, algorithm, topology, size, console)
@@ -203,10 +199,13 @@ def plan(
 def _measure(here: _Here) -> Topology:
     """Measures devices of this machine."""
     devices = options.start_tensorflow(here.count)
-    with options.status("Measuring ...") as tell:
-        return measurement.measure(
-            devices.names, progress=lambda done, what: tell(f"{done:.0%} {what}")
-        )
+    try:
+        with options.status("Measuring ...") as tell:
+            return measurement.measure(
+                devices.names, progress=lambda done, what: tell(f"{done:.0%} {what}")
+            )
+    except (RuntimeError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
 
 
 def evaluate(
@@ -216,49 +215,25 @@ def evaluate(
     num_packs: int | None = None,
     hosts: Hosts | None = None,
     exchange: Exchange = SUM,
+    known: Sequence[Evaluation] = (),
 ) -> Evaluation:
-    """Simulates the all-reduce that training makes of a gradient, by an algorithm but `auto`."""
-    made = _decide(algorithm, topology, num_bytes, num_packs, hosts, exchange)
+    """Simulates the all-reduce of a float32 gradient of so many bytes, if that is not known."""
+    count = topology.num_devices
+    value = ValueSpec("float32", (-(-num_bytes // 4),))  # Whole elements.
+    request = Request(value, tuple(range(count)), exchange=exchange)
+    batch = Batch("sum", count, hosts.count if hosts else 1, ("",) * count, (request,))
+    between = BetweenHosts(exchange=exchange) if hosts else None
+    chosen = Options(algorithm, PackingOptions(num_packs), between=between)
+    made = decide(batch, chosen, Machine(topology))
+    for one in known:
+        if one.resolved == made.algorithm:
+            return dataclasses.replace(one, algorithm=algorithm)
     seconds = simulator.robust_seconds(made, topology, hosts=hosts)
     ordered = simulator.simulate(made, topology, hosts=hosts).seconds
     bound = tree_program.lower_bound_seconds(topology, num_bytes)
     if hosts is not None:
         bound = max(bound, made.bytes_between_hosts / hosts.bandwidth)
-    return Evaluation(topology, algorithm, algorithm, made, seconds, ordered, bound)
-
-
-def evaluate_all(
-    topology: Topology,
-    num_bytes: int,
-    num_packs: int | None = None,
-    hosts: Hosts | None = None,
-    exchange: Exchange = SUM,
-) -> list[Evaluation]:
-    """Returns the evaluation of each of `ALGORITHMS`; `auto` has the one that it stands for."""
-    check_num_devices(topology.name, topology.num_devices)
-    asked = (topology, num_bytes, num_packs, hosts, exchange)
-    names = [name for name in algorithms.ALGORITHMS if name != "auto"]
-    found = {name: evaluate(name, *asked) for name in names}
-    fastest = found[_decide("auto", *asked).algorithm]
-    return [*found.values(), dataclasses.replace(fastest, algorithm="auto")]
-
-
-def _decide(
-    algorithm: str,
-    topology: Topology,
-    num_bytes: int,
-    num_packs: int | None,
-    hosts: Hosts | None,
-    exchange: Exchange,
-) -> Plan:
-    """Returns the plan for a float32 gradient of so many bytes, rounded up to whole elements."""
-    count = topology.num_devices
-    value = ValueSpec("float32", (-(-num_bytes // 4),))
-    request = Request(value, tuple(range(count)), exchange=exchange)
-    batch = Batch("sum", count, hosts.count if hosts else 1, ("",) * count, (request,))
-    between = BetweenHosts(exchange=exchange) if hosts else None
-    chosen = Options(algorithm, PackingOptions(num_packs), between=between)
-    return decide(batch, chosen, Machine(topology))
+    return Evaluation(topology, algorithm, made.algorithm, made, seconds, ordered, bound)
 
 
 def _print_table(
@@ -272,11 +247,8 @@ def _print_table(
     holders = f"each of {count} devices" if count > 1 else "the only device"
     table = Table(
         title=f"All-reduce of {size} on {holders} of {topology.name}",
-        caption=options.printable(
-            "Time: simulated, the median of runs in which copies take up to 5 % more or less. "
-            f"Ordered: if none does. Bound: {format_seconds(evaluations[0].bound)}",
-            console,
-        ),
+        caption="Time: simulated, the median of runs in which copies take up to 5 % more or less. "
+        f"Ordered: if none does. Bound: {format_seconds(evaluations[0].bound)}",
         title_justify="left",
         caption_justify="left",
         box=box.MINIMAL,
@@ -297,5 +269,5 @@ def _print_table(
             f"{one.ratio:.3f}" if one.bound else "-",
         )
         style = "bold" if one.algorithm == highlighted else None
-        table.add_row(one.label, *(options.printable(cell, console) for cell in cells), style=style)
+        table.add_row(one.label, *cells, style=style)
     console.print(table)
