@@ -21,7 +21,7 @@ from bench_testing import (
     tearDownModule,  # noqa: F401
 )
 
-from tfcdo.bench import devices, implementations, measure, results, workloads
+from tfcdo.bench import devices, measure, results, workloads
 from tfcdo.bench.devices import choose_devices
 
 
@@ -100,8 +100,9 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllClose([one.spread for one in found], [5.0, 4.0])
 
 
-def _count_nodes(function: Any) -> int:
-    """Counts the ops in a graph and in the functions it calls."""
+def _count_nodes(data: measure.Data, reduce: measure.Reduce | None) -> int:
+    """Counts the ops in the graph of a step and in the functions it calls."""
+    function = measure._function(data, reduce, returns=False).get_concrete_function()
     graph = function.graph.as_graph_def()
     return len(graph.node) + sum(len(inner.node_def) for inner in graph.library.function)
 
@@ -124,7 +125,7 @@ class StepTest(parameterized.TestCase, tf.test.TestCase):
         values = [[tf.reshape(total, [1, -1]) for total in data.sums]] * 2
         self.assertEqual(data.num_wrong(values), 2 * SMALL.count)
 
-    @parameterized.parameters(*names_of(implementations.parse("all")))
+    @parameterized.parameters(*names_of(measure.parse("all")))
     def test_every_implementation_is_right_on_two_devices(self, name: str):
         devices = choose_devices(2)
         one = implementation_of(name)
@@ -153,11 +154,11 @@ class StepTest(parameterized.TestCase, tf.test.TestCase):
 
     def test_the_graph_is_a_tenth_of_tensorflows(self):
         data = measure.place_values(workloads.gradients_of("mobilenet"), choose_devices(4))
-        base = _count_nodes(measure.trace(data, None))
+        base = _count_nodes(data, None)
 
         def added(name: str) -> int:
             reduce = implementation_of(name).reducer(data.devices.names)
-            return _count_nodes(measure.trace(data, reduce)) - base
+            return _count_nodes(data, reduce) - base
 
         self.assertLessEqual(added("tfcdo.AutoAllReduce"), 0.10 * added(TF_HIERARCHICAL))
 
@@ -193,14 +194,6 @@ class EvaluationTest(tf.test.TestCase):
         ]
         self.assertIs(results.fastest(found, "tf"), found[2])
         self.assertIsNone(results.fastest(found, results.BASELINE))
-
-    def test_groups_by_workload(self):
-        found = [
-            dataclasses.replace(measurement_of(name, "tf", 1.0), size=size)
-            for size in (8, 64)
-            for name in "ab"
-        ]
-        self.assertEqual(results.by_workload(found), [found[:2], found[2:]])
 
     def test_cores_of_a_system_without_affinities(self):
         with (

@@ -17,7 +17,7 @@ from bench_testing import (
 )
 
 import tfcdo
-from tfcdo.bench import implementations, workloads
+from tfcdo.bench import measure, workloads
 from tfcdo.bench.devices import choose_devices
 
 
@@ -61,10 +61,8 @@ class WorkloadTest(parameterized.TestCase, tf.test.TestCase):
 
 class ImplementationTest(parameterized.TestCase):
     def test_all_names_both_packages(self):
-        found = names_of(implementations.parse("all"))
-        self.assertEqual(
-            found, names_of([*implementations.parse("tfcdo"), *implementations.parse("tf")])
-        )
+        found = names_of(measure.parse("all"))
+        self.assertEqual(found, names_of([*measure.parse("tfcdo"), *measure.parse("tf")]))
         self.assertContainsSubset(
             [
                 "tfcdo.ReductionToOneDevice",

@@ -25,7 +25,7 @@ from bench_testing import (
 from cli_testing import CommandTestCase, Finished, run_tfcdo
 
 import tfcdo
-from tfcdo.bench import implementations, results
+from tfcdo.bench import measure, results
 from tfcdo.cli import bench as bench_cli
 
 
@@ -202,7 +202,7 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         error = RuntimeError("TensorFlow has already started with 1")
         with (
             mock.patch("tfcdo.bench.devices.choose_devices", side_effect=error),
-            mock.patch.object(implementations, "parse") as parse,
+            mock.patch.object(measure, "parse") as parse,
         ):
             status, _, errors = _bench("-b", "64", "-e", "64", "-g", "2")
         self.assertEqual((status, errors), (1, f"tfcdo: {error}\n"))

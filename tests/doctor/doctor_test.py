@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import os
+import pickle
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from tfcdo.execute import copy_trees
 
 
 class _InThisProcess(examination.Probes):
-    """Asks a probe that is no process, and puts answers through JSON as a process would."""
+    """Asks a probe that is no process, and copies answers as a process would."""
 
     def __init__(self, count: int | None) -> None:
         super().__init__(count)
@@ -38,7 +37,7 @@ class _InThisProcess(examination.Probes):
             answer = getattr(self._probe, question)(**arguments)
         except RuntimeError as error:
             raise worker_pool.WorkerError(f"RuntimeError: {error}") from error
-        return json.loads(json.dumps(dataclasses.asdict(answer)))
+        return pickle.loads(pickle.dumps(answer))
 
 
 def _doctor(*arguments: str, tf_config: str = "") -> tuple[int, list[str]]:
@@ -196,13 +195,14 @@ class DoctorTest(parameterized.TestCase):
 
 def _no_tensorflow(self: Any, question: str, **arguments: Any) -> Any:
     del self, question, arguments
-    return {"tfcdo": "1", "python": "3", "problem": "none here", "remedy": "install it"}
+    return examination.Versions("1", "3", problem="none here", remedy="install it")
 
 
 # A probe that answers at once, but hangs for one pair and ends for another.
 _FAKE_PROBE = """
 import os, time
 from tfcdo.bench import worker_pool
+from tfcdo.doctor.examination import Check
 
 class Probe:
     asked = []
@@ -219,7 +219,7 @@ class Probe:
             os._exit(7)
         if (source, target) == (2, 1):
             raise ValueError("no peer")
-        return {"problem": str(len(self.asked))}
+        return Check(str(len(self.asked)))
 
 worker_pool.serve(Probe)
 """
@@ -260,10 +260,10 @@ class ProbesTest(absltest.TestCase):
             versions = probes.ask("versions")
             machine = probes.ask("machine", count=3)
             copied = probes.ask("pair", source=2, target=0)
-        self.assertEqual(versions["tensorflow"], tf.__version__)
-        self.assertEqual(versions["problem"], "")
-        self.assertLen(machine["examined"], 3)
-        self.assertEqual(copied, {"problem": "", "ran": True})
+        self.assertEqual(versions.tensorflow, tf.__version__)
+        self.assertEqual(versions.problem, "")
+        self.assertLen(machine.examined, 3)
+        self.assertEqual(copied, examination.Check())
 
 
 def _tell(message: str) -> None:

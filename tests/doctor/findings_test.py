@@ -13,9 +13,8 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from tfcdo.doctor import examination, findings
-from tfcdo.doctor.examination import Report
-from tfcdo.doctor.findings import NOTE, OK, WRONG
+from tfcdo.doctor import examination
+from tfcdo.doctor.examination import NOTE, OK, WRONG, Finding, Report
 from tfcdo.topology.presets import preset
 
 _GPUS = tuple(f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(4))
@@ -26,12 +25,12 @@ _PAIRS = list(itertools.permutations(range(4), 2))
 
 def _report(**changes: Any) -> Report:
     """A machine of four GPUs on which all is well, but for what is said."""
-    names = tuple(itertools.chain.from_iterable(findings.COMPARED))
+    names = tuple(itertools.chain.from_iterable(examination.COMPARED))
     report = Report(
         versions=examination.Versions("0.1.0", "3.12.1", tensorflow="2.21.0"),
         machine=_MACHINE,
         pairs={pair: examination.Check() for pair in _PAIRS},
-        sums=dict.fromkeys(names, examination.Check()),
+        checks=dict.fromkeys(names, examination.Check()),
     )
     return dataclasses.replace(report, **changes)
 
@@ -44,7 +43,7 @@ _MACHINE = examination.Machine(
     description="4 x Some GPU",
     on_cpu=False,
     gpus_of_nvidia_smi=("Some GPU",) * 4,
-    topology=preset("fully_connected", 4).to_json(),
+    topology=preset("fully_connected", 4),
     topology_reason="as nvidia-smi reports",
 )
 
@@ -54,13 +53,13 @@ def _with_pairs(changes: Mapping[tuple[int, int], Any], **others: Any) -> Report
     return dataclasses.replace(report, pairs={**report.pairs, **changes})
 
 
-def _with_sums(changes: Mapping[str, Any], **others: Any) -> Report:
+def _with_checks(changes: Mapping[str, Any], **others: Any) -> Report:
     report = _report(**others)
-    return dataclasses.replace(report, sums={**report.sums, **changes})
+    return dataclasses.replace(report, checks={**report.checks, **changes})
 
 
 def _texts(report: Report, severity: str) -> list[str]:
-    return [one.text for one in findings.findings_of(report) if one.severity == severity]
+    return [one.text for one in examination.findings_of(report) if one.severity == severity]
 
 
 class FindingsTest(parameterized.TestCase):
@@ -68,7 +67,7 @@ class FindingsTest(parameterized.TestCase):
         report = _report()
         self.assertEmpty(_texts(report, WRONG) + _texts(report, NOTE))
         self.assertEqual(
-            findings.script_line(report),
+            examination.script_line(report),
             "import tfcdo; strategy = "
             "tfcdo.MirroredStrategy(cross_device_ops=tfcdo.NcclAllReduce())",
         )
@@ -78,7 +77,7 @@ class FindingsTest(parameterized.TestCase):
             {(0, 1): examination.Check("3 bytes"), (1, 2): examination.Failure("y")},
             versions=examination.Failure("x"),
         )
-        for finding in findings.findings_of(report):
+        for finding in examination.findings_of(report):
             if finding.severity != OK:
                 self.assertNotEmpty(finding.remedy)
                 self.assertNotIn("\n", finding.remedy)
@@ -95,7 +94,7 @@ class FindingsTest(parameterized.TestCase):
         self.assertEqual(
             _texts(report, NOTE), ["1 pairs of devices were not tried, because others hang"]
         )
-        self.assertIn("['GPU:0', 'GPU:1', 'GPU:3']", findings.script_line(report))
+        self.assertIn("['GPU:0', 'GPU:1', 'GPU:3']", examination.script_line(report))
 
     def test_copies_that_raise_an_error_fail(self):
         # The probe goes on, which says nothing of hanging.
@@ -106,17 +105,17 @@ class FindingsTest(parameterized.TestCase):
     def test_a_fit_whose_metrics_are_incorrect(self):
         ours, theirs = examination.STRATEGIES
         nan = examination.Check("loss is nan instead of 2")
-        found = findings.findings_of(_report(fits={ours: nan, theirs: nan}))
+        found = examination.findings_of(_report(checks={ours: nan, theirs: nan}))
         wrong, note = (one for one in found if one.severity != OK)
         self.assertEqual((wrong.severity, note.severity), (WRONG, NOTE))
         text = "metrics of fit under tfcdo.MirroredStrategy are incorrect: loss is nan instead of 2"
         self.assertEqual(wrong.text, text)
-        self.assertStartsWith(wrong.remedy, "see the copies above; if all of them are correct, ")
+        self.assertStartsWith(wrong.remedy, "see the copies above; if all are correct, ")
         self.assertEqual(note.remedy, "use tfcdo.MirroredStrategy")
 
     def test_a_fit_that_fails(self):
         failure = examination.Failure("no end within 120 s", hangs=True)
-        report = _report(fits=dict.fromkeys(examination.STRATEGIES, failure))
+        report = _report(checks=dict.fromkeys(examination.STRATEGIES, failure))
         text = "metrics of fit under tfcdo.MirroredStrategy fail: no end within 120 s"
         self.assertEqual(_texts(report, WRONG), [text])
         self.assertLen(_texts(report, NOTE), 1)
@@ -129,7 +128,7 @@ class FindingsTest(parameterized.TestCase):
         self.assertIn("has no compiled kernels for GPU:1 (compute ...), GPU:3: ", text)
 
     def test_classes_that_are_wrong_or_fail(self):
-        report = _with_sums(
+        report = _with_checks(
             {
                 "tfcdo.NcclAllReduce": examination.Failure("no end within 60 s", hangs=True),
                 "tfcdo.AutoAllReduce": examination.Check("5 of 8 elements"),
@@ -147,11 +146,11 @@ class FindingsTest(parameterized.TestCase):
             _texts(report, NOTE), ["tf.ReductionToOneDevice sums fail: ValueError: no"]
         )
         # The line names a class whose sums are right.
-        self.assertIn("=tfcdo.HierarchicalCopyAllReduce()", findings.script_line(report))
+        self.assertIn("=tfcdo.HierarchicalCopyAllReduce()", examination.script_line(report))
 
     def test_gpus_that_tensorflow_does_not_see(self):
         physical = ("/physical_device:CPU:0",)
-        report = _with_sums(
+        report = _with_checks(
             {"tfcdo.NcclAllReduce": examination.Check(ran=False)},
             machine=dataclasses.replace(_MACHINE, physical=physical, on_cpu=True),
         )
@@ -160,7 +159,7 @@ class FindingsTest(parameterized.TestCase):
         self.assertIn("TensorFlow sees no GPU", examined)
         self.assertIn(
             "configure_virtual_cpus(4), cross_device_ops=tfcdo.AutoAllReduce()",
-            findings.script_line(report),
+            examination.script_line(report),
         )
 
     def test_an_assumed_topology(self):
@@ -170,14 +169,14 @@ class FindingsTest(parameterized.TestCase):
         self.assertStartsWith(text, "the topology is assumed to be 'fully_connected'")
 
     def test_several_hosts(self):
-        hosts = tuple(examination.Host(f"host {n}", n == 0, n != 2, "status") for n in range(3))
+        hosts = Finding(OK, "host 0: status"), Finding(WRONG, "host 1: status", "a remedy")
         report = _report(tf_config=examination.TfConfig("{...}", hosts=hosts))
-        self.assertEqual(_texts(report, WRONG), ["host 2: status"])
-        self.assertIn("tfcdo.MultiWorkerMirroredStrategy(", findings.script_line(report))
+        self.assertEqual(_texts(report, WRONG), ["host 1: status"])
+        self.assertIn("tfcdo.MultiWorkerMirroredStrategy(", examination.script_line(report))
 
 
 class TfConfigTest(absltest.TestCase):
-    def examine(self, *addresses: str) -> tuple[examination.Host, ...]:
+    def examine(self, *addresses: str) -> tuple[Finding, ...]:
         config = {
             "cluster": {"worker": list(addresses)},
             "task": {"type": "worker", "index": "0"},
@@ -194,20 +193,22 @@ class TfConfigTest(absltest.TestCase):
                 own = f"127.0.0.1:{free.getsockname()[1]}"
             unknown = "no-such-host.invalid:2222"
             mine, listens, refuses, nobody = self.examine(own, there, refusing, unknown)
-        self.assertEqual((mine.is_here, mine.reached), (True, True))
-        self.assertEqual((listens.reached, listens.status), (True, "a worker listens there"))
-        self.assertEqual((refuses.reached, refuses.is_here), (True, False))
-        self.assertIn("no worker listens there yet", refuses.status)
-        self.assertFalse(nobody.reached)
-        self.assertIn("not reached: ", nobody.status)
+        self.assertEqual([one.severity for one in (mine, listens, refuses)], [OK] * 3)
+        self.assertRegex(mine.text, r"^host 0 .*: this process's own; the port is free$")
+        self.assertRegex(listens.text, r"^host 1 .*: a worker listens there$")
+        self.assertIn("no worker listens there yet", refuses.text)
+        self.assertEqual(nobody.severity, WRONG)
+        self.assertRegex(nobody.text, "^host 3 .*: not reached: ")
+        self.assertIn("firewalls", nobody.remedy)
 
     def test_its_own_port_is_in_use(self):
         with socket.create_server(("127.0.0.1", 0)) as listening:
             (own, _) = self.examine(
                 f"127.0.0.1:{listening.getsockname()[1]}", f"localhost:{listening.getsockname()[1]}"
             )
-        self.assertFalse(own.reached)
-        self.assertIn("own port cannot be used", own.status)
+        self.assertEqual(own.severity, WRONG)
+        self.assertIn("own port cannot be used", own.text)
+        self.assertIn("end the process that uses the port", own.remedy)
 
     def test_not_set(self):
         with mock.patch.dict(os.environ, TF_CONFIG=""):

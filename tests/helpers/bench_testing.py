@@ -13,7 +13,7 @@ import tensorflow as tf
 import testing_utils as tu
 
 from tfcdo import tf_internals, virtual_devices
-from tfcdo.bench import implementations, results, workloads
+from tfcdo.bench import measure, results, workloads
 
 virtual_devices.configure_virtual_cpus(8)
 
@@ -33,12 +33,12 @@ def tearDownModule() -> None:
     _environment.close()
 
 
-def implementation_of(name: str) -> implementations.Implementation:
-    (found,) = implementations.parse(name)
+def implementation_of(name: str) -> measure.Implementation:
+    (found,) = measure.parse(name)
     return found
 
 
-def names_of(found: Sequence[implementations.Implementation]) -> list[str]:
+def names_of(found: Sequence[measure.Implementation]) -> list[str]:
     return [implementation.name for implementation in found]
 
 

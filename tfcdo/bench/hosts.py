@@ -1,6 +1,6 @@
-"""Measures TensorFlow's and tfcdo's multi-worker strategies in turn, on processes of this host.
+"""Measures TensorFlow's and tfcdo's strategies in turn: on processes of this host, and in this one.
 
-Run as a module, it is such a process: it trains under each of the strategies.
+Run as a module, it is one of the processes: it trains under each of the strategies.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import functools
 import math
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -25,6 +26,7 @@ import tensorflow as tf
 import tfcdo
 from tfcdo import tf_internals
 from tfcdo.bench import results, worker_pool
+from tfcdo.bench.devices import ChosenDevices
 from tfcdo.bench.results import ALONE
 from tfcdo.launch import cluster
 
@@ -39,8 +41,14 @@ _QUEUE_SECONDS = 0.4
 # in ticks of up to 4 ms: the bucket must hold more than a packet, and more than a tick's bytes.
 _MIN_BURST = 256 * 1024
 _TICK = 0.004
-_SECONDS = 20.0
 
+# A convolutional and fully connected mixture of large and small variables: 69 MB in float32.
+_SHAPES = (
+    *[(1024, 1024)] * 12,
+    *[(1024,)] * 12,
+    *[(3, 3, 256, 256)] * 8,
+    *[(256,)] * 40,
+)
 _SEED = 7
 _LEARNING_RATE = 0.01
 _IMAGE = (32, 32, 3)
@@ -117,16 +125,12 @@ class Loopback:
 
     command: tuple[str, ...]  # The words before a program's command that start it on this link.
     counters: pathlib.Path  # The file that counts the bytes that have crossed it.
-    is_own: bool  # Whether nothing but the workers uses it.
 
     def count_bytes(self) -> int:
         """Returns how many bytes have crossed the link, in both directions, with all headers."""
-        for line in self.counters.read_text(encoding="ascii").splitlines():
-            name, _, numbers = line.partition(":")
-            if name.strip() == _LOOPBACK:
-                # The ninth of 16 columns counts the bytes sent; a loopback receives all of them.
-                return int(numbers.split()[8])
-        raise LinkError(f"{self.counters} does not list the interface {_LOOPBACK}")
+        # The first column counts the bytes received: on a loopback, all bytes sent.
+        (count,) = re.findall(rf"^ *{_LOOPBACK}: *(\d+)", self.counters.read_text(), re.MULTILINE)
+        return int(count)
 
 
 @contextlib.contextmanager
@@ -144,7 +148,6 @@ def open_link(rate: float | None) -> Iterator[Loopback]:
     with subprocess.Popen(
         [*make, "sh", "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True
     ) as holder:
-        assert holder.stdin
         assert holder.stdout
         assert holder.stderr
         try:
@@ -155,18 +158,14 @@ def open_link(rate: float | None) -> Iterator[Loopback]:
                     "where users may make namespaces and shape their interfaces"
                 )
             counters = pathlib.Path(f"/proc/{holder.pid}/net/dev")
-            yield Loopback((*enter, "--target", str(holder.pid)), counters, is_own=True)
+            yield Loopback((*enter, "--target", str(holder.pid)), counters)
         finally:
-            holder.stdin.close()
-            try:
-                holder.wait(_SECONDS)
-            except subprocess.TimeoutExpired:
-                holder.kill()
+            holder.kill()
 
 
 def shared_link() -> Loopback:
     """Returns the machine's own loopback interface, which other programs use as well."""
-    return Loopback((), pathlib.Path("/proc/net/dev"), is_own=False)
+    return Loopback((), pathlib.Path("/proc/net/dev"))
 
 
 def _shaping(rate: float | None) -> str:
@@ -215,9 +214,11 @@ class _Training:
             self._model = _build_model(num_blocks)
             self._optimizer = keras.optimizers.SGD(_LEARNING_RATE)
             self._optimizer.build(self._model.trainable_variables)
-        images, labels = _draw_batch(
-            strategy.num_replicas_in_sync, max(1, _IMAGES_PER_WORKER // num_devices)
-        )
+        # The same in each worker.
+        generator = np.random.default_rng(_SEED)
+        shape = strategy.num_replicas_in_sync, max(1, _IMAGES_PER_WORKER // num_devices)
+        images = generator.random((*shape, *_IMAGE), np.float32)
+        labels = generator.integers(0, _CLASSES, shape)
         self._batch = [self._distribute(images), self._distribute(labels)]
         self.train = self._make_step(self._update)
         # The gradients are returned: TensorFlow leaves out ops that nothing depends on.
@@ -226,11 +227,9 @@ class _Training:
     @property
     def gradient_bytes(self) -> int:
         """Returns the bytes of a replica's gradients."""
-        shapes = (variable.shape for variable in self._model.trainable_variables)
-        count: int = sum(map(math.prod, shapes))
-        return 4 * count
+        return 4 * sum(math.prod(one.shape) for one in self._model.trainable_variables)
 
-    def _distribute(self, by_replica: Sequence[np.ndarray]) -> Any:
+    def _distribute(self, by_replica: np.ndarray) -> Any:
         """Gives each replica of this worker its own value."""
         return self._strategy.experimental_distribute_values_from_function(
             lambda context: tf.constant(by_replica[context.replica_id_in_sync_group])
@@ -280,28 +279,16 @@ def _build_model(num_blocks: int) -> keras.Model:
     return keras.Model(images, keras.layers.Dense(_CLASSES)(x))
 
 
-def _draw_batch(num_replicas: int, count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Draws each replica's images and labels, the same in each worker."""
-    generator = np.random.default_rng(_SEED)
-    images = generator.random((num_replicas, count, *_IMAGE), np.float32)
-    labels = generator.integers(0, _CLASSES, (num_replicas, count))
-    return list(images), list(labels)
-
-
 class _Trainings:
     """The trainings of one worker, by name."""
 
     def __init__(self, num_devices: str, num_blocks: str) -> None:
         devices = int(num_devices)
+        ours = functools.partial(tfcdo.MultiWorkerMirroredStrategy, devices_per_worker=devices)
         # tfcdo's comes first, because it starts the server of this process.
         strategies = {
-            "tfcdo": tfcdo.MultiWorkerMirroredStrategy(devices_per_worker=devices),
-            **{
-                f"tfcdo {wire}": tfcdo.MultiWorkerMirroredStrategy(
-                    devices_per_worker=devices, exchange=wire
-                )
-                for wire in _WIRES
-            },
+            "tfcdo": ours(),
+            **{f"tfcdo {wire}": ours(exchange=wire) for wire in _WIRES},
             "tf": _TensorFlowStrategy(devices),
         }
         self._trainings = {
@@ -320,6 +307,78 @@ class _Trainings:
         start = time.perf_counter()
         self._steps[name]()
         return time.perf_counter() - start
+
+
+def run_updates(
+    optimizer: str,
+    devices: ChosenDevices,
+    iterations: int,
+    warmup: int,
+    track: results.Track = results.silently,
+) -> list[results.Measurement]:
+    """Takes steps under each strategy, in turn."""
+    names = list(devices.names)
+    strategies = {
+        "tf.distribute.MirroredStrategy": tf.distribute.MirroredStrategy(names),
+        "tfcdo.MirroredStrategy": tfcdo.MirroredStrategy(names),
+        "shard_optimizer_state=True": tfcdo.MirroredStrategy(names, shard_optimizer_state=True),
+    }
+    updates, first = {}, {}
+    for name in track(list(strategies), description="first steps"):
+        updates[name] = _Updates(strategies[name], optimizer, devices)
+        first[name] = updates[name].step()
+    steps = {name: one.step for name, one in updates.items()}
+    taken = results.take_turns(steps, iterations, warmup, track)
+    return [
+        results.Measurement(
+            name,
+            results.TENSORFLOW if name.startswith("tf.") else results.OURS,
+            len(names),
+            *results.median_and_spread(taken[name]),
+            workload=optimizer,
+            size=4 * sum(map(math.prod, _SHAPES)),
+            first_call=first[name],
+            state_bytes=one.state_bytes(),
+        )
+        for name, one in updates.items()
+    ]
+
+
+class _Updates:
+    """Variables, an optimizer, and the step that reduces gradients and updates."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, name: str, devices: ChosenDevices) -> None:
+        self._strategy, self._devices = strategy, devices
+        generator = np.random.default_rng(_SEED)
+        with self._strategy.scope():
+            self._variables = [
+                keras.Variable(generator.normal(0, 0.01, shape).astype(np.float32))
+                for shape in _SHAPES
+            ]
+            self._optimizer = keras.optimizers.get(name)
+            self._optimizer.build(self._variables)
+        self._function = tf.function(lambda: self._strategy.run(self._on_replica))
+
+    def _on_replica(self) -> None:
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        rank = tf.cast(replica, tf.float32)
+        gradients = [one.value * 0.001 * (1.0 + rank) + 0.01 for one in self._variables]
+        self._optimizer.apply(gradients, self._variables)
+
+    def step(self) -> float:
+        """Reduces and updates; returns the seconds."""
+        start = time.perf_counter()
+        self._function()
+        self._devices.wait()
+        return time.perf_counter() - start
+
+    def state_bytes(self) -> int:
+        """Returns the bytes of the optimizer's state on all devices."""
+        return sum(
+            component.shape.num_elements() * component.dtype.size
+            for one in self._optimizer.variables
+            for component in getattr(one.value, "values", (one.value,))
+        )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -74,12 +73,6 @@ def median_and_spread(seconds: Sequence[float] | np.ndarray) -> tuple[float, flo
     """Returns the median and the distance between the quartiles."""
     lower, median, upper = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
     return median, upper - lower
-
-
-def by_workload(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
-    """Splits measurements, sorted by workload, into one list for each workload."""
-    groups = itertools.groupby(measurements, lambda one: (one.workload, one.size))
-    return [list(group) for _, group in groups]
 
 
 def fastest(measurements: Sequence[Measurement], kind: str) -> Measurement | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import itertools
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import click
+import msgspec
 from click.core import ParameterSource
 from rich import box
 from rich.console import Console
@@ -24,7 +25,7 @@ from tfcdo.cli import options
 from tfcdo.log import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from tfcdo.bench import hosts, implementations
+    from tfcdo.bench import measure
 
 
 @click.group(invoke_without_command=True, short_help="Measure all-reduce implementations.")
@@ -109,10 +110,10 @@ def bench(
     devices = options.start_tensorflow(num_devices)
     console.print(f"{devices.description}, TensorFlow {bench_devices.tensorflow_version()}")
     if optimizer:
-        from tfcdo.bench import updates
+        from tfcdo.bench import hosts
 
         with options.progress() as track:
-            found = updates.run(optimizer, devices, iterations, warmup, track)
+            found = hosts.run_updates(optimizer, devices, iterations, warmup, track)
         size = format_bytes(found[0].size)
         _show(f"{num_devices} devices, all-reduce and {optimizer} update of {size}", found, console)
         console.print("State: the optimizer's, on all devices together.")
@@ -125,22 +126,23 @@ def bench(
     compared = _compared(names, devices, dtype, console)
     from tfcdo.bench import measure
 
-    found = []
     with options.progress() as track:
         # Sizes below one element are rounded up to it: each workload is measured once.
-        for workload in track(list(dict.fromkeys(benched)), description="workloads"):
-            found += measure.run(workload, devices, compared, iterations, warmup, track)
-    for group in results.by_workload(found):
+        groups = [
+            measure.run(workload, devices, compared, iterations, warmup, track)
+            for workload in track(list(dict.fromkeys(benched)), description="workloads")
+        ]
+    for group in groups:
         one = group[0]
         work = "sum" if one.workload == "sweep" else f"sum of {one.workload}'s gradients"
         title = f"{one.size} bytes, {one.count} elements of {one.dtype}, {work}"
         _show(title, group, console)
-    text = (
+    console.print(
         "Times are medians minus the baseline (< noise: below it), ± is the distance between the "
         "quartiles. of TF: time relative to the fastest correct TensorFlow class; - where a time "
         "is smaller than its spread."
     )
-    console.print(options.printable(text, console))
+    found = list(itertools.chain.from_iterable(groups))
     _write_json(found, json_file, devices.description)
     return int(any(one.wrong for one in found if one.kind == OURS))
 
@@ -179,7 +181,16 @@ def workers(
     with options.status("Starting TensorFlow ..."), options.quiet_start():
         from tfcdo.bench import hosts
     try:
-        with _open_link(rate, console) as opened, options.progress() as track:
+        with contextlib.ExitStack() as stack:
+            try:
+                opened = stack.enter_context(hosts.open_link(rate))
+            except hosts.LinkError as error:
+                if rate:
+                    raise click.ClickException(f"--rate: {error}") from error
+                text = "Counting all bytes on the machine's loopback, also other programs'"
+                console.print(f"{text}: {error}")
+                opened = hosts.shared_link()
+            track = stack.enter_context(options.progress())
             found = hosts.run(opened, num_workers, num_devices, iterations, warmup, track=track)
     except worker_pool.WorkerError as error:
         raise click.ClickException(str(error)) from error
@@ -189,40 +200,20 @@ def workers(
     if rate:
         # Patarasuk and Yuan 2009: each of N workers sends at least 2 (N - 1) / N times its data.
         seconds = format_seconds(2 * (num_workers - 1) * size / rate)
-        console.print(
-            f"Sending float32 takes at least {options.printable(seconds, console)} at "
-            f"{format_bytes(round(rate))}/s, for both directions together."
-        )
+        speed = f"{format_bytes(round(rate))}/s, for both directions together"
+        console.print(f"Sending float32 takes at least {seconds} at {speed}.")
     _write_json(found, json_file, f"{num_devices} virtual CPU devices of {num_workers} processes")
     return 0
 
 
-@contextlib.contextmanager
-def _open_link(rate: float | None, console: Console) -> Iterator[hosts.Loopback]:
-    """Opens a link of the workers' own; without a rate, falls back on the shared one."""
-    from tfcdo.bench import hosts
-
-    with contextlib.ExitStack() as stack:
-        try:
-            opened = stack.enter_context(hosts.open_link(rate))
-        except hosts.LinkError as error:
-            if rate:
-                raise click.ClickException(f"--rate: {error}") from error
-            console.print(
-                f"Counting all bytes on the machine's loopback, also other programs': {error}"
-            )
-            opened = hosts.shared_link()
-        yield opened
-
-
 def _compared(
     names: Sequence[str], devices: bench_devices.ChosenDevices, dtype: str, console: Console
-) -> list[implementations.Implementation]:
+) -> list[measure.Implementation]:
     """Makes the implementations that are named and can run on the devices; says which cannot."""
-    from tfcdo.bench import implementations
+    from tfcdo.bench import measure
 
     try:
-        named = [found for name in names for found in implementations.parse(name)]
+        named = [found for name in names for found in measure.parse(name)]
         reasons = {one: one.reason_not_to_run(devices.names, dtype) for one in named}
         compared = [one for one, reason in reasons.items() if not reason]
         for one in compared:
@@ -241,14 +232,13 @@ def _write_json(found: Sequence[Measurement], path: pathlib.Path | None, descrip
     """Writes measurements after a description of their environment, if there is a file for it."""
     if not path:
         return
-    measured = []
-    for one in found:
-        bandwidths = {"algbw": one.algbw, "busbw": one.busbw} if one.count else {}
-        # JSON has no NaN.
-        finite = {key: None if math.isnan(value) else value for key, value in bandwidths.items()}
-        measured.append(dataclasses.asdict(one) | finite)
+    measured = [
+        dataclasses.asdict(one) | ({"algbw": one.algbw, "busbw": one.busbw} if one.count else {})
+        for one in found
+    ]
     content = {**bench_devices.describe_environment(description), "results": measured}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    # NaN is null.
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
 
 
 def _show(title: str, measured: Sequence[Measurement], console: Console) -> None:
@@ -257,15 +247,18 @@ def _show(title: str, measured: Sequence[Measurement], console: Console) -> None
     sent_of_theirs = theirs.bytes_sent if theirs else None
 
     def time(seconds: float) -> str:
-        return options.printable(format_seconds(seconds), console) if seconds >= 0 else "< noise"
+        return format_seconds(seconds) if seconds >= 0 else "< noise"
 
     columns: Mapping[str, Callable[[Measurement], str | Text]] = {
-        "\n": _short_name,
+        # In 80 columns there is no room for more.
+        "\n": lambda one: one.name.replace("num_packs=", "").replace("AllReduce", ""),
         "time\n": lambda one: time(one.seconds),
         "±\n": lambda one: time(one.spread),
         "algbw\n(GB/s)": lambda one: "" if one.wrong is None else _number(one.algbw, 1e9),
         "busbw\n(GB/s)": lambda one: "" if one.wrong is None else _number(one.busbw, 1e9),
-        "#wrong\n": _wrong,
+        "#wrong\n": lambda one: (
+            "" if one.wrong is None else Text(str(one.wrong), "bold red" if one.wrong else "")
+        ),
         "of\nTF": lambda one: "" if one.kind == BASELINE else _ratio(one, theirs),
         "first call\n(s)": lambda one: _number(one.first_call),
         "state\n(MB)": lambda one: _number(one.state_bytes, 1e6),
@@ -278,25 +271,13 @@ def _show(title: str, measured: Sequence[Measurement], console: Console) -> None
     for heading, cell in columns.items():
         cells = [cell(one) for one in measured]
         if any(cells):
-            heading, is_name = options.printable(heading, console), not shown
-            justify: Literal["left", "right"] = "left" if is_name else "right"
-            table.add_column(heading, justify=justify, no_wrap=not is_name, overflow="fold")
+            justify: Literal["left", "right"] = "right" if shown else "left"
+            table.add_column(heading, justify=justify, no_wrap=bool(shown), overflow="fold")
             shown.append(cells)
     for one, *cells in zip(measured, *shown, strict=True):
         style = {TENSORFLOW: "", BASELINE: "dim", ALONE: "dim"}.get(one.kind, "bold")
         table.add_row(*cells, style=style)
     console.print(table)
-
-
-def _short_name(one: Measurement) -> str:
-    # In 80 columns there is no room for more.
-    return one.name.replace("num_packs=", "").replace("AllReduce", "")
-
-
-def _wrong(one: Measurement) -> str | Text:
-    if one.wrong is None:
-        return ""
-    return Text(str(one.wrong), "bold red" if one.wrong else "")
 
 
 def _number(value: float | None, unit: float | None = 1.0) -> str:

@@ -13,10 +13,11 @@ from rich.text import Text
 
 from tfcdo.cli import options
 from tfcdo.doctor import blackbox as black_boxes
-from tfcdo.doctor import examination, findings
+from tfcdo.doctor import examination
+from tfcdo.doctor.examination import NOTE, OK, WRONG, Finding, Report
 from tfcdo.topology.topology import Topology
 
-_STYLES = {findings.OK: "green", findings.NOTE: "yellow", findings.WRONG: "bold red"}
+_STYLES = {OK: "green", NOTE: "yellow", WRONG: "bold red"}
 
 
 @click.command()
@@ -56,47 +57,46 @@ def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, .
         examination.Probes(num_devices) as probes,
     ):
         report = examination.examine(probes.ask, num_devices, tell)
-    found = findings.findings_of(report)
+    found = examination.findings_of(report)
     _print(report, found, console)
-    click.echo(findings.script_line(report))
-    return int(any(finding.severity == findings.WRONG for finding in found))
+    click.echo(examination.script_line(report))
+    return int(any(finding.severity == WRONG for finding in found))
 
 
-def _print(report: examination.Report, found: Sequence[findings.Finding], console: Console) -> None:
-    wrong = sum(finding.severity == findings.WRONG for finding in found)
-    notes = sum(finding.severity == findings.NOTE for finding in found)
+def _print(report: Report, found: Sequence[Finding], console: Console) -> None:
+    wrong = sum(finding.severity == WRONG for finding in found)
+    notes = sum(finding.severity == NOTE for finding in found)
     verdict = f"{wrong} problem{'' if wrong == 1 else 's'}" if wrong else "no problem"
-    style = _STYLES[findings.WRONG if wrong else findings.OK]
+    style = _STYLES[WRONG if wrong else OK]
     noted = f", {notes} note{'' if notes == 1 else 's'}" if notes else ""
     console.print(Text.assemble("This machine: ", (verdict, style), noted))
     for finding in found:
         mark = Text(f"  {finding.severity:5}  ", _STYLES[finding.severity])
         console.print(Text.assemble(mark, finding.text), soft_wrap=True)
-        if finding.severity != findings.OK:
-            console.print(
-                options.printable(f"         → {finding.remedy}", console), soft_wrap=True
-            )
+        if finding.severity != OK:
+            console.print(f"         → {finding.remedy}", soft_wrap=True)
     for heading, lines in _facts(report):
         console.print(Text(heading, "bold"))
         for line in lines:
-            console.print(options.printable(f"  {line}", console), soft_wrap=True)
+            console.print(f"  {line}", soft_wrap=True)
     console.print(Text("To paste into your script", "bold"))
 
 
-def _facts(report: examination.Report) -> Iterator[tuple[str, Sequence[str]]]:
+def _facts(report: Report) -> Iterator[tuple[str, Sequence[str]]]:
     """Yields the facts about the machine: headings, and the lines below them."""
     names = ("tfcdo", "tensorflow", "keras", "python", "numpy")
     versions = [f"{name} {getattr(report.versions, name, None) or 'none'}" for name in names]
     versions.append(f"built for cuda {getattr(report.versions, 'cuda', None) or 'none'}")
     yield "Versions", [", ".join(versions)]
-    machine, topology = report.machine, report.topology
-    if isinstance(machine, examination.Machine) and topology:
+    machine = report.machine
+    if isinstance(machine, examination.Machine):
         physical, logical = (
-            ", ".join(map(findings.short_name, names))
+            ", ".join(map(examination.short_name, names))
             for names in (machine.physical, machine.logical)
         )
         yield "Devices", [f"physical: {physical}; logical: {logical}"]
-        yield "Topology", [f"{topology.name}: {machine.topology_reason}", _links(topology)]
+        facts = f"{machine.topology.name}: {machine.topology_reason}", _links(machine.topology)
+        yield "Topology", facts
     # Its hosts and problems are findings.
     if not report.tf_config.hosts and not report.tf_config.problem:
         yield "TF_CONFIG", [report.tf_config.text or "not set: this process trains alone"]

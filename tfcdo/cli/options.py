@@ -32,8 +32,6 @@ _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3}
 # nccl-tests' unit, and the other units of GNU's coreutils.
 _KILO = {"": 1024, "IB": 1024, "B": 1000}
 _WIDTH_OF_A_PIPE = 120
-# Arrows and signs for output whose encoding has none of them.
-_ASCII = str.maketrans({"→": "->", "µ": "u", "±": "+-"})
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # Only newer clicks take one.
@@ -135,8 +133,7 @@ def status(message: str) -> Iterator[Callable[[str], None]]:
     if not console.is_terminal:
         yield lambda news: console.print(news, soft_wrap=True)
         return
-    spinner = "line" if console.options.ascii_only else "dots"
-    with console.status(message, spinner=spinner) as shown:
+    with console.status(message, spinner="line") as shown:
         yield shown.update
 
 
@@ -147,15 +144,8 @@ def progress() -> Iterator[Callable[..., Iterable[Any]]]:
     Each sequence has a bar, and the outermost one has the lines.
     """
     console = make_console(stderr=True)
-    columns = (
-        rich_progress.BarColumn(),
-        rich_progress.MofNCompleteColumn(),
-        rich_progress.TimeRemainingColumn(),
-        rich_progress.TextColumn("{task.description}", markup=False),
-    )
     # Without refreshes by a thread, which would run in the middle of a measurement.
     with rich_progress.Progress(
-        *columns,
         console=console,
         transient=True,
         disable=not console.is_terminal,
@@ -212,11 +202,6 @@ def start_tensorflow(count: int | None) -> ChosenDevices:
             raise click.ClickException(str(error)) from error
         tf.config.list_logical_devices()
     return devices
-
-
-def printable(text: str, console: Console) -> str:
-    """Spells a text with the letters that a console has."""
-    return text.translate(_ASCII) if console.options.ascii_only else text
 
 
 def refuse(cases: Mapping[str, object]) -> None:

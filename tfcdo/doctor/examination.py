@@ -1,21 +1,19 @@
-"""Asks a probe one thing at a time, each with a time limit, and collects the answers."""
+"""Asks a probe one thing at a time, each with a time limit, and makes findings of the answers."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import Any
 
 from tfcdo.bench import worker_pool
 from tfcdo.cluster import config
-from tfcdo.launch import cluster as launch_cluster
 from tfcdo.topology.topology import Topology
 
 # The pairs of classes that are compared, tfcdo's and TensorFlow's; what a strategy that is given no
@@ -35,12 +33,16 @@ _SECONDS_OF_A_HOST = 3.0
 # Number of hanging pairs after which the rest are skipped: each costs a time-out and a new start.
 _MOST_HANGING = 3
 
+OK, NOTE, WRONG = "ok", "note", "wrong"
+# Number of pairs named in one finding.
+_MOST_NAMED = 12
+_REPORT = "please report this, with the output of `tfcdo doctor`"
+
 # Asks a question with its arguments. Raises `worker_pool.WorkerError` if no answer comes.
 Ask = Callable[..., Any]
 Tell = Callable[[str], object]
 # The indices of the sending and of the receiving device.
 Pair = tuple[int, int]
-_Kind = TypeVar("_Kind")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Machine:
     description: str  # The examined devices'.
     on_cpu: bool
     gpus_of_nvidia_smi: Sequence[str]
-    topology: str  # JSON.
+    topology: Topology
     topology_reason: str  # How it was found.
     nccl_problem: str = ""
     nccl_remedy: str = ""
@@ -91,13 +93,12 @@ class Check:
 
 
 @dataclasses.dataclass(frozen=True)
-class Host:
-    """One host of the cluster as this one sees it; a refused connection is an answer."""
+class Finding:
+    """A finding: `WRONG` makes the exit status 1, `NOTE` is worth knowing."""
 
-    name: str
-    is_here: bool
-    reached: bool
-    status: str
+    severity: str
+    text: str
+    remedy: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ class TfConfig:
 
     text: str
     problem: str = ""
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[Finding, ...] = ()  # Whether this one reaches each; a refusal is an answer.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,20 +118,13 @@ class Report:
     machine: Machine | Failure | None = None
     tf_config: TfConfig = TfConfig("")
     pairs: Mapping[Pair, Check | Failure] = dataclasses.field(default_factory=dict)
-    sums: Mapping[str, Check | Failure] = dataclasses.field(default_factory=dict)
-    fits: Mapping[str, Check | Failure] = dataclasses.field(default_factory=dict)
+    # Sums of each of `COMPARED`, and metrics of `fit` under `STRATEGIES`.
+    checks: Mapping[str, Check | Failure] = dataclasses.field(default_factory=dict)
 
     @property
     def examined(self) -> Sequence[str]:
         """Returns the names of the devices that are examined; none if they cannot be used."""
         return self.machine.examined if isinstance(self.machine, Machine) else ()
-
-    @functools.cached_property
-    def topology(self) -> Topology | None:
-        """Returns the topology of the devices."""
-        if not isinstance(self.machine, Machine):
-            return None
-        return Topology.from_json(self.machine.topology)
 
 
 class Probes(contextlib.ExitStack):
@@ -166,22 +160,22 @@ def examine(ask: Ask, count: int | None, tell: Tell = lambda message: None) -> R
     tell("Looking at TF_CONFIG")
     given = examine_tf_config()
     tell("Starting TensorFlow")
-    versions = _answer(Versions, ask, "versions")
+    versions = _answer(ask, "versions")
     if isinstance(versions, Failure) or versions.problem:
         return Report(versions, tf_config=given)
     tell("Looking at the devices")
-    machine = _answer(Machine, ask, "machine", count=count)
+    machine = _answer(ask, "machine", count=count)
     if isinstance(machine, Failure):
         return Report(versions, machine, given)
     pairs = dict(_pairs(ask, len(machine.examined), tell))
-    sums, fits = {}, {}
+    checks = {}
     for name in itertools.chain.from_iterable(COMPARED):
         tell(f"Summing with {name}")
-        sums[name] = _answer(Check, ask, "sum", name=name)
+        checks[name] = _answer(ask, "sum", name=name)
     for name in STRATEGIES if versions.keras else ():
         tell(f"Training under {name}")
-        fits[name] = _answer(Check, ask, "fit", name=name)
-    return Report(versions, machine, given, pairs, sums, fits)
+        checks[name] = _answer(ask, "fit", name=name)
+    return Report(versions, machine, given, pairs, checks)
 
 
 def examine_tf_config() -> TfConfig:
@@ -200,25 +194,28 @@ def examine_tf_config() -> TfConfig:
     return TfConfig(text, hosts=tuple(hosts))
 
 
-def _reach(cluster: config.Cluster, index: int) -> Host:
-    address = cluster.tasks[index].address
+def _reach(cluster: config.Cluster, index: int) -> Finding:
+    name, port = config.split_address(cluster.tasks[index].address)
     is_here = index == cluster.index
+    remedy = "check the name, the port, the route and the firewalls"
+    problem = "not reached"
+    if is_here:
+        remedy = "end the process that uses the port, or give the task another on all hosts"
+        problem = "this process's own port cannot be used"
     try:
         if is_here:
-            launch_cluster.check_port_is_free(address)
-            reached, status = True, "this process's own; the port is free"
+            socket.create_server(("", port)).close()  # As TensorFlow: on all interfaces.
+            status = "this process's own; the port is free"
         else:
-            socket.create_connection(
-                config.split_address(address), timeout=_SECONDS_OF_A_HOST
-            ).close()
-            reached, status = True, "a worker listens there"
+            socket.create_connection((name, port), timeout=_SECONDS_OF_A_HOST).close()
+            status = "a worker listens there"
     except ConnectionRefusedError:
-        reached, status = True, "the machine answers; no worker listens there yet"
+        status = "the machine answers; no worker listens there yet"
     except OSError as error:
         # A name that nobody knows, no route, or silence, as behind a firewall.
-        problem = "this process's own port cannot be used" if is_here else "not reached"
-        reached, status = False, f"{problem}: {error.strerror or error}"
-    return Host(cluster.name(index), is_here, reached, status)
+        text = f"{cluster.name(index)}: {problem}: {error.strerror or error}"
+        return Finding(WRONG, text, remedy)
+    return Finding(OK, f"{cluster.name(index)}: {status}")
 
 
 def _pairs(ask: Ask, count: int, tell: Tell) -> Iterator[tuple[Pair, Check | Failure]]:
@@ -228,15 +225,188 @@ def _pairs(ask: Ask, count: int, tell: Tell) -> Iterator[tuple[Pair, Check | Fai
         if hanging == _MOST_HANGING:
             return
         tell(f"Copying from device {source} to {target}")
-        answer = _answer(Check, ask, "pair", source=source, target=target)
+        answer = _answer(ask, "pair", source=source, target=target)
         hanging += isinstance(answer, Failure) and answer.hangs
         yield (source, target), answer
 
 
-def _answer(kind: type[_Kind], ask: Ask, question: str, **arguments: Any) -> _Kind | Failure:
+def _answer(ask: Ask, question: str, **arguments: Any) -> Any:
     try:
-        return kind(**ask(question, **arguments))
+        return ask(question, **arguments)
     except worker_pool.WorkerTimeoutError:
         return Failure(f"no end within {_LIMITS[question]:g} s", hangs=True)
     except worker_pool.WorkerError as error:
         return Failure(str(error).strip())
+
+
+def findings_of(report: Report) -> list[Finding]:
+    """Lists the findings of a report."""
+    parts = (_about_tf_config, _about_versions, _about_machine, _about_pairs, _about_checks)
+    return [finding for part in parts for finding in part(report)]
+
+
+def _about_tf_config(report: Report) -> Iterator[Finding]:
+    config = report.tf_config
+    if config.problem:
+        remedy = 'set it as in {"cluster": {"worker": ["a:2222", "b:2222"]}, '
+        remedy += '"task": {"type": "worker", "index": 0}}, or use `tfcdo launch`'
+        yield Finding(WRONG, config.problem, remedy)
+    yield from config.hosts
+
+
+def _about_versions(report: Report) -> Iterator[Finding]:
+    found = report.versions
+    if isinstance(found, Failure):
+        remedy = "run `python -c 'import tensorflow'` and see what it prints; reinstall TensorFlow"
+        yield Finding(WRONG, f"TensorFlow does not start: {found.error}", remedy)
+    elif found.problem:
+        yield Finding(WRONG, found.problem, found.remedy)
+    else:
+        yield Finding(OK, f"TensorFlow {found.tensorflow} can be used")
+        if found.without_kernels:
+            text = (
+                f"TensorFlow {found.tensorflow} has no compiled kernels for "
+                f"{', '.join(found.without_kernels)}: compiling them at the first run takes up to "
+                "30 minutes, or fails (tensorflow/tensorflow#97387)"
+            )
+            yield Finding(NOTE, text, "install a TensorFlow that was built for these GPUs")
+
+
+def _about_machine(report: Report) -> Iterator[Finding]:
+    machine = report.machine
+    if machine is None:
+        return
+    if isinstance(machine, Failure):
+        remedy = "choose fewer with -g, or see what TensorFlow says of its devices"
+        yield Finding(WRONG, f"the devices cannot be used: {machine.error}", remedy)
+        return
+    num_gpus = sum("GPU" in name for name in machine.physical)
+    num_driver_gpus = len(machine.gpus_of_nvidia_smi)
+    if num_driver_gpus > num_gpus:
+        remedy = "pip install 'tensorflow[and-cuda]', and see whether CUDA_VISIBLE_DEVICES is set"
+        seen = f"nvidia-smi shows {num_driver_gpus} GPUs, and TensorFlow {num_gpus or 'none'}"
+        yield Finding(NOTE, seen, remedy)
+    if machine.on_cpu:
+        few = {0: "no GPU", 1: "one GPU, which has nothing to all-reduce with"}
+        yield Finding(
+            NOTE,
+            f"TensorFlow sees {few.get(num_gpus, f'{num_gpus} GPUs')}: what follows is about "
+            f"{machine.description}",
+            "none needed to try things; to train on several GPUs, run this where they are",
+        )
+    else:
+        yield Finding(OK, f"{machine.description} are examined")
+    if machine.nccl_problem:
+        text = f"tfcdo.NcclAllReduce cannot run here: {machine.nccl_problem}"
+        yield Finding(NOTE, text, machine.nccl_remedy)
+    if "pass topology=" in machine.topology_reason:
+        text = f"the topology is assumed to be {machine.topology.name!r}: {machine.topology_reason}"
+        remedy = "tfcdo.AutoAllReduce(topology=tfcdo.topology.Topology.from_nvidia_smi(text))"
+        yield Finding(NOTE, text, remedy)
+
+
+# Symptoms of failed copies, and remedies.
+_HANG, _FAIL, _LIE = "hang", "fail", "arrive corrupted"
+_BIOS = "switch IOMMU and ACS off in the BIOS"
+_TROUBLES = {_HANG: _BIOS, _FAIL: "see what the driver logged (`dmesg`)", _LIE: _BIOS}
+
+
+def _trouble(copy: Check | Failure) -> str:
+    """Returns one of `_TROUBLES`; "" for a correct copy."""
+    if isinstance(copy, Failure):
+        return _HANG if copy.hangs else _FAIL
+    return _LIE if copy.problem else ""
+
+
+def _about_pairs(report: Report) -> Iterator[Finding]:
+    pairs = report.pairs
+    troubled = {
+        trouble: [pair for pair, copies in pairs.items() if _trouble(copies) == trouble]
+        for trouble in _TROUBLES
+    }
+    if pairs and not any(troubled.values()):
+        yield Finding(OK, f"copies between all {len(pairs)} ordered pairs of devices are correct")
+    for trouble, found in troubled.items():
+        if found:
+            answers = map(pairs.__getitem__, found)
+            errors = dict.fromkeys(one.error for one in answers if isinstance(one, Failure))
+            text = f"copies from {_named(found, report)} {trouble}"
+            text += f": {'; '.join(errors)}" if errors else ""
+            remedy = f"{_TROUBLES[trouble]}, or leave devices out as in the line below"
+            yield Finding(WRONG, text, remedy)
+    num_devices = len(report.examined)
+    missed = num_devices * (num_devices - 1) - len(pairs)
+    if missed:
+        text = f"{missed} pairs of devices were not tried, because others hang"
+        yield Finding(NOTE, text, "fix those first and run this again")
+
+
+def _named(pairs: Sequence[Pair], report: Report) -> str:
+    names = [short_name(name) for name in report.examined]
+    named = ", ".join(
+        f"{names[source]} to {names[target]}" for source, target in pairs[:_MOST_NAMED]
+    )
+    more = len(pairs) - _MOST_NAMED
+    return f"{named} and {more} more" if more > 0 else named
+
+
+def _about_checks(report: Report) -> Iterator[Finding]:
+    for name, found in report.checks.items():
+        subject = f"metrics of fit under {name}" if name in STRATEGIES else f"{name} sums"
+        (ours,) = (pair[0] for pair in (*COMPARED, STRATEGIES) if name in pair)
+        severity, remedy = NOTE, f"use {ours}"  # A fault of TensorFlow's is none of this machine.
+        if name == ours:
+            severity, remedy = WRONG, f"see the copies above; if all are correct, {_REPORT}"
+        if isinstance(found, Failure):
+            yield Finding(severity, f"{subject} fail: {found.error}", remedy)
+        elif found.problem:
+            yield Finding(severity, f"{subject} are incorrect: {found.problem}", remedy)
+        elif found.ran:
+            yield Finding(OK, f"{subject} are correct")
+
+
+def script_line(report: Report) -> str:
+    """Returns the line to paste into a training script."""
+    if report.machine is None:
+        remedy = report.versions.remedy if isinstance(report.versions, Versions) else ""
+        return remedy or "pip install --force-reinstall tensorflow"
+    if isinstance(report.machine, Failure):
+        return "import tfcdo; strategy = tfcdo.MirroredStrategy()"
+    ops = f"cross_device_ops={_best_class(report)}()"
+    names, on_cpu = report.examined, report.machine.on_cpu
+    usable = _usable_devices(report)
+    if report.tf_config.hosts:
+        each = f", devices_per_worker={len(names)}" if on_cpu else ""
+        return f"import tfcdo; strategy = tfcdo.MultiWorkerMirroredStrategy({ops}{each})"
+    devices = f"tfcdo.configure_virtual_cpus({len(names)}), " if on_cpu else ""
+    if len(usable) < len(names):
+        devices = f"{list(map(short_name, usable))}, "
+    return f"import tfcdo; strategy = tfcdo.MirroredStrategy({devices}{ops})"
+
+
+def _best_class(report: Report) -> str:
+    """Returns the first class with correct sums, NCCL before all others."""
+    for name, _ in (COMPARED[-1], *COMPARED[:-1]):
+        found = report.checks.get(name)
+        if isinstance(found, Check) and found.ran and not found.problem:
+            return name
+    return COMPARED[0][0]
+
+
+def _usable_devices(report: Report) -> list[str]:
+    """Leaves out devices until no pair that hangs, fails or lies is left, the worst first."""
+    names = report.examined
+    bad = [pair for pair, copies in report.pairs.items() if _trouble(copies)]
+    left = set(range(len(names)))
+    while bad:
+        ends = list(itertools.chain.from_iterable(bad))
+        # If several are equally bad, the last one: most scripts put other data on the first device.
+        worst = max(left, key=lambda device: (ends.count(device), device))
+        left.remove(worst)
+        bad = [pair for pair in bad if worst not in pair]
+    return [names[index] for index in sorted(left)]
+
+
+def short_name(device: str) -> str:
+    """Shortens the full name of a device."""
+    return ":".join(device.split(":")[-2:])

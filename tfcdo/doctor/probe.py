@@ -79,7 +79,7 @@ class Probe:
             description=self._devices.description,
             on_cpu=self._devices.on_cpu,
             gpus_of_nvidia_smi=list(detection.gpus_of_nvidia_smi()),
-            topology=topology.to_json(),
+            topology=topology,
             topology_reason=reason,
             nccl_problem="" if nccl.can_run else nccl.reason,
             nccl_remedy=nccl.remedy,
@@ -106,9 +106,9 @@ class Probe:
 
     def sum(self, name: str) -> Check:
         """All-reduces over all devices and compares every element with numpy's sum."""
-        from tfcdo.bench import implementations, measure
+        from tfcdo.bench import measure
 
-        (implementation,) = implementations.parse(name)
+        (implementation,) = measure.parse(name)
         data = self._values
         if implementation.reason_not_to_run(self._devices.names, data.workload.dtype):
             return Check(ran=False)
@@ -130,14 +130,14 @@ class Probe:
         import tensorflow as tf
 
         import tfcdo
-        from tfcdo.bench import implementations
+        from tfcdo.bench import measure
 
         names = list(self._devices.names)
         if name == STRATEGIES[0]:
             strategy = tfcdo.MirroredStrategy(names)
         else:
             # TensorFlow's default is one of the sums above, whose collectives cannot begin again.
-            (theirs,) = implementations.parse("tf.ReductionToOneDevice")
+            (theirs,) = measure.parse("tf.ReductionToOneDevice")
             strategy = tf.distribute.MirroredStrategy(names, cross_device_ops=theirs.ops)
         batch = _ROWS * len(names)
         inputs = np.linspace(0.0, 1.0, _STEPS * batch)[:, None]
