@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -283,20 +282,6 @@ class ArgumentsTest(LaunchTestCase):
     )  # fmt: skip
     def test_a_wrong_argument_gets_one_line(self, arguments: list[str], named: str):
         self.assert_refused(named, *arguments)
-
-    def test_a_port_in_use_is_named_before_anything_starts(self):
-        with socket.socket() as server:
-            server.bind(("127.0.0.1", 0))
-            server.listen()
-            address = f"localhost:{server.getsockname()[1]}"
-            result = self.launch(
-                "--hosts", f"{address},b:1", "--index", "0", "train.py", script="mark('started')"
-            )
-        self.assertEqual((result.returncode, result.stdout), (1, ""))
-        (line,) = result.stderr.splitlines()
-        self.assertIn(f"{address}: ", line)
-        self.assertIn("Address already in use", line)
-        self.assertFalse((self.folder / "started").exists())
 
     def test_the_help_begins_with_examples(self):
         text = cli_testing.run_tfcdo("launch", "--help").output

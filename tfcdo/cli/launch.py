@@ -273,9 +273,6 @@ def _workers(
             # It keeps out workers that an earlier run has left.
             token = worker.cluster_token() or secrets.token_hex(16)
             variables = {**variables, worker.CLUSTER_TOKEN: token}
-        else:
-            for number in place.own:
-                _check_port(place.addresses[number])
         yield [
             _spec(
                 number,
@@ -314,16 +311,6 @@ def _gpus(each: int | None, workers: int) -> list[str]:
             f"{each * workers} GPUs; {source} {len(names)} (CUDA_VISIBLE_DEVICES=-1 trains on CPUs)"
         )
     return [",".join(names[each * number :][:each]) for number in range(workers)]
-
-
-def _check_port(address: str) -> None:
-    try:
-        cluster.check_port_is_free(address)
-    except OSError as error:
-        raise click.ClickException(
-            f"{address}: this machine's worker cannot listen at port "
-            f"{address.rpartition(':')[2]}: {error.strerror}"
-        ) from error
 
 
 def _spec(number: int, count: int, variables: Mapping[str, str]) -> supervisor.WorkerSpec:

@@ -7,25 +7,12 @@ import json
 import socket
 from collections.abc import Iterator, Sequence
 
-from tfcdo.cluster import config
-
 
 def tf_config(addresses: Sequence[str], index: int) -> str:
     """Returns the value of TF_CONFIG for one worker."""
     return json.dumps(
         {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": index}}
     )
-
-
-def check_port_is_free(address: str) -> None:
-    """Raises an `OSError` if TensorFlow could not listen at an address, on all interfaces."""
-    _, port = config.split_address(address)
-    with socket.socket() as probe:
-        # As TensorFlow does: a port whose last connections are just being closed is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("", port))
-        # Two sockets may be bound to one port so; that one already listens shows here only.
-        probe.listen()
 
 
 @contextlib.contextmanager
