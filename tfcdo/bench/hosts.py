@@ -227,7 +227,8 @@ class _Training:
     @property
     def gradient_bytes(self) -> int:
         """Returns the bytes of a replica's gradients."""
-        return 4 * sum(math.prod(one.shape) for one in self._model.trainable_variables)
+        count: int = sum(math.prod(one.shape) for one in self._model.trainable_variables)
+        return 4 * count
 
     def _distribute(self, by_replica: np.ndarray) -> Any:
         """Gives each replica of this worker its own value."""

@@ -43,7 +43,7 @@ class _Worker:
         with theirs:
             self._process = subprocess.Popen(
                 command,
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=self._output,
                 stderr=self._output,
                 env={**os.environ, **variables},
