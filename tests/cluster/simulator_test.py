@@ -8,7 +8,6 @@ import re
 import types
 from typing import Any
 
-import simulated_faults
 import simulator
 from absl.testing import absltest, parameterized
 
@@ -238,14 +237,14 @@ class SimulatorTest(parameterized.TestCase):
                 kind, phase = re.split(r"^[\d.]+ ([a-z ]+) host \d \(|\)$", line)[1:3]
                 seen[kind].add(phase)
         self.assertEqual(count, _SCHEDULES)
-        self.assertEqual({*seen}, {*simulated_faults.FAULTS})
+        self.assertEqual({*seen}, {*simulator.FAULTS})
         for kind, phases in seen.items():
             self.assertContainsSubset({"meets", "starts servers", "restores", "step"}, phases, kind)
 
     def test_a_network_that_lets_one_direction_through(self):
         world = simulator.World(0)
         world.now = 5.0
-        world.ways = {(1, simulated_faults.ALL): 12.0}
+        world.ways = {(1, simulator.ALL): 12.0}
         blocked = {way: world.blocked(*way) > 0.0 for way in ((1, 0), (0, 1), (1, 2), (2, 0))}
         self.assertEqual(blocked, {(1, 0): True, (0, 1): False, (1, 2): True, (2, 0): False})
         world.now = 13.0
