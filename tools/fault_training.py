@@ -21,7 +21,7 @@ SEED = 7
 EPOCHS = 3
 STEPS = 30
 _BATCH = 24  # 1 to 4 hosts divide it.
-_LAYERS = 8
+_LAYERS = 3
 _EXAMPLES = STEPS * _BATCH
 # Two packs a layer and more: partly updated variables would show.
 _BYTES_PER_PACK = 2048

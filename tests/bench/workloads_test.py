@@ -22,17 +22,15 @@ from tfcdo.bench.devices import choose_devices
 
 
 class WorkloadTest(parameterized.TestCase, tf.test.TestCase):
-    @parameterized.parameters(
-        ("resnet50", keras.applications.ResNet50), ("mobilenet", keras.applications.MobileNetV2)
-    )
-    def test_shapes_are_those_of_the_keras_model(self, name: str, model: Any):
-        variables = model(weights=None).trainable_variables
+    def test_shapes_are_those_of_the_keras_model(self):
+        variables = keras.applications.MobileNetV2(weights=None).trainable_variables
         expected = [tuple(variable.shape) for variable in variables]
-        self.assertEqual(list(workloads.gradients_of(name).shapes), expected)
+        self.assertEqual(list(workloads.gradients_of("mobilenet").shapes), expected)
 
     @parameterized.parameters(
-        # The published number of parameters of BERT-base, uncased.
+        # The published numbers of parameters, of BERT-base uncased.
         ("bert-base", 199, 109_482_240),
+        ("resnet50", 214, 25_583_592),
         ("tiny", 500, 32_000),
         ("tiny-matrices", 500, 32_000),
     )

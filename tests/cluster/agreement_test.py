@@ -87,19 +87,14 @@ def on_all_hosts(
 class AgreementTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        self.enterContext(mock.patch.object(protocol, "GRACE", 0.5))
-        self.enterContext(mock.patch.object(session, "_POLL", 0.15))
+        self.enter_context(mock.patch.object(protocol, "GRACE", 0.5))
+        self.enter_context(mock.patch.object(session, "_POLL", 0.15))
 
     def test_the_chief_does_not_wait_for_a_host_that_has_ended(self):
         store = Store()
         store.gone = "task 1"
         with self.assertRaisesRegex(ConnectionError, "task 1"):
             make_session(store, cluster(0), 20.0).number(kind("a"), 1)
-
-    def enterContext(self, context):  # noqa: N802 (of Python 3.11, here for 3.10)
-        value = context.__enter__()
-        self.addCleanup(context.__exit__, None, None, None)
-        return value
 
     def test_equal_numbers_on_all_hosts_and_no_number_twice(self):
         def program(host, own):
@@ -173,7 +168,7 @@ class AgreementTest(parameterized.TestCase):
         self.assertRegex(hosts[0].find_mismatch() or "", message)
 
     def test_a_host_that_does_not_come(self):
-        self.enterContext(mock.patch.object(protocol, "LOG_AFTER", 0.3))
+        self.enter_context(mock.patch.object(protocol, "LOG_AFTER", 0.3))
         with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
             ends = on_all_hosts(
                 lambda host, own: None if host == 1 else own.number(kind("f[4]"), 2), 1.5
@@ -186,8 +181,8 @@ class AgreementTest(parameterized.TestCase):
 
     def test_hosts_that_give_up_at_the_same_time(self):
         """Each waits in another collective, and none has seen another's reason."""
-        self.enterContext(mock.patch.object(protocol, "GRACE", 60.0))
-        self.enterContext(mock.patch.object(protocol, "PATIENCE", 0.0))
+        self.enter_context(mock.patch.object(protocol, "GRACE", 60.0))
+        self.enter_context(mock.patch.object(protocol, "PATIENCE", 0.0))
         all_fail = threading.Barrier(3)
 
         class Racing(Store):
@@ -241,7 +236,7 @@ class AgreementTest(parameterized.TestCase):
         self.assertEqual(known, own.failure() or "")
 
     def test_the_chief_does_not_wait_for_ever(self):
-        self.enterContext(mock.patch.object(session, "_LAST_SECONDS", 0.3))
+        self.enter_context(mock.patch.object(session, "_LAST_SECONDS", 0.3))
         make_session(Store(), cluster(0), 10.0).leave(None)
         with mock.patch.object(Store, "get", side_effect=RuntimeError("the chief is gone")):
             make_session(Store(), cluster(1), 10.0).leave(None)

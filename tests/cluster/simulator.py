@@ -17,7 +17,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import simulated_faults
 from simulated_hosts import (
     ALL,
     COLLECTIVE_SECONDS,
@@ -40,6 +39,23 @@ _MAX_RESTARTS = 8
 # Nobody may wait for longer for a process that has ended.
 _SLOWEST_NEWS = 35.0
 LIMIT_SECONDS = 15_000.0
+# Which faults there are, each as often as it is drawn.
+FAULTS = (
+    "kill",
+    "kill",
+    "kill both",
+    "stop",
+    "notice",
+    "notice",
+    "cut",
+    "one way",
+    "damage",
+    "replace",
+    "full",
+    "end",
+)
+# What may be wrong with one host from the start.
+BUGS = ("setting", "program", "ends", "stuck", "deaf", "busy", "busy")
 RULES = types.SimpleNamespace(**vars(protocol))
 
 
@@ -123,12 +139,10 @@ class World:
         self.slowness = 60.0 if draw() < 0.2 else 0.5
         drawn = int(draw() * 30)
         self.bug = None
-        if drawn < len(simulated_faults.BUGS) and (
-            simulated_faults.BUGS[drawn] not in ("stuck", "deaf") or self.is_one_machine
-        ):
-            self.bug = simulated_faults.BUGS[drawn], 1 + int(draw() * (self.hosts - 1))
+        if drawn < len(BUGS) and (BUGS[drawn] not in ("stuck", "deaf") or self.is_one_machine):
+            self.bug = BUGS[drawn], 1 + int(draw() * (self.hosts - 1))
         self.memberships: dict[str, list[Process]] = {}
-        self._faults = simulated_faults.draw_faults(draw)
+        self._faults = draw_faults(draw)
         self.disk = Folder()
         self.owner = ""
         self.clusters: dict[int, Cluster] = {}
@@ -208,7 +222,7 @@ class World:
                 return
             self.events += 1
             if faults and self.events >= faults[0][0]:
-                simulated_faults.inject(self, faults.pop(0)[1])
+                inject(self, faults.pop(0)[1])
             call(*arguments)
             if not self.open:
                 break
@@ -434,6 +448,91 @@ class World:
             return
         if 0 not in results and results:
             raise BrokenError(f"the job does not come to its end: {results}")
+
+
+def draw_faults(draw: Callable[[], float]) -> list[tuple[int, str]]:
+    """Draws up to three faults, each after some number of events."""
+    count = int(draw() * 3.99)
+    # Most in a first run, some while the job recovers.
+    moments = sorted(int(draw() * (60 if draw() < 0.3 else 300)) for _ in range(count))
+    return [(moment, FAULTS[int(draw() * len(FAULTS))]) for moment in moments]
+
+
+def inject(world: World, kind: str) -> None:
+    """Makes a fault."""
+    draw = world.draw
+    alive = [p for (_, job), p in world.workers.items() if job == world.job and not p.is_dead]
+    if not alive:
+        return
+    process = alive[int(draw() * len(alive))]
+    if not (kind == "damage" or (kind == "notice" and process.is_fitting)):
+        everyone = kind in ("kill both", "replace", "end")
+        for touched in alive if everyone else [process]:
+            touched.is_touched = True
+    world.log.append(f"{world.now:.2f} {kind} host {process.host} ({process.phase})")
+    if kind in ("kill", "kill both"):
+        killed = alive[:2] if kind == "kill both" else [process]
+        for victim in killed:
+            victim.is_victim = True
+            world.end(victim, 137)
+    elif kind == "stop":
+        world.stop_process(process)
+        world.after(world.delay(40.0), world.resume_process, process)
+    elif kind == "notice":
+        process.take_signal(15)
+    elif kind == "cut":
+        for connection in process.connections:
+            world.cut(connection)
+    elif kind == "one way":
+        _cut_one_way(world, process)
+    elif kind == "damage" and world.disk.files:
+        name = max(world.disk.files)
+        run, state, _ = world.disk.files[name]
+        world.disk.files[name] = run, state, False
+    elif kind == "full":
+        process.is_full = True
+    elif kind == "end":
+        for launcher in world.launchers:
+            launcher.inbox.append(("ask", 15))
+            world.fire(launcher.signal)
+    elif kind == "replace":
+        # The machines cannot be reached any more, and the job is started elsewhere.
+        for launcher in world.launchers:
+            launcher.is_dead = True
+        for old in alive:
+            for connection in old.connections:
+                world.cut(connection)
+            if old.cluster is not None:
+                news = draw() * HEARTBEAT_SECONDS
+                world.after(news, world.break_up, old.cluster)
+        world.start_job()
+
+
+def _cut_one_way(world: World, process: Process) -> None:
+    """Lets nothing out of a host, or nothing in, until the network is mended.
+
+    TensorFlow notices after its time without heartbeats: the chief if none come in, and a host if
+    its own are not answered.
+    """
+    host = process.host
+    is_out = world.draw() < 0.5
+    way = (host, ALL) if is_out else (ALL, host)
+    world.ways[way] = world.now + world.delay(40.0)
+    everyone = [p for (_, job), p in world.workers.items() if job == world.job and not p.is_dead]
+    unanswered = [p for p in everyone if p.host] if is_out and not host else [process]
+
+    def notice() -> None:
+        if world.blocked(*way) <= 0.0:
+            return
+        if is_out != (host == 0):  # The chief gets no heartbeats.
+            for cluster in {id(p.cluster): p.cluster for p in everyone}.values():
+                if cluster is not None:
+                    world.break_up(cluster)
+            return
+        for other in unanswered:
+            other.is_cut_off = other.cluster is not None
+
+    world.after(HEARTBEAT_SECONDS, notice)
 
 
 def schedules(first: int, count: int, rules: Any = RULES) -> Iterator[World]:

@@ -1,11 +1,14 @@
-"""`shard_optimizer_state=True`: what it computes and sends, and what is refused."""
+"""`shard_optimizer_state=True`: what it computes, sends, saves and refuses."""
 
 from __future__ import annotations
 
 import functools
+import pathlib
+import tempfile
 from typing import Any
 
 import graph_testing
+import h5py  # type: ignore[import-untyped]
 import keras
 import numpy as np
 import tensorflow as tf
@@ -16,8 +19,10 @@ from keras_training import (
     BATCH,
     TrainingTestCase,
     dense_data,
-    fitted,
+    dense_layers,
+    model_of,
     strategy_of,
+    train_eagerly,
     trained_eagerly,
 )
 
@@ -37,20 +42,6 @@ class OptionsTest(TrainingTestCase):
             losses.append(model.evaluate(*data, BATCH, verbose=0))
         self.assertAllClose(losses[:2], losses[2:], 2e-5, 2e-5)
         self.assertNotAllClose(losses[0], losses[1])
-
-    def test_weights_of_an_epoch_are_the_averages(self):
-        make = functools.partial(ko.Adam, 0.05, use_ema=True, ema_momentum=0.7)
-        expected, model = (
-            fitted(
-                count,
-                make,
-                2,
-                [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)],
-                shard_optimizer_state=True,
-            )
-            for count in (1, 3)
-        )
-        self.assert_same_training(expected, model, 2e-5)
 
     def test_exclusions_from_weight_decay(self):
         def make() -> Any:
@@ -113,26 +104,6 @@ class TrafficTest(TrainingTestCase):
         ops = tu.traced_ops(lambda: strategy.run(step))
         scattered = [op for op in ops if op.type == "ResourceScatterUpdate"]
         self.assertLen(scattered, 1 if only_rows else 0)
-
-    @parameterized.parameters(lambda: ko.SGD(0.2, weight_decay=0.1), lambda: ko.Adagrad(0.2))
-    def test_all_replicas_hold_the_same_after_rows(self, make):
-        """Weight decay changes rows that have no gradient, too."""
-        results = []
-        for shards in (False, True):
-            strategy = strategy_of(2, shard_optimizer_state=shards)
-            with strategy.scope():
-                table, optimizer = keras.Variable(np.ones([6, 2], np.float32)), make()
-
-            def step(optimizer: Any = optimizer, table: Any = table) -> None:
-                gradient = tf.IndexedSlices(
-                    tf.ones([2, 2]), tf.constant([4, 1]), tf.constant([6, 2])
-                )
-                optimizer.apply([gradient], [table])
-
-            for _ in range(2):
-                strategy.run(step)
-            results += [component.read_value() for component in table.value.values]
-        self.assert_bitwise_equal(results)
 
     def test_state_is_dealt_evenly(self):
         strategy = strategy_of(4, shard_optimizer_state=True)
@@ -202,6 +173,80 @@ class FailureTest(TrainingTestCase):
         strategy.run(lambda: optimizer.apply([tf.ones([1])], [variable]))
         self.assertLen(optimizer.mine.value.values, 2)
         self.assertAllClose([0.0], variable)
+
+
+DATA = functools.partial(dense_data, 60)  # Divides by four.
+
+
+def adam(**options: Any) -> keras.optimizers.Optimizer:
+    return ko.Adam(0.05, global_clipnorm=0.5, **options)
+
+
+@functools.cache
+def undisturbed() -> keras.Model:
+    return trained_eagerly(1, adam, 4, data=DATA)
+
+
+@functools.cache
+def half_trained() -> keras.Model:
+    return trained_eagerly(4, adam, 2, data=DATA, shard_optimizer_state=True)
+
+
+class CheckpointTest(TrainingTestCase):
+    """Checkpoints of sharded states are ordinary: saved on four devices, they load anywhere."""
+
+    def _path(self, name: str) -> str:
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        return str(pathlib.Path(folder, name))
+
+    def _assert_goes_on(self, model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+        train_eagerly(model, strategy, range(2, 4), DATA)
+        self.assert_same_training(undisturbed(), model, 2e-5)
+
+    @parameterized.parameters((3, True), (1, False))
+    def test_load_model_elsewhere(self, count, shards):
+        path = self._path("m.keras")
+        half_trained().save(path)
+        strategy = strategy_of(count, shard_optimizer_state=shards)
+        with strategy.scope():
+            model = keras.models.load_model(path)
+        self.assertIs(ko.Adam, type(model.optimizer))
+        self._assert_goes_on(model, strategy)
+
+    @parameterized.parameters((True, 2), (False, 4))
+    def test_load_weights(self, was_sharded, count):
+        """Also those that Keras alone has saved."""
+        path = self._path("m.weights.h5")
+        source = half_trained() if was_sharded else trained_eagerly(1, adam, 2, data=DATA)
+        source.save_weights(path)
+        strategy = strategy_of(count, shard_optimizer_state=True)
+        with strategy.scope():
+            model = model_of(dense_layers, adam())
+            model.optimizer.build(model.trainable_variables)
+            model.load_weights(path)
+        self._assert_goes_on(model, strategy)
+
+    def test_the_same_file_as_keras_alone(self):
+        def datasets(model: keras.Model) -> list[Any]:
+            path, found = self._path("m.weights.h5"), []
+            model.save_weights(path)
+            with h5py.File(path) as file:
+                file.visititems(lambda name, item: found.append((name, getattr(item, "shape", 0))))
+            return found
+
+        self.assertEqual(datasets(undisturbed()), datasets(half_trained()))
+
+    @parameterized.parameters((2, True), (1, False))
+    def test_tensorflow_checkpoint(self, count, shards):
+        source = half_trained()
+        prefix = tf.train.Checkpoint(model=source, optimizer=source.optimizer).save(self._path("c"))
+        strategy = strategy_of(count, shard_optimizer_state=shards)
+        with strategy.scope():
+            model = model_of(dense_layers, adam())
+            restore = tf.train.Checkpoint(model=model, optimizer=model.optimizer).restore(prefix)
+            model.optimizer.build(model.trainable_variables)
+            restore.assert_existing_objects_matched()
+        self._assert_goes_on(model, strategy)
 
 
 if __name__ == "__main__":

@@ -261,7 +261,6 @@ class OutputTest(LaunchTestCase):
 class ArgumentsTest(LaunchTestCase):
     @parameterized.parameters(
         (["train.py"], "either --workers N"),
-        (["--workers", "2", "--hosts", "a:1,b:1", "train.py"], "--hosts needs --index"),
         (["--workers", "1:4", "train.py"], "got '1:4': for workers that come and go use Ray Train"),
         (["--workers", "257", "train.py"], "expected a number from 1 to 256; got '257'"),
         (["--workers", "2", "--slurm", "train.py"], "either --slurm, or --workers"),
@@ -272,7 +271,6 @@ class ArgumentsTest(LaunchTestCase):
         (["--workers", "2", "missing.py"], "'missing.py': there is no such script"),
         (["--workers", "2", "--index", "0", "train.py"], "--index needs --hosts"),
         (["--workers", "2", "--devices-per-worker", "0", "train.py"], "--devices-per-worker"),
-        (["--workers", "2", "--no-such-option", "train.py"], "--no-such-option"),
         (["--hosts", "a:1,b:1", "train.py"], "--hosts needs --index: which of the 2"),
         (["--hosts", "a:1,b:1", "--index", "2", "train.py"], "less than the number of hosts, 2"),
         (["--hosts", "a,b:1", "--index", "0", "train.py"], "must be 'host:port'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from absl.testing import parameterized
 
 import tfcdo
 from tfcdo import keras_internals, log, strategies, version
+from tfcdo.cluster import protocol
+from tfcdo.plan import copy_tree
+from tfcdo.topology.presets import preset
 
 
 def _refuse_negative(values):
@@ -252,13 +256,12 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 class MetricsTest(tf.test.TestCase):
     def history(self, strategy):
         keras.utils.set_random_seed(3)
-        inputs = np.random.default_rng(0).normal(size=(240, 5)).astype(np.float32)
+        inputs = np.random.default_rng(0).normal(size=(60, 5)).astype(np.float32)
         targets = (inputs.sum(1, keepdims=True) > 0).astype(np.float32)
         with strategy.scope():
-            layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(1, "sigmoid")]
-            model = keras.Sequential([keras.layers.Input((5,)), *layers])
-            metrics = ["accuracy", "mae"]
-            model.compile("sgd", "mse", metrics=metrics, steps_per_execution=20)
+            dense = keras.layers.Dense(1, "sigmoid")
+            model = keras.Sequential([keras.layers.Input((5,)), dense])
+            model.compile("sgd", "mse", metrics=["accuracy"], steps_per_execution=5)
         return model.fit(inputs, targets, 6, 2, shuffle=False, verbose=0).history
 
     def test_as_on_one_device(self):
@@ -320,20 +323,59 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIs(ops, tfcdo.MirroredStrategy(devices, ops).extended._cross_device_ops)
 
     def test_each_argument_is_compared_among_hosts(self):
-        options = tf.distribute.experimental.CommunicationOptions
-        ring = tf.distribute.experimental.CommunicationImplementation.RING
-        exact: Any = tfcdo.exchange.Sum()
-        for ops, exchange, changes in (
-            (tfcdo.AutoAllReduce(), exact, {}),
-            (None, tfcdo.exchange.Cast("float16"), {}),
-            (None, lambda path, spec: exact, {}),
-            (None, exact, {"bytes_per_pack": 1000}),
-            (None, exact, {"implementation": ring}),
+        """The argument's name in the error, what two hosts are given, and how it is shown."""
+        auto, nccl, one = tfcdo.AutoAllReduce, tfcdo.NcclAllReduce, tfcdo.ReductionToOneDevice
+        hierarchical, of_algorithm = tfcdo.HierarchicalCopyAllReduce, tfcdo.AllReduceCrossDeviceOps
+        ring = functools.partial(of_algorithm, "ring")
+        trees = [of_algorithm([tree]) for tree in (copy_tree.chain(2, 0), copy_tree.star(2, 1))]
+        pcie = preset("pcie", 2)
+        machines = [pcie, dataclasses.replace(pcie, addition_bandwidth=1.0)]
+        wires = [auto(wire_dtype=name) for name in ("float16", "bfloat16")]
+        fed_back = auto(wire_dtype="float16", error_feedback=True)
+        for key, first, other, left, right in (
+            ("", hierarchical(), auto(), "HierarchicalCopyAllReduce", "AutoAllReduce"),
+            ("", auto(), None, "AutoAllReduce", "by default"),
+            ("num_packs", ring(2), ring(0, 3000), "2", "0"),
+            ("agg_small_grads_max_bytes", ring(0, 3000), ring(0, 5000), "3000", "5000"),
+            ("agg_small_grads_max_group", ring(0, 3000, 2), ring(0, 3000, 3), "2", "3"),
+            ("all_reduce_alg", ring(), of_algorithm("shuffle"), "ring", "shuffle"),
+            ("all_reduce_alg", *trees, "None, 0", "1, None"),
+            ("topology", hierarchical(topology=pcie), hierarchical(), "'pcie'", "None"),
+            ("topology", *(hierarchical(topology=one) for one in machines), *["'pcie', "] * 2),
+            ("wire_dtype", *wires, "float16", "bfloat16"),
+            ("error_feedback", wires[0], fed_back, "False", "True"),
+            ("sparse_as_dense", auto(), auto(sparse_as_dense=True), "False", "True"),
+            ("sum_equal_rows", auto(), auto(sum_equal_rows=True), "False", "True"),
+            ("require_nccl", nccl(), nccl(require_nccl=True), "False", "True"),
+            ("nccl", auto(), auto(nccl=False), "True", "False"),
+            ("reduce_to_device", one("/cpu:0"), one("CPU:1"), "CPU:0", "CPU:1"),
         ):
-            self.assertNotEqual(
-                strategies._settings(options(), None, exact),
-                strategies._settings(options(**changes), ops, exchange),
-            )
+            self.check_compared(key, {"ops": first}, {"ops": other}, left, right)
+        blocks = tfcdo.exchange.Blocks
+        by_nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
+        for key, first, other, left, right in (
+            ("exchange", {}, {"exchange": tfcdo.exchange.Cast("bfloat16")}, "Sum", "dtype='bf"),
+            ("exchange", {}, {"exchange": lambda path, spec: None}, "Sum", "<lambda>"),
+            (
+                "exchange",
+                {"exchange": blocks("int8")},
+                {"exchange": blocks("int8", error_feedback=True)},
+                *("error_feedback=False", "error_feedback=True"),
+            ),
+            ("bytes_per_pack", {}, {"bytes_per_pack": 64}, "0", "64"),
+            ("implementation", {}, {"implementation": by_nccl}, "AUTO", "NCCL"),
+        ):
+            self.check_compared(key, first, other, left, right)
+
+    def check_compared(self, key, first, other, left, right):
+        def settings(ops=None, exchange=tfcdo.exchange.Sum(), **options):  # noqa: B008 (frozen)
+            made = tf.distribute.experimental.CommunicationOptions(**options)
+            return strategies._settings(made, ops, exchange)
+
+        with self.subTest(f"{key}: {left}, {right}"):
+            told = protocol.differences(settings(**first), "host 0", settings(**other), "host 1")
+            shown = rf"{key}: [^:]*{left}[^:]* on host 0, [^:]*{right}[^:]* on host 1"
+            self.assertRegex(told, shown)
 
     def test_exchanges_are_checked_before_anything_starts(self):
         make: Any = tfcdo.MultiWorkerMirroredStrategy

@@ -3,32 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import pathlib
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any, ClassVar
 from unittest import mock
 
 import keras
 import tensorflow as tf
 import testing_utils as tu
-import tracing_testing
 from absl.testing import absltest, parameterized
 from cli_testing import run_tfcdo
 
 import tfcdo
-from tfcdo import log
-from tfcdo.execute.interpreter import Planned
+from tfcdo import log, tf_internals
+from tfcdo.execute.interpreter import Planned, recently_planned
 from tfcdo.keras import callbacks
+from tfcdo.plan import copy_tree
 from tfcdo.plan.plan import Plan
 from tfcdo.tracing import edges, recording
 from tfcdo.tracing.edges import Event
 
 _STEPS = 3
 _DEVICES = 3
+
+
+def step_on(ops: Any, devices: Sequence[int]) -> Any:
+    """Returns a function that computes on each of some devices, and all-reduces that."""
+    values = tu.per_replica(
+        [tf.ones([60_000])] * len(devices), [tu.device_name(device) for device in devices]
+    )
+
+    @tf.function
+    def step() -> Any:
+        with tf.name_scope("computation"):
+            factors = []
+            for value in values.values:
+                with tf.device(value.device):
+                    factors.append(tf.math.sin(value))
+        own = tf_internals.per_replica(factors)
+        return ops.reduce(tu.SUM, own, own).values
+
+    return step
 
 
 class TraceTest(tf.test.TestCase):
@@ -40,7 +61,7 @@ class TraceTest(tf.test.TestCase):
         super().setUpClass()
         # Two packs, whose trees have 0 and 1 as roots and two edges each.
         ops = tfcdo.HierarchicalCopyAllReduce(num_packs=2)
-        step = tracing_testing.step_on(ops, range(_DEVICES))
+        step = step_on(ops, range(_DEVICES))
         step()
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "out.json"
@@ -104,6 +125,60 @@ class TraceTest(tf.test.TestCase):
         self.assertEqual(self.content["otherData"]["summary"], str(self.traced.summary))
         ops = {one["name"] for one in bars if one["pid"] == 1}
         self.assertTrue(any(name.startswith("computation/") for name in ops))
+
+
+class OtherPlansTest(tf.test.TestCase):
+    """Of several plans with one scope, the one that ran is shown."""
+
+    def trace_of(self, devices: Sequence[int], *, between: Any) -> Any:
+        """Records a step on some devices, after something else was done."""
+        ops = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
+        step = step_on(ops, devices)
+        step()
+        between()
+        profiler = recording.Profiler()
+        profiler.start()
+        step()
+        step()
+        return profiler.stop()
+
+    def check(self, found: Any, devices: Sequence[int]) -> None:
+        (runs,) = found.runs_of_step().values()
+        plan: Any = edges.plan_of(runs, found.planned)
+        self.assertEqual(tuple(map(tu.device_name, devices)), plan.devices)
+        copies = {run.way for run in runs if run.kind == edges.REDUCE}
+        self.assertEqual({"1→0", "2→1"}, copies)
+        lanes = {run.lane for run in found.planned_runs(runs)}
+        self.assertContainsSubset(copies, lanes)
+
+    def test_the_same_devices_in_another_order(self):
+        for devices, other in (((0, 1, 2), (2, 0, 1)), ((1, 0, 2), (1, 2, 0))):
+            star = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
+            found = self.trace_of(devices, between=step_on(star, other))
+            self.check(found, devices)
+
+    def test_explaining_is_no_plan(self):
+        ops = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
+        before = recently_planned()
+        told = ops.explain([(60_000,)], devices=tu.device_names(3)[::-1])
+        self.assertEqual(before, recently_planned())
+        self.assertLen(told.packs, 1)
+        devices = (0, 1, 2)
+        explain = functools.partial(ops.explain, [(60_000,)], devices=tu.device_names(3)[::-1])
+        self.check(self.trace_of(devices, between=explain), devices)
+
+    def test_two_orders_in_one_profile(self):
+        star = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
+        steps = [step_on(star, order) for order in ((0, 1, 2), (2, 0, 1))]
+        for step in steps:
+            step()
+        profiler = recording.Profiler()
+        profiler.start()
+        for step in steps:
+            step()
+        runs = profiler.stop().runs
+        copies = [run.way for run in runs if run.kind == edges.REDUCE]
+        self.assertCountEqual(["1→0", "2→1"] * 2, copies)
 
 
 class WireTest(tf.test.TestCase):
