@@ -134,7 +134,8 @@ def draw_case(seed: int) -> Case:
         outputs=one_of(1, 1, 2),
         masked=masked,
         epochs=one_of(1, 1, 2),
-        dropout=one_of(0.0, 0.0, 0.3),
+        # A step in which replicas meet is not compiled, and XLA draws other numbers.
+        dropout=one_of(0.0, 0.0, 0.3) * (not jit),
         normalization=one_of("", "", "synchronized", "by_strategy", "layer"),
         regularized=chance(0.3),
         scaled=chance(0.2),

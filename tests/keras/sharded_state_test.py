@@ -20,6 +20,7 @@ from keras_training import (
     TrainingTestCase,
     dense_data,
     dense_layers,
+    fitted,
     model_of,
     strategy_of,
     train_eagerly,
@@ -27,6 +28,7 @@ from keras_training import (
 )
 
 import tfcdo
+from tfcdo.keras import BackupAndRestore
 
 sharded = functools.partial(trained_eagerly, shard_optimizer_state=True)
 
@@ -247,6 +249,14 @@ class CheckpointTest(TrainingTestCase):
             model.optimizer.build(model.trainable_variables)
             restore.assert_existing_objects_matched()
         self._assert_goes_on(model, strategy)
+
+    def test_backup(self):
+        folder = self._path("backup")
+        expected = fitted(1, adam, epochs=2)
+        again = BackupAndRestore(folder, delete_checkpoint=False)
+        fitted(3, adam, 1, [again], shard_optimizer_state=True)
+        model = fitted(2, adam, 2, [BackupAndRestore(folder)], shard_optimizer_state=True)
+        self.assert_same_training(expected, model, 2e-5)
 
 
 if __name__ == "__main__":
