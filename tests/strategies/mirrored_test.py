@@ -398,7 +398,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         for call in (tfcdo.MultiWorkerMirroredStrategy, tfcdo.is_chief):
             with (
                 mock.patch.dict(os.environ, {"TF_CONFIG": "{'cluster'"}),
-                self.assertRaisesRegex(ValueError, "TF_CONFIG must be JSON; got"),
+                self.assertRaisesRegex(ValueError, "TF_CONFIG must be JSON with 'cluster'"),
             ):
                 call()
 
