@@ -190,6 +190,11 @@ def nodes_of(dataset: tf.data.Dataset) -> list[Any]:
     return nodes
 
 
+def components(value: Any) -> tuple[Any, ...]:
+    """Returns a value's component on each device; the value itself if it is not distributed."""
+    return value.values if isinstance(value, DistributedValues) else (value,)
+
+
 def per_replica(values: Sequence[Any]) -> Any:
     """Wraps one value per replica as `MirroredStrategy` does for values that may differ."""
     return _values.PerReplica(tuple(values))

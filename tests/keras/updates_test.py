@@ -34,7 +34,7 @@ from keras_training import (
 )
 
 import tfcdo
-from tfcdo import keras_internals
+from tfcdo import keras_internals, tf_internals
 from tfcdo.training import step, updates
 
 OPTIONS: dict[str, Make] = {
@@ -324,10 +324,10 @@ class OwnLoopTest(TrainingTestCase):
             grads = [step.on_each(devices, tf.identity, [grad] * count) if count > 1 else grad]
             with strategy.scope():
                 [unified] = updates.unified(strategy, grads, [variable])
-            for part, device in zip(step.components(unified), devices, strict=True):
+            for part, device in zip(tf_internals.components(unified), devices, strict=True):
                 self.assertEqual(part.shape, [4, 2])
                 self.assertEndsWith(part.device, device)
-            return step.components(unified)
+            return tf_internals.components(unified)
 
         placed.get_concrete_function()
 

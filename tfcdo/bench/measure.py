@@ -205,10 +205,7 @@ def all_reduce(reduce: Reduce | None, values_by_device: ValuesByDevice) -> Value
         return values_by_device
     values = zip(*values_by_device, strict=True)
     reduced = reduce([tf_internals.per_replica(value) for value in values])
-    components = [
-        result.values if isinstance(result, tf_internals.DistributedValues) else (result,)
-        for result in reduced
-    ]
+    components = map(tf_internals.components, reduced)
     return [list(device_results) for device_results in zip(*components, strict=True)]
 
 

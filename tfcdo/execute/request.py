@@ -148,8 +148,7 @@ def check_lone_pair(value: Any, destinations: Any, by_strategy: bool = False) ->
 
 def _is_variable(value: Any) -> bool:
     """Returns whether a value is a variable, or one a replica."""
-    components = value.values if isinstance(value, tf_internals.DistributedValues) else (value,)
-    return any(tf_internals.is_variable(component) for component in components)
+    return any(map(tf_internals.is_variable, tf_internals.components(value)))
 
 
 def check_gather(value: Any, destinations: Any, axis: Any) -> Reduction:

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcdo import keras_internals
+from tfcdo import keras_internals, tf_internals
 from tfcdo.cluster import session
 from tfcdo.exchange.diloco import DiLoCo
 from tfcdo.plan.packing import deal_owners
@@ -153,7 +153,7 @@ class OuterState(tf.Module):
             total = extended.reduce_to(SUM, counts, counts)
         with tf.device(devices[0]):
             # A host counts by its examples, so that each example counts the same.
-            of_all = step.components(total)[0]
+            of_all = tf_internals.components(total)[0]
             share = tf.math.divide_no_nan(*(tf.cast(n, tf.float64) for n in (examples, of_all)))
             own = [_components(one)[0].read_value() for one in trained]
             changes = [
@@ -163,7 +163,7 @@ class OuterState(tf.Module):
         differences = [step.of_host(change, devices) for change in changes]
         with step.during(host_alone=False):
             means = extended.sum_gradients(differences, [one.path for one in trained])
-        return [step.components(mean)[0] for mean in means], own
+        return [tf_internals.components(mean)[0] for mean in means], own
 
     def _nothing(self, fragment: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Returns empty values in place of the results of `_meet`."""
@@ -288,7 +288,7 @@ def _agree(optimizer: Any) -> None:
 
 def _components(variable: Any) -> tuple[Any, ...]:
     """Returns a Keras variable's components on the devices of this host."""
-    return step.components(keras_internals.value_of(variable))
+    return tf_internals.components(keras_internals.value_of(variable))
 
 
 def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:

@@ -67,7 +67,7 @@ class ReducesStructures:
         """
         held: dict[str, int] = {}
         for variable in optimizer.variables if optimizer.built else ():
-            for component in step.components(keras_internals.value_of(variable)):
+            for component in tf_internals.components(keras_internals.value_of(variable)):
                 num_bytes = component.shape.num_elements() * component.dtype.size
                 held[component.device] = held.get(component.device, 0) + num_bytes
         return dict(sorted(held.items()))
@@ -114,7 +114,7 @@ class ReducesStructures:
 
 
 def _is_scalar(value: Any) -> bool:
-    component = step.components(value)[0]
+    component = tf_internals.components(value)[0]
     shape = getattr(component, "shape", None)
     return isinstance(component, (int, float, complex)) or (
         shape is not None and tf.TensorShape(shape).rank == 0
@@ -244,13 +244,13 @@ class ReplicaExtended:
 
         value = step.on_each(devices, in_its_place, range(first, first + len(own)), own)
         of_all = self.reduce_to("SUM", value, value)  # type: ignore[attr-defined]
-        return list(tf.unstack(step.components(of_all)[0], replicas))
+        return list(tf.unstack(tf_internals.components(of_all)[0], replicas))
 
     def _batch(self, value: Any) -> tuple[Any, ...] | None:
         """Returns the replicas' components of a value if these are rows; else None."""
         distributed = isinstance(value, tf_internals.DistributedValues)
         alone = len(self.worker_devices) == 1  # type: ignore[attr-defined]
-        components = step.components(value)
+        components = tf_internals.components(value)
         if not distributed and not alone:
             return None
         if any(not tf.is_tensor(one) or tf_internals.is_variable(one) for one in components):

@@ -113,7 +113,7 @@ def update(
 
 def _in_dtype(grad: Any, dtype: tf.DType) -> Any:
     """Returns a gradient in the dtype of its variable, which is sent back in its place."""
-    parts = step.components(grad)
+    parts = tf_internals.components(grad)
     if all(part.dtype == dtype for part in parts):
         return grad
     return step.on_each([part.device for part in parts], lambda part: tf.cast(part, dtype), parts)

@@ -197,11 +197,6 @@ def is_ours(strategy: Any) -> bool:
     return bool(getattr(strategy.extended, "sums_once", False))
 
 
-def components(value: Any) -> tuple[Any, ...]:
-    """Returns a value's component on each device; the value itself if it is not distributed."""
-    return value.values if isinstance(value, tf_internals.DistributedValues) else (value,)
-
-
 def on_each(devices: Sequence[str], function: Callable[..., Any], *values: Sequence[Any]) -> Any:
     """Calls a function with each replica's component of some values, on that replica's device."""
     return tf_internals.per_replica(numerics.on_each(devices, function, *values))
@@ -221,6 +216,6 @@ def summed(value: tf.Tensor) -> tf.Tensor:
 
 def assign(variable: Any, values: Sequence[Any]) -> None:
     """Gives each component of a variable a value, on its device."""
-    for component, value in zip(components(variable), values, strict=True):
+    for component, value in zip(tf_internals.components(variable), values, strict=True):
         with tf.device(component.device):
             component.assign(tf.cast(value, component.dtype))

@@ -105,11 +105,13 @@ def _largest(
         return {}
     on_each = functools.partial(step.on_each, strategy.extended.worker_devices)
     rows = [
-        on_each(lambda grad: tf.convert_to_tensor(grad)[None], step.components(grads[i]))
+        on_each(lambda grad: tf.convert_to_tensor(grad)[None], tf_internals.components(grads[i]))
         for i in at
     ]
     of_all = strategy.extended.batch_gather(rows, 0)
-    largest = (on_each(lambda some: tf.reduce_max(some, 0), step.components(one)) for one in of_all)
+    largest = (
+        on_each(lambda some: tf.reduce_max(some, 0), tf_internals.components(one)) for one in of_all
+    )
     return dict(zip(at, largest, strict=True))
 
 
@@ -127,7 +129,7 @@ def unified(
 def _shaped(grad: Any, shape: tf.TensorShape, devices: Sequence[str]) -> Any:
     # Where a layer has reshaped its inputs, as Dense does with three axes, TensorFlow does not know
     # the shape of its kernel's gradient while it traces. Values of unknown sizes are not packed.
-    parts = step.components(grad)
+    parts = tf_internals.components(grad)
     if all(not isinstance(part, tf.Tensor) or part.shape.is_fully_defined() for part in parts):
         return grad
     return step.on_each(devices, functools.partial(tf.ensure_shape, shape=shape), parts)
@@ -228,7 +230,7 @@ def alone(strategy: tf.distribute.Strategy, function: Any, grads: Sequence[Any])
 
 def _last_of(grads: Sequence[Any]) -> list[tf.Tensor]:
     """Returns the tensors of the last gradient; a step that fails in its forward pass has none."""
-    last = next((step.components(one) for one in reversed(grads) if one is not None), ())
+    last = next((tf_internals.components(one) for one in reversed(grads) if one is not None), ())
     return list(tf.nest.flatten(last, expand_composites=True))
 
 
