@@ -22,7 +22,7 @@ from bench_testing import (
 )
 from cli_testing import run_tfcdo
 
-from tfcdo.bench import devices, hosts, measure, results, workloads
+from tfcdo.bench import devices, measure, results, updates, workloads
 from tfcdo.bench.devices import choose_devices
 
 
@@ -177,11 +177,11 @@ class UpdatesTest(tf.test.TestCase):
     def setUp(self):
         super().setUp()
         # Halves for two devices.
-        self.enter_context(mock.patch.object(hosts, "_SHAPES", ((40, 50), (2000,))))
+        self.enter_context(mock.patch.object(updates, "_SHAPES", ((40, 50), (2000,))))
 
     def test_steps_take_turns(self):
         with mock.patch.object(results, "take_turns", wraps=results.take_turns) as take_turns:
-            found = hosts.run_updates("adam", devices.choose_devices(2), iterations=2, warmup=1)
+            found = updates.run("adam", devices.choose_devices(2), iterations=2, warmup=1)
         self.assertEqual(list(take_turns.call_args.args[0]), [*_STRATEGIES])
         self.assertEqual([one.name for one in found], [*_STRATEGIES])
         self.assertEqual([one.kind for one in found], ["tf", "tfcdo", "tfcdo"])

@@ -1,4 +1,4 @@
-"""Measures TensorFlow's and tfcdo's strategies in turn: on processes of this host, and in this one.
+"""Trains on several processes of this host, under TensorFlow's strategy and tfcdo's in turn.
 
 Run as a module, it is one of the processes: it trains under each of the strategies.
 """
@@ -26,7 +26,6 @@ import tensorflow as tf
 import tfcdo
 from tfcdo import tf_internals
 from tfcdo.bench import results, worker_pool
-from tfcdo.bench.devices import ChosenDevices
 from tfcdo.bench.results import ALONE
 from tfcdo.launch import cluster
 
@@ -42,13 +41,6 @@ _QUEUE_SECONDS = 0.4
 _MIN_BURST = 256 * 1024
 _TICK = 0.004
 
-# A convolutional and fully connected mixture of large and small variables: 69 MB in float32.
-_SHAPES = (
-    *[(1024, 1024)] * 12,
-    *[(1024,)] * 12,
-    *[(3, 3, 256, 256)] * 8,
-    *[(256,)] * 40,
-)
 _SEED = 7
 _LEARNING_RATE = 0.01
 _IMAGE = (32, 32, 3)
@@ -308,78 +300,6 @@ class _Trainings:
         start = time.perf_counter()
         self._steps[name]()
         return time.perf_counter() - start
-
-
-def run_updates(
-    optimizer: str,
-    devices: ChosenDevices,
-    iterations: int,
-    warmup: int,
-    track: results.Track = results.silently,
-) -> list[results.Measurement]:
-    """Takes steps under each strategy, in turn."""
-    names = list(devices.names)
-    strategies = {
-        "tf.distribute.MirroredStrategy": tf.distribute.MirroredStrategy(names),
-        "tfcdo.MirroredStrategy": tfcdo.MirroredStrategy(names),
-        "shard_optimizer_state=True": tfcdo.MirroredStrategy(names, shard_optimizer_state=True),
-    }
-    updates, first = {}, {}
-    for name in track(list(strategies), description="first steps"):
-        updates[name] = _Updates(strategies[name], optimizer, devices)
-        first[name] = updates[name].step()
-    steps = {name: one.step for name, one in updates.items()}
-    taken = results.take_turns(steps, iterations, warmup, track)
-    return [
-        results.Measurement(
-            name,
-            results.TENSORFLOW if name.startswith("tf.") else results.OURS,
-            len(names),
-            *results.median_and_spread(taken[name]),
-            workload=optimizer,
-            size=4 * sum(map(math.prod, _SHAPES)),
-            first_call=first[name],
-            state_bytes=one.state_bytes(),
-        )
-        for name, one in updates.items()
-    ]
-
-
-class _Updates:
-    """Variables, an optimizer, and the step that reduces gradients and updates."""
-
-    def __init__(self, strategy: tf.distribute.Strategy, name: str, devices: ChosenDevices) -> None:
-        self._strategy, self._devices = strategy, devices
-        generator = np.random.default_rng(_SEED)
-        with self._strategy.scope():
-            self._variables = [
-                keras.Variable(generator.normal(0, 0.01, shape).astype(np.float32))
-                for shape in _SHAPES
-            ]
-            self._optimizer = keras.optimizers.get(name)
-            self._optimizer.build(self._variables)
-        self._function = tf.function(lambda: self._strategy.run(self._on_replica))
-
-    def _on_replica(self) -> None:
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        rank = tf.cast(replica, tf.float32)
-        gradients = [one.value * 0.001 * (1.0 + rank) + 0.01 for one in self._variables]
-        self._optimizer.apply(gradients, self._variables)
-
-    def step(self) -> float:
-        """Reduces and updates; returns the seconds."""
-        start = time.perf_counter()
-        self._function()
-        self._devices.wait()
-        return time.perf_counter() - start
-
-    def state_bytes(self) -> int:
-        """Returns the bytes of the optimizer's state on all devices."""
-        return sum(
-            component.shape.num_elements() * component.dtype.size
-            for one in self._optimizer.variables
-            for component in getattr(one.value, "values", (one.value,))
-        )
 
 
 if __name__ == "__main__":

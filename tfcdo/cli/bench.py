@@ -110,10 +110,10 @@ def bench(
     devices = options.start_tensorflow(num_devices)
     console.print(f"{devices.description}, TensorFlow {bench_devices.tensorflow_version()}")
     if optimizer:
-        from tfcdo.bench import hosts
+        from tfcdo.bench import updates
 
         with options.progress() as track:
-            found = hosts.run_updates(optimizer, devices, iterations, warmup, track)
+            found = updates.run(optimizer, devices, iterations, warmup, track)
         size = format_bytes(found[0].size)
         _show(f"{num_devices} devices, all-reduce and {optimizer} update of {size}", found, console)
         console.print("State: the optimizer's, on all devices together.")

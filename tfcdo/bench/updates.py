@@ -1,0 +1,96 @@
+"""Times all-reduce plus update under TensorFlow's strategy and tfcdo's, which take turns."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfcdo
+from tfcdo import tf_internals
+from tfcdo.bench import results
+from tfcdo.bench.devices import ChosenDevices
+
+# A convolutional and fully connected mixture of large and small variables: 69 MB in float32.
+_SHAPES = (
+    *[(1024, 1024)] * 12,
+    *[(1024,)] * 12,
+    *[(3, 3, 256, 256)] * 8,
+    *[(256,)] * 40,
+)
+_SEED = 7
+
+
+def run(
+    optimizer: str,
+    devices: ChosenDevices,
+    iterations: int,
+    warmup: int,
+    track: results.Track = results.silently,
+) -> list[results.Measurement]:
+    """Takes steps under each strategy, in turn."""
+    names = list(devices.names)
+    strategies = {
+        "tf.distribute.MirroredStrategy": tf.distribute.MirroredStrategy(names),
+        "tfcdo.MirroredStrategy": tfcdo.MirroredStrategy(names),
+        "shard_optimizer_state=True": tfcdo.MirroredStrategy(names, shard_optimizer_state=True),
+    }
+    updates, first = {}, {}
+    for name in track(list(strategies), description="first steps"):
+        updates[name] = _Updates(strategies[name], optimizer, devices)
+        first[name] = updates[name].step()
+    steps = {name: one.step for name, one in updates.items()}
+    taken = results.take_turns(steps, iterations, warmup, track)
+    return [
+        results.Measurement(
+            name,
+            results.TENSORFLOW if name.startswith("tf.") else results.OURS,
+            len(names),
+            *results.median_and_spread(taken[name]),
+            workload=optimizer,
+            size=4 * sum(map(math.prod, _SHAPES)),
+            first_call=first[name],
+            state_bytes=one.state_bytes(),
+        )
+        for name, one in updates.items()
+    ]
+
+
+class _Updates:
+    """Variables, an optimizer, and the step that reduces gradients and updates."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, name: str, devices: ChosenDevices) -> None:
+        self._strategy, self._devices = strategy, devices
+        generator = np.random.default_rng(_SEED)
+        with self._strategy.scope():
+            self._variables = [
+                keras.Variable(generator.normal(0, 0.01, shape).astype(np.float32))
+                for shape in _SHAPES
+            ]
+            self._optimizer = keras.optimizers.get(name)
+            self._optimizer.build(self._variables)
+        self._function = tf.function(lambda: self._strategy.run(self._on_replica))
+
+    def _on_replica(self) -> None:
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        rank = tf.cast(replica, tf.float32)
+        gradients = [one.value * 0.001 * (1.0 + rank) + 0.01 for one in self._variables]
+        self._optimizer.apply(gradients, self._variables)
+
+    def step(self) -> float:
+        """Reduces and updates; returns the seconds."""
+        start = time.perf_counter()
+        self._function()
+        self._devices.wait()
+        return time.perf_counter() - start
+
+    def state_bytes(self) -> int:
+        """Returns the bytes of the optimizer's state on all devices."""
+        return sum(
+            component.shape.num_elements() * component.dtype.size
+            for one in self._optimizer.variables
+            for component in tf_internals.components(one.value)
+        )
