@@ -83,9 +83,9 @@ class Watch:
 
     def host_delays(self) -> tuple[HostDelay, ...]:
         """Compares the waits of all hosts in the last steps; empty if one has told none."""
-        hosts = [self._status_of(host).waits for host in range(len(self._cluster.tasks))]
+        hosts = {host: self._status_of(host).waits for host in self._cluster.others}
         hosts[self._cluster.index] = measure(self._used(self._clock()))
-        return compare(hosts)
+        return compare([hosts[host] for host in sorted(hosts)])
 
     def write_box(self, reason: str) -> None:
         """Writes the last collectives to a file; an error that follows from it writes no other."""

@@ -196,10 +196,11 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _on_batch(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns the metrics of the batch, where Keras returns the mean of the replicas' metrics."""
-    call = inspect.signature(own).bind(model, *args, **kwargs)
     strategy = model.distribute_strategy
-    if not step.is_ours(strategy) or strategy.extended.outer is not None:
-        return own(*call.args, **call.kwargs)
+    several = step.is_ours(strategy) and strategy.num_replicas_in_sync > 1
+    if not several or strategy.extended.outer is not None:
+        return own(model, *args, **kwargs)
+    call = inspect.signature(own).bind(model, *args, **kwargs)
     as_dict = call.arguments.get("return_dict", False)
     call.arguments["return_dict"] = True
     logs = own(*call.args, **call.kwargs)
