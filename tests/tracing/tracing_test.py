@@ -26,8 +26,8 @@ from tfcdo.execute.interpreter import Planned, recently_planned
 from tfcdo.keras import callbacks
 from tfcdo.plan import copy_tree
 from tfcdo.plan.plan import Plan
-from tfcdo.tracing import edges, recording
-from tfcdo.tracing.edges import Event
+from tfcdo.tracing import profile, recording
+from tfcdo.tracing.profile import Event
 
 _STEPS = 3
 _DEVICES = 3
@@ -73,14 +73,14 @@ class TraceTest(tf.test.TestCase):
     def test_every_copy_and_addition_is_found_in_every_step(self):
         runs = self.traced.recording.runs
         ran = [(run.pack, run.kind, run.sources, run.target) for run in runs]
-        trees = {run.pack: run.target for run in runs if run.kind == edges.ADD}
+        trees = {run.pack: run.target for run in runs if run.kind == profile.ADD}
         self.assertLen(trees, 2)
         wanted = []
         for pack, root in trees.items():
             children = tuple(sorted({0, 1, 2} - {root}))
-            wanted.append((pack, edges.ADD, children, root))
-            wanted += [(pack, edges.REDUCE, (child,), root) for child in children]
-            wanted += [(pack, edges.BROADCAST, (root,), child) for child in children]
+            wanted.append((pack, profile.ADD, children, root))
+            wanted += [(pack, profile.REDUCE, (child,), root) for child in children]
+            wanted += [(pack, profile.BROADCAST, (root,), child) for child in children]
         self.assertCountEqual(ran, wanted * _STEPS)
         for run in runs:
             self.assertGreaterEqual(run.seconds, 0.0)
@@ -89,11 +89,11 @@ class TraceTest(tf.test.TestCase):
         (by_scope,) = self.traced.recording.runs_of_step().values()
         for pack in (0, 1):
             of_pack = [run for run in by_scope if run.pack == pack]
-            (added,) = [run for run in of_pack if run.kind == edges.ADD]
+            (added,) = [run for run in of_pack if run.kind == profile.ADD]
             for run in of_pack:
-                if run.kind == edges.REDUCE:
+                if run.kind == profile.REDUCE:
                     self.assertLessEqual(run.start, added.start)
-                if run.kind == edges.BROADCAST:
+                if run.kind == profile.BROADCAST:
                     self.assertGreaterEqual(run.start, added.end)
 
     def test_the_summary(self):
@@ -144,9 +144,9 @@ class OtherPlansTest(tf.test.TestCase):
 
     def check(self, found: Any, devices: Sequence[int]) -> None:
         (runs,) = found.runs_of_step().values()
-        plan: Any = edges.plan_of(runs, found.planned)
+        plan: Any = profile.plan_of(runs, found.planned)
         self.assertEqual(tuple(map(tu.device_name, devices)), plan.devices)
-        copies = {run.way for run in runs if run.kind == edges.REDUCE}
+        copies = {run.way for run in runs if run.kind == profile.REDUCE}
         self.assertEqual({"1→0", "2→1"}, copies)
         lanes = {run.lane for run in found.planned_runs(runs)}
         self.assertContainsSubset(copies, lanes)
@@ -177,7 +177,7 @@ class OtherPlansTest(tf.test.TestCase):
         for step in steps:
             step()
         runs = profiler.stop().runs
-        copies = [run.way for run in runs if run.kind == edges.REDUCE]
+        copies = [run.way for run in runs if run.kind == profile.REDUCE]
         self.assertCountEqual(["1→0", "2→1"] * 2, copies)
 
 
@@ -194,9 +194,9 @@ class WireTest(tf.test.TestCase):
         self.assertCountEqual(
             [(run.kind, run.sources, run.target) for run in runs],
             [
-                *[(edges.REDUCE, (child,), 1) for child in (0, 2)],
-                (edges.ADD, (0, 2), 1),
-                *[(edges.BROADCAST, (1,), child) for child in (0, 2)],
+                *[(profile.REDUCE, (child,), 1) for child in (0, 2)],
+                (profile.ADD, (0, 2), 1),
+                *[(profile.BROADCAST, (1,), child) for child in (0, 2)],
             ],
         )
 
@@ -242,7 +242,7 @@ class ProfileTest(absltest.TestCase):
             _op("x/_2", 7, 7, "_Recv Done"),
             _op("z", 0, 8),
         ]
-        joined = [(one.name, one.op, one.start, one.end) for one in edges._joined(halves)]
+        joined = [(one.name, one.op, one.start, one.end) for one in profile._joined(halves)]
         self.assertCountEqual(
             joined, [("x/_2", "_Recv", 1, 4), ("x/_2", "_Recv", 2, 7), ("z", "Add", 0, 8)]
         )
@@ -261,7 +261,7 @@ class SummaryTest(absltest.TestCase):
             _op("f/tfcdo_1/pack2/reduce/0and2to1_1", 12, 14, "AddN"),
             _op(call, 30, 31, ""), _op("b", 30, 31),
         ]  # fmt: skip
-        found = recording.summarize(events, edges.find(events, []))
+        found = recording.summarize(events, profile.find(events, []))
         self.assertEqual(found.num_steps, 2)
         self.assertEqual((found.step, found.all_reduce, found.exposed), (15.0, 3.0, 2.5))
         self.assertIn(found.slowest, ("tfcdo/pack0 add 1→0", "tfcdo_1/pack2 add 0, 2→1"))
@@ -300,12 +300,12 @@ class SummaryTest(absltest.TestCase):
         devices = tuple(map(cpu, range(3)))
         plan = Planned("f/tfcdo", devices, Plan(("CPU:0",) * 3, 3, 1, (), ()))
         self.assertEqual(
-            edges.find(events, [plan]),
+            profile.find(events, [plan]),
             [
-                edges.EdgeRun("tfcdo", 4, edges.REDUCE, (2,), 0, 3.0, 5.0),
-                edges.EdgeRun("tfcdo", 4, edges.REDUCE, (2,), 0, 6.0, 9.0),
+                profile.EdgeRun("tfcdo", 4, profile.REDUCE, (2,), 0, 3.0, 5.0),
+                profile.EdgeRun("tfcdo", 4, profile.REDUCE, (2,), 0, 6.0, 9.0),
                 # Where TensorFlow leaves the copy down out, the op that uses the sum receives it.
-                edges.EdgeRun("tfcdo", 4, edges.BROADCAST, (0,), 1, 9.0, 9.5),
+                profile.EdgeRun("tfcdo", 4, profile.BROADCAST, (0,), 1, 9.0, 9.5),
             ],
         )
 

@@ -21,8 +21,8 @@ from tfcdo.log import format_seconds
 from tfcdo.plan import simulator
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
-from tfcdo.tracing import edges
-from tfcdo.tracing.edges import EdgeRun, Event
+from tfcdo.tracing import profile
+from tfcdo.tracing.profile import EdgeRun, Event
 
 Interval = tuple[float, float]
 
@@ -79,7 +79,7 @@ class Summary:
 
 def steps_of(events: Sequence[Event]) -> list[Interval]:
     """Finds the calls in which all-reduces ran."""
-    ours = [event for event in events if edges.belongs_to_tfcdo(event)]
+    ours = [event for event in events if profile.belongs_to_tfcdo(event)]
     calls = _outermost((one.start, one.end) for one in events if one.name.startswith(_CALLS))
     steps = [
         (start, end)
@@ -101,7 +101,7 @@ def summarize(events: Sequence[Event], runs: Sequence[EdgeRun]) -> Summary:
     for event in events:
         if event.op in _TRANSFERS:
             continue
-        if edges.belongs_to_tfcdo(event):
+        if profile.belongs_to_tfcdo(event):
             ours.append((event.start, event.end))
         elif event.op:
             others.append((event.start, event.end))
@@ -176,7 +176,7 @@ class Recording:
     @functools.cached_property
     def runs(self) -> list[EdgeRun]:
         """Returns the copies along edges, and the additions."""
-        return edges.find(self.events, self.planned, steps_of(self.events))
+        return profile.find(self.events, self.planned, steps_of(self.events))
 
     @functools.cached_property
     def summary(self) -> Summary:
@@ -202,7 +202,7 @@ class Recording:
 
     def planned_runs(self, runs: Sequence[EdgeRun]) -> list[EdgeRun]:
         """Simulates the plan of the all-reduce that some edges are of, from 0 on."""
-        planned = edges.plan_of(runs, self.planned)
+        planned = profile.plan_of(runs, self.planned)
         if planned is None or not planned.plan.has_known_times:
             return []
         machine = self.topology or detect(planned.devices)
@@ -241,7 +241,7 @@ class Profiler:
         folder, self._folder = self._folder, None
         with folder as path:
             tf.profiler.experimental.stop()
-            return Recording(edges.read(pathlib.Path(path)), recently_planned(), self._topology)
+            return Recording(profile.read(pathlib.Path(path)), recently_planned(), self._topology)
 
 
 def write(recording: Recording, path: pathlib.Path) -> None:
