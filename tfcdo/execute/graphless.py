@@ -23,23 +23,39 @@ _GROUP_KEYS = {"CPU": 7_001_000, "GPU": 7_002_000}
 _ALL_DEVICES_KEYS = {"CPU": 7_003_000, "GPU": 7_004_000}
 _lock = threading.Lock()
 
-# The gradient is registered already if this module is reloaded.
-with contextlib.suppress(KeyError):
-    tf.RegisterGradient("TfcdoGradientOf")(lambda op, upstream, _: (None, upstream))
+
+class Gradient:
+    """The gradient of one tensor, by a function that is registered once, for all graphs."""
+
+    def __init__(self, name: str, function: Callable[..., tf.Tensor]) -> None:
+        # Maps the result's gradient, and all inputs but the result, to the tensor's gradient.
+        self._name, self._function = name, function
+        with contextlib.suppress(KeyError):  # It is registered already if a module is reloaded.
+            tf.RegisterGradient(name)(self._of_op)
+
+    def of(self, result: tf.Tensor, tensor: tf.Tensor, *others: tf.Tensor) -> tf.Tensor:
+        """Returns the value of `result`, whose gradient reaches `tensor` by the function."""
+        if tf.executing_eagerly():
+            passed = tf.identity(result)
+        else:
+            graph = tf.compat.v1.get_default_graph()
+            with graph.gradient_override_map({"IdentityN": self._name}):
+                passed, *_ = tf.raw_ops.IdentityN(input=[result, tensor, *others])
+        tf_internals.record_operation(
+            self._name,
+            [passed],
+            [tensor],
+            lambda upstream: [self._function(upstream, tensor, *others)],
+        )
+        return passed
+
+    def _of_op(self, op: tf.Operation, upstream: tf.Tensor, *_: Any) -> list[tf.Tensor | None]:
+        _, tensor, *others = op.inputs
+        return [None, self._function(upstream, tensor, *others), *[None] * len(others)]
 
 
-def with_gradient_of(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the value of `result`, which hands the gradient that comes to it on to `tensor`."""
-    if tf.executing_eagerly():
-        passed = tf.identity(result)
-    else:
-        graph = tf.compat.v1.get_default_graph()
-        with graph.gradient_override_map({"IdentityN": "TfcdoGradientOf"}):
-            passed, _ = tf.raw_ops.IdentityN(input=[result, tensor])
-    tf_internals.record_operation(
-        "TfcdoGradientOf", [passed], [tensor], lambda upstream: [upstream]
-    )
-    return passed
+# Hands the gradient that comes to a result on to a tensor.
+with_gradient_of = Gradient("TfcdoGradientOf", lambda upstream, _: upstream).of
 
 
 class JointGradient:

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import keras_internals
+from tfcdo.execute import graphless
 from tfcdo.training import step
 
 Function = Callable[..., Any]
@@ -87,6 +88,7 @@ def _masked(own: Function, sample_weight: Any, mask: Any, dtype: Any, reduction:
     return weighted * scaled
 
 
+@tf.autograph.experimental.do_not_convert
 def global_batch(values: Any) -> Any:
     """Returns the rows of all replicas, in the order of the batch.
 
@@ -122,33 +124,25 @@ def _gathered(here: step.ReplicaStep, value: Any) -> tf.Tensor:
     value = tf.convert_to_tensor(value)
     if here.can_be_empty:  # A stand-in is not sent.
         value = here.without_stand_in(value)
-    if value.dtype.is_floating:
-        return _with_gradient(here, value)
-    return _of_all(value)
+    if here.is_even and value.shape[0] == here.rows:
+        [total], before = _of_all([value]), tf.constant(here.before)
+    else:
+        total, counts = _of_all([value, tf.shape(value)[:1]])
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        before = tf.reduce_sum(counts[:replica])
+    return _OF_ALL.of(total, value, before) if value.dtype.is_floating else total
 
 
-def _of_all(value: tf.Tensor) -> tf.Tensor:
-    def gather(strategy: tf.distribute.Strategy, value: Any) -> Any:
-        return strategy.extended.batch_gather([value], 0)[0]
+def _of_all(values: list[tf.Tensor]) -> list[tf.Tensor]:
+    def gather(strategy: tf.distribute.Strategy, values: Any) -> Any:
+        return strategy.extended.batch_gather(values, 0)
 
-    gathered: tf.Tensor = tf.distribute.get_replica_context().merge_call(gather, args=(value,))
+    gathered: list[tf.Tensor] = tf.distribute.get_replica_context().merge_call(gather, [values])
     return gathered
 
 
-def _with_gradient(here: step.ReplicaStep, value: tf.Tensor) -> tf.Tensor:
-    @tf.custom_gradient
-    def gathered(value: tf.Tensor) -> Any:
-        rows = tf.shape(value)[0]
-        total = _of_all(value)
+def _own_rows(upstream: tf.Tensor, value: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
+    return step.summed(upstream)[before : before + tf.shape(value)[0]]
 
-        def gradient(upstream: Any) -> tf.Tensor:
-            summed = step.summed(tf.convert_to_tensor(upstream))
-            if isinstance(here.before, int):
-                return summed[here.before : here.before + rows]
-            per_row = rows // tf.cast(here.present_rows, tf.int32)
-            before = tf.cast(here.before, tf.int32) * per_row
-            return summed[before : before + rows]
 
-        return total, gradient
-
-    return gathered(value)
+_OF_ALL = graphless.Gradient("TfcdoOfAll", _own_rows)
