@@ -58,6 +58,16 @@ class GeneratorsTest(tf.test.TestCase, parameterized.TestCase):
         seen = _BATCH * model.get_weights()[0]
         self.assertAllClose(np.ones_like(seen), seen)
 
+    def test_only_steps_that_ran_are_counted(self):
+        """Not the one that finds no data, at the end of an epoch of unknown length."""
+        signature = (tf.TensorSpec([_BATCH, 1], tf.int64), tf.TensorSpec([_BATCH, 1]))
+        with tfcdo.MirroredStrategy(tu.device_names(2)).scope():
+            model = _mean_embedding()
+            model.compile("adam", "mse")
+        data = tf.data.Dataset.from_generator(_batches, output_signature=signature)
+        model.fit(data, epochs=3, verbose=0)
+        self.assertEqual(3 * _BATCHES, model.optimizer.iterations.numpy())
+
     @parameterized.parameters(1, 2)
     def test_a_dataset_of_keras_is_loaded_as_on_one_device(self, workers):
         loaded = []
