@@ -107,7 +107,6 @@ class OneHostTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ({"to": (3,), "nodes": 4}, 3, (3,)),  # To another device.
-        ({"to": (1,)}, 1, (1,)),
         ({"to": (0, 1, 2), "nodes": 4, "root": 3}, 3, (0, 1, 2)),  # On another device.
         ({"user": True, "root": 0}, 0, (0, 1, 2)),
         ({"user": True, "root": 3, "nodes": 4, "to": (2, 1)}, 3, (1, 2)),
@@ -181,12 +180,8 @@ class OneHostTest(parameterized.TestCase):
         """So that plans, and the keys of rounding errors in checkpoints, stay."""
         asked = batch(f32(300), ValueSpec("float64", (300,)))
         for wire, count in (("bfloat16", 2 * K), ("float16", K + 1)):
-            choices: dict[str, Any] = {
-                "algorithm": "ring",
-                "packing": PackingOptions(None),
-                "wire": Cast(wire),
-            }
-            self.assertLen(plan(asked, **choices).packs, count)
+            made = plan(asked, algorithm="ring", packing=PackingOptions(None), wire=Cast(wire))
+            self.assertLen(made.packs, count)
 
     def test_limits_are_of_the_bytes_that_are_sent(self):
         options = PackingOptions(1, bytes_per_pack=8)
@@ -222,14 +217,6 @@ class OneHostTest(parameterized.TestCase):
         decide.cache_clear()
         self.assertIsNot(first, plan(asked))
         self.assertEqual(first.fingerprint, plan(asked).fingerprint)
-        others = [
-            plan(asked, algorithm="ring"),
-            plan(asked, packing=PackingOptions(2)),
-            plan(batch(f32(3), f32(4, 2))),
-            plan(asked, wire=Cast("float16")),
-            plan(batch(f32(4, 2), f32(3), op="mean")),
-        ]
-        self.assertLen({first.fingerprint, *(other.fingerprint for other in others)}, 6)
 
 
 class HostsTest(parameterized.TestCase):
@@ -237,13 +224,12 @@ class HostsTest(parameterized.TestCase):
     CAST = Cast("bfloat16")
 
     def test_packs_in_the_order_of_the_backward_pass(self):
-        made = plan(batch(f32(20), f32(3), f32(5), hosts=2), between=BetweenHosts(64))
+        made = plan(batch(f32(20), f32(3), f32(5), hosts=2), between=self.BETWEEN)
         # The last values first, in packs of at most 64 bytes.
         self.assertEqual(contents(made), [[(2, 0, 5), (1, 0, 3), (0, 0, 6)], [(0, 6, 20)]])
         self.assertEqual([pack.root for pack in made.packs], [SUM, SUM])
-        made = plan(
-            batch(f32(20), hosts=2), between=BetweenHosts(64), packing=PackingOptions(1, 0, 0, 40)
-        )
+        own = {"between": self.BETWEEN, "packing": PackingOptions(bytes_per_pack=40)}
+        made = plan(batch(f32(20), hosts=2), **own)
         self.assertEqual([pack.size for pack in made.packs], [10, 10])
 
     def test_small_packs_are_not_encoded(self):
@@ -269,11 +255,12 @@ class HostsTest(parameterized.TestCase):
         self.assertEqual(made.spec(made.packs[0]).shapes, ((3667,),))
 
     @parameterized.parameters(
-        {"exact": True}, {"to": (1,)}, {"value": "int64"}, {"value": "float16"}, {"value": "int32"}
+        {"exact": True}, {"to": (1,)}, {"size": None}, {"value": "float16"}, {"value": "int32"}
     )
-    def test_other_values_are_not_encoded(self, value: str = "float32", **where: Any):
-        specs = ValueSpec(value, (4 * LARGE,))
-        asked = batch(specs, hosts=2, op="mean", exchange=self.CAST, **where)
+    def test_other_values_are_not_encoded(
+        self, value: str = "float32", size: int | None = 4 * LARGE, **where: Any
+    ):
+        asked = batch(ValueSpec(value, (size,)), hosts=2, op="mean", exchange=self.CAST, **where)
         made = plan(asked, between=BetweenHosts(4 << 20))
         # Even the mean of int32, which is added as float64.
         self.assertEqual({pack.root for pack in made.packs}, {RootStep(Sum(), divide=2 * K)})
@@ -281,10 +268,6 @@ class HostsTest(parameterized.TestCase):
     def test_a_mean_of_integers_of_one_replica_a_host(self):
         [pack] = plan(batch(ValueSpec("int32", (2,)), op="mean", replicas=1, hosts=2)).packs
         self.assertEqual((pack.dtype, pack.root), ("float64", RootStep(Sum(), divide=2)))
-
-    def test_sizes_that_are_not_known_are_exact(self):
-        asked = batch(ValueSpec("float32", (None,)), hosts=2, exchange=self.CAST)
-        self.assertEqual(plan(asked, between=self.BETWEEN).packs[0].root, SUM)
 
     def test_rows_and_gathers(self):
         rows = batch(ValueSpec("float32", (None, 2), rows=True), op="mean", hosts=2)
@@ -301,9 +284,8 @@ class HostsTest(parameterized.TestCase):
         self.assertEqual(content(made.packs[0])[0], (1, 0, 3))
 
     def test_auto_gives_every_device_a_share_of_the_network(self):
-        made = plan(
-            batch(f32(64), hosts=2), "shared_memory", algorithm="auto", between=BetweenHosts(64)
-        )
+        asked = batch(f32(64), hosts=2)
+        made = plan(asked, "shared_memory", algorithm="auto", between=self.BETWEEN)
         self.assertEqual({pack.tree.root for pack in made.packs if pack.tree}, {0, 1, 2})
 
 
@@ -404,33 +386,28 @@ class OwnersTest(plan_testing.PlanTestCase):
     def test_other_trees_are_rooted_again(self):
         tree = copy_tree.path((0, 1, 2, 3), 0)
         plan = decide(owned_batch(4), Options((tree,)), Machine(preset("nvswitch", 4)))
-        trees = [pack.tree for pack in plan.packs if pack.tree is not None]
-        edges = {frozenset(edge) for tree in trees for edge in tree.edges}
+        edges = {frozenset(edge) for tree in plan.trees for edge in tree.edges}
         self.assertEqual(edges, {frozenset(pair) for pair in ((0, 1), (1, 2), (2, 3))})
 
     def test_as_many_bytes_as_an_all_reduce(self):
-        machine = Machine(preset("nvswitch", 4))
-        totals = [
-            sum(decide(owned_batch(4, owned), Options("ring"), machine).bytes_by_edge().values())
-            for owned in (True, False)
-        ]
-        self.assertEqual(*totals)
+        machine = Machine(preset("shared_memory", 4))
+        owned, other = (
+            decide(owned_batch(4, is_owned), Options("ring"), machine) for is_owned in (True, False)
+        )
+        self.assertEqual(sum(owned.bytes_by_edge().values()), sum(other.bytes_by_edge().values()))
+        options = Options("auto", between=BetweenHosts(2**20))
+        owned, other = (
+            decide(owned_batch(4, is_owned, hosts=2), options, machine)
+            for is_owned in (True, False)
+        )
+        self.assertEqual(owned.bytes_between_hosts, other.bytes_between_hosts)
 
     def test_weights_are_sent_in_their_own_dtype(self):
         options = Options("one_device", wire=Cast("bfloat16"))
         plan = decide(owned_batch(2), options, Machine(preset("nvswitch", 2)))
         total = sum(plan.bytes_by_edge().values())
         cast = sum(size for size in SIZES if size != 1)
-        self.assertGreaterEqual(total, cast * (2 + 4))
-        self.assertLess(total, cast * (2 + 4) + 50)
-
-    def test_bytes_between_hosts_do_not_grow(self):
-        machine = Machine(preset("shared_memory", 4))
-        options = Options("auto", between=BetweenHosts(2**20))
-        plans = [
-            decide(owned_batch(4, owned, hosts=2), options, machine) for owned in (True, False)
-        ]
-        self.assertEqual(*(plan.bytes_between_hosts for plan in plans))
+        self.assertBetween(total, cast * (2 + 4), cast * (2 + 4) + 49)
 
     def test_nccl_does_not_sum_on_owners(self):
         machine = Machine(preset("nvswitch", 2))
