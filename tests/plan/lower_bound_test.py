@@ -72,6 +72,8 @@ def machine_of(name: str, speeds: Mapping[tuple[int, int], float]) -> Topology:
 
 
 class BoundTest(plan_testing.PlanTestCase):
+    tasks_per_search = 500
+
     @parameterized.parameters(
         ("dgx1", [0, 1, 2], 1 / 2 / 25e9),
         # Without the links via the host these would be 14/48 and 1/2.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import statistics
 from typing import Any
 
 import hypothesis
@@ -19,23 +20,21 @@ from tfcdo.plan.plan import Plan, RootStep, in_turn, plan_of_bytes
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
-MB, GB = 10**6, 10**9
+MB = 10**6
 DGX1 = preset("dgx1")
 
 
-def seconds(algorithm: str, topology: Topology, num_bytes: int, packs=None) -> float:
-    schedule = algorithms.make_plan(algorithm, topology, num_bytes, packs)
-    return simulator.simulate(schedule, topology).seconds
+def seconds_of(schedule: Plan, topology: Topology, **options: Any) -> float:
+    return simulator.simulate(schedule, topology, **options).seconds
 
 
 @st.composite
 def small_plans(draw) -> tuple[Plan, Topology]:
     """A few packs on any trees, on a small machine, some of whose links share resources."""
     devices = draw(st.integers(1, 5))
-    topology = preset(
-        draw(st.sampled_from(["pcie", "nvswitch", "dgx1", "fully_connected", "shared_memory"])),
-        devices,
-    )
+    # Not "shared_memory": where copies take no time, "at the same time" is a matter of taste.
+    names = ["pcie", "nvswitch", "dgx1", "fully_connected"]
+    topology = preset(draw(st.sampled_from(names)), devices)
     if draw(st.booleans()):
         topology = dataclasses.replace(
             topology, addition_bandwidth=2e10, serial_reduction=draw(st.booleans())
@@ -56,29 +55,25 @@ def small_plans(draw) -> tuple[Plan, Topology]:
 class ReferenceTest(parameterized.TestCase):
     # From a simulator of its own, of TensorFlow's two-level trees on a DGX-1.
     @parameterized.parameters(
-        (100 * MB, 1, 12.04e-3),
-        (100 * MB, 8, 3.06e-3),
-        (100 * MB, 16, 2.08e-3),
-        (25 * MB, 1, 3.04e-3),
-        (25 * MB, 8, 0.81e-3),
-        (25 * MB, 16, 0.58e-3),
+        (100 * MB, 1, 12.04e-3), (100 * MB, 16, 2.08e-3), (25 * MB, 8, 0.81e-3)
     )
     def test_tensorflow_trees_on_a_dgx1(self, num_bytes, num_packs, expected):
-        own = seconds("hierarchical_copy", DGX1, num_bytes, num_packs)
-        self.assertAlmostEqual(own / expected, 1, delta=0.01)
+        schedule = algorithms.make_plan("hierarchical_copy", DGX1, num_bytes, num_packs)
+        self.assertAlmostEqual(seconds_of(schedule, DGX1) / expected, 1, delta=0.01)
 
-    def test_by_hand(self):
+    @parameterized.parameters(
         # A chain of three: two ways up and two down, one after another, 10 us + 1 MB / 25 GB/s.
-        machine = preset("fully_connected", 3)
-        schedule = in_turn([MB], [chain(3)])
-        self.assertAlmostEqual(simulator.simulate(schedule, machine).seconds, 4 * 50e-6, places=12)
         # Adding twice at 10 GB/s takes 100 us each.
-        adding = dataclasses.replace(machine, addition_bandwidth=1e10)
-        self.assertAlmostEqual(simulator.simulate(schedule, adding).seconds, 400e-6, places=12)
+        (chain(3), 200e-6, 400e-6),
         # A star's root receives both at once, but adds one after another, then sends both at once.
-        star = in_turn([MB], [copy_tree.star(3)])
-        self.assertAlmostEqual(simulator.simulate(star, machine).seconds, 100e-6, places=12)
-        self.assertAlmostEqual(simulator.simulate(star, adding).seconds, 300e-6, places=12)
+        (copy_tree.star(3), 100e-6, 300e-6),
+    )
+    def test_by_hand(self, tree, free, adding):
+        machine = preset("fully_connected", 3)
+        schedule = in_turn([MB], [tree])
+        self.assertAlmostEqual(seconds_of(schedule, machine), free, places=12)
+        slow = dataclasses.replace(machine, addition_bandwidth=1e10)
+        self.assertAlmostEqual(seconds_of(schedule, slow), adding, places=12)
 
 
 def plain_simulation(schedule: Plan, topology: Topology) -> float:
@@ -102,7 +97,8 @@ def plain_simulation(schedule: Plan, topology: Topology) -> float:
             last = next(reversed(tasks))
             if topology.addition_bandwidth < math.inf:
                 adder = {"adder" if topology.serial_reduction else ("adder", parent)}
-                tasks[p, len(tasks)] = ([last], adder, pack.num_bytes / topology.addition_bandwidth)
+                seconds = pack.num_bytes / topology.addition_bandwidth
+                tasks[p, len(tasks)] = ([last], adder, seconds)
                 last = next(reversed(tasks))
             heard[parent].append(last)
         has = {tree.root: heard[tree.root]}
@@ -129,28 +125,24 @@ def plain_simulation(schedule: Plan, topology: Topology) -> float:
     return max(end.values(), default=0.0)
 
 
-def _edge(task: Any) -> tuple[int, int, int]:
-    return task.pack, task.source, task.target
-
-
 class TimelineTest(plan_testing.PlanTestCase):
-    @hypothesis.settings(max_examples=100, deadline=None)
+    @hypothesis.settings(max_examples=60, deadline=None)
     @hypothesis.given(small_plans())
     def test_a_plainer_simulator_agrees(self, plan):
         schedule, machine = plan
-        # Where copies take no time, "at the same time" is a matter of taste.
-        hypothesis.assume(machine.name[:6] != "shared")
         timeline = simulator.simulate(schedule, machine)
         self.assertAlmostEqual(timeline.seconds, plain_simulation(schedule, machine), delta=1e-9)
         self.assertEqual(timeline, simulator.simulate(schedule, machine))
         jittered = [simulator.simulate(schedule, machine, jitter=0.05, seed=1) for _ in range(2)]
         self.assertEqual(*jittered)
         # The schedule's, and with links that are up to 5 % slower or faster.
-        for task, other in zip(
-            sorted(timeline.copies, key=_edge), sorted(jittered[0].copies, key=_edge)
-        ):
-            seconds = task.end - task.start
-            self.assertAlmostEqual(other.end - other.start, seconds, delta=0.05 * seconds + 1e-9)
+        found, other = (
+            {(t.pack, t.source, t.target): t.end - t.start for t in each.copies}
+            for each in (timeline, jittered[0])
+        )
+        self.assertEqual(found.keys(), other.keys())
+        for edge, seconds in found.items():
+            self.assertAlmostEqual(other[edge], seconds, delta=0.05 * seconds + 1e-9)
 
     def test_of_equals_the_earlier_pack_goes_first(self):
         # Two packs want the one way from 1 to 0 at once.
@@ -163,11 +155,9 @@ class TimelineTest(plan_testing.PlanTestCase):
 
     def test_robust_time_is_a_median_over_seeds(self):
         schedule = algorithms.make_plan("hierarchical_copy", DGX1, 25 * MB)
-        times = sorted(
-            simulator.simulate(schedule, DGX1, jitter=0.05, seed=seed).seconds for seed in range(20)
-        )
+        times = [seconds_of(schedule, DGX1, jitter=0.05, seed=seed) for seed in range(20)]
         robust = simulator.robust_seconds(schedule, DGX1)
-        self.assertAlmostEqual(robust, (times[9] + times[10]) / 2, places=12)
+        self.assertAlmostEqual(robust, statistics.median(times), places=12)
 
     def test_only_what_is_much_slower_than_the_cutoff_is_not_run_on(self):
         schedule = algorithms.make_plan("hierarchical_copy", DGX1, 25 * MB)
@@ -183,7 +173,6 @@ class TimelineTest(plan_testing.PlanTestCase):
         ({}, 7, "plan must be for the 7 devices of .*; got one for 8"),
         ({"jitter": 0.1}, 8, "seed must be a number for a jitter of 0.1; got None"),
         ({"jitter": 2.0, "seed": 1}, 8, "jitter must be from 0 to 1; got 2.0"),
-        ({"jitter": -0.1, "seed": 1}, 8, "jitter must be from 0 to 1; got -0.1"),
         ({"jitter": math.nan, "seed": 1}, 8, "jitter must be from 0 to 1; got nan"),
     )
     def test_nonsense(self, options, devices, message):
@@ -195,7 +184,7 @@ class TimelineTest(plan_testing.PlanTestCase):
         for devices, num_bytes in ((1, MB), (8, 0)):
             machine = DGX1.subset(range(devices))
             schedule = algorithms.make_plan("one_device", machine, num_bytes)
-            self.assertEqual(simulator.simulate(schedule, machine).seconds, 0.0)
+            self.assertEqual(seconds_of(schedule, machine), 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,10 +212,8 @@ class HostsTest(parameterized.TestCase):
         # 2 x 3/4 of 1 MB at 1 GB/s twice, after the first copy up; then 6 messages, and down.
         self.assertAlmostEqual(timeline.seconds, 50e-6 + 2 * 1.5e-3 + 6 * 5e-6 + 50e-6)
         self.assertLen(timeline.copies, 4)
-        half = _between(4, schedule, Half())
-        self.assertLess(
-            simulator.robust_seconds(half, machine, hosts=hosts), 0.55 * timeline.seconds
-        )
+        half = simulator.robust_seconds(_between(4, schedule, Half()), machine, hosts=hosts)
+        self.assertLess(half, 0.55 * timeline.seconds)
 
     def test_one_device_a_host_has_a_network_alone(self):
         machine = preset("nvswitch", 1)
@@ -235,20 +222,18 @@ class HostsTest(parameterized.TestCase):
         self.assertAlmostEqual(simulator.simulate(schedule, machine, hosts=hosts).seconds, 1e-3)
 
 
-class LoadTest(parameterized.TestCase):
+class LoadTest(absltest.TestCase):
     def test_a_port_carries_all_that_others_send(self):
         machine = preset("pcie")
-        schedule = algorithms.make_plan("one_device", machine, MB)
-        name, carried = simulator.bottleneck(schedule, machine)
+        name, carried = simulator.bottleneck(in_turn([MB], [copy_tree.star(4)]), machine)
         self.assertIn(name, ("0 out", "0 in"))
         self.assertEqual(carried, 3 * MB)
 
     def test_the_bottleneck_is_busy_longest(self):
         # On a DGX-1 more bytes go over a pair of NVLinks, but a single one is busy for longer.
         schedule = in_turn([2 * MB, MB], [copy_tree.star(3), copy_tree.star(3, 2)])
-        machine = DGX1.subset([0, 1, 2])
-        name, carried = simulator.bottleneck(schedule, machine)
-        self.assertEqual((name, carried), ("0→2", 3 * MB))
+        found = simulator.bottleneck(schedule, DGX1.subset([0, 1, 2]))
+        self.assertEqual(found, ("0→2", 3 * MB))
 
 
 if __name__ == "__main__":
