@@ -75,9 +75,8 @@ def contents(made: Plan) -> list[list[tuple[int, int, int | None]]]:
 class OneHostTest(parameterized.TestCase):
     def test_mixed_dtypes(self):
         made = plan(batch(f32(4), ValueSpec("int64", (2,)), f32(2, 3)), packing=PackingOptions(2))
-        self.assertEqual(
-            contents(made), [[(0, 0, 4), (2, 0, 1)], [(2, 1, 6)], [(1, 0, 1)], [(1, 1, 2)]]
-        )
+        packs = [[(0, 0, 4), (2, 0, 1)], [(2, 1, 6)], [(1, 0, 1)], [(1, 1, 2)]]
+        self.assertEqual(contents(made), packs)
         self.assertEqual([pack.dtype for pack in made.packs], ["float32"] * 2 + ["int64"] * 2)
         trees = algorithms.make_plan("hierarchical_copy", preset("nvswitch", K), 40, 4).packs
         self.assertEqual([pack.tree for pack in made.packs], [pack.tree for pack in trees])
@@ -100,9 +99,9 @@ class OneHostTest(parameterized.TestCase):
 
     def test_one_device(self):
         made = plan(batch(f32(4), f32(2), root=1), one_device=True)
-        self.assertEqual(contents(made), [[(0, 0, 4), (1, 0, 2)]])
-        self.assertEqual([pack.tree for pack in made.packs], [star(K, 1)])
-        self.assertIsNone(made.packs[0].to)
+        [pack] = made.packs
+        self.assertEqual(content(pack), [(0, 0, 4), (1, 0, 2)])
+        self.assertEqual((pack.tree, pack.to), (star(K, 1), None))
         self.assertEqual(made.why, "everything is summed on CPU:1")
 
     @parameterized.parameters(
@@ -132,15 +131,14 @@ class OneHostTest(parameterized.TestCase):
         [pack] = plan(batch(rows[0], to=(1,)), sum_equal_rows=sum_equal).packs
         self.assertEqual((pack.to, pack.tree), ((1,), star(K, 1)))
 
-    @parameterized.parameters((None, 3, None), ((1,), 3, (1,)), ((3,), 4, (3,)))
-    def test_gather(self, to, nodes, expected):
-        values = ValueSpec("int32", (None, 2)), ValueSpec("float32", (4,))
-        made = plan(batch(*values, op="gather", to=to, nodes=nodes))
-        [pack] = made.packs
-        self.assertEqual((pack.kind, pack.dtype, pack.to), ("concat", "", expected))
+    @parameterized.parameters((None, 3), ((1,), 3), ((3,), 4))
+    def test_gather(self, to, nodes):
+        values = ValueSpec("int32", (None, 2)), f32(4)
+        [pack] = plan(batch(*values, op="gather", to=to, nodes=nodes)).packs
+        self.assertEqual((pack.kind, pack.dtype, pack.to), ("concat", "", to))
         self.assertEqual(content(pack), [(0, 0, None), (1, 0, 4)])
-        if expected is not None:
-            self.assertEqual(pack.tree, star(nodes, expected[0]))
+        if to is not None:
+            self.assertEqual(pack.tree, star(nodes, to[0]))
 
     def test_values_of_unknown_and_no_size_are_sent_alone(self):
         made = plan(batch(f32(3), ValueSpec("float32", None), f32(0, 2), f32(1)))
@@ -170,11 +168,12 @@ class OneHostTest(parameterized.TestCase):
             self.assertEqual(pack.scaled, scaled)
         self.assertIsNone(plan(asked).packs[0].wire)
         # One replica sends nothing; of a result elsewhere, no device keeps errors.
-        self.assertIsNone(plan(batch(f32(8), replicas=1), wire=cast).packs[0].wire)
-        sent = plan(batch(f32(8), replicas=1, to=(1,), nodes=2), wire=cast).packs[0].wire
-        self.assertEqual(sent, Cast(wire))
-        elsewhere = plan(batch(f32(8), to=(1,)), wire=cast).packs[0].wire
-        self.assertEqual(elsewhere, Cast(wire))
+        for where, expected in (
+            ({"replicas": 1}, None),
+            ({"replicas": 1, "to": (1,), "nodes": 2}, Cast(wire)),
+            ({"to": (1,)}, Cast(wire)),
+        ):
+            self.assertEqual(plan(batch(f32(8), **where), wire=cast).packs[0].wire, expected)
 
     def test_scaled_values_are_planned_on_their_own(self):
         """So that plans, and the keys of rounding errors in checkpoints, stay."""
@@ -360,28 +359,25 @@ class OwnersTest(plan_testing.PlanTestCase):
     @parameterized.product(
         # The smallest first would give one of two devices 9 of the 12 of the second list.
         sizes=(SIZES, [1, 1, 1, 1, 1, 1, 6]),
-        count=(1, 2, 3, 5, 8),
+        count=(1, 2, 3, 8),
     )
     def test_no_share_is_larger_than_the_best_largest_by_a_third(self, sizes, count):
         shares = owned_sizes(sizes, deal_owners(sizes, count), count)
         self.assertEqual(sum(shares), sum(sizes))
-        least = max(max(sizes), sum(sizes) / count)
-        self.assertLessEqual(max(shares), 4 / 3 * least)
+        self.assertLessEqual(max(shares), 4 / 3 * max(max(sizes), sum(sizes) / count))
 
     @parameterized.parameters(
-        ("dgx1", "auto", False), ("dgx1", "packed_trees", True),
-        ("dgx1", "hierarchical_copy", False), ("shared_memory", "auto", True),
-        ("shared_memory", "one_device", False),
-        ("nvswitch", "ring", True), ("nvswitch", "packed_trees", False),
+        ("dgx1", "packed_trees", True), ("dgx1", "auto", False),
+        ("shared_memory", "auto", True), ("nvswitch", "one_device", False),
     )  # fmt: skip
     def test_packs_are_rooted_at_owners(self, machine, algorithm, rows):
         batch = owned_batch(4, rows=rows)
         plan = decide(batch, Options(algorithm), Machine(preset(machine, 4)))
-        for pack in plan.packs:
+        for pack, tree in zip(plan.packs, plan.trees, strict=True):
             self.assertTrue(pack.root.update)
-            assert pack.tree is not None
-            for part in pack.slices:
-                self.assertEqual(pack.tree.root, batch.requests[part.value].owner)
+            self.assertEqual(
+                {batch.requests[part.value].owner for part in pack.slices}, {tree.root}
+            )
 
     def test_other_trees_are_rooted_again(self):
         tree = copy_tree.path((0, 1, 2, 3), 0)
@@ -423,11 +419,8 @@ class OwnersTest(plan_testing.PlanTestCase):
         first, *rest = batch.requests
         other = dataclasses.replace(first, owner=1 - (first.owner or 0))
         unlike = dataclasses.replace(batch, requests=(other, *rest))
-        prints = {decide(each, Options(), machine).fingerprint for each in (batch, unlike)}
-        self.assertLen(prints, 2)
-        unowned = owned_batch(2, owned=False)
-        prints |= {decide(unowned, Options(), machine).fingerprint}
-        self.assertLen(prints, 3)
+        asked = (batch, unlike, owned_batch(2, owned=False))
+        self.assertLen({decide(each, Options(), machine).fingerprint for each in asked}, 3)
 
 
 if __name__ == "__main__":

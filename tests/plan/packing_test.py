@@ -108,46 +108,41 @@ class EveryPlanTest(absltest.TestCase):
                 self.assertLen({values[part.value].shape for part in fused.slices}, 1)
 
 
-class NumPacksTest(parameterized.TestCase):
-    """Mode 1: all values of a dtype are laid end to end and cut."""
-
-    def test_in_the_order_of_the_values(self):
-        packs = pack(items((5,), (2,), (5,)), Options(3))
-        self.assertEqual(
-            [[(0, 0, 4)], [(0, 4, 5), (1, 0, 2), (2, 0, 1)], [(2, 1, 5)]], contents(packs)
-        )
-
-    @parameterized.parameters(("ring", "dgx1"), ("auto", "shared_memory"))
-    def test_the_algorithm_decides(self, algorithm, machine):
-        place = topology.preset(machine, 5)
-        options = Options(None)
-        packs = packing.pack(items((1000, 25), (0,)), options, algorithm, place)
-        schedule = algorithms.make_plan(algorithm, place, 4 * 25_000)
-        self.assertEqual([pack.tree for pack in schedule.packs], [one.tree for one in packs[:-1]])
-        self.assertLen(packs, len(schedule.packs) + 1)  # The empty value is sent alone.
-
-
-class SmallGroupsTest(parameterized.TestCase):
-    """Mode 2: small values are put together."""
-
-    def test_groups(self):
+class ContentsTest(parameterized.TestCase):
+    @parameterized.parameters(
+        # In the order of the values, or the last values first; no value is no pack.
+        (
+            items((5,), (2,), (5,)),
+            Options(3),
+            [[(0, 0, 4)], [(0, 4, 5), (1, 0, 2), (2, 0, 1)], [(2, 1, 5)]],
+        ),
+        (
+            items((4,), (2,), (0,), (6,)),
+            Options(2, last_first=True),
+            [[(3, 0, 6)], [(0, 0, 4), (1, 0, 2)], [(2, 0, 0)]],
+        ),
+        *(({}, Options(num_packs), []) for num_packs in (1, 0, None)),
         # Elements have 4 bytes; "smaller than 16 bytes" leaves out 4 elements.
-        values = items((3,), (4,), (), (1,), (50,), (2,), (3,))
-        packs = pack(values, Options(0, 16, 2))
-        groups = [[(0, 0, 3), (2, 0, 1)], [(3, 0, 1), (5, 0, 2)], [(6, 0, 3)]]
-        self.assertEqual([*groups, [(1, 0, 4)], [(4, 0, 50)]], contents(packs))
+        (
+            items((3,), (4,), (), (1,), (50,), (2,), (3,)),
+            Options(0, 16, 2),
+            [
+                [(0, 0, 3), (2, 0, 1)],
+                [(3, 0, 1), (5, 0, 2)],
+                [(6, 0, 3)],
+                [(1, 0, 4)],
+                [(4, 0, 50)],
+            ],
+        ),
+        (
+            mixed(("float32", (5,)), ("float16", (5,)), ("float16", (5,)), ("float32", (5,))),
+            Options(0, 20, 9),
+            [[(0, 0, 5)], [(3, 0, 5)], [(1, 0, 5), (2, 0, 5)]],
+        ),
+    )
+    def test_contents(self, values, how, expected):
+        self.assertEqual(expected, contents(pack(values, how)))
 
-    def test_the_limit_is_in_bytes(self):
-        values = mixed(*[(dtype, (5,)) for dtype in ("float32", "float16", "float16", "float32")])
-        packs = pack(values, Options(0, 20, 9))
-        self.assertEqual([[(0, 0, 5)], [(3, 0, 5)], [(1, 0, 5), (2, 0, 5)]], contents(packs))
-
-    def test_no_values_no_packs(self):
-        for num_packs in (1, 0, None):
-            self.assertEqual([], pack({}, Options(num_packs)))
-
-
-class BytesPerPackTest(parameterized.TestCase):
     @parameterized.parameters(
         (1, 20, [4, 4, 4]),
         (1, 47, [6, 6]),
@@ -160,63 +155,56 @@ class BytesPerPackTest(parameterized.TestCase):
         packs = pack(items((3, 4)), Options(num_packs, bytes_per_pack=most))
         self.assertEqual(expected, [one.size for one in packs])
 
+    @parameterized.parameters(("ring", "dgx1"), ("auto", "shared_memory"))
+    def test_the_algorithm_decides(self, algorithm, machine):
+        packs = pack(items((1000, 25), (0,)), Options(None), algorithm, 5, machine)
+        place = topology.preset(machine, 5)
+        trees = algorithms.make_plan(algorithm, place, 4 * 25_000).trees
+        self.assertEqual([*trees], [one.tree for one in packs[:-1]])
+        self.assertEqual(packs[-1].size, 0)  # The empty value is sent alone.
 
-class OrderTest(parameterized.TestCase):
     def test_dtypes_share_the_packs_of_all_bytes(self):
         values = mixed(("float32", (500,)), ("int64", (100,)), ("float32", (300,)))
         packs = pack(values, Options(None), "ring", 4, "nvswitch")
         # Four packs of 1000 bytes, the last of which has the end of the floats, and all integers.
-        self.assertEqual(
-            [(one.tree and one.tree.root, own) for one, own in zip(packs, contents(packs))],
-            [
-                (0, [(0, 0, 250)]),
-                (1, [(0, 250, 500)]),
-                (2, [(2, 0, 250)]),
-                (3, [(2, 250, 300)]),
-                (3, [(1, 0, 100)]),
-            ],
-        )
-
-    def test_the_last_values_first(self):
-        values = items((4,), (2,), (0,), (6,))
-        packs = pack(values, Options(2, last_first=True))
-        self.assertEqual([[(3, 0, 6)], [(0, 0, 4), (1, 0, 2)], [(2, 0, 0)]], contents(packs))
-        self.assertEqual([1, 0], [part.value for part in packs[1].tensors[0].slices])
+        floats = [[(0, 0, 250)], [(0, 250, 500)], [(2, 0, 250)], [(2, 250, 300)]]
+        self.assertEqual(contents(packs), [*floats, [(1, 0, 100)]])
+        self.assertEqual([one.tree and one.tree.root for one in packs], [0, 1, 2, 3, 3])
 
 
 class TensorsTest(parameterized.TestCase):
     """Which slices of a pack are sent as one tensor."""
 
-    def tensors(self, values: Mapping[int, ValueSpec], machine: str = "shared_memory") -> list[Any]:
-        [one] = pack(values, Options(1), machine=machine)
-        return [([part.value for part in t.slices], t.stacked) for t in one.tensors]
-
-    def test_large_values_are_not_concatenated_in_shared_memory(self):
-        values = items((4,), (10**6,), (5,))
-        self.assertCountEqual([([0, 2], False), ([1], False)], self.tensors(values))
+    @parameterized.parameters(
+        # In shared memory large values are not concatenated, and values of one shape are stacked.
+        (items((4,), (10**6,), (5,)), "shared_memory", [([0, 2], False), ([1], False)]),
+        (items((2, 3), (6,), (2, 3)), "shared_memory", [([0, 2], True), ([1], False)]),
+        # Flat values are concatenated as they are.
+        (items((6,), (4,), (2, 3), (6,)), "shared_memory", [([0, 1, 2, 3], False)]),
         # Where each tensor costs the latency of a link, all is one tensor.
-        self.assertEqual([([0, 1, 2], False)], self.tensors(values, "nvswitch"))
-        options = Options(1, one_tensor_per_pack=True)
-        self.assertLen(pack(values, options)[0].tensors, 1)
+        (items((4,), (10**6,), (5,)), "nvswitch", [([0, 1, 2], False)]),
+        (items((2, 3), (4,), (2, 3), (), ()), "nvswitch", [([0, 1, 2, 3, 4], False)]),
+    )
+    def test_tensors(self, values, machine, expected):
+        [one] = pack(values, Options(1), machine=machine)
+        found = [([part.value for part in t.slices], t.stacked) for t in one.tensors]
+        self.assertEqual(expected, found)
+
+    def test_one_tensor_per_pack(self):
+        [one] = pack(items((4,), (10**6,), (5,)), Options(1, one_tensor_per_pack=True))
+        self.assertLen(one.tensors, 1)
+
+    def test_the_last_values_first(self):
+        [one] = pack(items((4,), (2,)), Options(1, last_first=True))
+        self.assertEqual([1, 0], [part.value for part in one.slices])
 
     @parameterized.parameters((1e10, 60_000, 1), (1e10, 70_000, 2), (2e10, 120_000, 1))
     def test_concatenates_as_much_as_memory_passes_in_the_time_of_an_op(self, speed, size, count):
         # An op takes 6.5 microseconds, in which 10 GB/s pass over 65 kB.
         machine = dataclasses.replace(topology.preset("shared_memory", 3), addition_bandwidth=speed)
-        options = Options(1)
-        [one] = packing.pack(items((size // 4,), (1,)), options, "hierarchical_copy", machine)
+        values = items((size // 4,), (1,))
+        [one] = packing.pack(values, Options(1), "hierarchical_copy", machine)
         self.assertLen(one.tensors, count)
-
-    def test_values_of_one_shape_are_stacked(self):
-        found = self.tensors(items((2, 3), (6,), (2, 3), (2, 3)))
-        self.assertEqual([([0, 2, 3], True), ([1], False)], found)
-        # Shapes do not matter where each tensor costs a latency.
-        found = self.tensors(items((2, 3), (4,), (2, 3), (), ()), "nvswitch")
-        self.assertEqual([([0, 1, 2, 3, 4], False)], found)
-
-    def test_flat_values_are_concatenated_as_they_are(self):
-        found = self.tensors(items((6,), (4,), (2, 3), (6,), (6,)))
-        self.assertEqual([([0, 1, 2, 3, 4], False)], found)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ from typing import Any
 import hypothesis
 import plan_testing
 from absl.testing import absltest, parameterized
-from hypothesis import strategies as st
 
 from tfcdo.exchange.protocol import SUM, Collective, Exchange, PackSpec, Sum
 from tfcdo.plan import algorithms, copy_tree, simulator
-from tfcdo.plan.copy_tree import CopyTree, chain
-from tfcdo.plan.plan import Plan, RootStep, in_turn, plan_of_bytes
+from tfcdo.plan.copy_tree import chain
+from tfcdo.plan.plan import Plan, RootStep, in_turn
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
@@ -26,30 +25,6 @@ DGX1 = preset("dgx1")
 
 def seconds_of(schedule: Plan, topology: Topology, **options: Any) -> float:
     return simulator.simulate(schedule, topology, **options).seconds
-
-
-@st.composite
-def small_plans(draw) -> tuple[Plan, Topology]:
-    """A few packs on any trees, on a small machine, some of whose links share resources."""
-    devices = draw(st.integers(1, 5))
-    # Not "shared_memory": where copies take no time, "at the same time" is a matter of taste.
-    names = ["pcie", "nvswitch", "dgx1", "fully_connected"]
-    topology = preset(draw(st.sampled_from(names)), devices)
-    if draw(st.booleans()):
-        topology = dataclasses.replace(
-            topology, addition_bandwidth=2e10, serial_reduction=draw(st.booleans())
-        )
-    packs: list[tuple[int, CopyTree, int | None]] = []
-    for index in range(draw(st.integers(1, 5))):
-        after = draw(st.none() | st.integers(0, index - 1)) if index else None
-        order = draw(st.permutations(range(devices)))
-        parents: list[int | None] = [None] * devices
-        for place, device in enumerate(order[1:], 1):
-            parents[device] = order[draw(st.integers(0, place - 1))]
-        size = draw(st.sampled_from([1, 1000, 500_000, 3_000_000]))
-        tree = CopyTree(tuple(parents)) if after is None else packs[after][1]
-        packs.append((size, tree, after))
-    return plan_of_bytes(devices, packs), topology
 
 
 class ReferenceTest(parameterized.TestCase):
@@ -78,39 +53,40 @@ class ReferenceTest(parameterized.TestCase):
 
 def plain_simulation(schedule: Plan, topology: Topology) -> float:
     """First come, first served, as plainly as can be: look at everything whenever anything ends."""
-    # For each (pack, number): what it waits for, what it holds, how long.
-    tasks: dict[tuple, tuple[list, set, float]] = {}
-    results: list[dict[int, list]] = []
-    for p, (pack, tree) in enumerate(zip(schedule.packs, schedule.trees, strict=True)):
+    # For each task: what it waits for, what it holds, how long.
+    tasks: list[tuple[list[int], set[Any], float]] = []
+    results: list[dict[int, list[int]]] = []
 
-        def copy(source, target, size=pack.num_bytes):
+    def add(after, held, seconds):
+        tasks.append((after, held, seconds))
+        return [len(tasks) - 1]
+
+    for pack, tree in zip(schedule.packs, schedule.trees, strict=True):
+
+        def copy(after, source, target, size=pack.num_bytes):
             link = topology.link_by_pair[source, target]
             speed = min(topology.resources[r].bandwidth for r in link.resources)
-            return set(link.resources), link.latency + size / speed
+            return add(after, set(link.resources), link.latency + size / speed)
 
-        heard: dict[int, list] = collections.defaultdict(list)
+        heard: dict[int, list[int]] = collections.defaultdict(list)
         if pack.after is not None:
             for leaf in set(range(topology.num_devices)) - set(tree.parents):
                 heard[leaf] = list(results[pack.after][leaf])
         for child, parent in reversed(tree.edges):
-            tasks[p, len(tasks)] = (heard[child], *copy(child, parent))
-            last = next(reversed(tasks))
+            last = copy(heard[child], child, parent)
             if topology.addition_bandwidth < math.inf:
                 adder = {"adder" if topology.serial_reduction else ("adder", parent)}
-                seconds = pack.num_bytes / topology.addition_bandwidth
-                tasks[p, len(tasks)] = ([last], adder, seconds)
-                last = next(reversed(tasks))
-            heard[parent].append(last)
+                last = add(last, adder, pack.num_bytes / topology.addition_bandwidth)
+            heard[parent] += last
         has = {tree.root: heard[tree.root]}
         for child, parent in tree.edges:
-            tasks[p, len(tasks)] = (has[parent], *copy(parent, child))
-            has[child] = [next(reversed(tasks))]
+            has[child] = copy(has[parent], parent, child)
         results.append(has)
     now = 0.0
-    came: dict[tuple, float] = {}
-    end: dict[tuple, float] = {}
-    while len(end) < len(tasks) or any(e > now for e in end.values()):
-        for task, (after, _, _) in tasks.items():
+    came: dict[int, float] = {}
+    end: dict[int, float] = {}
+    while True:
+        for task, (after, _, _) in enumerate(tasks):
             if task not in came and all(a in end and end[a] <= now + 1e-12 for a in after):
                 came[task] = now
         busy = set().union(*(tasks[t][1] for t, e in end.items() if e > now + 1e-12))
@@ -119,15 +95,15 @@ def plain_simulation(schedule: Plan, topology: Topology) -> float:
                 busy |= tasks[task][1]
                 end[task] = now + tasks[task][2]
         later = [e for e in end.values() if e > now + 1e-12]
-        if not later and len(came) == len(tasks) == len(end):
+        if not later:
             break
-        now = min(later, default=now)
+        now = min(later)
     return max(end.values(), default=0.0)
 
 
 class TimelineTest(plan_testing.PlanTestCase):
     @hypothesis.settings(max_examples=60, deadline=None)
-    @hypothesis.given(small_plans())
+    @hypothesis.given(plan_testing.any_plans())
     def test_a_plainer_simulator_agrees(self, plan):
         schedule, machine = plan
         timeline = simulator.simulate(schedule, machine)

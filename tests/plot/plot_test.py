@@ -17,7 +17,7 @@ from tfcdo.plan import algorithms
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import in_turn
 from tfcdo.plot import draw_trees, save_figure
-from tfcdo.topology.links import Resource, Route, ordered_pairs
+from tfcdo.topology.links import Resource, Route, link_name, ordered_pairs
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
@@ -27,23 +27,17 @@ _draw: Callable[..., Any] = draw_trees
 
 def _machine(
     devices: int,
-    wired: Mapping[tuple[int, int], Sequence[tuple[str, float]]],
-    host: Callable[[int, int], float] = lambda source, target: 10e9,
+    wires: Mapping[tuple[int, int], float],
+    both_ways: Sequence[tuple[int, int]] = (),
+    host: Callable[[int], float] = lambda source: 10e9,
 ) -> Topology:
-    """Returns a machine of some links; any other pair is joined through the host, by itself."""
+    """Returns a machine of some wires; any other pair is joined through the host, by itself."""
     routes = []
-    for source, target in ordered_pairs(devices):
-        if (source, target) in wired:
-            resources = [Resource(*resource) for resource in wired[source, target]]
-            routes.append(Route(source, target, resources))
-        else:
-            bridge = Resource(f"host {source}→{target}", host(source, target))
-            routes.append(Route(source, target, [bridge], via_host=True))
+    for pair in ordered_pairs(devices):
+        name = "wire" if pair in both_ways else link_name(*pair)
+        resource = Resource(name, wires.get(pair, host(pair[0])))
+        routes.append(Route(*pair, [resource], via_host=pair not in wires))
     return Topology.from_routes("mine", devices, routes)
-
-
-def _separate_wires(speeds: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], Any]:
-    return {(a, b): [(f"{a}→{b}", speed)] for (a, b), speed in speeds.items()}
 
 
 def _machine_axes(machine: Topology) -> Any:
@@ -68,23 +62,21 @@ def _nearest(places: Mapping[int, Any], point: Sequence[float]) -> int:
 def _joined_pairs(axes: Any) -> set[tuple[int, int]]:
     """Returns the pairs `a < b` that a line without an arrow joins."""
     places = _places(axes)
-    ends = set()
-    for collection in axes.collections:
-        if hasattr(collection, "get_segments"):
-            for start, stop in collection.get_segments():
-                a, b = sorted((_nearest(places, start), _nearest(places, stop)))
-                ends.add((a, b))
-    return ends
+    lines = [
+        line
+        for collection in axes.collections
+        if hasattr(collection, "get_segments")
+        for line in collection.get_segments()
+    ]
+    ends = [sorted(_nearest(places, point) for point in line) for line in lines]
+    return {(a, b) for a, b in ends}
 
 
 def _arrows(axes: Any) -> set[tuple[int, int]]:
     """Returns the `(source, target)` of each arrow, whose path is a tail and then mostly head."""
     places = _places(axes)
-    found = set()
-    for arrow in axes.patches:
-        points = arrow.get_path().vertices
-        found.add((_nearest(places, points[0]), _nearest(places, points[-2])))
-    return found
+    paths = [arrow.get_path().vertices for arrow in axes.patches]
+    return {(_nearest(places, path[0]), _nearest(places, path[-2])) for path in paths}
 
 
 def _neighbours(axes: Any) -> set[tuple[int, int]]:
@@ -135,7 +127,7 @@ class TreesTest(parameterized.TestCase):
 
     def test_links_of_different_speeds_are_two_arrows(self):
         speeds = {(0, 1): 50e9, (1, 0): 10e9, (1, 2): 25e9, (2, 1): 25e9}
-        axes = _machine_axes(_machine(3, _separate_wires(speeds)))
+        axes = _machine_axes(_machine(3, speeds))
         self.assertEqual(_arrows(axes), {(0, 1), (1, 0)})
         self.assertEqual(_joined_pairs(axes), {(1, 2)})
         lines = ["10 GB/s, along the arrow", "25 GB/s each way", "50 GB/s, along the arrow"]
@@ -145,18 +137,17 @@ class TreesTest(parameterized.TestCase):
     def test_one_way_links_are_arrows(self, ring: tuple[int, int, int]):
         a, b, c = ring
         pairs = {(a, b), (b, c), (c, a)}
-        axes = _machine_axes(_machine(3, _separate_wires(dict.fromkeys(pairs, 25e9))))
+        axes = _machine_axes(_machine(3, dict.fromkeys(pairs, 25e9)))
         self.assertEqual(_arrows(axes), pairs)
         self.assertEmpty(_joined_pairs(axes))
         detours = "no line, or against the arrow: through the host, 10 GB/s"
         self.assertEqual(_legend(axes), ["25 GB/s, along the arrow", detours])
 
     def test_a_wire_for_both_directions_has_no_speed_each_way(self):
-        wires = _separate_wires({(1, 2): 5e9, (2, 1): 5e9})
-        wires |= {pair: [("wire", 20e9)] for pair in ((0, 1), (1, 0))}
+        both_ways = [(0, 1), (1, 0)]
+        wires = {(1, 2): 5e9, (2, 1): 5e9} | dict.fromkeys(both_ways, 20e9)
         # Of the links via the host, the legend has the slowest.
-        machine = _machine(3, wires, host=lambda source, target: (4 + source) * 1e9)
-        axes = _machine_axes(machine)
+        axes = _machine_axes(_machine(3, wires, both_ways, lambda source: (4 + source) * 1e9))
         self.assertEqual(_joined_pairs(axes), {(0, 1), (1, 2)})
         lines = ["5 GB/s each way", "20 GB/s, one way at a time"]
         self.assertEqual(_legend(axes), [*lines, "no line: through the host, 4 GB/s or more"])
@@ -181,7 +172,7 @@ class TreesTest(parameterized.TestCase):
         # The host is as fast as the links of this ring, but still the longer path.
         ring = [(0, 2), (2, 4), (4, 1), (1, 3), (3, 5), (5, 0)]
         speeds = {pair: 10e9 for a, b in ring for pair in ((a, b), (b, a))}
-        axes = _machine_axes(_machine(6, _separate_wires(speeds)))
+        axes = _machine_axes(_machine(6, speeds))
         self.assertEqual(_neighbours(axes), {(min(pair), max(pair)) for pair in ring})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import pathlib
@@ -11,10 +10,9 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
-import keras
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import absltest, parameterized
@@ -35,17 +33,15 @@ _DEVICES = 3
 
 def step_on(ops: Any, devices: Sequence[int]) -> Any:
     """Returns a function that computes on each of some devices, and all-reduces that."""
-    values = tu.per_replica(
-        [tf.ones([60_000])] * len(devices), [tu.device_name(device) for device in devices]
-    )
+    names = [tu.device_name(device) for device in devices]
+    values = tu.per_replica([tf.ones([60_000])] * len(names), names)
 
     @tf.function
     def step() -> Any:
-        with tf.name_scope("computation"):
-            factors = []
-            for value in values.values:
-                with tf.device(value.device):
-                    factors.append(tf.math.sin(value))
+        factors = []
+        for name, value in zip(names, values.values):
+            with tf.name_scope("computation"), tf.device(name):
+                factors.append(tf.math.sin(value))
         own = tf_internals.per_replica(factors)
         return ops.reduce(tu.SUM, own, own).values
 
@@ -73,30 +69,21 @@ def edges_of_star(pack: int, root: int) -> list[Any]:
 
 
 class TraceTest(tf.test.TestCase):
-    traced: ClassVar[Any]
-    content: ClassVar[dict[str, Any]]
-
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
+    def test_a_trace(self):
         # Two packs, whose trees have 0 and 1 as roots and two edges each.
-        ops = tfcdo.HierarchicalCopyAllReduce(num_packs=2)
-        step = step_on(ops, range(_DEVICES))
+        step = step_on(tfcdo.HierarchicalCopyAllReduce(num_packs=2), range(_DEVICES))
         step()
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder) / "out.json"
-            with tfcdo.trace(path) as cls.traced:
-                for _ in range(_STEPS):
-                    step()
-            cls.content = json.loads(path.read_text(encoding="utf-8"))
-
-    def test_every_copy_and_addition_is_found_in_every_step(self):
-        runs = self.traced.recording.runs
+        path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "out.json")
+        with tfcdo.trace(path) as traced:
+            for _ in range(_STEPS):
+                step()
+        # Every copy and addition is found in every step.
+        runs = traced.recording.runs
         self.assertCountEqual(edges_of(runs), [*edges_of_star(0, 0), *edges_of_star(1, 1)] * _STEPS)
         for run in runs:
             self.assertGreaterEqual(run.seconds, 0.0)
         # Within a step nothing arrives before it was sent.
-        (by_scope,) = self.traced.recording.runs_of_step().values()
+        (by_scope,) = traced.recording.runs_of_step().values()
         for pack in (0, 1):
             of_pack = [run for run in by_scope if run.pack == pack]
             (added,) = [run for run in of_pack if run.kind == profile.ADD]
@@ -106,31 +93,29 @@ class TraceTest(tf.test.TestCase):
                 if run.kind == profile.BROADCAST:
                     self.assertGreaterEqual(run.start, added.end)
 
-    def test_the_summary(self):
-        found = self.traced.summary
+        found = traced.summary
         self.assertEqual(found.num_steps, _STEPS)
         self.assertBetween(found.all_reduce, 1e-9, found.step)
         self.assertBetween(found.exposed, 0.0, found.all_reduce)
         text = r"^3 steps of .* all-reduce .* exposed; slowest edge tfcdo/pack"
         self.assertRegex(str(found), text)
 
-    def test_the_chrome_trace_has_what_ran_beside_what_was_planned(self):
-        events = self.content["traceEvents"]
+        content = json.loads(path.read_text(encoding="utf-8"))
+        self.assertEqual(content["otherData"]["summary"], str(found))
+        events = content["traceEvents"]
         self.assertLen([one for one in events if one["name"] == "process_name"], 3)
-        bars: Any = {1: [], 2: [], 3: []}
-        for one in events:
-            if one["ph"] == "X":
-                bars[one["pid"]].append(one)
-        self.assertTrue(any(one["name"].startswith("computation/") for one in bars[1]))
-        self.assertLen(bars[2], 2 * 5 * _STEPS)
+        all_ops, ran, planned = (
+            [one for one in events if one["ph"] == "X" and one["pid"] == group]
+            for group in (1, 2, 3)
+        )
+        self.assertTrue(any(one["name"].startswith("computation/") for one in all_ops))
+        self.assertLen(ran, 2 * 5 * _STEPS)
         # One step: each pack's copies and additions, one for each edge.
-        self.assertLen(bars[3], 2 * (4 + 2))
+        self.assertLen(planned, 2 * (4 + 2))
         # Planned is set beside the typical step, from when its all-reduce began.
-        (runs,) = self.traced.recording.runs_of_step().values()
-        begin = min(run.start for run in runs)
+        begin = min(run.start for run in by_scope)
         self.assertGreater(begin, 0.0)
-        self.assertAlmostEqual(min(one["ts"] for one in bars[3]), begin * 1e6)
-        self.assertEqual(self.content["otherData"]["summary"], str(self.traced.summary))
+        self.assertAlmostEqual(min(one["ts"] for one in planned), begin * 1e6)
 
 
 def _chain() -> Any:
@@ -140,30 +125,24 @@ def _chain() -> Any:
 class OtherPlansTest(tf.test.TestCase):
     """Of several plans with one scope, the one that ran is shown."""
 
-    def check_after(self, between: Any) -> None:
-        """Records a step on three devices, after something else was done."""
+    def test_the_same_devices_in_another_order(self):
         step = step_on(_chain(), range(_DEVICES))
         step()
-        between()
+        step_on(_chain(), (2, 0, 1))()
         found = profiled(step, step)
         (runs,) = found.runs_of_step().values()
         plan: Any = profile.plan_of(runs, found.planned)
-        self.assertEqual(tuple(tu.device_names(_DEVICES)), plan.devices)
+        self.assertEqual(tu.device_names(_DEVICES), plan.devices)
         copies = {run.way for run in runs if run.kind == profile.REDUCE}
         self.assertEqual({"1→0", "2→1"}, copies)
         lanes = {run.lane for run in found.planned_runs(runs)}
         self.assertContainsSubset(copies, lanes)
 
-    def test_the_same_devices_in_another_order(self):
-        self.check_after(step_on(_chain(), (2, 0, 1)))
-
     def test_explaining_is_no_plan(self):
         before = recently_planned()
-        devices = tu.device_names(_DEVICES)[::-1]
-        explain = functools.partial(_chain().explain, [(60_000,)], devices=devices)
-        self.assertLen(explain().packs, 1)
+        told = _chain().explain([(60_000,)], devices=tu.device_names(_DEVICES)[::-1])
+        self.assertLen(told.packs, 1)
         self.assertEqual(before, recently_planned())
-        self.check_after(explain)
 
     def test_two_orders_in_one_profile(self):
         ops = _chain()
@@ -175,8 +154,7 @@ class OtherPlansTest(tf.test.TestCase):
 
     def test_copies_that_are_cast_are_found(self):
         ops = tfcdo.ReductionToOneDevice("CPU:1", wire_dtype="bfloat16")
-        values = tu.per_replica([tf.ones([1000])] * _DEVICES)
-        step = tf.function(lambda: ops.reduce(tu.SUM, values, values).values)
+        step = step_on(ops, range(_DEVICES))
         step()
         self.assertCountEqual(edges_of(profiled(step).runs), edges_of_star(0, 1))
 
@@ -200,10 +178,6 @@ class ArgumentsTest(parameterized.TestCase):
     def test_wrong_arguments(self, arguments: dict[str, Any], error: Any, message: str):
         with self.assertRaisesRegex(error, message), tfcdo.trace(**arguments):
             self.fail("nothing may be recorded")
-
-    def test_a_profiler_that_was_not_started(self):
-        with self.assertRaisesRegex(RuntimeError, "start the profiler"):
-            recording.Profiler().stop()
 
 
 def _op(name: str, start: float, end: float, op: str = "Add", *ends: str) -> Event:
@@ -275,23 +249,15 @@ class SummaryTest(absltest.TestCase):
         self.assertEqual(recording.intersection([(0, 2), (3, 5)], [(1, 4)]), [(1, 2), (3, 4)])
         self.assertEqual(recording.intersection([(1, 4)], [(0, 2), (3, 5)]), [(1, 2), (3, 4)])
 
-    def test_nothing(self):
-        self.assertStartsWith(str(recording.summarize([], [])), "no all-reduce of tfcdo ran")
-
 
 _SCRIPT = """
 import sys
 import tensorflow as tf
+import testing_utils as tu
 import tfcdo
-from tfcdo import tf_internals
 
-values = []
-for rank in range(2):
-    with tf.device(f"CPU:{rank}"):
-        values.append(tf.ones([1000]))
-own = tf_internals.per_replica(values)
-ops = tfcdo.HierarchicalCopyAllReduce()
-tf.function(lambda: ops.reduce(tf.distribute.ReduceOp.SUM, own, own).values)()
+own = tu.per_replica([tf.ones([1000])] * 2, tu.device_names(2))
+tf.function(lambda: tfcdo.HierarchicalCopyAllReduce().reduce(tu.SUM, own, own).values)()
 sys.exit(int(sys.argv[1]))
 """
 
@@ -310,6 +276,8 @@ class CommandTest(parameterized.TestCase):
         return status, output + errors, files
 
     def test_a_script_with_a_status_of_its_own(self):
+        with self.assertRaisesRegex(RuntimeError, "start the profiler"):
+            recording.Profiler().stop()
         status, output, files = self.run_trace()
         self.assertEqual((status, files), (3, ["out.json", "script.py"]))
         self.assertIn("tfcdo: 1 step of ", output)
@@ -336,17 +304,21 @@ class CommandTest(parameterized.TestCase):
 
 
 class TraceSummaryTest(parameterized.TestCase):
+    def run_epoch(self, callback: Any, epoch: int, step: Any) -> None:
+        """Calls what `fit` calls in an epoch of four steps."""
+        callback.on_epoch_begin(epoch)
+        for batch in range(4):
+            callback.on_train_batch_begin(batch)
+            step()
+            callback.on_train_batch_end(batch)
+        callback.on_epoch_end(epoch)
+
     def test_every_second_epoch(self):
-        with tf.distribute.MirroredStrategy(
-            ["CPU:0", "CPU:1"], cross_device_ops=tfcdo.HierarchicalCopyAllReduce()
-        ).scope():
-            model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
-            model.compile("sgd", "mse")
-        output = io.StringIO()
+        step = step_on(_chain(), range(_DEVICES))
         callback = tfcdo.keras.TraceSummary(every=2, skip=1, steps=2)
-        with contextlib.redirect_stdout(output):
-            model.fit(tf.ones([16, 4]), tf.ones([16, 2]), 4, epochs=3, verbose=0,
-                      callbacks=[callback])  # fmt: skip
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            for epoch in range(3):
+                self.run_epoch(callback, epoch, step)
         lines = output.getvalue().splitlines()
         self.assertLen(lines, 2)
         for line in lines:
@@ -360,11 +332,7 @@ class TraceSummaryTest(parameterized.TestCase):
             mock.patch.object(callbacks.Profiler, "start", side_effect=error),
             self.assertLogs(level="WARNING") as logged,
         ):
-            callback.on_epoch_begin(0)
-            for batch in range(2):
-                callback.on_train_batch_begin(batch)
-                callback.on_train_batch_end(batch)
-            callback.on_epoch_end(0)
+            self.run_epoch(callback, 0, lambda: None)
         self.assertLen(logged.output, 1)
         self.assertIn("set profile_batch=0", logged.output[0])
 
