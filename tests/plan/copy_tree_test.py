@@ -63,20 +63,16 @@ class CopyTreeTest(parameterized.TestCase):
             self.assertEqual(tree.depth, max(nx.shortest_path_length(graph, root).values()))
             self.assertLessEqual(tree.depth, SHAPES[shape](devices))
             # Its views agree.
-            self.assertCountEqual(
-                tree.edges, [(d, p) for d, p in enumerate(tree.parents) if p is not None]
-            )
-            self.assertEqual(
-                tree.children, tuple(tuple(sorted(graph.successors(d))) for d in range(devices))
-            )
+            edges = [(d, p) for d, p in enumerate(tree.parents) if p is not None]
+            self.assertCountEqual(tree.edges, edges)
+            children = [tuple(sorted(graph.successors(device))) for device in range(devices)]
+            self.assertEqual(tree.children, tuple(children))
             place = {device: position for position, device in enumerate(tree.top_down)}
             self.assertTrue(all(place[parent] < place[child] for child, parent in tree.edges))
             self.assertEqual(tree.bottom_up, tuple(reversed(tree.top_down)))
-            again = rooted([edge[::-1] for edge in tree.edges], 0)
+            again = rooted([edge[::-1] for edge in edges], 0)
             self.assertEqual(again.root, 0)
-            self.assertEqual(
-                {frozenset(edge) for edge in again.edges}, {frozenset(edge) for edge in tree.edges}
-            )
+            self.assertEqual({*map(frozenset, again.edges)}, {*map(frozenset, edges)})
 
     @parameterized.parameters(*SHAPES)
     def test_no_such_device(self, shape):
@@ -89,14 +85,11 @@ class CopyTreeTest(parameterized.TestCase):
             with self.assertRaisesRegex(error, message):
                 shape(num_devices, root)
 
-    def test_two_level_is_the_tree_made_for_a_dgx1(self):
-        # Pack 5: its group is a star around 5, the other one around 5's partner 1.
+    def test_by_hand(self):
+        # Of a DGX-1, for pack 5: its group is a star around 5, the other one around 5's partner 1.
         self.assertEqual(two_level(8, 5).parents, (1, 5, 1, 1, 5, None, 5, 5))
-
-    def test_a_path_rooted_in_its_middle_is_half_as_deep(self):
-        order = (4, 2, 0, 1, 3)
-        self.assertEqual([path(order, root).depth for root in (4, 0)], [4, 2])
-        self.assertEqual(path(order, 0).parents, (None, 0, 0, 1, 2))
+        # A path that is rooted in its middle is half as deep.
+        self.assertEqual(path((4, 2, 0, 1, 3), 0).parents, (None, 0, 0, 1, 2))
 
     @parameterized.parameters(
         ((0, 0, 1), 0, "order"), ((0, 2), 0, "order"), ((0, 1), 2, "root"), ((), 0, "root")

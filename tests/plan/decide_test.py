@@ -96,6 +96,9 @@ class OneHostTest(parameterized.TestCase):
         asked = batch(ValueSpec(dtype, (2,)), op="mean", replicas=replicas, to=to, nodes=nodes)
         [pack] = plan(asked).packs
         self.assertEqual((pack.dtype, pack.root), (packed, RootStep(divide=divide)))
+        # One replica of two hosts is not alone.
+        [pack] = plan(dataclasses.replace(asked, hosts=2)).packs
+        self.assertEqual((pack.dtype != "int32", pack.root.divide), (True, 2 * replicas))
 
     def test_one_device(self):
         made = plan(batch(f32(4), f32(2), root=1), one_device=True)
@@ -223,13 +226,13 @@ class HostsTest(parameterized.TestCase):
     CAST = Cast("bfloat16")
 
     def test_packs_in_the_order_of_the_backward_pass(self):
-        made = plan(batch(f32(20), f32(3), f32(5), hosts=2), between=self.BETWEEN)
+        asked = batch(f32(20), f32(3), f32(5), hosts=2)
+        made = plan(asked, between=self.BETWEEN)
         # The last values first, in packs of at most 64 bytes.
         self.assertEqual(contents(made), [[(2, 0, 5), (1, 0, 3), (0, 0, 6)], [(0, 6, 20)]])
-        self.assertEqual([pack.root for pack in made.packs], [SUM, SUM])
-        own = {"between": self.BETWEEN, "packing": PackingOptions(bytes_per_pack=40)}
-        made = plan(batch(f32(20), hosts=2), **own)
-        self.assertEqual([pack.size for pack in made.packs], [10, 10])
+        self.assertEqual({pack.root for pack in made.packs}, {SUM})
+        made = plan(asked, between=self.BETWEEN, packing=PackingOptions(bytes_per_pack=112))
+        self.assertLen(made.packs, 1)
 
     def test_small_packs_are_not_encoded(self):
         between = BetweenHosts(4 << 20)
@@ -263,10 +266,6 @@ class HostsTest(parameterized.TestCase):
         made = plan(asked, between=BetweenHosts(4 << 20))
         # Even the mean of int32, which is added as float64.
         self.assertEqual({pack.root for pack in made.packs}, {RootStep(Sum(), divide=2 * K)})
-
-    def test_a_mean_of_integers_of_one_replica_a_host(self):
-        [pack] = plan(batch(ValueSpec("int32", (2,)), op="mean", replicas=1, hosts=2)).packs
-        self.assertEqual((pack.dtype, pack.root), ("float64", RootStep(Sum(), divide=2)))
 
     def test_rows_and_gathers(self):
         rows = batch(ValueSpec("float32", (None, 2), rows=True), op="mean", hosts=2)
@@ -340,21 +339,23 @@ class NcclTest(parameterized.TestCase):
         self.assertIsNotNone(pack.tree)
 
 
-def owned_batch(count: int, owned: bool = True, hosts: int = 1, rows: bool = False) -> Batch:
-    owner = deal_owners(SIZES, count)
+def owned_plan(
+    algorithm: Any, count: int = 2, machine: str = "nvswitch", owner: Any = None, **choices: Any
+) -> Plan:
+    """Decides for values whose sums are formed on the devices that own the variables."""
+    owner = deal_owners(SIZES, count) if owner is None else owner
+    rows, hosts = choices.pop("rows", False), choices.pop("hosts", 1)
+    everyone = tuple(range(count))
     requests = tuple(
-        Request(
-            ValueSpec("float32", (None, size) if rows else (size,), rows),
-            tuple(range(count)),
-            owner=owner[index] if owned else None,
-        )
-        for index, size in enumerate(SIZES)
+        Request(ValueSpec("float32", (None, size) if rows else (size,), rows), everyone, owner=own)
+        for size, own in zip(SIZES, owner, strict=True)
     )
-    return Batch("sum", count, hosts, tuple(f"CPU:{i}" for i in range(count)), requests)
+    asked = Batch("sum", count, hosts, tuple(f"CPU:{i}" for i in everyone), requests)
+    return decide(asked, Options(algorithm, **choices), Machine(preset(machine, count)))
 
 
 class OwnersTest(plan_testing.PlanTestCase):
-    """Packs whose sums are formed on the devices that own the variables."""
+    NO_OWNER = (None,) * len(SIZES)
 
     @parameterized.product(
         # The smallest first would give one of two devices 9 of the 12 of the second list.
@@ -371,56 +372,44 @@ class OwnersTest(plan_testing.PlanTestCase):
         ("shared_memory", "auto", True), ("nvswitch", "one_device", False),
     )  # fmt: skip
     def test_packs_are_rooted_at_owners(self, machine, algorithm, rows):
-        batch = owned_batch(4, rows=rows)
-        plan = decide(batch, Options(algorithm), Machine(preset(machine, 4)))
+        plan = owned_plan(algorithm, 4, machine, rows=rows)
+        owner = deal_owners(SIZES, 4)
         for pack, tree in zip(plan.packs, plan.trees, strict=True):
             self.assertTrue(pack.root.update)
-            self.assertEqual(
-                {batch.requests[part.value].owner for part in pack.slices}, {tree.root}
-            )
+            self.assertEqual({owner[part.value] for part in pack.slices}, {tree.root})
 
     def test_other_trees_are_rooted_again(self):
-        tree = copy_tree.path((0, 1, 2, 3), 0)
-        plan = decide(owned_batch(4), Options((tree,)), Machine(preset("nvswitch", 4)))
+        plan = owned_plan((copy_tree.path((0, 1, 2, 3), 0),), 4)
         edges = {frozenset(edge) for tree in plan.trees for edge in tree.edges}
         self.assertEqual(edges, {frozenset(pair) for pair in ((0, 1), (1, 2), (2, 3))})
 
     def test_as_many_bytes_as_an_all_reduce(self):
-        machine = Machine(preset("shared_memory", 4))
-        owned, other = (
-            decide(owned_batch(4, is_owned), Options("ring"), machine) for is_owned in (True, False)
-        )
-        self.assertEqual(sum(owned.bytes_by_edge().values()), sum(other.bytes_by_edge().values()))
-        options = Options("auto", between=BetweenHosts(2**20))
-        owned, other = (
-            decide(owned_batch(4, is_owned, hosts=2), options, machine)
-            for is_owned in (True, False)
-        )
-        self.assertEqual(owned.bytes_between_hosts, other.bytes_between_hosts)
+        sent, between = [], []
+        for owner in (None, self.NO_OWNER):
+            sent.append(sum(owned_plan("ring", 4, owner=owner).bytes_by_edge().values()))
+            settings: Any = {"hosts": 2, "between": BetweenHosts(2**20)}
+            on_hosts = owned_plan("auto", 4, "shared_memory", owner=owner, **settings)
+            between.append(on_hosts.bytes_between_hosts)
+        self.assertEqual(*sent)
+        self.assertEqual(*between)
 
     def test_weights_are_sent_in_their_own_dtype(self):
-        options = Options("one_device", wire=Cast("bfloat16"))
-        plan = decide(owned_batch(2), options, Machine(preset("nvswitch", 2)))
-        total = sum(plan.bytes_by_edge().values())
-        cast = sum(size for size in SIZES if size != 1)
-        self.assertBetween(total, cast * (2 + 4), cast * (2 + 4) + 49)
+        plan = owned_plan("one_device", wire=Cast("bfloat16"))
+        cast = sum(size for size in SIZES if size != 1) * (2 + 4)
+        self.assertBetween(sum(plan.bytes_by_edge().values()), cast, cast + 49)
 
     def test_nccl_does_not_sum_on_owners(self):
-        machine = Machine(preset("nvswitch", 2))
-        plan = decide(owned_batch(2), Options("hierarchical_copy", nccl="always"), machine)
+        plan = owned_plan("ring", nccl="always")
         self.assertNotIn(None, [pack.tree for pack in plan.packs])
-        options = Options("hierarchical_copy", nccl="always", require_nccl=True)
         with self.assertRaisesRegex(RuntimeError, "shard_optimizer_state each sum is formed on o"):
-            decide(owned_batch(2), options, machine)
+            owned_plan("ring", nccl="always", require_nccl=True)
 
     def test_hosts_see_who_owns_what(self):
-        machine = Machine(preset("nvswitch", 2))
-        batch = owned_batch(2)
-        first, *rest = batch.requests
-        other = dataclasses.replace(first, owner=1 - (first.owner or 0))
-        unlike = dataclasses.replace(batch, requests=(other, *rest))
-        asked = (batch, unlike, owned_batch(2, owned=False))
-        self.assertLen({decide(each, Options(), machine).fingerprint for each in asked}, 3)
+        first, *rest = deal_owners(SIZES, 2)
+        plans = [
+            owned_plan("auto", owner=owner) for owner in (None, (1 - first, *rest), self.NO_OWNER)
+        ]
+        self.assertLen({plan.fingerprint for plan in plans}, 3)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         (["CPU:0", "CPU:0"], "different CPUs or GPUs of this host; got .*CPU:0"),
         (["CPU:0", "GPU:0"], "different CPUs or GPUs"),
+        (["TPU:0"], "different CPUs or GPUs"),
         (["/job:w/task:0/device:CPU:0", "/job:w/task:1/device:CPU:0"], "of this host"),
         ([f"CPU:{number}" for number in range(17)], "at most 16; got 17"),
     )

@@ -10,6 +10,12 @@ from topology_testing import gigabytes, meet
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
+_TWO_SOCKETS = (
+    [12, 10, 10, 10],
+    [((0, 4), (2, 6)), ((0, 2), (1, 3))],
+    [((0, 2), (4, 6)), ((0, 1), (2, 3))],
+)
+
 
 def text_of(name: str) -> str:
     path = pathlib.Path(__file__).parent / "data" / f"nvidia_smi_{name}.txt"
@@ -46,23 +52,16 @@ class NvidiaSmiTest(parameterized.TestCase):
         ("hgx_h100", [450, 450], [((0, 1), (0, 2)), ((0, 2), (1, 2))], []),
         ("nvlink_bridges_4", [100, 10], [((0, 2), (1, 3))], [((0, 2), (2, 0))]),
         # Between sockets all share one path; within a socket only what their switches share.
-        *(
-            (
-                name,
-                [12, 10, 10, 10],
-                [((0, 4), (2, 6)), ((0, 2), (1, 3))],
-                [((0, 2), (4, 6)), ((0, 1), (2, 3))],
-            )
-            for name in ("pcie_8_two_sockets", "pcie_8_old_driver")
-        ),
+        ("pcie_8_two_sockets", *_TWO_SOCKETS),
+        ("pcie_8_old_driver", *_TWO_SOCKETS),
         ("one_h200", [], [], []),
     )
     def test_samples(self, name, speeds, meeting, apart):
         machine = sample(name)
-        for other, speed in enumerate(speeds, 1):
-            self.assertEqual(gigabytes(machine, 0, other), speed)
-        self.assertEqual({meet(machine, *pairs) for pairs in meeting}, {True} if meeting else set())
-        self.assertEqual({meet(machine, *pairs) for pairs in apart}, {False} if apart else set())
+        found = [gigabytes(machine, 0, other) for other in range(1, 1 + len(speeds))]
+        self.assertEqual(found, speeds)
+        found = [meet(machine, *pairs) for pairs in (*meeting, *apart)]
+        self.assertEqual(found, [True] * len(meeting) + [False] * len(apart))
 
     @parameterized.parameters("dgx1_v100", "hgx_h100", "pcie_8_two_sockets", "one_h200")
     def test_spaces_and_marks_around_the_table_do_not_matter(self, name):
@@ -94,10 +93,7 @@ class NvidiaSmiTest(parameterized.TestCase):
         ("GPU0  GPU1\nGPU0  X  NV1\n", "has no row GPU1"),
         ("GPU0  GPU1\nGPU0  X  NV1\nGPU1  NV1\n", "row GPU1 has 1 entries for 2 GPUs"),
         ("GPU0  GPU1\nGPU0  X  NV1\nGPU1  NVX  X\n", "column GPU0: expected NV# or PIX, .* NVX"),
-        (
-            "GPU0  GPU1\nGPU0  X  NV1\nGPU1  NV1  NV1\n",
-            "line 3: row GPU1, column GPU1: expected X; got NV1",
-        ),
+        ("GPU0  GPU1\nGPU0  X  NV1\nGPU1  NV1  NV1\n", "line 3: .* GPU1: expected X; got NV1"),
         ("GPU0  GPU1\nGPU0  X  NV1\nGPU1  NV2  X\n", "expected NV1, as in row GPU0; got NV2"),
     )
     def test_broken_tables_are_refused(self, text, message):

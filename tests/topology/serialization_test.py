@@ -7,6 +7,8 @@ import math
 import pathlib
 import random
 import tempfile
+from collections.abc import Callable
+from typing import Any
 
 import hypothesis
 from absl.testing import absltest, parameterized
@@ -19,7 +21,7 @@ from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
 
 _FOLDER = pathlib.Path(__file__).parent / "data" / "formats"
-_READERS = {
+_READERS: dict[str, Callable[[str], Any]] = {
     "topology": Topology.from_json,
     "plan": Evaluation.from_json,
     "measured": lambda text: measurement.parse(text.encode()),
