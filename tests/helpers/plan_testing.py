@@ -19,12 +19,6 @@ from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
 
-def forget() -> None:
-    """Clears this process's earlier plans, as if it had just begun."""
-    for remembers in (algorithms._make_plan, algorithms._decide, packed_trees._search):
-        remembers.cache_clear()
-
-
 @contextlib.contextmanager
 def counted_work() -> Iterator[collections.Counter[str]]:
     """Counts the searches, the simulated tasks and the tasks of the longest simulation."""
@@ -84,5 +78,6 @@ class PlanTestCase(parameterized.TestCase):
         patch = mock.patch.object(packed_trees, "_TASKS", self.tasks_per_search)
         patch.start()
         self.addCleanup(patch.stop)
-        forget()
-        self.addCleanup(forget)
+        for remembers in (algorithms._make_plan, algorithms._decide, packed_trees._search):
+            remembers.cache_clear()
+            self.addCleanup(remembers.cache_clear)

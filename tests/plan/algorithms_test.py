@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from unittest import mock
 
@@ -14,11 +13,18 @@ from hypothesis import strategies as st
 
 from tfcdo import log
 from tfcdo.plan import algorithms, packed_trees, packing, simulator
-from tfcdo.plan.copy_tree import binomial, star
+from tfcdo.plan.copy_tree import binomial, chain, star, two_level
 from tfcdo.plan.plan import ValueSpec, cut, in_turn, plan_of_bytes, size_class
 from tfcdo.topology.presets import PRESETS, preset
 
 MB, GB = 10**6, 10**9
+CLASSICS = {
+    "one_device": star,
+    "ring": chain,
+    "shuffle": star,
+    "halving_doubling": binomial,
+    "hierarchical_copy": two_level,
+}
 
 
 class AlgorithmsTest(plan_testing.PlanTestCase):
@@ -40,14 +46,10 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
             self.assertLen(schedule.packs, min(num_packs, num_bytes))
             sizes = {pack.num_bytes for pack in schedule.packs}
             self.assertLessEqual(max(sizes, default=0) - min(sizes, default=0), 1)
-        if algorithm in algorithms.CLASSICS:  # They turn the root with the pack.
-            roots = itertools.cycle(
-                [0] if algorithm == "one_device" else range(machine.num_devices)
-            )
-            self.assertEqual(
-                [tree.root for tree in schedule.trees],
-                list(itertools.islice(roots, len(schedule.packs))),
-            )
+        if algorithm in CLASSICS:  # They turn the root with the pack.
+            for index, tree in enumerate(schedule.trees):
+                root = 0 if algorithm == "one_device" else index % machine.num_devices
+                self.assertEqual(tree, CLASSICS[algorithm](machine.num_devices, root))
 
     def test_trees_of_a_user_get_the_packs_in_turn(self):
         trees = [star(4, 2), binomial(4, 1)]

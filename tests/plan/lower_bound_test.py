@@ -52,7 +52,7 @@ class BoundTest(plan_testing.PlanTestCase):
     tasks_per_search = 500
 
     @parameterized.parameters(
-        # Without the links via the host these would be 14/48 and 1/2.
+        # Without the links via the host this would be 14/48.
         ("dgx1", range(8), 14 / 48.8 / 25e9),
         ("dgx1", [0, 5], 1 / 10e9),
         ("dgx1", [0], 0.0),
@@ -113,6 +113,13 @@ class TightBoundTest(parameterized.TestCase):
         star = in_turn(cut(MB, 8), [copy_tree.star(2), copy_tree.star(2, 1)])
         reached = simulator.simulate(star, machine).seconds
         self.assertBetween(lower_bound_seconds(machine, MB) / reached, 0.4, 1.0)
+        # The root is the device that all others reach soonest.
+        routes = [
+            Route(*pair, [Resource(f"{pair}", 25e9)], latency=1e-6 if 1 in pair else 1e-3)
+            for pair in ordered_pairs(3)
+        ]
+        machine = Topology.from_routes("line", 3, routes)
+        self.assertAlmostEqual(lower_bound_seconds(machine, 1), 2e-6, delta=0.01 * 2e-6)
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ class PresetsTest(parameterized.TestCase):
     def test_what_copies_share(self, name, meeting, apart):
         machine = preset(name)
         for found in (*meeting, *apart):
-            one, other = (tuple(map(int, pair)) for pair in found.split())
-            self.assertEqual(meet(machine, one, other), found in meeting, found)
+            a, b, c, d = map(int, found.replace(" ", ""))
+            self.assertEqual(meet(machine, (a, b), (c, d)), found in meeting, found)
 
     def test_speeds(self):
         for name, speeds in (("nvswitch", [300] * 4), ("pcie", [12, 10, 10, 10])):
@@ -128,6 +128,11 @@ class TopologyTest(parameterized.TestCase):
         self.assertLen(machine.direct_links, 32)
         self.assertLen(machine.subset([0, 5]).direct_links, 2)
         self.assertLen(machine.subset([0, 1, 5]).direct_links, 4)
+        # They lead to every device, but not back.
+        routes = [
+            Route(a, b, [Resource(f"{a}{b}", 1e9)], via_host=a > b) for a, b in ordered_pairs(3)
+        ]
+        self.assertLen(Topology.from_routes("one way", 3, routes).direct_links, 6)
 
     @parameterized.parameters(
         ({"num_devices": 0}, "num_devices"),

@@ -78,12 +78,13 @@ class TraceTest(tf.test.TestCase):
             for _ in range(_STEPS):
                 step()
         # Every copy and addition is found in every step.
-        runs = traced.recording.runs
+        recorded: Any = traced.recording
+        runs = recorded.runs
         self.assertCountEqual(edges_of(runs), [*edges_of_star(0, 0), *edges_of_star(1, 1)] * _STEPS)
         for run in runs:
             self.assertGreaterEqual(run.seconds, 0.0)
         # Within a step nothing arrives before it was sent.
-        (by_scope,) = traced.recording.runs_of_step().values()
+        (by_scope,) = recorded.runs_of_step().values()
         for pack in (0, 1):
             of_pack = [run for run in by_scope if run.pack == pack]
             (added,) = [run for run in of_pack if run.kind == profile.ADD]
